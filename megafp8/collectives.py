@@ -1,0 +1,131 @@
+"""The only caller of torch.distributed for tensors.
+
+Every collective of the framework passes through here, for three reasons: a group of one rank costs nothing (no call, no
+copy); the names that torch renames between releases stand in one place; and FP8 tensors, which no backend knows, travel
+as bytes.
+
+All functions work along dim 0 and expect contiguous tensors. `group=None` means "nobody to talk to", the same as a
+group of one. The `*_async` forms return a `Work`; the result may be read after `Work.wait()`, which on CUDA makes the
+current stream wait and on CPU blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+ReduceOp = Literal["sum", "max", "min"]
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+DONE: Work = _Done()
+
+
+def size(group: ProcessGroup | None) -> int:
+    """Number of ranks in `group`; 1 for None."""
+    return 1 if group is None else group.size()
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """FP8 tensors as uint8 (no backend moves FP8); every other tensor as it is."""
+    return x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
+
+
+def all_reduce(x: Tensor, group: ProcessGroup | None, op: ReduceOp = "sum") -> Tensor:
+    """Reduce `x` over `group` in place and return it."""
+    all_reduce_async(x, group, op).wait()
+    return x
+
+
+def all_reduce_async(x: Tensor, group: ProcessGroup | None, op: ReduceOp = "sum") -> Work:
+    """Start reducing `x` over `group` in place."""
+    if size(group) == 1:
+        return DONE
+    work = dist.all_reduce(x, op=_OPS[op], group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Concatenate every rank's `x` along dim 0: `[n, ...]` -> `[n * ranks, ...]`."""
+    if size(group) == 1:
+        return x
+    x = x.contiguous()
+    out = torch.empty((x.shape[0] * size(group), *x.shape[1:]), dtype=x.dtype, device=x.device)
+    _ALL_GATHER(_as_bytes(out), _as_bytes(x), group=group)
+    return out
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum `x` over `group` and keep this rank's slice of dim 0: `[n, ...]` -> `[n / ranks, ...]`."""
+    ranks = size(group)
+    if ranks == 1:
+        return x
+    assert x.shape[0] % ranks == 0, f"dim 0 of {tuple(x.shape)} is not a multiple of {ranks} ranks"
+    out = torch.empty((x.shape[0] // ranks, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    _REDUCE_SCATTER(out, x.contiguous(), group=group)
+    return out
+
+
+def broadcast(x: Tensor, group: ProcessGroup | None, group_src: int) -> Tensor:
+    """Overwrite `x` in place with that of the rank `group_src` (counted inside the group)."""
+    if size(group) > 1:
+        dist.broadcast(x, group=group, group_src=group_src)
+    return x
+
+
+def all_gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Every rank's picklable `value`, in group order. For set-up, not for the training step."""
+    if size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def barrier(group: ProcessGroup | None) -> None:
+    """Wait until every rank of `group` is here."""
+    if size(group) > 1:
+        dist.barrier(group=group)
+
+
+def send_async(x: Tensor, group: ProcessGroup, group_dst: int) -> Work:
+    """Start sending `x` (contiguous; keep it alive until waited for) to the rank `group_dst` of the group."""
+    work = dist.isend(_as_bytes(x), group=group, group_dst=group_dst)
+    assert work is not None
+    return work
+
+
+def recv_async(x: Tensor, group: ProcessGroup, group_src: int) -> Work:
+    """Start receiving into `x` from the rank `group_src` of the group."""
+    work = dist.irecv(_as_bytes(x), group=group, group_src=group_src)
+    assert work is not None
+    return work
+
+
+def coalesced_all_reduce(tensors: Sequence[Tensor], group: ProcessGroup | None, op: ReduceOp = "sum") -> None:
+    """Reduce several tensors of one dtype in place with a single collective (they are packed and unpacked)."""
+    if size(group) == 1 or not tensors:
+        return
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    all_reduce(flat, group, op)
+    torch._foreach_copy_(list(tensors), [f.view_as(t) for f, t in zip(flat.split([t.numel() for t in tensors]), tensors)])

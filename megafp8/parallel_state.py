@@ -1,0 +1,304 @@
+"""The grid of ranks and every group cut from it.
+
+The ranks of a job form a grid with four axes, slowest to fastest: pipeline, data, context, tensor. The fastest axis
+talks most, so a tensor-parallel group sits on neighbouring ranks (one NVLink domain) and pipeline stages, which talk
+least, lie farthest apart. This is Megatron-LM's order "tp-cp-dp-pp" read from the other end.
+
+`rank_groups` is the whole truth and needs no process group: it slices the grid and returns lists of ranks, so the
+layout of 16,384 GPUs can be checked on a laptop. `initialize_model_parallel` builds the process groups of exactly those
+lists that this rank is in: a `DeviceMesh` for the four axes, and for the groups over several axes one `new_group` each,
+which only its members call, so a rank's start-up cost does not grow with the world.
+
+The result is an object, `ParallelState`, and modules are handed the groups they need. The accessors with Megatron-LM's
+names at the end of the file serve scripts and notebooks; nothing inside the package calls them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("pipeline", "data", "context", "tensor")
+
+# Groups over several axes: (axes, why it is there).
+_JOINT_GROUPS = {
+    "data_context": ("data", "context"),  # gradients: a context rank holds other tokens of the same weights
+    "model": ("pipeline", "tensor"),  # gradient norm: together they hold one whole model
+    "amax": ("data", "context", "tensor"),  # delayed scaling: everyone who runs the same layers
+}
+
+
+def rank_groups(
+    world_size: int,
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+) -> dict[str, list[list[int]]]:
+    """Every group of a layout as lists of global ranks, in group order. Pure; builds no process group.
+
+    Keys: `tensor`, `context`, `data`, `pipeline` (the axes), `data_context`, `model` (pipeline × tensor), `amax`
+    (data × context × tensor), `embedding` (first and last stage of each pipeline). The data-parallel size is what
+    remains of the world. Raises ValueError where the sizes do not multiply up to the world.
+    """
+    sizes = {
+        "tensor_model_parallel_size": tensor_model_parallel_size,
+        "pipeline_model_parallel_size": pipeline_model_parallel_size,
+        "context_parallel_size": context_parallel_size,
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    model_size = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
+    if world_size < 1 or world_size % model_size:
+        raise ValueError(
+            f"world size {world_size} is not a multiple of tensor {tensor_model_parallel_size} × pipeline "
+            f"{pipeline_model_parallel_size} × context {context_parallel_size} = {model_size} ranks; "
+            f"start {model_size * max(1, round(world_size / model_size))} processes or shrink an axis"
+        )
+    data = world_size // model_size
+    shape = (pipeline_model_parallel_size, data, context_parallel_size, tensor_model_parallel_size)
+    grid = np.arange(world_size).reshape(shape)
+
+    def along(*axes: str) -> list[list[int]]:
+        kept = [AXES.index(axis) for axis in axes]
+        rest = [i for i in range(len(AXES)) if i not in kept]
+        return grid.transpose(rest + kept).reshape(-1, int(np.prod([shape[i] for i in kept]))).tolist()
+
+    groups = {axis: along(axis) for axis in AXES}
+    groups |= {name: along(*axes) for name, axes in _JOINT_GROUPS.items()}
+    groups["embedding"] = [sorted({ranks[0], ranks[-1]}) for ranks in groups["pipeline"]]
+    return groups
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group this rank is in: the process group, its global ranks in order, and our place among them."""
+
+    group: ProcessGroup
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """This rank's place in the grid and its groups. `embedding` is None on ranks between first and last stage.
+
+    `pipeline_backward` has the ranks of `pipeline` but a communicator of its own: activations and gradients flow in
+    opposite directions between the same two ranks, and on one communicator a send that waits for a receive queued
+    behind another send would deadlock.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    rank: int
+    world_size: int
+    tensor: Group
+    context: Group
+    data: Group
+    pipeline: Group
+    pipeline_backward: Group
+    data_context: Group
+    model: Group
+    amax: Group
+    embedding: Group | None
+    virtual_pipeline_size: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline.is_first
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline.is_last
+
+
+def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> torch.device:
+    """Join the job that torchrun started (or a job of one process without torchrun) and return this rank's device.
+
+    NCCL on CUDA with gloo beside it for host tensors; gloo alone on CPU.
+    """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return device
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device_type == "cuda" else None)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return device
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    context_parallel_size: int = 1,
+    *,
+    device: torch.device | None = None,
+    timeout_seconds: float = 600.0,
+) -> ParallelState:
+    """Cut the running job into its groups. Call after `torch.distributed` is initialised, once, on every rank.
+
+    Raises ValueError, on every rank alike and before any group is built, where the sizes do not fit the world.
+    """
+    global _STATE
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = device or torch.device("cpu")
+    lists = rank_groups(
+        world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
+    )
+    mine = {name: next((tuple(g) for g in groups if rank in g), None) for name, groups in lists.items()}
+    shape = tuple(len(mine[axis] or ()) for axis in AXES)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+
+    def group(name: str, process_group: ProcessGroup | None = None) -> Group:
+        ranks = mine[name]
+        assert ranks is not None
+        if process_group is None:
+            process_group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        return Group(process_group, ranks, ranks.index(rank))
+
+    axes = {axis: group(axis, mesh.get_group(axis)) for axis in AXES}
+
+    def joint(name: str) -> Group:
+        """A joint group that is in truth one axis reuses that axis's communicator."""
+        return next((g for g in axes.values() if g.ranks == mine[name]), None) or group(name)
+
+    _STATE = ParallelState(
+        mesh=mesh,
+        device=device,
+        rank=rank,
+        world_size=world_size,
+        **axes,
+        pipeline_backward=group("pipeline"),
+        data_context=joint("data_context"),
+        model=joint("model"),
+        amax=joint("amax"),
+        embedding=group("embedding") if mine["embedding"] else None,
+        virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,
+    )
+    return _STATE
+
+
+def destroy_model_parallel() -> None:
+    """Forget the groups and leave the job."""
+    global _STATE
+    _STATE = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# --- Megatron-LM's accessor names, for scripts ---------------------------------------------------------------------
+
+_STATE: ParallelState | None = None
+
+
+def model_parallel_is_initialized() -> bool:
+    return _STATE is not None
+
+
+def get_parallel_state() -> ParallelState:
+    """The state built by the last `initialize_model_parallel`."""
+    if _STATE is None:
+        raise ValueError("model parallel groups are not there yet: call initialize_model_parallel(...) first")
+    return _STATE
+
+
+def get_tensor_model_parallel_group() -> ProcessGroup:
+    return get_parallel_state().tensor.group
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return get_parallel_state().tensor.rank
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return get_parallel_state().tensor.size
+
+
+def get_pipeline_model_parallel_group() -> ProcessGroup:
+    return get_parallel_state().pipeline.group
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return get_parallel_state().pipeline.rank
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    return get_parallel_state().pipeline.size
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int:
+    return get_parallel_state().virtual_pipeline_size
+
+
+def is_pipeline_first_stage() -> bool:
+    return get_parallel_state().is_first_stage
+
+
+def is_pipeline_last_stage() -> bool:
+    return get_parallel_state().is_last_stage
+
+
+def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
+    state = get_parallel_state()
+    return (state.data_context if with_context_parallel else state.data).group
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    state = get_parallel_state()
+    return (state.data_context if with_context_parallel else state.data).rank
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    state = get_parallel_state()
+    return (state.data_context if with_context_parallel else state.data).size
+
+
+def get_context_parallel_group() -> ProcessGroup:
+    return get_parallel_state().context.group
+
+
+def get_context_parallel_rank() -> int:
+    return get_parallel_state().context.rank
+
+
+def get_context_parallel_world_size() -> int:
+    return get_parallel_state().context.size
+
+
+def get_model_parallel_group() -> ProcessGroup:
+    return get_parallel_state().model.group
+
+
+def get_embedding_group() -> ProcessGroup | None:
+    embedding = get_parallel_state().embedding
+    return None if embedding is None else embedding.group
+
+
+def get_amax_reduction_group() -> ProcessGroup:
+    return get_parallel_state().amax.group

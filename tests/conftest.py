@@ -1,0 +1,40 @@
+"""Fixtures every room uses: worlds of real ranks, one thread per process, GPU tests skipped without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.world import World
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def _world(size: int) -> Iterator[World]:
+    world = World(size)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def world2() -> Iterator[World]:
+    yield from _world(2)
+
+
+@pytest.fixture(scope="module")
+def world4() -> Iterator[World]:
+    yield from _world(4)
+
+
+@pytest.fixture(scope="module")
+def world8() -> Iterator[World]:
+    yield from _world(8)

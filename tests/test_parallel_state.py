@@ -1,0 +1,83 @@
+"""Groups: the pure lists for worlds of any size, and the process groups of real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megafp8 import parallel_state
+from megafp8.collectives import all_reduce
+from megafp8.parallel_state import AXES, initialize_model_parallel, rank_groups
+from tests.world import World
+
+
+def test_groups_of_sixteen_ranks_by_hand() -> None:
+    groups = rank_groups(16, tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
+    assert groups["tensor"] == [[2 * i, 2 * i + 1] for i in range(8)]
+    assert groups["data"] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert groups["pipeline"] == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+    assert groups["model"] == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
+    assert groups["amax"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert groups["embedding"] == [[0, 12], [1, 13], [2, 14], [3, 15]]
+    assert groups["context"] == [[i] for i in range(16)]
+
+
+sizes = st.integers(1, 3)
+
+
+@given(tp=sizes, pp=sizes, cp=sizes, dp=sizes)
+def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int) -> None:
+    world = tp * pp * cp * dp
+    groups = rank_groups(world, tp, pp, cp)
+    for name, lists in groups.items():
+        flat = [rank for ranks in lists for rank in ranks]
+        assert len(flat) == len(set(flat)), name
+        if name != "embedding":
+            assert sorted(flat) == list(range(world)), name
+    # Two groups of different axes share at most one rank: the axes are orthogonal.
+    for a in AXES:
+        for b in AXES:
+            if a < b:
+                assert all(len(set(x) & set(y)) <= 1 for x in groups[a] for y in groups[b])
+
+
+def test_sixteen_thousand_ranks_need_no_process_group() -> None:
+    groups = rank_groups(16384, 8, 16)
+    assert len(groups["data"]) == 128
+    assert groups["pipeline"][0] == [i * 1024 for i in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "message"),
+    [(6, 4, 1, "world size 6 is not a multiple of tensor 4"), (4, 0, 1, "tensor_model_parallel_size is 0")],
+)
+def test_sizes_that_do_not_fit(world: int, tp: int, pp: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rank_groups(world, tp, pp)
+
+
+def _sums(tp: int, pp: int) -> dict[str, tuple[float, int]]:
+    state = initialize_model_parallel(tp, pp)
+    names = ("tensor", "data", "pipeline", "pipeline_backward", "model", "amax", "data_context")
+    found = {}
+    for name in names:
+        group = getattr(state, name)
+        total = all_reduce(torch.tensor([float(state.rank)]), group.group).item()
+        found[name] = (total, group.rank)
+    assert parallel_state.get_tensor_model_parallel_world_size() == tp
+    assert parallel_state.get_pipeline_model_parallel_rank() == state.pipeline.rank
+    assert parallel_state.is_pipeline_last_stage() == (state.pipeline.rank == pp - 1)
+    parallel_state.destroy_model_parallel()
+    assert not parallel_state.model_parallel_is_initialized()
+    return found
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
+def test_process_groups_are_the_lists(world4: World, tp: int, pp: int) -> None:
+    expected = rank_groups(4, tp, pp)
+    for rank, found in enumerate(world4.run(_sums, tp, pp)):
+        for name, (total, place) in found.items():
+            ranks = next(g for g in expected[name.removesuffix("_backward")] if rank in g)
+            assert (total, place) == (sum(ranks), ranks.index(rank)), name

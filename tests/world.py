@@ -1,0 +1,116 @@
+"""Real ranks for tests: a few processes that are started once and run many cases.
+
+Starting a Python process and importing torch costs seconds, a process group milliseconds. So a `World` keeps its
+processes, and each case joins a new gloo group over as many of them as it asks for. A case that hangs is reported with
+the ranks that did not answer and where each of them stood, and the world is started afresh for the next case.
+
+    def _case(parallel_size):            # module level, so that it can be pickled; runs on every rank
+        ...
+        return value
+
+    def test_it(world4):
+        values = world4.run(_case, 2, ranks=2)
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+_context = mp.get_context("spawn")
+
+
+def _serve(pipe: Connection, stack_path: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    stack_file = open(stack_path, "w")  # noqa: SIM115 - kept open for faulthandler
+    while True:
+        task = pipe.recv()
+        if task is None:
+            return
+        function, args, rank, ranks, store, timeout = task
+        faulthandler.dump_traceback_later(timeout * 0.9, file=stack_file)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+        try:
+            dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+            torch.manual_seed(0)
+            result = (True, function(*args))
+        except Exception:
+            result = (False, traceback.format_exc())
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        pipe.send(result)
+        if not result[0]:  # peers may hang in a collective with us: this process is of no more use
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class World:
+    """`size` processes that run cases together. Use through the fixtures `world2`, `world4`, `world8`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.folder = tempfile.mkdtemp(prefix="megafp8-world-")
+        self.cases = 0
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def _start(self) -> None:
+        self.processes, self.pipes = [], []
+        for rank in range(self.size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(theirs, self._stack_path(rank)), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def _stack_path(self, rank: int) -> str:
+        return os.path.join(self.folder, f"stack-{rank}")
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.processes = []
+
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 120) -> list[Any]:
+        """Run `function(*args)` on the first `ranks` processes and return what each returned, by rank."""
+        ranks = ranks or self.size
+        if not self.processes:
+            self._start()
+        self.cases += 1
+        store = os.path.join(self.folder, f"store-{self.cases}")
+        for rank in range(ranks):
+            self.pipes[rank].send((function, args, rank, ranks, store, timeout))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < ranks and time.monotonic() < deadline:
+            for rank in set(range(ranks)) - answers.keys():
+                try:
+                    if self.pipes[rank].poll(0.005):
+                        answers[rank] = self.pipes[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = (False, f"process died, exit code {self.processes[rank].exitcode}")
+            if any(not ok for ok, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + 2)  # let the other ranks report too
+        hung = sorted(set(range(ranks)) - answers.keys())
+        failed = {rank: value for rank, (ok, value) in answers.items() if not ok}
+        if hung or failed:
+            stacks = {rank: open(self._stack_path(rank)).read() for rank in hung}  # noqa: SIM115
+            self.close()
+            report = [f"rank {rank} failed:\n{value}" for rank, value in sorted(failed.items())]
+            report += [f"rank {rank} did not finish within {timeout} s; it stood at:\n{stacks[rank]}" for rank in hung]
+            raise AssertionError("\n".join(report))
+        return [answers[rank][1] for rank in range(ranks)]
