@@ -128,4 +128,5 @@ def coalesced_all_reduce(tensors: Sequence[Tensor], group: ProcessGroup | None, 
         return
     flat = torch.cat([t.reshape(-1) for t in tensors])
     all_reduce(flat, group, op)
-    torch._foreach_copy_(list(tensors), [f.view_as(t) for f, t in zip(flat.split([t.numel() for t in tensors]), tensors)])
+    parts = flat.split([t.numel() for t in tensors])
+    torch._foreach_copy_(list(tensors), [part.view_as(t) for part, t in zip(parts, tensors)])

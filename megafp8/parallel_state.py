@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("pipeline", "data", "context", "tensor")
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 # Groups over several axes: (axes, why it is there).
 _JOINT_GROUPS = {
@@ -111,6 +112,7 @@ class ParallelState:
     device: torch.device
     rank: int
     world_size: int
+    world: Group
     tensor: Group
     context: Group
     data: Group
@@ -134,7 +136,7 @@ class ParallelState:
 def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> torch.device:
     """Join the job that torchrun started (or a job of one process without torchrun) and return this rank's device.
 
-    NCCL on CUDA with gloo beside it for host tensors; gloo alone on CPU.
+    NCCL on CUDA, with gloo beside it for the host tensors of the world group; gloo alone on CPU.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -167,19 +169,20 @@ def initialize_model_parallel(
     global _STATE
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = device or torch.device("cpu")
-    lists = rank_groups(
-        world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
-    )
+    lists = rank_groups(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
     mine = {name: next((tuple(g) for g in groups if rank in g), None) for name, groups in lists.items()}
     shape = tuple(len(mine[axis] or ()) for axis in AXES)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    backends = dict.fromkeys(AXES, _BACKENDS[device.type])
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES, backend_override=backends)
     timeout = datetime.timedelta(seconds=timeout_seconds)
 
     def group(name: str, process_group: ProcessGroup | None = None) -> Group:
         ranks = mine[name]
         assert ranks is not None
         if process_group is None:
-            process_group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+            process_group = dist.new_group(
+                list(ranks), timeout=timeout, backend=_BACKENDS[device.type], use_local_synchronization=True
+            )
         return Group(process_group, ranks, ranks.index(rank))
 
     axes = {axis: group(axis, mesh.get_group(axis)) for axis in AXES}
@@ -193,6 +196,7 @@ def initialize_model_parallel(
         device=device,
         rank=rank,
         world_size=world_size,
+        world=Group(dist.group.WORLD, tuple(range(world_size)), rank),
         **axes,
         pipeline_backward=group("pipeline"),
         data_context=joint("data_context"),

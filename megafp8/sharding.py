@@ -92,7 +92,7 @@ def stack(pieces: list[Piece]) -> tuple[Piece, ...]:
 def set_spec(param: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
     """Attach `spec` to `param` (as `param.spec`) and return the parameter."""
     rows = sum(piece.shape[0] for piece in spec.pieces)
-    assert rows == param.shape[0], f"pieces of {spec.pieces[0].name} have {rows} rows, the parameter {tuple(param.shape)}"
+    assert rows == param.shape[0], f"{spec.pieces[0].name}: pieces of {rows} rows, parameter {tuple(param.shape)}"
     param.spec = spec  # type: ignore[attr-defined]
     return param
 

@@ -85,7 +85,9 @@ class World:
             process.join()
         self.processes = []
 
-    def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 120) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 120
+    ) -> list[Any]:
         """Run `function(*args)` on the first `ranks` processes and return what each returned, by rank."""
         ranks = ranks or self.size
         if not self.processes:

@@ -1,0 +1,36 @@
+"""Every knob of a run: one strict tree (`tree`), read from YAML (`load`), checked as a whole (`checks`)."""
+
+from megafp8.config.checks import check_layout
+from megafp8.config.errors import ConfigError, Problem
+from megafp8.config.load import load_config
+from megafp8.config.tree import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    Fp8Config,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RopeScaling,
+    TokenizerConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "Fp8Config",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Problem",
+    "RopeScaling",
+    "TokenizerConfig",
+    "TrainingConfig",
+    "check_layout",
+    "load_config",
+]

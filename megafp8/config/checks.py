@@ -1,0 +1,138 @@
+"""Sections against each other and against the number of ranks: every rule a layout must keep, before any rank starts.
+
+A rule is a small function that yields Problems; `check_layout` runs them all and raises once with everything it found.
+The rules need no device and no process group, so `--dry-run` applies those of a 16,384-GPU job on a laptop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config.errors import ConfigError, Problem
+from megafp8.config.tree import Config
+
+
+def check_layout(config: Config, world_size: int, source: str = "config") -> None:
+    """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
+    rules = (_model, _tensor, _stages, _sequence, _optimizer, lambda c: _batch(c, world_size))
+    problems = [problem for rule in rules for problem in rule(config)]
+    if problems:
+        raise ConfigError(source, problems)
+
+
+def _divisors(number: int, most: int) -> str:
+    """The divisors of `number` up to `most`, in words."""
+    found = [str(d) for d in range(1, most + 1) if number % d == 0]
+    return "try " + " or ".join(found[-3:])
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    m = config.model
+    heads = m.num_attention_heads
+    if m.head_dim is None and m.hidden_size % heads:
+        yield Problem(
+            "model.hidden_size", m.hidden_size, f"not a multiple of model.num_attention_heads ({heads})",
+            f"try {round(m.hidden_size / heads) * heads or heads}, or give model.head_dim",
+        )  # fmt: skip
+    elif m.position_embedding == "rope" and m.channels % 2:
+        yield Problem(
+            "model.head_dim", m.channels, "rotary embeddings turn pairs, so a head's width must be even",
+            f"try {m.channels + 1}",
+        )  # fmt: skip
+    if heads % m.query_groups:
+        yield Problem(
+            "model.num_query_groups", m.query_groups, f"model.num_attention_heads ({heads}) is not a multiple of it",
+            _divisors(heads, m.query_groups),
+        )  # fmt: skip
+    rows = m.max_position_embeddings
+    if m.position_embedding == "learned" and rows is not None and rows < config.training.seq_length:
+        yield Problem(
+            "model.max_position_embeddings", rows,
+            f"fewer positions than training.seq_length ({config.training.seq_length})",
+            f"try {config.training.seq_length}",
+        )  # fmt: skip
+
+
+def _tensor(config: Config) -> Iterator[Problem]:
+    m, t = config.model, config.parallel.tensor
+    cut = {
+        "model.num_attention_heads": m.num_attention_heads,
+        "model.num_query_groups": m.query_groups,
+        "model.ffn_hidden_size": m.ffn_size,
+        "model.vocab_multiple": m.vocab_multiple,
+    }
+    for path, value in cut.items():
+        if value % t:
+            yield Problem("parallel.tensor", t, f"{path} ({value}) is not a multiple of it", _divisors(value, t))
+
+
+def _stages(config: Config) -> Iterator[Problem]:
+    layers, stages = config.model.num_layers, config.parallel.pipeline
+    explicit = config.parallel.layers_per_stage
+    if stages > layers:
+        yield Problem(
+            "parallel.pipeline", stages, f"a stage would have no layers: model.num_layers is {layers}",
+            f"try {layers} or less",
+        )  # fmt: skip
+    elif explicit is not None:
+        base, more = divmod(layers, stages)
+        works = f"try {[base + (i < more) for i in range(stages)]}"
+        if len(explicit) != stages:
+            rule = f"{len(explicit)} entries for parallel.pipeline = {stages} stages"
+        elif min(explicit) < 1:
+            rule = f"stage {explicit.index(min(explicit))} would have no layers"
+        elif sum(explicit) != layers:
+            rule = f"adds up to {sum(explicit)}, model.num_layers is {layers}"
+        else:
+            return
+        yield Problem("parallel.layers_per_stage", explicit, rule, works)
+
+
+def _sequence(config: Config) -> Iterator[Problem]:
+    s, t = config.training.seq_length, config.parallel.tensor
+    if config.parallel.sequence_parallel and t > 1 and s % t:
+        yield Problem(
+            "training.seq_length", s,
+            f"sequence parallelism cuts it into parallel.tensor ({t}) equal parts",
+            f"try {-(-s // t) * t}, or parallel.sequence_parallel=false",
+        )  # fmt: skip
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    o, steps = config.optimizer, config.training.steps
+    if o.min_learning_rate > o.learning_rate:
+        yield Problem(
+            "optimizer.min_learning_rate", o.min_learning_rate,
+            f"larger than optimizer.learning_rate ({o.learning_rate})", f"try {o.learning_rate / 10}",
+        )  # fmt: skip
+    if o.warmup_steps >= steps and o.warmup_steps > 0:
+        yield Problem(
+            "optimizer.warmup_steps", o.warmup_steps, f"the run has only training.steps = {steps}", f"try {steps // 10}"
+        )
+    elif o.schedule == "wsd" and o.warmup_steps + (o.decay_steps or 0) > steps:
+        yield Problem(
+            "optimizer.decay_steps", o.decay_steps,
+            f"with optimizer.warmup_steps ({o.warmup_steps}) longer than training.steps ({steps})",
+            f"try {steps - o.warmup_steps} or less",
+        )  # fmt: skip
+
+
+def _batch(config: Config, world_size: int) -> Iterator[Problem]:
+    p, training = config.parallel, config.training
+    model_ranks = p.tensor * p.pipeline
+    if world_size % model_ranks:
+        yield Problem(
+            "parallel", f"tensor {p.tensor} × pipeline {p.pipeline}",
+            f"the world has {world_size} ranks, not a multiple of {model_ranks}",
+            f"start {model_ranks * max(1, -(-world_size // model_ranks))} processes, or set parallel.tensor and "
+            f"parallel.pipeline so that their product divides {world_size}",
+        )  # fmt: skip
+        return
+    data = world_size // model_ranks
+    together = training.micro_batch_size * data
+    if training.global_batch_size % together:
+        yield Problem(
+            "training.global_batch_size", training.global_batch_size,
+            f"not a multiple of training.micro_batch_size ({training.micro_batch_size}) × {data} data-parallel ranks",
+            f"try {-(-training.global_batch_size // together) * together}",
+        )  # fmt: skip

@@ -1,0 +1,272 @@
+"""The tree of knobs. The text under a field is its documentation: it is in the JSON schema, so editors show it.
+
+Each section checks what concerns itself alone; `checks.py` checks sections against each other and against the number
+of ranks. Names are those of the field (Megatron-LM, torchtitan, Hugging Face) where these agree. Sections are frozen:
+what a run was started with is what it runs with.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, StringConstraints
+from pydantic import NonNegativeFloat as NonNegative
+from pydantic import NonNegativeInt as Count
+
+Pattern = Annotated[str, StringConstraints(min_length=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RopeScaling(Section):
+    """Llama-3's rotary frequency scaling for contexts longer than those first trained on."""
+
+    factor: PositiveFloat = 8.0
+    """How much longer the context becomes."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Wavelengths above original / this are scaled by the whole factor."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Wavelengths below original / this are left alone; between the two, interpolated."""
+    original_max_position_embeddings: PositiveInt = 8192
+    """Context length before scaling, in tokens."""
+
+
+class ModelConfig(Section):
+    """The network. The defaults are Llama's choices; GPT-2's and Qwen's are a few fields away."""
+
+    num_layers: PositiveInt
+    """Transformer blocks in the whole model."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    num_attention_heads: PositiveInt
+    """Query heads."""
+    num_query_groups: PositiveInt | None = None
+    """Key-value heads (grouped-query attention). Default: as many as query heads."""
+    head_dim: PositiveInt | None = None
+    """Width of one head. Default: hidden_size / num_attention_heads."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Width inside the MLP. Default: 4 × hidden_size."""
+    vocab_size: PositiveInt | None = None
+    """Tokens in the vocabulary. Default: the tokenizer's."""
+    vocab_multiple: PositiveInt = 128
+    """The embedding is padded to a multiple of this; it must be divisible by parallel.tensor. Independent of the
+    layout, so that a checkpoint fits every layout."""
+    max_position_embeddings: PositiveInt | None = None
+    """Rows of the learned position table. Default: training.seq_length."""
+    position_embedding: Literal["rope", "learned", "none"] = "rope"
+    """rope (Llama), learned (GPT-2) or none."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Llama-3 frequency scaling; none by default."""
+    normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """rmsnorm (Llama) or layernorm (GPT-2)."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the variance."""
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    """swiglu (Llama), gelu (exact) or gelu_tanh (GPT-2)."""
+    linear_bias: bool = False
+    """Biases on all linear layers of the blocks (GPT-2)."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections only (Qwen2)."""
+    qk_norm: bool = False
+    """RMSNorm over each query and key head (Qwen3)."""
+    tie_embeddings: bool = False
+    """Output layer and embedding share one weight."""
+    sliding_window: PositiveInt | None = None
+    """A token attends to this many latest tokens, itself included. Default: all before it."""
+    parallel_block: bool = False
+    """Attention and MLP both read the block's input, and their outputs are added together (GPT-J, PaLM)."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights; output projections of a block get init_std / sqrt(2 · num_layers)."""
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def channels(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        assert self.vocab_size is not None, "vocab_size is resolved from the tokenizer before the model is built"
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+class ParallelConfig(Section):
+    """How the model is laid over the ranks. Data parallelism is what remains of the world."""
+
+    tensor: PositiveInt = 1
+    """Tensor-parallel size: ranks that share each layer. Keep it inside one NVLink domain."""
+    pipeline: PositiveInt = 1
+    """Pipeline-parallel size: stages of consecutive layers."""
+    sequence_parallel: bool = True
+    """Cut activations along the sequence between tensor-parallel regions. Without effect when tensor is 1."""
+    layers_per_stage: list[int] | None = None
+    """Layers of each stage, first to last, e.g. [7, 8, 8, 7]. Default: as even as possible."""
+    recompute: Literal["none", "full"] = "none"
+    """full: keep only each block's input and run its forward again in the backward pass."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients over data parallelism while the backward pass still runs."""
+    bucket_mib: PositiveFloat = 160.0
+    """Smallest gradient bucket that is reduced at once, in MiB of fp32."""
+
+
+class Fp8Config(Section):
+    """FP8 of the linear layers in the blocks. Embedding, output layer, norms and softmax keep training.precision."""
+
+    recipe: Literal["none", "delayed", "current"] = "none"
+    """none; delayed: scales from the amax history; current: scale from the tensor itself."""
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: E4M3 forward, E5M2 gradients; e4m3: E4M3 everywhere."""
+    margin: int = 0
+    """delayed: scales are divided by 2^margin."""
+    interval: PositiveInt = 1
+    """delayed: steps between scale updates."""
+    amax_history_len: PositiveInt = 1024
+    """delayed: steps of amax that are remembered."""
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """delayed: which of the history counts."""
+    power_of_two_scale: bool = False
+    """Round scales down to a power of two."""
+    amax_epsilon: NonNegative = 0.0
+    """current: amaxes below this count as this."""
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    """Keep (fprop, dgrad, wgrad) in high precision."""
+    fast_accumulation: tuple[bool, bool, bool] = (True, False, False)
+    """Hopper's fast accumulation in (fprop, dgrad, wgrad)."""
+    include: list[Pattern] = ["*"]
+    """Layers that run in FP8, by pattern over names such as layers.0.attention.qkv."""
+    exclude: list[Pattern] = []
+    """Layers that do not, e.g. ["layers.0.*", "*.mlp.down"]."""
+    gemm_backend: Literal["auto", "scaled_mm", "emulated"] = "auto"
+    """auto: scaled_mm on CUDA, emulated (the same FP8 values, fp32 products) on CPU."""
+
+
+class TrainingConfig(Section):
+    """What is trained, and for how long."""
+
+    steps: PositiveInt
+    """Optimizer steps in the whole run."""
+    seq_length: PositiveInt
+    """Tokens in a sample."""
+    micro_batch_size: PositiveInt = 1
+    """Samples in one forward pass of one rank."""
+    global_batch_size: PositiveInt
+    """Samples in an optimizer step, over all ranks and micro-batches."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Dtype of weights and activations outside FP8. Master weights, gradients and Adam state are fp32 always."""
+    z_loss: NonNegative = 0.0
+    """Weight of log²Z in the loss; 1e-4 is usual."""
+    eval_interval: Count = 0
+    """Steps between evaluations; 0: none."""
+    eval_steps: PositiveInt = 10
+    """Global batches in an evaluation."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+    min_learning_rate: NonNegative = 0.0
+    """Where the schedule ends."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after warm-up; wsd: warm-up, stable, decay."""
+    warmup_steps: Count = 0
+    """Steps of linear warm-up."""
+    decay_steps: PositiveInt | None = None
+    """wsd: steps of the final decay. Default: a tenth of training.steps."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of Adam's first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of Adam's second moment."""
+    eps: PositiveFloat = 1e-8
+    """Adam's epsilon."""
+    clip_grad_norm: NonNegative = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+
+
+class TokenizerConfig(Section):
+    """The vocabulary the data was written with."""
+
+    kind: Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
+    """Which library reads it."""
+    path: str | None = None
+    """The model file; for tiktoken an encoding name or a ranks file; none for bytes."""
+
+
+class DataConfig(Section):
+    """Where tokens come from."""
+
+    train: list[str] | dict[str, PositiveFloat] = Field(min_length=1)
+    """Prefixes of .bin/.idx files, or a blend {prefix: weight}."""
+    split: str = "969,30,1"
+    """Shares of the documents for training, validation and test."""
+    tokenizer: TokenizerConfig | None = None
+    """Needed where model.vocab_size is not given; otherwise checked against the data."""
+    reset_at_documents: bool = False
+    """Attention and positions start afresh at each document of a sample."""
+    mask_eod_loss: bool = False
+    """Do not train on predicting the token after an end of document."""
+    num_workers: Count = 0
+    """Loader processes per rank; 0 loads in the training process."""
+    index_cache: str | None = None
+    """Folder on local disk for sample indices. Default: under the user's cache folder."""
+
+
+class CheckpointConfig(Section):
+    """Saving and resuming."""
+
+    interval: Count = 0
+    """Steps between saves; 0: only at the end and on SIGTERM or Ctrl-C."""
+    keep_last: PositiveInt | None = None
+    """Complete checkpoints to keep. Default: all."""
+    resume: bool = True
+    """Continue from the newest complete checkpoint of the run folder, if there is one."""
+
+
+class LoggingConfig(Section):
+    """Where the figures of each step go besides metrics.jsonl in the run folder."""
+
+    interval: PositiveInt = 1
+    """Steps between lines."""
+    progress: bool = True
+    """A progress bar on a terminal, lines elsewhere."""
+    tensorboard: bool = True
+    """Event files under the run folder."""
+    wandb_project: str | None = None
+    """Log to this Weights & Biases project (WANDB_MODE=offline works)."""
+
+
+class Config(Section):
+    """A run of pretrain_gpt.py."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run and of its folder."""
+    run_dir: str = "runs"
+    """Where run folders are made; the run's own is <run_dir>/<name>."""
+    seed: int = 1234
+    """Decides initial weights and the order of the data."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: CUDA where there is a GPU."""
+    timeout_seconds: PositiveFloat = 600.0
+    """A collective that takes longer ends the job."""
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    fp8: Fp8Config = Fp8Config()
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()

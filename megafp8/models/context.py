@@ -1,0 +1,29 @@
+"""What every layer of the model is built with: the tensor-parallel group, the FP8 manager, dtype and device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megafp8.fp8 import Fp8Manager
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """Handed down through the constructors; layers read nothing else of the job.
+
+    `sequence_parallel` is what the config says; with a tensor group of one rank it has no effect.
+    """
+
+    tensor: ProcessGroup
+    fp8: Fp8Manager
+    dtype: torch.dtype
+    device: torch.device
+    sequence_parallel: bool
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Activations between tensor-parallel regions hold only this rank's slice of the sequence."""
+        return self.sequence_parallel and self.tensor.size() > 1

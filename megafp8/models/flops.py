@@ -1,0 +1,25 @@
+"""Floating-point operations of a model, by the formula that every published figure of this project uses."""
+
+from __future__ import annotations
+
+from megafp8.config import ModelConfig
+
+#: Dense peak of H100 and H200 SXM by precision, in FLOP/s (NVIDIA's datasheets).
+PEAK_FLOPS = {"bf16": 989e12, "fp8": 1979e12}
+
+
+def matmul_parameters(config: ModelConfig) -> int:
+    """Weights that take part in a matrix product for every token: output layer in, embedding look-up out."""
+    h, d = config.hidden_size, config.channels
+    attention = h * d * (2 * config.num_attention_heads + 2 * config.query_groups)
+    mlp = h * config.ffn_size * (3 if config.activation == "swiglu" else 2)
+    return config.num_layers * (attention + mlp) + h * config.padded_vocab_size
+
+
+def flops_per_token(config: ModelConfig, seq_length: int) -> float:
+    """Model FLOPs of forward and backward per token: 6·N_matmul + 6·L·s·h_attn, causal attention counted as half.
+
+    A sliding window or document boundaries are not subtracted, and recompute is not added: it is the useful work.
+    """
+    h_attn = config.num_attention_heads * config.channels
+    return 6.0 * matmul_parameters(config) + 6.0 * config.num_layers * seq_length * h_attn

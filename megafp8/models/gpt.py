@@ -1,0 +1,240 @@
+"""GPT, one pipeline stage at a time.
+
+A stage is a run of consecutive blocks; the first stage also has the embedding, the last one the final norm, the output
+layer and the loss. What flows between stages is the residual stream `[s/t, b, h]`. A model of one stage has it all.
+
+With tied embeddings and more than one stage, the last stage holds a copy of the embedding: it starts from the same
+(seed, name), its gradient is summed with the first stage's, so the copies stay equal bit for bit (`is_copy`).
+
+Recompute wraps whole blocks in torch's checkpoint: only the block's input is kept. That is safe with FP8 because what
+a forward pass leaves behind, an amax maximum and a cached weight, is the same the second time.
+
+Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megafp8.config import ModelConfig
+from megafp8.models.attention import Attention, attention_mask
+from megafp8.models.context import BuildContext
+from megafp8.models.mlp import MLP
+from megafp8.models.norms import Norm
+from megafp8.models.rotary import inverse_frequencies, rotary_table
+from megafp8.sharding import Init, ParamSpec, cut, set_spec, whole
+from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megafp8.tensor_parallel.mappings import scatter_to_sequence_parallel
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What every block of a micro-batch reads besides the residual stream."""
+
+    rotary: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
+
+
+def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
+    return Norm(
+        name,
+        config.hidden_size,
+        context,
+        kind=config.normalization,
+        eps=config.norm_eps,
+        sees_a_slice=context.cuts_sequence,
+    )
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; `parallel_block` feeds attention and MLP the same input and adds both."""
+
+    def __init__(self, index: int, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        name = f"layers.{index}"
+        self.parallel = config.parallel_block
+        self.attention_norm = _norm(f"{name}.attention_norm", config, context)
+        self.attention = Attention(f"{name}.attention", config, context)
+        self.mlp_norm = _norm(f"{name}.mlp_norm", config, context)
+        self.mlp = MLP(f"{name}.mlp", config, context)
+
+    def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        attention = self.attention(self.attention_norm(x_sbh), inputs.rotary, inputs.mask)
+        if self.parallel:
+            return x_sbh + attention + self.mlp(self.mlp_norm(x_sbh))
+        x_sbh = x_sbh + attention
+        return x_sbh + self.mlp(self.mlp_norm(x_sbh))
+
+
+class Embedding(nn.Module):
+    """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel), learned positions added."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext, positions: int) -> None:
+        super().__init__()
+        self.context = context
+        init = Init("normal", config.init_std)
+        self.word = VocabParallelEmbedding(
+            "embedding.word",
+            config.padded_vocab_size,
+            config.hidden_size,
+            group=context.tensor,
+            init=init,
+            dtype=context.dtype,
+            device=context.device,
+            sequence_parallel=context.sequence_parallel,
+        )
+        self.position: nn.Parameter | None = None
+        if config.position_embedding == "learned":
+            shape = (positions, config.hidden_size)
+            self.position = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device))
+            spec = ParamSpec(
+                whole("embedding.position.weight", shape),
+                init,
+                replicated_over_tp=True,
+                reduce_over_tp=context.cuts_sequence,
+            )
+            set_spec(self.position, spec)
+
+    def forward(self, tokens_bs: Tensor, position_ids_bs: Tensor | None) -> Tensor:
+        x_sbh = self.word(tokens_bs)
+        if self.position is None:
+            return x_sbh
+        if position_ids_bs is None:
+            ids_sb = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).unsqueeze(-1)
+        else:
+            ids_sb = position_ids_bs.transpose(0, 1)
+        if self.context.cuts_sequence:  # the table's gradient is then this rank's share: reduce_over_tp
+            ids_sb = scatter_to_sequence_parallel(ids_sb, self.context.tensor)
+        return x_sbh + nn.functional.embedding(ids_sb, self.position)
+
+
+class Head(nn.Module):
+    """Final norm, output layer and loss of the last stage."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext, tied: nn.Parameter | None, z_loss: float) -> None:
+        super().__init__()
+        self.context, self.vocab_size, self.z_loss = context, config.vocab_size, z_loss
+        self.norm = _norm("final_norm", config, context)
+        self.output = ColumnParallelLinear(
+            "output",
+            config.hidden_size,
+            config.padded_vocab_size,
+            group=context.tensor,
+            fp8=context.fp8,
+            init=Init("normal", config.init_std),
+            dtype=context.dtype,
+            device=context.device,
+            sequence_parallel=context.sequence_parallel,
+            high_precision=True,
+            weight=tied,
+        )
+
+    def logits(self, x_sbh: Tensor) -> Tensor:
+        """This rank's logits `[s, b, v/t]`."""
+        return self.output(self.norm(x_sbh))
+
+    def forward(self, x_sbh: Tensor, labels_bs: Tensor) -> Tensor:
+        """Loss of each token, `[s, b]` float32."""
+        assert self.vocab_size is not None
+        labels_sb = labels_bs.transpose(0, 1).contiguous()
+        return vocab_parallel_cross_entropy(
+            self.logits(x_sbh), labels_sb, self.context.tensor, vocab_size=self.vocab_size, z_loss=self.z_loss
+        )
+
+
+class GPTStage(nn.Module):
+    """The blocks `layers` of the model and what belongs to the first and last stage.
+
+    `positions` is the number of rows of a learned position table. Parameters are allocated, not initialised:
+    `tensor_parallel.random.initialize_parameters` fills them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: BuildContext,
+        *,
+        layers: range,
+        positions: int,
+        recompute: Literal["none", "full"] = "none",
+        z_loss: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.config, self.context, self.recompute = config, context, recompute
+        first, last = layers.start == 0, layers.stop == config.num_layers
+        self.embedding = Embedding(config, context, positions) if first else None
+        self.blocks = nn.ModuleList(Block(index, config, context) for index in layers)
+        self.shared_weight = self._shared_weight() if config.tie_embeddings and (first or last) else None
+        self.head = Head(config, context, self.shared_weight, z_loss) if last else None
+        self._frequencies: Tensor | None = None
+
+    def _shared_weight(self) -> nn.Parameter:
+        """The tied weight of this stage: the embedding's own, or on another last stage a copy of it."""
+        config, group = self.config, self.context.tensor
+        shape = (config.padded_vocab_size, config.hidden_size)
+        piece = cut("embedding.word.weight", shape, 0, group.rank(), group.size())
+        if self.embedding is not None:
+            weight, spec = self.embedding.word.weight, {"num_uses": 2 if len(self.blocks) == config.num_layers else 1}
+        else:
+            weight = nn.Parameter(torch.empty(piece.shape, dtype=self.context.dtype, device=self.context.device))
+            spec = {"is_copy": True}
+        init = Init("normal", config.init_std)
+        return set_spec(weight, ParamSpec((piece,), init, replicated_over_tp=False, **spec))  # type: ignore[arg-type]
+
+    def layer_inputs(self, s: int, position_ids_bs: Tensor | None, document_ids_bs: Tensor | None) -> LayerInputs:
+        """Rotary table and attention mask of a micro-batch."""
+        config, device = self.config, self.context.device
+        rotary = None
+        if config.position_embedding == "rope":
+            if self._frequencies is None:
+                self._frequencies = inverse_frequencies(config.channels, config.rope_theta, config.rope_scaling, device)
+            positions = torch.arange(s, device=device) if position_ids_bs is None else position_ids_bs
+            rotary = rotary_table(positions, self._frequencies, self.context.dtype)
+        return LayerInputs(rotary, attention_mask(s, config.sliding_window, document_ids_bs, device))
+
+    def hidden(
+        self,
+        x_sbh: Tensor | None,
+        tokens_bs: Tensor,
+        position_ids_bs: Tensor | None = None,
+        document_ids_bs: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream after this stage's blocks; `x_sbh` is None on the first stage."""
+        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, document_ids_bs)
+        if self.embedding is not None:
+            x_sbh = self.embedding(tokens_bs, position_ids_bs)
+        assert x_sbh is not None, "a later stage needs the previous stage's output"
+        for block in self.blocks:
+            if self.recompute == "full" and torch.is_grad_enabled():
+                x_sbh = checkpoint(block, x_sbh, inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_sbh = block(x_sbh, inputs)
+        assert x_sbh is not None
+        return x_sbh
+
+    def forward(
+        self,
+        x_sbh: Tensor | None,
+        tokens_bs: Tensor,
+        labels_bs: Tensor,
+        position_ids_bs: Tensor | None = None,
+        document_ids_bs: Tensor | None = None,
+    ) -> Tensor:
+        """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`."""
+        x_sbh = self.hidden(x_sbh, tokens_bs, position_ids_bs, document_ids_bs)
+        return x_sbh if self.head is None else self.head(x_sbh, labels_bs)
+
+
+def fp8_layer_names(config: ModelConfig) -> Iterator[str]:
+    """Names of all linear layers of the whole model that an FP8 pattern can select."""
+    up = "mlp.gate_up" if config.activation == "swiglu" else "mlp.up"
+    for index in range(config.num_layers):
+        for layer in ("attention.qkv", "attention.proj", up, "mlp.down"):
+            yield f"layers.{index}.{layer}"

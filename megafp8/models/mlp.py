@@ -1,0 +1,60 @@
+"""The block's MLP: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU, its width cut over the tensor-parallel group.
+
+For SwiGLU, gate and up are one column-parallel product whose weight rows are [gate | up] of this rank.
+
+Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megafp8.config import ModelConfig
+from megafp8.models.context import BuildContext
+from megafp8.sharding import Init
+from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+class MLP(nn.Module):
+    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape."""
+
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.activation = config.activation
+        f, gated = config.ffn_size, config.activation == "swiglu"
+        common: dict[str, Any] = {
+            "group": context.tensor,
+            "fp8": context.fp8,
+            "dtype": context.dtype,
+            "device": context.device,
+            "sequence_parallel": context.sequence_parallel,
+            "bias": config.linear_bias,
+        }
+        self.up = ColumnParallelLinear(
+            f"{name}.gate_up" if gated else f"{name}.up",
+            config.hidden_size,
+            2 * f if gated else f,
+            parts={f"{name}.gate": f, f"{name}.up": f} if gated else None,
+            init=Init("normal", config.init_std),
+            **common,
+        )
+        self.down = RowParallelLinear(
+            f"{name}.down",
+            f,
+            config.hidden_size,
+            init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
+            **common,
+        )
+
+    def forward(self, x_sbh: Tensor) -> Tensor:
+        y_sbf = self.up(x_sbh)
+        if self.activation == "swiglu":
+            gate, up = y_sbf.chunk(2, dim=-1)
+            y_sbf = F.silu(gate) * up
+        else:
+            y_sbf = F.gelu(y_sbf, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return self.down(y_sbf)

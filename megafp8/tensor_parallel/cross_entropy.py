@@ -1,0 +1,79 @@
+"""Cross-entropy over logits whose vocabulary is cut over ranks.
+
+Gathering the logits would cost the largest tensor of the model. Instead three small collectives per token give every
+rank what it needs: the maximum (for stability), the sum of exponentials, and the logit of the label, which one rank
+owns. The gradient softmax − onehot is then local.
+
+The vocabulary is padded so that it can be cut evenly; padded columns never take part: they get no probability and no
+gradient, so a model does not depend on how its vocabulary was padded.
+
+The z-loss `z·log²Z` (PaLM, Chowdhery et al. 2022, arXiv:2204.02311) keeps the normaliser near 1; its gradient is
+`2·z·log Z·softmax`.
+
+Shapes: s sequence, b micro-batch, v vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megafp8.collectives import all_reduce
+
+
+class _VocabParallelCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, vocab_size: int, z_loss: float
+    ) -> Tensor:
+        compute = torch.float64 if logits_sbv.dtype == torch.float64 else torch.float32
+        columns = logits_sbv.shape[-1]
+        first = group.rank() * columns
+        valid = min(max(vocab_size - first, 0), columns)
+        x_sbv = logits_sbv.to(compute, copy=True)
+        x_sbv[..., valid:] = -torch.inf
+        maximum_sb = all_reduce(x_sbv.amax(dim=-1), group, "max")
+        x_sbv -= maximum_sb.unsqueeze(-1)
+
+        local_sb = labels_sb - first
+        foreign_sb = (local_sb < 0) | (local_sb >= columns)
+        local_sb = local_sb.masked_fill(foreign_sb, 0)
+        label_logit_sb = x_sbv.gather(-1, local_sb.unsqueeze(-1)).squeeze(-1).masked_fill(foreign_sb, 0.0)
+        exp_sbv = x_sbv.exp_()
+        sums = all_reduce(torch.stack([exp_sbv.sum(dim=-1), label_logit_sb]), group)
+        log_sum_sb = sums[0].log()
+        log_z_sb = log_sum_sb + maximum_sb
+        loss_sb = log_sum_sb - sums[1]
+        if z_loss:
+            loss_sb = loss_sb + z_loss * log_z_sb.square()
+
+        softmax_sbv = exp_sbv.div_(sums[0].unsqueeze(-1))
+        ctx.save_for_backward(softmax_sbv, local_sb, foreign_sb, log_z_sb)
+        ctx.z_loss, ctx.dtype = z_loss, logits_sbv.dtype
+        return loss_sb
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss_sb: Tensor) -> tuple[Tensor, None, None, None, None]:
+        softmax_sbv, local_sb, foreign_sb, log_z_sb = ctx.saved_tensors
+        weight_sb = 1.0 + 2.0 * ctx.z_loss * log_z_sb if ctx.z_loss else torch.ones_like(log_z_sb)
+        dx_sbv = softmax_sbv * (weight_sb * dloss_sb).unsqueeze(-1)
+        own_sb = dloss_sb.masked_fill(foreign_sb, 0.0)
+        dx_sbv.scatter_add_(-1, local_sb.unsqueeze(-1), -own_sb.unsqueeze(-1).to(dx_sbv.dtype))
+        return dx_sbv.to(ctx.dtype), None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, *, vocab_size: int, z_loss: float = 0.0
+) -> Tensor:
+    """Negative log-likelihood of each token, `[s, b]` float32, from this rank's logits `[s, b, v/t]`.
+
+    `labels_sb` int64 in `[0, vocab_size)`; columns from `vocab_size` on are padding and ignored. `z_loss` adds
+    `z_loss · log²Z`. Mask unwanted labels by multiplying the result.
+    """
+    return _VocabParallelCrossEntropy.apply(logits_sbv, labels_sb, group, vocab_size, z_loss)

@@ -1,0 +1,205 @@
+"""Linear layers and the embedding, cut over the tensor-parallel group.
+
+    ColumnParallelLinear    y = x Wᵀ, W [n, k] cut along n: every rank needs the whole x and makes a slice of y
+    RowParallelLinear       W [n, k] cut along k: every rank has a slice of x and makes a share of y; shares are summed
+    VocabParallelEmbedding  rows of the table cut over ranks
+
+A column-parallel layer followed by a row-parallel one needs one collective forward and one backward. With
+`sequence_parallel` what lies between such pairs is cut along s, so the all-reduce becomes an all-gather before and a
+reduce-scatter after: the same bytes, a t-th of the activation memory.
+
+The layers know nothing of precision: each takes a `LinearOp` from `megafp8.fp8`, `op(x, weight) -> y`, and says only
+which of its operands are slices (which matters where a scale is taken from the whole tensor). They know the group they
+were given and nothing of the job.
+
+Several projections of the same input (q, k, v; gate, up) are one ColumnParallelLinear whose weight stacks a slice of
+each: `parts` gives names and sizes, and each part keeps its own global name.
+
+Shapes: s sequence, b micro-batch, h hidden, k inputs, n outputs, v vocabulary; t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from megafp8.fp8 import Fp8Manager
+from megafp8.sharding import Init, ParamSpec, cut, set_spec, stack, whole
+from megafp8.tensor_parallel.mappings import (
+    copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
+    gather_from_tensor_parallel,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
+    scatter_to_tensor_parallel,
+)
+
+ZEROS = Init("zeros")
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+class ColumnParallelLinear(nn.Module):
+    """`y = x Wᵀ + b`, W `[n, k]` cut along n.
+
+    x is `[s, b, k]`, or `[s/t, b, k]` with `sequence_parallel`; y is `[s, b, n/t]`, or `[s, b, n]` with
+    `gather_output`. `parts` names the projections stacked in the output, default one part called `name`; under TP a
+    rank's output holds its slice of each part in order. `skip_bias_add` returns `(y, bias)` instead of adding.
+    `weight`: use this parameter (tied embedding) rather than make one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        input_size: int,
+        output_size: int,
+        *,
+        group: ProcessGroup,
+        fp8: Fp8Manager,
+        init: Init,
+        dtype: torch.dtype,
+        device: torch.device,
+        bias: bool = False,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        skip_bias_add: bool = False,
+        parts: dict[str, int] | None = None,
+        high_precision: bool = False,
+        weight: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        parts = parts or {name: output_size}
+        assert sum(parts.values()) == output_size, f"{name}: parts {parts} do not add up to {output_size}"
+        t, rank = group.size(), group.rank()
+        self.group, self.gather_output, self.skip_bias_add = group, gather_output, skip_bias_add
+        self.sequence_parallel = sequence_parallel and t > 1
+        self.op = fp8.linear_op(
+            name, tp_group=group, input_sharded=False, grad_output_sharded=t > 1, fp8=not high_precision
+        )
+        if weight is None:
+            pieces = stack([cut(f"{p}.weight", (n, input_size), 0, rank, t) for p, n in parts.items()])
+            weight = _empty((output_size // t, input_size), dtype, device)
+            set_spec(weight, ParamSpec(pieces, init, replicated_over_tp=False))
+        self.weight = weight
+        self.bias: nn.Parameter | None = None
+        if bias:
+            pieces = stack([cut(f"{p}.bias", (n,), 0, rank, t) for p, n in parts.items()])
+            self.bias = _empty((output_size // t,), dtype, device)
+            set_spec(self.bias, ParamSpec(pieces, ZEROS, replicated_over_tp=False, weight_decay=False))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        if self.sequence_parallel:
+            x = gather_from_sequence_parallel(x, self.group)
+        else:
+            x = copy_to_tensor_parallel(x, self.group)
+        y = self.op(x, self.weight)
+        if self.bias is not None and not self.skip_bias_add:
+            y = y + self.bias
+        if self.gather_output:
+            y = gather_from_tensor_parallel(y, self.group)
+        return (y, self.bias) if self.skip_bias_add else y
+
+
+class RowParallelLinear(nn.Module):
+    """`y = x Wᵀ + b`, W `[n, k]` cut along k.
+
+    x is this rank's `[s, b, k/t]`, or the whole `[s, b, k]` with `input_is_parallel=False`; y is `[s, b, n]`, or
+    `[s/t, b, n]` with `sequence_parallel`. The bias is whole on every rank and added after the sum; under sequence
+    parallelism each rank sees its slice of s only, so the bias gradient is summed over the group once a step
+    (`reduce_over_tp`). `skip_bias_add` returns `(y, bias)`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        input_size: int,
+        output_size: int,
+        *,
+        group: ProcessGroup,
+        fp8: Fp8Manager,
+        init: Init,
+        dtype: torch.dtype,
+        device: torch.device,
+        bias: bool = False,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        skip_bias_add: bool = False,
+        high_precision: bool = False,
+    ) -> None:
+        super().__init__()
+        t, rank = group.size(), group.rank()
+        self.group, self.input_is_parallel, self.skip_bias_add = group, input_is_parallel, skip_bias_add
+        self.sequence_parallel = sequence_parallel and t > 1
+        self.op = fp8.linear_op(
+            name, tp_group=group, input_sharded=t > 1, grad_output_sharded=False, fp8=not high_precision
+        )
+        self.weight = _empty((output_size, input_size // t), dtype, device)
+        pieces = (cut(f"{name}.weight", (output_size, input_size), 1, rank, t),)
+        set_spec(self.weight, ParamSpec(pieces, init, replicated_over_tp=False))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = _empty((output_size,), dtype, device)
+            spec = ParamSpec(
+                whole(f"{name}.bias", (output_size,)),
+                ZEROS,
+                replicated_over_tp=True,
+                reduce_over_tp=self.sequence_parallel,
+                weight_decay=False,
+            )
+            set_spec(self.bias, spec)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        if not self.input_is_parallel:
+            x = scatter_to_tensor_parallel(x, self.group)
+        y = self.op(x, self.weight)
+        if self.sequence_parallel:
+            y = reduce_scatter_to_sequence_parallel(y, self.group)
+        else:
+            y = reduce_from_tensor_parallel(y, self.group)
+        if self.skip_bias_add:
+            return y, self.bias
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the table `[v, h]` cut over ranks: tokens `[b, s]` -> `[s, b, h]`, or `[s/t, b, h]` sequence-parallel.
+
+    A rank looks up the tokens it owns, leaves zeros for the others, and the shares are summed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: ProcessGroup,
+        init: Init,
+        dtype: torch.dtype,
+        device: torch.device,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        t, rank = group.size(), group.rank()
+        self.group = group
+        self.sequence_parallel = sequence_parallel and t > 1
+        self.rows = num_embeddings // t
+        self.first = rank * self.rows
+        self.weight = _empty((self.rows, embedding_dim), dtype, device)
+        pieces = (cut(f"{name}.weight", (num_embeddings, embedding_dim), 0, rank, t),)
+        set_spec(self.weight, ParamSpec(pieces, init, replicated_over_tp=False))
+
+    def forward(self, tokens_bs: Tensor) -> Tensor:
+        if self.group.size() == 1:
+            return F.embedding(tokens_bs, self.weight).transpose(0, 1).contiguous()
+        local = tokens_bs - self.first
+        foreign = (local < 0) | (local >= self.rows)
+        x_bsh = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
+        x_sbh = x_bsh.transpose(0, 1).contiguous()
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel(x_sbh, self.group)
+        return reduce_from_tensor_parallel(x_sbh, self.group)

@@ -1,0 +1,130 @@
+"""The unsharded twin: the same GPT in naive float64 torch, straight from the formulas; it shares no code with ours.
+
+It reads whole weights by their global names and computes the loss; autograd gives the gradients to compare with. Heads
+are looped over, masks are built pair by pair, rotary pairs are turned as complex numbers: slow, and easy to believe.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megafp8.config import ModelConfig
+
+Weights = dict[str, Tensor]
+
+
+def _norm(x: Tensor, w: Weights, name: str, kind: str, eps: float) -> Tensor:
+    if kind == "rmsnorm":
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * w[f"{name}.weight"]
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
+    y = torch.einsum("...k,nk->...n", x, w[f"{name}.weight"])
+    return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+
+def _frequency(pair: int, config: ModelConfig) -> float:
+    d = config.channels
+    f = config.rope_theta ** (-2 * pair / d)
+    r = config.rope_scaling
+    if r is None:
+        return f
+    wavelength = 2 * math.pi / f
+    if wavelength < r.original_max_position_embeddings / r.high_freq_factor:
+        return f
+    if wavelength > r.original_max_position_embeddings / r.low_freq_factor:
+        return f / r.factor
+    smooth = (r.original_max_position_embeddings / wavelength - r.low_freq_factor) / (
+        r.high_freq_factor - r.low_freq_factor
+    )
+    return (1 - smooth) * f / r.factor + smooth * f
+
+
+def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
+    """The halves of a head as complex numbers, turned by position × frequency."""
+    half = x_bsd.shape[-1] // 2
+    frequencies = torch.tensor([_frequency(i, config) for i in range(half)], dtype=torch.float64)
+    turns = torch.polar(torch.ones((), dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies)
+    turned = torch.complex(x_bsd[..., :half], x_bsd[..., half:]) * turns
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor) -> Tensor:
+    d, heads, groups = config.channels, config.num_attention_heads, config.query_groups
+    q, k, v = (_linear(x, w, f"{name}.{part}") for part in "qkv")
+    out = []
+    for head in range(heads):
+        group = head // (heads // groups)
+        qh, kh, vh = q[..., head * d : (head + 1) * d], *(y[..., group * d : (group + 1) * d] for y in (k, v))
+        if config.qk_norm:
+            qh = _norm(qh, w, f"{name}.q_norm", "rmsnorm", config.norm_eps)
+            kh = _norm(kh, w, f"{name}.k_norm", "rmsnorm", config.norm_eps)
+        if config.position_embedding == "rope":
+            qh, kh = _rotate(qh, positions, config), _rotate(kh, positions, config)
+        scores = (qh @ kh.transpose(-1, -2) / math.sqrt(d)).masked_fill(~allowed, -math.inf)
+        out.append(scores.softmax(-1) @ vh)
+    return _linear(torch.cat(out, -1), w, f"{name}.proj")
+
+
+def _mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
+    up = _linear(x, w, f"{name}.up")
+    if config.activation == "swiglu":
+        gate = _linear(x, w, f"{name}.gate")
+        return _linear(gate * torch.sigmoid(gate) * up, w, f"{name}.down")
+    if config.activation == "gelu":
+        hidden = 0.5 * up * (1 + torch.erf(up / math.sqrt(2)))
+    else:
+        hidden = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+    return _linear(hidden, w, f"{name}.down")
+
+
+def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
+    b, s = tokens.shape
+    allowed = torch.zeros(b, s, s, dtype=torch.bool)
+    for row in range(b):
+        for i in range(s):
+            for j in range(i + 1):
+                near = window is None or i - j < window
+                same = documents is None or documents[row, i] == documents[row, j]
+                allowed[row, i, j] = near and bool(same)
+    return allowed
+
+
+def twin_loss(
+    w: Weights,
+    config: ModelConfig,
+    tokens: Tensor,
+    labels: Tensor,
+    *,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Loss of each token `[b, s]` of the whole model, float64."""
+    allowed = _allowed(tokens, documents, config.sliding_window)
+    if positions is None:
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    x = w["embedding.word.weight"][tokens]
+    if config.position_embedding == "learned":
+        x = x + w["embedding.position.weight"][positions]
+    kind, eps = config.normalization, config.norm_eps
+    for layer in range(config.num_layers):
+        name = f"layers.{layer}"
+        a = _attention(
+            _norm(x, w, f"{name}.attention_norm", kind, eps), w, f"{name}.attention", config, positions, allowed
+        )
+        if config.parallel_block:
+            x = x + a + _mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
+        else:
+            x = x + a
+            x = x + _mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
+    x = _norm(x, w, "final_norm", kind, eps)
+    output = w["embedding.word.weight"] if config.tie_embeddings else w["output.weight"]
+    logits = (x @ output.T)[..., : config.vocab_size]
+    log_z = logits.exp().sum(-1).log()
+    return log_z - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + z_loss * log_z**2

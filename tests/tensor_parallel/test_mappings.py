@@ -1,0 +1,71 @@
+"""Every region mapping against its definition, forward and adjoint: <f(x), dy> = <x, f*(dy)> summed over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megafp8.collectives import all_gather, all_reduce
+from megafp8.parallel_state import initialize_model_parallel
+from megafp8.tensor_parallel import mappings
+from tests.world import World
+
+# (mapping, whether its input is the same on all ranks, and its output)
+CASES = {
+    "copy_to_tensor_parallel": (True, False),
+    "reduce_from_tensor_parallel": (False, True),
+    "gather_from_sequence_parallel": (False, False),
+    "reduce_scatter_to_sequence_parallel": (False, False),
+    "scatter_to_sequence_parallel": (True, False),
+    "gather_from_tensor_parallel": (False, True),
+    "scatter_to_tensor_parallel": (True, False),
+}
+
+
+def _forward(name: str) -> None:
+    group = initialize_model_parallel(torch.distributed.get_world_size()).tensor
+    torch.manual_seed(group.rank)
+    x = torch.randn(4, 2, 8, dtype=torch.float64)
+    every = all_gather(x.unsqueeze(0), group.group)  # [ranks, 4, 2, 8]
+    y = getattr(mappings, name)(x, group.group)
+    expected = {
+        "copy_to_tensor_parallel": x,
+        "reduce_from_tensor_parallel": every.sum(0),
+        "gather_from_sequence_parallel": torch.cat(list(every), 0),
+        "reduce_scatter_to_sequence_parallel": every.sum(0).chunk(group.size)[group.rank],
+        "scatter_to_sequence_parallel": x.chunk(group.size)[group.rank],
+        "gather_from_tensor_parallel": torch.cat(list(every), -1),
+        "scatter_to_tensor_parallel": x.chunk(group.size, -1)[group.rank],
+    }[name]
+    torch.testing.assert_close(y, expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_forward(world4: World, name: str, ranks: int) -> None:
+    world4.run(_forward, name, ranks=ranks)
+
+
+def _adjoint(name: str) -> None:
+    """Tensors that are the same on all ranks count once in the inner product, slices and shares on each rank."""
+    group = initialize_model_parallel(torch.distributed.get_world_size()).tensor
+    same_in, same_out = CASES[name]
+
+    def draw(shape: tuple[int, ...], same: bool, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed if same else seed + 1 + group.rank)
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    def inner(a: torch.Tensor, b: torch.Tensor, same: bool) -> float:
+        value = (a * b).sum()
+        return (value if same else all_reduce(value.clone(), group.group)).item()
+
+    x = draw((4, 2, 8), same_in, 10).requires_grad_()
+    y = getattr(mappings, name)(x, group.group)
+    dy = draw(tuple(y.shape), same_out, 20)
+    y.backward(dy)
+    assert inner(y.detach(), dy, same_out) == pytest.approx(inner(x.detach(), x.grad, same_in), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_backward_is_the_adjoint(world4: World, name: str) -> None:
+    world4.run(_adjoint, name, ranks=4)
