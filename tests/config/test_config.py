@@ -1,0 +1,150 @@
+"""The strict tree: what is accepted, and for each kind of mistake the message that names path, value, rule and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megafp8.config import Config, ConfigError, check_layout, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+MINIMAL: dict[str, Any] = {
+    "name": "test",
+    "model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 512},
+    "training": {"steps": 10, "seq_length": 32, "global_batch_size": 8},
+    "optimizer": {"learning_rate": 0.001},
+    "data": {"train": ["somewhere/text"]},
+}
+
+
+def write(tmp_path: Path, tree: Any = MINIMAL) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def messages(path: Path, *overrides: str, world_size: int = 1) -> str:
+    """What a user reads when this config is started on `world_size` ranks."""
+    with pytest.raises(ConfigError) as error:
+        check_layout(load_config(path, overrides), world_size, str(path))
+    return str(error.value)
+
+
+def test_defaults_and_overrides(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path), ["parallel.tensor=2", "fp8.recipe=current", "data.train={a: 0.7, b: 0.3}"])
+    assert (config.parallel.tensor, config.fp8.recipe) == (2, "current")
+    assert config.data.train == {"a": 0.7, "b": 0.3}
+    assert config.model.query_groups == 8
+    assert config.model.ffn_size == 256
+    check_layout(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("parallel.tenor=2", "parallel.tenor = 2: there is no such key; did you mean parallel.tensor?"),
+        ("modle.num_layers=2", "modle = {'num_layers': 2}: there is no such key; did you mean model?"),
+        ("training.steps=ten", "training.steps = 'ten': input should be a valid integer"),
+        ("training.steps=0", "training.steps = 0: input should be greater than 0"),
+        ("training.steps=2.5", "training.steps = 2.5: input should be a valid integer"),
+        ("fp8.recipe=delaid", "fp8.recipe = 'delaid': input should be 'none', 'delayed' or 'current'"),
+        ("optimizer.learning_rate=.nan", "optimizer.learning_rate = nan: input should be"),
+        ("name=a/b", "name = 'a/b': string should match pattern"),
+        ("data.train=[]", "data.train"),
+        ("parallel.tensor", "an override is key=value; for example parallel.tensor=2"),
+        ("name.first=2", "name holds the value 'test', not a section"),
+    ],
+)
+def test_a_single_wrong_value(tmp_path: Path, override: str, expected: str) -> None:
+    assert expected in messages(write(tmp_path), override)
+
+
+def test_a_missing_key_and_a_missing_section(tmp_path: Path) -> None:
+    tree = {k: v for k, v in MINIMAL.items() if k != "optimizer"} | {"training": {"steps": 10, "seq_length": 32}}
+    said = messages(write(tmp_path, tree))
+    assert "2 problems" in said
+    assert "optimizer = None: this key is required" in said
+    assert "training.global_batch_size = None: this key is required" in said
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    assert "No such file" in messages(tmp_path / "absent.yaml")
+    assert str(path) in messages(tmp_path / "absent.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
+    assert "must hold a mapping" in messages(tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("model: {num_layers: 4\n")
+    assert "not valid YAML" in messages(tmp_path / "broken.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "expected"),
+    [
+        (["parallel.tensor=3"], 3, "parallel.tensor = 3: model.num_attention_heads (8) is not a multiple of it; try"),
+        (["parallel.tensor=2"], 3, "the world has 3 ranks, not a multiple of 2; start 4 processes"),
+        (["parallel.pipeline=8"], 8, "parallel.pipeline = 8: a stage would have no layers: model.num_layers is 4"),
+        (
+            ["parallel.pipeline=2", "parallel.layers_per_stage=[4, 0]"],
+            2,
+            "parallel.layers_per_stage = [4, 0]: stage 1 would have no layers; try [2, 2]",
+        ),
+        (["parallel.pipeline=2", "parallel.layers_per_stage=[2, 3]"], 2, "adds up to 5, model.num_layers is 4"),
+        (["parallel.pipeline=2", "parallel.layers_per_stage=[4]"], 2, "1 entries for parallel.pipeline = 2 stages"),
+        (
+            ["parallel.tensor=2", "training.seq_length=33"],
+            2,
+            "training.seq_length = 33: sequence parallelism cuts it into parallel.tensor (2) equal parts; try 34",
+        ),
+        (["training.global_batch_size=6"], 4, "training.global_batch_size = 6: not a multiple of"),
+        (["model.num_query_groups=3"], 1, "model.num_attention_heads (8) is not a multiple of it; try 1 or 2"),
+        (["model.hidden_size=66"], 1, "model.hidden_size = 66: not a multiple of model.num_attention_heads (8)"),
+        (["model.hidden_size=72"], 1, "model.head_dim = 9: rotary embeddings turn pairs"),
+        (["model.vocab_multiple=3", "parallel.tensor=2"], 2, "model.vocab_multiple (3) is not a multiple of it"),
+        (
+            ["model.position_embedding=learned", "model.max_position_embeddings=16"],
+            1,
+            "model.max_position_embeddings = 16: fewer positions than training.seq_length (32); try 32",
+        ),
+        (["optimizer.warmup_steps=10"], 1, "optimizer.warmup_steps = 10: the run has only training.steps = 10"),
+        (["optimizer.min_learning_rate=1.0"], 1, "larger than optimizer.learning_rate (0.001)"),
+    ],
+)
+def test_sections_against_each_other(tmp_path: Path, overrides: list[str], world_size: int, expected: str) -> None:
+    assert expected in messages(write(tmp_path), *overrides, world_size=world_size)
+
+
+def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
+    said = messages(
+        write(tmp_path), "parallel.pipeline=8", "training.seq_length=33", "parallel.tensor=2", world_size=16
+    )
+    assert "2 problems" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("quickstart", 4),
+        ("gpt2-125m", 1),
+        ("gpt2-125m", 8),
+        ("llama3-8b", 8),
+        ("llama3-70b", 64),
+        ("llama3-405b", 1024),
+    ],
+)
+def test_shipped_configs_fit_their_clusters(name: str, world_size: int) -> None:
+    check_layout(load_config(ROOT / "configs" / f"{name}.yaml"), world_size)
+
+
+def test_every_field_is_documented_in_the_schema() -> None:
+    schema = Config.model_json_schema()
+    sections = {"Config": schema} | schema["$defs"]
+    undocumented = [
+        f"{section}.{field}"
+        for section, body in sections.items()
+        for field, description in body["properties"].items()
+        if "description" not in description and "$ref" not in description
+    ]
+    assert undocumented == []
