@@ -1,0 +1,84 @@
+"""The state of delayed scaling: a history of amaxes and a scale for every FP8 tensor of this rank.
+
+All histories are rows of one buffer and all scales elements of another, so that the end of a step is one collective and
+a few kernels however many layers there are. Quantizers hold views: they read their scale and raise slot 0 of their
+history; only `end_step` moves anything. That is why a recomputed forward, several micro-batches or a pipeline's
+interleaving cannot advance the state twice.
+
+A step with an infinite or NaN amax leaves the tensor's scale as it was, and that amax is then forgotten rather than
+rolled into the history, where `max` would hold the scale frozen for a whole history length. One bad step costs one
+update.
+
+Before the first update every scale is 1.
+
+Shapes: t tensors, l steps of history; slot 0 is the step now running.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megafp8.collectives import all_reduce
+from megafp8.fp8.formats import Format
+from megafp8.fp8.quantize import DelayedQuantizer
+from megafp8.fp8.recipe import DelayedScaling
+from megafp8.fp8.scaling import amax_of_history, roll_history, scale_from_amax
+
+
+class DelayedState:
+    """Histories `[t, l]` and scales `[t]`, fp32 on `device`, of the tensors `formats` names, in that order."""
+
+    def __init__(self, recipe: DelayedScaling, formats: dict[str, Format], device: torch.device) -> None:
+        self.recipe = recipe
+        self.formats = formats
+        self.history_tl = torch.zeros(len(formats), recipe.amax_history_len, device=device)
+        self.scale_t = torch.ones(len(formats), device=device)
+        self.fp8_max_t = torch.tensor([fmt.max for fmt in formats.values()], device=device)
+        self.step = torch.zeros((), dtype=torch.int64)  # on the host: it decides what end_step launches
+
+    def quantizers(self) -> dict[str, DelayedQuantizer]:
+        """One quantizer a tensor, on views of this state."""
+        return {
+            name: DelayedQuantizer(fmt, self.scale_t[i], self.history_tl[i, 0])
+            for i, (name, fmt) in enumerate(self.formats.items())
+        }
+
+    @torch.no_grad()
+    def end_step(self, group: ProcessGroup | None) -> None:
+        """Reduce the step's amaxes over `group` (one collective), renew the scales if their turn has come, roll.
+
+        Scales are renewed after the first step and every `interval` steps from there.
+        """
+        if not self.formats:
+            return
+        newest_t = all_reduce(self.history_tl[:, 0].clone(), group, "max")
+        self.history_tl[:, 0] = newest_t
+        if self.step.item() % self.recipe.interval == 0:
+            self.scale_t.copy_(self._scales())
+        self.history_tl[:, 0].masked_fill_(~newest_t.isfinite(), 0.0)
+        self.history_tl.copy_(roll_history(self.history_tl))
+        self.step += 1
+
+    def _scales(self) -> Tensor:
+        return scale_from_amax(
+            amax_of_history(self.history_tl, self.recipe.amax_compute_algo),
+            self.fp8_max_t,
+            margin=self.recipe.margin,
+            power_of_two=self.recipe.power_of_two_scale,
+            previous=self.scale_t,
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Views of the buffers by global name: `fp8.<tensor>.amax_history` `[l]` and `fp8.<tensor>.scale` `[]`.
+
+        With `interval` > 1 also `fp8.step` `[]`, int64 on the host. Reading into these tensors loads them.
+        """
+        state: dict[str, Tensor] = {}
+        for i, name in enumerate(self.formats):
+            state[f"fp8.{name}.amax_history"] = self.history_tl[i]
+            state[f"fp8.{name}.scale"] = self.scale_t[i]
+        if self.recipe.interval > 1:
+            state["fp8.step"] = self.step
+        return state

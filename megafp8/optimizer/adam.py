@@ -1,0 +1,132 @@
+"""AdamW in fp32 for a model in bf16.
+
+A bf16 weight has 8 significant bits, so an update below 1/256 of it would round away. Each parameter that is not fp32
+therefore has an fp32 master copy; the moments and the update are fp32 and the model gets the rounded result. fp32
+parameters are their own masters.
+
+The arithmetic is torch's fused AdamW (one kernel over all tensors, on CUDA and CPU), or NVIDIA apex's `FusedAdam` where
+that is installed. Both are ordinary torch optimizers over the masters; the gradients are set once, as views of the
+gradient buffer, and never move. Masters and moments exist from the start rather than from the first step, so a
+checkpoint always has a place to load into.
+
+Memory: 12 bytes a parameter (8 where the parameter is fp32), on top of the model and its fp32 gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from megafp8.optimizer.grad_buffer import main_grad_of
+from megafp8.sharding import spec_of
+
+
+def _apex_fused_adam() -> tuple[type[Optimizer] | None, str]:
+    """NVIDIA apex's `FusedAdam` if it can run here, and what was found. PyPI's `apex` is an unrelated package."""
+    try:
+        from apex.multi_tensor_apply import multi_tensor_applier
+        from apex.optimizers import FusedAdam
+    except Exception as error:  # an unrelated or broken apex may fail in any way while it is imported
+        if isinstance(error, ModuleNotFoundError) and error.name == "apex":
+            return None, "NVIDIA apex is not installed"
+        return None, f"the installed apex is not a working NVIDIA apex ({type(error).__name__})"
+    if not multi_tensor_applier.available:
+        return None, "NVIDIA apex was built without its CUDA extensions"
+    return FusedAdam, "NVIDIA apex is installed"
+
+
+def choose_adam(device: torch.device) -> tuple[type[Optimizer], str]:
+    """The optimizer class to use on `device`, and the choice with its reason in one line for the log."""
+    if device.type != "cuda":
+        return AdamW, f"torch fused AdamW: apex has no kernels for {device.type}"
+    apex_class, found = _apex_fused_adam()
+    if apex_class is None:
+        return AdamW, f"torch fused AdamW: {found}"
+    return apex_class, f"apex FusedAdam: {found}"
+
+
+class MixedPrecisionAdamW:
+    """AdamW (Loshchilov & Hutter 2019) over `params`, which must already be in a `GradBuffer`.
+
+    `weight_decay` holds for parameters whose `spec.weight_decay` is set; the others (norms, biases) have none. `reason`
+    says in one line which implementation runs and why; `step_count` is the number of updates made so far.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        *,
+        weight_decay: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        assert params
+        self._masters = {param: self._make_master(param) for param in params}
+        self._low_precision: list[Tensor] = [param for param in params if param.dtype != torch.float32]
+        self._their_masters = [master for param, master in self._masters.items() if param.dtype != torch.float32]
+        implementation, self.reason = choose_adam(params[0].device)
+        self._apex = implementation is not AdamW
+        groups = [
+            {"params": masters, "weight_decay": weight_decay if decays else 0.0, "decays": decays}
+            for decays in (True, False)
+            if (masters := [self._masters[param] for param in params if spec_of(param).weight_decay is decays])
+        ]
+        options: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps}
+        options |= {"adam_w_mode": True} if self._apex else {"fused": True}
+        self._adam = implementation(groups, **options)
+        for master in self._masters.values():
+            self._adam.state[master] = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+        self.step_count = 0
+
+    @staticmethod
+    def _make_master(param: nn.Parameter) -> Tensor:
+        """An fp32 tensor for the optimizer to update; it shares the memory of a parameter that is fp32 already."""
+        master = param.detach().float()
+        master.grad = main_grad_of(param)
+        return master
+
+    @property
+    def step_count(self) -> int:
+        """Updates made so far; Adam's bias correction depends on it, so it belongs into a checkpoint."""
+        return self._step_count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self._step_count = count
+        if self._apex:
+            for group in self._adam.param_groups:
+                group["step"] = count
+        else:
+            for master in self._masters.values():
+                step = torch.full((), float(count), dtype=torch.float32, device=master.device)
+                self._adam.state[master]["step"] = step
+
+    def state_tensors(self, param: nn.Parameter) -> dict[str, Tensor]:
+        """The fp32 state of `param`, each tensor shaped like it: `exp_avg`, `exp_avg_sq`, and `master` if separate.
+
+        These are the live tensors: a checkpoint loads into them in place, then calls `copy_masters_to_params`.
+        """
+        master = self._masters[param]
+        moments = self._adam.state[master]
+        state = {"exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
+        return state if param.dtype == torch.float32 else {"master": master, **state}
+
+    @torch.no_grad()
+    def copy_masters_to_params(self) -> None:
+        """Round the masters into the model's parameters."""
+        if self._low_precision:
+            torch._foreach_copy_(self._low_precision, self._their_masters)
+
+    def step(self, lr: float, weight_decay: float | None = None) -> None:
+        """One update from the gradients in the buffer. `weight_decay` replaces the decay from here on."""
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+            if weight_decay is not None and group["decays"]:
+                group["weight_decay"] = weight_decay
+        self._adam.step()
+        self._step_count += 1
+        self.copy_masters_to_params()

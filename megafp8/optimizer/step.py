@@ -1,0 +1,72 @@
+"""The end of a training step: from the gradients of the micro-batches to new weights.
+
+    finish the data-parallel sum -> complete shared gradients -> scale -> norm -> clip -> update
+
+Everything is queued on the device before the host looks at anything; the one wait is for the norm, which decides
+whether there is an update at all. A norm that is not finite skips it: one bad batch costs one step and not the run.
+The norm is the same number on every rank, so all ranks skip or none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megafp8.optimizer.adam import MixedPrecisionAdamW
+from megafp8.optimizer.finalize import clip_, finalize_gradients, global_norm
+from megafp8.optimizer.grad_buffer import GradBuffer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`grad_norm`: the 2-norm of the whole model's gradient before clipping. `skipped`: it was not finite."""
+
+    grad_norm: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """Everything a step needs that stays the same from step to step.
+
+    `shared_params`: this stage's side of the tied weights (see `finalize_gradients`). `max_norm`: clip the gradient to
+    this 2-norm; None leaves it as it is.
+    """
+
+    buffer: GradBuffer
+    optimizer: MixedPrecisionAdamW
+    tensor_group: ProcessGroup | None
+    model_group: ProcessGroup | None
+    embedding_group: ProcessGroup | None
+    shared_params: Sequence[nn.Parameter]
+    max_norm: float | None
+
+    def __call__(self, lr: float, *, grad_scale: Tensor | float | None = None) -> StepResult:
+        """Update the weights with learning rate `lr`; call when all backward passes of the step are done.
+
+        `grad_scale`, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where masks
+        made them differ. The buffer keeps the clipped gradients until its `zero`, which the caller owes before the
+        next backward pass. A skipped step changes neither the weights nor the optimizer's state.
+        """
+        params = self.buffer.params
+        self.buffer.finish()
+        finalize_gradients(
+            params,
+            tensor_group=self.tensor_group,
+            embedding_group=self.embedding_group,
+            shared_params=self.shared_params,
+        )
+        if grad_scale is not None:
+            self.buffer.flat.mul_(grad_scale)
+        norm = global_norm(params, tensor_group=self.tensor_group, model_group=self.model_group)
+        if self.max_norm is not None:
+            clip_(self.buffer.flat, norm, self.max_norm)
+        grad_norm = norm.item()
+        if not math.isfinite(grad_norm):
+            return StepResult(grad_norm, skipped=True)
+        self.optimizer.step(lr)
+        return StepResult(grad_norm, skipped=False)

@@ -1,0 +1,61 @@
+"""An FP8 written a second time, from the definition of the formats, with NumPy in float64 and none of torch's casts."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megafp8.fp8 import E5M2, Format
+
+
+def decode(code: int, fmt: Format) -> float:
+    """The number a byte stands for (OCP 8-bit floating point specification, tables 1 and 2)."""
+    mantissa_bits, bias = (2, 15) if fmt is E5M2 else (3, 7)
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+    if fmt is E5M2 and exponent == 31:
+        return float("nan") if mantissa else sign * float("inf")
+    if fmt is not E5M2 and code & 0x7F == 0x7F:
+        return float("nan")
+    if exponent == 0:
+        return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
+    return sign * (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
+
+
+def finite_values(fmt: Format) -> NDArray[np.float64]:
+    """All finite values that are not negative, rising; the index is the code."""
+    values = [decode(code, fmt) for code in range(128)]
+    return np.array([v for v in values if np.isfinite(v)])
+
+
+def encode(x: NDArray[np.float32], fmt: Format) -> NDArray[np.uint8]:
+    """Nearest code, ties to the even one, saturating. NaN gives the code 0x7F, a NaN in both formats."""
+    values = finite_values(fmt)
+    magnitude = np.abs(x.astype(np.float64))
+    clamped = np.minimum(np.nan_to_num(magnitude, nan=0.0, posinf=np.inf), values[-1])
+    low = np.searchsorted(values, clamped, side="right") - 1
+    high = np.minimum(low + 1, len(values) - 1)
+    to_low, to_high = clamped - values[low], values[high] - clamped
+    code = np.where((to_high < to_low) | ((to_high == to_low) & (low % 2 == 1)), high, low)
+    code = code | np.where(np.signbit(x), 0x80, 0)
+    return np.where(np.isnan(x), 0x7F, code).astype(np.uint8)
+
+
+def bytes_of(x8: Tensor) -> NDArray[np.uint8]:
+    """The codes of an FP8 tensor, every NaN as 0x7F."""
+    codes = x8.detach().cpu().contiguous().view(torch.uint8).numpy().copy()
+    codes[x8.detach().cpu().float().isnan().numpy()] = 0x7F
+    return codes
+
+
+def scale_of(amax: float, fp8_max: float, *, margin: int = 0, eps: float = 0.0, power_of_two: bool = False) -> float:
+    """The scale of one finite, positive amax in fp32 arithmetic, number by number."""
+    with np.errstate(over="ignore"):
+        scale = np.float32(fp8_max * 2.0**-margin) / max(np.float32(amax), np.float32(eps))
+    scale = min(scale, np.finfo(np.float32).max)
+    if power_of_two:
+        _, exponent = np.frexp(scale)  # scale = m · 2^exponent, m in [1/2, 1)
+        scale = np.float32(np.ldexp(1.0, int(exponent) - 1))
+    return float(scale)

@@ -1,0 +1,125 @@
+"""The history against a naive list, one number at a time, for longer than it is long."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup, group
+
+from megafp8.fp8 import E4M3, E5M2, DelayedScaling
+from megafp8.fp8.delayed import DelayedState
+from tests.fp8.reference import scale_of
+from tests.world import World
+
+CPU = torch.device("cpu")
+FORMATS = {"a": E4M3, "b": E5M2, "c": E4M3}
+
+
+class NaiveTensor:
+    """Delayed scaling of one tensor with Python lists."""
+
+    def __init__(self, fp8_max: float, recipe: DelayedScaling) -> None:
+        self.fp8_max, self.recipe = fp8_max, recipe
+        self.past: list[float] = []  # newest last, finite only (0 for a bad step)
+        self.scale, self.steps = 1.0, 0
+
+    def step(self, amax: float) -> None:
+        window = [*self.past, amax][-self.recipe.amax_history_len :]
+        chosen = max(window, key=lambda a: math.inf if math.isnan(a) else a)
+        if self.recipe.amax_compute_algo == "most_recent":
+            chosen = amax
+        if self.steps % self.recipe.interval == 0 and math.isfinite(chosen) and chosen > 0:
+            self.scale = scale_of(
+                chosen, self.fp8_max, margin=self.recipe.margin, power_of_two=self.recipe.power_of_two_scale
+            )
+        self.past.append(amax if math.isfinite(amax) else 0.0)
+        self.steps += 1
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        DelayedScaling(),
+        DelayedScaling(amax_history_len=16, interval=3, margin=1),
+        DelayedScaling(amax_history_len=7, amax_compute_algo="most_recent", power_of_two_scale=True),
+        DelayedScaling(amax_history_len=1),
+    ],
+    ids=["default", "interval", "most_recent", "length_one"],
+)
+def test_1030_steps_against_a_naive_list(recipe: DelayedScaling) -> None:
+    rng = random.Random(0)
+    state = DelayedState(recipe, FORMATS, CPU)
+    quantizers = state.quantizers()
+    naive = {name: NaiveTensor(fmt.max, recipe) for name, fmt in FORMATS.items()}
+    for step in range(1030):
+        for name in FORMATS:
+            peaks = [torch.tensor(rng.lognormvariate(0, 2) * 10 ** (-step / 300)).item() for _ in range(2)]
+            if rng.random() < 0.05:
+                peaks[0] = rng.choice([0.0, math.inf, math.nan])
+            for peak in peaks:  # two micro-batches
+                quantizers[name](torch.tensor([[-peak, peak / 2]]))
+            naive[name].step(max(peaks, key=lambda a: math.inf if math.isnan(a) else a))
+        state.end_step(None)
+        assert state.scale_t.tolist() == [naive[name].scale for name in FORMATS], step
+        assert state.history_tl[:, 0].tolist() == [0, 0, 0]
+    length = recipe.amax_history_len
+    for i, name in enumerate(FORMATS):
+        assert state.history_tl[i, 1:].tolist() == naive[name].past[::-1][: length - 1]
+
+
+def test_one_bad_step_costs_one_update() -> None:
+    state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E4M3}, CPU)
+    quantizer = state.quantizers()["a"]
+    scales = []
+    for peak in (2.0, torch.nan, 4.0, 1.0, 1.0, 1.0, 1.0):
+        quantizer(torch.tensor([[peak]]))
+        state.end_step(None)
+        scales.append(state.scale_t.item())
+        assert state.history_tl.isfinite().all()
+    assert scales == [224, 224, 112, 112, 112, 112, 448]
+
+
+def test_a_callable_sees_the_newest_first() -> None:
+    seen = []
+
+    def second_newest(history_tl: torch.Tensor) -> torch.Tensor:
+        seen.append(history_tl[0, :3].tolist())
+        return history_tl[:, 1]
+
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=second_newest)
+    state = DelayedState(recipe, {"a": E4M3}, CPU)
+    quantizer = state.quantizers()["a"]
+    for peak in (2.0, 7.0, 4.0):
+        quantizer(torch.tensor([[peak]]))
+        state.end_step(None)
+    assert seen == [[2, 0, 0], [7, 2, 0], [4, 7, 2]]
+    assert state.scale_t.item() == 64
+
+
+def _ranks_agree() -> list[list[float]]:
+    world = group.WORLD
+    assert isinstance(world, ProcessGroup)
+    rank = world.rank()
+    state = DelayedState(DelayedScaling(amax_history_len=8), {"a": E4M3, "b": E5M2}, CPU)
+    a, b = state.quantizers().values()
+    scales = []
+    for step in range(4):
+        a(torch.tensor([[1.0 + rank * (3 - step)]]))
+        b(torch.tensor([[torch.nan if step == 2 and rank == 0 else 2.0 ** (rank + step)]]))
+        state.end_step(world)
+        scales.append(state.scale_t.tolist())
+    assert state.history_tl[0, 1:5].tolist() == [1, 2, 3, 4]
+    return scales
+
+
+def test_ranks_share_the_largest_amax_and_a_bad_step(world2: World) -> None:
+    first, second = world2.run(_ranks_agree)
+    assert first == second
+    assert first == [[112, 57344 / 2], [112, 57344 / 4], [112, 57344 / 4], [112, 57344 / 16]]
+
+
+def test_a_rank_without_fp8_layers_takes_no_part() -> None:
+    DelayedState(DelayedScaling(), {}, CPU).end_step(None)

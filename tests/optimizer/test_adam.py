@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megafp8.optimizer import adam
+from megafp8.optimizer.adam import MixedPrecisionAdamW, choose_adam
+from megafp8.optimizer.grad_buffer import GradBuffer, main_grad_of
+from tests.optimizer.tiny import make_param
+
+BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def _adamw(weight: np.ndarray, gradients: list[np.ndarray], lrs: list[float], decay: float) -> np.ndarray:
+    """Algorithm 2 of Loshchilov & Hutter 2019 in float64, with decay scaled by the learning rate as in torch."""
+    weight, m, v = weight.astype(np.float64), 0.0, 0.0
+    for t, (g, lr) in enumerate(zip(gradients, lrs), start=1):
+        m = BETAS[0] * m + (1 - BETAS[0]) * g
+        v = BETAS[1] * v + (1 - BETAS[1]) * g**2
+        m_hat, v_hat = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
+        weight = weight - lr * (m_hat / (np.sqrt(v_hat) + EPS) + decay * weight)
+    return weight
+
+
+def _model(dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> tuple[list[Any], GradBuffer, MixedPrecisionAdamW]:
+    """A weight of `dtype` with decay and a norm in fp32 without."""
+    rng = np.random.default_rng(seed)
+    params = [
+        make_param("weight", rng.normal(size=(4, 6)), dtype, device),
+        make_param("norm", rng.normal(size=5), device=device),
+    ]
+    buffer = GradBuffer(params, data_parallel_group=None, bucket_elements=1, device=torch.device(device))
+    return params, buffer, MixedPrecisionAdamW(params, weight_decay=DECAY, betas=BETAS, eps=EPS)
+
+
+def _gradients(steps: int) -> list[list[np.ndarray]]:
+    rng = np.random.default_rng(5)
+    return [[rng.normal(size=(4, 6)).astype(np.float32), rng.normal(size=5).astype(np.float32)] for _ in range(steps)]
+
+
+def _run(params: list[Any], buffer: GradBuffer, optimizer: MixedPrecisionAdamW, gradients: Any, lrs: Any) -> None:
+    for per_param, lr in zip(gradients, lrs):
+        buffer.zero()
+        for param, gradient in zip(params, per_param):
+            main_grad_of(param).copy_(torch.from_numpy(gradient))
+        optimizer.step(lr)
+
+
+def _state(params: list[Any], optimizer: MixedPrecisionAdamW) -> list[torch.Tensor]:
+    return [t.clone() for param in params for t in (param.detach(), *optimizer.state_tensors(param).values())]
+
+
+def _check_against_the_paper(dtype: torch.dtype, device: str = "cpu") -> None:
+    params, buffer, optimizer = _model(dtype, device=device)
+    start = [param.detach().double().cpu().numpy() for param in params]
+    gradients, lrs = _gradients(6), [0.01, 0.02, 0.03, 0.02, 0.01, 0.005]
+    _run(params, buffer, optimizer, gradients, lrs)
+    assert optimizer.step_count == 6
+    for i, decay in enumerate([DECAY, 0.0]):
+        expected = _adamw(start[i], [g[i].astype(np.float64) for g in gradients], lrs, decay)
+        master = optimizer.state_tensors(params[i]).get("master", params[i].detach())
+        assert master.dtype == torch.float32
+        np.testing.assert_allclose(master.cpu().numpy(), expected, rtol=2e-6, atol=2e-7)
+        assert torch.equal(params[i].detach(), master.to(params[i].dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_the_paper(dtype: torch.dtype) -> None:
+    _check_against_the_paper(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_the_paper_on_cuda(dtype: torch.dtype) -> None:
+    _check_against_the_paper(dtype, "cuda")
+
+
+def test_updates_below_the_precision_of_bf16_add_up() -> None:
+    param = make_param("norm", [1.0], torch.bfloat16)
+    GradBuffer([param], data_parallel_group=None, bucket_elements=1, device=torch.device("cpu"))
+    optimizer = MixedPrecisionAdamW([param], weight_decay=0.0)
+    main_grad_of(param).fill_(1.0)  # a constant gradient moves by lr a step
+    for _ in range(100):
+        optimizer.step(lr=1e-4)  # bf16 below 1.0 is 0.0039 apart
+    assert param.item() == torch.tensor(0.99).bfloat16().item()
+
+
+@pytest.mark.parametrize("weight_decay", [None, 0.5])
+def test_only_marked_parameters_decay(weight_decay: float | None) -> None:
+    params, _, optimizer = _model(torch.float32)
+    before = [param.detach().clone() for param in params]
+    optimizer.step(0.1, weight_decay)
+    torch.testing.assert_close(params[0].detach(), before[0] * (1 - 0.1 * (weight_decay or DECAY)))
+    assert torch.equal(params[1].detach(), before[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_state_is_there_before_the_first_step(dtype: torch.dtype) -> None:
+    params, _, optimizer = _model(dtype)
+    state = optimizer.state_tensors(params[0])
+    assert list(state) == (["exp_avg", "exp_avg_sq"] if dtype == torch.float32 else ["master", "exp_avg", "exp_avg_sq"])
+    for tensor in state.values():
+        assert tensor.dtype == torch.float32
+        assert tensor.shape == params[0].shape
+    assert optimizer.step_count == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_restored_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
+    gradients, lrs = _gradients(7), [0.01] * 7
+    params, buffer, optimizer = _model(dtype)
+    _run(params, buffer, optimizer, gradients[:4], lrs)
+    saved = [{name: t.clone() for name, t in optimizer.state_tensors(param).items()} for param in params]
+    weights, count = [param.detach().clone() for param in params], optimizer.step_count
+    _run(params, buffer, optimizer, gradients[4:], lrs)
+
+    others, other_buffer, restored = _model(dtype, seed=1)
+    _run(others, other_buffer, restored, gradients[:2], lrs)  # used before, so nothing may be left of it
+    for param, weight, tensors in zip(others, weights, saved):
+        if "master" not in tensors:
+            param.detach().copy_(weight)
+        for name, tensor in restored.state_tensors(param).items():
+            tensor.copy_(tensors[name])
+    restored.step_count = count
+    restored.copy_masters_to_params()
+    assert all(torch.equal(param.detach(), weight) for param, weight in zip(others, weights))
+    _run(others, other_buffer, restored, gradients[4:], lrs)
+    for a, b in zip(_state(params, optimizer), _state(others, restored)):
+        assert torch.equal(a, b)
+    assert restored.step_count == 7
+
+
+class _LikeApex(torch.optim.Optimizer):
+    """FusedAdam's interface (step in the group, fp32 moments in the state) with the arithmetic spelt out."""
+
+    def __init__(self, params: Any, lr: float, betas: Any, eps: float, adam_w_mode: bool) -> None:
+        assert adam_w_mode
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                m, v = self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+                m.lerp_(p.grad, 1 - beta1)
+                v.lerp_(p.grad**2, 1 - beta2)
+                m_hat, v_hat = m / (1 - beta1 ** group["step"]), v / (1 - beta2 ** group["step"])
+                p -= group["lr"] * (m_hat / (v_hat.sqrt() + group["eps"]) + group["weight_decay"] * p)
+
+
+def test_the_way_through_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "choose_adam", lambda device: (_LikeApex, "apex FusedAdam: for a test"))
+    _check_against_the_paper(torch.bfloat16)
+    test_restored_state_continues_bit_for_bit(torch.bfloat16)
+
+
+def _fake_apex(monkeypatch: pytest.MonkeyPatch, available: bool | None) -> None:
+    """`available=None`: PyPI's unrelated package."""
+    modules = {name: ModuleType(name) for name in ("apex", "apex.multi_tensor_apply", "apex.optimizers")}
+    modules["apex"].__path__ = []
+    if available is None:
+        modules = {"apex": modules["apex"]}
+    else:
+        modules["apex.multi_tensor_apply"].multi_tensor_applier = type("", (), {"available": available})  # type: ignore[attr-defined]
+        modules["apex.optimizers"].FusedAdam = _LikeApex  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize(
+    ("available", "chosen", "reason"),
+    [
+        (None, torch.optim.AdamW, "not a working NVIDIA apex"),
+        (False, torch.optim.AdamW, "without its CUDA extensions"),
+        (True, _LikeApex, "apex FusedAdam: NVIDIA apex is installed"),
+    ],
+)
+def test_choice_between_apex_and_torch(
+    monkeypatch: pytest.MonkeyPatch, available: bool | None, chosen: type, reason: str
+) -> None:
+    _fake_apex(monkeypatch, available)
+    implementation, text = choose_adam(torch.device("cuda"))
+    assert implementation is chosen
+    assert reason in text
+    assert choose_adam(torch.device("cpu"))[0] is torch.optim.AdamW
+
+
+def test_choice_without_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+    assert choose_adam(torch.device("cuda")) == (torch.optim.AdamW, "torch fused AdamW: NVIDIA apex is not installed")

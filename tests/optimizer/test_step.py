@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megafp8.optimizer.adam import MixedPrecisionAdamW
+from megafp8.optimizer.finalize import clip_, finalize_gradients, global_norm
+from megafp8.optimizer.grad_buffer import GradBuffer, main_grad_of
+from megafp8.optimizer.step import OptimizerStep, StepResult
+from tests.optimizer.tiny import batch, loss_sum, make_param, reference, tiny_params
+from tests.world import World
+
+STEPS, ROWS = 3, 8
+HYPER = {"lr": 0.02, "weight_decay": 0.1, "max_norm": 0.7}
+
+
+def _optimizer_step(params: Any, group: Any, weight_decay: float, max_norm: float | None) -> OptimizerStep:
+    params = list(params)
+    buffer = GradBuffer(params, data_parallel_group=group, bucket_elements=100, device=params[0].device)
+    return OptimizerStep(
+        buffer,
+        MixedPrecisionAdamW(params, weight_decay=weight_decay),
+        tensor_group=None,
+        model_group=None,
+        embedding_group=None,
+        shared_params=[],
+        max_norm=max_norm,
+    )
+
+
+def _train(overlap: bool, scale: float = 1.0) -> tuple[dict[str, Any], list[float]]:
+    """Train the tiny model on this rank's rows; `scale` shrinks the loss and `grad_scale` takes it back."""
+    p = tiny_params()
+    step = _optimizer_step(p.values(), dist.group.WORLD, HYPER["weight_decay"], HYPER["max_norm"])
+    assert len(step.buffer.layout.buckets) > 1
+    norms = []
+    for i in range(STEPS):
+        step.buffer.zero()
+        tokens = batch(i, ROWS)
+        rows = tokens[dist.get_rank() :: dist.get_world_size()]
+        for micro_batch, row in enumerate(rows):
+            if overlap and micro_batch == len(rows) - 1:
+                step.buffer.start_overlap()
+            (loss_sum(p, row) * (scale / tokens[:, 1:].numel())).backward()
+        result = step(HYPER["lr"], grad_scale=None if scale == 1.0 else torch.tensor(1 / scale))
+        assert not result.skipped
+        norms.append(result.grad_norm)
+    return {name: param.detach().numpy() for name, param in p.items()}, norms
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_data_parallel_training_equals_one_plain_process(world4: World, ranks: int) -> None:
+    expected, expected_norms = reference(STEPS, ROWS, **HYPER)
+    assert min(expected_norms) > HYPER["max_norm"]  # so clipping is part of the comparison
+    without, with_overlap = (world4.run(_train, overlap, ranks=ranks) for overlap in (False, True))
+    for weights, norms in without:
+        np.testing.assert_allclose(norms, expected_norms, rtol=1e-6)
+        for name, value in weights.items():
+            np.testing.assert_allclose(value, expected[name], rtol=2e-5, atol=2e-6)
+    for (a, a_norms), (b, b_norms) in zip(without, with_overlap):
+        assert a_norms == b_norms
+        for name, value in a.items():
+            np.testing.assert_array_equal(value, b[name])
+            np.testing.assert_array_equal(value, without[0][0][name])
+
+
+def test_grad_scale_takes_back_a_wrong_token_count(world2: World) -> None:
+    plain, scaled = world2.run(_train, True), world2.run(_train, True, 0.25)
+    for (a, a_norms), (b, b_norms) in zip(plain, scaled):  # a power of two is exact
+        assert a_norms == b_norms
+        for name, value in a.items():
+            np.testing.assert_array_equal(value, b[name])
+
+
+def _state(p: dict[str, Any], optimizer: MixedPrecisionAdamW) -> list[list[float]]:
+    return [
+        t.detach().float().flatten().tolist()
+        for param in p.values()
+        for t in (param, *optimizer.state_tensors(param).values())
+    ]
+
+
+def _nan_case(value: float, dtype: torch.dtype) -> tuple[StepResult, bool, int, StepResult, bool]:
+    """A good step, a step with `value` in a gradient of rank 1, another good step."""
+    p = {name: make_param(name, np.ones((3, 4)), dtype) for name in ("a", "b", "c")}
+    step = _optimizer_step(p.values(), dist.group.WORLD, 0.1, 1.0)
+    states, results = [_state(p, step.optimizer)], []
+    for i in range(3):
+        step.buffer.zero()
+        step.buffer.start_overlap()
+        for name, param in p.items():
+            bad = (i, name, dist.get_rank()) == (1, "b", 1)
+            param.grad_sink(torch.full((3, 4), value if bad else 1.0))  # type: ignore[attr-defined]
+        results.append(step(0.1))
+        states.append(_state(p, step.optimizer))
+    return results[1], states[2] == states[1], step.optimizer.step_count, results[2], states[3] != states[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_non_finite_gradient_skips_the_step_on_all_ranks(world2: World, value: float, dtype: torch.dtype) -> None:
+    for bad, unchanged, count, good, moved in world2.run(_nan_case, value, dtype):
+        assert bad.skipped
+        assert not np.isfinite(bad.grad_norm)
+        assert unchanged
+        assert count == 2
+        assert good == StepResult(pytest.approx(12.0), skipped=False)  # 36 elements of 1 + 1
+        assert moved
+
+
+def test_no_clipping_without_a_limit() -> None:
+    param = make_param("p", np.ones(4))
+    step = _optimizer_step([param], None, 0.0, None)
+    param.grad_sink(torch.full((4,), 50.0))  # type: ignore[attr-defined]
+    assert step(0.1) == StepResult(100.0, skipped=False)
+    assert main_grad_of(param).tolist() == [50.0] * 4
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device_before_the_norm() -> None:
+    params = [make_param(f"p{i}", np.ones((64, 64)), torch.bfloat16, "cuda", is_copy=i == 2) for i in range(3)]
+    step = _optimizer_step(params, None, 0.1, 1.0)
+    step(0.1)
+    step.buffer.zero()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.buffer.start_overlap()
+        for param in params:
+            param.grad_sink(torch.ones(64, 64, dtype=torch.bfloat16, device="cuda"))  # type: ignore[attr-defined]
+        step.buffer.finish()
+        finalize_gradients(params, tensor_group=None, embedding_group=None, shared_params=[])
+        norm = global_norm(params, tensor_group=None, model_group=None)
+        clip_(step.buffer.flat, norm, 1.0)
+        step.optimizer.step(0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert norm.item() == pytest.approx(np.sqrt(2 * 64 * 64), rel=1e-6)
