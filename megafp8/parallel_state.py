@@ -18,6 +18,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -147,7 +148,9 @@ def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> 
     if dist.is_initialized():
         return device
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device_type == "cuda" else None)
+        # No device_id: it would make torch build each subgroup by splitting the world's communicator, a call that all
+        # ranks must join, while ours are made by their members alone. Communicators then connect at their first use.
+        dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return device
@@ -172,8 +175,10 @@ def initialize_model_parallel(
     lists = rank_groups(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
     mine = {name: next((tuple(g) for g in groups if rank in g), None) for name, groups in lists.items()}
     shape = tuple(len(mine[axis] or ()) for axis in AXES)
-    backends = dict.fromkeys(AXES, _BACKENDS[device.type])
+    backends: dict[int | str, Any] = dict.fromkeys(AXES, _BACKENDS[device.type])
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES, backend_override=backends)
+    world = dist.group.WORLD
+    assert world is not None
     timeout = datetime.timedelta(seconds=timeout_seconds)
 
     def group(name: str, process_group: ProcessGroup | None = None) -> Group:
@@ -196,7 +201,7 @@ def initialize_model_parallel(
         device=device,
         rank=rank,
         world_size=world_size,
-        world=Group(dist.group.WORLD, tuple(range(world_size)), rank),
+        world=Group(world, tuple(range(world_size)), rank),
         **axes,
         pipeline_backward=group("pipeline"),
         data_context=joint("data_context"),

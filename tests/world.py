@@ -17,6 +17,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing as mp
 import os
+import shutil
 import tempfile
 import time
 import traceback
@@ -78,12 +79,17 @@ class World:
     def _stack_path(self, rank: int) -> str:
         return os.path.join(self.folder, f"stack-{rank}")
 
-    def close(self) -> None:
+    def _kill(self) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.join()
         self.processes = []
+
+    def close(self) -> None:
+        """End the processes and remove what they left."""
+        self._kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 120
@@ -111,7 +117,7 @@ class World:
         failed = {rank: value for rank, (ok, value) in answers.items() if not ok}
         if hung or failed:
             stacks = {rank: open(self._stack_path(rank)).read() for rank in hung}  # noqa: SIM115
-            self.close()
+            self._kill()
             report = [f"rank {rank} failed:\n{value}" for rank, value in sorted(failed.items())]
             report += [f"rank {rank} did not finish within {timeout} s; it stood at:\n{stacks[rank]}" for rank in hung]
             raise AssertionError("\n".join(report))

@@ -162,8 +162,9 @@ class TrainingConfig(Section):
     """Samples in one forward pass of one rank."""
     global_batch_size: PositiveInt
     """Samples in an optimizer step, over all ranks and micro-batches."""
-    precision: Literal["fp32", "bf16"] = "bf16"
-    """Dtype of weights and activations outside FP8. Master weights, gradients and Adam state are fp32 always."""
+    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """Dtype of weights and activations outside FP8. Master weights, gradients and Adam state are fp32 always. fp64 is
+    for holding one layout against another without the noise of summation order."""
     z_loss: NonNegative = 0.0
     """Weight of log²Z in the loss; 1e-4 is usual."""
     eval_interval: Count = 0

@@ -5,7 +5,8 @@ transposing beforehand is the caller's business. Both scales are single factors,
 
 Backends for FP8:
     scaled_mm  torch.nn.functional.scaled_mm: cuBLASLt on CUDA; oneDNN on CPU, in torch releases that have it there
-    emulated   the same product with fp32 operands, anywhere: exact products (FP8 × FP8 fits fp32), fp32 sums
+    emulated   the same product with fp32 operands, anywhere: exact products (FP8 × FP8 fits fp32), fp32 sums;
+               for a float64 result float64 sums, which lets layouts be compared without the noise of their order
 
 cuBLASLt wants n and k to be multiples of 16. Others are padded with zeros, which adds nothing to any sum and costs a
 copy; layer sizes and tokens per micro-batch that are multiples of 16 never pay it.
@@ -46,7 +47,8 @@ def fp8_gemm_tn(
     if backend == "auto":
         backend = "scaled_mm" if a8_mk.is_cuda else "emulated"
     if backend == "emulated":
-        return (a8_mk.float() @ b8_nk.float().t()).mul_(a_scale_inv).mul_(b_scale_inv).to(out_dtype)
+        wide = torch.promote_types(out_dtype, torch.float32)
+        return (a8_mk.to(wide) @ b8_nk.to(wide).t()).mul_(a_scale_inv).mul_(b_scale_inv).to(out_dtype)
     n, k = b8_nk.shape
     pad_n, pad_k = -n % _ALIGNMENT, -k % _ALIGNMENT
     y_mn = F.scaled_mm(

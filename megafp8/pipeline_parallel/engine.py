@@ -6,11 +6,15 @@ is left to decide here is communicators, waiting, and memory.
 *Two communicators.* Activations travel on `pipeline`, gradients on `pipeline_backward`. In the steady state rank r
 sends an activation to r + 1 while r + 1 sends a gradient to r. NCCL runs what one communicator is given in order, and a
 send ends only when its receive runs; on one communicator both sends would stand before the receives they need, for
-ever. With a communicator a direction neither waits for the other.
+ever. With a communicator a direction neither waits for the other. The engine opens every connection when it is made:
+the first transfer between two ranks blocks both hosts until the other is there, and inside a schedule, where a rank may
+be held by a receive of its own, that could be for ever.
 
 *Waiting.* A receive is waited for by the compute action that needs it. A send is waited for before the next one in its
 direction, or at the end of the run: its buffer must stay alive until then, and this keeps one buffer a direction rather
-than one a micro-batch. On CUDA waiting only makes the current stream wait, so the host runs ahead and enqueues.
+than one a micro-batch. On CUDA waiting only makes the current stream wait, so the host runs ahead and enqueues. A stage
+must not synchronise the whole device: a receive posted early runs there until the neighbour sends, and two neighbours
+that each wait for that would never send.
 
 *Memory.* Between its forward and its backward a micro-batch holds its input, for the gradient to come back to, and the
 root of its graph: the `GradientEdge` of its output rather than the output. Once sent, an output is thus freed unless
@@ -55,7 +59,10 @@ class StageFunction(Protocol):
 
 
 class PipelineEngine:
-    """Runs action lists over one pipeline. Every activation has the same `shape` and `dtype` and lives on `device`."""
+    """Runs action lists over one pipeline. Every activation has the same `shape` and `dtype` and lives on `device`.
+
+    Making one is collective over the pipeline: it opens the connections between neighbours.
+    """
 
     def __init__(
         self,
@@ -71,6 +78,16 @@ class PipelineEngine:
         self.shape = shape
         self.dtype = dtype
         self.device = device
+        self._connect(Kind.RECV_FORWARD, Kind.SEND_FORWARD, pipeline)
+        self._connect(Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, pipeline_backward)
+
+    def _connect(self, receive: Kind, send: Kind, group: Group) -> None:
+        """Pass one number along the whole pipeline in one direction."""
+        x = torch.zeros(1, device=self.device)
+        if 0 <= (source := peer(receive, group.rank)) < group.size:
+            recv_async(x, group.group, source).wait()
+        if 0 <= (target := peer(send, group.rank)) < group.size:
+            send_async(x, group.group, target).wait()
 
     def run(
         self,

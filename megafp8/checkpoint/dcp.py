@@ -1,0 +1,179 @@
+"""What we tell torch.distributed.checkpoint (DCP), in one place.
+
+DCP plans on rank 0 who writes and reads which rectangle of which tensor. Its planners are meant to be subclassed for
+values that are not tensors; ours only add that a value is a `Rectangles`. Names are global and flat, so DCP's
+flattening of nested dictionaries is off.
+
+DCP's index file `.metadata` is a pickle. An ordinary pickle can run any code when it is read, and checkpoints are
+passed around, so the index is read by an unpickler that knows the dozen classes of an index and nothing else. The data
+files are read by `torch.load(weights_only=True)`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, WriteItem
+from torch.futures import Future
+
+from megafp8.checkpoint.rectangles import Rectangles
+
+INDEX_FILE = ".metadata"
+
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _INDEX_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint holds")
+
+
+def read_index(path: Path) -> Metadata:
+    """DCP's index of the checkpoint folder `path`. Raises ValueError naming the file where it is missing or damaged."""
+    file = path / INDEX_FILE
+    if not file.is_file():
+        raise ValueError(f"{path} is no checkpoint: it has no file {INDEX_FILE}")
+    try:
+        with file.open("rb") as stream:
+            index = _IndexUnpickler(stream).load()
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+        raise ValueError(f"{file} is damaged: it holds no index of a checkpoint")
+    return index
+
+
+def check_data_files(path: Path, index: Metadata) -> None:
+    """Raise ValueError where a data file of the index is missing or shorter than the index says."""
+    ends: dict[str, int] = {}
+    for stored in index.storage_data.values():
+        ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+    problems = []
+    for name, end in sorted(ends.items()):
+        file = path / name
+        if not file.is_file():
+            problems.append(f"{file} is missing")
+        elif os.path.getsize(file) < end:
+            problems.append(f"{file} is truncated: {os.path.getsize(file)} bytes of at least {end}")
+    if problems:
+        more = f" (and {len(problems) - 5} more files)" if len(problems) > 5 else ""
+        raise ValueError("; ".join(problems[:5]) + more)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+    def transform_object(self, write_item: WriteItem, object: Tensor) -> Tensor:
+        return object
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Without the base class's walk over the values, which replaces what is not a tensor by None."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+class _Reader(FileSystemReader):
+    """Reads with an index that was read, and checked, before, and names the file that turns out to be damaged."""
+
+    def __init__(self, path: Path, index: Metadata) -> None:
+        super().__init__(path)
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._index.storage_meta is None:
+            self._index.storage_meta = StorageMeta()
+        self._index.storage_meta.load_id = self.load_id
+        return self._index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        done = super().read_data(replace(plan, items=[]), planner)
+        for name, items in by_file.items():
+            try:
+                super().read_data(replace(plan, items=items), planner).wait()
+            except (pickle.UnpicklingError, EOFError) as error:  # torch's text advises to allow the file to run code
+                raise ValueError(f"{Path(self.path) / name} is damaged ({type(error).__name__})") from error
+            except RuntimeError as error:
+                raise ValueError(f"{Path(self.path) / name} cannot be read: {str(error).splitlines()[0]}") from error
+        return done
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without DCP's warnings that a single process is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is .*", category=UserWarning)
+        yield
+
+
+def write(path: Path, state: dict[str, Rectangles], group: ProcessGroup | None) -> None:
+    """Write `state` of all ranks of `group` (None: this process alone) into the folder `path`, flushed to disk."""
+    with _quiet():
+        dcp.save(
+            state,
+            storage_writer=FileSystemWriter(path, sync_files=True, overwrite=False),
+            planner=_SavePlanner(),
+            process_group=group,
+            no_dist=group is None,
+        )
+
+
+def read(path: Path, index: Metadata, state: dict[str, Rectangles], group: ProcessGroup | None) -> None:
+    """Copy the checkpoint's values into the views of `state`; all ranks of `group` (None: this process) take part."""
+    with _quiet():
+        dcp.load(
+            state,
+            storage_reader=_Reader(path, index),
+            planner=_LoadPlanner(),
+            process_group=group,
+            no_dist=group is None,
+        )

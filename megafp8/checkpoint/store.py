@@ -1,0 +1,178 @@
+"""The folder of a run's checkpoints, and how one becomes visible.
+
+    <folder>/step_00000010/               complete, by definition of its name
+        metadata.json                     what it is, for people and for the resuming run
+        .metadata, __<rank>_<n>.distcp    torch.distributed.checkpoint's index and data
+    <folder>/.step_00000020.incomplete/   a save under way, or one that was cut off
+
+A save writes into the hidden folder, flushes every file and the folder to disk, and then renames it, which a file
+system does at once or not at all. So whatever kills the job, and whenever, every visible checkpoint is complete.
+Removal runs backwards: first hidden by a rename, then deleted. What a killed job leaves behind is hidden, and
+`clean_incomplete` deletes it at the next start or save.
+
+All functions here belong to one process; rank 0 calls those that change anything. The price of the scheme is that it
+needs a file system whose rename is atomic and that all ranks see (local disk for one node, NFS, Lustre), so object
+stores need a mount.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megafp8
+
+FORMAT_VERSION = 1
+METADATA_FILE = "metadata.json"
+
+_COMPLETE = re.compile(r"step_(\d{8,})")
+_LEFTOVER = re.compile(r"\.step_\d{8,}\.(incomplete|removed)")
+# Equal in two saves of one step of one run, whatever else the user changed between them (layout, logging, ...).
+_SAME_STEP = ("consumed_samples", "tokens", "tokenizer_fingerprint")
+
+
+def step_folder(folder: str | Path, step: int) -> Path:
+    """Where the complete checkpoint of `step` is."""
+    return Path(folder) / f"step_{step:08d}"
+
+
+def incomplete_folder(folder: str | Path, step: int) -> Path:
+    """Where a checkpoint of `step` is while it is written."""
+    return Path(folder) / f".step_{step:08d}.incomplete"
+
+
+def complete_checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
+    """The complete checkpoints of a run as (step, path), oldest first; empty where there is no such folder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    matches = ((_COMPLETE.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest complete checkpoint of a run, or None."""
+    found = complete_checkpoints(folder)
+    return found[-1][1] if found else None
+
+
+def clean_incomplete(folder: str | Path) -> list[Path]:
+    """Delete what killed saves and removals left in `folder`; returns the deleted folders. For rank 0 alone."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    leftovers = sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
+    for path in leftovers:
+        shutil.rmtree(path)
+    return leftovers
+
+
+def begin(folder: str | Path, step: int, metadata: dict[str, Any]) -> Path | None:
+    """Make the hidden folder for `step`, with its metadata.json, and return it; None where the step is saved already.
+
+    Raises ValueError where the step was saved by another run or another history of this one, and where `metadata` is
+    not JSON.
+    """
+    final = step_folder(folder, step)
+    if final.exists():
+        _check_same_step(final, metadata)
+        return None
+    about = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "megafp8_version": megafp8.__version__,
+        "torch_version": str(torch.__version__),
+    }
+    clash = sorted(about.keys() & metadata.keys())
+    if clash:
+        raise ValueError(f"metadata of a checkpoint may not set {', '.join(clash)}: save() writes these itself")
+    try:
+        text = json.dumps({**about, **metadata}, indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata of {final} cannot be written as JSON: {error}") from error
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    clean_incomplete(folder)
+    hidden = incomplete_folder(folder, step)
+    hidden.mkdir()
+    _write(hidden / METADATA_FILE, text)
+    return hidden
+
+
+def publish(folder: str | Path, step: int, keep_last: int | None) -> Path:
+    """Make the finished checkpoint of `step` visible, then remove older ones so that `keep_last` stay (None: all)."""
+    final, hidden = step_folder(folder, step), incomplete_folder(folder, step)
+    sync_folder(hidden)
+    os.rename(hidden, final)
+    sync_folder(folder)
+    if keep_last is not None:
+        older = [path for other, path in complete_checkpoints(folder) if other < step]
+        for path in older[: max(0, len(older) + 1 - keep_last)]:
+            remove(path)
+    return final
+
+
+def remove(path: Path) -> None:
+    """Delete a complete checkpoint; it is invisible from the first moment on."""
+    hidden = path.with_name(f".{path.name}.removed")
+    os.rename(path, hidden)
+    sync_folder(path.parent)
+    shutil.rmtree(hidden)
+
+
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """What `metadata.json` of the checkpoint folder `path` says. Raises ValueError naming the file that is at fault."""
+    path = Path(path)
+    if not path.is_dir():
+        found = ", ".join(other.name for _, other in complete_checkpoints(path.parent)[-3:]) or "none"
+        raise ValueError(f"there is no checkpoint {path}; newest complete ones in {path.parent}: {found}")
+    file = path / METADATA_FILE
+    if not file.is_file():
+        raise ValueError(f"{path} is no checkpoint: it has no {METADATA_FILE}")
+    try:
+        metadata = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    version = metadata.get("format_version") if isinstance(metadata, dict) else None
+    if not isinstance(version, int) or not isinstance(metadata.get("step"), int):
+        raise ValueError(f"{file} is damaged: it has no whole numbers format_version and step")
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"{file} has format version {version}; megafp8 {megafp8.__version__} reads up to {FORMAT_VERSION}. "
+            f"It was written by megafp8 {metadata.get('megafp8_version')}: use that or a newer one"
+        )
+    return metadata
+
+
+def sync_folder(folder: str | Path) -> None:
+    """Flush the names in `folder` to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write(file: Path, text: str) -> None:
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _check_same_step(path: Path, metadata: dict[str, Any]) -> None:
+    saved = read_metadata(path)
+    differing = [key for key in _SAME_STEP if saved.get(key) != metadata.get(key)]
+    if differing:
+        values = ", ".join(f"{key} is {saved.get(key)} there and {metadata.get(key)} here" for key in differing)
+        raise ValueError(
+            f"{path} is there already and holds something else: {values}. Nothing was overwritten; "
+            "save into another folder, or move that checkpoint away"
+        )

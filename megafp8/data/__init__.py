@@ -1,0 +1,1 @@
+"""From text to micro-batches: tokenizers, Megatron's .bin/.idx files, packed samples, blends, the stateless sampler."""

@@ -1,0 +1,194 @@
+"""Samples: documents shuffled, laid end to end, cut into windows of seq_length + 1 tokens, and the windows shuffled.
+
+There is no state. Sample i belongs to epoch i // samples_per_epoch, and everything about an epoch is a function of
+(seed, epoch): a permutation of the documents, the running sum of their lengths, a permutation of the windows. So any
+rank can ask for any sample at any time, and a resumed run or one with another number of ranks sees the same sequence.
+Windows overlap by one token (the last label of one is the first input of the next); the tail of an epoch that fills no
+window is dropped.
+
+The permutations and sums of an epoch are its *index*. It is kept on local disk under a name that is a hash of all it
+depends on, written to a temporary name and renamed. Any number of processes on any number of nodes may race to make it:
+they make the same file, so nobody waits and no shared file system is needed.
+
+Shapes: b micro-batch, s sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megafp8.data.indexed_dataset import IndexedDataset
+
+
+def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
+    """Documents of training, validation and test by weights such as "969,30,1" (Megatron-LM's convention).
+
+    Pure. Raises ValueError for anything but one to three numbers, none negative and one positive.
+    """
+    try:
+        weights = [float(part) for part in split.split(",")]
+    except ValueError:
+        weights = []
+    if not 1 <= len(weights) <= 3 or min(weights) < 0 or sum(weights) <= 0:
+        raise ValueError(f'data.split = {split!r}: wants up to three shares such as "969,30,1"')
+    weights += [0.0] * (3 - len(weights))
+    ends = [round(num_documents * sum(weights[: i + 1]) / sum(weights)) for i in range(3)]
+    return range(ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2])
+
+
+class _Epoch(NamedTuple):
+    """`documents[j]` is the j-th document of the stream, `starts[j]` its first position; `samples` permutes windows."""
+
+    documents: NDArray[Any]
+    starts: NDArray[np.int64]
+    samples: NDArray[Any]
+
+
+def default_cache() -> Path:
+    """Where sample indices are kept unless the config says otherwise: local to the node and the user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megafp8" / "index"
+
+
+class PackedDataset:
+    """Endless samples of `seq_length + 1` tokens from `documents` of `dataset`.
+
+    Raises ValueError where there are too few tokens for a single sample.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        documents: range,
+        seq_length: int,
+        seed: int,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        self.dataset, self.documents, self.seq_length, self.seed = dataset, documents, seq_length, seed
+        self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache()
+        span = slice(documents.start, documents.stop)
+        self._lengths, self._offsets = dataset.document_lengths[span], dataset.document_offsets[span]
+        self.num_tokens = int(self._lengths.sum())
+        self.samples_per_epoch = (self.num_tokens - 1) // seq_length
+        if self.samples_per_epoch < 1:
+            raise ValueError(
+                f"{dataset.prefix}: documents {documents.start}-{documents.stop} hold {self.num_tokens:,} tokens, too "
+                f"few for one sample of training.seq_length + 1 = {seq_length + 1:,}; add data, or change data.split"
+            )
+        self._identity = hashlib.sha256(self._lengths.tobytes()).hexdigest()
+        self._epoch: tuple[int, _Epoch] | None = None
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """Sample `index` >= 0, int64 `[seq_length + 1]`."""
+        number, place = divmod(index, self.samples_per_epoch)
+        epoch = self._load(number)
+        position = int(epoch.samples[place]) * self.seq_length
+        parts, missing = [], self.seq_length + 1
+        j = int(np.searchsorted(epoch.starts, position, side="right")) - 1
+        while missing:
+            document = int(epoch.documents[j])
+            skip = position - int(epoch.starts[j])
+            first = int(self._offsets[document]) + skip
+            taken = min(missing, int(self._lengths[document]) - skip)
+            parts.append(self.dataset.tokens[first : first + taken])
+            position, missing, j = position + taken, missing - taken, j + 1
+        return np.concatenate(parts).astype(np.int64)
+
+    def _load(self, number: int) -> _Epoch:
+        """The index of epoch `number`: from memory, from the cache, or made and put there."""
+        if self._epoch is not None and self._epoch[0] == number:
+            return self._epoch[1]
+        key = hashlib.sha256(repr((self._identity, self.seq_length, self.seed, number)).encode()).hexdigest()[:32]
+        paths = [self.cache_dir / f"{key}-{name}.npy" for name in _Epoch._fields]
+        epoch = self._read(paths)
+        if epoch is None:
+            epoch = self._make(number)
+            for path, array in zip(paths, epoch):
+                _write_atomically(path, array)
+        self._epoch = (number, epoch)
+        return epoch
+
+    def _read(self, paths: list[Path]) -> _Epoch | None:
+        """The cached index, or None where it is missing or damaged."""
+        try:
+            epoch = _Epoch(*(np.load(path, mmap_mode="r") for path in paths))
+        except (OSError, ValueError, EOFError):
+            return None
+        lengths = (len(self._lengths), len(self._lengths), self.samples_per_epoch)
+        return epoch if tuple(map(len, epoch)) == lengths else None
+
+    def _make(self, number: int) -> _Epoch:
+        generator = np.random.Generator(np.random.Philox(key=[self.seed & (2**64 - 1), number]))
+        small = np.uint32 if max(len(self._lengths), self.samples_per_epoch) < 2**32 else np.int64
+        documents = generator.permutation(len(self._lengths)).astype(small)
+        starts = np.concatenate([[0], np.cumsum(self._lengths[documents])[:-1]]).astype(np.int64)
+        samples = generator.permutation(self.samples_per_epoch).astype(small)
+        return _Epoch(documents, starts, samples)
+
+
+def _write_atomically(path: Path, array: NDArray[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    with os.fdopen(descriptor, "wb") as file:
+        np.save(file, array)
+    os.replace(temporary, path)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch, all `[b, s]`. Optional parts are None where they would say nothing.
+
+    `loss_mask` float32: 0 for labels that do not count. `position_ids`, `document_ids` int64: present where attention
+    starts afresh at documents.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    document_ids: Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        """This batch on `device`, copied without waiting where the memory is pinned."""
+        return self._each(lambda x: x.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """This batch in page-locked memory."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(x) for name, x in parts.items() if x is not None})
+
+
+def next_token_batch(tokens_bs1: Tensor, eod_id: int | None, *, reset_at_documents: bool, mask_eod_loss: bool) -> Batch:
+    """Inputs and labels of samples `[b, s + 1]`. Pure.
+
+    A document's end token belongs to the document it ends. `reset_at_documents`: number the documents of each sample,
+    and count positions from each one's start. `mask_eod_loss`: do not count labels that follow an end token, since
+    nothing of the new document is known.
+    """
+    tokens, labels = tokens_bs1[:, :-1].contiguous(), tokens_bs1[:, 1:].contiguous()
+    if eod_id is None:
+        assert not reset_at_documents
+        assert not mask_eod_loss
+        return Batch(tokens, labels)
+    ends = tokens == eod_id
+    mask = (~ends).float() if mask_eod_loss else None
+    if not reset_at_documents:
+        return Batch(tokens, labels, mask)
+    document_ids = ends.cumsum(1) - ends.long()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    starts = torch.nn.functional.pad(ends[:, :-1], (1, 0), value=True)
+    first = torch.where(starts, positions, 0).cummax(1).values
+    return Batch(tokens, labels, mask, positions - first, document_ids)

@@ -1,0 +1,197 @@
+"""A whole run on one rank: join the job, resume, step, evaluate, log, save, and leave cleanly."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import yaml
+
+from megafp8.config import Config, ConfigError, Problem
+from megafp8.data.blend import Blend
+from megafp8.data.sampler import batches as batch_stream
+from megafp8.data.samples import Batch
+from megafp8.models.flops import PEAK_FLOPS, flops_per_token
+from megafp8.parallel_state import (
+    ParallelState,
+    destroy_model_parallel,
+    initialize_distributed,
+    initialize_model_parallel,
+)
+from megafp8.training.inputs import Inputs
+from megafp8.training.metrics import StepMetrics, Writer, memory_gib, open_writers, read_metrics
+from megafp8.training.plots import plot_loss, print_loss
+from megafp8.training.state import check_resume, load_latest, save_state
+from megafp8.training.stopping import StopRequest
+from megafp8.training.trainer import Trainer
+
+
+def choose_device(config: Config) -> str:
+    """`cuda` or `cpu`; raises ConfigError where CUDA is asked for and there is none."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        problem = Problem("device", "cuda", "torch sees no CUDA device here", "try device=cpu or device=auto")
+        raise ConfigError("config", [problem])
+    return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def run_folder(config: Config) -> Path:
+    """Where a run keeps everything."""
+    return Path(config.run_dir) / config.name
+
+
+def check_run(inputs: Inputs) -> None:
+    """Refuse what cannot train, or would harm an earlier run, before any process group exists. Raises ValueError."""
+    config, folder = inputs.config, run_folder(inputs.config)
+    choose_device(config)
+    if config.checkpoint.resume:
+        check_resume(config, folder, inputs.fingerprint)
+    elif (folder / "metrics.jsonl").exists():
+        rule = f"{folder} already holds a run, and checkpoint.resume is false"
+        raise ConfigError("config", [Problem("name", config.name, rule, "choose another name, or resume it")])
+
+
+def train(inputs: Inputs) -> None:
+    """Run the job to its last step, or to a clean stop. `check_run` comes first."""
+    config = inputs.config
+    device = initialize_distributed(choose_device(config), config.timeout_seconds)
+    parallel = initialize_model_parallel(
+        config.parallel.tensor, config.parallel.pipeline, device=device, timeout_seconds=config.timeout_seconds
+    )
+    Job(inputs, parallel).run()
+    destroy_model_parallel()
+
+
+class Job:
+    """The loop around the trainer."""
+
+    def __init__(self, inputs: Inputs, parallel: ParallelState) -> None:
+        self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
+        self.folder = run_folder(self.config)
+        self.is_main = parallel.rank == 0
+        if self.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self.stop = StopRequest()
+        self.stop.install()
+        self.trainer = Trainer(self.config, parallel)
+        self.step = load_latest(self.trainer, self.folder) if self.config.checkpoint.resume else 0
+        self.say(f"run folder: {self.folder}")
+        if self.step:
+            self.say(f"resumed from step {self.step}")
+        self.say(f"optimizer: {self.trainer.optimizer.reason}")
+        self.saved_step = self.step
+
+    def say(self, text: str) -> None:
+        if self.is_main:
+            print(text, file=sys.stderr, flush=True)
+
+    def run(self) -> None:
+        """Train from where the run stands to its end."""
+        steps = self.config.training.steps
+        if self.step >= steps:
+            self.say(f"nothing to do: the run has done all {steps} steps")
+            return
+        writers = self._open_writers()
+        stream = self._batches(self.inputs.train, self.step * self.config.training.global_batch_size)
+        stopped = False
+        while self.step < steps and not stopped:
+            metrics = self._one_step(stream)
+            for writer in writers:
+                writer.write(metrics)
+            stopped = self.stop.agreed(self.parallel.world.group)
+            interval = self.config.checkpoint.interval
+            if stopped or self.step == steps or (interval and self.step % interval == 0):
+                self._save()
+        for writer in writers:
+            writer.close()
+        self._report(stopped)
+
+    def _open_writers(self) -> Sequence[Writer]:
+        if not self.is_main:
+            return []
+        settings = self.config.model_dump(mode="json")
+        name = "config.yaml" if not self.step else f"config-from-step-{self.step:08d}.yaml"
+        (self.folder / name).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        config = self.config
+        return open_writers(config.logging, self.folder, config.name, self.step, config.training.steps, settings)
+
+    def _batches(self, dataset: Blend, consumed_samples: int) -> Iterator[list[Batch]]:
+        t, d = self.config.training, self.config.data
+        return batch_stream(
+            dataset,
+            consumed_samples=consumed_samples,
+            global_batch_size=t.global_batch_size,
+            micro_batch_size=t.micro_batch_size,
+            data_parallel_rank=self.parallel.data.rank,
+            data_parallel_size=self.parallel.data.size,
+            num_workers=d.num_workers,
+            eod_id=self.inputs.eod_id,
+            reset_at_documents=d.reset_at_documents,
+            mask_eod_loss=d.mask_eod_loss,
+            pin_memory=self.parallel.device.type == "cuda",
+        )
+
+    def _one_step(self, stream: Iterator[list[Batch]]) -> StepMetrics:
+        start = time.perf_counter()
+        loss, result = self.trainer.train_step(self.step, next(stream))
+        seconds = time.perf_counter() - start
+        learning_rate = self.trainer.learning_rate(self.step)
+        self.step += 1
+        t = self.config.training
+        tokens = t.global_batch_size * t.seq_length
+        per_gpu = tokens / seconds / self.parallel.world_size
+        flops = per_gpu * flops_per_token(self.config.model, t.seq_length)
+        peak = PEAK_FLOPS["fp8" if self.config.fp8.recipe != "none" else t.precision] if self._peak_is_known() else None
+        evaluate = t.eval_interval and (self.step % t.eval_interval == 0 or self.step == t.steps)
+        return StepMetrics(
+            step=self.step,
+            loss=loss.mean,
+            grad_norm=result.grad_norm,
+            learning_rate=learning_rate,
+            tokens=self.step * tokens,
+            tokens_per_second_per_gpu=per_gpu,
+            tflops_per_gpu=flops / 1e12,
+            mfu=flops / peak if peak else None,
+            memory_gib=memory_gib(self.parallel.device),
+            step_seconds=seconds,
+            skipped=result.skipped,
+            validation_loss=self._evaluate() if evaluate else None,
+        )
+
+    def _peak_is_known(self) -> bool:
+        device = self.parallel.device
+        return (
+            device.type == "cuda"
+            and any(chip in torch.cuda.get_device_name(device) for chip in ("H100", "H200"))
+            and self.config.training.precision == "bf16"
+        )
+
+    def _evaluate(self) -> float:
+        """Mean loss over the same first validation samples each time."""
+        assert self.inputs.validation is not None
+        stream = self._batches(self.inputs.validation, 0)
+        losses = [self.trainer.evaluate(next(stream)) for _ in range(self.config.training.eval_steps)]
+        return math.fsum(x.mean * x.tokens for x in losses) / max(1, sum(x.tokens for x in losses))
+
+    def _save(self) -> None:
+        if self.saved_step == self.step:
+            return
+        start = time.perf_counter()
+        path = save_state(self.trainer, self.folder, self.step, self.inputs.fingerprint)
+        self.saved_step = self.step
+        self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
+
+    def _report(self, stopped: bool) -> None:
+        if not self.is_main:
+            return
+        records = read_metrics(self.folder / "metrics.jsonl")
+        plot_loss(records, self.folder / "loss.png", self.config.name)
+        if stopped:
+            self.say(f"stopped on request after step {self.step}; start the same command again to continue")
+            return
+        if sys.stdout.isatty() or self.config.logging.progress:
+            print_loss(records)
+        print(f"run folder: {self.folder}\nloss curve: {self.folder / 'loss.png'}")

@@ -1,0 +1,54 @@
+"""The loss curve, as a PNG for people and as characters for a terminal."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def _curves(records: Sequence[dict[str, Any]]) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
+    train = [(r["step"], r["loss"]) for r in records if r["loss"] is not None]
+    valid = [(r["step"], r["validation_loss"]) for r in records if r.get("validation_loss") is not None]
+    return tuple(([s for s, _ in curve], [v for _, v in curve]) for curve in (train, valid))  # type: ignore[return-value]
+
+
+def plot_loss(records: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Training and validation loss over steps, and the learning rate beneath, into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    (steps, losses), (valid_steps, valid_losses) = _curves(records)
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained")
+    top.plot(steps, losses, color="tab:blue", linewidth=1.2, label="training")
+    if valid_steps:
+        top.plot(valid_steps, valid_losses, color="tab:orange", marker="o", markersize=4, label="validation")
+    top.set_ylabel("loss (nats per token)")
+    top.set_title(title)
+    top.grid(alpha=0.3)
+    top.legend()
+    bottom.plot([r["step"] for r in records], [r["learning_rate"] for r in records], color="tab:green", linewidth=1.2)
+    bottom.set_ylabel("learning rate")
+    bottom.set_xlabel("step")
+    bottom.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def print_loss(records: Sequence[dict[str, Any]]) -> None:
+    """The same curve in the terminal."""
+    import plotext
+
+    (steps, losses), (valid_steps, valid_losses) = _curves(records)
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(min(shutil.get_terminal_size((100, 24)).columns, 100), 18)
+    plotext.plot(steps, losses, label="training", marker="braille")
+    if valid_steps:
+        plotext.scatter(valid_steps, valid_losses, label="validation", marker="o")
+    plotext.xlabel("step")
+    plotext.title("loss (nats per token)")
+    plotext.show()

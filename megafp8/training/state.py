@@ -1,0 +1,104 @@
+"""What a checkpoint of a run holds, by global name, and how a run continues from it.
+
+    model.<name>                                   weights, in the model's dtype
+    optimizer.{master,exp_avg,exp_avg_sq}.<name>   fp32, cut like the weight; master only where the weight is not fp32
+    fp8.<layer>.<operand>.{amax_history,scale}     delayed scaling's state
+
+The position in the data is a number of samples, and there is no random-number state: order and initial values are
+functions of the seed (`data.samples`, `tensor_parallel.random`), which is in the metadata with the config.
+
+A run that resumes with another FP8 recipe, or with other layers in FP8, starts those scales afresh and says so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint import Rectangles, clean_incomplete, collect, latest, load, read_metadata, save
+from megafp8.collectives import all_gather_objects
+from megafp8.config import Config
+from megafp8.training.trainer import Trainer
+
+
+def checkpoint_folder(run: Path) -> Path:
+    """Where the checkpoints of the run in folder `run` are."""
+    return run / "checkpoints"
+
+
+def tensors(trainer: Trainer) -> dict[str, Rectangles | Tensor]:
+    """Views of all state of this rank, by global name."""
+    params, optimizer = trainer.params, trainer.optimizer
+    state: dict[str, Rectangles | Tensor] = {**collect(params, lambda p: p.detach(), "model.")}
+    for key in optimizer.state_tensors(params[0]):
+        state |= collect(params, lambda p, key=key: optimizer.state_tensors(p)[key], f"optimizer.{key}.")  # type: ignore[misc]
+    return state | trainer.fp8.state_dict()
+
+
+def metadata(config: Config, step: int, optimizer_steps: int, fingerprint: str | None) -> dict[str, Any]:
+    """What metadata.json says besides format, step, date and versions."""
+    samples = step * config.training.global_batch_size
+    return {
+        "consumed_samples": samples,
+        "tokens": samples * config.training.seq_length,
+        "optimizer_steps": optimizer_steps,
+        "tokenizer_fingerprint": fingerprint,
+        "layout": config.parallel.model_dump(mode="json"),
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def save_state(trainer: Trainer, run: Path, step: int, fingerprint: str | None) -> Path:
+    """Save everything after `step` steps. Collective."""
+    about = metadata(trainer.config, step, trainer.optimizer.step_count, fingerprint)
+    return save(checkpoint_folder(run), step, tensors(trainer), about, keep_last=trainer.config.checkpoint.keep_last)
+
+
+def check_resume(config: Config, run: Path, fingerprint: str | None) -> None:
+    """ValueError where the newest checkpoint of `run` belongs to another run than `config`. Needs no process group.
+
+    What decides the sequence of batches must be as it was: continuing elsewhere in other data is a mistake more often
+    than a wish.
+    """
+    path = latest(checkpoint_folder(run))
+    if path is None:
+        return
+    saved = read_metadata(path)
+    then, now = saved["config"], config.model_dump(mode="json")
+    for section, key in (("", "seed"), ("training", "seq_length"), ("training", "global_batch_size")):
+        old, new = (tree[section][key] if section else tree[key] for tree in (then, now))
+        if old != new:
+            name = f"{section}.{key}" if section else key
+            raise ValueError(
+                f"{path} was saved with {name} = {old}, this run has {new}, so its data would not continue where it "
+                f"stopped; set {name}={old}, or choose another name for a new run"
+            )
+    if saved["tokenizer_fingerprint"] != fingerprint:
+        raise ValueError(
+            f"{path} was trained with another vocabulary (fingerprint {saved['tokenizer_fingerprint']}, here "
+            f"{fingerprint}); use that run's tokenizer, or choose another name for a new run"
+        )
+
+
+def _find(run: Path) -> Path | None:
+    """The newest complete checkpoint of `run`; what a killed save left behind is removed."""
+    clean_incomplete(checkpoint_folder(run))
+    return latest(checkpoint_folder(run))
+
+
+@torch.no_grad()
+def load_latest(trainer: Trainer, run: Path) -> int:
+    """Continue from the newest complete checkpoint of `run`, if there is one; the steps done. Collective."""
+    # One rank looks and tells the others: on a lagging network file system they might see different folders.
+    world = trainer.parallel.world
+    path = all_gather_objects(_find(run) if world.is_first else None, world.group)[0]
+    if path is None:
+        return 0
+    saved = load(path, tensors(trainer), optional=lambda name: name.startswith("fp8."))
+    trainer.optimizer.copy_masters_to_params()
+    trainer.optimizer.step_count = saved["optimizer_steps"]
+    trainer.fp8.invalidate_weights()
+    return int(saved["step"])

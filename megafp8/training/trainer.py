@@ -1,0 +1,202 @@
+"""Everything a rank needs to train, built once from the config, and the training step.
+
+The loss that is differentiated is the sum over a micro-batch's tokens divided by the *nominal* number of tokens in the
+global batch, so gradients are summed over micro-batches and data-parallel ranks and are those of the mean over the
+whole batch, in any layout. Where masks leave fewer tokens, the true number is known only after all ranks have counted,
+and the gradients are multiplied by nominal / true once, before clipping.
+
+Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megafp8.collectives import all_reduce, broadcast
+from megafp8.config import Config
+from megafp8.data.samples import Batch
+from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Manager
+from megafp8.models.context import BuildContext
+from megafp8.models.gpt import GPTStage, fp8_layer_names
+from megafp8.optimizer.adam import MixedPrecisionAdamW
+from megafp8.optimizer.grad_buffer import GradBuffer
+from megafp8.optimizer.schedule import learning_rate
+from megafp8.optimizer.step import OptimizerStep, StepResult
+from megafp8.parallel_state import ParallelState
+from megafp8.pipeline_parallel.engine import PipelineEngine, StageOutput
+from megafp8.pipeline_parallel.schedules import Action, forward_only, one_f_one_b, with_communication
+from megafp8.pipeline_parallel.split import stage_layers
+from megafp8.tensor_parallel.random import initialize_parameters
+from megafp8.training.describe import position_rows
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def fp8_recipe(config: Config) -> DelayedScaling | CurrentScaling | None:
+    """The recipe that `fp8` in the config describes."""
+    f = config.fp8
+    if f.recipe == "none":
+        return None
+    if f.recipe == "current":
+        return CurrentScaling(
+            fp8_format=f.format,
+            power_of_two=f.power_of_two_scale,
+            amax_epsilon=f.amax_epsilon,
+            override_linear_precision=f.override_linear_precision,
+            use_fast_accum=f.fast_accumulation,
+        )
+    return DelayedScaling(
+        margin=f.margin,
+        interval=f.interval,
+        amax_history_len=f.amax_history_len,
+        amax_compute_algo=f.amax_compute_algo,
+        fp8_format=f.format,
+        power_of_two_scale=f.power_of_two_scale,
+        override_linear_precision=f.override_linear_precision,
+        use_fast_accum=f.fast_accumulation,
+    )
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Mean loss over the unmasked tokens of a global batch, and how many there were."""
+
+    mean: float
+    tokens: int
+
+
+class Trainer:
+    """One rank's stage of the model with all that drives it. Collective: build it on every rank."""
+
+    def __init__(self, config: Config, parallel: ParallelState) -> None:
+        self.config, self.parallel = config, parallel
+        p, t = config.parallel, config.training
+        dtype = DTYPES[t.precision]
+        self.fp8 = Fp8Manager(
+            fp8_recipe(config),
+            amax_group=parallel.amax.group,
+            include=tuple(config.fp8.include),
+            exclude=tuple(config.fp8.exclude),
+            gemm_backend=config.fp8.gemm_backend,
+        )
+        self.fp8.check_patterns(list(fp8_layer_names(config.model)))
+        context = BuildContext(parallel.tensor.group, self.fp8, dtype, parallel.device, p.sequence_parallel)
+        layers = stage_layers(config.model.num_layers, p.pipeline, p.layers_per_stage)[parallel.pipeline.rank]
+        self.stage = GPTStage(
+            config.model,
+            context,
+            layers=layers,
+            positions=position_rows(config),
+            recompute=p.recompute,
+            z_loss=t.z_loss,
+        )
+        initialize_parameters(self.stage, config.seed)
+        self.fp8.materialize(parallel.device)
+        self.params = list(self.stage.parameters())
+        self.gradients = GradBuffer(
+            self.params,
+            data_parallel_group=parallel.data_context.group,
+            bucket_elements=int(p.bucket_mib * 2**20 / 4),
+            device=parallel.device,
+        )
+        o = config.optimizer
+        self.optimizer = MixedPrecisionAdamW(
+            self.params, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps
+        )
+        shared = self.stage.shared_weight
+        self.update = OptimizerStep(
+            buffer=self.gradients,
+            optimizer=self.optimizer,
+            tensor_group=parallel.tensor.group,
+            model_group=parallel.model.group,
+            embedding_group=parallel.embedding.group if parallel.embedding is not None else None,
+            shared_params=[shared] if shared is not None and p.pipeline > 1 else [],
+            max_norm=o.clip_grad_norm or None,
+        )
+        s = t.seq_length // parallel.tensor.size if context.cuts_sequence else t.seq_length
+        self.engine = PipelineEngine(
+            parallel.pipeline,
+            parallel.pipeline_backward,
+            (s, t.micro_batch_size, config.model.hidden_size),
+            dtype,
+            parallel.device,
+        )
+        self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
+        self.nominal_tokens = t.global_batch_size * t.seq_length
+        self.train_actions = self._actions(with_communication(one_f_one_b(p.pipeline, self.num_microbatches)))
+        self.eval_actions = self._actions(with_communication(forward_only(p.pipeline, self.num_microbatches)))
+
+    def _actions(self, schedule: list[list[Action]]) -> list[Action]:
+        return schedule[self.parallel.pipeline.rank]
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of update `step`, counted from 0."""
+        o, steps = self.config.optimizer, self.config.training.steps
+        return learning_rate(
+            step,
+            kind=o.schedule,
+            peak=o.learning_rate,
+            minimum=o.min_learning_rate,
+            warmup_steps=o.warmup_steps,
+            total_steps=steps,
+            decay_steps=min(o.decay_steps or max(1, steps // 10), steps - o.warmup_steps) if o.schedule == "wsd" else 0,
+        )
+
+    def _forward(self, x: Tensor | None, microbatch: Batch) -> StageOutput:
+        """This stage's forward of one micro-batch; on the last stage the report is `[sum of losses, tokens]`."""
+        y = self.stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.document_ids)
+        if not self.parallel.is_last_stage:
+            return StageOutput(y)
+        if microbatch.loss_mask is None:
+            loss, tokens = y.sum(), torch.full((), float(y.numel()), device=y.device)
+        else:
+            mask_sb = microbatch.loss_mask.transpose(0, 1)
+            loss, tokens = (y * mask_sb).sum(), mask_sb.sum()
+        report = torch.stack([loss.detach().double(), tokens.double()])
+        return StageOutput(loss / self.nominal_tokens, report)
+
+    def _total(self, reports: Sequence[Tensor]) -> Tensor:
+        """`[sum of losses, tokens]` of the global batch, float64, the same on every rank. No host synchronisation."""
+        if self.parallel.is_last_stage:
+            total = torch.stack(list(reports)).sum(dim=0)
+            all_reduce(total, self.parallel.data_context.group)
+        else:
+            total = torch.zeros(2, dtype=torch.float64, device=self.parallel.device)
+        return broadcast(total, self.parallel.pipeline.group, self.parallel.pipeline.size - 1)
+
+    def to_device(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The micro-batches of a step on this rank's device."""
+        return [batch.to(self.parallel.device) for batch in batches]
+
+    def train_step(self, step: int, batches: Sequence[Batch]) -> tuple[Loss, StepResult]:
+        """One optimizer step, counted from 0, on this rank's micro-batches of the global batch."""
+        self.gradients.zero()
+        reports = self.engine.run(
+            self.train_actions,
+            self._forward,
+            self.to_device(batches),
+            backward=True,
+            before_last_backward=self.gradients.start_overlap if self.config.parallel.overlap_grad_reduce else None,
+        )
+        total = self._total(reports)
+        masked = batches[0].loss_mask is not None
+        scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
+        result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
+        self.fp8.end_step()
+        return self._loss(total), result
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Loss:
+        """Loss of a global batch without training; leaves no trace in the FP8 statistics."""
+        with self.fp8.recording(False):
+            reports = self.engine.run(self.eval_actions, self._forward, self.to_device(batches), backward=False)
+        return self._loss(self._total(reports))
+
+    @staticmethod
+    def _loss(total: Tensor) -> Loss:
+        loss, tokens = total.tolist()
+        return Loss(loss / max(tokens, 1.0), int(tokens))

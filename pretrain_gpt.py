@@ -1,0 +1,71 @@
+"""Pretrain a GPT from one YAML file.
+
+    torchrun --nproc-per-node 8 pretrain_gpt.py --config configs/llama3-8b.yaml parallel.tensor=2 fp8.recipe=current
+    python pretrain_gpt.py --config configs/quickstart.yaml            # one process
+    python pretrain_gpt.py --config configs/llama3-70b.yaml --dry-run --world-size 64
+    python pretrain_gpt.py --print-schema > megafp8.schema.json        # completion for editors
+
+A config or data set that cannot run ends the job with exit code 2 and one message, before any process group exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from megafp8.config import Config, check_layout, load_config
+from megafp8.training.describe import describe
+from megafp8.training.inputs import Inputs, open_inputs
+from megafp8.training.job import check_run, train
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", help="the YAML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. parallel.tensor=2")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print config, rank layout and parameters per rank; stop"
+    )
+    parser.add_argument("--world-size", type=int, help="with --dry-run: the number of ranks to plan for")
+    parser.add_argument("--print-schema", action="store_true", help="print the JSON schema of the config; stop")
+    arguments = parser.parse_intermixed_args()
+    if not arguments.config and not arguments.print_schema:
+        parser.error("--config is required, for example --config configs/quickstart.yaml")
+    return arguments
+
+
+def prepare(arguments: argparse.Namespace) -> Inputs | None:
+    """Everything that can be checked without a process group; None where there is nothing to train."""
+    if arguments.print_schema:
+        print(json.dumps(Config.model_json_schema(), indent=2))
+        return None
+    config = load_config(arguments.config, arguments.overrides)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if arguments.dry_run:
+        world_size = arguments.world_size or max(world_size, config.parallel.tensor * config.parallel.pipeline)
+    check_layout(config, world_size, arguments.config)
+    if arguments.dry_run:
+        print(describe(config, world_size))
+        return None
+    inputs = open_inputs(config, arguments.config)
+    check_run(inputs)
+    return inputs
+
+
+def main() -> int:
+    try:
+        inputs = prepare(parse_arguments())
+    except ValueError as error:
+        # One voice: under torchrun every rank finds the same fault. LOCAL_RANK, so that a fault of one node is heard.
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    if inputs is not None:
+        train(inputs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

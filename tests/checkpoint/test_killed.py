@@ -1,0 +1,79 @@
+"""kill -9 at any moment of a save: what is visible is complete, and the next job finds its way."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafp8.checkpoint import clean_incomplete, complete_checkpoints, latest, load, save
+from tests.checkpoint import saver
+
+_context = mp.get_context("forkserver")  # imports torch once, then forks
+_context.set_forkserver_preload(["tests.checkpoint.saver"])
+
+
+def _start(function: Callable[..., None], *args: object) -> Any:
+    process = _context.Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def _check_all_load(folder: Path) -> int:
+    """Load every visible checkpoint, compare it with what its step must hold, and return the newest step."""
+    found = complete_checkpoints(folder)
+    for step, path in found:
+        state = {name: torch.zeros(8, 8) for name in saver.NAMES}
+        assert load(path, state)["step"] == step
+        assert all(bool((tensor == step).all()) for tensor in state.values())
+    assert found
+    assert latest(folder) == found[-1][1]
+    return found[-1][0]
+
+
+def _check_the_next_job(folder: Path, step: int) -> None:
+    """The job that comes after a killed one cleans up, saves and loads."""
+    save(folder, step, saver.tensors(step), {}, keep_last=1)
+    assert _check_all_load(folder) == step
+    assert [path.name for path in folder.iterdir()] == [f"step_{step:08d}"]
+
+
+def test_killed_at_each_change_of_the_disk(tmp_path: Path) -> None:
+    newest = []
+    for change in range(100):
+        folder = tmp_path / str(change)
+        save(folder, 1, saver.tensors(1), {})
+        process = _start(saver.save_and_die_at, str(folder), 2, change)
+        process.join(60)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -9
+        newest.append(_check_all_load(folder))
+        _check_the_next_job(folder, 3)
+    assert process.exitcode == 0, "the save was killed at every change, so it never ended"
+    assert newest == sorted(newest)
+    assert newest.count(1) >= 5  # killed while writing
+    assert newest.count(2) >= 5  # killed while removing the one before
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    for case in range(8):
+        folder = tmp_path / str(case)
+        process = _start(saver.save_forever, str(folder))
+        deadline = time.monotonic() + 60
+        while latest(folder) is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(random.uniform(0, 0.4))
+        process.kill()
+        process.join()
+        assert process.exitcode == -9
+        newest = _check_all_load(folder)
+        hidden = [path for path in folder.iterdir() if path.name.startswith(".")]
+        assert sorted(clean_incomplete(folder)) == sorted(hidden)
+        assert len(hidden) <= 2
+        _check_the_next_job(folder, newest + 1)

@@ -1,0 +1,133 @@
+"""The folder of checkpoints: what is visible, what is removed, what the metadata say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import megafp8
+from megafp8.checkpoint import clean_incomplete, complete_checkpoints, latest, read_metadata, save
+from megafp8.checkpoint.store import FORMAT_VERSION, incomplete_folder
+
+W = {"w": torch.ones(3)}
+
+
+def test_only_complete_checkpoints_are_seen_in_order_of_steps(tmp_path: Path) -> None:
+    assert complete_checkpoints(tmp_path / "nowhere") == []
+    assert latest(tmp_path) is None
+    for step in (100_000_000, 20, 3):
+        save(tmp_path, step, W, {})
+    for name in (".step_00000200.incomplete", "step_5", "step_00000300.tmp", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_00000400").write_text("a file")
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [3, 20, 100_000_000]
+    assert latest(tmp_path) == tmp_path / "step_100000000"
+
+
+def test_leftovers_are_deleted_and_nothing_else(tmp_path: Path) -> None:
+    path = save(tmp_path, 3, W, {})
+    for name in (".step_00000004.incomplete", ".step_00000002.removed", ".step_x.incomplete", "wandb"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    deleted = clean_incomplete(tmp_path)
+    assert [p.name for p in deleted] == [".step_00000002.removed", ".step_00000004.incomplete"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".step_x.incomplete", path.name, "wandb"]
+    assert clean_incomplete(tmp_path / "nowhere") == []
+
+
+def test_a_save_deletes_leftovers_first(tmp_path: Path) -> None:
+    hidden = incomplete_folder(tmp_path, 4)
+    hidden.mkdir()
+    (hidden / "__9_0.distcp").write_text("of a killed job")
+    path = save(tmp_path, 4, W, {})
+    assert sorted(p.name for p in path.iterdir()) == [".metadata", "__0_0.distcp", "metadata.json"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_keep_last_removes_the_oldest_and_never_the_newly_saved(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, W, {}, keep_last=2)
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [3, 4]
+    save(tmp_path, 2, W, {}, keep_last=1)  # an earlier step than those there: they are not older, so they stay
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [2, 3, 4]
+    save(tmp_path, 5, W, {}, keep_last=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000005"]
+    with pytest.raises(ValueError, match="keep_last is 0"):
+        save(tmp_path, 6, W, {}, keep_last=0)
+
+
+def test_metadata_can_be_read_by_a_person_and_come_back(tmp_path: Path) -> None:
+    given = {"consumed_samples": 640, "tokens": 1_000_000, "config": {"name": "größe"}, "parallel": {"tensor": 2}}
+    path = save(tmp_path, 10, W, given)
+    text = (path / "metadata.json").read_text(encoding="utf-8")
+    assert len(text.splitlines()) > 10
+    found = read_metadata(path)
+    assert found == json.loads(text)
+    assert {key: found[key] for key in given} == given
+    assert (found["format_version"], found["step"]) == (FORMAT_VERSION, 10)
+    assert found["megafp8_version"] == megafp8.__version__
+    assert found["torch_version"] == torch.__version__
+    assert found["date"].endswith("+00:00")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"config": {"dtype": torch.float32}}, "JSON.*dtype"),
+        ({"tokens": float("nan")}, "JSON"),
+        ({"step": 5}, "may not set step"),
+    ],
+)
+def test_metadata_that_cannot_be_written_are_refused_before_anything_is(
+    tmp_path: Path, metadata: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path, 1, W, metadata)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "metadata.json is damaged: Expecting"),
+        ("", "metadata.json is damaged: Expecting"),
+        ("\xff", "metadata.json is damaged: .*decode"),
+        ("[1]", "metadata.json is damaged: it has no whole numbers"),
+        ('{"format_version": 1}', "metadata.json is damaged: it has no whole numbers"),
+        ('{"format_version": 99, "step": 1, "megafp8_version": "7.0"}', "format version 99.*written by megafp8 7.0"),
+    ],
+)
+def test_damaged_metadata_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = save(tmp_path, 1, W, {})
+    (path / "metadata.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=message) as error:
+        read_metadata(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_missing_checkpoint_is_answered_with_those_there_are(tmp_path: Path) -> None:
+    save(tmp_path, 1, W, {})
+    save(tmp_path, 2, W, {})
+    with pytest.raises(ValueError, match=r"no checkpoint .*step_00000003; .*step_00000001, step_00000002"):
+        read_metadata(tmp_path / "step_00000003")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty is no checkpoint: it has no metadata.json"):
+        read_metadata(tmp_path / "empty")
+
+
+def test_the_same_step_of_the_same_run_is_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = {"consumed_samples": 64, "tokens": 10, "config": {"logging": {"interval": 1}}, "parallel": {"tensor": 1}}
+    path = save(tmp_path, 7, W, first)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    resumed = {**first, "config": {"logging": {"interval": 5}}, "parallel": {"tensor": 2}}
+    assert save(tmp_path, 7, W, resumed) == path
+    assert "step_00000007 is there already" in caplog.text
+    with pytest.raises(ValueError, match=r"step_00000007 is there already.*consumed_samples is 64 there and 65 here"):
+        save(tmp_path, 7, W, {**first, "consumed_samples": 65})
+    with pytest.raises(ValueError, match="tokenizer_fingerprint is None there and abc here"):
+        save(tmp_path, 7, W, {**first, "tokenizer_fingerprint": "abc"})
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [path]
