@@ -21,8 +21,8 @@ Gradients are summed, not averaged: the loss has been divided by the global numb
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,14 @@ class GradBuffer:
 
     def _attach(self, index: int, param: nn.Parameter) -> None:
         slot = self.layout.slots[index]
-        sink = GradSink(self.flat[slot.start : slot.end].view(param.shape), partial(self._count, index))
+        buffer = weakref.ref(self)  # a strong one would close a cycle through autograd's hooks, which gc cannot see
+
+        def count() -> None:
+            owner = buffer()
+            assert owner is not None, "the GradBuffer of this parameter is gone"
+            owner._count(index)
+
+        sink = GradSink(self.flat[slot.start : slot.end].view(param.shape), count)
 
         def take_autograd_gradient(param: nn.Parameter) -> None:
             if param.grad is not None:  # None: every layer that used it handed its gradient to the sink

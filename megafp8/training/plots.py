@@ -51,4 +51,4 @@ def print_loss(records: Sequence[dict[str, Any]]) -> None:
         plotext.scatter(valid_steps, valid_losses, label="validation", marker="o")
     plotext.xlabel("step")
     plotext.title("loss (nats per token)")
-    plotext.show()
+    print(plotext.uncolorize(plotext.build()))

@@ -175,3 +175,14 @@ def _uneven_case() -> list[list[float]]:
 def test_ranks_that_disagree_about_order_and_use_still_match(world2: World) -> None:
     expected = [[6.0, 30.0, 600.0, 6000.0], [12.0, 60.0, 1200.0, 12000.0]]
     assert world2.run(_uneven_case) == [expected, expected]
+
+
+def test_a_buffer_and_its_parameters_are_freed() -> None:
+    """Nothing keeps the largest tensors of a model alive once the model and its buffer are gone."""
+    param = make_param("w", (4,))
+    buffer = GradBuffer([param], data_parallel_group=None, bucket_elements=64, device=torch.device("cpu"))
+    (param * 2).sum().backward()
+    gone = [weakref.ref(param), weakref.ref(buffer.flat)]
+    del param, buffer
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]

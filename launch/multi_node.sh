@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Train on several machines: start this on each of them, the same way. They meet at HEAD_NODE (c10d rendezvous).
+#
+#   NNODES=4 HEAD_NODE=node0 RDZV_ID=run1 launch/multi_node.sh CONFIG [section.key=value ...]
+#
+# NNODES      machines in the job
+# HEAD_NODE   name or address of one of them, reachable from all; HEAD_PORT is 29400 unless set
+# RDZV_ID     any word that is the same on all machines of this job, and of no other
+# MAX_RESTARTS, NPROC_PER_NODE   restarts after a failure (3); processes on a machine (its GPUs)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[[ $# -ge 1 ]] || { echo "usage: NNODES=… HEAD_NODE=… RDZV_ID=… launch/multi_node.sh CONFIG [section.key=value ...]" >&2; exit 2; }
+[[ -f $1 ]] || { echo "error: no such config: $1; there are: $(echo configs/*.yaml)" >&2; exit 2; }
+for name in NNODES HEAD_NODE RDZV_ID; do
+    [[ -n ${!name:-} ]] || { echo "error: $name is not set; this script's first lines say what it is" >&2; exit 2; }
+done
+config=$1
+shift
+
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
+processes=${NPROC_PER_NODE:-$gpus}
+[[ $processes -ge 1 ]] || { echo "error: no GPU found on $(hostname); set NPROC_PER_NODE" >&2; exit 2; }
+
+# Tokenizing and loading threads beside each training process; torchrun would set 1.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+# Long runs allocate many sizes; growing segments keep that from fragmenting the GPU's memory.
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+
+# A restarted job resumes from its newest complete checkpoint by itself.
+exec torchrun \
+    --nnodes "$NNODES" \
+    --nproc-per-node "$processes" \
+    --rdzv-backend c10d \
+    --rdzv-endpoint "$HEAD_NODE:${HEAD_PORT:-29400}" \
+    --rdzv-id "$RDZV_ID" \
+    --max-restarts "${MAX_RESTARTS:-3}" \
+    pretrain_gpt.py --config "$config" "$@"
