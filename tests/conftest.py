@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.quickstart_data import QuickstartData, make_quickstart_data
 from tests.world import World
 
 torch.set_num_threads(1)
@@ -38,3 +39,8 @@ def world4() -> Iterator[World]:
 @pytest.fixture(scope="module")
 def world8() -> Iterator[World]:
     yield from _world(8)
+
+
+@pytest.fixture(scope="session")
+def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> QuickstartData:
+    return make_quickstart_data(tmp_path_factory.mktemp("quickstart"))

@@ -27,7 +27,7 @@ from megafp8.training.metrics import StepMetrics, Writer, memory_gib, open_write
 from megafp8.training.plots import plot_loss, print_loss
 from megafp8.training.state import check_resume, load_latest, save_state
 from megafp8.training.stopping import StopRequest
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import Trainer, build_fp8
 
 
 def choose_device(config: Config) -> str:
@@ -47,6 +47,7 @@ def check_run(inputs: Inputs) -> None:
     """Refuse what cannot train, or would harm an earlier run, before any process group exists. Raises ValueError."""
     config, folder = inputs.config, run_folder(inputs.config)
     choose_device(config)
+    build_fp8(config, None)
     if config.checkpoint.resume:
         check_resume(config, folder, inputs.fingerprint)
     elif (folder / "metrics.jsonl").exists():

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megafp8.collectives import all_reduce, broadcast
 from megafp8.config import Config
@@ -61,6 +62,19 @@ def fp8_recipe(config: Config) -> DelayedScaling | CurrentScaling | None:
     )
 
 
+def build_fp8(config: Config, amax_group: ProcessGroup | None) -> Fp8Manager:
+    """The manager that `fp8` in the config describes. ValueError for a pattern that no layer of the model matches."""
+    manager = Fp8Manager(
+        fp8_recipe(config),
+        amax_group=amax_group,
+        include=tuple(config.fp8.include),
+        exclude=tuple(config.fp8.exclude),
+        gemm_backend=config.fp8.gemm_backend,
+    )
+    manager.check_patterns(list(fp8_layer_names(config.model)))
+    return manager
+
+
 @dataclass(frozen=True)
 class Loss:
     """Mean loss over the unmasked tokens of a global batch, and how many there were."""
@@ -76,14 +90,7 @@ class Trainer:
         self.config, self.parallel = config, parallel
         p, t = config.parallel, config.training
         dtype = DTYPES[t.precision]
-        self.fp8 = Fp8Manager(
-            fp8_recipe(config),
-            amax_group=parallel.amax.group,
-            include=tuple(config.fp8.include),
-            exclude=tuple(config.fp8.exclude),
-            gemm_backend=config.fp8.gemm_backend,
-        )
-        self.fp8.check_patterns(list(fp8_layer_names(config.model)))
+        self.fp8 = build_fp8(config, parallel.amax.group)
         context = BuildContext(parallel.tensor.group, self.fp8, dtype, parallel.device, p.sequence_parallel)
         layers = stage_layers(config.model.num_layers, p.pipeline, p.layers_per_stage)[parallel.pipeline.rank]
         self.stage = GPTStage(

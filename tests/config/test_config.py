@@ -1,4 +1,4 @@
-"""The strict tree: what is accepted, and for each kind of mistake the message that names path, value, rule and remedy."""
+"""The strict tree: what is accepted, and for each mistake the message that names path, value, rule and remedy."""
 
 from __future__ import annotations
 

@@ -1,0 +1,203 @@
+"""The job from the command line: what it refuses, with which message and exit code, and what it prints.
+
+Each refusal is checked in a process that believes to be one rank of a job whose other ranks never come: had it tried to
+build a process group, it would hang.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import pretrain_gpt
+from tests.quickstart_data import CONFIG, ROOT, QuickstartData
+
+
+@pytest.fixture
+def data(quickstart_data: QuickstartData, tmp_path: Path) -> QuickstartData:
+    """A copy to damage."""
+    for file in ("stdlib.bin", "stdlib.idx", "stdlib.json", "tokenizer.model"):
+        shutil.copy(quickstart_data.folder / file, tmp_path / file)
+    return QuickstartData(tmp_path)
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """Run pretrain_gpt.py's main as one rank of `world_size`; give back exit code and stderr."""
+
+    def run(data: QuickstartData, *overrides: str, world_size: int = 4, local_rank: int = 0) -> tuple[int, str]:
+        lonely = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
+        for name, value in {**lonely, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        arguments = ["--config", str(CONFIG), f"run_dir={tmp_path / 'runs'}", *data.overrides, *overrides]
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments])
+        code = pretrain_gpt.main()
+        assert not dist.is_initialized()
+        assert not (tmp_path / "runs").exists(), "a refused run left something behind"
+        return code, capsys.readouterr().err
+
+    return run
+
+
+CONFIG_MISTAKES = {
+    "unknown key": (["training.stepz=3"], 4, "training.stepz = 3: there is no such key; did you mean training.steps?"),
+    "wrong type": (["training.steps=many"], 4, "training.steps = 'many': input should be a valid integer"),
+    "world size not divisible": ([], 3, "the world has 3 ranks, not a multiple of 4; start 4 processes"),
+    "a stage with no layers": (
+        ["parallel.pipeline=8", "parallel.tensor=1"],
+        8,
+        "parallel.pipeline = 8: a stage would have no layers: model.num_layers is 4; try 4 or less",
+    ),
+    "an explicit stage with no layers": (
+        ["parallel.layers_per_stage=[0, 4]"],
+        4,
+        "parallel.layers_per_stage = [0, 4]: stage 0 would have no layers; try [2, 2]",
+    ),
+    "sequence not divisible": (
+        ["training.seq_length=127"],
+        4,
+        "training.seq_length = 127: sequence parallelism cuts it into parallel.tensor (2) equal parts; try 128",
+    ),
+    "global batch not divisible": (
+        ["training.global_batch_size=6"],
+        4,
+        "training.global_batch_size = 6: not a multiple",
+    ),
+    "no GPU": (["device=cuda"], 4, "device = 'cuda': torch sees no CUDA device here; try device=cpu"),
+    "bad split": (["data.split=1,2,3,4"], 4, "data.split = '1,2,3,4'"),
+    "no documents to validate on": (['data.split="100,0,0"'], 4, "keeps no documents for it"),
+    "no tokenizer and no vocabulary": (
+        ["data.tokenizer=null", "model.vocab_size=null"],
+        4,
+        "model.vocab_size = None: not given, and no data.tokenizer",
+    ),
+    "resets without a tokenizer": (
+        ["data.tokenizer=null", "data.reset_at_documents=true"],
+        4,
+        "data.reset_at_documents = True: needs the end-of-document token",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFIG_MISTAKES)
+def test_mistakes_in_the_config(start, data: QuickstartData, case: str) -> None:
+    overrides, world_size, expected = CONFIG_MISTAKES[case]
+    code, said = start(data, *overrides, world_size=world_size)
+    assert code == 2
+    assert expected in said
+
+
+def test_a_missing_bin(start, data: QuickstartData) -> None:
+    (data.folder / "stdlib.bin").unlink()
+    code, said = start(data)
+    assert code == 2
+    assert f"{data.folder / 'stdlib.bin'} is missing: its index promises" in said
+
+
+def test_a_truncated_bin(start, data: QuickstartData) -> None:
+    path = data.folder / "stdlib.bin"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-2])
+    code, said = start(data)
+    assert code == 2
+    assert f"{path} has {size - 2:,} bytes, but its index promises {size:,}" in said
+
+
+def test_a_damaged_index(start, data: QuickstartData) -> None:
+    path = data.folder / "stdlib.idx"
+    path.write_bytes(path.read_bytes()[:-8])
+    code, said = start(data)
+    assert code == 2
+    assert f"{path} has" in said
+    assert "truncated or damaged" in said
+
+
+def test_data_of_another_vocabulary(start, data: QuickstartData) -> None:
+    sidecar = data.folder / "stdlib.json"
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"tokenizer_fingerprint": "0" * 64}))
+    code, said = start(data)
+    assert code == 2
+    assert "the vocabularies differ" in said
+
+
+def test_tokens_beyond_the_vocabulary(start, data: QuickstartData) -> None:
+    """Megatron's data sets have no sidecar: the tokens themselves are looked at."""
+    (data.folder / "stdlib.json").unlink()
+    (data.folder / "stdlib.bin").open("r+b").write(struct.pack("<H", 600))
+    code, said = start(data)
+    assert code == 2
+    assert "holds token 600, but model.vocab_size is 512" in said
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer(start, data: QuickstartData) -> None:
+    code, said = start(data, "model.vocab_size=500")
+    assert code == 2
+    assert "model.vocab_size = 500: smaller than the 512 tokens of data.tokenizer" in said
+
+
+def test_a_missing_tokenizer(start, data: QuickstartData) -> None:
+    (data.folder / "tokenizer.model").unlink()
+    code, said = start(data)
+    assert code == 2
+    assert "tokenizer.model: no such file" in said
+
+
+def test_too_little_data(start, data: QuickstartData) -> None:
+    code, said = start(data, "training.seq_length=1000000", "parallel.sequence_parallel=false")
+    assert code == 2
+    assert "few for one sample of training.seq_length + 1 = 1,000,001" in said
+
+
+def test_only_the_first_rank_of_a_node_speaks(start, data: QuickstartData) -> None:
+    assert start(data, "training.steps=0", local_rank=1) == (2, "")
+
+
+def test_a_pattern_that_matches_no_layer(start, data: QuickstartData) -> None:
+    code, said = start(data, 'fp8.exclude=["layers.9.*"]')
+    assert code == 2
+    assert "'layers.9.*' matches no layer" in said
+
+
+def torchrun(*arguments: str, processes: int, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += ["pretrain_gpt.py", "--config", str(CONFIG), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def test_through_torchrun_a_mistake_is_said_once_and_ends_the_job(data: QuickstartData, tmp_path: Path) -> None:
+    done = torchrun(*data.overrides, f"run_dir={tmp_path}", "training.seq_length=127", processes=4)
+    assert done.returncode != 0
+    assert done.stderr.count("training.seq_length = 127: sequence parallelism cuts it") == 1
+
+
+def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_dry_run_of_a_cluster_layout() -> None:
+    done = script("--config", "configs/llama3-405b.yaml", "--dry-run", "--world-size", "1024")
+    assert done.returncode == 0, done.stderr
+    assert "layout: 1024 ranks = pipeline 16 × data 8 × tensor 8 with sequence parallelism" in done.stdout
+    assert "parameters: 405,853,388,800 in the model" in done.stdout  # Llama-3.1-405B's published count
+    assert "119-125" in done.stdout
+    assert "amax          64 ranks: 0, 1, 2, 3, 4, 5, 6, 7, …  (16 such groups)" in done.stdout
+
+
+def test_schema_is_json() -> None:
+    schema = json.loads(script("--print-schema").stdout)
+    assert schema["$defs"]["ParallelConfig"]["properties"]["tensor"]["description"].startswith("Tensor-parallel size")
+
+
+def test_no_config_is_a_usage_error() -> None:
+    done = script()
+    assert done.returncode == 2
+    assert "--config is required" in done.stderr

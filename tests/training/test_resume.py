@@ -1,0 +1,159 @@
+"""A run that was killed, stopped or interrupted continues bit for bit.
+
+Real processes through torchrun, killed from outside with SIGKILL once metrics.jsonl shows that they are past a save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megafp8.checkpoint import complete_checkpoints
+from megafp8.training.metrics import read_metrics
+from tests.quickstart_data import CONFIG, ROOT, QuickstartData
+
+SMALL = [
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=128",
+    "training.seq_length=32",
+    "training.micro_batch_size=2",
+    "training.global_batch_size=8",
+    "training.steps=10",
+    "training.eval_interval=4",
+    "training.eval_steps=1",
+    "checkpoint.interval=5",
+    "checkpoint.keep_last=1",
+    "fp8.amax_history_len=4",
+]
+ALONE = ["parallel.tensor=1", "parallel.pipeline=1"]
+CASES = {
+    "fp32": (1, [*ALONE, "fp8.recipe=none"]),
+    "delayed": (1, [*ALONE, "fp8.recipe=delayed"]),
+    "delayed-tp2-pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2", "fp8.recipe=delayed", "fp8.interval=3"]),
+}
+
+
+class Job:
+    """One run folder and the command that works in it."""
+
+    def __init__(self, folder: Path, data: QuickstartData, processes: int, options: list[str]) -> None:
+        self.run = folder / "quickstart"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        overrides = [*SMALL, *data.overrides, *options, f"run_dir={folder}"]
+        launcher = launcher if processes > 1 else []
+        self.command = [sys.executable, *launcher, "pretrain_gpt.py", "--config", str(CONFIG), *overrides]
+
+    def start(self) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            self.command,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def finish(self) -> None:
+        process = self.start()
+        _, errors = process.communicate(timeout=150)
+        assert process.returncode == 0, errors.decode()
+
+    def wait_for_step(self, step: int, process: subprocess.Popen[bytes]) -> None:
+        """Until metrics.jsonl has `step`."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if f'"step": {step},' in self.lines():
+                return
+            assert process.poll() is None, f"the run ended before step {step}"
+            time.sleep(0.002)
+        raise AssertionError(f"step {step} did not come")
+
+    def lines(self) -> str:
+        path = self.run / "metrics.jsonl"
+        return path.read_text() if path.exists() else ""
+
+    def curve(self) -> list[tuple[float, ...]]:
+        return [
+            (r["step"], r["loss"], r["grad_norm"], r["validation_loss"])
+            for r in read_metrics(self.run / "metrics.jsonl")
+        ]
+
+    def saved(self) -> list[int]:
+        return [step for step, _ in complete_checkpoints(self.run / "checkpoints")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_and_resumed_is_bit_identical(tmp_path: Path, quickstart_data: QuickstartData, case: str) -> None:
+    processes, options = CASES[case]
+    straight = Job(tmp_path / "straight", quickstart_data, processes, [*options, "checkpoint.interval=0"])
+    straight.finish()
+
+    killed = Job(tmp_path / "killed", quickstart_data, processes, options)
+    process = killed.start()
+    killed.wait_for_step(7, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert killed.saved() == [5]
+    killed.finish()
+
+    steps = [json.loads(line)["step"] for line in killed.lines().splitlines() if line.endswith("}")]
+    assert steps.count(6) == 2, "it did not resume from step 5"
+    assert [row[0] for row in straight.curve()] == list(range(1, 11))
+    assert killed.curve() == straight.curve()
+    assert killed.saved() == [10]
+
+
+@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
+def test_a_signal_saves_and_exits(tmp_path: Path, quickstart_data: QuickstartData, processes: int, number: int) -> None:
+    options = [f"parallel.tensor={processes}", "parallel.pipeline=1", "checkpoint.interval=0"]
+    straight = Job(tmp_path / "straight", quickstart_data, processes, options)
+    straight.finish()
+    stopped = Job(tmp_path / "stopped", quickstart_data, processes, options)
+    process = stopped.start()
+    stopped.wait_for_step(3, process)
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=60)
+    if processes == 1:
+        assert process.returncode == 0
+    assert b"stopped on request after step" in errors
+    (step,) = stopped.saved()
+    assert 3 <= step < 10
+    stopped.finish()
+    assert stopped.curve() == straight.curve()
+
+
+def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    job = Job(tmp_path, quickstart_data, 1, [*ALONE, "training.steps=2", "fp8.recipe=current"])
+    job.finish()
+    before = job.lines()
+    job.finish()
+    assert job.lines() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("seed=7", "was saved with seed = 1234, this run has 7"),
+        ("training.global_batch_size=16", "was saved with training.global_batch_size = 8, this run has 16"),
+        ("checkpoint.resume=false", "already holds a run, and checkpoint.resume is false"),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, quickstart_data: QuickstartData, change: str, message: str
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "refused"
+    options = [*ALONE, "training.steps=2", "fp8.recipe=none"]
+    if not folder.exists():
+        Job(folder, quickstart_data, 1, options).finish()
+    process = Job(folder, quickstart_data, 1, [*options, change]).start()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert message in errors.decode()
