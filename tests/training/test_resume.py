@@ -26,6 +26,7 @@ SMALL = [
     "training.micro_batch_size=2",
     "training.global_batch_size=8",
     "training.steps=10",
+    "optimizer.warmup_steps=1",
     "training.eval_interval=4",
     "training.eval_steps=1",
     "checkpoint.interval=5",
@@ -38,6 +39,12 @@ CASES = {
     "delayed": (1, [*ALONE, "fp8.recipe=delayed"]),
     "delayed-tp2-pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2", "fp8.recipe=delayed", "fp8.interval=3"]),
 }
+
+
+def family(pid: int) -> list[int]:
+    """`pid` and all its descendants; torchrun's workers have sessions of their own, so a group is not enough."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(member for child in children for member in family(int(child)))]
 
 
 class Job:
@@ -99,7 +106,8 @@ def test_killed_and_resumed_is_bit_identical(tmp_path: Path, quickstart_data: Qu
     killed = Job(tmp_path / "killed", quickstart_data, processes, options)
     process = killed.start()
     killed.wait_for_step(7, process)
-    os.killpg(process.pid, signal.SIGKILL)
+    for pid in reversed(family(process.pid)):
+        os.kill(pid, signal.SIGKILL)
     process.communicate()
     assert killed.saved() == [5]
     killed.finish()
