@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Loss curves of one seed under several layouts, through NCCL on 4 GPUs of one host, and the step time of Llama-3-8B's shape cut to 4 layers on one GPU.
-#   docs/measurements/layouts_nccl.sh OUTPUT_FOLDER
+#   docs/measurements/2026-11-21-h200-layouts/run.sh OUTPUT_FOLDER
 set -uo pipefail
 out=$1
 export OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD
