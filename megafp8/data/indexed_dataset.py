@@ -141,8 +141,9 @@ def _map_tokens(
             f"({expected // dtype.itemsize:,} tokens of {dtype.itemsize} bytes): truncated, or of another data set"
         )
     ends = pointers + sizes.astype(np.int64) * dtype.itemsize
-    if len(pointers) and (pointers.min() < 0 or ends.max() > found or (sizes < 0).any()):
-        raise ValueError(f"{idx_path(path.with_suffix(''))} is damaged: it points outside {path}")
+    misplaced = (pointers < 0) | (pointers % dtype.itemsize != 0) | (sizes < 0) | (ends > found)
+    if misplaced.any():
+        raise ValueError(f"{path.with_suffix('.idx')} is damaged: it points outside {path}, or between its tokens")
     return np.memmap(path, mode="r", dtype=dtype) if found else np.empty(0, dtype)
 
 

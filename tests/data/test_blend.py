@@ -1,0 +1,48 @@
+"""Blends: each data set's samples in order, none lost, and never further than one from its share."""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megafp8.data.blend import BLOCK, Blend
+
+
+class Numbers:
+    """Stands in for a data set: sample i is (name, i)."""
+
+    def __init__(self, name: int) -> None:
+        self.name = name
+
+    def __getitem__(self, index: int) -> Any:
+        return np.array([self.name, index])
+
+
+@settings(deadline=None, max_examples=25)
+@given(weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=5), seed=st.integers(-5, 2**40))
+def test_each_sample_once_in_order_and_by_weight(weights: list[float], seed: int) -> None:
+    blend = Blend([Numbers(k) for k in range(len(weights))], weights, seed)  # type: ignore[misc]
+    given_out: dict[int, list[int]] = defaultdict(list)
+    for i in range(2 * BLOCK + 100):
+        source, index = blend.locate(i)
+        given_out[source].append(index)
+        assert blend[i].tolist() == [source, index]
+    for source, indices in given_out.items():
+        assert indices == list(range(len(indices)))
+        in_blocks = sum(blend.locate(i)[0] == source for i in range(2 * BLOCK))
+        assert abs(in_blocks - 2 * BLOCK * weights[source] / sum(weights)) <= 1 + 1e-6
+
+
+def test_order_depends_on_the_seed_alone() -> None:
+    sets: Any = [Numbers(0), Numbers(1)]
+    order = [Blend(sets, [1, 2], 7).locate(i) for i in range(300)]
+    assert [Blend(sets, [1, 2], 7).locate(i) for i in reversed(range(300))] == order[::-1]
+    assert [Blend(sets, [1, 2], 8).locate(i) for i in range(300)] != order
+    assert [pickle.loads(pickle.dumps(Blend(sets, [1, 2], 7))).locate(i) for i in range(300)] == order
+    sources = [source for source, _ in order]
+    assert max(len(run) for run in "".join(map(str, sources)).split("0")) < 30, "not mixed within the block"

@@ -1,0 +1,68 @@
+"""The stateless sampler: what a step reads does not depend on the ranks, and a resumed stream goes on exactly."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megafp8.data.sampler import batches, sample_indices
+
+small = st.integers(1, 4)
+
+
+@given(consumed=st.integers(0, 10**12), micro=small, dp=small, count=small)
+def test_ranks_share_a_step_between_them(consumed: int, micro: int, dp: int, count: int) -> None:
+    total = micro * dp * count
+    ranks = [sample_indices(consumed, total, micro, rank, dp) for rank in range(dp)]
+    assert sorted(i for rank in ranks for rows in rank for i in rows) == list(range(consumed, consumed + total))
+    alone = sample_indices(consumed, total, micro, 0, 1)
+    interleaved = [rank[m] for m in range(count) for rank in ranks]
+    assert interleaved == alone, "micro-batches hold other samples under data parallelism"
+
+
+class Numbers:
+    def __getitem__(self, index: int) -> Any:
+        return np.arange(5) + 10 * index
+
+
+def stream(consumed: int, workers: int, rank: int = 0, dp: int = 1) -> Any:
+    return batches(
+        Numbers(),  # type: ignore[arg-type]
+        consumed_samples=consumed,
+        global_batch_size=4,
+        micro_batch_size=1,
+        data_parallel_rank=rank,
+        data_parallel_size=dp,
+        num_workers=workers,
+        eod_id=None,
+        reset_at_documents=False,
+        mask_eod_loss=False,
+        pin_memory=False,
+    )
+
+
+def firsts(steps: Any, count: int) -> list[list[int]]:
+    return [[int(batch.tokens[0, 0]) // 10 for batch in step] for step in itertools.islice(steps, count)]
+
+
+def test_a_resumed_stream_goes_on() -> None:
+    whole = firsts(stream(0, 0), 5)
+    assert whole == [[4 * step + i for i in range(4)] for step in range(5)]
+    assert firsts(stream(8, 0), 3) == whole[2:]
+    assert firsts(stream(8, 0, rank=1, dp=2), 2) == [[9, 11], [13, 15]]
+
+
+def test_loader_processes_change_nothing() -> None:
+    assert firsts(stream(4, 1), 3) == firsts(stream(4, 0), 3)
+
+
+def test_labels_are_the_next_tokens() -> None:
+    (batch, *_) = next(stream(3, 0))
+    assert batch.tokens.tolist() == [[30, 31, 32, 33]]
+    assert batch.labels.tolist() == [[31, 32, 33, 34]]
+    assert batch.tokens.dtype == torch.int64

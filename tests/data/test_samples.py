@@ -1,0 +1,141 @@
+"""Packed samples against a brute-force reference, the cache, document boundaries token by token."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megafp8.data.samples import PackedDataset, next_token_batch, split_documents
+
+S = 7
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> IndexedDataset:
+    """Documents of 0 to 60 tokens, every token of the set different."""
+    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
+    lengths = [*np.random.default_rng(0).integers(0, 12, 40).tolist(), 60, 0, 0, 1, 33]
+    first = 0
+    for length in lengths:
+        writer.add_document(np.arange(first, first + length))
+        first += length
+    writer.close()
+    return IndexedDataset(tmp_path / "x")
+
+
+def packed(dataset: IndexedDataset, documents: range | None = None, seed: int = 3) -> PackedDataset:
+    every = documents or range(dataset.num_documents)
+    return PackedDataset(dataset, every, S, seed, Path(dataset.prefix).parent / "cache")
+
+
+def test_an_epoch_is_a_cut_of_shuffled_documents(dataset: IndexedDataset) -> None:
+    """Put an epoch's windows back in the order of their overlaps: the result is whole documents, each once."""
+    samples = packed(dataset)
+    epoch = [samples[i].tolist() for i in range(samples.samples_per_epoch)]
+    assert all(len(window) == S + 1 for window in epoch)
+    by_first = {window[0]: window for window in epoch}
+    last_tokens = {window[-1] for window in epoch}
+    (start,) = [window for window in epoch if window[0] not in last_tokens]
+    stream = list(start)
+    while stream[-1] in by_first:
+        stream += by_first[stream[-1]][1:]
+    assert len(stream) == samples.samples_per_epoch * S + 1
+    assert len(set(stream)) == len(stream)
+    documents = [dataset.document(i).tolist() for i in range(dataset.num_documents)]
+    starts = {document[0]: document for document in documents if document}
+    rebuilt: list[int] = []
+    while len(rebuilt) < len(stream):
+        rebuilt += starts.pop(stream[len(rebuilt)])
+    assert rebuilt[: len(stream)] == stream
+    assert stream != sorted(stream), "documents were not shuffled"
+    assert [w[0] for w in epoch] != [stream[i * S] for i in range(len(epoch))], "samples were not shuffled"
+
+
+def test_no_state(dataset: IndexedDataset) -> None:
+    a, b = packed(dataset), packed(dataset)
+    count = 3 * a.samples_per_epoch
+    forward = [a[i].tolist() for i in range(count)]
+    assert [b[i].tolist() for i in reversed(range(count))] == forward[::-1]
+    n = a.samples_per_epoch
+    assert forward[:n] != forward[n : 2 * n] != forward[2 * n :], "epochs are alike"
+    assert [packed(dataset, seed=4)[i].tolist() for i in range(n)] != forward[:n]
+
+
+def test_a_range_of_documents(dataset: IndexedDataset) -> None:
+    some = range(10, 30)
+    allowed = {int(t) for i in some for t in dataset.document(i)}
+    samples = packed(dataset, some)
+    assert all(set(samples[i].tolist()) <= allowed for i in range(3 * samples.samples_per_epoch))
+
+
+def test_a_damaged_cache_is_made_again(dataset: IndexedDataset) -> None:
+    expected = packed(dataset)[0].tolist()
+    files = list((Path(dataset.prefix).parent / "cache").iterdir())
+    assert len(files) == 3
+    files[0].write_bytes(b"")
+    files[1].write_bytes(files[1].read_bytes()[:-8])
+    assert packed(dataset)[0].tolist() == expected
+
+
+def _samples(prefix: str) -> list[list[int]]:
+    samples = packed(IndexedDataset(prefix))
+    return [samples[i].tolist() for i in range(40)]
+
+
+def test_processes_that_race_for_the_cache_agree(dataset: IndexedDataset) -> None:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        results = pool.map(_samples, [dataset.prefix] * 3, chunksize=1)
+    assert results[0] == results[1] == results[2] == _samples(dataset.prefix)
+
+
+def test_too_few_tokens(dataset: IndexedDataset) -> None:
+    with pytest.raises(ValueError, match=r"hold 1 tokens, too few for one sample of training.seq_length \+ 1 = 8"):
+        packed(dataset, range(43, 44))
+
+
+@pytest.mark.parametrize(
+    ("n", "split", "ends"),
+    [
+        (1000, "969,30,1", (969, 999, 1000)),
+        (10, "1,1", (5, 10, 10)),
+        (7, "100,0,0", (7, 7, 7)),
+        (3, "1,1,1", (1, 2, 3)),
+    ],
+)
+def test_split_documents(n: int, split: str, ends: tuple[int, int, int]) -> None:
+    parts = split_documents(n, split)
+    assert tuple(part.stop for part in parts) == ends
+    assert [d for part in parts for d in part] == list(range(n))
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0"])
+def test_split_documents_refuses(split: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.split"):
+        split_documents(10, split)
+
+
+def test_document_boundaries_token_by_token() -> None:
+    eod = 0
+    tokens = torch.randint(0, 4, (5, 30), generator=torch.Generator().manual_seed(1))
+    batch = next_token_batch(tokens, eod, reset_at_documents=True, mask_eod_loss=True)
+    assert batch.document_ids is not None
+    assert batch.position_ids is not None
+    assert batch.loss_mask is not None
+    for row in range(5):
+        document, position = 0, 0
+        for i in range(29):
+            token = tokens[row, i].item()
+            assert batch.tokens[row, i] == token
+            assert batch.labels[row, i] == tokens[row, i + 1]
+            assert (batch.document_ids[row, i], batch.position_ids[row, i]) == (document, position)
+            assert batch.loss_mask[row, i] == (0.0 if token == eod else 1.0)
+            position += 1
+            if token == eod:
+                document, position = document + 1, 0
+    plain = next_token_batch(tokens, eod, reset_at_documents=False, mask_eod_loss=False)
+    assert (plain.loss_mask, plain.position_ids, plain.document_ids) == (None, None, None)
