@@ -19,9 +19,8 @@ $(VENV)/.installed: pyproject.toml
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	@echo "installing into $(VENV) (about a minute) ..."
 	@$(PIP) "$(TORCH)" 2>&1 | grep -v '^WARNING' || true
-	@$(PY) -c 'import torch'
 	@$(PIP) -e '.[dev]' 2>&1 | grep -v '^WARNING' || true
-	@$(PY) -c 'import megafp8, pytest, ruff, mypy, importlinter'
+	@$(PY) -c 'import torch, megafp8, pytest, ruff, mypy, importlinter'
 	@touch $@
 
 test: venv lint  ## lint and the whole CPU suite (under 15 minutes on 2 cores)

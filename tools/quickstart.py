@@ -6,6 +6,7 @@ the project's ordinary commands, printed before it runs, so that what you see is
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -22,7 +23,8 @@ def run(*command: str | Path) -> None:
     """Print and run one command from the repository's root; leave with its exit code if it fails."""
     words = [str(word) for word in command]
     print(f"\n$ {shlex.join(['python' if word == sys.executable else word for word in words])}", flush=True)
-    code = subprocess.run(words, cwd=ROOT).returncode
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # four processes share the cores
+    code = subprocess.run(words, cwd=ROOT, env=environment).returncode
     if code:
         sys.exit(code)
 

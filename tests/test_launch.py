@@ -1,0 +1,88 @@
+"""The launch scripts with stand-ins for torchrun, srun and friends: the commands they build, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = "configs/quickstart.yaml"
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the programs the scripts call print how they were called."""
+    stand_ins = {
+        "torchrun": 'echo "torchrun $*"; echo "threads $OMP_NUM_THREADS"',
+        "srun": 'echo "srun $1"; shift; exec "$@"',
+        "scontrol": 'if [[ $1 == show ]]; then echo node7; echo node8; else echo "scontrol $*"; fi',
+        "nvidia-smi": "for i in 0 1 2 3; do echo GPU $i; done",
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+def launch(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", f"launch/{script}", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30
+    )
+
+
+def test_single_node_takes_every_gpu(tools: dict[str, str]) -> None:
+    done = launch("single_node.sh", CONFIG, "parallel.tensor=2", **tools)
+    assert done.returncode == 0, done.stderr
+    expected = f"torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config {CONFIG} parallel.tensor=2"
+    assert done.stdout.splitlines() == [expected, "threads 8"]
+
+
+def test_single_node_as_the_user_says(tools: dict[str, str]) -> None:
+    done = launch("single_node.sh", CONFIG, NPROC_PER_NODE="2", OMP_NUM_THREADS="3", **tools)
+    assert "--nproc-per-node 2 " in done.stdout
+    assert "threads 3" in done.stdout
+
+
+MULTI = {"NNODES": "4", "HEAD_NODE": "node0", "RDZV_ID": "run1"}
+
+
+def test_multi_node(tools: dict[str, str]) -> None:
+    done = launch("multi_node.sh", CONFIG, "seed=7", **MULTI, **tools)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == (
+        "torchrun --nnodes 4 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id run1 "
+        f"--max-restarts 3 pretrain_gpt.py --config {CONFIG} seed=7"
+    )
+
+
+@pytest.mark.parametrize("missing", MULTI)
+def test_multi_node_says_what_is_missing(tools: dict[str, str], missing: str) -> None:
+    environment = {name: value for name, value in MULTI.items() if name != missing}
+    done = launch("multi_node.sh", CONFIG, **environment, **tools)
+    assert done.returncode == 2
+    assert f"{missing} is not set" in done.stderr
+
+
+def test_slurm_starts_a_launcher_on_each_node(tools: dict[str, str]) -> None:
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2"}
+    done = launch("slurm.sbatch", CONFIG, SLURM_JOB_ID="99", SLURM_GPUS_ON_NODE="8", **slurm, **tools)
+    assert done.returncode == 0, done.stderr
+    assert "srun --kill-on-bad-exit=1" in done.stdout
+    assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node7:29400 --rdzv-id 99" in done.stdout
+
+
+def test_slurm_is_for_sbatch(tools: dict[str, str]) -> None:
+    done = launch("slurm.sbatch", CONFIG, **tools)
+    assert done.returncode != 0
+    assert "this script is for sbatch" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["single_node.sh", "multi_node.sh"])
+def test_a_config_that_is_not_there(tools: dict[str, str], script: str) -> None:
+    assert "usage:" in launch(script, **tools).stderr
+    done = launch(script, "configs/absent.yaml", **tools)
+    assert done.returncode == 2
+    assert "no such config: configs/absent.yaml; there are: configs/gpt2-125m.yaml" in done.stderr
