@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 # On a machine without an NVIDIA driver take the release whose PyPI build CI uses; elsewhere any supported one.
-TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
+# Errors only. Its exit code decides, so nothing is piped through a filter here.
+PIP := $(PY) -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-slow test-gpu quickstart lint format clean
@@ -14,13 +15,14 @@ help:  ## list the targets
 
 venv: $(VENV)/.installed  ## virtual environment with everything installed
 
-# torch first: with it present, nothing below can pull in another build.
+# torch first: with it present, nothing below can pull in another build. A container's own torch, and whatever else it
+# has, is used with VENV_ARGS=--system-site-packages; so tools are called as modules, wherever they are installed.
 $(VENV)/.installed: pyproject.toml
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed, for example: make PYTHON=python3.12")'
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	@echo "installing into $(VENV) (about a minute) ..."
-	@$(PIP) "$(TORCH)" 2>&1 | grep -v '^WARNING' || true
-	@$(PIP) -e '.[dev]' 2>&1 | grep -v '^WARNING' || true
-	@$(PY) -c 'import torch, megafp8, pytest, ruff, mypy, importlinter'
+	@$(PIP) '$(TORCH)'
+	@$(PIP) -e '.[dev]'
 	@touch $@
 
 test: venv lint  ## lint and the whole CPU suite (under 15 minutes on 2 cores)
@@ -36,14 +38,14 @@ quickstart: venv  ## vocabulary, data, FP8 training on 4 processes, loss curve (
 	@$(PY) tools/quickstart.py
 
 lint: venv  ## ruff, types, and the direction of imports
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
-	$(VENV)/bin/lint-imports --no-logo
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo
 
 format: venv  ## format and fix what can be fixed
-	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/ruff format .
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
 
 clean:  ## remove the environment and caches; runs and data stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -3,33 +3,39 @@
 #
 #   NNODES=4 HEAD_NODE=node0 RDZV_ID=run1 launch/multi_node.sh CONFIG [section.key=value ...]
 #
-# NNODES      machines in the job
-# HEAD_NODE   name or address of one of them, reachable from all; HEAD_PORT is 29400 unless set
-# RDZV_ID     any word that is the same on all machines of this job, and of no other
-# MAX_RESTARTS, NPROC_PER_NODE   restarts after a failure (3); processes on a machine (its GPUs)
+# NNODES           machines in the job
+# HEAD_NODE        name or address of one of them, reachable from all; HEAD_PORT is 29400 unless set
+# RDZV_ID          any word that is the same on all machines of this job, and of no other
+# MAX_RESTARTS     restarts after a failure (3)
+# NPROC_PER_NODE   processes on each machine (its GPUs)
+#
+# Paths are relative to the repository. What is exported below can be set by you instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[[ $# -ge 1 ]] || { echo "usage: NNODES=… HEAD_NODE=… RDZV_ID=… launch/multi_node.sh CONFIG [section.key=value ...]" >&2; exit 2; }
+[[ $# -ge 1 ]] || { echo "usage: NNODES=N HEAD_NODE=HOST RDZV_ID=WORD launch/multi_node.sh CONFIG [section.key=value ...]" >&2; exit 2; }
 [[ -f $1 ]] || { echo "error: no such config: $1; there are: $(echo configs/*.yaml)" >&2; exit 2; }
 for name in NNODES HEAD_NODE RDZV_ID; do
     [[ -n ${!name:-} ]] || { echo "error: $name is not set; this script's first lines say what it is" >&2; exit 2; }
 done
+command -v torchrun >/dev/null || { echo "error: torchrun is not on PATH; after make venv: . .venv/bin/activate" >&2; exit 2; }
 config=$1
 shift
 
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
-processes=${NPROC_PER_NODE:-$gpus}
-[[ $processes -ge 1 ]] || { echo "error: no GPU found on $(hostname); set NPROC_PER_NODE" >&2; exit 2; }
-
-# Tokenizing and loading threads beside each training process; torchrun would set 1.
+# `gpu` lets torch count, so that CUDA_VISIBLE_DEVICES counts too. nvidia-smi prints other lines where it finds none.
+if [[ -z ${NPROC_PER_NODE:-} ]]; then
+    [[ $(nvidia-smi --list-gpus 2>/dev/null) == "GPU "* ]] || { echo "error: no GPU found on $HOSTNAME; set NPROC_PER_NODE" >&2; exit 2; }
+fi
+# Threads for the host's share of the work; torchrun would set 1.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # Long runs allocate many sizes; growing segments keep that from fragmenting the GPU's memory.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+# Seconds from a stop signal until torchrun kills: time to finish the step and save. Torch 2.11 always takes 30.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
 # A restarted job resumes from its newest complete checkpoint by itself.
 exec torchrun \
     --nnodes "$NNODES" \
-    --nproc-per-node "$processes" \
+    --nproc-per-node "${NPROC_PER_NODE:-gpu}" \
     --rdzv-backend c10d \
     --rdzv-endpoint "$HEAD_NODE:${HEAD_PORT:-29400}" \
     --rdzv-id "$RDZV_ID" \

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ CONFIG = "configs/quickstart.yaml"
 def tools(tmp_path: Path) -> dict[str, str]:
     """An environment in which the programs the scripts call print how they were called."""
     stand_ins = {
-        "torchrun": 'echo "torchrun $*"; echo "threads $OMP_NUM_THREADS"',
+        "torchrun": 'echo "torchrun $*"; echo "threads $OMP_NUM_THREADS"; env | grep SHUTDOWN',
+        "scancel": 'echo "scancel $*"',
         "srun": 'echo "srun $1"; shift; exec "$@"',
         "scontrol": 'if [[ $1 == show ]]; then echo node7; echo node8; else echo "scontrol $*"; fi',
         "nvidia-smi": "for i in 0 1 2 3; do echo GPU $i; done",
@@ -36,14 +39,24 @@ def launch(script: str, *arguments: str, **environment: str) -> subprocess.Compl
 def test_single_node_takes_every_gpu(tools: dict[str, str]) -> None:
     done = launch("single_node.sh", CONFIG, "parallel.tensor=2", **tools)
     assert done.returncode == 0, done.stderr
-    expected = f"torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config {CONFIG} parallel.tensor=2"
-    assert done.stdout.splitlines() == [expected, "threads 8"]
+    expected = f"torchrun --standalone --nproc-per-node gpu pretrain_gpt.py --config {CONFIG} parallel.tensor=2"
+    assert done.stdout.splitlines() == [expected, "threads 8", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110"]
 
 
 def test_single_node_as_the_user_says(tools: dict[str, str]) -> None:
     done = launch("single_node.sh", CONFIG, NPROC_PER_NODE="2", OMP_NUM_THREADS="3", **tools)
     assert "--nproc-per-node 2 " in done.stdout
     assert "threads 3" in done.stdout
+
+
+def test_a_machine_without_gpus(tools: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/usr/bin/env bash\necho No devices were found\nexit 6\n")
+    done = launch("single_node.sh", CONFIG, **tools)
+    assert "--nproc-per-node 1 " in done.stdout
+    assert "threads 1" in done.stdout
+    done = launch("multi_node.sh", CONFIG, **MULTI, **tools)
+    assert done.returncode == 2
+    assert "no GPU found" in done.stderr
 
 
 MULTI = {"NNODES": "4", "HEAD_NODE": "node0", "RDZV_ID": "run1"}
@@ -53,7 +66,7 @@ def test_multi_node(tools: dict[str, str]) -> None:
     done = launch("multi_node.sh", CONFIG, "seed=7", **MULTI, **tools)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == (
-        "torchrun --nnodes 4 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id run1 "
+        "torchrun --nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id run1 "
         f"--max-restarts 3 pretrain_gpt.py --config {CONFIG} seed=7"
     )
 
@@ -68,10 +81,33 @@ def test_multi_node_says_what_is_missing(tools: dict[str, str], missing: str) ->
 
 def test_slurm_starts_a_launcher_on_each_node(tools: dict[str, str]) -> None:
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2"}
-    done = launch("slurm.sbatch", CONFIG, SLURM_JOB_ID="99", SLURM_GPUS_ON_NODE="8", **slurm, **tools)
+    done = launch("slurm.sbatch", CONFIG, SLURM_JOB_ID="99", **slurm, **tools)
     assert done.returncode == 0, done.stderr
     assert "srun --kill-on-bad-exit=1" in done.stdout
-    assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node7:29400 --rdzv-id 99" in done.stdout
+    assert "--nnodes 2 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint node7:29400 --rdzv-id 99" in done.stdout
+
+
+def test_slurm_asks_for_a_save_and_queues_again(tools: dict[str, str], tmp_path: Path) -> None:
+    """The batch shell gets USR1; the training processes get TERM, by scancel, and finish before the job is requeued."""
+    (tmp_path / "torchrun").write_text(
+        f"#!/usr/bin/env bash\ntrap 'echo saved; exit 0' TERM\necho $$ > {tmp_path}/pid\nwhile :; do sleep 0.05; done\n"
+    )
+    (tmp_path / "scancel").write_text(f'#!/usr/bin/env bash\necho "scancel $*"\nkill -TERM $(cat {tmp_path}/pid)\n')
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node7", "SLURM_JOB_NUM_NODES": "1"}
+    batch = subprocess.Popen(
+        ["bash", "launch/slurm.sbatch", CONFIG], cwd=ROOT, env={**slurm, **tools, "SLURM_JOB_ID": "99"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "pid").exists():
+            assert time.monotonic() < deadline, "torchrun was not started"
+            time.sleep(0.05)
+        batch.send_signal(signal.SIGUSR1)
+        printed, _ = batch.communicate(timeout=20)
+    finally:
+        batch.kill()
+    assert printed.splitlines()[-3:] == ["scancel --signal=TERM 99", "saved", "scontrol requeue 99"]
 
 
 def test_slurm_is_for_sbatch(tools: dict[str, str]) -> None:
