@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.samples import PackedDataset
-from megafp8.data.tokenizers import Tokenizer, build_tokenizer
+from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 
 _WIDTH = 50
 
@@ -31,14 +31,13 @@ def summary(dataset: IndexedDataset) -> str:
         "document length: " + "  ".join(f"{name} {int(value):,}" for name, value in zip(names, quantiles)),
     ]
     about = dataset.sidecar()
-    if about is not None:
-        keys = ("tokenizer", "vocab_size", "eod_id", "max_token_id", "tokenizer_fingerprint")
-        lines.append("written with: " + "  ".join(f"{key} {about.get(key)}" for key in keys))
+    facts = {key: value for key, value in (about or {}).items() if key not in ("documents", "tokens", "sources")}
+    lines.append("sidecar: " + ("  ".join(f"{key} {value}" for key, value in facts.items()) if about else "none"))
     return "\n".join(lines)
 
 
 def histogram(lengths: NDArray[np.int64]) -> str:
-    """Document lengths in bins of powers of two."""
+    """Document lengths (at least one) in bins of powers of two; empty documents count as length 1."""
     exponents = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
     counts = np.bincount(exponents)
     first = int(exponents.min())
@@ -49,14 +48,17 @@ def histogram(lengths: NDArray[np.int64]) -> str:
 
 
 def plot(lengths: NDArray[np.int64], path: Path, title: str) -> None:
-    """The same as a PNG."""
+    """The same as a PNG. ValueError where there is no document to plot."""
+    if not len(lengths):
+        raise ValueError(f"{title} holds no documents: there is nothing to plot")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    axes.hist(lengths, bins=np.geomspace(max(1, lengths.min()), lengths.max() + 1, 50), color="tab:blue")
+    drawn = np.maximum(lengths, 1)  # an axis of logarithms has no 0
+    axes.hist(drawn, bins=np.geomspace(drawn.min(), drawn.max() + 1, 50).tolist(), color="tab:blue")
     axes.set_xscale("log")
     axes.set_xlabel("tokens in a document")
     axes.set_ylabel("documents")
@@ -66,11 +68,60 @@ def plot(lengths: NDArray[np.int64], path: Path, title: str) -> None:
     plt.close(figure)
 
 
+def open_tokenizer(dataset: IndexedDataset, kind: TokenizerKind, path: str | None) -> Tokenizer:
+    """The tokenizer to decode with. ValueError where the sidecar says that the data were written with another."""
+    tokenizer = build_tokenizer(kind, path)
+    made_with = (dataset.sidecar() or {}).get("tokenizer_fingerprint", tokenizer.fingerprint)
+    if made_with != tokenizer.fingerprint:
+        raise ValueError(
+            f"{dataset.prefix} was written with the tokenizer {made_with[:12]}…, but --tokenizer is "
+            f"{tokenizer.fingerprint[:12]}…: its text would be nonsense; without --tokenizer ids are shown"
+        )
+    return tokenizer
+
+
 def show(tokens: NDArray[np.int64], tokenizer: Tokenizer | None, most: int = 400) -> str:
-    """Some of the tokens, as text where there is a tokenizer."""
+    """Some of the tokens, as text where there is a tokenizer. ValueError for tokens that it does not have."""
     ids = [int(i) for i in tokens[:most]]
     more = f" … ({len(tokens) - most:,} more tokens)" if len(tokens) > most else ""
-    return (" ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)) + more
+    if tokenizer is None:
+        return " ".join(map(str, ids)) + more
+    if ids and max(ids) >= tokenizer.vocab_size:
+        raise ValueError(
+            f"the data hold token {max(ids)}, but --tokenizer has {tokenizer.vocab_size:,}: it is not the data's"
+        )
+    return tokenizer.decode(ids) + more
+
+
+def show_documents(dataset: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> None:
+    for index in range(min(count, dataset.num_documents)):
+        print(f"\n--- document {index}\n{show(dataset.document(index), tokenizer)}")
+
+
+def show_samples(dataset: IndexedDataset, count: int, seq_length: int, seed: int, tokenizer: Tokenizer | None) -> None:
+    """The first samples of all documents, as training with this seed would see them; nothing is left in the cache."""
+    if seq_length < 1:
+        raise ValueError(f"--seq-length {seq_length}: must be at least 1")
+    with tempfile.TemporaryDirectory() as cache:
+        packed = PackedDataset(dataset, range(dataset.num_documents), seq_length, seed, cache)
+        for index in range(count):
+            print(f"\n--- sample {index} of {packed.samples_per_epoch:,}\n{show(packed[index], tokenizer)}")
+
+
+def inspect(arguments: argparse.Namespace) -> None:
+    """Print, and plot, what was asked for."""
+    dataset = IndexedDataset(arguments.prefix)
+    kind, path = arguments.tokenizer, arguments.tokenizer_path
+    tokenizer = open_tokenizer(dataset, kind, path) if kind else None
+    print(summary(dataset))
+    if dataset.num_documents:
+        print(histogram(dataset.document_lengths))
+    show_documents(dataset, arguments.documents, tokenizer)
+    if arguments.samples:
+        show_samples(dataset, arguments.samples, arguments.seq_length, arguments.seed, tokenizer)
+    if arguments.png:
+        plot(dataset.document_lengths, arguments.png, arguments.prefix)
+        print(f"\nplot: {arguments.png}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,25 +136,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--png", type=Path, help="plot document lengths into this file")
     arguments = parser.parse_args(argv)
     try:
-        dataset = IndexedDataset(arguments.prefix)
-        tokenizer = build_tokenizer(arguments.tokenizer, arguments.tokenizer_path) if arguments.tokenizer else None
-        print(summary(dataset))
-        if dataset.num_documents:
-            print(histogram(dataset.document_lengths))
-        for index in range(min(arguments.documents, dataset.num_documents)):
-            print(f"\n--- document {index}\n{show(dataset.document(index), tokenizer)}")
-        if arguments.samples:
-            with tempfile.TemporaryDirectory() as cache:
-                every = range(dataset.num_documents)
-                packed = PackedDataset(dataset, every, arguments.seq_length, arguments.seed, cache)
-                for index in range(arguments.samples):
-                    print(f"\n--- sample {index} of {packed.samples_per_epoch:,}\n{show(packed[index], tokenizer)}")
-    except ValueError as error:
+        inspect(arguments)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if arguments.png:
-        plot(dataset.document_lengths, arguments.png, arguments.prefix)
-        print(f"plot: {arguments.png}")
     return 0
 
 

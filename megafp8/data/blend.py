@@ -1,9 +1,10 @@
 """A weighted mix of data sets, without state and without an index.
 
-After n samples data set k has given floor(W_k·n) - floor(W_{k-1}·n) of them, W being the cumulative weights: never more
-than one away from its share, and the counts always add up to n. Samples come in blocks; within a block their order is
-shuffled by (seed, block). So which data set sample i comes from, and which of its samples, costs one small permutation,
-and each data set's own samples are used in order, none twice and none left out.
+Sample j of data set k, of weight w, is due at the time (j + 1/2) / w, and samples are given in the order of their times
+(Webster's method of apportionment). So the shares are kept at any moment, a data set never takes a sample back however
+small its weight, and the counts after n samples follow from n alone. Samples come in blocks; within a block their order
+is shuffled by (seed, block). So which data set sample i comes from, and which of its samples, costs one small
+permutation, and each data set's own samples are used in order, none twice and none left out.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ class Blend:
         assert len(datasets) == len(weights) > 0
         assert min(weights) > 0
         self.datasets, self.seed = list(datasets), seed
-        self._cumulative = np.cumsum(np.asarray(weights, np.float64) / float(np.sum(weights)))
-        self._cumulative[-1] = 1.0
+        self._weights = np.asarray(weights, np.float64) / float(np.sum(weights))
         self._block = lru_cache(maxsize=8)(self._make_block)
 
     def _given(self, n: int) -> NDArray[np.int64]:
         """Samples that each data set has given after `n` in all."""
-        ends = np.floor(self._cumulative * n).astype(np.int64)
-        return ends - np.concatenate([[0], ends[:-1]])
+        # Rounding n's shares may be off by half a sample for each data set, so time n by as many: start surely below.
+        margin = np.ceil(self._weights * len(self.datasets) / 2) + 1
+        counts = np.maximum(np.floor(self._weights * n - margin), 0).astype(np.int64)
+        for _ in range(n - int(counts.sum())):
+            counts[np.argmin((counts + 0.5) / self._weights)] += 1
+        return counts
 
     def _make_block(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each sample of a block its data set and the index in it."""
@@ -57,7 +61,7 @@ class Blend:
         return self.datasets[source][own]
 
     def __getstate__(self) -> dict[str, object]:  # loader processes: the cache of blocks is not sent along
-        return {"datasets": self.datasets, "seed": self.seed, "_cumulative": self._cumulative}
+        return {"datasets": self.datasets, "seed": self.seed, "_weights": self._weights}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)

@@ -59,6 +59,9 @@ class IndexedDataset:
         self.document_starts = marks
         self.tokens = _map_tokens(bin_path(prefix), self.dtype, self.sizes, pointers)
 
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        return type(self), (self.prefix,)  # loader processes map the files again; pickling a map copies all tokens
+
     @property
     def num_documents(self) -> int:
         return len(self.document_starts) - 1

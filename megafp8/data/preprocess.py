@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import multiprocessing
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,13 +55,54 @@ def find_files(inputs: Sequence[str], *, any_text: bool = False) -> list[Path]:
     return list(found)
 
 
+class _ZstdFile(io.RawIOBase):
+    """The content of a .zst file, frame after frame. EOFError where the last frame is cut short, and OSError where the
+    bytes are not zstd's; the library's own reader takes a cut file for a whole one."""
+
+    def __init__(self, path: Path) -> None:
+        import zstandard
+
+        self._library, self._file = zstandard, path.open("rb")
+        self._frame: Any = None
+        self._packed, self._ready = b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._packed = self._packed or self._file.read(2**16)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("compressed file ended within a frame")
+                return 0
+            self._ready = self._unpack()
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def _unpack(self) -> bytes:
+        """What `_packed` holds of the frame at hand, leaving what lies behind its end."""
+        self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+        try:
+            text: bytes = self._frame.decompress(self._packed)
+        except self._library.ZstdError as error:
+            raise OSError(str(error)) from None
+        self._packed = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = None
+        return text
+
+
 def _open_text(path: Path) -> Any:
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8")
     if path.suffix == ".zst":
-        import zstandard
-
-        return io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(path.open("rb")), encoding="utf-8")
+        return io.TextIOWrapper(io.BufferedReader(_ZstdFile(path)), encoding="utf-8")
     return path.open(encoding="utf-8", newline="")
 
 
@@ -77,8 +119,19 @@ def read_documents(files: Iterable[Path], *, json_key: str = "text", any_text: b
                 yield from _read_json_lines(path, json_key)
         except UnicodeDecodeError as error:
             yield Document(str(path), None, f"not UTF-8 text: {error}")
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, ValueError, zlib.error) as error:  # pyarrow's errors are ValueErrors
             yield Document(str(path), None, f"cannot be read: {error}")
+
+
+def _document(where: str, text: Any, key: str) -> Document:
+    """A document, or why `text` is none. JSON can spell halves of surrogate pairs, which no tokenizer takes."""
+    if not isinstance(text, str):
+        return Document(where, None, f"{key!r} is not a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return Document(where, None, f"{key!r} is not valid Unicode: {error}")
+    return Document(where, text)
 
 
 def _read_json_lines(path: Path, key: str) -> Iterator[Document]:
@@ -96,8 +149,7 @@ def _read_json_lines(path: Path, key: str) -> Iterator[Document]:
                 keys = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
                 yield Document(where, None, f"has no key {key!r} (it has {keys}); --json-key names the text")
             else:
-                valid = isinstance(text, str)
-                yield Document(where, text if valid else None, None if valid else f"{key!r} is not a string")
+                yield _document(where, text, key)
 
 
 def _read_parquet(path: Path, key: str) -> Iterator[Document]:
@@ -112,8 +164,7 @@ def _read_parquet(path: Path, key: str) -> Iterator[Document]:
     for batch in file.iter_batches(columns=[key]):
         for text in batch.column(0).to_pylist():
             row += 1
-            valid = isinstance(text, str)
-            yield Document(f"{path}, row {row}", text if valid else None, None if valid else "is not a string")
+            yield _document(f"{path}, row {row}", text, key)
 
 
 @dataclass

@@ -104,6 +104,9 @@ class PackedDataset:
             position, missing, j = position + taken, missing - taken, j + 1
         return np.concatenate(parts).astype(np.int64)
 
+    def __getstate__(self) -> dict[str, object]:  # loader processes: the index of an epoch is read from the cache
+        return {**self.__dict__, "_epoch": None}
+
     def _load(self, number: int) -> _Epoch:
         """The index of epoch `number`: from memory, from the cache, or made and put there."""
         if self._epoch is not None and self._epoch[0] == number:

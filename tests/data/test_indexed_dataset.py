@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, check_dataset
 
+Damage = Callable[[bytes, bytes], tuple[bytes | None, bytes | None]]
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12, 65535]]
 
 
@@ -75,7 +78,7 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
         (lambda b, i: (b, i[:62] + struct.pack("<q", 7) + i[70:]), r"x\.idx is damaged: it points outside"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, damage, message: str) -> None:
+def test_damage_is_named(tmp_path: Path, damage: Damage, message: str) -> None:
     for suffix, content in zip((".bin", ".idx"), damage(*by_hand(tmp_path / "x"))):
         if content is None:
             (tmp_path / "x").with_suffix(suffix).unlink()
@@ -134,3 +137,19 @@ def test_an_empty_data_set(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "x").num_documents == 0
     with pytest.raises(ValueError, match="holds no tokens"):
         check_dataset(str(tmp_path / "x"), 10, None)
+
+
+def test_abort_leaves_nothing(tmp_path: Path) -> None:
+    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
+    writer.add_document(np.array([1, 2]))
+    writer.abort()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loader_process_is_sent_a_name_and_not_the_tokens(tmp_path: Path) -> None:
+    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
+    writer.add_document(np.arange(50_000))
+    writer.close()
+    sent = pickle.dumps(IndexedDataset(tmp_path / "x"))
+    assert len(sent) < 1000
+    assert pickle.loads(sent).document(0).tolist() == list(range(50_000))

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
-from megafp8.data.indexed_dataset import IndexedDataset
+from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from tools import inspect_data, preprocess_data
 
 TEXTS = [f"document {i}\n" * (i % 5 + 1) for i in range(60)]
 LINES = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(TEXTS)).encode()
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "jsonl": bytes,
+    "jsonl.gz": gzip.compress,
+    "jsonl.zst": zstandard.ZstdCompressor().compress,
+}
 
 
 def run(prefix: Path, *arguments: str) -> int:
@@ -38,8 +47,7 @@ def make_input(folder: Path, kind: str) -> list[str]:
     if kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS, "id": list(range(60))}), path, row_group_size=7)
     else:
-        pack = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstandard.ZstdCompressor().compress}[kind]
-        path.write_bytes(pack(LINES))
+        path.write_bytes(PACK[kind](LINES))
     return [str(path)]
 
 
@@ -66,6 +74,8 @@ def test_any_file_as_text(tmp_path: Path) -> None:
         ("{", "data.jsonl, line 2: not JSON"),
         ('{"body": "x"}', "data.jsonl, line 2: has no key 'text' (it has body)"),
         ('{"text": 5}', "data.jsonl, line 2: 'text' is not a string"),
+        ('["text"]', "data.jsonl, line 2: has no key 'text' (it has a list)"),
+        ('{"text": "\\ud800"}', "data.jsonl, line 2: 'text' is not valid Unicode"),
     ],
 )
 def test_a_bad_line_is_named_or_counted(
@@ -110,3 +120,80 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--- sample 0 of" in shown
     assert png.stat().st_size > 1000
     assert inspect_data.main([str(tmp_path / "absent")]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_inspect_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*arguments: str) -> str:
+        assert inspect_data.main(list(arguments)) == 2
+        return capsys.readouterr().err
+
+    prefix = str(tmp_path / "out")
+    (tmp_path / "a.txt").write_text("a" * 100)
+    assert run(tmp_path / "out", "--input", str(tmp_path / "a.txt")) == 0
+    assert "error: --seq-length 0: must be at least 1" in refused(prefix, "--samples", "1", "--seq-length", "0")
+    assert "too few for one sample" in refused(prefix, "--samples", "1", "--seq-length", "500")
+    assert "No such file" in refused(prefix, "--png", str(tmp_path / "absent" / "x.png"))
+    (tmp_path / "out.json").write_text(json.dumps({"tokenizer_fingerprint": "f" * 64}))
+    assert "was written with the tokenizer ffffffffffff…" in refused(prefix, "--tokenizer", "bytes")
+    writer = IndexedDatasetWriter(tmp_path / "large", np.uint16)
+    writer.add_document(np.array([300]))
+    writer.close()
+    large = str(tmp_path / "large")
+    assert "the data hold token 300" in refused(large, "--documents", "1", "--tokenizer", "bytes")
+    assert inspect_data.main([large, "--documents", "1"]) == 0
+    assert "--- document 0\n300\n" in capsys.readouterr().out
+    IndexedDatasetWriter(tmp_path / "none", np.uint16).close()
+    assert "nothing to plot" in refused(str(tmp_path / "none"), "--png", str(tmp_path / "x.png"))
+
+
+def test_the_number_of_workers_changes_no_byte(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    source = make_input(tmp_path / "in", "jsonl")
+    for workers in ("1", "2"):
+        assert run(tmp_path / workers, "--input", *source, "--workers", workers) == 0
+    for suffix in ("bin", "idx", "json"):
+        assert (tmp_path / f"1.{suffix}").read_bytes() == (tmp_path / f"2.{suffix}").read_bytes()
+
+
+NOISE = "".join(json.dumps({"text": hashlib.sha256(bytes([i])).hexdigest()}) + "\n" for i in range(200)).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("cut.jsonl.gz", gzip.compress(NOISE)[:3000], "cut.jsonl.gz: cannot be read: Compressed file ended"),
+        ("cut.jsonl.zst", PACK["jsonl.zst"](NOISE)[:3000], "cut.jsonl.zst: cannot be read: compressed file ended"),
+        ("no.jsonl.gz", b"not compressed", "no.jsonl.gz: cannot be read: Not a gzipped file"),
+        ("no.jsonl.zst", b"not compressed", "no.jsonl.zst: cannot be read: zstd decompress"),
+        ("no.parquet", b"not parquet at all", "no.parquet: cannot be read: Parquet magic bytes not found"),
+        ("latin.txt", "Größe".encode("latin-1"), "latin.txt: not UTF-8 text"),
+    ],
+)
+def test_a_broken_file_is_named_or_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "whole.txt").write_text("whole")
+    inputs = ["--input", str(tmp_path / name), str(tmp_path / "whole.txt")]
+    assert run(tmp_path / "out", *inputs) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == [name, "whole.txt"], "something was left behind"
+    assert run(tmp_path / "out", *inputs, "--skip-errors") == 0
+    assert texts(tmp_path / "out")[-1] == "whole"
+    assert "1 unreadable documents left out" in capsys.readouterr().out
+
+
+def test_all_frames_of_a_zst_file_are_read(tmp_path: Path) -> None:
+    """Parallel compressors write many; some are larger than one read."""
+    large = json.dumps({"text": NOISE.decode() * 50}).encode() + b"\n"
+    (tmp_path / "x.jsonl.zst").write_bytes(b"".join(map(PACK["jsonl.zst"], (LINES, large, LINES, NOISE))))
+    assert run(tmp_path / "out", "--input", str(tmp_path / "x.jsonl.zst")) == 0
+    noise = [json.loads(line)["text"] for line in NOISE.splitlines()]
+    assert texts(tmp_path / "out") == [*TEXTS, NOISE.decode() * 50, *TEXTS, *noise]
+
+
+def test_without_end_of_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab")
+    assert run(tmp_path / "out", "--input", str(tmp_path / "a.txt"), "--no-append-eod") == 0
+    assert IndexedDataset(tmp_path / "out").document(0).tolist() == [97, 98]

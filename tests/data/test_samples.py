@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -139,3 +140,34 @@ def test_document_boundaries_token_by_token() -> None:
                 document, position = document + 1, 0
     plain = next_token_batch(tokens, eod, reset_at_documents=False, mask_eod_loss=False)
     assert (plain.loss_mask, plain.position_ids, plain.document_ids) == (None, None, None)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("mask", [False, True])
+def test_each_document_option_adds_its_own_part_alone(reset: bool, mask: bool) -> None:
+    tokens = torch.tensor([[5, 0, 6, 7, 0, 0, 8]])
+    batch = next_token_batch(tokens, 0, reset_at_documents=reset, mask_eod_loss=mask)
+    assert batch.tokens.tolist() == [[5, 0, 6, 7, 0, 0]]
+    assert batch.labels.tolist() == [[0, 6, 7, 0, 0, 8]]
+    found = [None if x is None else x.tolist() for x in (batch.loss_mask, batch.position_ids, batch.document_ids)]
+    expected = [[[1, 0, 1, 1, 0, 0]], [[0, 1, 0, 1, 2, 0]], [[0, 0, 1, 1, 1, 2]]]
+    assert found == [part if asked else None for part, asked in zip(expected, (mask, reset, reset))]
+
+
+def test_windows_longer_than_every_document(tmp_path: Path) -> None:
+    """Documents of one token, and a window that spans many: an epoch holds every token but the tail's, once."""
+    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
+    for token in range(20):
+        writer.add_document(np.array([token]))
+    writer.close()
+    samples = packed(IndexedDataset(tmp_path / "x"))
+    assert samples.samples_per_epoch == 2
+    inputs = [token for i in range(2) for token in samples[i][:-1].tolist()]
+    assert len(set(inputs)) == 2 * S
+
+
+def test_a_pickled_data_set_reads_the_same(dataset: IndexedDataset) -> None:
+    samples = packed(dataset)
+    expected = [samples[i].tolist() for i in range(5)]
+    again = pickle.loads(pickle.dumps(samples))
+    assert [again[i].tolist() for i in range(5)] == expected
