@@ -13,12 +13,15 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """A format: its name in configs, its torch dtype, and `max`, the largest finite magnitude."""
+    """A format: its name in configs, its torch dtype, `max`, the largest finite magnitude, and the grid of its values:
+    `mantissa_bits` behind the leading one, down to `min_normal`."""
 
     name: str
     dtype: torch.dtype
     max: float
+    mantissa_bits: int
+    min_normal: float
 
 
-E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0)
-E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0)
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, mantissa_bits=3, min_normal=2.0**-6)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, mantissa_bits=2, min_normal=2.0**-14)

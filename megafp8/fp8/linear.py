@@ -6,8 +6,8 @@
 
 Tensor cores want FP8 operands row-major along the summed dim, so w, x and dy are each needed in both orientations. The
 weight is quantized once an optimizer step and keeps both copies until `invalidate_weight`. The input is quantized
-once; backward keeps its FP8 copy, half the memory of bf16, and transposes it there. Transposing FP8 rather than
-quantizing twice is right because a tensor has one scale.
+once; backward keeps its transposed FP8 copy, half the memory of bf16. Transposing FP8 rather than quantizing twice is
+right because a tensor has one scale; on CUDA one kernel writes both copies in a single pass.
 
 Each GEMM can be kept in high precision instead; then what it needs is kept unquantized.
 
@@ -77,10 +77,10 @@ class Fp8Linear:
         y = _Fp8LinearFunction.apply(x, weight, self)
         return y if bias is None else y + bias.to(y.dtype)
 
-    def weight8(self, weight: Tensor) -> _Fp8Weight:
+    def weight8(self, weight: Tensor, transpose: bool) -> _Fp8Weight:
         """The FP8 copies of `weight`, made at the first call since the last `invalidate_weight`."""
         if self._weight8 is None:
-            self._weight8 = _Fp8Weight(self.quantizers.weight(weight))
+            self._weight8 = _Fp8Weight(self.quantizers.weight(weight, transpose=transpose))
         return self._weight8
 
     def invalidate_weight(self) -> None:
@@ -88,7 +88,10 @@ class Fp8Linear:
         self._weight8 = None
 
     def gemm_tn(self, a: Fp8Matrix, b: Fp8Matrix, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
-        return fp8_gemm_tn(*a, *b, out_dtype=out_dtype, use_fast_accum=use_fast_accum, backend=self.backend)
+        return fp8_gemm_tn(
+            a.data, a.scale_inv, b.data, b.scale_inv,
+            out_dtype=out_dtype, use_fast_accum=use_fast_accum, backend=self.backend,
+        )  # fmt: skip
 
 
 class _Fp8Weight:
@@ -150,15 +153,19 @@ class _Fp8LinearFunction(Function):
         needs_dx, needs_dw, _ = ctx.needs_input_grad
         high = op.high_precision
         x_mk = _matrix(x)
-        x8 = w8 = None
+        x8: Fp8Matrix | None = None
+        w8: _Fp8Weight | None = None
         if not high.fprop or (needs_dw and not high.wgrad):
-            x8 = op.quantizers.input(x_mk)
+            x8 = op.quantizers.input(x_mk, transpose=needs_dw and not high.wgrad)
         if not high.fprop or (needs_dx and not high.dgrad):
-            w8 = op.weight8(weight)
+            w8 = op.weight8(weight, transpose=needs_dx and not high.dgrad)
 
         kept_x: Any = ()
-        if needs_dw:
-            kept_x = (x_mk,) if high.wgrad else x8
+        if needs_dw and high.wgrad:
+            kept_x = (x_mk,)
+        elif needs_dw:
+            assert x8 is not None
+            kept_x = (x8.t().data, x8.scale_inv)  # wgrad wants columns, nothing wants rows
         ctx.save_for_backward(weight if needs_dx and high.dgrad else None, *kept_x)
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
         ctx.op, ctx.w8 = op, w8
@@ -180,7 +187,7 @@ class _Fp8LinearFunction(Function):
         dy_mn = _matrix(dy)
         dx = dw = None
         if (needs_dx and not high.dgrad) or (needs_dw and not high.wgrad):
-            dy8 = op.quantizers.grad_output(dy_mn)
+            dy8 = op.quantizers.grad_output(dy_mn, transpose=needs_dw and not high.wgrad)
         if needs_dx and high.dgrad:
             dx = gemm(dy_mn, weight.to(dy.dtype), dy.dtype)
         elif needs_dx:
@@ -190,6 +197,6 @@ class _Fp8LinearFunction(Function):
             if high.wgrad:
                 dw = gemm(dy_mn.t(), kept_x[0], dtype)
             else:
-                dw = op.gemm_tn(dy8.t(), Fp8Matrix(*kept_x).t(), dtype, op.fast_accum.wgrad)
+                dw = op.gemm_tn(dy8.t(), Fp8Matrix(*kept_x), dtype, op.fast_accum.wgrad)
             dw = _deliver(ctx.weight, dw)
         return None if dx is None else dx.view(ctx.x_shape), dw, None

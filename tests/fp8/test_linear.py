@@ -226,11 +226,11 @@ def test_weight_is_quantized_once_until_invalidated() -> None:
     x, weight, dy = tensors()
     with torch.no_grad():
         op(x, weight)
-    w8 = op.weight8(weight)
+    w8 = op.weight8(weight, transpose=True)
     run(op, x, weight, dy)
     w8_t = w8.rows_kn
     y, _, _ = run(op, x, weight, dy)
-    assert op.weight8(weight) is w8
+    assert op.weight8(weight, transpose=True) is w8
     assert w8.rows_kn is w8_t
     with torch.no_grad():
         weight.mul_(-2)

@@ -1,0 +1,1 @@
+"""Fused Triton kernels. Each has a twin in plain PyTorch that is its specification, and must equal it bit for bit."""
