@@ -123,10 +123,12 @@ class ParallelConfig(Section):
 class Fp8Config(Section):
     """FP8 of the linear layers in the blocks. Embedding, output layer, norms and softmax keep training.precision."""
 
-    recipe: Literal["none", "delayed", "current"] = "none"
-    """none; delayed: scales from the amax history; current: scale from the tensor itself."""
-    format: Literal["hybrid", "e4m3"] = "hybrid"
-    """hybrid: E4M3 forward, E5M2 gradients; e4m3: E4M3 everywhere."""
+    recipe: Literal["none", "delayed", "current", "rowwise", "blockwise"] = "none"
+    """none; delayed: scales from the amax history; current: scale from the tensor itself; rowwise: a scale for each row
+    of each operand; blockwise: for each 128 neighbours, and each 128 × 128 weights."""
+    format: Literal["hybrid", "e4m3"] | None = None
+    """hybrid: E4M3 forward, E5M2 gradients; e4m3: E4M3 everywhere. Default: hybrid for delayed and current, else
+    e4m3."""
     margin: int = 0
     """delayed: scales are divided by 2^margin."""
     interval: PositiveInt = 1
@@ -135,10 +137,10 @@ class Fp8Config(Section):
     """delayed: steps of amax that are remembered."""
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """delayed: which of the history counts."""
-    power_of_two_scale: bool = False
-    """Round scales down to a power of two."""
+    power_of_two_scale: bool | None = None
+    """Round scales down to a power of two. Default: only blockwise does."""
     amax_epsilon: NonNegative = 0.0
-    """current: amaxes below this count as this."""
+    """current, rowwise, blockwise: amaxes below this count as this."""
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     """Keep (fprop, dgrad, wgrad) in high precision."""
     fast_accumulation: tuple[bool, bool, bool] = (True, False, False)
@@ -147,8 +149,13 @@ class Fp8Config(Section):
     """Layers that run in FP8, by pattern over names such as layers.0.attention.qkv."""
     exclude: list[Pattern] = []
     """Layers that do not, e.g. ["layers.0.*", "*.mlp.down"]."""
-    gemm_backend: Literal["auto", "scaled_mm", "emulated"] = "auto"
-    """auto: scaled_mm on CUDA, emulated (the same FP8 values, fp32 products) on CPU."""
+    gemm_backend: Literal["auto", "cublaslt", "scaled_mm", "emulated"] = "auto"
+    """auto: on CUDA cublaslt where nvmath-python is installed, else scaled_mm; on CPU emulated: the same FP8 values,
+    fp32
+    products."""
+    gemm_autotune: bool = True
+    """cublaslt: time the algorithms for each shape once and keep the fastest in the user's cache folder. Runs are
+    bit-identical only if they read the same choices."""
 
 
 class TrainingConfig(Section):

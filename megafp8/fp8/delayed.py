@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.collectives import all_reduce
 from megafp8.fp8.formats import Format
-from megafp8.fp8.quantize import DelayedQuantizer
+from megafp8.fp8.quantizers import DelayedQuantizer
 from megafp8.fp8.recipe import DelayedScaling
 from megafp8.fp8.scaling import amax_of_history, roll_history, scale_from_amax
 
@@ -35,13 +35,15 @@ class DelayedState:
         self.formats = formats
         self.history_tl = torch.zeros(len(formats), recipe.amax_history_len, device=device)
         self.scale_t = torch.ones(len(formats), device=device)
+        # Four apart: cuBLASLt wants a factor at a multiple of 16 bytes.
+        self.scale_inv_t = torch.ones(len(formats), 4, device=device)[:, 0]
         self.fp8_max_t = torch.tensor([fmt.max for fmt in formats.values()], device=device)
         self.step = torch.zeros((), dtype=torch.int64)  # on the host: it decides what end_step launches
 
     def quantizers(self) -> dict[str, DelayedQuantizer]:
         """One quantizer a tensor, on views of this state."""
         return {
-            name: DelayedQuantizer(fmt, self.scale_t[i], self.history_tl[i, 0])
+            name: DelayedQuantizer(fmt, self.scale_t[i], self.scale_inv_t[i], self.history_tl[i, 0])
             for i, (name, fmt) in enumerate(self.formats.items())
         }
 
@@ -55,11 +57,30 @@ class DelayedState:
             return
         newest_t = all_reduce(self.history_tl[:, 0].clone(), group, "max")
         self.history_tl[:, 0] = newest_t
-        if self.step.item() % self.recipe.interval == 0:
-            self.scale_t.copy_(self._scales())
-        self.history_tl[:, 0].masked_fill_(~newest_t.isfinite(), 0.0)
-        self.history_tl.copy_(roll_history(self.history_tl))
+        self._renew(update=self.step.item() % self.recipe.interval == 0)
         self.step += 1
+
+    def _renew(self, *, update: bool) -> None:
+        """New scales if `update`, and a new slot 0."""
+        algorithm = self.recipe.amax_compute_algo
+        if self.history_tl.is_cuda and isinstance(algorithm, str):
+            from megafp8.fp8.kernels.scales import end_step_  # needs Triton, which comes with torch's CUDA builds
+
+            end_step_(
+                self.history_tl, self.scale_t, self.fp8_max_t, margin=self.recipe.margin,
+                power_of_two=self.recipe.power_of_two_scale, algorithm=algorithm, update=update,
+            )  # fmt: skip
+        else:
+            if update:
+                self.scale_t.copy_(self._scales())
+            newest_t = self.history_tl[:, 0]
+            newest_t.masked_fill_(~newest_t.isfinite(), 0.0)
+            self.history_tl.copy_(roll_history(self.history_tl))
+        self.invert_scales()
+
+    def invert_scales(self) -> None:
+        """Renew the inverse scales: to be called when scales were read from a checkpoint."""
+        self.scale_inv_t.copy_(self.scale_t.reciprocal())
 
     def _scales(self) -> Tensor:
         return scale_from_amax(

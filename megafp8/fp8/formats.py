@@ -25,3 +25,7 @@ class Format:
 
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, mantissa_bits=3, min_normal=2.0**-6)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, mantissa_bits=2, min_normal=2.0**-14)
+
+# Four bits (OCP microscaling formats 1.0): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; neither infinity nor NaN.
+# torch has no type with one value an element, so they are held in E4M3, which has all of them.
+E2M1 = Format("e2m1", torch.float8_e4m3fn, 6.0, mantissa_bits=1, min_normal=1.0)

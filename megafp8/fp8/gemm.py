@@ -1,10 +1,13 @@
 """Matrix products: one for FP8 operands with several backends, one for everything else.
 
 Hopper's tensor cores take FP8 only as a · bᵀ with both operands row-major ("TN"), so that is the one form there is;
-transposing beforehand is the caller's business. Both scales are single factors, so they multiply the finished sum.
+transposing beforehand is the caller's business. Factors of finer granularity than the tensor are applied by the GEMM
+itself, block by block.
 
 Backends for FP8:
-    scaled_mm  torch.nn.functional.scaled_mm: cuBLASLt on CUDA; oneDNN on CPU, in torch releases that have it there
+    cublaslt   cuBLASLt through nvmath-python: the algorithm is chosen by measurement, weight gradients are accumulated
+               in place, and a call costs a few microseconds of the host
+    scaled_mm  torch.nn.functional.scaled_mm: cuBLASLt's first choice on CUDA; oneDNN on CPU, where torch has it
     emulated   the same product with fp32 operands, anywhere: exact products (FP8 × FP8 fits fp32), fp32 sums;
                for a float64 result float64 sums, which lets layouts be compared without the noise of their order
 
@@ -16,48 +19,107 @@ Shapes: m, n the result's dims, k the dim summed over.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-GemmBackend = Literal["auto", "scaled_mm", "emulated"]
+from megafp8.fp8.cublaslt import CublasLt, available
+from megafp8.fp8.cublaslt_problem import arranged
+from megafp8.fp8.matrix import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Scaled
+
+GemmBackend = Literal["auto", "cublaslt", "scaled_mm", "emulated"]
 
 _ALIGNMENT = 16
+_SCALING = {
+    TENSOR: F.ScalingType.TensorWise,
+    ROW: F.ScalingType.RowWise,
+    BLOCK_1X128: F.ScalingType.BlockWise1x128,
+    BLOCK_128X128: F.ScalingType.BlockWise128x128,
+}
 
 
-def fp8_gemm_tn(
-    a8_mk: Tensor,
-    a_scale_inv: Tensor,
-    b8_nk: Tensor,
-    b_scale_inv: Tensor,
-    *,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    backend: GemmBackend,
-) -> Tensor:
-    """`a · bᵀ · a_scale_inv · b_scale_inv`, `[m, n]` in `out_dtype`, rounded to it once.
+def algorithm_file() -> Path:
+    """Where cuBLASLt's fastest algorithms are kept from one run to the next."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megafp8" / "cublaslt.json"
 
-    Operands are FP8 and contiguous, scales fp32 `[]`. `backend` "auto" is scaled_mm on CUDA and emulated elsewhere.
-    `use_fast_accum` matters on Hopper with scaled_mm only.
+
+class Fp8Gemm:
+    """FP8 products with one backend on one device. `backend` "auto" is the fastest there is on the device.
+
+    `autotune`: let cuBLASLt's algorithms be timed when a shape is first met. ValueError where a backend is asked for by
+    name and is not there.
     """
-    assert a8_mk.is_contiguous()
-    assert b8_nk.is_contiguous()
-    if backend == "auto":
-        backend = "scaled_mm" if a8_mk.is_cuda else "emulated"
-    if backend == "emulated":
-        wide = torch.promote_types(out_dtype, torch.float32)
-        return (a8_mk.to(wide) @ b8_nk.to(wide).t()).mul_(a_scale_inv).mul_(b_scale_inv).to(out_dtype)
-    n, k = b8_nk.shape
+
+    def __init__(self, backend: GemmBackend, device: torch.device, *, autotune: bool = True) -> None:
+        has_cublaslt = available(device)
+        if backend == "cublaslt" and not has_cublaslt:
+            raise ValueError(
+                "fp8.gemm_backend = cublaslt: needs nvmath-python (pip install 'megafp8[gpu]') and a Hopper GPU, and "
+                f"{device} has not both; try auto"
+            )
+        if backend == "auto":
+            backend = ("cublaslt" if has_cublaslt else "scaled_mm") if device.type == "cuda" else "emulated"
+        self.backend = backend
+        self._cublaslt: CublasLt | None = None
+        if backend == "cublaslt":
+            self._cublaslt = CublasLt(device, autotune=autotune, cache_file=algorithm_file() if autotune else None)
+
+    def tn(self, a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype, *, use_fast_accum: bool) -> Tensor:
+        """`a · bᵀ`, `[m, n]` in `out_dtype`, rounded to it once. `use_fast_accum` matters on Hopper only."""
+        assert a_mk.data.is_contiguous()
+        assert b_nk.data.is_contiguous()
+        if self.backend == "emulated" or not {a_mk.granularity, b_nk.granularity} <= _SCALING.keys():
+            return _emulated(a_mk, b_nk, out_dtype)
+        if self._cublaslt is not None and _fits(a_mk, b_nk):
+            y_mn = torch.empty((a_mk.data.shape[0], b_nk.data.shape[0]), dtype=out_dtype, device=a_mk.data.device)
+            self._cublaslt.matmul_tn(a_mk, b_nk, y_mn, accumulate=False, use_fast_accum=use_fast_accum)
+            return y_mn
+        return _scaled_mm(a_mk, b_nk, out_dtype, use_fast_accum)
+
+    def accumulate_tn(self, a_mk: Scaled, b_nk: Scaled, out_mn: Tensor, *, use_fast_accum: bool) -> None:
+        """Add `a · bᵀ` to `out_mn`, fp32 and contiguous."""
+        if self._cublaslt is not None and _fits(a_mk, b_nk):
+            self._cublaslt.matmul_tn(a_mk, b_nk, out_mn, accumulate=True, use_fast_accum=use_fast_accum)
+        else:
+            out_mn.add_(self.tn(a_mk, b_nk, out_mn.dtype, use_fast_accum=use_fast_accum))
+
+
+def _fits(a_mk: Scaled, b_nk: Scaled) -> bool:
+    """Whether cuBLASLt takes the shapes as they are."""
+    n, k = b_nk.data.shape
+    return (
+        n % _ALIGNMENT == 0
+        and k % _ALIGNMENT == 0
+        and (a_mk.granularity is not BLOCK_1X128 or a_mk.data.shape[0] % 4 == 0)
+    )
+
+
+def _emulated(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(out_dtype, torch.float32)
+    if a_mk.granularity is TENSOR and b_nk.granularity is TENSOR:  # the factors multiply the finished sum
+        y_mn = a_mk.data.to(wide) @ b_nk.data.to(wide).t()
+        return y_mn.mul_(a_mk.scale_inv).mul_(b_nk.scale_inv).to(out_dtype)
+    return (a_mk.dequantize(wide) @ b_nk.dequantize(wide).t()).to(out_dtype)
+
+
+def _scaled_mm(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+    n, k = b_nk.data.shape
     pad_n, pad_k = -n % _ALIGNMENT, -k % _ALIGNMENT
+    a_mk, b_nk = arranged(a_mk), arranged(b_nk)
+    b_scale_inv = b_nk.scale_inv
+    if b_nk.granularity is not TENSOR:
+        b_scale_inv = (F.pad(b_scale_inv, (0, 0, 0, pad_n)) if b_nk.granularity is ROW else b_scale_inv).t()
     y_mn = F.scaled_mm(
-        _zero_pad(a8_mk, 0, pad_k),
-        _zero_pad(b8_nk, pad_n, pad_k).t(),
-        a_scale_inv,
-        F.ScalingType.TensorWise,
+        _zero_pad(a_mk.data, 0, pad_k),
+        _zero_pad(b_nk.data, pad_n, pad_k).t(),
+        a_mk.scale_inv,
+        _SCALING[a_mk.granularity],
         b_scale_inv,
-        F.ScalingType.TensorWise,
+        _SCALING[b_nk.granularity],
         output_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
     )

@@ -4,23 +4,26 @@
     dgrad  dx = dy8 · (w8ᵀ copy)ᵀ
     wgrad  dw = (dy8ᵀ copy) · (x8ᵀ copy)ᵀ
 
-Tensor cores want FP8 operands row-major along the summed dim, so w, x and dy are each needed in both orientations. The
-weight is quantized once an optimizer step and keeps both copies until `invalidate_weight`. The input is quantized
-once; backward keeps its transposed FP8 copy, half the memory of bf16. Transposing FP8 rather than quantizing twice is
-right because a tensor has one scale; on CUDA one kernel writes both copies in a single pass.
+Tensor cores want FP8 operands row-major along the summed dim, so w, x and dy are each needed in both orientations, as
+the rows and the columns of an `Operand`; one kernel writes both in a single pass. The weight is quantized once an
+optimizer step and keeps both copies until `invalidate_weight`. Backward keeps the columns of x: FP8, half the memory of
+bf16.
+
+What enters a layer may be quantized already, by a norm or an activation that was fused with the cast (`Quantized`); and
+what comes back into it too: an activation's backward may leave its gradient in a `GradSlot`, quantized, instead of
+returning it. Autograd then carries a tensor of the right shape without storage.
 
 Each GEMM can be kept in high precision instead; then what it needs is kept unquantized.
 
-A weight may have an attribute `grad_sink`, set by whoever gathers gradients: a callable that takes dw `[n, k]` in fp32
-(or wider) and adds it to where it belongs. Autograd then sees no gradient for the weight, which spares a bf16 gradient
-and its rounding. Without a sink, dw is returned in the weight's dtype.
+A weight may have an attribute `grad_sink`, set by whoever gathers gradients (`GradSink`): dw `[n, k]` is then added to
+its `main_grad`, by the GEMM itself where that can be. Autograd sees no gradient for the weight, which spares a bf16
+gradient and its rounding. Without a sink, dw is returned in the weight's dtype.
 
 Shapes: m tokens (all leading dims), k inputs, n outputs.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,9 +31,49 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megafp8.fp8.gemm import GemmBackend, fp8_gemm_tn, gemm
-from megafp8.fp8.quantize import Fp8Matrix, Quantizer
+from megafp8.fp8.gemm import Fp8Gemm, gemm
+from megafp8.fp8.matrix import Operand, Scaled
+from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.recipe import PerGemm
+from megafp8.fp8.sources import Plain
+
+
+class GradSink(Protocol):
+    """Where a weight's gradient goes: called with dw, or told that dw has been added to `main_grad`, its fp32 sum."""
+
+    main_grad: Tensor
+
+    def __call__(self, grad: Tensor) -> None: ...
+
+    def added(self) -> None: ...
+
+
+class Quantized(NamedTuple):
+    """A quantized activation: its operand, and a `carrier` of its shape `[..., c]` that has no values.
+
+    The carrier is one element seen as many; it takes the activation's place in autograd's graph, and its gradient is
+    the activation's.
+    """
+
+    carrier: Tensor
+    operand: Operand
+
+
+def carrier(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of `shape` without values or memory, of the dtype and device of `like`."""
+    return like.new_empty(1).expand(shape)
+
+
+class GradSlot:
+    """Where the consumer of a layer's output leaves the output's gradient if it has quantized it itself."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self.quantizer = quantizer
+        self.operand: Operand | None = None
+
+    def take(self) -> Operand | None:
+        operand, self.operand = self.operand, None
+        return operand
 
 
 class LinearOp(Protocol):
@@ -53,56 +96,65 @@ class Quantizers(NamedTuple):
     grad_output: Quantizer
 
 
+class InputCast(NamedTuple):
+    """How a layer wants its input quantized: rows, and columns too unless the layer makes them itself."""
+
+    quantizer: Quantizer
+    columns: bool = True
+
+
 class Fp8Linear:
     """The `LinearOp` that computes in FP8 the GEMMs that `high_precision` does not claim.
 
-    It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight`. Its quantizers come once
-    all layers are known (`set_quantizers`).
+    It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight`. Its quantizers and its
+    GEMM come once all layers are known (`set_up`).
     """
 
-    def __init__(self, *, high_precision: PerGemm, fast_accum: PerGemm, backend: GemmBackend) -> None:
-        self.high_precision, self.fast_accum, self.backend = high_precision, fast_accum, backend
+    def __init__(self, *, high_precision: PerGemm, fast_accum: PerGemm) -> None:
+        self.high_precision, self.fast_accum = high_precision, fast_accum
         self._quantizers: Quantizers | None = None
-        self._weight8: _Fp8Weight | None = None
+        self._gemm: Fp8Gemm | None = None
+        self._weight8: Operand | None = None
 
     @property
     def quantizers(self) -> Quantizers:
         assert self._quantizers is not None, "call Fp8Manager.materialize(device) once the model is built"
         return self._quantizers
 
-    def set_quantizers(self, quantizers: Quantizers) -> None:
-        self._quantizers = quantizers
+    @property
+    def gemm(self) -> Fp8Gemm:
+        assert self._gemm is not None
+        return self._gemm
 
-    def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
-        y = _Fp8LinearFunction.apply(x, weight, self)
+    @property
+    def fusible(self) -> bool:
+        """Whether the layer needs its input and the gradient of its output in FP8 only."""
+        return not any(self.high_precision)
+
+    def set_up(self, quantizers: Quantizers, gemm: Fp8Gemm) -> None:
+        self._quantizers, self._gemm = quantizers, gemm
+
+    def __call__(
+        self, x: Tensor | Quantized, weight: nn.Parameter, bias: Tensor | None = None, grad_slot: GradSlot | None = None
+    ) -> Tensor:
+        """`x wᵀ + bias`. `Quantized` input and `grad_slot` are for `fusible` layers; a slot excludes a bias."""
+        values, operand = (x.carrier, x.operand) if isinstance(x, Quantized) else (x, None)
+        y = _Fp8LinearFunction.apply(values, weight, self, operand, grad_slot, torch.is_grad_enabled())
+        assert bias is None or grad_slot is None
         return y if bias is None else y + bias.to(y.dtype)
 
-    def weight8(self, weight: Tensor, transpose: bool) -> _Fp8Weight:
-        """The FP8 copies of `weight`, made at the first call since the last `invalidate_weight`."""
-        if self._weight8 is None:
-            self._weight8 = _Fp8Weight(self.quantizers.weight(weight, transpose=transpose))
+    def weight8(self, weight: Tensor, *, columns: bool) -> Operand:
+        """The FP8 copies of `weight`, made at the first call since the last `invalidate_weight`.
+
+        Rows alone until a call that wants `columns` too, as the first one that a backward will follow does.
+        """
+        if self._weight8 is None or (columns and self._weight8.columns is None):
+            self._weight8 = self.quantizers.weight(Plain(weight.detach()), rows=True, columns=columns)
         return self._weight8
 
     def invalidate_weight(self) -> None:
         """Forget the FP8 copies: the weight has changed."""
         self._weight8 = None
-
-    def gemm_tn(self, a: Fp8Matrix, b: Fp8Matrix, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
-        return fp8_gemm_tn(
-            a.data, a.scale_inv, b.data, b.scale_inv,
-            out_dtype=out_dtype, use_fast_accum=use_fast_accum, backend=self.backend,
-        )  # fmt: skip
-
-
-class _Fp8Weight:
-    """A weight `[n, k]` in FP8, and its transpose `[k, n]` once a backward has asked for it."""
-
-    def __init__(self, rows_nk: Fp8Matrix) -> None:
-        self.rows_nk = rows_nk
-
-    @cached_property
-    def rows_kn(self) -> Fp8Matrix:
-        return self.rows_nk.t()
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -125,6 +177,27 @@ def _deliver(weight: Tensor, dw_nk: Tensor) -> Tensor | None:
     return None
 
 
+def _wgrad(weight: Tensor, dy_mn: Tensor, x_mk: Tensor) -> Tensor | None:
+    """dw in high precision, to its sink or back; on CUDA a sink's fp32 takes it in place."""
+    main_grad = _summed_in_place(weight)
+    if main_grad is None or not (dy_mn.is_cuda and dy_mn.dtype == x_mk.dtype == torch.bfloat16):
+        return _deliver(weight, gemm(dy_mn.t(), x_mk, _wgrad_dtype(weight)))
+    torch.addmm(main_grad, dy_mn.t(), x_mk, out_dtype=torch.float32, out=main_grad)
+    weight.grad_sink.added()  # type: ignore[attr-defined]
+    return None
+
+
+def _summed_in_place(weight: Tensor) -> Tensor | None:
+    """The fp32 sum of the weight's gradients, if it has a sink with one."""
+    main_grad = getattr(getattr(weight, "grad_sink", None), "main_grad", None)
+    return main_grad if main_grad is not None and main_grad.dtype == torch.float32 == _wgrad_dtype(weight) else None
+
+
+def _shaped(y_mn: Tensor, x: Tensor) -> Tensor:
+    """`[m, n]` with the leading dims of x. Not as a view: what a Function returns as one cannot be changed in place."""
+    return torch.ops.aten._unsafe_view(y_mn, [*x.shape[:-1], y_mn.shape[1]])
+
+
 class _HighPrecisionLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -132,7 +205,7 @@ class _HighPrecisionLinear(Function):
         ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
         y_mn = gemm(_matrix(x), weight.to(x.dtype).t(), x.dtype)
-        return y_mn.view(*x.shape[:-1], weight.shape[0])
+        return _shaped(y_mn, x)
 
     @staticmethod
     @once_differentiable
@@ -143,60 +216,86 @@ class _HighPrecisionLinear(Function):
         if weight is not None:
             dx = gemm(dy_mn, weight.to(dy.dtype), dy.dtype).view(ctx.x_shape)
         if x is not None:
-            dw = _deliver(ctx.weight, gemm(dy_mn.t(), _matrix(x), _wgrad_dtype(ctx.weight)))
+            dw = _wgrad(ctx.weight, dy_mn, _matrix(x))
         return dx, dw
 
 
 class _Fp8LinearFunction(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, op: Fp8Linear) -> Tensor:
-        needs_dx, needs_dw, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        op: Fp8Linear,
+        x8: Operand | None,
+        grad_slot: GradSlot | None,
+        grad_enabled: bool,  # torch itself says that gradients are needed within no_grad too
+    ) -> Tensor:
+        needs_dx, needs_dw, *_ = (needed and grad_enabled for needed in ctx.needs_input_grad)
         high = op.high_precision
-        x_mk = _matrix(x)
-        x8: Fp8Matrix | None = None
-        w8: _Fp8Weight | None = None
-        if not high.fprop or (needs_dw and not high.wgrad):
-            x8 = op.quantizers.input(x_mk, transpose=needs_dw and not high.wgrad)
+        w8: Operand | None = None
+        columns_wanted = needs_dw and not high.wgrad
+        if x8 is None and (not high.fprop or columns_wanted):
+            x8 = op.quantizers.input(Plain(_matrix(x)), rows=not high.fprop, columns=columns_wanted)
         if not high.fprop or (needs_dx and not high.dgrad):
-            w8 = op.weight8(weight, transpose=needs_dx and not high.dgrad)
+            w8 = op.weight8(weight, columns=needs_dx and not high.dgrad)
 
         kept_x: Any = ()
         if needs_dw and high.wgrad:
-            kept_x = (x_mk,)
+            kept_x = (_matrix(x),)
         elif needs_dw:
-            assert x8 is not None
-            kept_x = (x8.t().data, x8.scale_inv)  # wgrad wants columns, nothing wants rows
+            kept_x = tuple(_columns(x8)[:2])
+            ctx.granularity = _columns(x8).granularity
         ctx.save_for_backward(weight if needs_dx and high.dgrad else None, *kept_x)
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
-        ctx.op, ctx.w8 = op, w8
+        ctx.op, ctx.w8, ctx.grad_slot = op, w8, grad_slot
 
         if high.fprop:
-            y_mn = gemm(x_mk, weight.to(x.dtype).t(), x.dtype)
+            y_mn = gemm(_matrix(x), weight.to(x.dtype).t(), x.dtype)
         else:
-            assert x8 is not None
-            assert w8 is not None
-            y_mn = op.gemm_tn(x8, w8.rows_nk, x.dtype, op.fast_accum.fprop)
-        return y_mn.view(*x.shape[:-1], weight.shape[0])
+            y_mn = op.gemm.tn(_rows(x8), _rows(w8), x.dtype, use_fast_accum=op.fast_accum.fprop)
+        return _shaped(y_mn, x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        needs_dx, needs_dw, _ = ctx.needs_input_grad
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
         op, high = ctx.op, ctx.op.high_precision
         weight, *kept_x = ctx.saved_tensors
-        dy_mn = _matrix(dy)
-        dx = dw = None
-        if (needs_dx and not high.dgrad) or (needs_dw and not high.wgrad):
-            dy8 = op.quantizers.grad_output(dy_mn, transpose=needs_dw and not high.wgrad)
-        if needs_dx and high.dgrad:
-            dx = gemm(dy_mn, weight.to(dy.dtype), dy.dtype)
+        dx_in_fp8, dw_in_fp8 = needs_dx and not high.dgrad, needs_dw and not high.wgrad
+        dx: Tensor | None = None
+        dw: Tensor | None = None
+        dy8: Operand | None = None if ctx.grad_slot is None else ctx.grad_slot.take()
+        if dy8 is None and (dx_in_fp8 or dw_in_fp8):
+            dy8 = op.quantizers.grad_output(Plain(_matrix(dy)), rows=dx_in_fp8, columns=dw_in_fp8)
+        if dx_in_fp8:
+            dx = op.gemm.tn(_rows(dy8), _columns(ctx.w8), dy.dtype, use_fast_accum=op.fast_accum.dgrad)
         elif needs_dx:
-            dx = op.gemm_tn(dy8, ctx.w8.rows_kn, dy.dtype, op.fast_accum.dgrad)
-        if needs_dw:
-            dtype = _wgrad_dtype(ctx.weight)
-            if high.wgrad:
-                dw = gemm(dy_mn.t(), kept_x[0], dtype)
-            else:
-                dw = op.gemm_tn(dy8.t(), Fp8Matrix(*kept_x), dtype, op.fast_accum.wgrad)
-            dw = _deliver(ctx.weight, dw)
-        return None if dx is None else dx.view(ctx.x_shape), dw, None
+            dx = gemm(_matrix(dy), weight.to(dy.dtype), dy.dtype)
+        if dw_in_fp8:
+            dw = _fp8_wgrad(op, ctx.weight, _columns(dy8), Scaled(kept_x[0], kept_x[1], ctx.granularity))
+        elif needs_dw:
+            dw = _wgrad(ctx.weight, _matrix(dy), kept_x[0])
+        return None if dx is None else dx.view(ctx.x_shape), dw, None, None, None, None
+
+
+def _fp8_wgrad(op: Fp8Linear, weight: Tensor, dy_nm: Scaled, x_km: Scaled) -> Tensor | None:
+    """dw to its sink, and None; or dw. A sink of the dtype that GEMMs sum in takes it in place."""
+    main_grad = _summed_in_place(weight)
+    if main_grad is not None:
+        op.gemm.accumulate_tn(dy_nm, x_km, main_grad, use_fast_accum=op.fast_accum.wgrad)
+        weight.grad_sink.added()  # type: ignore[attr-defined]
+        return None
+    return _deliver(weight, op.gemm.tn(dy_nm, x_km, _wgrad_dtype(weight), use_fast_accum=op.fast_accum.wgrad))
+
+
+def _rows(operand: Operand | None) -> Scaled:
+    assert operand is not None
+    assert operand.rows is not None
+    return operand.rows
+
+
+def _columns(operand: Operand | None) -> Scaled:
+    assert operand is not None
+    assert operand.columns is not None
+    return operand.columns

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,17 @@ from torch.distributed import ProcessGroup
 
 from megafp8.fp8.delayed import DelayedState
 from megafp8.fp8.formats import Format
-from megafp8.fp8.gemm import GemmBackend
+from megafp8.fp8.gemm import Fp8Gemm, GemmBackend
 from megafp8.fp8.linear import Fp8Linear, LinearOp, Quantizers, high_precision_linear
-from megafp8.fp8.quantize import CurrentQuantizer, DelayedQuantizer
-from megafp8.fp8.recipe import CurrentScaling, DelayedScaling, Fp8Recipe, PerGemm
+from megafp8.fp8.quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, RowQuantizer
+from megafp8.fp8.recipe import (
+    BlockwiseScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Fp8Recipe,
+    PerGemm,
+    RowwiseScaling,
+)
 
 
 @dataclass(frozen=True)
@@ -55,11 +63,12 @@ class Fp8Manager:
         include: tuple[str, ...] = ("*",),
         exclude: tuple[str, ...] = (),
         gemm_backend: GemmBackend = "auto",
+        gemm_autotune: bool = True,
     ) -> None:
         self.recipe = recipe
         self.amax_group = amax_group
         self.include, self.exclude = include, exclude
-        self.gemm_backend = gemm_backend
+        self.gemm_backend, self.gemm_autotune = gemm_backend, gemm_autotune
         self._layers: dict[str, _Layer] = {}
         self._delayed: DelayedState | None = None
         self._recorders: list[DelayedQuantizer] = []  # of activations and gradients
@@ -86,7 +95,6 @@ class Fp8Manager:
         op = Fp8Linear(
             high_precision=PerGemm(*self.recipe.override_linear_precision),
             fast_accum=PerGemm(*self.recipe.use_fast_accum),
-            backend=self.gemm_backend,
         )
         self._layers[name] = _Layer(
             op,
@@ -111,16 +119,19 @@ class Fp8Manager:
         """Allocate the state of all layers on `device` and make them usable. Call once, when the model is built."""
         assert self._delayed is None, "materialize has been called already"
         recipe = self.recipe
+        if recipe is None:
+            return
+        gemm = Fp8Gemm(self.gemm_backend, device, autotune=self.gemm_autotune)
         if isinstance(recipe, DelayedScaling):
             self._delayed = DelayedState(recipe, _tensor_formats(recipe, self._layers), device)
             quantizers = self._delayed.quantizers()
             for name, layer in self._layers.items():
                 x, w, dy = (quantizers[f"{name}.{operand}"] for operand in Quantizers._fields)
-                layer.op.set_quantizers(Quantizers(x, w, dy))
+                layer.op.set_up(Quantizers(x, w, dy), gemm)
                 self._recorders += [x, dy]
-        elif isinstance(recipe, CurrentScaling):
+        else:
             for layer in self._layers.values():
-                layer.op.set_quantizers(_current_quantizers(recipe, layer))
+                layer.op.set_up(_stateless_quantizers(recipe, layer), gemm)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -134,7 +145,9 @@ class Fp8Manager:
         self.invalidate_weights()
 
     def invalidate_weights(self) -> None:
-        """Forget the weights' FP8 copies: call when weights changed without a step, as when a checkpoint is loaded."""
+        """Forget what was derived from weights and scales: call when they changed without a step, as on loading."""
+        if self._delayed is not None:
+            self._delayed.invert_scales()
         for layer in self._layers.values():
             layer.op.invalidate_weight()
 
@@ -193,14 +206,26 @@ def _tensor_formats(recipe: DelayedScaling, layers: Iterable[str]) -> dict[str, 
     }
 
 
-def _current_quantizers(recipe: CurrentScaling, layer: _Layer) -> Quantizers:
-    def quantizer(fmt: Format, group: ProcessGroup | None) -> CurrentQuantizer:
-        return CurrentQuantizer(fmt, group, eps=recipe.amax_epsilon, power_of_two=recipe.power_of_two)
-
+def _stateless_quantizers(recipe: Fp8Recipe, layer: _Layer) -> Quantizers:
+    """Quantizers that need nothing but the tensor at hand."""
+    forward, gradient = recipe.forward_format, recipe.gradient_format
+    if isinstance(recipe, CurrentScaling):
+        current: dict[str, Any] = {"eps": recipe.amax_epsilon, "power_of_two": recipe.power_of_two}
+        return Quantizers(
+            CurrentQuantizer(forward, layer.input_group, **current),
+            CurrentQuantizer(forward, layer.weight_group, **current),
+            CurrentQuantizer(gradient, layer.grad_output_group, **current),
+        )
+    if isinstance(recipe, RowwiseScaling):
+        rowwise: dict[str, Any] = {"eps": recipe.amax_epsilon, "power_of_two": recipe.power_of_two}
+        x_and_w = RowQuantizer(forward, **rowwise)
+        return Quantizers(x_and_w, x_and_w, RowQuantizer(gradient, **rowwise))
+    assert isinstance(recipe, BlockwiseScaling)
+    blocks: dict[str, Any] = {"eps": recipe.amax_epsilon, "power_of_two": recipe.power_of_two}
     return Quantizers(
-        input=quantizer(recipe.forward_format, layer.input_group),
-        weight=quantizer(recipe.forward_format, layer.weight_group),
-        grad_output=quantizer(recipe.gradient_format, layer.grad_output_group),
+        BlockQuantizer(forward, square=False, **blocks),
+        BlockQuantizer(forward, square=True, **blocks),
+        BlockQuantizer(gradient, square=False, **blocks),
     )
 
 

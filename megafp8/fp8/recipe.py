@@ -100,3 +100,40 @@ class CurrentScaling(Fp8Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self, "amax_epsilon", self.amax_epsilon, self.amax_epsilon >= 0, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowwiseScaling(Fp8Recipe):
+    """A factor for each row of each GEMM operand, that is for each token, input or output channel.
+
+    All in E4M3 by default: with a row's own factor, gradients have no need of E5M2's range. Both copies of a tensor are
+    cast from its values, so outliers cost the row they are in and no other. `power_of_two`, `amax_epsilon`: as for
+    current scaling. To keep the weight gradient, which sums over tokens, in high precision:
+    `override_linear_precision`.
+    """
+
+    fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
+    power_of_two: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self, "amax_epsilon", self.amax_epsilon, self.amax_epsilon >= 0, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockwiseScaling(Fp8Recipe):
+    """A factor for each 128 neighbours of x and dy, and for each 128 × 128 elements of w (DeepSeek-V3,
+    arXiv:2412.19437).
+
+    Gradients never use square blocks, which is known to diverge. Factors are powers of two unless said otherwise.
+    Hopper's block-scaled GEMMs always promote their sums, so `use_fast_accum` has no effect.
+    """
+
+    fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
+    power_of_two: bool = True
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self, "amax_epsilon", self.amax_epsilon, self.amax_epsilon >= 0, "0 or more")

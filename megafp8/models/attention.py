@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megafp8.config import ModelConfig
+from megafp8.fp8 import InputCast, Quantized
 from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm
 from megafp8.models.rotary import apply_rotary
@@ -100,8 +101,20 @@ class Attention(nn.Module):
             self.q_norm = Norm(f"{name}.q_norm", d, context, **norm)
             self.k_norm = Norm(f"{name}.k_norm", d, context, **norm)
 
-    def forward(self, x_sbh: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, self.d)) for part in self.qkv(x_sbh).split(self.split, dim=-1))
+    @property
+    def input_cast(self) -> InputCast | None:
+        return self.qkv.input_cast
+
+    def forward(self, x_sbh: Tensor | Quantized, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        qkv_sbc = self.qkv(x_sbh)
+        if rotary is not None and self.q_norm is None and qkv_sbc.is_cuda and rotary[0].dtype == torch.float32:
+            from megafp8.fp8.kernels.rotary import RotateQkv  # needs Triton, which comes with torch's CUDA builds
+
+            qkv_sbc, rotary = (
+                RotateQkv.apply(qkv_sbc, self.split[0] // self.d, *(table.squeeze(2) for table in rotary)),
+                None,
+            )
+        q, k, v = (part.unflatten(-1, (-1, self.d)) for part in qkv_sbc.split(self.split, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:

@@ -66,11 +66,11 @@ class Block(nn.Module):
         self.mlp = MLP(f"{name}.mlp", config, context)
 
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
-        attention = self.attention(self.attention_norm(x_sbh), inputs.rotary, inputs.mask)
-        if self.parallel:
-            return x_sbh + attention + self.mlp(self.mlp_norm(x_sbh))
-        x_sbh = x_sbh + attention
-        return x_sbh + self.mlp(self.mlp_norm(x_sbh))
+        x_sbh, normed = self.attention_norm.residual(x_sbh, None, self.attention.input_cast)
+        attention = self.attention(normed, inputs.rotary, inputs.mask)
+        x_sbh, normed = self.mlp_norm.residual(x_sbh, None if self.parallel else attention, self.mlp.input_cast)
+        y_sbh = x_sbh + self.mlp(normed)
+        return y_sbh + attention if self.parallel else y_sbh
 
 
 class Embedding(nn.Module):

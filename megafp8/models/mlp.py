@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
+from megafp8.fp8 import InputCast, Quantized
+from megafp8.fp8.fused import swiglu
 from megafp8.models.context import BuildContext
 from megafp8.sharding import Init
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -50,11 +52,13 @@ class MLP(nn.Module):
             **common,
         )
 
-    def forward(self, x_sbh: Tensor) -> Tensor:
-        y_sbf = self.up(x_sbh)
+    @property
+    def input_cast(self) -> InputCast | None:
+        return self.up.input_cast
+
+    def forward(self, x_sbh: Tensor | Quantized) -> Tensor:
         if self.activation == "swiglu":
-            gate, up = y_sbf.chunk(2, dim=-1)
-            y_sbf = F.silu(gate) * up
-        else:
-            y_sbf = F.gelu(y_sbf, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-        return self.down(y_sbf)
+            slot = self.up.grad_slot()
+            return self.down(swiglu(self.up(x_sbh, slot), self.down.input_cast, slot))
+        y_sbf = self.up(x_sbh)
+        return self.down(F.gelu(y_sbf, approximate="tanh" if self.activation == "gelu_tanh" else "none"))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megafp8.fp8 import InputCast, Quantized, fused
 from megafp8.models.context import BuildContext
 from megafp8.sharding import Init, ParamSpec, set_spec, whole
 
@@ -44,6 +45,11 @@ class Norm(nn.Module):
         return set_spec(nn.Parameter(torch.empty(self.size, dtype=context.dtype, device=context.device)), spec)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The norm's values."""
         if self.kind == "rmsnorm":
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+
+    def residual(self, x: Tensor, branch: Tensor | None, cast: InputCast | None) -> tuple[Tensor, Tensor | Quantized]:
+        """`x + branch`, and its norm as the layer behind it wants it: all in one pass, in both directions."""
+        return fused.norm(x, branch, self.weight, self.bias, self.eps, cast)

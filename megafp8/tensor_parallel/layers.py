@@ -10,7 +10,9 @@ reduce-scatter after: the same bytes, a t-th of the activation memory.
 
 The layers know nothing of precision: each takes a `LinearOp` from `megafp8.fp8`, `op(x, weight) -> y`, and says only
 which of its operands are slices (which matters where a scale is taken from the whole tensor). They know the group they
-were given and nothing of the job.
+were given and nothing of the job. What comes before a layer may hand it codes instead of values (`input_cast` says how
+it wants them), and what comes after may hand back the gradient as codes (`grad_slot`); a sequence-parallel layer then
+gathers codes, half the bytes.
 
 Several projections of the same input (q, k, v; gate, up) are one ColumnParallelLinear whose weight stacks a slice of
 each: `parts` gives names and sizes, and each part keeps its own global name.
@@ -25,12 +27,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megafp8.fp8 import Fp8Manager
+from megafp8.fp8 import Fp8Linear, Fp8Manager, GradSlot, InputCast, LinearOp, Quantized
 from megafp8.sharding import Init, ParamSpec, cut, set_spec, stack, whole
 from megafp8.tensor_parallel.mappings import (
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
     gather_from_tensor_parallel,
+    gather_quantized,
     reduce_from_tensor_parallel,
     reduce_scatter_to_sequence_parallel,
     scatter_to_tensor_parallel,
@@ -41,6 +44,21 @@ ZEROS = Init("zeros")
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+def _input_cast(op: LinearOp) -> InputCast | None:
+    return InputCast(op.quantizers.input) if isinstance(op, Fp8Linear) and op.fusible else None
+
+
+def _grad_slot(op: LinearOp) -> GradSlot | None:
+    return GradSlot(op.quantizers.grad_output) if isinstance(op, Fp8Linear) and op.fusible else None
+
+
+def _apply(op: LinearOp, x: Tensor | Quantized, weight: nn.Parameter, grad_slot: GradSlot | None = None) -> Tensor:
+    if isinstance(op, Fp8Linear):
+        return op(x, weight, grad_slot=grad_slot)
+    assert isinstance(x, Tensor), "codes for a layer in high precision"
+    return op(x, weight)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -78,7 +96,11 @@ class ColumnParallelLinear(nn.Module):
         self.group, self.gather_output, self.skip_bias_add = group, gather_output, skip_bias_add
         self.sequence_parallel = sequence_parallel and t > 1
         self.op = fp8.linear_op(
-            name, tp_group=group, input_sharded=False, grad_output_sharded=t > 1, fp8=not high_precision
+            name,
+            tp_group=group,
+            input_sharded=self.sequence_parallel,
+            grad_output_sharded=t > 1,
+            fp8=not high_precision,
         )
         if weight is None:
             pieces = stack([cut(f"{p}.weight", (n, input_size), 0, rank, t) for p, n in parts.items()])
@@ -91,12 +113,31 @@ class ColumnParallelLinear(nn.Module):
             self.bias = _empty((output_size // t,), dtype, device)
             set_spec(self.bias, ParamSpec(pieces, ZEROS, replicated_over_tp=False, weight_decay=False))
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        if self.sequence_parallel:
+    @property
+    def input_cast(self) -> InputCast | None:
+        """How the layer wants this rank's input quantized; None where it wants values."""
+        cast = _input_cast(self.op)
+        if cast is None or not self.sequence_parallel:
+            return cast
+        return InputCast(cast.quantizer, columns=False) if cast.quantizer.one_factor else None
+
+    def grad_slot(self) -> GradSlot | None:
+        """A place for the gradient of the next `forward`'s output as codes; None where the layer wants values."""
+        return None if self.bias is not None or self.gather_output else _grad_slot(self.op)
+
+    def forward(
+        self, x: Tensor | Quantized, grad_slot: GradSlot | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        if isinstance(x, Quantized):
+            if self.sequence_parallel:
+                x = gather_quantized(x, self.group)
+            else:
+                x = Quantized(copy_to_tensor_parallel(x.carrier, self.group), x.operand)
+        elif self.sequence_parallel:
             x = gather_from_sequence_parallel(x, self.group)
         else:
             x = copy_to_tensor_parallel(x, self.group)
-        y = self.op(x, self.weight)
+        y = _apply(self.op, x, self.weight, grad_slot)
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         if self.gather_output:
@@ -152,10 +193,16 @@ class RowParallelLinear(nn.Module):
             )
             set_spec(self.bias, spec)
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    @property
+    def input_cast(self) -> InputCast | None:
+        """How the layer wants this rank's input quantized; None where it wants values."""
+        return _input_cast(self.op) if self.input_is_parallel else None
+
+    def forward(self, x: Tensor | Quantized) -> Tensor | tuple[Tensor, Tensor | None]:
         if not self.input_is_parallel:
+            assert isinstance(x, Tensor)
             x = scatter_to_tensor_parallel(x, self.group)
-        y = self.op(x, self.weight)
+        y = _apply(self.op, x, self.weight)
         if self.sequence_parallel:
             y = reduce_scatter_to_sequence_parallel(y, self.group)
         else:

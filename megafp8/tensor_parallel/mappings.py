@@ -1,7 +1,7 @@
 """The region mappings of tensor parallelism, and their sequence-parallel pairs.
 
 A tensor-parallel block is a region in which ranks hold different slices of an activation. What enters and leaves it is
-a collective forward and its adjoint backward, and these five pairs are all there are (Shoeybi et al. 2019,
+a collective forward and its adjoint backward, and these are all there are (Shoeybi et al. 2019,
 arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198):
 
     function                              forward           backward          enters a region where
@@ -28,6 +28,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megafp8.collectives import all_gather, all_reduce, reduce_scatter
+from megafp8.fp8 import Quantized, carrier
+from megafp8.fp8.matrix import TENSOR, Operand, Scaled
 
 
 def _slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -42,7 +44,7 @@ def _gather_last(x: Tensor, group: ProcessGroup) -> Tensor:
     return gathered.movedim(0, -2).flatten(-2)
 
 
-class _Copy(Function):
+class _Copy(Function):  # of values and of carriers alike
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -70,6 +72,20 @@ class _GatherSequence(Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return all_gather(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(dy, ctx.group), None
+
+
+class _GatherQuantized(Function):
+    """A carrier of this rank's slice of s to one of the whole sequence: `_GatherSequence` without values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return carrier(x, (x.shape[0] * group.size(), *x.shape[1:]))
 
     @staticmethod
     @once_differentiable
@@ -138,6 +154,22 @@ def reduce_from_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
 def gather_from_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
     """`[s/t, b, h]` -> `[s, b, h]`; backward sums and scatters."""
     return _GatherSequence.apply(x_sbh, group) if group.size() > 1 else x_sbh
+
+
+def gather_quantized(x: Quantized, group: ProcessGroup) -> Quantized:
+    """`gather_from_sequence_parallel` of codes with one factor for the tensor of all ranks: half the bytes of bf16.
+
+    The slice comes as rows; the whole has rows, and columns where a backward will follow. Backward sums and scatters
+    gradients in their own dtype.
+    """
+    if group.size() == 1:
+        return x
+    slice_rows = x.operand.rows
+    assert slice_rows is not None
+    assert slice_rows.granularity is TENSOR
+    rows = Scaled(all_gather(slice_rows.data, group), slice_rows.scale_inv)
+    whole = _GatherQuantized.apply(x.carrier, group)
+    return Quantized(whole, Operand(rows, rows.t() if whole.requires_grad else None))
 
 
 def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:

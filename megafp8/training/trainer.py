@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.distributed import ProcessGroup
 from megafp8.collectives import all_reduce, broadcast
 from megafp8.config import Config
 from megafp8.data.samples import Batch
-from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Manager
+from megafp8.fp8 import BlockwiseScaling, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe, RowwiseScaling
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage, fp8_layer_names
 from megafp8.optimizer.adam import MixedPrecisionAdamW
@@ -37,29 +38,30 @@ from megafp8.training.describe import position_rows
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def fp8_recipe(config: Config) -> DelayedScaling | CurrentScaling | None:
+def fp8_recipe(config: Config) -> Fp8Recipe | None:
     """The recipe that `fp8` in the config describes."""
     f = config.fp8
     if f.recipe == "none":
         return None
-    if f.recipe == "current":
-        return CurrentScaling(
-            fp8_format=f.format,
-            power_of_two=f.power_of_two_scale,
-            amax_epsilon=f.amax_epsilon,
-            override_linear_precision=f.override_linear_precision,
-            use_fast_accum=f.fast_accumulation,
+    common: dict[str, Any] = {
+        "override_linear_precision": f.override_linear_precision,
+        "use_fast_accum": f.fast_accumulation,
+    }
+    if f.format is not None:
+        common["fp8_format"] = f.format
+    if f.recipe == "delayed":
+        return DelayedScaling(
+            margin=f.margin,
+            interval=f.interval,
+            amax_history_len=f.amax_history_len,
+            amax_compute_algo=f.amax_compute_algo,
+            power_of_two_scale=bool(f.power_of_two_scale),
+            **common,
         )
-    return DelayedScaling(
-        margin=f.margin,
-        interval=f.interval,
-        amax_history_len=f.amax_history_len,
-        amax_compute_algo=f.amax_compute_algo,
-        fp8_format=f.format,
-        power_of_two_scale=f.power_of_two_scale,
-        override_linear_precision=f.override_linear_precision,
-        use_fast_accum=f.fast_accumulation,
-    )
+    if f.power_of_two_scale is not None:
+        common["power_of_two"] = f.power_of_two_scale
+    recipes = {"current": CurrentScaling, "rowwise": RowwiseScaling, "blockwise": BlockwiseScaling}
+    return recipes[f.recipe](amax_epsilon=f.amax_epsilon, **common)
 
 
 def build_fp8(config: Config, amax_group: ProcessGroup | None) -> Fp8Manager:
@@ -70,6 +72,7 @@ def build_fp8(config: Config, amax_group: ProcessGroup | None) -> Fp8Manager:
         include=tuple(config.fp8.include),
         exclude=tuple(config.fp8.exclude),
         gemm_backend=config.fp8.gemm_backend,
+        gemm_autotune=config.fp8.gemm_autotune,
     )
     manager.check_patterns(list(fp8_layer_names(config.model)))
     return manager

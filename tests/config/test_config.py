@@ -50,7 +50,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("training.steps=ten", "training.steps = 'ten': input should be a valid integer"),
         ("training.steps=0", "training.steps = 0: input should be greater than 0"),
         ("training.steps=2.5", "training.steps = 2.5: input should be a valid integer"),
-        ("fp8.recipe=delaid", "fp8.recipe = 'delaid': input should be 'none', 'delayed' or 'current'"),
+        ("fp8.recipe=delaid", "fp8.recipe = 'delaid': input should be 'none', 'delayed', 'current', 'rowwise' or 'blockwise'"),
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate = nan: input should be"),
         ("name=a/b", "name = 'a/b': string should match pattern"),
         ("data.train=[]", "data.train"),

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup, group
 
 from megafp8.fp8 import E4M3, E5M2, DelayedScaling
 from megafp8.fp8.delayed import DelayedState
+from megafp8.fp8.sources import Plain
 from tests.fp8.reference import scale_of
 from tests.world import World
 
@@ -60,7 +61,7 @@ def test_1030_steps_against_a_naive_list(recipe: DelayedScaling) -> None:
             if rng.random() < 0.05:
                 peaks[0] = rng.choice([0.0, math.inf, math.nan])
             for peak in peaks:  # two micro-batches
-                quantizers[name](torch.tensor([[-peak, peak / 2]]))
+                quantizers[name](Plain(torch.tensor([[-peak, peak / 2]])), rows=True, columns=False)
             naive[name].step(max(peaks, key=lambda a: math.inf if math.isnan(a) else a))
         state.end_step(None)
         assert state.scale_t.tolist() == [naive[name].scale for name in FORMATS], step
@@ -75,7 +76,7 @@ def test_one_bad_step_costs_one_update() -> None:
     quantizer = state.quantizers()["a"]
     scales = []
     for peak in (2.0, torch.nan, 4.0, 1.0, 1.0, 1.0, 1.0):
-        quantizer(torch.tensor([[peak]]))
+        quantizer(Plain(torch.tensor([[peak]])), rows=True, columns=False)
         state.end_step(None)
         scales.append(state.scale_t.item())
         assert state.history_tl.isfinite().all()
@@ -93,7 +94,7 @@ def test_a_callable_sees_the_newest_first() -> None:
     state = DelayedState(recipe, {"a": E4M3}, CPU)
     quantizer = state.quantizers()["a"]
     for peak in (2.0, 7.0, 4.0):
-        quantizer(torch.tensor([[peak]]))
+        quantizer(Plain(torch.tensor([[peak]])), rows=True, columns=False)
         state.end_step(None)
     assert seen == [[2, 0, 0], [7, 2, 0], [4, 7, 2]]
     assert state.scale_t.item() == 64
@@ -107,8 +108,12 @@ def _ranks_agree() -> list[list[float]]:
     a, b = state.quantizers().values()
     scales = []
     for step in range(4):
-        a(torch.tensor([[1.0 + rank * (3 - step)]]))
-        b(torch.tensor([[torch.nan if step == 2 and rank == 0 else 2.0 ** (rank + step)]]))
+        a(Plain(torch.tensor([[1.0 + rank * (3 - step)]])), rows=True, columns=False)
+        b(
+            Plain(torch.tensor([[torch.nan if step == 2 and rank == 0 else 2.0 ** (rank + step)]])),
+            rows=True,
+            columns=False,
+        )
         state.end_step(world)
         scales.append(state.scale_t.tolist())
     assert state.history_tl[0, 1:5].tolist() == [1, 2, 3, 4]

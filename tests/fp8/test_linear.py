@@ -207,8 +207,8 @@ def test_only_wanted_gradients_are_computed(recipe: Fp8Recipe | None, monkeypatc
 
         return call
 
-    for name in ("gemm", "fp8_gemm_tn"):
-        monkeypatch.setattr(linear, name, counted(name, getattr(linear, name)))
+    monkeypatch.setattr(linear, "gemm", counted("gemm", linear.gemm))
+    monkeypatch.setattr(linear.Fp8Gemm, "tn", counted("tn", linear.Fp8Gemm.tn))
     for x_wanted, w_wanted in ((True, False), (False, True), (True, True)):
         _, op = managed(recipe)
         x, weight, dy = tensors()
@@ -226,12 +226,13 @@ def test_weight_is_quantized_once_until_invalidated() -> None:
     x, weight, dy = tensors()
     with torch.no_grad():
         op(x, weight)
-    w8 = op.weight8(weight, transpose=True)
+    rows_alone = op.weight8(weight, columns=False)
+    assert rows_alone.columns is None
     run(op, x, weight, dy)
-    w8_t = w8.rows_kn
+    w8 = op.weight8(weight, columns=True)
     y, _, _ = run(op, x, weight, dy)
-    assert op.weight8(weight, transpose=True) is w8
-    assert w8.rows_kn is w8_t
+    assert op.weight8(weight, columns=False) is w8
+    assert w8.columns is not None
     with torch.no_grad():
         weight.mul_(-2)
     assert torch.equal(op(x, weight), y)  # stale by design until told

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup, group
 
 from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe, LinearOp
 from megafp8.fp8.linear import Fp8Linear, high_precision_linear
+from megafp8.fp8.sources import Plain
 from tests.fp8.reference import bytes_of
 from tests.world import World
 
@@ -204,7 +205,9 @@ def _casts(kind: str, power_of_two: bool) -> list[np.ndarray[Any, Any]]:
     assert isinstance(op, Fp8Linear)
     casts: list[np.ndarray[Any, Any]] = []
     for quantizer, tensor in zip(op.quantizers, (x, w, dy), strict=True):
-        x8, scale_inv, _ = quantizer(tensor)
+        rows = quantizer(Plain(tensor), rows=True, columns=False).rows
+        assert rows is not None
+        x8, scale_inv, _ = rows
         casts += [bytes_of(x8), scale_inv.numpy()]
     return casts
 

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8 import E4M3, E5M2, Format
-from megafp8.fp8.quantize import CurrentQuantizer, DelayedQuantizer, Fp8Matrix, amax, dequantize, quantize
+from megafp8.fp8.matrix import Scaled
+from megafp8.fp8.quantize import amax, dequantize, quantize
+from megafp8.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer
+from megafp8.fp8.sources import Plain
 from tests.fp8.reference import bytes_of, encode, finite_values, scale_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -49,6 +52,12 @@ def test_cast_at_every_boundary(fmt: Format, device: str) -> None:
     np.testing.assert_array_equal(bytes_of(x8), encode(x.numpy(), fmt))
 
 
+def rows_of(quantizer: Quantizer, x: Tensor) -> Scaled:
+    rows = quantizer(Plain(x), rows=True, columns=False).rows
+    assert rows is not None
+    return rows
+
+
 @FORMATS
 def test_cast_saturates_infinities_and_keeps_nan(fmt: Format) -> None:
     x = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e38, -0.0])
@@ -86,7 +95,7 @@ def test_amax(dtype: torch.dtype) -> None:
 
 def test_transpose_is_a_row_major_copy() -> None:
     x = torch.randn(5, 7)
-    matrix = Fp8Matrix(quantize(x, torch.tensor(1.0), E4M3), torch.tensor(1.0))
+    matrix = Scaled(quantize(x, torch.tensor(1.0), E4M3), torch.tensor(1.0))
     transposed = matrix.t()
     assert transposed.data.is_contiguous()
     np.testing.assert_array_equal(bytes_of(transposed.data), bytes_of(matrix.data).T)
@@ -96,7 +105,7 @@ def test_transpose_is_a_row_major_copy() -> None:
 @FORMATS
 def test_current_scale_is_from_the_tensor_itself(fmt: Format, power_of_two: bool) -> None:
     x = torch.randn(6, 10) * 3
-    x8, scale_inv, _ = CurrentQuantizer(fmt, None, eps=0.0, power_of_two=power_of_two)(x)
+    x8, scale_inv, _ = rows_of(CurrentQuantizer(fmt, None, eps=0.0, power_of_two=power_of_two), x)
     scale = np.float32(scale_of(x.abs().max().item(), fmt.max, power_of_two=power_of_two))
     assert scale_inv.item() == np.float32(1) / scale
     np.testing.assert_array_equal(bytes_of(x8), encode(x.numpy() * scale, fmt))
@@ -105,26 +114,26 @@ def test_current_scale_is_from_the_tensor_itself(fmt: Format, power_of_two: bool
 def test_current_scale_of_zeros_and_of_a_broken_tensor_is_one() -> None:
     quantizer = CurrentQuantizer(E4M3, None, eps=0.0, power_of_two=False)
     for value in (0.0, torch.inf, torch.nan):
-        x8, scale_inv, _ = quantizer(torch.tensor([[value, 0.0]]))
+        x8, scale_inv, _ = rows_of(quantizer, torch.tensor([[value, 0.0]]))
         assert scale_inv.item() == 1
         assert x8.float()[0, 1] == 0
 
 
 def test_current_scale_with_an_epsilon() -> None:
     quantizer = CurrentQuantizer(E4M3, None, eps=1.75, power_of_two=False)
-    assert quantizer(torch.zeros(1, 1)).scale_inv.item() == 1 / 256
-    assert quantizer(torch.tensor([[-3.5]])).scale_inv.item() == 1 / 128
+    assert rows_of(quantizer, torch.zeros(1, 1)).scale_inv.item() == 1 / 256
+    assert rows_of(quantizer, torch.tensor([[-3.5]])).scale_inv.item() == 1 / 128
 
 
 def test_delayed_casts_with_the_given_scale_and_raises_the_amax() -> None:
     scale, newest = torch.tensor(2.0), torch.tensor(3.0)
-    quantizer = DelayedQuantizer(E4M3, scale, newest)
-    x8, scale_inv, _ = quantizer(torch.tensor([[1.0, -2.5]]))
+    quantizer = DelayedQuantizer(E4M3, scale, scale.reciprocal(), newest)
+    x8, scale_inv, _ = rows_of(quantizer, torch.tensor([[1.0, -2.5]]))
     assert x8.float().tolist() == [[2.0, -5.0]]
     assert scale_inv.item() == 0.5
     assert newest.item() == 3
-    quantizer(torch.tensor([[1.0, -4.5]]))
+    rows_of(quantizer, torch.tensor([[1.0, -4.5]]))
     assert newest.item() == 4.5
     quantizer.recording = False
-    quantizer(torch.tensor([[9.0]]))
+    rows_of(quantizer, torch.tensor([[9.0]]))
     assert newest.item() == 4.5

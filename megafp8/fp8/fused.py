@@ -1,0 +1,137 @@
+"""What lies between linear layers, fused with the cast that follows it: norm and SwiGLU as autograd Functions.
+
+A linear layer that runs in FP8 wants its input as codes, rows and columns, and never looks at the bf16 values; so a
+norm or an activation in front of it hands over the codes (`Quantized`) and the values are not stored at all. Backward
+of an activation likewise leaves the gradient of the layer before it as codes in that layer's `GradSlot`. In front of a
+layer in high precision the same Functions compute the values, in x's dtype.
+
+Kept for backward: the norm's input and a statistic of each row; the activation's input. What follows from those is
+computed again in the kernel that needs it.
+
+Shapes: r rows (tokens; all leading dims), c columns, f width of an activation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megafp8.fp8 import normalization
+from megafp8.fp8.linear import GradSlot, InputCast, Quantized, carrier
+from megafp8.fp8.matrix import Operand
+from megafp8.fp8.quantizers import casts
+from megafp8.fp8.sources import Normalized, Source, SwiGLU, SwiGLUGrad
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _hand_over(
+    source: Source, like: Tensor, cast: InputCast | None, grad_enabled: bool, operands: list[Operand]
+) -> Tensor:
+    """The source's values shaped like `like` but for the last dim; or a carrier, its operand put into `operands`."""
+    shape = (*like.shape[:-1], source.shape[1])
+    if cast is None:
+        return casts(source).materialize(source).view(shape)
+    operands.append(cast.quantizer(source, rows=True, columns=cast.columns and grad_enabled))
+    return carrier(like, shape)
+
+
+def _quantized(y: Tensor, operands: list[Operand]) -> Tensor | Quantized:
+    return Quantized(y, operands[0]) if operands else y
+
+
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None, operands: list[Operand],
+        grad_enabled: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(gate_up)
+        ctx.slot = slot
+        return _hand_over(SwiGLU(_matrix(gate_up)), gate_up, cast, grad_enabled, operands)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (gate_up,) = ctx.saved_tensors
+        source = SwiGLUGrad(_matrix(gate_up), _matrix(dy))
+        if ctx.slot is None:
+            return casts(source).materialize(source).view(gate_up.shape), None, None, None, None
+        ctx.slot.operand = ctx.slot.quantizer(source, rows=True, columns=True)
+        return carrier(gate_up, gate_up.shape), None, None, None, None
+
+
+def swiglu(gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None) -> Tensor | Quantized:
+    """`silu(gate) · up` of `[..., 2f]`: values `[..., f]`, or codes where the layer that takes them has a `cast`.
+
+    `slot`: where the layer that made `gate_up`, its only other user, looks for the gradient.
+    """
+    operands: list[Operand] = []
+    return _quantized(_SwiGLU.apply(gate_up, cast, slot, operands, torch.is_grad_enabled()), operands)
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+        cast: InputCast | None, operands: list[Operand], grad_enabled: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x_rc, branch_rc = _matrix(x), None if branch is None else _matrix(branch)
+        total_rc, mean_r, rstd_r = _statistics(x_rc, branch_rc, eps, centered=bias is not None)
+        source = Normalized(total_rc, rstd_r, weight, mean_r, bias)
+        y = _hand_over(source, x, cast, grad_enabled, operands)
+        ctx.save_for_backward(total_rc, rstd_r, mean_r, weight)
+        ctx.set_materialize_grads(False)
+        return total_rc.view(x.shape), y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        total_rc, rstd_r, mean_r, weight = ctx.saved_tensors
+        if dy is None:  # only the sum was used
+            return dtotal, dtotal if ctx.needs_input_grad[1] else None, *[None] * 6
+        dresidual = None if dtotal is None else _matrix(dtotal)
+        dx_rc, dweight, dbias = _backward(_matrix(dy), total_rc, mean_r, rstd_r, weight, dresidual)
+        dx = dx_rc.view(dy.shape)
+        dweight = dweight.to(weight.dtype)
+        dbias = None if dbias is None else dbias.to(weight.dtype)
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None, None, None
+
+
+def _statistics(
+    x_rc: Tensor, branch_rc: Tensor | None, eps: float, *, centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    if x_rc.is_cuda and x_rc.dtype != torch.float64:
+        from megafp8.fp8.kernels import normalization as kernels
+
+        return kernels.statistics(x_rc, branch_rc, eps, centered=centered)
+    total_rc = x_rc if branch_rc is None else x_rc + branch_rc
+    return total_rc, *normalization.statistics(total_rc, eps, centered=centered)
+
+
+def _backward(
+    dy_rc: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight: Tensor, dresidual_rc: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if x_rc.is_cuda and x_rc.dtype != torch.float64:
+        from megafp8.fp8.kernels import normalization as kernels
+
+        return kernels.backward(dy_rc, x_rc, mean_r, rstd_r, weight, dresidual_rc)
+    return normalization.backward(dy_rc, x_rc, mean_r, rstd_r, weight, dresidual_rc)
+
+
+def norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, cast: InputCast | None
+) -> tuple[Tensor, Tensor | Quantized]:
+    """`x + branch` (x where there is no branch), and its norm over the last dim: values, or codes as `cast` says.
+
+    RMSNorm without a bias, LayerNorm with one; weight and bias `[c]`.
+    """
+    operands: list[Operand] = []
+    total, y = _Norm.apply(x, branch, weight, bias, eps, cast, operands, torch.is_grad_enabled())
+    return total, _quantized(y, operands)

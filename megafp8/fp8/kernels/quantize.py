@@ -1,0 +1,185 @@
+"""Launches of the tile kernel: the functions of `megafp8.fp8.plain`, with the same results bit for bit.
+
+Shapes: r rows, c columns of the source.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from megafp8.fp8.formats import Format
+from megafp8.fp8.kernels.arithmetic import INTERPRETED, readable
+from megafp8.fp8.kernels.cast import tile_kernel
+from megafp8.fp8.matrix import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Operand, Scaled
+from megafp8.fp8.scaling import scale_from_amax
+from megafp8.fp8.sources import Normalized, Plain, Source, SwiGLU, SwiGLUGrad
+
+
+class Tile(NamedTuple):
+    """Rows, columns and warps of a program."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# Measured on H200 (`tools/bench_casts.py --sweep`).
+_TILES = {
+    "plain": Tile(128, 64, 4),
+    "rmsnorm": Tile(128, 64, 4),
+    "layernorm": Tile(128, 64, 4),
+    "swiglu": Tile(32, 64, 4),
+    "swiglu_grad": Tile(32, 64, 4),
+}
+_AMAX_TILE = Tile(16, 256, 8)
+_BLOCK_WARPS = {"plain": 4, "rmsnorm": 4, "layernorm": 4, "swiglu": 8, "swiglu_grad": 8}
+
+
+def _inputs(source: Source) -> tuple[str, tuple[Tensor, ...], int]:
+    """The kernel's name for `source`, its six pointers (any tensor where one is not read), and its width."""
+    c = source.shape[1]
+    if isinstance(source, Normalized):
+        x, weight = readable(source.x_rc), readable(source.weight_c)
+        if source.mean_r is None:
+            return "rmsnorm", (x, x, source.rstd_r, x, weight, weight), c
+        assert source.bias_c is not None
+        return "layernorm", (x, x, source.rstd_r, source.mean_r, weight, readable(source.bias_c)), c
+    assert isinstance(source, (Plain, SwiGLU, SwiGLUGrad))
+    x = readable(source.x_rc)
+    if isinstance(source, SwiGLUGrad):
+        dy = readable(source.dy_rf)
+        return source.kind, (x, dy, x, x, x, x), c // 2
+    return source.kind, (x,) * 6, c
+
+
+def _launch(source: Source, scales: str, outputs: tuple[Tensor, ...], tile: Tile | None = None, **options: Any) -> None:
+    """`outputs`: rows, columns, scale, column scale, amax, column amax; any tensor where one is not used."""
+    kind, inputs, width = _inputs(source)
+    r = source.shape[0]
+    if tile is None:
+        tile = Tile(128, 128, _BLOCK_WARPS[kind]) if "128" in scales else _TILES[kind]
+    defaults: dict[str, Any] = {
+        "ROWS": False, "COLUMNS": False, "RECORD": False, "WORDS": False, "FORMAT": "e4m3", "FP8_MAX": 448.0,
+        "POWER_OF_TWO": False, "eps": 0.0,
+    }  # fmt: skip
+    tile_kernel[(triton.cdiv(width, tile.columns), triton.cdiv(r, tile.rows))](
+        *inputs, *outputs, r, width, r // 4, SOURCE=kind, SCALES=scales, INTERPRETED=INTERPRETED, TILE_R=tile.rows,
+        TILE_C=tile.columns, num_warps=tile.warps, enable_fp_fusion=False, **defaults | options,
+    )  # fmt: skip
+
+
+def _cast(source: Source, scales: str, fmt: Format, outputs: tuple[Tensor, ...], rows: Tensor | None,
+          columns: Tensor | None, **options: Any) -> None:  # fmt: skip
+    """Launch a cast. `outputs`: scale, column scale, amax, column amax."""
+    if 0 in source.shape:
+        return
+    words = source.shape[0] % 4 == 0
+    by_rows = None if rows is None else rows.view(torch.uint8)
+    by_columns = None if columns is None else columns.view(torch.int32 if words else torch.uint8)
+    codes = (outputs[0] if by_rows is None else by_rows, outputs[0] if by_columns is None else by_columns)
+    _launch(
+        source, scales, codes + outputs, ROWS=rows is not None, COLUMNS=columns is not None, WORDS=words,
+        FORMAT=fmt.name, FP8_MAX=fmt.max, **options,
+    )  # fmt: skip
+
+
+def _empty(source: Source, fmt: Format, rows: bool, columns: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Room for the codes as rows and as columns."""
+    r, c = source.shape
+    return (
+        torch.empty((r, c), dtype=fmt.dtype, device=source.device) if rows else None,
+        torch.empty((c, r), dtype=fmt.dtype, device=source.device) if columns else None,
+    )
+
+
+def _operand(
+    rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor, column_scale_inv: Tensor, granularity: Granularity
+) -> Operand:
+    return Operand(
+        None if rows is None else Scaled(rows, scale_inv, granularity),
+        None if columns is None else Scaled(columns, column_scale_inv, granularity),
+    )
+
+
+def materialize(source: Source) -> Tensor:
+    values = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+    if values.numel():
+        _launch(source, "none", (values,) * 6)
+    return values
+
+
+def amax(source: Source) -> Tensor:
+    result = torch.zeros((), dtype=torch.float32, device=source.device)
+    if 0 not in source.shape:
+        _launch(source, "amax", (result,) * 6, _AMAX_TILE, RECORD=True)
+    return result
+
+
+def cast_tensor(
+    source: Source, scale: Tensor, scale_inv: Tensor, fmt: Format, *, rows: bool, columns: bool,
+    newest_amax: Tensor | None,
+) -> Operand:  # fmt: skip
+    by_rows, by_columns = _empty(source, fmt, rows, columns)
+    noted = scale if newest_amax is None else newest_amax
+    _cast(source, "tensor", fmt, (scale, scale, noted, noted), by_rows, by_columns, RECORD=newest_amax is not None)
+    return _operand(by_rows, by_columns, scale_inv, scale_inv, TENSOR)
+
+
+def cast_current(
+    source: Source, whole_amax: Tensor, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float
+) -> Operand:
+    by_rows, by_columns = _empty(source, fmt, rows, columns)
+    scale_inv = torch.empty_like(whole_amax) if 0 not in source.shape else torch.ones_like(whole_amax)
+    outputs = (scale_inv, scale_inv, whole_amax, whole_amax)
+    _cast(source, "current", fmt, outputs, by_rows, by_columns, POWER_OF_TWO=power_of_two, eps=eps)
+    return _operand(by_rows, by_columns, scale_inv, scale_inv, TENSOR)
+
+
+def cast_rows(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:
+    r, c = source.shape
+    by_rows, by_columns = _empty(source, fmt, rows, columns)
+    start = r + -r % 4  # of the columns' factors: each part begins at a multiple of 16 bytes
+    maxima = torch.zeros(start + c, dtype=torch.float32, device=source.device)
+    inverse = torch.empty_like(maxima)
+    if 0 in source.shape:
+        inverse = scale_from_amax(maxima, fmt.max, eps=eps, power_of_two=power_of_two).reciprocal()
+    else:
+        _launch(source, "maxima", (maxima,) * 5 + (maxima[start:],), ROWS=rows, COLUMNS=columns)
+    outputs = (inverse, inverse[start:], maxima, maxima[start:])
+    _cast(source, "vectors", fmt, outputs, by_rows, by_columns, POWER_OF_TWO=power_of_two, eps=eps)
+    return _operand(by_rows, by_columns, inverse[:r].unsqueeze(-1), inverse[start:].unsqueeze(-1), ROW)
+
+
+def cast_1x128(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:
+    """The factors `[r, ceil(c/128)]` lie in memory column by column, as cuBLASLt wants them."""
+    r, c = source.shape
+    by_rows, by_columns = _empty(source, fmt, rows, columns)
+    scale_inv = torch.empty((-(-c // 128), r), dtype=torch.float32, device=source.device)
+    column_scale_inv = torch.empty((-(-r // 128), c), dtype=torch.float32, device=source.device)
+    outputs = (scale_inv, column_scale_inv, scale_inv, scale_inv)
+    _cast(_whole_blocks(source), "1x128", fmt, outputs, by_rows, by_columns,
+          POWER_OF_TWO=power_of_two, eps=eps)  # fmt: skip
+    return _operand(by_rows, by_columns, scale_inv.t(), column_scale_inv.t(), BLOCK_1X128)
+
+
+def cast_128x128(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:
+    """A row of the factors begins at a multiple of four, as cuBLASLt wants them."""
+    r, c = source.shape
+    by_rows, by_columns = _empty(source, fmt, rows, columns)
+    down, across = -(-r // 128), -(-c // 128)
+    scale_inv = torch.empty((down, across + -across % 4), dtype=torch.float32, device=source.device)
+    column_scale_inv = torch.empty((across, down + -down % 4), dtype=torch.float32, device=source.device)
+    outputs = (scale_inv, column_scale_inv, scale_inv, scale_inv)
+    _cast(_whole_blocks(source), "128x128", fmt, outputs, by_rows, by_columns,
+          POWER_OF_TWO=power_of_two, eps=eps)  # fmt: skip
+    return _operand(by_rows, by_columns, scale_inv[:, :across], column_scale_inv[:, :down], BLOCK_128X128)
+
+
+def _whole_blocks(source: Source) -> Source:
+    """`source`, or its values where its two parts would share a block."""
+    split = isinstance(source, SwiGLUGrad) and source.shape[1] % 256
+    return Plain(source.values()) if split else source

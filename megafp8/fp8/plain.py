@@ -1,0 +1,72 @@
+"""Sources to operands in plain PyTorch: what every fused kernel must reproduce bit for bit.
+
+`megafp8.fp8.kernels.quantize` implements the same functions: a `Source` and a way of scaling in, an `Operand` with the
+rows and columns that were asked for out.
+
+Shapes: r rows, c columns of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megafp8.fp8.blocks import quantize_1x128, quantize_128x128, quantize_rows
+from megafp8.fp8.formats import Format
+from megafp8.fp8.matrix import Operand, Scaled
+from megafp8.fp8.quantize import amax as largest
+from megafp8.fp8.quantize import quantize
+from megafp8.fp8.scaling import scale_from_amax
+from megafp8.fp8.sources import Source
+
+
+def materialize(source: Source) -> Tensor:
+    """The source's values `[r, c]`, rounded to its dtype."""
+    return source.values().to(source.dtype)
+
+
+def amax(source: Source) -> Tensor:
+    """Largest magnitude of the source, fp32 `[]`, infinite where it is not finite."""
+    return largest(source.values())
+
+
+def cast_tensor(
+    source: Source, scale: Tensor, scale_inv: Tensor, fmt: Format, *, rows: bool, columns: bool,
+    newest_amax: Tensor | None,
+) -> Operand:  # fmt: skip
+    """By one factor, `scale`, fp32 `[]`, `scale_inv` its reciprocal; `newest_amax`, fp32 `[]`, is raised to the
+    source's amax where given."""
+    values = source.values()
+    if newest_amax is not None:
+        torch.maximum(newest_amax, largest(values), out=newest_amax)
+    by_rows = Scaled(quantize(values, scale, fmt), scale_inv)
+    return Operand(by_rows if rows else None, by_rows.t() if columns else None)
+
+
+def cast_current(
+    source: Source, whole_amax: Tensor, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float
+) -> Operand:
+    """By one factor made of the amax, fp32 `[]`, of the tensor that the source is all or a part of."""
+    scale = scale_from_amax(whole_amax, fmt.max, eps=eps, power_of_two=power_of_two)
+    return cast_tensor(source, scale, scale.reciprocal(), fmt, rows=rows, columns=columns, newest_amax=None)
+
+
+def _both(values: Tensor, cast: Callable[[Tensor], Scaled], rows: bool, columns: bool) -> Operand:
+    return Operand(cast(values) if rows else None, cast(values.t().contiguous()) if columns else None)
+
+
+def cast_rows(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:
+    """By one factor for each row of the rows, and of the columns."""
+    return _both(source.values(), lambda x: quantize_rows(x, fmt, power_of_two=power_of_two, eps=eps), rows, columns)
+
+
+def cast_1x128(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:
+    """By blocks of 128 neighbours in a row of the rows, and of the columns."""
+    return _both(source.values(), lambda x: quantize_1x128(x, fmt, power_of_two=power_of_two, eps=eps), rows, columns)
+
+
+def cast_128x128(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:
+    """By square blocks: the columns are the rows transposed, factors and codes."""
+    return _both(source.values(), lambda x: quantize_128x128(x, fmt, power_of_two=power_of_two, eps=eps), rows, columns)

@@ -1,0 +1,138 @@
+"""What is quantized: a tensor as it lies in memory, or one that a kernel computes on the way.
+
+A norm, an activation, or an activation's gradient is read once more only to be cast. So quantizers take a `Source`: the
+inputs of the computation and its definition in plain PyTorch (`values`). On CUDA one kernel computes a tile of it and
+casts the tile; elsewhere `values` is computed and cast. In both the value that is cast is fp32: there is no bf16
+rounding in between, and no bf16 copy in memory.
+
+The arithmetic is spelt out, operation by operation, because the kernels must give the same bits: exponentials are
+powers of two, nothing is contracted into a multiply-add, and a sigmoid is one division.
+
+Shapes: r rows, c columns of the matrix; f width of an activation (half of c where a source has two parts).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+LOG2_E = math.log2(math.e)
+
+
+class Source(Protocol):
+    """A matrix `[r, c]` that can be computed from tensors of `dtype` on `device`."""
+
+    kind: ClassVar[str]
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def values(self) -> Tensor:
+        """The matrix `[r, c]`, fp32 or wider."""
+        ...
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """`1 / (1 + 2^(-x·log2 e))`, the form that the kernels compute; fp32 or wider."""
+    exponent = x * -LOG2_E
+    if x.is_cuda:
+        power = torch.exp2(exponent)
+    else:  # by way of float64: the last bit of a CPU's fp32 result depends on where in the tensor the element stands
+        power = torch.exp2(exponent.double()).to(x.dtype)
+    return torch.ones_like(x) / (1.0 + power)
+
+
+@dataclass(frozen=True)
+class _OfOneTensor:
+    x_rc: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x_rc.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.x_rc.device
+
+
+@dataclass(frozen=True)
+class Plain(_OfOneTensor):
+    """`x` itself, `[r, c]`, contiguous."""
+
+    kind: ClassVar[str] = "plain"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x_rc.shape[0], self.x_rc.shape[1]
+
+    def values(self) -> Tensor:
+        return _wide(self.x_rc)
+
+
+@dataclass(frozen=True)
+class Normalized(Plain):
+    """`(x - mean) · rstd · weight + bias` of rows: x `[r, c]`, statistics `[r]` in fp32 or wider, weight and bias
+    `[c]`.
+
+    Without `mean_r` and `bias_c` it is RMSNorm.
+    """
+
+    rstd_r: Tensor
+    weight_c: Tensor
+    mean_r: Tensor | None = None
+    bias_c: Tensor | None = None
+    kind: ClassVar[str] = "normalized"
+
+    def values(self) -> Tensor:
+        x = _wide(self.x_rc)
+        if self.mean_r is not None:
+            x = x - self.mean_r.unsqueeze(-1)
+        y = x * self.rstd_r.unsqueeze(-1) * _wide(self.weight_c)
+        return y if self.bias_c is None else y + _wide(self.bias_c)
+
+
+@dataclass(frozen=True)
+class SwiGLU(_OfOneTensor):
+    """`silu(gate) · up` `[r, f]` of `[gate | up]` `[r, 2f]` (Shazeer 2020, arXiv:2002.05202)."""
+
+    kind: ClassVar[str] = "swiglu"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x_rc.shape[0], self.x_rc.shape[1] // 2
+
+    def values(self) -> Tensor:
+        gate, up = _wide(self.x_rc).chunk(2, dim=-1)
+        return gate * sigmoid(gate) * up
+
+
+@dataclass(frozen=True)
+class SwiGLUGrad(_OfOneTensor):
+    """The gradient `[r, 2f]` of `[gate | up]`, `x_rc` `[r, 2f]`, from dy `[r, f]`."""
+
+    dy_rf: Tensor
+    kind: ClassVar[str] = "swiglu_grad"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x_rc.shape[0], self.x_rc.shape[1]
+
+    def values(self) -> Tensor:
+        gate, up = _wide(self.x_rc).chunk(2, dim=-1)
+        dy, s = _wide(self.dy_rf), sigmoid(gate)
+        silu = gate * s
+        return torch.cat([dy * up * (s + silu * (1.0 - s)), dy * silu], dim=-1)

@@ -1,0 +1,79 @@
+"""`megafp8.tensor_parallel.cross_entropy` with fused kernels: for bf16 and fp32 logits on CUDA.
+
+The same loss from the same two collectives, with no fp32 copy of the logits and no tensor of their size at all. Kept
+for the backward are the logits themselves and two numbers a token: the maximum, and the weight (1 + 2·z·log Z) / Σ
+that turns exp(x - maximum) into what the loss's gradient holds of the softmax. Not log Z alone: exp(x - log Z) would
+lose the digits that log Z loses by rounding next to a large maximum.
+
+**The backward writes the gradient over the logits**, into the caller's memory where they are contiguous. Autograd is
+told, so whatever else saved the logits, and a second backward, fail instead of reading gradients for logits. Read the
+logits before the backward or not at all.
+
+Shapes: s sequence, b micro-batch, v vocabulary, t tensor-parallel size, n = s·b tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+from torch.distributed import ProcessGroup
+
+from megafp8.collectives import all_reduce
+from megafp8.fp8.kernels.cross_entropy import gradient_, statistics
+
+
+class _FusedVocabParallelCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, vocab_size: int, z_loss: float
+    ) -> Tensor:
+        logits_sbv = logits_sbv.contiguous()
+        columns = logits_sbv.shape[-1]
+        ctx.first = group.rank() * columns
+        ctx.valid = min(max(vocab_size - ctx.first, 0), columns)
+        labels_n = labels_sb.flatten()
+        own_maximum_n, own_total_n, label_logit_n = statistics(
+            logits_sbv.view(-1, columns), labels_n, first=ctx.first, valid=ctx.valid
+        )
+        maximum_n = all_reduce(own_maximum_n.clone(), group, "max")
+        own_total_n = own_total_n * (own_maximum_n - maximum_n).exp()
+        total_n, label_logit_n = all_reduce(torch.stack([own_total_n, label_logit_n]), group).unbind()
+
+        log_total_n = total_n.log()
+        # The label's logit is one rank's and zero elsewhere, so its sum is exact. The maximum goes first.
+        loss_n = log_total_n - (label_logit_n - maximum_n)
+        weight_n = total_n.reciprocal()
+        if z_loss:
+            log_z_n = log_total_n + maximum_n
+            loss_n = loss_n + z_loss * log_z_n.square()
+            weight_n = (1.0 + 2.0 * z_loss * log_z_n) * weight_n
+        ctx.save_for_backward(logits_sbv, labels_n, maximum_n, weight_n)
+        return loss_n.view(labels_sb.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss_sb: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits_sbv, labels_n, maximum_n, weight_n = ctx.saved_tensors
+        dlogits_sbv = logits_sbv.detach()
+        dlogits_nv = dlogits_sbv.view(-1, dlogits_sbv.shape[-1])
+        dloss_n = dloss_sb.flatten().contiguous()
+        gradient_(dlogits_nv, labels_n, maximum_n, weight_n, dloss_n, first=ctx.first, valid=ctx.valid)
+        increment_version(logits_sbv)
+        return dlogits_sbv, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, *, vocab_size: int, z_loss: float = 0.0
+) -> Tensor:
+    """Negative log-likelihood of each token, `[s, b]` fp32, from this rank's logits `[s, b, v/t]` in bf16 or fp32.
+
+    `labels_sb` int64 in `[0, vocab_size)`; columns from `vocab_size` on are padding and ignored. `z_loss` adds
+    `z_loss · log²Z`. Mask unwanted labels by multiplying the result. The backward overwrites the logits with their
+    gradient.
+    """
+    return _FusedVocabParallelCrossEntropy.apply(logits_sbv, labels_sb, group, vocab_size, z_loss)

@@ -1,0 +1,168 @@
+"""Every source cast every way by the tile kernel, against the plain twin, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megafp8.fp8 import plain
+from megafp8.fp8.formats import E4M3, E5M2, Format
+from megafp8.fp8.matrix import Operand
+from megafp8.fp8.sources import Normalized, Plain, Source, SwiGLU, SwiGLUGrad
+from tests.fp8.kernels import DEVICE
+
+kernels = pytest.importorskip("megafp8.fp8.kernels.quantize")
+
+FORMATS = [E4M3, E5M2]
+SHAPES = [(64, 64), (1, 1), (3, 200), (130, 66), (0, 16), (16, 0)]
+
+
+def bits(x8: Tensor) -> Tensor:
+    """Codes as integers; every NaN as one value, since backends choose different ones."""
+    return torch.where(x8.float().isnan(), -1, x8.view(torch.uint8).int())
+
+
+def noise(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator) * scale).to(dtype).to(DEVICE)
+
+
+def rms(r: int, c: int, dtype: torch.dtype) -> Source:
+    return Normalized(noise(r, c, scale=3, dtype=dtype), noise(r).abs(), noise(c, dtype=dtype))
+
+
+def layer(r: int, c: int, dtype: torch.dtype) -> Source:
+    return Normalized(
+        noise(r, c, dtype=dtype), noise(r).abs(), noise(c, dtype=dtype), noise(r, seed=1), noise(c, seed=1)
+    )
+
+
+SOURCES: dict[str, Callable[[int, int, torch.dtype], Source]] = {
+    "plain": lambda r, c, dtype: Plain(noise(r, c, scale=40, dtype=dtype)),
+    "rmsnorm": rms,
+    "layernorm": layer,
+    "swiglu": lambda r, c, dtype: SwiGLU(noise(r, 2 * c, scale=4, dtype=dtype)),
+    "swiglu_grad": lambda r, c, dtype: SwiGLUGrad(
+        noise(r, c // 2 * 2, scale=4, dtype=dtype), noise(r, c // 2, scale=1e-3, dtype=dtype)
+    ),
+}
+OPTIONS: dict[str, dict[str, Any]] = {"plain scales": {"power_of_two": False, "eps": 0.0}}
+OPTIONS["powers of two"] = {"power_of_two": True, "eps": 1e-4}
+BLOCKS = ["cast_rows", "cast_1x128", "cast_128x128"]
+
+
+def same(actual: Operand, expected: Operand) -> None:
+    for a, e in zip(actual, expected):
+        assert (a is None) == (e is None)
+        if a is not None and e is not None:
+            assert a.granularity is e.granularity
+            assert a.data.is_contiguous()
+            assert a.scale_inv.shape == e.scale_inv.shape
+            assert torch.equal(a.scale_inv, e.scale_inv)
+            assert torch.equal(bits(a.data), bits(e.data))
+
+
+def check_tensor(source: Source, scale: float, fmt: Format) -> None:
+    factor = torch.tensor(scale, device=DEVICE)
+    inverse = factor.reciprocal()
+    for wanted in ({"rows": True, "columns": True}, {"rows": True, "columns": False}, {"rows": False, "columns": True}):
+        noted, expected_note = torch.tensor(0.25, device=DEVICE), torch.tensor(0.25, device=DEVICE)
+        expected = plain.cast_tensor(source, factor, inverse, fmt, newest_amax=expected_note, **wanted)
+        same(kernels.cast_tensor(source, factor, inverse, fmt, newest_amax=noted, **wanted), expected)
+        assert noted.item() == expected_note.item()
+        same(kernels.cast_tensor(source, factor, inverse, fmt, newest_amax=None, **wanted), expected)
+    whole = kernels.amax(source)
+    assert whole.item() == plain.amax(source).item()
+    options: dict[str, Any] = {"rows": True, "columns": True, "power_of_two": scale > 1, "eps": 0.0}
+    same(kernels.cast_current(source, whole, fmt, **options), plain.cast_current(source, whole, fmt, **options))
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [(torch.bfloat16, E4M3), (torch.float32, E5M2)], ids=str)
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_one_factor_a_tensor(shape: tuple[int, int], kind: str, dtype: torch.dtype, fmt: Format) -> None:
+    check_tensor(SOURCES[kind](*shape, dtype), 3.7, fmt)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("cast", BLOCKS)
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 200), (130, 258), (0, 16), (16, 0)], ids=str)
+def test_a_factor_a_block(shape: tuple[int, int], kind: str, cast: str, options: dict[str, Any]) -> None:
+    source = SOURCES[kind](*shape, torch.bfloat16)
+    for wanted in ({"rows": True, "columns": True}, {"rows": True, "columns": False}, {"rows": False, "columns": True}):
+        actual = getattr(kernels, cast)(source, E4M3, **wanted, **options)
+        same(actual, getattr(plain, cast)(source, E4M3, **wanted, **options))
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values(shape: tuple[int, int], kind: str) -> None:
+    source = SOURCES[kind](*shape, torch.float32)
+    assert torch.equal(kernels.materialize(source), plain.materialize(source))
+
+
+def every_bf16() -> Tensor:
+    """All 65,536 codes: zeros, subnormals, infinities and NaNs among them."""
+    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256).to(DEVICE)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_every_bf16_value(fmt: Format) -> None:
+    every = every_bf16()
+    for scale in (1.0, 448.0, 1e-3, 3.4e38):
+        check_tensor(Plain(every), scale, fmt)
+    check_tensor(Plain(torch.where(every.float().isfinite(), every, torch.zeros_like(every))), 1.0, fmt)
+
+
+def test_sigmoid_of_every_bf16_value() -> None:
+    """The gate is bf16, so this is every value that the exponential and the division will see."""
+    gate = every_bf16()
+    check_tensor(SwiGLU(torch.cat([gate, torch.ones_like(gate)], dim=1)), 1.0, E4M3)
+    actual = kernels.materialize(SwiGLU(torch.cat([gate, torch.ones_like(gate)], dim=1).float()))
+    expected = plain.materialize(SwiGLU(torch.cat([gate, torch.ones_like(gate)], dim=1).float()))
+    assert torch.equal(actual.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_halfway_between_neighbours_and_a_bit_beside(fmt: Format) -> None:
+    """Every midpoint of two codes in fp32, where rounding to even decides, and the fp32 values next to it."""
+    codes = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
+    values = codes[codes.isfinite()].unique()
+    middle = (values[1:] + values[:-1]) / 2
+    beside = [torch.nextafter(middle, torch.full_like(middle, end)) for end in (-torch.inf, torch.inf)]
+    check_tensor(Plain(torch.cat([values, middle, *beside]).view(1, -1).to(DEVICE)), 1.0, fmt)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-40, 3e-39, 1e38, torch.inf, torch.nan])
+@pytest.mark.parametrize("cast", BLOCKS)
+def test_blocks_of_odd_values(cast: str, value: float) -> None:
+    """A block of zeros, of numbers whose scale overflows, or with something infinite or undefined in it."""
+    x = noise(130, 260)
+    x[:128, :128] = 0.0
+    x[3, 5] = value
+    options = {"power_of_two": True, "eps": 0.0, "rows": True, "columns": True}
+    same(getattr(kernels, cast)(Plain(x), E4M3, **options), getattr(plain, cast)(Plain(x), E4M3, **options))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    r=st.integers(1, 70),
+    c=st.integers(1, 70),
+    scale=st.floats(1e-30, 1e30),
+    spread=st.floats(-30, 30),
+    seed=st.integers(0, 999),
+    fmt=st.sampled_from(FORMATS),
+    cast=st.sampled_from(BLOCKS),
+)
+def test_any_matrix(r: int, c: int, scale: float, spread: float, seed: int, fmt: Format, cast: str) -> None:
+    x = noise(r, c, scale=10.0**spread, dtype=torch.bfloat16, seed=seed)
+    check_tensor(Plain(x), scale, fmt)
+    options = {"power_of_two": bool(seed % 2), "eps": 0.0, "rows": True, "columns": True}
+    same(getattr(kernels, cast)(Plain(x), fmt, **options), getattr(plain, cast)(Plain(x), fmt, **options))

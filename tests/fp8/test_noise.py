@@ -1,0 +1,61 @@
+"""Noise: Random123's known answers, Philox in Python integers, and what it depends on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megafp8.fp8.noise import Key, noise_key, uniform, words
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def philox_by_hand(counter: int, key: Key) -> list[int]:
+    """Philox-4x32-10 in Python integers, straight from the paper."""
+    x, (k0, k1) = [counter & 0xFFFFFFFF, counter >> 32, 0, 0], key
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
+        x = [(p1 >> 32) ^ x[1] ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ x[3] ^ k1, p0 & 0xFFFFFFFF]
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return x
+
+
+def uniform_by_hand(r: int, c: int, key: Key) -> list[list[float]]:
+    flat = [(philox_by_hand(i // 4, key)[i % 4] >> 8) / 2**24 for i in range(r * c)]
+    return [flat[i * c : (i + 1) * c] for i in range(r)]
+
+
+def test_known_answer() -> None:
+    """Random123's kat_vectors: counter 0, key 0."""
+    assert words(1, (0, 0), torch.device("cpu")).tolist() == [[0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("key", [(0, 0), (0xFFFFFFFF, 0xFFFFFFFF), noise_key(1234, 7, "layers.0.mlp.down")])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 8), (0, 4), (4, 0)])
+def test_equals_python_integers(shape: tuple[int, int], key: Key, device: str) -> None:
+    noise = uniform(*shape, key, torch.device(device))
+    assert noise.dtype == torch.float32
+    assert noise.shape == shape
+    assert noise.tolist() == uniform_by_hand(*shape, key)
+
+
+def test_depends_on_seed_step_and_name() -> None:
+    keys = {noise_key(seed, step, name) for seed in (0, 1) for step in (0, 1, 10) for name in ("a", "b")}
+    assert len(keys) == 12
+    assert noise_key(1, 1, "a") == noise_key(1, 1, "a")
+
+
+def test_is_uniform() -> None:
+    noise = uniform(100, 1000, noise_key(0, 0, "x"), torch.device("cpu")).double()
+    assert noise.min() >= 0
+    assert noise.max() < 1
+    n = noise.numel()
+    counts = torch.histc(noise.flatten(), bins=50, min=0, max=1)
+    chi_squared = ((counts - n / 50) ** 2 / (n / 50)).sum().item()
+    assert abs(chi_squared - 49) < 5 * math.sqrt(2 * 49)
+    for a, b in [(noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1]), (noise[:, 4:], noise[:, :-4])]:
+        correlation = 12 * ((a - 0.5) * (b - 0.5)).mean().item()
+        assert abs(correlation) < 5 / math.sqrt(a.numel())

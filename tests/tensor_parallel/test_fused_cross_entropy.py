@@ -1,0 +1,185 @@
+"""The fused vocab-parallel cross-entropy against torch's on the whole logits in float64, and against its plain twin.
+
+Ranks are emulated one after another in this process: each round runs all of them, with the results of the collectives
+known so far, and learns what the ranks give to the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from megafp8.tensor_parallel import cross_entropy
+from tests.fp8.kernels import DEVICE  # before the kernels: it chooses the interpreter where there is no GPU
+from tests.fp8.kernels.test_cross_entropy import DTYPES, U, error_of_sum
+
+fused = pytest.importorskip("megafp8.tensor_parallel.fused_cross_entropy")
+
+S, B = 3, 2
+REDUCE = {"sum": lambda x: x.sum(dim=0), "max": lambda x: x.amax(dim=0)}
+
+
+def group_of(rank: int, size: int) -> ProcessGroup:
+    return cast(ProcessGroup, SimpleNamespace(rank=lambda: rank, size=lambda: size))
+
+
+class Ranks:
+    """All-reduces for ranks that run one after another."""
+
+    def __init__(self) -> None:
+        self.known: list[Tensor] = []  # results of the collectives learnt so far
+        self.given: list[Tensor] = []  # what each rank gives to the next one
+        self.op = "sum"
+        self.calls = 0  # of the rank now running
+
+    def all_reduce(self, x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
+        self.calls += 1
+        if self.calls <= len(self.known):
+            return x.copy_(self.known[self.calls - 1])  # in place, as the real one
+        if self.calls == len(self.known) + 1:
+            self.given.append(x.clone())
+            self.op = op
+        return x
+
+    def run(self, ranks: int, case: Callable[[int], Any]) -> list[Any]:
+        """What `case(rank)` returns on each rank once every collective's result is known."""
+        while True:
+            self.given = []
+            results = []
+            for rank in range(ranks):
+                self.calls = 0
+                results.append(case(rank))
+            if not self.given:
+                return results
+            self.known.append(REDUCE[self.op](torch.stack(self.given)))
+
+
+def inputs(v: int, vocab_size: int, dtype: torch.dtype, spread: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels and the loss's gradient, one token masked."""
+    generator = torch.Generator().manual_seed(v)
+    logits = (torch.randn(S, B, v, generator=generator) * spread).to(dtype)
+    labels = torch.randint(vocab_size, (S, B), generator=generator)
+    dloss = torch.rand(S, B, generator=generator)
+    dloss[1, 1] = 0.0
+    return logits.to(DEVICE), labels.to(DEVICE), dloss.to(DEVICE)
+
+
+def check(loss: Tensor, dlogits: Tensor, logits: Tensor, labels: Tensor, dloss: Tensor, kept: int, z: float) -> None:
+    """Against float64, within what fp32's roundings may add up to (`error_of_sum`), and the gradient's own rounding."""
+    x = logits[..., :kept].double().requires_grad_()
+    log_z = x.logsumexp(dim=-1)
+    exact = F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view(S, B) + z * log_z.square()
+    exact.backward(dloss.double())
+    with torch.no_grad():
+        label = x.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        peak = x.amax(dim=-1)
+        of_sum = error_of_sum(kept) + 16 * U  # and the ranks' sums scaled to one maximum
+        of_log_z = of_sum + 4 * U * (log_z.abs() + peak.abs())
+        of_loss = of_sum + 4 * U * (exact.abs() + (peak - label).abs())
+        of_loss = of_loss + z * (2 * log_z.abs() * of_log_z + 4 * U * log_z.square())
+        assert ((loss.double() - exact).abs() <= of_loss).all()
+
+        softmax_part = (x - log_z.unsqueeze(-1)).exp() * dloss.unsqueeze(-1)
+        relative = (of_sum + 2 * z * of_log_z).unsqueeze(-1) + U * (2 * (peak.unsqueeze(-1) - x) + 16)
+        weighted = softmax_part * (1 + 2 * z * log_z.abs()).unsqueeze(-1)
+        assert x.grad is not None
+        half_a_step = 0.5 * torch.finfo(logits.dtype).eps
+        bound = weighted * relative * (1 + half_a_step) + half_a_step * x.grad.abs() + 1e-37
+        assert ((dlogits[..., :kept].double() - x.grad).abs() <= bound).all()
+        assert dlogits[..., kept:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("v", "vocab_size", "z_loss", "spread"),
+    [(32, 32, 0.0, 1.0), (32, 29, 0.0, 1.0), (32, 7, 0.1, 1.0), (32, 32, 1e-4, 300.0), (20000, 19001, 1e-4, 3.0)],
+)
+def test_slices_equal_torch_on_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    v: int,
+    vocab_size: int,
+    z_loss: float,
+    spread: float,
+    dtype: torch.dtype,
+) -> None:
+    logits, labels, dloss = inputs(v, vocab_size, dtype, spread)
+    own = [part.contiguous().clone().requires_grad_() for part in logits.chunk(ranks, dim=-1)]
+
+    def forward(rank: int) -> Tensor:
+        return fused.vocab_parallel_cross_entropy(
+            own[rank], labels, group_of(rank, ranks), vocab_size=vocab_size, z_loss=z_loss
+        )
+
+    emulated = Ranks()
+    monkeypatch.setattr(fused, "all_reduce", emulated.all_reduce)
+    losses = emulated.run(ranks, forward)
+    assert [reduced.numel() for reduced in emulated.known] == [S * B, 2 * S * B]
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    for loss in losses:
+        loss.backward(dloss)
+    gradient = torch.cat([x.grad for x in own], dim=-1)
+    assert (losses[0].dtype, gradient.dtype) == (torch.float32, dtype)
+    check(losses[0].detach(), gradient, logits, labels, dloss, vocab_size, z_loss)
+
+
+def test_equals_the_plain_one_on_the_vocabulary_of_one_rank() -> None:
+    logits, labels, dloss = inputs(5000, 4900, torch.bfloat16, 2.0)
+    results = []
+    for module in (fused, cross_entropy):
+        own = logits.clone().requires_grad_()
+        loss = module.vocab_parallel_cross_entropy(own, labels, group_of(0, 1), vocab_size=4900, z_loss=1e-3)
+        loss.backward(dloss)
+        results.append((loss.detach(), own.grad))
+    (loss, gradient), (plain_loss, plain_gradient) = results
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, plain_gradient, rtol=2.0**-7, atol=0)  # a neighbour in bf16
+    assert (gradient == plain_gradient).double().mean() > 0.99
+
+
+def test_what_all_logits_have_in_common_costs_no_precision() -> None:
+    logits, labels, dloss = inputs(64, 64, torch.float32, 2.0)
+    logits = (logits * 256).round() / 256  # so that adding 1024 is exact
+    results = []
+    for offset in (0.0, 1024.0):
+        own = (logits + offset).requires_grad_()
+        loss = fused.vocab_parallel_cross_entropy(own, labels, group_of(0, 1), vocab_size=64)
+        loss.backward(dloss)
+        results.append((loss.detach(), own.grad))
+    (loss, gradient), (offset_loss, offset_gradient) = results
+    assert torch.equal(loss, offset_loss)
+    assert torch.equal(gradient, offset_gradient)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradient_lies_where_the_logits_lay_and_the_loss_cannot_be_differentiated_again(dtype: torch.dtype) -> None:
+    logits, labels, _ = inputs(64, 64, dtype, 1.0)
+    leaf = logits.clone().requires_grad_()
+    product = leaf * 2.0
+    seen: list[Tensor] = []
+    product.register_hook(seen.append)
+    loss = fused.vocab_parallel_cross_entropy(product, labels, group_of(0, 1), vocab_size=64).sum()
+    loss.backward(retain_graph=True)
+    assert seen[0].data_ptr() == product.data_ptr()
+    assert not seen[0].requires_grad
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_logits_that_are_not_contiguous_are_left_alone() -> None:
+    logits, labels, dloss = inputs(64, 60, torch.float32, 1.0)
+    wide = torch.cat([logits, logits], dim=-1)
+    own = wide[..., :64].detach().requires_grad_()
+    loss = fused.vocab_parallel_cross_entropy(own, labels, group_of(0, 1), vocab_size=60)
+    loss.backward(dloss)
+    assert torch.equal(wide[..., :64], logits)
+    assert own.grad is not None
+    check(loss.detach(), own.grad, logits, labels, dloss, 60, 0.0)

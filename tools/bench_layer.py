@@ -1,0 +1,410 @@
+"""Time forward + backward of transformer layers on one rank: torch, megafp8, torchao and Transformer Engine side by
+side.
+
+    python -m tools.bench_layer                                      # everything, four layers of Llama-3-8B
+    python -m tools.bench_layer --shapes llama3-8b,llama3-70b-tp8 --variants compiled,megafp8:delayed --json out.json
+    python -m tools.bench_layer --profile megafp8:delayed            # kernel by kernel
+
+An iteration is what a rank does between two optimizer steps: `--micro-batches` times forward and backward, then the end
+of the step, after which FP8 copies of the weights are stale. One micro-batch, the default, is the least favourable to
+FP8. Times are per micro-batch. Forgetting the gradients belongs to the optimizer and is not timed.
+
+All variants are built and warmed up first, then timed in turn, `--rounds` times over, so that a drift of the clock
+touches all alike; the table gives medians, ratios are to `compiled`. TFLOP/s count 6·N·tokens and causal attention as
+half. "peak" is the most that an iteration has allocated above what was there before the variant was built, "kept" what
+the forward pass of a second micro-batch leaves for its backward (so that copies of weights, made once, are not
+counted).
+
+A fast layer that is wrong is worth nothing. So every variant starts from the weights of the eager reference and its
+gradients are held against the reference's: "dx" is |dx - dx'| / |dx'|, "dw" the largest such difference of any weight.
+Rows above 0.15·√layers, about twice what FP8 costs, or with a NaN, are marked WRONG and the exit code is 1. The output
+gradient is as small as that of a mean loss, so FP8 without proper scales shows up as zeros.
+
+Shapes: s sequence, b micro-batch (one sample), h hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from megafp8.parallel_state import (
+    ParallelState,
+    destroy_model_parallel,
+    initialize_distributed,
+    initialize_model_parallel,
+)
+from tools.layer_variants import Layers, NotInstalledError, Problem, build_eager, variants
+from tools.reference_layers import SHAPES, random_weights
+
+BASELINE = "compiled"
+WARM_UP = 4  # delayed scaling needs three: an amax becomes known only once what lies behind it no longer underflows
+LARGEST_DIFFERENCE = 0.15  # of the gradients of one layer; rounding errors of several add up like a random walk
+GRADIENT_STD = 1e-6  # below E5M2's least subnormal, 1.5e-5
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is run and what must come out: input and output gradient `[s, b, h]`, the reference's dx and dw by name."""
+
+    x_sbh: Tensor
+    dy_sbh: Tensor
+    micro_batches: int
+    dx_sbh: Tensor
+    dw: dict[str, Tensor]
+
+
+@dataclass
+class Result:
+    """A row of the table; `note` says why it has no figures. Memory stays None on a CPU, where torch counts none."""
+
+    variant: str
+    note: str = ""
+    failed: bool = False
+    samples_ms: list[float] = field(default_factory=list)
+    dx_difference: float | None = None
+    dw_difference: float | None = None
+    peak_gib: float | None = None
+    kept_gib_per_layer: float | None = None
+
+    @property
+    def ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+    def wrong(self, layers: int) -> bool:
+        """Also where a difference is NaN, with which no comparison holds, or was never taken."""
+        limit, differences = LARGEST_DIFFERENCE * layers**0.5, (self.dx_difference, self.dw_difference)
+        return not all(value is not None and value <= limit for value in differences)
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def iteration(layers: Layers, x_sbh: Tensor, dy_sbh: Tensor, micro_batches: int) -> Tensor:
+    """The micro-batches of one optimizer step, all of the same data; gives back dx."""
+    for index in range(micro_batches):
+        leaf = x_sbh.detach().requires_grad_()
+        layers.forward(leaf, index == 0).backward(dy_sbh)
+    layers.end_step()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def reference_work(problem: Problem, micro_batches: int) -> Work:
+    """Random input and output gradient, and what the eager reference makes of them."""
+    generator = torch.Generator(problem.device).manual_seed(2)
+    shape = (problem.seq_length, 1, problem.shape.hidden_size)
+    x, dy = (torch.randn(shape, generator=generator, device=problem.device).bfloat16() for _ in range(2))
+    dy *= GRADIENT_STD
+    layers = build_eager(problem)
+    dx = iteration(layers, x, dy, 1)
+    dw = {name: grad for name, grad in layers.gradients().items() if grad is not None}
+    return Work(x, dy, micro_batches, dx, dw)
+
+
+def difference(actual: Tensor | None, expected: Tensor) -> float:
+    """|actual - expected| / |expected|; infinite where there is nothing."""
+    if actual is None:
+        return float("inf")
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def compare_gradients(layers: Layers, work: Work, result: Result) -> None:
+    layers.zero_grad()
+    result.dx_difference = difference(iteration(layers, work.x_sbh, work.dy_sbh, 1), work.dx_sbh)
+    gradients = layers.gradients()
+    differences = [difference(gradients[name], expected) for name, expected in work.dw.items()]
+    result.dw_difference = torch.tensor(differences).max().item()  # unlike Python's max, lets a NaN through
+
+
+def measure_memory(layers: Layers, work: Work, before: int, num_layers: int, result: Result) -> None:
+    """Fill in `peak_gib` and `kept_gib_per_layer`; `before`: bytes allocated before the variant was built."""
+    device = work.x_sbh.device
+    layers.zero_grad()
+    torch.cuda.reset_peak_memory_stats(device)
+    iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
+    result.peak_gib = (torch.cuda.max_memory_allocated(device) - before) / 2**30
+    layers.zero_grad()
+    first = layers.forward(work.x_sbh.detach().requires_grad_(), True)
+    allocated = torch.cuda.memory_allocated(device)
+    second = layers.forward(work.x_sbh.detach().requires_grad_(), False)
+    result.kept_gib_per_layer = (torch.cuda.memory_allocated(device) - allocated) / 2**30 / num_layers
+    second.backward(work.dy_sbh)
+    first.backward(work.dy_sbh)
+    layers.end_step()
+
+
+def prepare(build: Callable[[Problem], Layers], problem: Problem, work: Work, result: Result) -> Layers:
+    """Build a variant, warm it up, check it and measure its memory."""
+    on_cuda = problem.device.type == "cuda"
+    before = torch.cuda.memory_allocated(problem.device) if on_cuda else 0
+    layers = build(problem)
+    for _ in range(WARM_UP):
+        layers.zero_grad()
+        iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
+    compare_gradients(layers, work, result)
+    if on_cuda:
+        measure_memory(layers, work, before, problem.layers, result)
+    return layers
+
+
+def prepare_or_note(build: Callable[[Problem], Layers], problem: Problem, work: Work, result: Result) -> Layers | None:
+    """`prepare`; whatever goes wrong in one variant becomes its note, and the others are measured all the same."""
+    try:
+        return prepare(build, problem, work, result)
+    except NotInstalledError as error:
+        result.note = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        result.note, result.failed = f"{type(error).__name__}: {error}".splitlines()[0], True
+    release()
+    return None
+
+
+def time_iterations(layers: Layers, work: Work, steps: int) -> list[float]:
+    """Milliseconds per micro-batch of `steps` iterations. On CUDA the queue is not drained between them."""
+    device, spans = work.x_sbh.device, []
+    for _ in range(steps):
+        layers.zero_grad()
+        start = _now(device)
+        iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
+        spans.append((start, _now(device)))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return [_milliseconds(*span) / work.micro_batches for span in spans]
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds(start: Any, end: Any) -> float:
+    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+
+
+def release() -> None:
+    """Give memory back before something else is built."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# --- profile ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """All runs of one kernel in an iteration (of one operation on a CPU)."""
+
+    name: str
+    count: int
+    microseconds: float
+
+
+def kernel_times(layers: Layers, work: Work) -> list[KernelTime]:
+    """What one iteration spends its time on, longest first."""
+    on_cuda = work.x_sbh.is_cuda
+    layers.zero_grad()
+    with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiler:
+        iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
+        if on_cuda:
+            torch.cuda.synchronize()
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events() or []:
+        if on_cuda and event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            spent[event.name].append(event.time_range.elapsed_us())
+        elif not on_cuda and event.device_type == DeviceType.CPU:
+            spent[event.name].append(event.self_cpu_time_total)
+    kernels = [KernelTime(name, len(times), sum(times)) for name, times in spent.items()]
+    return sorted(kernels, key=lambda kernel: -kernel.microseconds)
+
+
+def print_kernels(kernels: list[KernelTime], variant: str, iteration_ms: float, on_cuda: bool) -> None:
+    """`iteration_ms`: an iteration without the profiler, which slows the host down but not the kernels."""
+    total = sum(kernel.microseconds for kernel in kernels)
+    where = "kernels" if on_cuda else "operations"
+    print(f"\n{variant}: one iteration of {iteration_ms:.3f} ms, {total / 1e3:.3f} ms in {where}")
+    if on_cuda:
+        print(f"GPU busy {total / 1e3 / iteration_ms:.1%}")
+    print(f"{'µs':>12}{'share':>8}{'count':>7}  name")
+    for kernel in kernels:
+        share = kernel.microseconds / total if total else 0.0
+        print(f"{kernel.microseconds:>12.1f}{share:>8.1%}{kernel.count:>7}  {kernel.name[:100]}")
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def rows(results: list[Result], flops: float, layers: int) -> list[dict[str, Any]]:
+    """One record a variant, with the figures that follow from the samples. Null is what is not known."""
+    baseline = next((r.ms for r in results if r.variant == BASELINE and r.samples_ms), None)
+    records = []
+    for result in results:
+        record = dataclasses.asdict(result)
+        if result.samples_ms:
+            record |= {
+                "ms": result.ms,
+                "ms_min": min(result.samples_ms),
+                "ms_max": max(result.samples_ms),
+                "tflops": flops / result.ms / 1e9,
+                "ratio": baseline / result.ms if baseline else None,
+                "wrong": result.wrong(layers),
+            }
+        records.append(record)
+    return records
+
+
+def print_table(records: list[dict[str, Any]]) -> None:
+    names = ("ms", "TFLOP/s", f"vs {BASELINE}", "peak GiB", "kept GiB/layer", "dx", "dw")
+    keys = ("ms", "tflops", "ratio", "peak_gib", "kept_gib_per_layer", "dx_difference", "dw_difference")
+    formats = ("12.3f", "10.3g", "14.3f", "10.2f", "16.3f", "10.4f", "10.4f")
+    widths = [int(spec.split(".")[0]) for spec in formats]
+    print(f"{'variant':<28}" + "".join(f"{name:>{width}}" for name, width in zip(names, widths)))
+    for record in records:
+        if not record["samples_ms"]:
+            print(f"{record['variant']:<28}  {record['note']}")
+            continue
+        cells = (
+            f"{'-':>{width}}" if record[key] is None else f"{record[key]:>{spec}}"
+            for key, spec, width in zip(keys, formats, widths)
+        )
+        print(f"{record['variant']:<28}" + "".join(cells) + ("  WRONG" if record["wrong"] else ""))
+
+
+def bench(arguments: argparse.Namespace, shape_name: str, names: list[str], parallel: ParallelState) -> dict[str, Any]:
+    """Measure `names` at one shape, print the table, and give back everything as one record."""
+    shape, layers = SHAPES[shape_name], arguments.layers
+    seq_length = arguments.seq_length or shape.seq_length
+    weights = random_weights(shape, layers, parallel.device)
+    problem = Problem(shape, layers, seq_length, weights, parallel)
+    work = reference_work(problem, arguments.micro_batches)
+    known, results = variants(), [Result(name) for name in names]
+    ready: list[tuple[Result, Layers]] = []
+    for result in results:
+        say(f"{shape_name}: building {result.variant}")
+        built = prepare_or_note(known[result.variant], problem, work, result)
+        if built is not None:
+            ready.append((result, built))
+    for turn in range(arguments.rounds):
+        say(f"{shape_name}: round {turn + 1} of {arguments.rounds}")
+        for result, built in ready:
+            time_iterations(built, work, 1)  # what the previous variant left in caches and allocator is not its own
+            result.samples_ms += time_iterations(built, work, arguments.steps)
+    on_cuda = parallel.device.type == "cuda"
+    report = {
+        "shape": shape_name,
+        **dataclasses.asdict(shape),
+        "seq_length": seq_length,
+        "layers": layers,
+        "micro_batches": arguments.micro_batches,
+        "tflop": shape.flops(layers, seq_length) / 1e12,
+        "device": torch.cuda.get_device_name(parallel.device) if on_cuda else "CPU",
+        "torch": torch.__version__,
+        "rows": rows(results, shape.flops(layers, seq_length), layers),
+    }
+    print(
+        f"{shape_name}: {layers} layers, s = {seq_length}, {report['tflop']:.4g} TFLOP forward + backward, "
+        f"{arguments.micro_batches} micro-batch(es) a step, {report['device']}, torch {report['torch']}"
+    )
+    print_table(report["rows"])
+    for result, built in ready:
+        if result.variant == arguments.profile:
+            kernels = kernel_times(built, work)
+            print_kernels(kernels, result.variant, result.ms * arguments.micro_batches, on_cuda)
+            report["kernels"] = [dataclasses.asdict(kernel) for kernel in kernels]
+    return report
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", help=f"of {', '.join(variants())}. Default: all, or the one to profile")
+    parser.add_argument("--shapes", default="llama3-8b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--seq-length", type=int, help="tokens. Default: the shape's own")
+    parser.add_argument("--micro-batches", type=int, default=1, help="forward and backward passes per optimizer step")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="timed iterations of each variant in a round")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--profile", metavar="VARIANT", help="also print the time of each kernel in one iteration")
+    parser.add_argument("--json", type=Path, help="also write tables and all samples here")
+    return parser.parse_args(argv)
+
+
+def select(option: str, wanted: str, known: list[str]) -> list[str]:
+    """The comma-separated names in `wanted`. ValueError for one that is not known."""
+    names = wanted.split(",")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option}: {name!r} is none of {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def check(arguments: argparse.Namespace) -> tuple[list[str], list[str], str]:
+    """Shapes, variants and type of device. ValueError with one line for what cannot be."""
+    known = list(variants())
+    shapes = select("--shapes", arguments.shapes, list(SHAPES))
+    names = select("--variants", arguments.variants or arguments.profile or ",".join(known), known)
+    if arguments.profile is not None and arguments.profile not in names:
+        raise ValueError(f"--profile: {arguments.profile!r} is none of {', '.join(names)}")
+    for option in ("layers", "seq_length", "micro_batches", "rounds", "steps"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise ValueError(f"--{option.replace('_', '-')}: {value} is too few; 1 or more would work")
+    has_cuda = torch.cuda.is_available()
+    if arguments.device == "cuda" and not has_cuda:
+        raise ValueError("--device: torch sees no CUDA device here; cpu would work")
+    return shapes, names, "cuda" if has_cuda and arguments.device != "cpu" else "cpu"
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        shapes, names, device_type = check(arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    device = initialize_distributed(device_type)
+    reports = []
+    try:
+        parallel = initialize_model_parallel(device=device)
+        for shape in shapes:
+            reports.append(bench(arguments, shape, names, parallel))
+            torch.compiler.reset()  # the graphs of one shape would count against the limit of the next
+            release()
+    finally:
+        destroy_model_parallel()
+    if arguments.json:
+        strict = json.loads(json.dumps(reports), parse_constant=lambda _: None)  # JSON knows neither NaN nor infinity
+        arguments.json.write_text(json.dumps(strict, indent=1), encoding="utf-8")
+    return 1 if any(row["failed"] or row.get("wrong", False) for report in reports for row in report["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""Read a run's FP8 report: which tensors lose most by the cast, a summary by operand, advice, and a heat map.
+
+    python tools/fp8_report.py runs/llama3-8b [--step 4000] [--worst 20] [--png fp8.png]
+
+The run writes the report when its config has fp8.report_interval=100 (a look every 100 steps). The table and summary
+are of one sampled step, the last by default; advice takes in the steps up to it; the heat map shows all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megafp8.config import Config, load_config
+from megafp8.fp8.report import EXACT_DB, FILE_NAME, OPERANDS, Record, advice, as_yaml, read_report
+from megafp8.training.trainer import fp8_recipe
+
+_MOST_NAMES = 20
+_PANELS = (
+    ("snr_db", "SNR (dB)", "viridis"),
+    ("underflow", "underflow (share)", "magma_r"),
+    ("saturated", "saturated (share)", "magma_r"),
+    ("amax", "log2 amax", "cividis"),
+)
+_SWITCH_ON = "switch it on with fp8.report_interval=100 (a look every 100 steps)"
+
+
+def read_run(folder: Path) -> list[Record]:
+    """The run's records, of at least one step. ValueError where there is no folder or no report in it."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give a run's own, <run_dir>/<name>")
+    path = folder / FILE_NAME
+    if not path.exists():
+        raise ValueError(f"{folder} has no {FILE_NAME}: {_SWITCH_ON}")
+    records = read_report(path)
+    if not records:
+        raise ValueError(f"{path} is empty: no step has been sampled yet; they are every fp8.report_interval steps")
+    return records
+
+
+def read_config(folder: Path) -> Config:
+    """The config that the run was last started with. ValueError where there is none that loads."""
+    resumed = sorted(folder.glob("config-from-step-*.yaml"))
+    return load_config(resumed[-1] if resumed else folder / "config.yaml")
+
+
+def chosen_step(records: Sequence[Record], wanted: str) -> int:
+    """The step that `wanted` names: "last", or a number. ValueError unless it was sampled."""
+    steps = sorted({record.step for record in records})
+    if wanted == "last":
+        return steps[-1]
+    if not wanted.isdecimal() or int(wanted) not in steps:
+        nearest = sorted(steps, key=lambda step: abs(step - int(wanted)))[:3] if wanted.isdecimal() else steps[-3:]
+        raise ValueError(f"--step {wanted} is no sampled step: there are {len(steps)}, among them {sorted(nearest)}")
+    return int(wanted)
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def _figure(value: float | None, form: str) -> str:
+    """The number as `form` says; "-" for what was not finite."""
+    return "-" if value is None else format(value, form)
+
+
+def _snr(value: float | None) -> str:
+    return "exact" if value == EXACT_DB else _figure(value, ".1f")
+
+
+def worst_table(records: Sequence[Record], count: int) -> str:
+    """The `count` tensors whose SNR is furthest below the median of their operand; before them what was not finite.
+
+    Below the median, since gradients in E5M2 are some 6 dB below all that is in E4M3.
+    """
+    known = {
+        operand: [r.snr_db for r in records if r.operand == operand and r.snr_db is not None] for operand in OPERANDS
+    }
+    medians = {operand: median(snr) for operand, snr in known.items() if snr}
+
+    def to_median(record: Record) -> str:
+        return "-" if record.snr_db is None else f"{record.snr_db - medians[record.operand]:+.1f}"
+
+    ranked = sorted(records, key=lambda r: -math.inf if r.snr_db is None else r.snr_db - medians[r.operand])[:count]
+    width = max(len(record.layer) for record in ranked) + 2
+    lines = [
+        f"{'layer':<{width}}{'operand':<12}{'SNR dB':>7}{'to median':>11}{'underflow':>11}{'saturated':>11}"
+        f"{'amax':>10}{'scale':>10}"
+    ]
+    lines += [
+        f"{r.layer:<{width}}{r.operand:<12}{_snr(r.snr_db):>7}{to_median(r):>11}"
+        f"{r.underflow:>11.2%}{r.saturated:>11.3%}{_figure(r.amax, '.3g'):>10}{_figure(r.scale, '.3g'):>10}"
+        for r in ranked
+    ]
+    return "\n".join(lines)
+
+
+def summary(records: Sequence[Record]) -> str:
+    """A line an operand: SNR, mean shares, and how many tensors held an infinity or a NaN."""
+    lines = [
+        f"{'operand':<13}{'tensors':>8}{'median SNR':>12}{'worst SNR':>11}{'underflow':>11}{'saturated':>11}"
+        f"{'not finite':>12}"
+    ]
+    for operand in OPERANDS:
+        own = [record for record in records if record.operand == operand]
+        if own:
+            snr = [record.snr_db for record in own if record.snr_db is not None]
+            lines.append(
+                f"{operand:<13}{len(own):>8}{_snr(median(snr) if snr else None):>12}{_snr(min(snr, default=None)):>11}"
+                f"{fmean(r.underflow for r in own):>11.2%}{fmean(r.saturated for r in own):>11.3%}"
+                f"{sum(r.amax is None for r in own):>12}"
+            )
+    return "\n".join(lines)
+
+
+def advice_text(records: Sequence[Record], config: Config) -> str:
+    """What `megafp8.fp8.report.advice` says, and the YAML that does it."""
+    recipe = fp8_recipe(config)
+    if recipe is None:
+        return "Advice: none, since the run was last started with fp8.recipe none."
+    advised = advice(records, fp8_format=recipe.fp8_format)
+    if not advised:
+        return "Advice: none, all tensors are well."
+    lines = ["Advice"]
+    for a in advised:
+        lines += textwrap.wrap(f"{a.layer} {a.operand}: {a.reason}", 110, initial_indent="- ", subsequent_indent="  ")
+    return "\n".join([*lines, "", "In the config that is", "", as_yaml(advised, config.fp8.exclude)])
+
+
+# --- heat map -------------------------------------------------------------------------------------------------------
+
+
+def _place(layer: str) -> tuple[str, int]:
+    """("mlp.down", 3) of "layers.3.mlp.down"."""
+    block = re.search(r"\.(\d+)\.", layer)
+    return (layer, 0) if block is None else (layer[block.end() :], int(block[1]))
+
+
+def ordered_layers(records: Sequence[Record]) -> list[str]:
+    """All layers: those of a kind together, from first block to last, kinds as they come in a block."""
+    kinds = list(dict.fromkeys(_place(record.layer)[0] for record in records))
+    return sorted({record.layer for record in records}, key=lambda a: (kinds.index(_place(a)[0]), _place(a)[1]))
+
+
+def grid(records: Sequence[Record], operand: str, field: str) -> NDArray[np.float64]:
+    """`field` of an operand over ordered layers × sampled steps; NaN where there is none; an amax as its log2."""
+    layers, steps = ordered_layers(records), sorted({record.step for record in records})
+    row, column = ({key: i for i, key in enumerate(keys)} for keys in (layers, steps))
+    values = np.full((len(layers), len(steps)), np.nan)
+    for record in records:
+        value = getattr(record, field)
+        if record.operand == operand and value is not None:
+            values[row[record.layer], column[record.step]] = value
+    if field == "amax":
+        return np.log2(values, out=np.full_like(values, np.nan), where=values > 0)
+    return values
+
+
+def plot(records: Sequence[Record], path: Path, title: str) -> None:
+    """Layers × sampled steps into a PNG: SNR, underflow, saturation and log2 amax down, operands across."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    layers, steps = ordered_layers(records), sorted({record.step for record in records})
+    down, across = len(_PANELS), len(OPERANDS)
+    height = down * min(max(1.8, 0.8 + 0.13 * len(layers)), 4.5) + 0.8
+    figure, panels = plt.subplots(down, across, figsize=(16, height), sharex=True, sharey=True, layout="constrained")
+    figure.suptitle(f"{title}: what the cast to FP8 loses (grey: not finite, or not there)")
+    for line, (field, label, colours) in zip(panels, _PANELS):
+        for axes, operand in zip(line, OPERANDS):
+            values = grid(records, operand, field)
+            cmap = plt.get_cmap(colours).with_extremes(bad="0.75")
+            image = axes.imshow(values, aspect="auto", norm=_colour_scale(field, values), cmap=cmap)
+            figure.colorbar(image, ax=axes, pad=0.02)
+            axes.set_title(f"{operand}: {label}", fontsize="medium")
+            _mark_layers(axes, layers)
+    ticks = range(len(steps) - 1, -1, -math.ceil(len(steps) / 6))  # from the end, so that the last step has its number
+    for axes in panels[-1]:
+        axes.set_xticks(ticks, [str(steps[i]) for i in ticks])
+        axes.set_xlabel("step")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _colour_scale(field: str, values: NDArray[np.float64]) -> Any:
+    """Shares by their logarithm, from what is usual up to all; else what there is, exact casts left out.
+
+    At least 12 (dB, or octaves) wide, so that the noise of a healthy run is pale.
+    """
+    from matplotlib.colors import LogNorm, Normalize
+
+    if field in ("underflow", "saturated"):
+        return LogNorm(1e-5, 1, clip=True)
+    drawn = values[np.isfinite(values) & (values < EXACT_DB)]
+    if not len(drawn):
+        return Normalize(0, 1)
+    return Normalize(min(drawn.min(), drawn.max() - 12), drawn.max())
+
+
+def _mark_layers(axes: Any, layers: Sequence[str]) -> None:
+    """Names of layers, or where they are many of kinds of layer; lines between the kinds."""
+    kinds = [_place(layer)[0] for layer in layers]
+    firsts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+    if len(layers) <= _MOST_NAMES:
+        axes.set_yticks(range(len(layers)), layers, fontsize="small")
+    else:
+        ends = [*firsts[1:], len(layers)]
+        labels = [
+            f"{kinds[i]}\nblocks {_place(layers[i])[1]}-{_place(layers[end - 1])[1]}" for i, end in zip(firsts, ends)
+        ]
+        axes.set_yticks([(i + end - 1) / 2 for i, end in zip(firsts, ends)], labels, fontsize="small")
+    for i in firsts[1:]:
+        axes.axhline(i - 0.5, color="0.35", linewidth=0.8)
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Print, and draw, what was asked for; nothing before all that is needed has been read."""
+    if arguments.worst < 1:
+        raise ValueError(f"--worst {arguments.worst}: must be at least 1")
+    records = read_run(arguments.run)
+    step = chosen_step(records, arguments.step)
+    shown = [record for record in records if record.step == step]
+    advised = advice_text([record for record in records if record.step <= step], read_config(arguments.run))
+    print(f"{arguments.run}, step {step}: {len(shown)} tensors, the worst by SNR against their operand's median")
+    print(f"\n{worst_table(shown, arguments.worst)}\n\n{summary(shown)}\n\n{advised}")
+    if arguments.png:
+        plot(records, arguments.png, arguments.run.name)
+        print(f"\nheat map: {arguments.png}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--step", default="last", metavar="N", help="the sampled step to show, or last (the default)")
+    parser.add_argument("--worst", type=int, default=20, metavar="K", help="rows of the table (default 20)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the heat map into this file")
+    arguments = parser.parse_args(argv)
+    try:
+        show(arguments)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
