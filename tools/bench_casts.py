@@ -32,7 +32,7 @@ class Case:
 def cases() -> list[Case]:
     from megafp8.fp8.formats import E4M3, E5M2
     from megafp8.fp8.kernels import normalization, quantize
-    from megafp8.fp8.sources import Normalized, Plain, SwiGLU, SwiGLUGrad
+    from megafp8.fp8.sources import Normalized, Plain, QKVGrad, SwiGLU, SwiGLUGrad
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -41,6 +41,7 @@ def cases() -> list[Case]:
     gate_up, dact = noise(M, 2 * F), noise(M, F)
     w = noise(2 * F, H)
     rstd = torch.rand(M, device="cuda")
+    angles = torch.rand(M, 1, 1, 64, device="cuda")
     scale, note = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     both = {"rows": True, "columns": True}
     blocks = {"power_of_two": True, "eps": 0.0} | both
@@ -50,11 +51,13 @@ def cases() -> list[Case]:
         "plain": (Plain(x), 2 * mh, mh), "rmsnorm": (Normalized(x, rstd, weight), 2 * mh, mh),
         "swiglu": (SwiGLU(gate_up), 4 * mf, mf), "swiglu_grad": (SwiGLUGrad(gate_up, dact), 6 * mf, 2 * mf),
         "weight": (Plain(w), 2 * wn, wn),
+        "qkv_grad": (QKVGrad(noise(M, 1, 32, 128), noise(M, 1, 8, 128), noise(M, 1, 8, 128), angles.cos(), angles.sin()),
+                     2 * M * 6144, M * 6144),
     }  # fmt: skip
     found = []
     for name, (source, read, out) in sources.items():
         kind = "plain" if name == "weight" else name
-        fmt = E5M2 if name == "swiglu_grad" else E4M3
+        fmt = E5M2 if name.endswith("grad") else E4M3
 
         def tensor(source=source, fmt=fmt):  # type: ignore[no-untyped-def]
             return quantize.cast_tensor(source, scale, scale, fmt, newest_amax=note, **both)

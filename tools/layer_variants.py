@@ -189,9 +189,9 @@ def build_megafp8(problem: Problem, **fp8: Any) -> Layers:
     inputs = stage.layer_inputs(problem.seq_length, None, None)
 
     def forward(x_sbh: Tensor, first: bool) -> Tensor:
-        for block in stage.blocks:
-            x_sbh = block(x_sbh, inputs)
-        return x_sbh
+        x_sbh, branch_sbh = stage.run_blocks(x_sbh, inputs)
+        assert branch_sbh is not None
+        return x_sbh + branch_sbh
 
     return Layers(forward, parameters, buffer.zero, manager.end_step)
 

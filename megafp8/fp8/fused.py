@@ -1,4 +1,4 @@
-"""What lies between linear layers, fused with the cast that follows it: norm and SwiGLU as autograd Functions.
+"""What lies between linear layers, fused with the cast that follows it: norm, SwiGLU and rotary embedding.
 
 A linear layer that runs in FP8 wants its input as codes, rows and columns, and never looks at the bf16 values; so a
 norm or an activation in front of it hands over the codes (`Quantized`) and the values are not stored at all. Backward
@@ -8,7 +8,8 @@ layer in high precision the same Functions compute the values, in x's dtype.
 Kept for backward: the norm's input and a statistic of each row; the activation's input. What follows from those is
 computed again in the kernel that needs it.
 
-Shapes: r rows (tokens; all leading dims), c columns, f width of an activation.
+Shapes: r rows (tokens; all leading dims), c columns, f width of an activation; s sequence, b micro-batch, a query
+heads, g key-value heads of width d.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from megafp8.fp8 import normalization
 from megafp8.fp8.linear import GradSlot, InputCast, Quantized, carrier
 from megafp8.fp8.matrix import Operand
 from megafp8.fp8.quantizers import casts
-from megafp8.fp8.sources import Normalized, Source, SwiGLU, SwiGLUGrad
+from megafp8.fp8.sources import Normalized, QKVGrad, Source, SwiGLU, SwiGLUGrad, rotate
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -74,6 +76,48 @@ def swiglu(gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None) -> Te
     """
     operands: list[Operand] = []
     return _quantized(_SwiGLU.apply(gate_up, cast, slot, operands, torch.is_grad_enabled()), operands)
+
+
+class _RotateAndSplit(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, slot: GradSlot | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.slot = slot
+        d = 2 * cos.shape[-1]
+        # The linear layer needs its output for nothing; were it kept by another, autograd would complain.
+        increment_version(qkv_sbc)
+        qkv_sbc = qkv_sbc.detach()
+        if qkv_sbc.is_cuda and cos.dtype == torch.float32:
+            from megafp8.fp8.kernels.rotary import rotate_qkv_  # needs Triton, which comes with torch's CUDA builds
+
+            rotate_qkv_(qkv_sbc, heads, cos.squeeze(2), sin.squeeze(2))
+        else:
+            turned = qkv_sbc[..., : (heads + groups) * d].unflatten(-1, (-1, d))
+            turned.copy_(rotate(turned, cos, sin))
+        q, k, v = qkv_sbc.split([heads * d, groups * d, groups * d], dim=-1)
+        return q.unflatten(-1, (-1, d)), k.unflatten(-1, (-1, d)), v.unflatten(-1, (-1, d))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        source = QKVGrad(dq.contiguous(), dk.contiguous(), dv.contiguous(), *ctx.saved_tensors)
+        shape = (*dq.shape[:2], source.shape[1])
+        if ctx.slot is None:
+            return casts(source).materialize(source).view(shape), *[None] * 5
+        ctx.slot.operand = ctx.slot.quantizer(source, rows=True, columns=True)
+        return carrier(dq, shape), *[None] * 5
+
+
+def rotate_and_split(
+    qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, slot: GradSlot | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q `[s, b, a, d]` and k `[s, b, g, d]`, turned, and v `[s, b, g, d]`, from the packed heads [q | k | v].
+
+    They are views of `qkv_sbc`, which is overwritten. cos and sin are `[s, 1 or b, 1, d/2]`. `slot`: as for `swiglu`.
+    """
+    return _RotateAndSplit.apply(qkv_sbc, heads, groups, cos, sin, slot)
 
 
 class _Norm(Function):

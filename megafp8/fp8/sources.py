@@ -8,7 +8,8 @@ rounding in between, and no bf16 copy in memory.
 The arithmetic is spelt out, operation by operation, because the kernels must give the same bits: exponentials are
 powers of two, nothing is contracted into a multiply-add, and a sigmoid is one division.
 
-Shapes: r rows, c columns of the matrix; f width of an activation (half of c where a source has two parts).
+Shapes: r rows, c columns of the matrix; f width of an activation (half of c where a source has two parts); s sequence,
+b micro-batch, a query heads, g key and g value heads of width d.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ def sigmoid(x: Tensor) -> Tensor:
     else:  # by way of float64: the last bit of a CPU's fp32 result depends on where in the tensor the element stands
         power = torch.exp2(exponent.double()).to(x.dtype)
     return torch.ones_like(x) / (1.0 + power)
+
+
+def rotate(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + d/2) of `x_sbad`; cos and sin `[s, 1 or b, 1, d/2]`. In fp32, or x's dtype if wider."""
+    first, second = _wide(x_sbad).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -136,3 +143,36 @@ class SwiGLUGrad(_OfOneTensor):
         dy, s = _wide(self.dy_rf), sigmoid(gate)
         silu = gate * s
         return torch.cat([dy * up * (s + silu * (1.0 - s)), dy * silu], dim=-1)
+
+
+@dataclass(frozen=True)
+class QKVGrad:
+    """The gradient `[r, c]` of the packed [q | k | v] heads of r = s·b tokens, before q and k were turned.
+
+    dq `[s, b, a, d]`, dk and dv `[s, b, g, d]` are contiguous, as attention's backward gives them; cos and sin, fp32 or
+    wider, `[s, 1 or b, 1, d/2]`.
+    """
+
+    dq_sbad: Tensor
+    dk_sbgd: Tensor
+    dv_sbgd: Tensor
+    cos: Tensor
+    sin: Tensor
+    kind: ClassVar[str] = "qkv_grad"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        s, b, a, d = self.dq_sbad.shape
+        return s * b, (a + 2 * self.dk_sbgd.shape[2]) * d
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dq_sbad.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.dq_sbad.device
+
+    def values(self) -> Tensor:
+        dq, dk = (rotate(x, self.cos, -self.sin) for x in (self.dq_sbad, self.dk_sbgd))
+        return torch.cat([dq, dk, _wide(self.dv_sbgd)], dim=2).flatten(2).flatten(0, 1)

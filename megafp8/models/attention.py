@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megafp8.config import ModelConfig
 from megafp8.fp8 import InputCast, Quantized
+from megafp8.fp8.fused import rotate_and_split
 from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm
 from megafp8.models.rotary import apply_rotary
@@ -106,17 +107,16 @@ class Attention(nn.Module):
         return self.qkv.input_cast
 
     def forward(self, x_sbh: Tensor | Quantized, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        qkv_sbc = self.qkv(x_sbh)
-        if rotary is not None and self.q_norm is None and qkv_sbc.is_cuda and rotary[0].dtype == torch.float32:
-            from megafp8.fp8.kernels.rotary import RotateQkv  # needs Triton, which comes with torch's CUDA builds
-
-            qkv_sbc, rotary = (
-                RotateQkv.apply(qkv_sbc, self.split[0] // self.d, *(table.squeeze(2) for table in rotary)),
-                None,
-            )
-        q, k, v = (part.unflatten(-1, (-1, self.d)) for part in qkv_sbc.split(self.split, dim=-1))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        if rotary is not None and self.q_norm is None:
+            slot = self.qkv.grad_slot()
+            if slot is not None and not slot.quantizer.one_factor:
+                slot = None  # blocks of 128 do not fit the tiles of a head
+            heads, groups, _ = (size // self.d for size in self.split)
+            q, k, v = rotate_and_split(self.qkv(x_sbh, slot), heads, groups, *rotary, slot)
+        else:
+            q, k, v = (part.unflatten(-1, (-1, self.d)) for part in self.qkv(x_sbh).split(self.split, dim=-1))
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if rotary is not None:
+                q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
         return self.proj(core_attention(q, k, v, mask).flatten(-2))

@@ -65,12 +65,13 @@ class Block(nn.Module):
         self.mlp_norm = _norm(f"{name}.mlp_norm", config, context)
         self.mlp = MLP(f"{name}.mlp", config, context)
 
-    def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
-        x_sbh, normed = self.attention_norm.residual(x_sbh, None, self.attention.input_cast)
+    def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
+        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_cast)
         attention = self.attention(normed, inputs.rotary, inputs.mask)
         x_sbh, normed = self.mlp_norm.residual(x_sbh, None if self.parallel else attention, self.mlp.input_cast)
-        y_sbh = x_sbh + self.mlp(normed)
-        return y_sbh + attention if self.parallel else y_sbh
+        mlp = self.mlp(normed)
+        return x_sbh, mlp + attention if self.parallel else mlp
 
 
 class Embedding(nn.Module):
@@ -136,16 +137,21 @@ class Head(nn.Module):
             weight=tied,
         )
 
-    def logits(self, x_sbh: Tensor) -> Tensor:
+    def logits(self, x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
         """This rank's logits `[s, b, v/t]`."""
-        return self.output(self.norm(x_sbh))
+        _, normed = self.norm.residual(x_sbh, branch_sbh, None)
+        return self.output(normed)
 
-    def forward(self, x_sbh: Tensor, labels_bs: Tensor) -> Tensor:
+    def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, labels_bs: Tensor) -> Tensor:
         """Loss of each token, `[s, b]` float32."""
         assert self.vocab_size is not None
         labels_sb = labels_bs.transpose(0, 1).contiguous()
         return vocab_parallel_cross_entropy(
-            self.logits(x_sbh), labels_sb, self.context.tensor, vocab_size=self.vocab_size, z_loss=self.z_loss
+            self.logits(x_sbh, branch_sbh),
+            labels_sb,
+            self.context.tensor,
+            vocab_size=self.vocab_size,
+            z_loss=self.z_loss,
         )
 
 
@@ -199,25 +205,19 @@ class GPTStage(nn.Module):
             rotary = rotary_table(positions, self._frequencies, self.context.dtype)
         return LayerInputs(rotary, attention_mask(s, config.sliding_window, document_ids_bs, device))
 
-    def hidden(
-        self,
-        x_sbh: Tensor | None,
-        tokens_bs: Tensor,
-        position_ids_bs: Tensor | None = None,
-        document_ids_bs: Tensor | None = None,
-    ) -> Tensor:
-        """The residual stream after this stage's blocks; `x_sbh` is None on the first stage."""
-        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, document_ids_bs)
-        if self.embedding is not None:
-            x_sbh = self.embedding(tokens_bs, position_ids_bs)
-        assert x_sbh is not None, "a later stage needs the previous stage's output"
+    def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after the blocks, and what is still to be added to it."""
+        branch_sbh: Tensor | None = None
         for block in self.blocks:
             if self.recompute == "full" and torch.is_grad_enabled():
-                x_sbh = checkpoint(block, x_sbh, inputs, use_reentrant=False, preserve_rng_state=False)
+                if branch_sbh is not None:  # one tensor is kept for a block, not two
+                    x_sbh = x_sbh + branch_sbh
+                x_sbh, branch_sbh = checkpoint(
+                    block, x_sbh, None, inputs, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                x_sbh = block(x_sbh, inputs)
-        assert x_sbh is not None
-        return x_sbh
+                x_sbh, branch_sbh = block(x_sbh, branch_sbh, inputs)
+        return x_sbh, branch_sbh
 
     def forward(
         self,
@@ -227,9 +227,18 @@ class GPTStage(nn.Module):
         position_ids_bs: Tensor | None = None,
         document_ids_bs: Tensor | None = None,
     ) -> Tensor:
-        """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`."""
-        x_sbh = self.hidden(x_sbh, tokens_bs, position_ids_bs, document_ids_bs)
-        return x_sbh if self.head is None else self.head(x_sbh, labels_bs)
+        """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`.
+
+        `x_sbh` is None on the first stage.
+        """
+        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, document_ids_bs)
+        if self.embedding is not None:
+            x_sbh = self.embedding(tokens_bs, position_ids_bs)
+        assert x_sbh is not None, "a later stage needs the previous stage's output"
+        x_sbh, branch_sbh = self.run_blocks(x_sbh, inputs)
+        if self.head is not None:
+            return self.head(x_sbh, branch_sbh, labels_bs)
+        return x_sbh if branch_sbh is None else x_sbh + branch_sbh
 
 
 def fp8_layer_names(config: ModelConfig) -> Iterator[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import RopeScaling
+from megafp8.fp8.sources import rotate
 
 
 def inverse_frequencies(d: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
@@ -46,7 +47,4 @@ def rotary_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> 
 
 def apply_rotary(x_sbad: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Turn the pairs of `x_sbad` by their positions' angles; computed in fp32 (or x's dtype if wider)."""
-    cos, sin = table
-    compute = torch.promote_types(x_sbad.dtype, torch.float32)
-    first, second = x_sbad.to(compute).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_sbad.dtype)
+    return rotate(x_sbad, *table).to(x_sbad.dtype)

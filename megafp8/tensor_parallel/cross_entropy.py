@@ -76,4 +76,10 @@ def vocab_parallel_cross_entropy(
     `labels_sb` int64 in `[0, vocab_size)`; columns from `vocab_size` on are padding and ignored. `z_loss` adds
     `z_loss · log²Z`. Mask unwanted labels by multiplying the result.
     """
+    if logits_sbv.is_cuda and logits_sbv.dtype in (torch.bfloat16, torch.float32):
+        from megafp8.tensor_parallel import fused_cross_entropy  # needs Triton, which comes with torch's CUDA builds
+
+        return fused_cross_entropy.vocab_parallel_cross_entropy(
+            logits_sbv, labels_sb, group, vocab_size=vocab_size, z_loss=z_loss
+        )
     return _VocabParallelCrossEntropy.apply(logits_sbv, labels_sb, group, vocab_size, z_loss)

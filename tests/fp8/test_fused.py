@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from megafp8.fp8.fused import norm, swiglu
+from megafp8.fp8 import (
+    BlockwiseScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Fp8Linear,
+    Fp8Manager,
+    Fp8Recipe,
+    GradSlot,
+    InputCast,
+    Quantized,
+    RowwiseScaling,
+)
+from megafp8.fp8.fused import norm, rotate_and_split, swiglu
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -46,3 +61,61 @@ def test_gradients_of_swiglu() -> None:
     assert torch.autograd.gradcheck(function, [gate_up])
     gate, up = gate_up.chunk(2, dim=-1)
     torch.testing.assert_close(function(gate_up), F.silu(gate) * up, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_rotated_heads() -> None:
+    (qkv,) = leaves((5, 2, (3 + 2) * 4))
+    angles = torch.randn(5, 1, 1, 2, dtype=torch.float64)
+    cos, sin = angles.cos(), angles.sin()
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return rotate_and_split(x * 1, 3, 1, cos, sin, None)
+
+    assert torch.autograd.gradcheck(function, [qkv])
+    q, k, v = function(qkv)
+    heads = qkv.unflatten(-1, (-1, 4))
+    for actual, part, turned in ((q, heads[:, :, :3], True), (k, heads[:, :, 3:4], True), (v, heads[:, :, 4:], False)):
+        pairs = torch.complex(part[..., :2].contiguous(), part[..., 2:].contiguous())
+        rotated = pairs * torch.complex(cos, sin) if turned else pairs
+        torch.testing.assert_close(actual, torch.cat([rotated.real, rotated.imag], dim=-1), rtol=1e-12, atol=1e-12)
+
+
+def test_values_that_another_needs_are_not_overwritten_unnoticed() -> None:
+    (qkv,) = leaves((5, 2, 12))
+    angles = torch.randn(5, 1, 1, 2, dtype=torch.float64)
+    q, _, _ = rotate_and_split(qkv.exp(), 1, 1, angles.cos(), angles.sin(), None)  # exp keeps its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        q.sum().backward()
+
+
+RECIPES = [CurrentScaling(), DelayedScaling(), RowwiseScaling(), BlockwiseScaling()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_codes_give_what_values_give(recipe: Fp8Recipe) -> None:
+    """norm, linear, SwiGLU, linear in fp32: handing codes on, both ways, changes no bit."""
+    generator = torch.Generator().manual_seed(0)
+    x, norm_weight, w_up, w_down, dy = (
+        torch.randn(shape, generator=generator) for shape in ((9, 2, 32), (32,), (96, 32), (32, 48), (9, 2, 32))
+    )
+    results = []
+    for fused in (False, True):
+        manager = Fp8Manager(recipe, amax_group=None)
+        options: dict[str, Any] = {"tp_group": None, "input_sharded": False, "grad_output_sharded": False}
+        up, down = manager.linear_op("up", **options), manager.linear_op("down", **options)
+        manager.materialize(torch.device("cpu"))
+        assert isinstance(up, Fp8Linear)
+        assert isinstance(down, Fp8Linear)
+        params = [nn.Parameter(p.clone()) for p in (x, norm_weight, w_up, w_down)]
+        slot = GradSlot(up.quantizers.grad_output) if fused else None
+        total, normed = norm(params[0], None, params[1], None, 1e-5, InputCast(up.quantizers.input) if fused else None)
+        gate_up = up(normed, params[2], grad_slot=slot)
+        activation = swiglu(gate_up, InputCast(down.quantizers.input) if fused else None, slot)
+        assert isinstance(normed, Quantized) == isinstance(activation, Quantized) == fused
+        y = total + down(activation, params[3])
+        y.backward(dy)
+        results.append([y.detach(), *(p.grad for p in params), *manager.state_dict().values()])
+    for ours, expected in zip(results[1], results[0], strict=True):
+        assert ours is not None
+        assert expected is not None
+        assert torch.equal(ours, expected)

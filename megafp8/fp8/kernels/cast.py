@@ -25,7 +25,8 @@ and no bf16 copy.
 The arithmetic is that of `megafp8.fp8.sources` and `quantize`, bit for bit: no multiply-add contraction, divisions
 rounded to nearest.
 
-Shapes: r rows, c columns of the source; a tile has TILE_R / 4 quads of rows.
+Shapes: r rows, c columns of the source (half of what is written where it has two parts); a tile has TILE_R / 4 quads of
+rows.
 """
 
 from __future__ import annotations
@@ -37,10 +38,34 @@ from megafp8.fp8.kernels.arithmetic import codes_of_four, magnitude, scale_of, s
 
 
 @triton.jit
-def _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i, j0, j, r, c, SOURCE: tl.constexpr):
+def _half_heads(dq, dk, dv, cos, sin, i, j, r, a, g, b, stride_s, stride_b, TILE_C: tl.constexpr):
+    """Both halves of head `program_id(0)` of the qkv gradient at tokens i, turned back; j is within a half."""
+    head = tl.program_id(0)
+    x = tl.where(head < a, dq, tl.where(head < a + g, dk, dv))
+    x += 2 * TILE_C * tl.where(head < a, head, tl.where(head < a + g, head - a, head - a - g))
+    width = 2 * TILE_C * tl.where(head < a, a, g)
+    inside = (i < r)[:, None] & (j >= 0)[None, :]
+    at = i.to(tl.int64)[:, None] * width + j[None, :]
+    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + TILE_C + at, mask=inside, other=0.0).to(tl.float32)
+    angle = (i // b * stride_s + i % b * stride_b)[:, None] + j[None, :]
+    turned = inside & (head + 0 * j < a + g)[None, :]
+    cosine = tl.load(cos + angle, mask=turned, other=1.0)
+    sine = tl.load(sin + angle, mask=turned, other=0.0) * -1.0  # not -sine, which may lose a zero's sign
+    if head < a + g:
+        first, second = first * cosine - second * sine, second * cosine + first * sine
+    return first, second
+
+
+@triton.jit
+def _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i, j0, j, r, c, a, g, b, stride_s, stride_b,
+              SOURCE: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
     """The source at rows i0 + i and columns j0 + j in fp32, and its second part (the same again where it has one)."""
     inside = (i0 + i < r)[:, None] & (j0 + j < c)[None, :]
-    if SOURCE == "swiglu" or SOURCE == "swiglu_grad":
+    if SOURCE == "qkv_grad":
+        cos, sin, dv = rstd_r, mean_r, weight_c
+        y, y2 = _half_heads(x_rc, second_rc, dv, cos, sin, i0 + i, j, r, a, g, b, stride_s, stride_b, TILE_C)
+    elif SOURCE == "swiglu" or SOURCE == "swiglu_grad":
         at = i0.to(tl.int64) * (2 * c) + j0 + i[:, None] * (2 * c) + j[None, :]
         gate = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_rc + c + at, mask=inside, other=0.0).to(tl.float32)
@@ -158,8 +183,7 @@ def _quantize(y0, y1, y2, y3, rows, columns, scale, column_scale, amax, column_a
             s = tl.load(scale)
         elif SCALES == "current":
             s = scale_of(tl.load(amax), FP8_MAX, eps, POWER_OF_TWO)
-            if (i0 == 0) & (j0 == 0):
-                tl.store(scale, tl.div_rn(1.0, s))
+            tl.store(scale, tl.div_rn(1.0, s), mask=i0 + j0 == 0)  # one program writes
         else:
             s = scale_of(largest, FP8_MAX, eps, POWER_OF_TWO)
             down, across = i0 // TILE_R, j0 // TILE_C
@@ -203,24 +227,34 @@ def _quantize(y0, y1, y2, y3, rows, columns, scale, column_scale, amax, column_a
 
 @triton.jit
 def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rows, columns, scale, column_scale, amax,
-                column_amax, r, c, quads, eps, SOURCE: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr,
-                COLUMNS: tl.constexpr, RECORD: tl.constexpr, WORDS: tl.constexpr, FORMAT: tl.constexpr,
-                FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr, TILE_R: tl.constexpr,
-                TILE_C: tl.constexpr):  # fmt: skip
-    """One tile of the source. `c` is its width, half of what is written where it has two parts; `quads` is r / 4, given
-    so that the compiler knows by what it can be divided."""
+                column_amax, r, c, quads, a, g, b, stride_s, stride_b, eps, SOURCE: tl.constexpr,
+                SCALES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RECORD: tl.constexpr,
+                WORDS: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+                INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
+    """One tile of the source. `quads` is r / 4, given so that the compiler knows by what it can be divided; the numbers
+    after it describe a qkv gradient: heads a and g, samples b, and the strides of the angles."""
     i0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
+    if SOURCE == "qkv_grad":
+        j0 = 2 * j0  # a program takes a head
     q, j = tl.arange(0, TILE_R // 4), tl.arange(0, TILE_C)
     i = 4 * q
-    a0, b0 = _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i, j0, j, r, c, SOURCE)
-    a1, b1 = _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i + 1, j0, j, r, c, SOURCE)
-    a2, b2 = _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i + 2, j0, j, r, c, SOURCE)
-    a3, b3 = _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i + 3, j0, j, r, c, SOURCE)
-    PARTS: tl.constexpr = 2 if SOURCE == "swiglu_grad" else 1
-    _quantize(a0, a1, a2, a3, rows, columns, scale, column_scale, amax, column_amax, i0, q, j0, j, r, quads, c,
-              PARTS * c, eps, SCALES, ROWS, COLUMNS, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R,
+    a0, b0 = _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i, j0, j, r, c, a, g, b,
+                       stride_s, stride_b, SOURCE, TILE_C)  # fmt: skip
+    a1, b1 = _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i + 1, j0, j, r, c, a, g, b,
+                       stride_s, stride_b, SOURCE, TILE_C)  # fmt: skip
+    a2, b2 = _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i + 2, j0, j, r, c, a, g, b,
+                       stride_s, stride_b, SOURCE, TILE_C)  # fmt: skip
+    a3, b3 = _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i + 3, j0, j, r, c, a, g, b,
+                       stride_s, stride_b, SOURCE, TILE_C)  # fmt: skip
+    PARTS: tl.constexpr = 2 if SOURCE == "swiglu_grad" or SOURCE == "qkv_grad" else 1
+    # Where the second part stands, and how far each goes: the halves of a tensor, or of a head.
+    c_out = 2 * c if PARTS == 2 else c
+    shift = TILE_C if SOURCE == "qkv_grad" else c
+    end = c_out if SOURCE == "qkv_grad" else c
+    _quantize(a0, a1, a2, a3, rows, columns, scale, column_scale, amax, column_amax, i0, q, j0, j, r, quads, end, c_out,
+              eps, SCALES, ROWS, COLUMNS, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R,
               TILE_C)  # fmt: skip
     if PARTS == 2:
-        _quantize(b0, b1, b2, b3, rows, columns, scale, column_scale, amax, column_amax, i0, q, j0 + c, j, r, quads,
-                  2 * c, PARTS * c, eps, SCALES, ROWS, COLUMNS, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO,
-                  INTERPRETED, TILE_R, TILE_C)  # fmt: skip
+        _quantize(b0, b1, b2, b3, rows, columns, scale, column_scale, amax, column_amax, i0, q, j0 + shift, j, r, quads,
+                  c_out, c_out, eps, SCALES, ROWS, COLUMNS, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED,
+                  TILE_R, TILE_C)  # fmt: skip

@@ -16,7 +16,7 @@ from megafp8.fp8.kernels.arithmetic import INTERPRETED, readable
 from megafp8.fp8.kernels.cast import tile_kernel
 from megafp8.fp8.matrix import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Operand, Scaled
 from megafp8.fp8.scaling import scale_from_amax
-from megafp8.fp8.sources import Normalized, Plain, Source, SwiGLU, SwiGLUGrad
+from megafp8.fp8.sources import Normalized, Plain, QKVGrad, Source, SwiGLU, SwiGLUGrad
 
 
 class Tile(NamedTuple):
@@ -34,41 +34,65 @@ _TILES = {
     "layernorm": Tile(128, 64, 4),
     "swiglu": Tile(32, 64, 4),
     "swiglu_grad": Tile(32, 64, 4),
+    "qkv_grad": Tile(32, 64, 4),
 }
+_ELEMENTS = 2048  # of a qkv gradient's tile, whose width is half a head
 _AMAX_TILE = Tile(16, 256, 8)
 _BLOCK_WARPS = {"plain": 4, "rmsnorm": 4, "layernorm": 4, "swiglu": 8, "swiglu_grad": 8}
 
 
-def _inputs(source: Source) -> tuple[str, tuple[Tensor, ...], int]:
-    """The kernel's name for `source`, its six pointers (any tensor where one is not read), and its width."""
+class _Inputs(NamedTuple):
+    """The kernel's name for a source, its six pointers (any tensor where one is not read), its width in programs'
+    terms, and what only a qkv gradient has: heads a and g, samples, strides of the angles, and half a head's width."""
+
+    kind: str
+    tensors: tuple[Tensor, ...]
+    width: int
+    heads: tuple[int, int, int, int, int] = (0, 0, 1, 0, 0)
+    half_head: int | None = None
+
+
+def _inputs(source: Source) -> _Inputs:
     c = source.shape[1]
     if isinstance(source, Normalized):
         x, weight = readable(source.x_rc), readable(source.weight_c)
         if source.mean_r is None:
-            return "rmsnorm", (x, x, source.rstd_r, x, weight, weight), c
+            return _Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, weight), c)
         assert source.bias_c is not None
-        return "layernorm", (x, x, source.rstd_r, source.mean_r, weight, readable(source.bias_c)), c
+        return _Inputs("layernorm", (x, x, source.rstd_r, source.mean_r, weight, readable(source.bias_c)), c)
+    if isinstance(source, QKVGrad):
+        s, b, a, d = source.dq_sbad.shape
+        cos, sin = (table.squeeze(2).expand(s, b, d // 2) for table in (source.cos, source.sin))
+        assert cos.stride() == sin.stride()
+        assert cos.stride(-1) == 1
+        dq, dk, dv = (readable(x) for x in (source.dq_sbad, source.dk_sbgd, source.dv_sbgd))
+        heads = (a, source.dk_sbgd.shape[2], b, cos.stride(0), cos.stride(1))
+        return _Inputs(source.kind, (dq, dk, cos, sin, dv, dv), c // 2, heads, d // 2)
     assert isinstance(source, (Plain, SwiGLU, SwiGLUGrad))
     x = readable(source.x_rc)
     if isinstance(source, SwiGLUGrad):
         dy = readable(source.dy_rf)
-        return source.kind, (x, dy, x, x, x, x), c // 2
-    return source.kind, (x,) * 6, c
+        return _Inputs(source.kind, (x, dy, x, x, x, x), c // 2)
+    return _Inputs(source.kind, (x,) * 6, c)
 
 
 def _launch(source: Source, scales: str, outputs: tuple[Tensor, ...], tile: Tile | None = None, **options: Any) -> None:
     """`outputs`: rows, columns, scale, column scale, amax, column amax; any tensor where one is not used."""
-    kind, inputs, width = _inputs(source)
+    if isinstance(source, QKVGrad) and source.dq_sbad.shape[3] & (source.dq_sbad.shape[3] - 1):
+        source = Plain(source.values())  # tiles are powers of two wide, and this head is not
+    kind, inputs, width, heads, half_head = _inputs(source)
     r = source.shape[0]
     if tile is None:
         tile = Tile(128, 128, _BLOCK_WARPS[kind]) if "128" in scales else _TILES[kind]
+    if half_head is not None:
+        tile = Tile(_ELEMENTS // half_head, half_head, tile.warps)
     defaults: dict[str, Any] = {
         "ROWS": False, "COLUMNS": False, "RECORD": False, "WORDS": False, "FORMAT": "e4m3", "FP8_MAX": 448.0,
         "POWER_OF_TWO": False, "eps": 0.0,
     }  # fmt: skip
     tile_kernel[(triton.cdiv(width, tile.columns), triton.cdiv(r, tile.rows))](
-        *inputs, *outputs, r, width, r // 4, SOURCE=kind, SCALES=scales, INTERPRETED=INTERPRETED, TILE_R=tile.rows,
-        TILE_C=tile.columns, num_warps=tile.warps, enable_fp_fusion=False, **defaults | options,
+        *inputs, *outputs, r, width, r // 4, *heads, SOURCE=kind, SCALES=scales, INTERPRETED=INTERPRETED,
+        TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps, enable_fp_fusion=False, **defaults | options,
     )  # fmt: skip
 
 
@@ -181,5 +205,5 @@ def cast_128x128(source: Source, fmt: Format, *, rows: bool, columns: bool, powe
 
 def _whole_blocks(source: Source) -> Source:
     """`source`, or its values where its two parts would share a block."""
-    split = isinstance(source, SwiGLUGrad) and source.shape[1] % 256
+    split = isinstance(source, QKVGrad) or (isinstance(source, SwiGLUGrad) and source.shape[1] % 256)
     return Plain(source.values()) if split else source

@@ -14,7 +14,7 @@ from torch import Tensor
 from megafp8.fp8 import plain
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.matrix import Operand
-from megafp8.fp8.sources import Normalized, Plain, Source, SwiGLU, SwiGLUGrad
+from megafp8.fp8.sources import Normalized, Plain, QKVGrad, Source, SwiGLU, SwiGLUGrad
 from tests.fp8.kernels import DEVICE
 
 kernels = pytest.importorskip("megafp8.fp8.kernels.quantize")
@@ -99,6 +99,21 @@ def test_a_factor_a_block(shape: tuple[int, int], kind: str, cast: str, options:
     for wanted in ({"rows": True, "columns": True}, {"rows": True, "columns": False}, {"rows": False, "columns": True}):
         actual = getattr(kernels, cast)(source, E4M3, **wanted, **options)
         same(actual, getattr(plain, cast)(source, E4M3, **wanted, **options))
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 3, 1, 8), (17, 1, 2, 2, 32), (4, 3, 4, 1, 6), (0, 1, 1, 1, 4)], ids=str)
+@pytest.mark.parametrize("own_angles", [False, True])
+def test_gradient_of_qkv(shape: tuple[int, ...], own_angles: bool) -> None:
+    """Heads of q, k and v gathered, turned back and cast; a head of 6 fits no tile and takes the plain way."""
+    s, b, a, g, d = shape
+    dq, dk, dv = (noise(s, b, heads, d, seed=i) for i, heads in enumerate((a, g, g)))
+    angles = noise(s, b if own_angles else 1, 1, d // 2, seed=3)
+    source = QKVGrad(dq, dk, dv, angles.cos(), angles.sin())
+    check_tensor(source, 3.7, E4M3)
+    assert torch.equal(kernels.materialize(source), plain.materialize(source))
+    options: dict[str, Any] = {"power_of_two": False, "eps": 0.0, "rows": True, "columns": True}
+    for cast in BLOCKS:
+        same(getattr(kernels, cast)(source, E4M3, **options), getattr(plain, cast)(source, E4M3, **options))
 
 
 @pytest.mark.parametrize("kind", SOURCES)
