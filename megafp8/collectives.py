@@ -94,7 +94,7 @@ def broadcast(x: Tensor, group: ProcessGroup | None, group_src: int) -> Tensor:
 
 
 def all_gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """Every rank's picklable `value`, in group order. For set-up, not for the training step."""
+    """Every rank's picklable `value`, in group order. For set-up and reports, not for every training step."""
     if size(group) == 1:
         return [value]
     values: list[Any] = [None] * size(group)

@@ -13,6 +13,8 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -32,7 +34,7 @@ class Case:
 def cases() -> list[Case]:
     from megafp8.fp8.formats import E4M3, E5M2
     from megafp8.fp8.kernels import normalization, quantize
-    from megafp8.fp8.sources import Normalized, Plain, QKVGrad, SwiGLU, SwiGLUGrad
+    from megafp8.fp8.sources import Normalized, Plain, QKVGrad, Source, SwiGLU, SwiGLUGrad
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -45,61 +47,40 @@ def cases() -> list[Case]:
     scale, note = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     both = {"rows": True, "columns": True}
     blocks = {"power_of_two": True, "eps": 0.0} | both
-    mh, mf, wn = M * H, M * F, w.numel()
     current = {"power_of_two": False, "eps": 0.0} | both
-    sources = {
-        "plain": (Plain(x), 2 * mh, mh), "rmsnorm": (Normalized(x, rstd, weight), 2 * mh, mh),
-        "swiglu": (SwiGLU(gate_up), 4 * mf, mf), "swiglu_grad": (SwiGLUGrad(gate_up, dact), 6 * mf, 2 * mf),
-        "weight": (Plain(w), 2 * wn, wn),
-        "qkv_grad": (QKVGrad(noise(M, 1, 32, 128), noise(M, 1, 8, 128), noise(M, 1, 8, 128), angles.cos(), angles.sin()),
-                     2 * M * 6144, M * 6144),
-    }  # fmt: skip
+    heads = (noise(M, 1, 32, 128), noise(M, 1, 8, 128), noise(M, 1, 8, 128))
+    # Each source, and how many elements it reads and makes.
+    sources: dict[str, tuple[Source, int, int]] = {
+        "plain": (Plain(x), M * H, M * H),
+        "rmsnorm": (Normalized(x, rstd, weight), M * H, M * H),
+        "swiglu": (SwiGLU(gate_up), 2 * M * F, M * F),
+        "swiglu_grad": (SwiGLUGrad(gate_up, dact), 3 * M * F, 2 * M * F),
+        "qkv_grad": (QKVGrad(*heads, angles.cos(), angles.sin()), M * 6144, M * 6144),
+        "weight": (Plain(w), w.numel(), w.numel()),
+    }
     found = []
-    for name, (source, read, out) in sources.items():
-        kind = "plain" if name == "weight" else name
+    for name, (source, reads, writes) in sources.items():
         fmt = E5M2 if name.endswith("grad") else E4M3
-
-        def tensor(source=source, fmt=fmt):  # type: ignore[no-untyped-def]
-            return quantize.cast_tensor(source, scale, scale, fmt, newest_amax=note, **both)
-
-        found.append(Case(f"{name} ⊕ tensor", kind, tensor, read + 2 * out))
-        found.append(
-            Case(
-                f"{name} ⊕ current",
-                kind,
-                lambda s=source: quantize.cast_current(s, note, E4M3, **current),
-                read + 2 * out,
-            )
-        )
-        found.append(Case(f"{name} amax", "amax", lambda source=source: quantize.amax(source), read))
+        kind = "plain" if name == "weight" else name
+        once, twice = 2 * reads + 2 * writes, 4 * reads + 2 * writes  # bytes: bf16 in, rows and columns out
+        casts: list[tuple[str, str, Callable[..., object], int]] = [
+            ("tensor", kind, lambda s, f: quantize.cast_tensor(s, scale, scale, f, newest_amax=note, **both), once),
+            ("current", kind, lambda s, f: quantize.cast_current(s, note, f, **current), once),
+            ("amax", "amax", lambda s, f: quantize.amax(s), 2 * reads),
+            ("rows (two passes)", kind, lambda s, f: quantize.cast_rows(s, f, **blocks), twice),
+            ("bf16", kind, lambda s, f: quantize.materialize(s), once),
+        ]
         if name == "weight":
-            found.append(
-                Case(
-                    f"{name} ⊕ 128x128",
-                    "block",
-                    lambda s=source: quantize.cast_128x128(s, E4M3, **blocks),
-                    read + 2 * out,
-                )
-            )
-        else:
-            found.append(
-                Case(
-                    f"{name} ⊕ 1x128", "block", lambda s=source: quantize.cast_1x128(s, E4M3, **blocks), read + 2 * out
-                )
-            )
-        found.append(
-            Case(
-                f"{name} ⊕ rows (two passes)",
-                kind,
-                lambda s=source: quantize.cast_rows(s, E4M3, **blocks),
-                2 * read + 2 * out,
-            )
-        )
-        found.append(Case(f"{name} -> bf16", kind, lambda s=source: quantize.materialize(s), read + 2 * out))
+            casts.append(("128x128", "block", lambda s, f: quantize.cast_128x128(s, f, **blocks), once))
+        elif name != "qkv_grad":
+            casts.append(("1x128", "block", lambda s, f: quantize.cast_1x128(s, f, **blocks), once))
+        for what, tile, cast, moved in casts:
+            found.append(Case(f"{name} -> {what}", tile, partial(cast, source, fmt), moved))
+    add = partial(normalization.statistics, x, dy, 1e-5, centered=False)
+    found.append(Case("norm statistics + add", "", add, 6 * M * H))
     found.append(
-        Case("norm statistics + add", "", lambda: normalization.statistics(x, dy, 1e-5, centered=False), 6 * mh)
+        Case("norm backward + add", "", partial(normalization.backward, dy, x, None, rstd, weight, x), 8 * M * H)
     )
-    found.append(Case("norm backward + add", "", lambda: normalization.backward(dy, x, None, rstd, weight, x), 8 * mh))
     return found
 
 
@@ -116,6 +97,32 @@ def copy_bandwidth() -> float:
     return 4 * a.numel() / milliseconds(lambda: b.copy_(a)) / 1e9
 
 
+def tiles_to_try(source: str) -> list[Any]:
+    """Tiles worth measuring; [None] where there is nothing to choose."""
+    from megafp8.fp8.kernels.quantize import Tile
+
+    if source in ("", "qkv_grad"):
+        return [None]
+    if source == "block":
+        return [Tile(128, 128, warps) for warps in (4, 8, 16)]
+    if source == "amax":
+        shapes = itertools.product((4, 8, 16, 32, 64), (128, 256, 1024, 2048), (4, 8))
+        return [Tile(*shape) for shape in shapes if 2048 <= shape[0] * shape[1] <= 16384]
+    return [Tile(*shape) for shape in itertools.product((32, 64, 128), (32, 64, 128), (4, 8))]
+
+
+def use(source: str, tile: Any) -> None:
+    """Let the kernel for `source` use `tile` from now on."""
+    from megafp8.fp8.kernels import quantize
+
+    if source == "amax":
+        quantize._AMAX_TILE = tile
+    elif source == "block":
+        quantize._BLOCK_WARPS.update(dict.fromkeys(quantize._BLOCK_WARPS, tile.warps))
+    else:
+        quantize._TILES[source] = tile
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
@@ -123,38 +130,19 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: this measures a GPU, and torch sees none", file=sys.stderr)
         return 2
-    from megafp8.fp8.kernels import quantize
-
     ceiling = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {ceiling:.2f} TB/s")
     print(f"{'kernel':<34}{'ms':>8}{'TB/s':>8}{'of copy':>9}  tile")
     for case in cases():
         found = {}
-        tiles = [None]
-        if arguments.sweep and case.source in quantize._TILES:
-            tiles = [quantize.Tile(*t) for t in itertools.product((32, 64, 128), (32, 64, 128), (4, 8))]
-        elif arguments.sweep and case.source == "amax":
-            tiles = [
-                quantize.Tile(*t)
-                for t in itertools.product((4, 8, 16, 32, 64), (128, 256, 1024, 2048), (4, 8))
-                if t[0] >= 4 and 2048 <= t[0] * t[1] <= 16384
-            ]
-        elif arguments.sweep and case.source == "block":
-            tiles = [quantize.Tile(128, 128, warps) for warps in (4, 8, 16)]
-        for tile in tiles:
+        for tile in tiles_to_try(case.source) if arguments.sweep else [None]:
             if tile is not None:
-                quantize._AMAX_TILE = tile if case.source == "amax" else quantize._AMAX_TILE
-                if case.source == "block":
-                    quantize._BLOCK_WARPS = dict.fromkeys(quantize._BLOCK_WARPS, tile.warps)
-                if case.source in quantize._TILES:
-                    quantize._TILES[case.source] = tile
+                use(case.source, tile)
             found[tile] = milliseconds(case.run)
         for tile, ms in sorted(found.items(), key=lambda item: item[1])[:4]:
             rate = case.bytes / ms / 1e9
-            print(
-                f"{case.name:<34}{ms:>8.3f}{rate:>8.2f}{rate / ceiling:>9.1%}  {tuple(tile) if tile else ''}",
-                flush=True,
-            )
+            shown = "" if tile is None else tuple(tile)
+            print(f"{case.name:<34}{ms:>8.3f}{rate:>8.2f}{rate / ceiling:>9.1%}  {shown}", flush=True)
     return 0
 
 

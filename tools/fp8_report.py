@@ -21,7 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that a checkout needs no installation
+
 from megafp8.config import Config, load_config
+from megafp8.fp8.recipe import NVFP4Scaling
 from megafp8.fp8.report import EXACT_DB, FILE_NAME, OPERANDS, Record, advice, as_yaml, read_report
 from megafp8.training.trainer import fp8_recipe
 
@@ -127,7 +130,9 @@ def advice_text(records: Sequence[Record], config: Config) -> str:
     recipe = fp8_recipe(config)
     if recipe is None:
         return "Advice: none, since the run was last started with fp8.recipe none."
-    advised = advice(records, fp8_format=recipe.fp8_format)
+    gradients = [operands.grad_output for r in records if (operands := recipe.operands(r.layer)) is not None]
+    in_four_bits = any(isinstance(gradient, NVFP4Scaling) for gradient in gradients)
+    advised = advice(records, fp8_format=None if in_four_bits else recipe.fp8_format)
     if not advised:
         return "Advice: none, all tensors are well."
     lines = ["Advice"]

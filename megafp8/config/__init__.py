@@ -6,6 +6,7 @@ from megafp8.config.load import load_config
 from megafp8.config.tree import (
     CheckpointConfig,
     Config,
+    CustomRule,
     DataConfig,
     Fp8Config,
     LoggingConfig,
@@ -21,6 +22,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigError",
+    "CustomRule",
     "DataConfig",
     "Fp8Config",
     "LoggingConfig",

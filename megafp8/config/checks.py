@@ -14,7 +14,7 @@ from megafp8.config.tree import Config
 
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
-    rules = (_model, _tensor, _stages, _sequence, _optimizer, lambda c: _batch(c, world_size))
+    rules = (_model, _tensor, _stages, _sequence, _optimizer, _fp8, lambda c: _batch(c, world_size))
     problems = [problem for rule in rules for problem in rule(config)]
     if problems:
         raise ConfigError(source, problems)
@@ -114,6 +114,22 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             "optimizer.decay_steps", o.decay_steps,
             f"with optimizer.warmup_steps ({o.warmup_steps}) longer than training.steps ({steps})",
             f"try {steps - o.warmup_steps} or less",
+        )  # fmt: skip
+
+
+def _fp8(config: Config) -> Iterator[Problem]:
+    f, layers = config.fp8, config.model.num_layers
+    kept = f.first_blocks_bf16 + f.last_blocks_bf16
+    if f.recipe != "none" and kept >= layers:
+        yield Problem(
+            "fp8.first_blocks_bf16", f.first_blocks_bf16,
+            f"with fp8.last_blocks_bf16 ({f.last_blocks_bf16}) all of model.num_layers ({layers}): nothing is left for "
+            "FP8", f"try at most {layers - 1} blocks in both together, or fp8.recipe=none",
+        )  # fmt: skip
+    if f.recipe == "custom" and not f.custom:
+        yield Problem(
+            "fp8.custom", f.custom, "fp8.recipe custom needs a rule",
+            'try [{layers: "*", input: delayed, weight: current, grad_output: delayed}]',
         )  # fmt: skip
 
 

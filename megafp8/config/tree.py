@@ -120,17 +120,45 @@ class ParallelConfig(Section):
     """Smallest gradient bucket that is reduced at once, in MiB of fp32."""
 
 
+OperandRecipe = Literal["delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4"]
+
+
+class CustomRule(Section):
+    """How the operands of some layers are scaled."""
+
+    layers: Pattern
+    """Over names such as layers.0.attention.qkv; a layer's first match is its rule."""
+    input: OperandRecipe
+    """Of activations that enter."""
+    weight: OperandRecipe
+    """Of weights."""
+    grad_output: OperandRecipe
+    """Of gradients of what leaves."""
+
+
 class Fp8Config(Section):
     """FP8 of the linear layers in the blocks. Embedding, output layer, norms and softmax keep training.precision."""
 
-    recipe: Literal["none", "delayed", "current", "rowwise", "blockwise"] = "none"
+    recipe: Literal["none", "delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4", "custom"] = "none"
     """none; delayed: scales from the amax history; current: scale from the tensor itself; rowwise: a scale for each row
-    of each operand; blockwise: for each 128 neighbours, and each 128 × 128 weights."""
+    of each operand; blockwise: for each 128 neighbours, and each 128 × 128 weights; static: scales given or calibrated;
+    mxfp8: a power of two for each 32 neighbours, emulated; nvfp4: four bits, a scale for each 16 neighbours, emulated;
+    custom: by layer and operand."""
     format: Literal["hybrid", "e4m3"] | None = None
-    """hybrid: E4M3 forward, E5M2 gradients; e4m3: E4M3 everywhere. Default: hybrid for delayed and current, else
-    e4m3."""
+    """hybrid: E4M3 forward, E5M2 gradients; e4m3: E4M3 everywhere. Default: hybrid for delayed, current and static,
+    else e4m3."""
+    custom: list[CustomRule] = []
+    """custom: rules such as {layers: "*.mlp.down", input: rowwise, weight: rowwise, grad_output: rowwise}. The first
+    that matches a layer counts; a layer that none matches is not FP8. Operands that meet in a GEMM must go together:
+    delayed, current and static with each other, rowwise and blockwise each with itself, mxfp8 and nvfp4 with any."""
+    static_amax: dict[Pattern, PositiveFloat] = {}
+    """static: the largest magnitude a tensor will have, by pattern over names such as layers.0.mlp.down.input (.weight,
+    .grad_output); the first match counts."""
+    calibration_steps: Count = 0
+    """static: steps in which layers with tensors that static_amax does not name run in high precision, to find theirs;
+    20 for example."""
     margin: int = 0
-    """delayed: scales are divided by 2^margin."""
+    """delayed, static: scales are divided by 2^margin."""
     interval: PositiveInt = 1
     """delayed: steps between scale updates."""
     amax_history_len: PositiveInt = 1024
@@ -143,12 +171,21 @@ class Fp8Config(Section):
     """current, rowwise, blockwise: amaxes below this count as this."""
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     """Keep (fprop, dgrad, wgrad) in high precision."""
+    wgrad_in_bf16: bool = False
+    """The same as true for wgrad there; usual with rowwise."""
     fast_accumulation: tuple[bool, bool, bool] = (True, False, False)
     """Hopper's fast accumulation in (fprop, dgrad, wgrad)."""
     include: list[Pattern] = ["*"]
     """Layers that run in FP8, by pattern over names such as layers.0.attention.qkv."""
     exclude: list[Pattern] = []
     """Layers that do not, e.g. ["layers.0.*", "*.mlp.down"]."""
+    first_blocks_bf16: Count = 0
+    """So many of the first blocks do not."""
+    last_blocks_bf16: Count = 0
+    """So many of the last blocks do not."""
+    report_interval: Count = 0
+    """Steps between samples of the FP8 health report (what casting loses in each tensor), fp8_report.jsonl in the run
+    folder; 100 is usual. 0: never."""
     gemm_backend: Literal["auto", "cublaslt", "scaled_mm", "emulated"] = "auto"
     """auto: on CUDA cublaslt where nvmath-python is installed, else scaled_mm; on CPU emulated: the same FP8 values,
     fp32

@@ -1,15 +1,30 @@
 """FP8 linear layers: formats, scaling, casts, GEMMs, and the manager that hands each layer its operation."""
 
+from megafp8.fp8.build import RECIPES
+from megafp8.fp8.convert import autocast, convert, end_step, load_state_dict, state_dict
+from megafp8.fp8.custom import CustomScaling, Rule
+from megafp8.fp8.describe import describe_path
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.linear import Fp8Linear, GradSlot, InputCast, LinearOp, Quantized, carrier
 from megafp8.fp8.manager import Fp8Manager
-from megafp8.fp8.recipe import BlockwiseScaling, CurrentScaling, DelayedScaling, Fp8Recipe, RowwiseScaling
+from megafp8.fp8.recipe import (
+    BlockwiseScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Fp8Recipe,
+    MXFP8Scaling,
+    NVFP4Scaling,
+    RowwiseScaling,
+    StaticScaling,
+)
 
 __all__ = [
     "E4M3",
     "E5M2",
+    "RECIPES",
     "BlockwiseScaling",
     "CurrentScaling",
+    "CustomScaling",
     "DelayedScaling",
     "Format",
     "Fp8Linear",
@@ -18,7 +33,17 @@ __all__ = [
     "GradSlot",
     "InputCast",
     "LinearOp",
+    "MXFP8Scaling",
+    "NVFP4Scaling",
     "Quantized",
     "RowwiseScaling",
+    "Rule",
+    "StaticScaling",
+    "autocast",
     "carrier",
+    "convert",
+    "describe_path",
+    "end_step",
+    "load_state_dict",
+    "state_dict",
 ]

@@ -76,9 +76,9 @@ class DelayedState:
             newest_t = self.history_tl[:, 0]
             newest_t.masked_fill_(~newest_t.isfinite(), 0.0)
             self.history_tl.copy_(roll_history(self.history_tl))
-        self.invert_scales()
+        self.refresh()
 
-    def invert_scales(self) -> None:
+    def refresh(self) -> None:
         """Renew the inverse scales: to be called when scales were read from a checkpoint."""
         self.scale_inv_t.copy_(self.scale_t.reciprocal())
 

@@ -89,10 +89,11 @@ class Fp8Gemm:
 
 
 def _fits(a_mk: Scaled, b_nk: Scaled) -> bool:
-    """Whether cuBLASLt takes the shapes as they are."""
+    """Whether cuBLASLt takes these operands as they are."""
     n, k = b_nk.data.shape
     return (
-        n % _ALIGNMENT == 0
+        {a_mk.granularity, b_nk.granularity} <= _SCALING.keys()
+        and n % _ALIGNMENT == 0
         and k % _ALIGNMENT == 0
         and (a_mk.granularity is not BLOCK_1X128 or a_mk.data.shape[0] % 4 == 0)
     )

@@ -35,6 +35,7 @@ from megafp8.fp8.gemm import Fp8Gemm, gemm
 from megafp8.fp8.matrix import Operand, Scaled
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.recipe import PerGemm
+from megafp8.fp8.report import ObservedQuantizer, Recorder
 from megafp8.fp8.sources import Plain
 
 
@@ -82,6 +83,13 @@ class LinearOp(Protocol):
     def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor: ...
 
 
+class StandIn(LinearOp, Protocol):
+    """What runs instead of an FP8 layer, on values, while it is `active`."""
+
+    @property
+    def active(self) -> bool: ...
+
+
 def high_precision_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
     """The `LinearOp` that computes in x's dtype; a weight of another dtype is converted first."""
     y = _HighPrecisionLinear.apply(x, weight)
@@ -112,6 +120,7 @@ class Fp8Linear:
 
     def __init__(self, *, high_precision: PerGemm, fast_accum: PerGemm) -> None:
         self.high_precision, self.fast_accum = high_precision, fast_accum
+        self.stand_in: StandIn | None = None
         self._quantizers: Quantizers | None = None
         self._gemm: Fp8Gemm | None = None
         self._weight8: Operand | None = None
@@ -129,15 +138,27 @@ class Fp8Linear:
     @property
     def fusible(self) -> bool:
         """Whether the layer needs its input and the gradient of its output in FP8 only."""
-        return not any(self.high_precision)
+        return self._running_stand_in is None and not any(self.high_precision)
+
+    @property
+    def _running_stand_in(self) -> StandIn | None:
+        return self.stand_in if self.stand_in is not None and self.stand_in.active else None
 
     def set_up(self, quantizers: Quantizers, gemm: Fp8Gemm) -> None:
         self._quantizers, self._gemm = quantizers, gemm
+
+    def show_to(self, recorder: Recorder, name: str) -> None:
+        """From now on let `recorder` see what is quantized here, as layer `name`. Call after `set_up`."""
+        named = self.quantizers._asdict()
+        self._quantizers = Quantizers(*(ObservedQuantizer(named[k], recorder, name, k) for k in Quantizers._fields))
 
     def __call__(
         self, x: Tensor | Quantized, weight: nn.Parameter, bias: Tensor | None = None, grad_slot: GradSlot | None = None
     ) -> Tensor:
         """`x wᵀ + bias`. `Quantized` input and `grad_slot` are for `fusible` layers; a slot excludes a bias."""
+        if (stand_in := self._running_stand_in) is not None:
+            assert isinstance(x, Tensor)
+            return stand_in(x, weight, bias)
         values, operand = (x.carrier, x.operand) if isinstance(x, Quantized) else (x, None)
         y = _Fp8LinearFunction.apply(values, weight, self, operand, grad_slot, torch.is_grad_enabled())
         assert bias is None or grad_slot is None

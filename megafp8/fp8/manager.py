@@ -2,7 +2,8 @@
 
 A model asks the manager for each layer's `LinearOp` by the layer's global name and never learns the precision. Once the
 model is built, `materialize` allocates what the recipe remembers for all layers of this rank together; a training loop
-then calls `end_step` after every optimizer step, and nothing else.
+then calls `end_step` after every optimizer step, and nothing else (and `begin_step` before it, where a `Recorder` is to
+see what the layers quantize).
 
 Names are global ("layers.3.attention.qkv" counts layers over all pipeline stages), so that patterns mean the same
 everywhere and state saved under one layout loads under another.
@@ -10,41 +11,32 @@ everywhere and state saved under one layout loads under another.
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.fp8.delayed import DelayedState
-from megafp8.fp8.formats import Format
+from megafp8.fp8.build import Fp8Tensor, State, build, by_recipe
 from megafp8.fp8.gemm import Fp8Gemm, GemmBackend
 from megafp8.fp8.linear import Fp8Linear, LinearOp, Quantizers, high_precision_linear
-from megafp8.fp8.quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, RowQuantizer
-from megafp8.fp8.recipe import (
-    BlockwiseScaling,
-    CurrentScaling,
-    DelayedScaling,
-    Fp8Recipe,
-    PerGemm,
-    RowwiseScaling,
-)
+from megafp8.fp8.patterns import no_match
+from megafp8.fp8.quantizers import Noting, Quantizer, StaticQuantizer
+from megafp8.fp8.recipe import Fp8Recipe, PerGemm
+from megafp8.fp8.report import Recorder
+from megafp8.fp8.static import Calibration
+from megafp8.fp8.stochastic import NoiseClock
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """An FP8 layer and the groups over which its operands are sharded; None where an operand is whole."""
+    """An FP8 layer and, by operand, the groups over which it is sharded; None where an operand is whole."""
 
     op: Fp8Linear
-    input_group: ProcessGroup | None
-    weight_group: ProcessGroup | None
-    grad_output_group: ProcessGroup | None
+    groups: dict[str, ProcessGroup | None]
 
 
 class Fp8Manager:
@@ -52,7 +44,9 @@ class Fp8Manager:
 
     `recipe`: None leaves every layer in high precision. `amax_group`: the ranks that run the same layers
     (tensor × context × data), over which delayed scaling reduces its amaxes; None for one rank. `include`, `exclude`:
-    shell-style patterns of layer names; a layer is FP8 if some of the first and none of the second match.
+    shell-style patterns of layer names; a layer is FP8 if some of the first and none of the second match. `recorder`:
+    looks at what FP8 layers quantize, in the steps it samples. `seed` and `data_parallel`, this rank and how many there
+    are, decide the noise of stochastic rounding.
     """
 
     def __init__(
@@ -64,14 +58,19 @@ class Fp8Manager:
         exclude: tuple[str, ...] = (),
         gemm_backend: GemmBackend = "auto",
         gemm_autotune: bool = True,
+        recorder: Recorder | None = None,
+        seed: int = 0,
+        data_parallel: tuple[int, int] = (0, 1),
     ) -> None:
         self.recipe = recipe
         self.amax_group = amax_group
         self.include, self.exclude = include, exclude
         self.gemm_backend, self.gemm_autotune = gemm_backend, gemm_autotune
+        self.recorder = recorder
+        self.seed, self.data_parallel = seed, data_parallel
         self._layers: dict[str, _Layer] = {}
-        self._delayed: DelayedState | None = None
-        self._recorders: list[DelayedQuantizer] = []  # of activations and gradients
+        self._states: list[State] | None = None
+        self._noting: list[Noting] = []  # quantizers of activations and gradients
 
     # --- building ---------------------------------------------------------------------------------------------------
 
@@ -98,56 +97,82 @@ class Fp8Manager:
         )
         self._layers[name] = _Layer(
             op,
-            input_group=tp_group if input_sharded else None,
-            weight_group=tp_group,
-            grad_output_group=tp_group if grad_output_sharded else None,
+            {
+                "input": tp_group if input_sharded else None,
+                "weight": tp_group,
+                "grad_output": tp_group if grad_output_sharded else None,
+            },
         )
         return op
 
     def _selected(self, name: str) -> bool:
         included = any(fnmatchcase(name, pattern) for pattern in self.include)
-        return included and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        return included and not excluded and self.recipe is not None and self.recipe.operands(name) is not None
 
     def check_patterns(self, all_layer_names: Sequence[str]) -> None:
-        """ValueError if a pattern matches none of the whole model's layer names (of all pipeline stages)."""
+        """ValueError unless every pattern, the recipe's too, fits the whole model's layers (of all pipeline stages)."""
         for field, patterns in (("include", self.include), ("exclude", self.exclude)):
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in all_layer_names):
-                    raise ValueError(_no_match(field, pattern, all_layer_names))
+                    raise ValueError(no_match(field, pattern, all_layer_names))
+        if self.recipe is None:
+            return
+        self.recipe.check_layers(all_layer_names)
+        for recipe, tensors in by_recipe(self.recipe, filter(self._selected, all_layer_names)).items():
+            recipe.check_tensors([f"{layer}.{operand}" for layer, operand in tensors])
 
     def materialize(self, device: torch.device) -> None:
         """Allocate the state of all layers on `device` and make them usable. Call once, when the model is built."""
-        assert self._delayed is None, "materialize has been called already"
-        recipe = self.recipe
-        if recipe is None:
+        assert self._states is None, "materialize has been called already"
+        self._states = []
+        if self.recipe is None:
             return
+        quantizers: dict[str, Quantizer] = {}
+        clock = NoiseClock(self.seed, *self.data_parallel)
+        for recipe, operands in by_recipe(self.recipe, self._layers).items():
+            tensors = [Fp8Tensor(layer, operand, self._layers[layer].groups[operand]) for layer, operand in operands]
+            made, state = build(recipe, tensors, device, clock)
+            quantizers |= made
+            if state is not None and state not in self._states:
+                self._states.append(state)
         gemm = Fp8Gemm(self.gemm_backend, device, autotune=self.gemm_autotune)
-        if isinstance(recipe, DelayedScaling):
-            self._delayed = DelayedState(recipe, _tensor_formats(recipe, self._layers), device)
-            quantizers = self._delayed.quantizers()
+        for name, layer in self._layers.items():
+            x, w, dy = (quantizers[f"{name}.{operand}"] for operand in Quantizers._fields)
+            layer.op.set_up(Quantizers(x, w, dy), gemm)
+            self._noting += [q for q in (x, dy) if isinstance(q, Noting)]
+            if any(isinstance(q, StaticQuantizer) for q in (x, w, dy)):
+                layer.op.stand_in = Calibration(layer.op.quantizers)
+        if self.recorder is not None:
             for name, layer in self._layers.items():
-                x, w, dy = (quantizers[f"{name}.{operand}"] for operand in Quantizers._fields)
-                layer.op.set_up(Quantizers(x, w, dy), gemm)
-                self._recorders += [x, dy]
-        else:
-            for layer in self._layers.values():
-                layer.op.set_up(_stateless_quantizers(recipe, layer), gemm)
+                layer.op.show_to(self.recorder, name)
 
     # --- training ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> bool:
+        """Begin training step `step`, counted from 1; whether the recorder samples it, until its own `end_step`."""
+        sampled = self.recorder is not None and self.recorder.begin_step(step)
+        if sampled:  # an evaluation may have left copies of the weights, and then nobody would quantize them
+            self._forget_weights()
+        return sampled
 
     def end_step(self) -> None:
         """End a training step, after the optimizer changed the weights: renew scales, forget the weights' FP8 copies.
 
-        Collective over `amax_group` (one all-reduce) with delayed scaling; purely local otherwise.
+        Collective over `amax_group`: one all-reduce with delayed scaling, and with static scaling while it calibrates;
+        purely local otherwise.
         """
-        if self._delayed is not None:
-            self._delayed.end_step(self.amax_group)
-        self.invalidate_weights()
+        for state in self._states or ():
+            state.end_step(self.amax_group)
+        self._forget_weights()
 
     def invalidate_weights(self) -> None:
         """Forget what was derived from weights and scales: call when they changed without a step, as on loading."""
-        if self._delayed is not None:
-            self._delayed.invert_scales()
+        for state in self._states or ():
+            state.refresh()
+        self._forget_weights()
+
+    def _forget_weights(self) -> None:
         for layer in self._layers.values():
             layer.op.invalidate_weight()
 
@@ -157,13 +182,13 @@ class Fp8Manager:
 
         A weight's amax is noted either way: whoever quantizes it first in a step sees the same weight.
         """
-        before = [quantizer.recording for quantizer in self._recorders]
-        for quantizer in self._recorders:
+        before = [quantizer.recording for quantizer in self._noting]
+        for quantizer in self._noting:
             quantizer.recording = flag
         try:
             yield
         finally:
-            for quantizer, value in zip(self._recorders, before, strict=True):
+            for quantizer, value in zip(self._noting, before, strict=True):
                 quantizer.recording = value
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -171,10 +196,11 @@ class Fp8Manager:
     def state_dict(self) -> dict[str, Tensor]:
         """What must be saved, as views that may be read into in place (then call `invalidate_weights`).
 
-        For each FP8 tensor `fp8.<layer>.<input|weight|grad_output>.amax_history` and `.scale`; empty unless scaling is
-        delayed. Save after `end_step`: the values are then the same on every rank of `amax_group`.
+        For each FP8 tensor that is scaled by something remembered `fp8.<layer>.<input|weight|grad_output>.<what>`, see
+        `DelayedState` and `StaticState`; and `fp8.noise_step` with stochastic rounding. Save after `end_step`: the
+        values are then the same on every rank of `amax_group`.
         """
-        return {} if self._delayed is None else self._delayed.state_dict()
+        return {name: tensor for state in self._states or () for name, tensor in state.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy `state` into this state. ValueError, before anything is changed, unless names and shapes are ours."""
@@ -194,50 +220,6 @@ class Fp8Manager:
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.invalidate_weights()
-
-
-def _tensor_formats(recipe: DelayedScaling, layers: Iterable[str]) -> dict[str, Format]:
-    forward, gradient = recipe.forward_format, recipe.gradient_format
-    operands = Quantizers._fields
-    return {
-        f"{layer}.{operand}": gradient if operand == "grad_output" else forward
-        for layer in layers
-        for operand in operands
-    }
-
-
-def _stateless_quantizers(recipe: Fp8Recipe, layer: _Layer) -> Quantizers:
-    """Quantizers that need nothing but the tensor at hand."""
-    forward, gradient = recipe.forward_format, recipe.gradient_format
-    if isinstance(recipe, CurrentScaling):
-        current: dict[str, Any] = {"eps": recipe.amax_epsilon, "power_of_two": recipe.power_of_two}
-        return Quantizers(
-            CurrentQuantizer(forward, layer.input_group, **current),
-            CurrentQuantizer(forward, layer.weight_group, **current),
-            CurrentQuantizer(gradient, layer.grad_output_group, **current),
-        )
-    if isinstance(recipe, RowwiseScaling):
-        rowwise: dict[str, Any] = {"eps": recipe.amax_epsilon, "power_of_two": recipe.power_of_two}
-        x_and_w = RowQuantizer(forward, **rowwise)
-        return Quantizers(x_and_w, x_and_w, RowQuantizer(gradient, **rowwise))
-    assert isinstance(recipe, BlockwiseScaling)
-    blocks: dict[str, Any] = {"eps": recipe.amax_epsilon, "power_of_two": recipe.power_of_two}
-    return Quantizers(
-        BlockQuantizer(forward, square=False, **blocks),
-        BlockQuantizer(forward, square=True, **blocks),
-        BlockQuantizer(gradient, square=False, **blocks),
-    )
-
-
-def _no_match(field: str, pattern: str, names: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
-    if not nearest:
-        return f"FP8 {field} pattern {pattern!r} matches no layer: the model has no linear layers"
-    example = re.sub(r"(?<=\.)\d+(?=\.)", "*", nearest[0])
-    return (
-        f"FP8 {field} pattern {pattern!r} matches no layer; the nearest names are {', '.join(nearest)}, and "
-        f"{example!r} would work"
-    )
 
 
 def _some(names: list[str]) -> str:

@@ -30,7 +30,7 @@ def statistics(x_rc: Tensor, eps: float, *, centered: bool) -> tuple[Tensor | No
     if mean_r is not None:
         x = x - mean_r.unsqueeze(-1)
     variance_r = (x.to(EXACT).square().sum(dim=1) / c).to(x.dtype)
-    deviation_r = (variance_r + eps).to(EXACT).sqrt().to(x.dtype)  # a CPU's fp32 square root is not always rounded right
+    deviation_r = (variance_r + eps).to(EXACT).sqrt().to(x.dtype)  # a CPU's fp32 root is not always rounded right
     return mean_r, torch.ones_like(deviation_r) / deviation_r
 
 

@@ -66,16 +66,16 @@ def hadamard_transform(x_rc: Tensor) -> Tensor:
     return torch.cat([y, x_rc[:, whole:].float()], dim=1)
 
 
-def quantize_nvfp4(x_rc: Tensor, *, weight: bool, stochastic: Key | None, hadamard: bool) -> Scaled:
+def quantize_nvfp4(x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: Key | None) -> Scaled:
     """x `[r, c]`, any float dtype, to E2M1 values `[r, c]` held in E4M3, and factors b / S.
 
-    `weight`: blocks of 16×16 instead of 1×16. `stochastic`: round stochastically, with the noise of this key.
-    `hadamard`: cast the Hadamard transform of x along its rows instead of x.
+    `whole_amax`: the amax, fp32 `[]`, of the tensor that x is a slice of; by default x is all of it. `weight`: blocks
+    of 16×16 instead of 1×16. `stochastic`: round stochastically, with the noise of this key.
     """
-    x_rc = hadamard_transform(x_rc) if hadamard else x_rc.float()
+    x_rc = x_rc.float()
     r, c = x_rc.shape
     granularity = BLOCK_16X16 if weight else BLOCK_1X16
-    tensor_scale = scale_from_amax(amax(x_rc), E4M3.max * E2M1.max)
+    tensor_scale = scale_from_amax(amax(x_rc) if whole_amax is None else whole_amax, E4M3.max * E2M1.max)
     block = block_amax(x_rc, granularity) * tensor_scale
     # Tensor by tensor: CUDA divides by a number as a product with its reciprocal, which rounds twice.
     block = quantize(block / torch.full_like(block, E2M1.max), torch.ones_like(block), E4M3).float()

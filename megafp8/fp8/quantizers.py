@@ -3,16 +3,18 @@
 They say where a scale comes from. `CurrentQuantizer` takes it from the tensor at hand: exact, one pass more over the
 data, and a reduction over the group wherever ranks hold slices, since a slice has another maximum than the whole.
 `DelayedQuantizer` uses a scale made from earlier steps and only notes the amax for later ones: one pass, no
-communication in the layer, at the risk of saturating a tensor that grew since. `RowQuantizer` and `BlockQuantizer`
-give neighbours a factor of their own, which is local to a rank by construction.
+communication in the layer, at the risk of saturating a tensor that grew since. `StaticQuantizer` has one for good.
+`RowQuantizer`, `BlockQuantizer` and `MXFP8Quantizer` give neighbours a factor of their own, which is local to a rank by
+construction; `NVFP4Quantizer` does too, under one for the tensor.
 
-How a cast is computed is chosen here once: by a fused kernel on CUDA, by the plain twin elsewhere.
+How a cast is computed is chosen here once: by a fused kernel on CUDA, by the plain twin elsewhere. The last two, which
+are emulated, have no kernels.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,8 +23,13 @@ from torch.distributed import ProcessGroup
 from megafp8.collectives import all_reduce
 from megafp8.fp8 import plain
 from megafp8.fp8.formats import Format
-from megafp8.fp8.matrix import Operand
+from megafp8.fp8.matrix import Operand, Scaled
+from megafp8.fp8.microscaling import quantize_mxfp8
+from megafp8.fp8.noise import Key
+from megafp8.fp8.nvfp4 import hadamard_transform, quantize_nvfp4
+from megafp8.fp8.quantize import amax
 from megafp8.fp8.sources import Source
+from megafp8.fp8.stochastic import TensorNoise
 
 
 class Quantizer(Protocol):
@@ -31,9 +38,17 @@ class Quantizer(Protocol):
     `one_factor`: a tensor has one factor, the same on all ranks that hold slices of it, so slices fit together.
     """
 
-    one_factor: ClassVar[bool]
+    @property
+    def one_factor(self) -> bool: ...
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand: ...
+
+
+@runtime_checkable
+class Noting(Protocol):
+    """A quantizer in which casts leave a trace, while it is `recording`."""
+
+    recording: bool
 
 
 def casts(source: Source) -> ModuleType:
@@ -82,6 +97,30 @@ class DelayedQuantizer:
         )
 
 
+class StaticQuantizer:
+    """Scales by `scale`, `scale_inv` its reciprocal. Until these are known, while `calibrating`, it is to `note` what
+    it would cast and keeps the largest magnitude in `newest_amax`; all fp32 `[]`, views of the shared state.
+
+    `recording` is switched off during evaluation.
+    """
+
+    one_factor: ClassVar[bool] = True
+
+    def __init__(self, fmt: Format, scale: Tensor, scale_inv: Tensor, newest_amax: Tensor) -> None:
+        self.fmt, self.scale, self.scale_inv, self.newest_amax = fmt, scale, scale_inv, newest_amax
+        self.calibrating, self.recording = False, True
+
+    def note(self, x: Tensor) -> None:
+        """Note the amax of x, of any shape."""
+        if self.calibrating and self.recording:
+            torch.maximum(self.newest_amax, amax(x), out=self.newest_amax)
+
+    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+        return casts(source).cast_tensor(
+            source, self.scale, self.scale_inv, self.fmt, rows=rows, columns=columns, newest_amax=None
+        )
+
+
 class RowQuantizer:
     """A factor for each row, and another for each row of the transposed matrix."""
 
@@ -108,3 +147,47 @@ class BlockQuantizer:
         implementation = casts(source)
         cast = implementation.cast_128x128 if self.square else implementation.cast_1x128
         return cast(source, self.fmt, rows=rows, columns=columns, power_of_two=self.power_of_two, eps=self.eps)
+
+
+class MXFP8Quantizer:
+    """A power of two for each 32 neighbours in a row of the rows, and of the columns."""
+
+    one_factor: ClassVar[bool] = False
+
+    def __init__(self, fmt: Format) -> None:
+        self.fmt = fmt
+
+    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+        x_rc = source.values()
+        return Operand(
+            quantize_mxfp8(x_rc, self.fmt) if rows else None,
+            quantize_mxfp8(x_rc.t().contiguous(), self.fmt) if columns else None,
+        )
+
+
+class NVFP4Quantizer:
+    """Four bits, a factor for each 16 neighbours (`square=False`) or 16 × 16 elements, under one for the whole tensor,
+    which `group` holds slices of.
+
+    `hadamard`: the columns are those of the Hadamard transform along them. `noise`: round stochastically; it counts
+    casts while `recording`.
+    """
+
+    one_factor: ClassVar[bool] = False
+
+    def __init__(self, group: ProcessGroup | None, *, square: bool, hadamard: bool, noise: TensorNoise | None) -> None:
+        self.group, self.square, self.hadamard, self.noise = group, square, hadamard, noise
+        self.recording = True
+
+    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+        x_rc = source.values()
+        row_key, column_key = (None, None) if self.noise is None else self.noise.next_keys(advance=self.recording)
+        by_rows = self._cast(x_rc, row_key) if rows else None
+        if not columns:
+            return Operand(by_rows, None)
+        x_cr = x_rc.t().contiguous()
+        return Operand(by_rows, self._cast(hadamard_transform(x_cr) if self.hadamard else x_cr, column_key))
+
+    def _cast(self, x_rc: Tensor, key: Key | None) -> Scaled:
+        whole_amax = all_reduce(amax(x_rc), self.group, "max")
+        return quantize_nvfp4(x_rc, whole_amax, weight=self.square, stochastic=key)

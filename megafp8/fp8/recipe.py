@@ -5,17 +5,36 @@ may accumulate fast. A Hopper tensor core keeps about 14 bits of a running sum u
 often; fast accumulation is harmless in the forward pass and measurably not in the gradients, hence the default.
 
 The three GEMMs of a linear layer, y = x wᵀ:  fprop y = x wᵀ,  dgrad dx = dy w,  wgrad dw = dyᵀ x.
+
+`megafp8.fp8.build` makes quantizers of a recipe; `megafp8.fp8.custom` has the recipe that is made of others.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from megafp8.fp8.formats import E4M3, E5M2, Format
+from megafp8.fp8.matrix import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_16X16,
+    BLOCK_128X128,
+    ROW,
+    TENSOR,
+    Granularity,
+)
+from megafp8.fp8.patterns import no_match
 from megafp8.fp8.scaling import AmaxAlgorithm
 
 _FORMATS = {"hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}
+
+OperandName = Literal["input", "weight", "grad_output"]
+OPERANDS: tuple[OperandName, ...] = get_args(OperandName)
 
 
 class PerGemm(NamedTuple):
@@ -24,6 +43,14 @@ class PerGemm(NamedTuple):
     fprop: bool
     dgrad: bool
     wgrad: bool
+
+
+class OperandRecipes(NamedTuple):
+    """How each operand of a layer is scaled."""
+
+    input: Fp8Recipe
+    weight: Fp8Recipe
+    grad_output: Fp8Recipe
 
 
 def _require(recipe: object, field: str, value: Any, holds: bool, rule: str) -> None:
@@ -37,8 +64,10 @@ class Fp8Recipe:
 
     `fp8_format`: "hybrid" casts activations and weights to E4M3 and gradients to E5M2; "e4m3" casts all to E4M3.
     `override_linear_precision`: GEMMs that run in the tensors' own precision. `use_fast_accum`: GEMMs that accumulate
-    fast. Both are (fprop, dgrad, wgrad).
+    fast. Both are (fprop, dgrad, wgrad). `name`: as in configs.
     """
+
+    name: ClassVar[str]
 
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     override_linear_precision: tuple[bool, bool, bool] = PerGemm(False, False, False)
@@ -61,6 +90,24 @@ class Fp8Recipe:
         """Format of output gradients."""
         return _FORMATS[self.fp8_format][1]
 
+    def format_of(self, operand: OperandName) -> Format:
+        """Format of an operand."""
+        return self.gradient_format if operand == "grad_output" else self.forward_format
+
+    def granularity(self, operand: OperandName) -> Granularity:
+        """Which elements of an operand share a factor, in its rows and in its columns."""
+        return TENSOR
+
+    def operands(self, layer: str) -> OperandRecipes | None:
+        """How the operands of a layer are scaled; None: the layer stays in high precision."""
+        return OperandRecipes(self, self, self)
+
+    def check_layers(self, layers: Sequence[str]) -> None:
+        """ValueError unless all patterns over layers fit the whole model's."""
+
+    def check_tensors(self, tensors: Sequence[str]) -> None:
+        """ValueError unless the recipe can scale these, `<layer>.<operand>`: all that it is to scale in the model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Fp8Recipe):
@@ -71,6 +118,8 @@ class DelayedScaling(Fp8Recipe):
     "most_recent", or a callable `[t, l] -> [t]` (t tensors, l steps, newest first). `power_of_two_scale`: round scales
     down to powers of two.
     """
+
+    name: ClassVar[str] = "delayed"
 
     margin: int = 0
     interval: int = 1
@@ -94,6 +143,8 @@ class CurrentScaling(Fp8Recipe):
     `power_of_two`: round scales down to powers of two. `amax_epsilon`: the least amax a scale is made from.
     """
 
+    name: ClassVar[str] = "current"
+
     power_of_two: bool = False
     amax_epsilon: float = 0.0
 
@@ -112,6 +163,8 @@ class RowwiseScaling(Fp8Recipe):
     `override_linear_precision`.
     """
 
+    name: ClassVar[str] = "rowwise"
+
     fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
     power_of_two: bool = False
     amax_epsilon: float = 0.0
@@ -119,6 +172,9 @@ class RowwiseScaling(Fp8Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self, "amax_epsilon", self.amax_epsilon, self.amax_epsilon >= 0, "0 or more")
+
+    def granularity(self, operand: OperandName) -> Granularity:
+        return ROW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +186,8 @@ class BlockwiseScaling(Fp8Recipe):
     Hopper's block-scaled GEMMs always promote their sums, so `use_fast_accum` has no effect.
     """
 
+    name: ClassVar[str] = "blockwise"
+
     fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
     power_of_two: bool = True
     amax_epsilon: float = 0.0
@@ -137,3 +195,82 @@ class BlockwiseScaling(Fp8Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self, "amax_epsilon", self.amax_epsilon, self.amax_epsilon >= 0, "0 or more")
+
+    def granularity(self, operand: OperandName) -> Granularity:
+        return BLOCK_128X128 if operand == "weight" else BLOCK_1X128
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticScaling(Fp8Recipe):
+    """Per tensor, by a scale that never changes: nothing to compute, nothing to remember, nothing to communicate.
+
+    `amax`: pairs of a shell-style pattern over tensors (`layers.*.mlp.down.input`) and the largest magnitude they will
+    have; the first that matches counts. `calibration_steps`: for as many steps a layer that has a tensor without runs
+    in high precision and notes its amaxes, then it keeps the largest. `margin`: powers of two left free above the amax,
+    for tensors that grow later. `power_of_two`: round scales down to powers of two.
+    """
+
+    name: ClassVar[str] = "static"
+
+    amax: tuple[tuple[str, float], ...] = ()
+    calibration_steps: int = 0
+    margin: int = 0
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for pattern, value in self.amax:
+            holds = math.isfinite(value) and value > 0
+            _require(self, f"amax of {pattern!r}", value, holds, "finite and more than 0")
+        _require(self, "calibration_steps", self.calibration_steps, self.calibration_steps >= 0, "0 or more")
+
+    def given_amax(self, tensor: str) -> float | None:
+        """The amax of a tensor that needs no calibration."""
+        return next((value for pattern, value in self.amax if fnmatchcase(tensor, pattern)), None)
+
+    def check_tensors(self, tensors: Sequence[str]) -> None:
+        for pattern, _ in self.amax:
+            if not any(fnmatchcase(tensor, pattern) for tensor in tensors):
+                raise ValueError(no_match("static_amax", pattern, tensors, "tensor with a static scale"))
+        unknown = [tensor for tensor in tensors if self.given_amax(tensor) is None]
+        if unknown and not self.calibration_steps:
+            raise ValueError(
+                f"static FP8 scaling has no amax for {len(unknown)} of {len(tensors)} tensors, {unknown[0]} the first; "
+                "give fp8.static_amax a pattern for it, or set fp8.calibration_steps, 20 for example"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8Scaling(Fp8Recipe):
+    """A power of two for each 32 neighbours (OCP microscaling formats 1.0), rounded so that nothing saturates.
+
+    For Blackwell's tensor cores; its GEMMs are emulated in fp32, so `use_fast_accum` has no effect.
+    """
+
+    name: ClassVar[str] = "mxfp8"
+
+    fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
+
+    def granularity(self, operand: OperandName) -> Granularity:
+        return BLOCK_1X32
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4Scaling(Fp8Recipe):
+    """Four bits, a factor for each 16 neighbours and for each 16 × 16 weights (NVIDIA 2025, arXiv:2509.25149).
+
+    Output gradients are rounded stochastically, and both operands of wgrad are Hadamard transforms. For Blackwell's
+    tensor cores; its GEMMs are emulated in fp32, so `use_fast_accum` has no effect.
+    """
+
+    name: ClassVar[str] = "nvfp4"
+
+    fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule = "'e4m3', which holds its four-bit values"
+        _require(self, "fp8_format", self.fp8_format, self.fp8_format == "e4m3", rule)
+
+    def granularity(self, operand: OperandName) -> Granularity:
+        return BLOCK_16X16 if operand == "weight" else BLOCK_1X16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ from megafp8.config import Config, ConfigError, Problem
 from megafp8.data.blend import Blend
 from megafp8.data.sampler import batches as batch_stream
 from megafp8.data.samples import Batch
+from megafp8.fp8 import describe_path
+from megafp8.fp8.report import FILE_NAME
 from megafp8.models.flops import PEAK_FLOPS, flops_per_token
 from megafp8.parallel_state import (
     ParallelState,
@@ -23,7 +26,7 @@ from megafp8.parallel_state import (
     initialize_model_parallel,
 )
 from megafp8.training.inputs import Inputs
-from megafp8.training.metrics import StepMetrics, Writer, memory_gib, open_writers, read_metrics
+from megafp8.training.metrics import Fp8ReportWriter, StepMetrics, Writer, memory_gib, open_writers, read_metrics
 from megafp8.training.plots import plot_loss, print_loss
 from megafp8.training.state import check_resume, load_latest, save_state
 from megafp8.training.stopping import StopRequest
@@ -83,6 +86,7 @@ class Job:
         if self.step:
             self.say(f"resumed from step {self.step}")
         self.say(f"optimizer: {self.trainer.optimizer.reason}")
+        self.say(describe_path(self.trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
         self.saved_step = self.step
 
     def say(self, text: str) -> None:
@@ -101,7 +105,7 @@ class Job:
         while self.step < steps and not stopped:
             metrics = self._one_step(stream)
             for writer in writers:
-                writer.write(metrics)
+                writer.write(metrics, self.trainer.fp8_records)
             stopped = self.stop.agreed(self.parallel.world.group)
             interval = self.config.checkpoint.interval
             if stopped or self.step == steps or (interval and self.step % interval == 0):
@@ -117,7 +121,10 @@ class Job:
         name = "config.yaml" if not self.step else f"config-from-step-{self.step:08d}.yaml"
         (self.folder / name).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         config = self.config
-        return open_writers(config.logging, self.folder, config.name, self.step, config.training.steps, settings)
+        writers = open_writers(config.logging, self.folder, config.name, self.step, config.training.steps, settings)
+        if self.trainer.fp8.recorder is None:
+            return writers
+        return [*writers, Fp8ReportWriter(self.folder / FILE_NAME, self.step)]
 
     def _batches(self, dataset: Blend, consumed_samples: int) -> Iterator[list[Batch]]:
         t, d = self.config.training, self.config.data
@@ -196,3 +203,6 @@ class Job:
         if sys.stdout.isatty() or self.config.logging.progress:
             print_loss(records)
         print(f"run folder: {self.folder}\nloss curve: {self.folder / 'loss.png'}")
+        report = self.folder / FILE_NAME
+        if self.trainer.fp8.recorder is not None and report.stat().st_size:
+            print(f"FP8 report: {report}; to read it: python tools/fp8_report.py {shlex.quote(str(self.folder))}")

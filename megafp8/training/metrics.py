@@ -3,6 +3,9 @@
 metrics.jsonl is the truth: one JSON object a step, appended and flushed as the step ends. A resumed run appends too, so
 a step that was lost with a crash and run again stands there twice; `read_metrics` keeps the later one. Non-finite
 numbers are written as null, since JSON has none.
+
+A step whose FP8 health was sampled brings its records too. fp8_report.jsonl has them whole; curves are drawn of the
+worst tensor of each operand, and of every tensor's SNR and amax.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from megafp8.config import LoggingConfig
+from megafp8.fp8.report import OPERANDS, Record, ReportWriter
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,29 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-class Writer(Protocol):
-    """Somewhere figures go."""
+def fp8_scalars(records: Sequence[Record]) -> dict[str, float]:
+    """Curves of a sampled step: `fp8/<operand>/{min_snr_db,max_underflow,max_saturated}` over the layers, and
+    `fp8/<layer>/<operand>/{snr_db,amax}`. What was not finite is left out."""
+    scalars = {}
+    for operand in OPERANDS:
+        own = [record for record in records if record.operand == operand]
+        known = [record.snr_db for record in own if record.snr_db is not None]
+        if known:
+            scalars[f"fp8/{operand}/min_snr_db"] = min(known)
+        if own:
+            scalars[f"fp8/{operand}/max_underflow"] = max(record.underflow for record in own)
+            scalars[f"fp8/{operand}/max_saturated"] = max(record.saturated for record in own)
+    for record in records:
+        for figure, value in (("snr_db", record.snr_db), ("amax", record.amax)):
+            if value is not None:
+                scalars[f"fp8/{record.layer}/{record.operand}/{figure}"] = value
+    return scalars
 
-    def write(self, metrics: StepMetrics) -> None: ...
+
+class Writer(Protocol):
+    """Somewhere figures go: a step's, and the FP8 health `records` of a step that was sampled."""
+
+    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None: ...
 
     def close(self) -> None: ...
 
@@ -76,7 +99,7 @@ class JsonlWriter:
         if torn:  # a kill cut the last line short: do not glue the next object to it
             self.file.write("\n")
 
-    def write(self, metrics: StepMetrics) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
         record = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(metrics).items()
@@ -88,6 +111,19 @@ class JsonlWriter:
         self.file.close()
 
 
+class Fp8ReportWriter:
+    """Appends the records of sampled steps to fp8_report.jsonl, from after `step` on."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.report = ReportWriter(path, step)
+
+    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+        self.report.write(records)
+
+    def close(self) -> None:
+        self.report.close()
+
+
 class TensorBoardWriter:
     """Scalars under the run folder."""
 
@@ -96,8 +132,8 @@ class TensorBoardWriter:
 
         self.writer = SummaryWriter(str(path))
 
-    def write(self, metrics: StepMetrics) -> None:
-        for key, value in asdict(metrics).items():
+    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+        for key, value in (asdict(metrics) | fp8_scalars(records)).items():
             if key != "step" and value is not None:
                 self.writer.add_scalar(key, float(value), metrics.step)
 
@@ -117,8 +153,9 @@ class WandbWriter:
             ) from None
         self.run = wandb.init(project=project, name=name, id=name, resume="allow", dir=str(path), config=config)
 
-    def write(self, metrics: StepMetrics) -> None:
-        self.run.log({k: v for k, v in asdict(metrics).items() if v is not None}, step=metrics.step)
+    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+        figures = asdict(metrics) | fp8_scalars(records)
+        self.run.log({k: v for k, v in figures.items() if v is not None}, step=metrics.step)
 
     def close(self) -> None:
         self.run.finish()
@@ -131,7 +168,7 @@ class ProgressWriter:
         self.interval, self.total = interval, total_steps
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step") if sys.stderr.isatty() else None
 
-    def write(self, metrics: StepMetrics) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
         if self.bar is not None:
             self.bar.update(1)
         if metrics.step % self.interval and metrics.step != self.total:

@@ -11,17 +11,18 @@ Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.collectives import all_reduce, broadcast
-from megafp8.config import Config
+from megafp8.collectives import all_gather_objects, all_reduce, broadcast
+from megafp8.config import Config, Fp8Config
 from megafp8.data.samples import Batch
-from megafp8.fp8 import BlockwiseScaling, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe, RowwiseScaling
+from megafp8.fp8 import RECIPES, CustomScaling, Fp8Manager, Fp8Recipe, Rule
+from megafp8.fp8.report import Record, Recorder
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage, fp8_layer_names
 from megafp8.optimizer.adam import MixedPrecisionAdamW
@@ -43,36 +44,62 @@ def fp8_recipe(config: Config) -> Fp8Recipe | None:
     f = config.fp8
     if f.recipe == "none":
         return None
-    common: dict[str, Any] = {
-        "override_linear_precision": f.override_linear_precision,
+    return _recipe(f, f.recipe)
+
+
+def _recipe(f: Fp8Config, name: str) -> Fp8Recipe:
+    """The recipe `name` with those of its options that `f` gives."""
+    fprop, dgrad, wgrad = f.override_linear_precision
+    options: dict[str, Any] = {
+        "fp8_format": f.format,
+        "override_linear_precision": (fprop, dgrad, wgrad or f.wgrad_in_bf16),
         "use_fast_accum": f.fast_accumulation,
+        "margin": f.margin,
+        "interval": f.interval,
+        "amax_history_len": f.amax_history_len,
+        "amax_compute_algo": f.amax_compute_algo,
+        "power_of_two_scale": f.power_of_two_scale,  # delayed scaling's name for it
+        "power_of_two": f.power_of_two_scale,
+        "amax_epsilon": f.amax_epsilon,
+        "amax": tuple(f.static_amax.items()),
+        "calibration_steps": f.calibration_steps,
     }
-    if f.format is not None:
-        common["fp8_format"] = f.format
-    if f.recipe == "delayed":
-        return DelayedScaling(
-            margin=f.margin,
-            interval=f.interval,
-            amax_history_len=f.amax_history_len,
-            amax_compute_algo=f.amax_compute_algo,
-            power_of_two_scale=bool(f.power_of_two_scale),
-            **common,
+    if name == CustomScaling.name:
+        options["rules"] = tuple(
+            Rule(
+                layers=rule.layers,
+                input=_recipe(f, rule.input),
+                weight=_recipe(f, rule.weight),
+                grad_output=_recipe(f, rule.grad_output),
+            )
+            for rule in f.custom
         )
-    if f.power_of_two_scale is not None:
-        common["power_of_two"] = f.power_of_two_scale
-    recipes = {"current": CurrentScaling, "rowwise": RowwiseScaling, "blockwise": BlockwiseScaling}
-    return recipes[f.recipe](amax_epsilon=f.amax_epsilon, **common)
+    recipe = RECIPES[name]
+    return recipe(**{o.name: options[o.name] for o in fields(recipe) if options[o.name] is not None})
 
 
-def build_fp8(config: Config, amax_group: ProcessGroup | None) -> Fp8Manager:
-    """The manager that `fp8` in the config describes. ValueError for a pattern that no layer of the model matches."""
+def _kept_blocks(config: Config) -> list[str]:
+    """Patterns of the blocks that stay in high precision: so many from the first, and from the last."""
+    f, n = config.fp8, config.model.num_layers
+    return [f"layers.{i}.*" for i in range(n) if i < f.first_blocks_bf16 or i >= n - f.last_blocks_bf16]
+
+
+def build_fp8(config: Config, amax_group: ProcessGroup | None, data_parallel: tuple[int, int] = (0, 1)) -> Fp8Manager:
+    """The manager that `fp8` in the config describes, on this rank of how many data-parallel ones.
+
+    ValueError for a pattern that no layer of the model matches, and for what the recipe refuses.
+    """
+    interval = config.fp8.report_interval
     manager = Fp8Manager(
         fp8_recipe(config),
         amax_group=amax_group,
         include=tuple(config.fp8.include),
-        exclude=tuple(config.fp8.exclude),
+        exclude=(*config.fp8.exclude, *_kept_blocks(config)),
         gemm_backend=config.fp8.gemm_backend,
         gemm_autotune=config.fp8.gemm_autotune,
+        recorder=Recorder(interval) if interval and config.fp8.recipe != "none" else None,
+        seed=config.seed,
+        data_parallel=data_parallel,
     )
     manager.check_patterns(list(fp8_layer_names(config.model)))
     return manager
@@ -87,13 +114,17 @@ class Loss:
 
 
 class Trainer:
-    """One rank's stage of the model with all that drives it. Collective: build it on every rank."""
+    """One rank's stage of the model with all that drives it. Collective: build it on every rank.
+
+    `fp8_records`: FP8 health of the latest `train_step` in all stages, on rank 0, if that step was sampled; else empty.
+    """
 
     def __init__(self, config: Config, parallel: ParallelState) -> None:
         self.config, self.parallel = config, parallel
         p, t = config.parallel, config.training
         dtype = DTYPES[t.precision]
-        self.fp8 = build_fp8(config, parallel.amax.group)
+        self.fp8 = build_fp8(config, parallel.amax.group, (parallel.data.rank, parallel.data.size))
+        self.fp8_records: list[Record] = []
         context = BuildContext(parallel.tensor.group, self.fp8, dtype, parallel.device, p.sequence_parallel)
         layers = stage_layers(config.model.num_layers, p.pipeline, p.layers_per_stage)[parallel.pipeline.rank]
         self.stage = GPTStage(
@@ -185,6 +216,7 @@ class Trainer:
     def train_step(self, step: int, batches: Sequence[Batch]) -> tuple[Loss, StepResult]:
         """One optimizer step, counted from 0, on this rank's micro-batches of the global batch."""
         self.gradients.zero()
+        sampled = self.fp8.begin_step(step + 1)
         reports = self.engine.run(
             self.train_actions,
             self._forward,
@@ -197,7 +229,17 @@ class Trainer:
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
         result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
         self.fp8.end_step()
+        self.fp8_records = self._gather_fp8_records() if sampled else []
         return self._loss(total), result
+
+    def _gather_fp8_records(self) -> list[Record]:
+        """What was recorded in this step: by all stages on rank 0, nothing elsewhere."""
+        assert self.fp8.recorder is not None
+        own, parallel = self.fp8.recorder.end_step(), self.parallel
+        if not (parallel.tensor.is_first and parallel.data_context.is_first):
+            return []
+        stages = all_gather_objects(own, parallel.pipeline.group)
+        return [record for stage in stages for record in stage] if parallel.is_first_stage else []
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Loss:

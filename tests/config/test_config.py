@@ -50,7 +50,11 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("training.steps=ten", "training.steps = 'ten': input should be a valid integer"),
         ("training.steps=0", "training.steps = 0: input should be greater than 0"),
         ("training.steps=2.5", "training.steps = 2.5: input should be a valid integer"),
-        ("fp8.recipe=delaid", "fp8.recipe = 'delaid': input should be 'none', 'delayed', 'current', 'rowwise' or 'blockwise'"),
+        (
+            "fp8.recipe=delaid",
+            "fp8.recipe = 'delaid': input should be 'none', 'delayed', 'current', 'rowwise', 'blockwise', 'static', "
+            "'mxfp8', 'nvfp4' or 'custom'",
+        ),
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate = nan: input should be"),
         ("name=a/b", "name = 'a/b': string should match pattern"),
         ("data.train=[]", "data.train"),
@@ -110,6 +114,13 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
         ),
         (["optimizer.warmup_steps=10"], 1, "optimizer.warmup_steps = 10: the run has only training.steps = 10"),
         (["optimizer.min_learning_rate=1.0"], 1, "larger than optimizer.learning_rate (0.001)"),
+        (["fp8.recipe=custom"], 1, "fp8.custom = []: fp8.recipe custom needs a rule; try [{layers: "),
+        (
+            ["fp8.recipe=current", "fp8.first_blocks_bf16=3", "fp8.last_blocks_bf16=1"],
+            1,
+            "fp8.first_blocks_bf16 = 3: with fp8.last_blocks_bf16 (1) all of model.num_layers (4): nothing is left for "
+            "FP8; try at most 3 blocks in both together",
+        ),
     ],
 )
 def test_sections_against_each_other(tmp_path: Path, overrides: list[str], world_size: int, expected: str) -> None:

@@ -16,6 +16,7 @@ from megafp8.fp8 import E4M3
 from megafp8.fp8.formats import E2M1
 from megafp8.fp8.noise import Key, noise_key
 from megafp8.fp8.nvfp4 import hadamard_transform, quantize_nvfp4, round_to_e2m1
+from megafp8.fp8.quantize import amax
 from tests.fp8.reference import decode, encode, finite_values
 from tests.fp8.test_blocks import spread
 from tests.fp8.test_noise import uniform_by_hand
@@ -77,7 +78,7 @@ def by_hand(x: NDArray[np.float32], weight: bool, key: Key | None) -> tuple[NDAr
 
 
 def check(x: Tensor, *, weight: bool, key: Key | None = None, device: str = "cpu") -> None:
-    scaled = quantize_nvfp4(x.to(device), weight=weight, stochastic=key, hadamard=False)
+    scaled = quantize_nvfp4(x.to(device), weight=weight, stochastic=key)
     values, factors = by_hand(x.float().numpy(), weight, key)
     assert scaled.data.dtype == torch.float8_e4m3fn
     assert scaled.scale_inv.dtype == torch.float32
@@ -174,7 +175,7 @@ def test_any_matrix(r: int, c: int, scale: float, special: float, weight: bool, 
 def test_round_trip_error(weight: bool) -> None:
     """Half a step at most, but for the largest values of a block whose factor was rounded down: those saturate at 6."""
     x = spread(48, 64, seed=2, octaves=6)
-    scaled = quantize_nvfp4(x, weight=weight, stochastic=None, hadamard=False)
+    scaled = quantize_nvfp4(x, weight=weight, stochastic=None)
     _, factors = by_hand(x.numpy(), weight, None)
     error, size = (scaled.dequantize() - x).abs().numpy() / factors, x.abs().numpy() / factors
     step = np.select([size < 2, size < 4], [0.5, 1.0], 2.0)
@@ -184,20 +185,20 @@ def test_round_trip_error(weight: bool) -> None:
 
 @WEIGHT
 def test_blocks_that_are_zero_tiny_or_not_finite(weight: bool) -> None:
-    zeros = quantize_nvfp4(torch.zeros(32, 32), weight=weight, stochastic=None, hadamard=False)
+    zeros = quantize_nvfp4(torch.zeros(32, 32), weight=weight, stochastic=None)
     assert not zeros.data.float().any()
     assert not zeros.scale_inv.any()
 
     # Beside an amax of 2688 (S = 1) the smallest factor is 2^-9, and 6·2^-10 or less vanishes.
     x = torch.zeros(64, 16)
     x[0, 0], x[16, 0], x[32, 0], x[48, 0] = 2688.0, 6 * 2.0**-9, 6 * 2.0**-10, -6 * 2.0**-10 * 1.01
-    scaled = quantize_nvfp4(x, weight=weight, stochastic=None, hadamard=False)
+    scaled = quantize_nvfp4(x, weight=weight, stochastic=None)
     assert scaled.data.float()[::16, 0].tolist() == [6, 6, 0, -3]
     assert scaled.scale_inv[:: (1 if weight else 16), 0].tolist() == [448, 2.0**-9, 0, 2.0**-9]
 
     x = torch.ones(64, 16)
     x[0, 0], x[16, 0], x[32, 0] = torch.nan, torch.inf, -torch.inf
-    scaled = quantize_nvfp4(x, weight=weight, stochastic=None, hadamard=False)
+    scaled = quantize_nvfp4(x, weight=weight, stochastic=None)
     values = scaled.data.float()
     assert values[0, 0].isnan()
     assert values.isnan().sum() == 1
@@ -212,15 +213,29 @@ def test_blocks_that_are_zero_tiny_or_not_finite(weight: bool) -> None:
 @WEIGHT
 def test_empty_matrices(shape: tuple[int, int], weight: bool, transformed: bool) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16)
-    scaled = quantize_nvfp4(x, weight=weight, stochastic=noise_key(0, 0, ""), hadamard=transformed)
+    x = hadamard_transform(x) if transformed else x
+    scaled = quantize_nvfp4(x, weight=weight, stochastic=noise_key(0, 0, ""))
     assert scaled.data.shape == shape
     assert tuple(scaled.scale_inv.shape) == scaled.granularity.grid(*shape)
     assert scaled.dequantize().shape == shape
 
 
+@WEIGHT
+def test_a_slice_is_cast_as_in_the_whole(weight: bool) -> None:
+    """Slices of whole blocks, one of them without the tensor's largest values."""
+    x = spread(32, 64, seed=5)
+    x[:, 48:] *= 2.0**-9
+    whole = quantize_nvfp4(x, weight=weight, stochastic=None)
+    part = quantize_nvfp4(x[:, 48:], amax(x), weight=weight, stochastic=None)
+    assert torch.equal(part.data.float(), whole.data[:, 48:].float())
+    assert torch.equal(part.scale_inv, whole.scale_inv[:, 3:])
+    alone = quantize_nvfp4(x[:, 48:], weight=weight, stochastic=None)
+    assert not torch.equal(alone.scale_inv, part.scale_inv)
+
+
 def test_weights_are_the_same_forward_and_backward() -> None:
     x = spread(40, 56, seed=4)
-    rows, columns = (quantize_nvfp4(a, weight=True, stochastic=None, hadamard=False) for a in (x, x.t().contiguous()))
+    rows, columns = (quantize_nvfp4(a, weight=True, stochastic=None) for a in (x, x.t().contiguous()))
     assert torch.equal(columns.dequantize().t(), rows.dequantize())
 
 
@@ -231,7 +246,7 @@ def test_stochastic_rounding_is_unbiased(device: str) -> None:
     row = torch.tensor([6, 5.9, 5.0, 4.1, 3.7, 3.0, 2.2, 1.9, 1.6, 1.0, 0.6, 0.3, 0.01, 0.0, -0.2, -4.7])
     x = row.repeat(n + 1, 1)
     x[-1] *= 448
-    scaled = quantize_nvfp4(x.to(device), weight=False, stochastic=noise_key(3, 1, "dy"), hadamard=False)
+    scaled = quantize_nvfp4(x.to(device), weight=False, stochastic=noise_key(3, 1, "dy"))
     assert (scaled.scale_inv[:-1] == 1).all()
     values = scaled.data[:-1].double().cpu()
     step = torch.where(row.abs() < 2, 0.5, torch.where(row.abs() < 4, 1.0, 2.0)).double()
@@ -239,7 +254,7 @@ def test_stochastic_rounding_is_unbiased(device: str) -> None:
     deviation = step * (part * (1 - part) / n).sqrt()
     assert ((values.mean(0) - row.double()).abs() <= 5 * deviation + 1e-9).all()
     assert ((values - row).abs() < step).all()
-    to_nearest = quantize_nvfp4(x, weight=False, stochastic=None, hadamard=False).data[0].double()
+    to_nearest = quantize_nvfp4(x, weight=False, stochastic=None).data[0].double()
     assert ((to_nearest - row).abs() > 5 * deviation)[part > 0].any()
 
 
@@ -247,7 +262,7 @@ def test_noise_is_a_function_of_the_key() -> None:
     x = spread(32, 32, seed=1)
 
     def data(step: int) -> Tensor:
-        scaled = quantize_nvfp4(x, weight=False, stochastic=noise_key(0, step, "dy"), hadamard=False)
+        scaled = quantize_nvfp4(x, weight=False, stochastic=noise_key(0, step, "dy"))
         return scaled.data.float()
 
     assert torch.equal(data(0), data(0))
@@ -282,7 +297,7 @@ def test_an_outlier_is_spread_over_its_block_and_the_product_stays() -> None:
     """Impulses become rows of the matrix, of one magnitude, which E2M1 represents: their product stays as it was."""
     a, b = torch.zeros(2, 32), torch.zeros(3, 32)
     a[0, 3], a[1, 20], b[0, 3], b[1, 20], b[2, 19] = 4.0, -8.0, 2.0, 16.0, 4.0
-    parts = [quantize_nvfp4(x, weight=False, stochastic=None, hadamard=True) for x in (a, b)]
+    parts = [quantize_nvfp4(hadamard_transform(x), weight=False, stochastic=None) for x in (a, b)]
     assert parts[0].data.float().abs()[0].tolist() == [6.0] * 16 + [0.0] * 16
     product = parts[0].dequantize() @ parts[1].dequantize().t()
     torch.testing.assert_close(product, a @ b.t(), atol=0, rtol=1e-6)  # 2688 / amax and its inverse are rounded

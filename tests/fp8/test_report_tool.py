@@ -109,6 +109,14 @@ def test_advice_knows_the_config_that_the_run_was_resumed_with(
     assert "fp8.recipe none" in shown(capsys, folder)
 
 
+def test_four_bits_are_not_told_to_take_a_format_they_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [replace(r, underflow=0.1) for r in healthy()]
+    assert "format: hybrid" in shown(capsys, run_folder(tmp_path / "run", records, recipe="mxfp8"))
+    assert "Advice: none" in shown(capsys, run_folder(tmp_path / "run4", records, recipe="nvfp4"))
+
+
 def test_the_grid_puts_a_kind_of_layer_together(tmp_path: Path) -> None:
     records = healthy(steps=(10, 20), layers=11)
     layers = fp8_report.ordered_layers([*records, replace(records[0], layer="output")])

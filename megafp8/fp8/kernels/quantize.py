@@ -37,8 +37,18 @@ _TILES = {
     "qkv_grad": Tile(32, 64, 4),
 }
 _ELEMENTS = 2048  # of a qkv gradient's tile, whose width is half a head
+_ROW_TILES = dict.fromkeys(("plain", "rmsnorm", "layernorm"), Tile(128, 128, 4))
+_ROW_TILES |= dict.fromkeys(("swiglu", "swiglu_grad", "qkv_grad"), Tile(32, 128, 4))
 _AMAX_TILE = Tile(16, 256, 8)
 _BLOCK_WARPS = {"plain": 4, "rmsnorm": 4, "layernorm": 4, "swiglu": 8, "swiglu_grad": 8}
+
+
+def _tile(kind: str, scales: str) -> Tile:
+    if scales == "128x128":
+        return Tile(128, 128, 8)
+    if scales == "1x128":
+        return Tile(128, 128, _BLOCK_WARPS[kind])
+    return _ROW_TILES[kind] if scales in ("maxima", "vectors") else _TILES[kind]
 
 
 class _Inputs(NamedTuple):
@@ -83,7 +93,7 @@ def _launch(source: Source, scales: str, outputs: tuple[Tensor, ...], tile: Tile
     kind, inputs, width, heads, half_head = _inputs(source)
     r = source.shape[0]
     if tile is None:
-        tile = Tile(128, 128, _BLOCK_WARPS[kind]) if "128" in scales else _TILES[kind]
+        tile = _tile(kind, scales)
     if half_head is not None:
         tile = Tile(_ELEMENTS // half_head, half_head, tile.warps)
     defaults: dict[str, Any] = {

@@ -1,0 +1,56 @@
+"""FP8 and FSDP2, with a checkpoint: `torchrun --nproc-per-node 2 examples/fsdp2.py`, on GPUs, or without any on a CPU.
+
+FSDP gathers the weights in high precision; each rank casts what it has gathered, and keeps no copy of what is freed.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from llama import LlamaForCausalLM, counting_batch
+from torch import distributed
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from megafp8 import fp8
+
+
+def main() -> None:
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    distributed.init_process_group("nccl" if on_gpu else "gloo")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    rank = distributed.get_rank()
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM()
+    fp8.convert(model, fp8.DelayedScaling())  # first convert, then shard
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else MixedPrecisionPolicy()
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=precision)
+    fully_shard(model, mp_policy=precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    torch.manual_seed(1 + rank)
+    for step in range(1, 101):
+        tokens = counting_batch(vocab=256, b=16, s=32, device=device)
+        with fp8.autocast():
+            loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 and step % 20 == 0:
+            print(f"step {step:3d}  loss {loss.item():.4f}", flush=True)
+
+    fp8.end_step(model)  # on every rank: the scales are then complete, and the same everywhere
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        torch.save({"model": weights, "fp8": fp8.state_dict(model)}, "fsdp2.pt")
+        print(f"fsdp2.pt: {len(weights)} parameters, {len(fp8.state_dict(model))} tensors of FP8 state", flush=True)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""From the config's fp8 section to the recipe, and to the layers that are FP8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megafp8.config import Config, ConfigError, load_config
+from megafp8.fp8 import (
+    BlockwiseScaling,
+    CurrentScaling,
+    CustomScaling,
+    DelayedScaling,
+    Fp8Recipe,
+    MXFP8Scaling,
+    NVFP4Scaling,
+    RowwiseScaling,
+    Rule,
+    StaticScaling,
+)
+from megafp8.fp8.linear import Fp8Linear
+from megafp8.models.gpt import fp8_layer_names
+from megafp8.training.trainer import build_fp8, fp8_recipe
+from tests.config.test_config import MINIMAL
+
+
+def configured(**fp8: Any) -> Config:
+    return Config.model_validate({**MINIMAL, "fp8": fp8})
+
+
+def rule(layers: str, x: str, w: str, dy: str) -> dict[str, str]:
+    return {"layers": layers, "input": x, "weight": w, "grad_output": dy}
+
+
+@pytest.mark.parametrize(
+    ("fp8", "recipe"),
+    [
+        ({}, None),
+        ({"recipe": "none", "custom": [rule("*", "rowwise", "current", "mxfp8")]}, None),
+        (
+            {"recipe": "delayed", "margin": 2, "interval": 3, "amax_history_len": 4, "amax_compute_algo": "most_recent",
+             "power_of_two_scale": True, "format": "e4m3", "fast_accumulation": [False, True, False]},
+            DelayedScaling(
+                margin=2, interval=3, amax_history_len=4, amax_compute_algo="most_recent", power_of_two_scale=True,
+                fp8_format="e4m3", use_fast_accum=(False, True, False),
+            ),
+        ),
+        ({"recipe": "current", "amax_epsilon": 1e-6}, CurrentScaling(amax_epsilon=1e-6)),
+        (
+            {"recipe": "rowwise", "wgrad_in_bf16": True, "override_linear_precision": [False, True, False]},
+            RowwiseScaling(override_linear_precision=(False, True, True)),
+        ),
+        ({"recipe": "blockwise", "power_of_two_scale": False}, BlockwiseScaling(power_of_two=False)),
+        (
+            {"recipe": "static", "static_amax": {"*.down.input": 12.5, "*": 3}, "calibration_steps": 7, "margin": 1},
+            StaticScaling(amax=(("*.down.input", 12.5), ("*", 3.0)), calibration_steps=7, margin=1),
+        ),
+        ({"recipe": "mxfp8", "format": "hybrid"}, MXFP8Scaling(fp8_format="hybrid")),
+        ({"recipe": "nvfp4"}, NVFP4Scaling()),
+    ],
+)  # fmt: skip
+def test_recipes(fp8: dict[str, Any], recipe: Fp8Recipe | None) -> None:
+    assert fp8_recipe(configured(**fp8)) == recipe
+
+
+CUSTOM = """
+recipe: custom
+amax_history_len: 4
+calibration_steps: 5
+power_of_two_scale: true
+custom:
+  - {layers: "*.mlp.down", input: rowwise, weight: rowwise, grad_output: rowwise}
+  - {layers: "*", input: delayed, weight: static, grad_output: delayed}
+"""
+
+
+def test_custom_gives_each_recipe_its_options() -> None:
+    config = configured(**yaml.safe_load(CUSTOM))
+    rowwise = RowwiseScaling(power_of_two=True)
+    delayed = DelayedScaling(amax_history_len=4, power_of_two_scale=True)
+    static = StaticScaling(calibration_steps=5, power_of_two=True)
+    rules = (
+        Rule(layers="*.mlp.down", input=rowwise, weight=rowwise, grad_output=rowwise),
+        Rule(layers="*", input=delayed, weight=static, grad_output=delayed),
+    )
+    assert fp8_recipe(config) == CustomScaling(rules=rules)
+
+
+def fp8_layers(config: Config) -> list[str]:
+    manager = build_fp8(config, None)
+    options: dict[str, Any] = {"tp_group": None, "input_sharded": False, "grad_output_sharded": False}
+    return [name for name in fp8_layer_names(config.model) if isinstance(manager.linear_op(name, **options), Fp8Linear)]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "left"), [(0, 0, {0, 1, 2, 3}), (1, 0, {1, 2, 3}), (0, 2, {0, 1}), (1, 2, {1})]
+)
+def test_first_and_last_blocks_stay_in_high_precision(first: int, last: int, left: set[int]) -> None:
+    config = configured(recipe="current", first_blocks_bf16=first, last_blocks_bf16=last, exclude=["*.mlp.down"])
+    layers = fp8_layers(config)
+    assert {int(name.split(".")[1]) for name in layers} == left
+    assert len(layers) == 3 * len(left)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "message"),
+    [
+        ({"recipe": "static"}, "no amax for 48 of 48 tensors.*fp8.calibration_steps, 20 for example"),
+        (
+            {"recipe": "static", "static_amax": {"layers.*.mlp.donw.input": 12.5}, "calibration_steps": 3},
+            r"static_amax pattern 'layers.\*.mlp.donw.input' matches no tensor.*'layers.\*.mlp.down.input' would work",
+        ),
+        (
+            {"recipe": "custom", "custom": [rule("*.dwon", "current", "current", "current")]},
+            r"custom pattern '\*.dwon' matches no layer",
+        ),
+        (
+            {"recipe": "custom", "custom": [rule("*", "rowwise", "current", "current")]},
+            r"rule '\*': no GEMM computes fprop, input \(rowwise, .* times weight \(current",
+        ),
+        ({"recipe": "nvfp4", "format": "hybrid"}, "NVFP4Scaling: fp8_format is 'hybrid'; it must be 'e4m3'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_training(fp8: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_fp8(configured(**fp8), None)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "fp8.custom=[{layers: a, input: delayed, weight: current}]",
+            "fp8.custom.0.grad_output = None: this key is required",
+        ),
+        (
+            "fp8.custom=[{layers: a, input: none, weight: current, grad_output: current}]",
+            "fp8.custom.0.input = 'none': input should be 'delayed'",
+        ),
+        ("fp8.static_amax={a: -1.0}", "fp8.static_amax.a = -1.0: input should be greater than 0"),
+        ("fp8.calibration_steps=-1", "fp8.calibration_steps = -1: input should be greater than or equal to 0"),
+    ],
+)
+def test_wrong_values_name_their_place(tmp_path: Path, override: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(ConfigError, match=message):
+        load_config(path, [override])
