@@ -109,8 +109,8 @@ def _formats(recipe: Fp8Recipe, tensors: Sequence[Fp8Tensor]) -> dict[str, Forma
 
 @build.register
 def _delayed(recipe: DelayedScaling, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
-    state = DelayedState(recipe, _formats(recipe, tensors), device)
-    return Built({**state.quantizers()}, state)
+    state = DelayedState(recipe, _formats(recipe, tensors), device, {tensor.name: tensor.group for tensor in tensors})
+    return Built({**state.quantizers}, state)
 
 
 @build.register

@@ -9,7 +9,10 @@ A step with an infinite or NaN amax leaves the tensor's scale as it was, and tha
 rolled into the history, where `max` would hold the scale frozen for a whole history length. One bad step costs one
 update.
 
-Before the first update every scale is 1.
+In the first step there is no history. A scale of 1 would lose it: the gradients of a mean over tokens lie below E5M2's
+least number, and behind a tensor that vanished the next one is measured wrong, so that it takes several steps until all
+are right. In that step every tensor is scaled by its own amax instead, which costs it a pass more over the data and a
+reduction where ranks hold slices. Whoever resumes goes on with the history.
 
 Shapes: t tensors, l steps of history; slot 0 is the step now running.
 """
@@ -30,7 +33,14 @@ from megafp8.fp8.scaling import amax_of_history, roll_history, scale_from_amax
 class DelayedState:
     """Histories `[t, l]` and scales `[t]`, fp32 on `device`, of the tensors `formats` names, in that order."""
 
-    def __init__(self, recipe: DelayedScaling, formats: dict[str, Format], device: torch.device) -> None:
+    def __init__(
+        self,
+        recipe: DelayedScaling,
+        formats: dict[str, Format],
+        device: torch.device,
+        groups: dict[str, ProcessGroup | None] | None = None,
+    ) -> None:
+        """`groups`: of the ranks that hold slices of a tensor, by its name."""
         self.recipe = recipe
         self.formats = formats
         self.history_tl = torch.zeros(len(formats), recipe.amax_history_len, device=device)
@@ -39,13 +49,17 @@ class DelayedState:
         self.scale_inv_t = torch.ones(len(formats), 4, device=device)[:, 0]
         self.fp8_max_t = torch.tensor([fmt.max for fmt in formats.values()], device=device)
         self.step = torch.zeros((), dtype=torch.int64)  # on the host: it decides what end_step launches
-
-    def quantizers(self) -> dict[str, DelayedQuantizer]:
-        """One quantizer a tensor, on views of this state."""
-        return {
-            name: DelayedQuantizer(fmt, self.scale_t[i], self.scale_inv_t[i], self.history_tl[i, 0])
-            for i, (name, fmt) in enumerate(self.formats.items())
+        self.quantizers = {
+            name: DelayedQuantizer(
+                fmt, self.scale_t[i], self.scale_inv_t[i], self.history_tl[i, 0], (groups or {}).get(name)
+            )
+            for i, (name, fmt) in enumerate(formats.items())
         }
+        self._set_fresh(True)
+
+    def _set_fresh(self, fresh: bool) -> None:
+        for quantizer in self.quantizers.values():
+            quantizer.fresh = fresh
 
     @torch.no_grad()
     def end_step(self, group: ProcessGroup | None) -> None:
@@ -59,6 +73,7 @@ class DelayedState:
         self.history_tl[:, 0] = newest_t
         self._renew(update=self.step.item() % self.recipe.interval == 0)
         self.step += 1
+        self._set_fresh(False)
 
     def _renew(self, *, update: bool) -> None:
         """New scales if `update`, and a new slot 0."""
@@ -76,10 +91,15 @@ class DelayedState:
             newest_t = self.history_tl[:, 0]
             newest_t.masked_fill_(~newest_t.isfinite(), 0.0)
             self.history_tl.copy_(roll_history(self.history_tl))
-        self.refresh()
+        self._invert_scales()
 
     def refresh(self) -> None:
-        """Renew the inverse scales: to be called when scales were read from a checkpoint."""
+        """Renew what follows from histories and scales: to be called when these were read from a checkpoint."""
+        self._invert_scales()
+        if self.formats:
+            self._set_fresh(not bool((self.history_tl != 0).any()) and bool((self.scale_t == 1).all()))
+
+    def _invert_scales(self) -> None:
         self.scale_inv_t.copy_(self.scale_t.reciprocal())
 
     def _scales(self) -> Tensor:

@@ -80,20 +80,32 @@ class DelayedQuantizer:
     """Scales by `scale` as it stands (`scale_inv` its reciprocal) and notes the amax in `newest_amax`; all fp32 `[]`,
     views of the shared state.
 
-    Noting is a maximum, so micro-batches add up and a recomputed forward changes nothing. `recording` is switched off
-    during evaluation.
+    While it is `fresh` there is no earlier step to scale by. It then scales by the tensor's own amax, over `group`
+    where this rank holds only a slice of it. Noting is a maximum, so micro-batches add up and a recomputed forward
+    changes nothing. `recording` is switched off during evaluation.
     """
 
     one_factor: ClassVar[bool] = True
 
-    def __init__(self, fmt: Format, scale: Tensor, scale_inv: Tensor, newest_amax: Tensor) -> None:
+    def __init__(
+        self, fmt: Format, scale: Tensor, scale_inv: Tensor, newest_amax: Tensor, group: ProcessGroup | None = None
+    ) -> None:
         self.fmt, self.scale, self.scale_inv, self.newest_amax = fmt, scale, scale_inv, newest_amax
-        self.recording = True
+        self.group = group
+        self.fresh, self.recording = False, True
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+        implementation = casts(source)
         newest = self.newest_amax if self.recording else None
-        return casts(source).cast_tensor(
-            source, self.scale, self.scale_inv, self.fmt, rows=rows, columns=columns, newest_amax=newest
+        if not self.fresh:
+            return implementation.cast_tensor(
+                source, self.scale, self.scale_inv, self.fmt, rows=rows, columns=columns, newest_amax=newest
+            )
+        whole_amax = all_reduce(implementation.amax(source), self.group, "max")
+        if newest is not None:
+            torch.maximum(newest, whole_amax, out=newest)
+        return implementation.cast_current(
+            source, whole_amax, self.fmt, rows=rows, columns=columns, power_of_two=False, eps=0.0
         )
 
 

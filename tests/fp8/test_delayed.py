@@ -53,7 +53,7 @@ class NaiveTensor:
 def test_1030_steps_against_a_naive_list(recipe: DelayedScaling) -> None:
     rng = random.Random(0)
     state = DelayedState(recipe, FORMATS, CPU)
-    quantizers = state.quantizers()
+    quantizers = state.quantizers
     naive = {name: NaiveTensor(fmt.max, recipe) for name, fmt in FORMATS.items()}
     for step in range(1030):
         for name in FORMATS:
@@ -73,7 +73,7 @@ def test_1030_steps_against_a_naive_list(recipe: DelayedScaling) -> None:
 
 def test_one_bad_step_costs_one_update() -> None:
     state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E4M3}, CPU)
-    quantizer = state.quantizers()["a"]
+    quantizer = state.quantizers["a"]
     scales = []
     for peak in (2.0, torch.nan, 4.0, 1.0, 1.0, 1.0, 1.0):
         quantizer(Plain(torch.tensor([[peak]])), rows=True, columns=False)
@@ -81,6 +81,48 @@ def test_one_bad_step_costs_one_update() -> None:
         scales.append(state.scale_t.item())
         assert state.history_tl.isfinite().all()
     assert scales == [224, 224, 112, 112, 112, 112, 448]
+
+
+def test_the_first_step_scales_by_the_tensor_at_hand() -> None:
+    state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E5M2}, CPU)
+    quantizer = state.quantizers["a"]
+    tiny = Plain(torch.tensor([[3e-7, -1e-7, 0.0]]))  # below E5M2's least number: a scale of 1 would make them zeros
+    for _ in range(2):  # two micro-batches, or a forward that is recomputed
+        operand = quantizer(tiny, rows=True, columns=True)
+        assert operand.rows is not None
+        assert operand.columns is not None
+        expected = tiny.x_rc.double() * (57344 / 3e-7)
+        assert torch.equal(operand.rows.data.double(), expected.float().to(torch.float8_e5m2).double())
+        assert operand.rows.dequantize(torch.float32).allclose(tiny.x_rc, rtol=0.125)
+    state.end_step(None)
+    assert state.scale_t.item() == pytest.approx(57344 / 3e-7)
+    grown = quantizer(Plain(torch.tensor([[1.0]])), rows=True, columns=False)
+    assert grown.rows is not None
+    assert grown.rows.data.float().item() == 57344  # saturated: from the second step on by what was seen before
+
+
+def test_evaluation_before_the_first_step_notes_nothing() -> None:
+    state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E4M3}, CPU)
+    quantizer = state.quantizers["a"]
+    quantizer.recording = False
+    operand = quantizer(Plain(torch.tensor([[1e-6]])), rows=True, columns=False)
+    assert operand.rows is not None
+    assert operand.rows.data.float().item() == 448
+    assert state.history_tl.sum() == 0
+    assert quantizer.fresh
+
+
+def test_who_resumes_goes_on_with_the_history() -> None:
+    first, second = (DelayedState(DelayedScaling(amax_history_len=1), {"a": E4M3}, CPU) for _ in range(2))
+    first.quantizers["a"](Plain(torch.tensor([[2.0]])), rows=True, columns=False)
+    first.end_step(None)
+    second.refresh()
+    assert second.quantizers["a"].fresh
+    for name, tensor in second.state_dict().items():
+        tensor.copy_(first.state_dict()[name])
+    second.refresh()
+    assert not second.quantizers["a"].fresh
+    assert second.quantizers["a"].scale_inv.item() == pytest.approx(2 / 448)
 
 
 def test_a_callable_sees_the_newest_first() -> None:
@@ -92,7 +134,7 @@ def test_a_callable_sees_the_newest_first() -> None:
 
     recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=second_newest)
     state = DelayedState(recipe, {"a": E4M3}, CPU)
-    quantizer = state.quantizers()["a"]
+    quantizer = state.quantizers["a"]
     for peak in (2.0, 7.0, 4.0):
         quantizer(Plain(torch.tensor([[peak]])), rows=True, columns=False)
         state.end_step(None)
@@ -105,7 +147,7 @@ def _ranks_agree() -> list[list[float]]:
     assert isinstance(world, ProcessGroup)
     rank = world.rank()
     state = DelayedState(DelayedScaling(amax_history_len=8), {"a": E4M3, "b": E5M2}, CPU)
-    a, b = state.quantizers().values()
+    a, b = state.quantizers.values()
     scales = []
     for step in range(4):
         a(Plain(torch.tensor([[1.0 + rank * (3 - step)]])), rows=True, columns=False)

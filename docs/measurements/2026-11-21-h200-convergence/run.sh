@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Validation loss of the FP8 recipes against bf16 on real text: four H200 of one host, about eight minutes.
+#   docs/measurements/2026-11-21-h200-convergence/run.sh 125m|350m OUTPUT_FOLDER
+# All runs of a size see the same data in the same order from the same initial weights.
+set -uo pipefail
+size=$1 out=$2
+export OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD
+
+# A corpus: the Python sources of the machine (133M tokens on the one used), and a vocabulary of 8,192.
+if [[ ! -e data/corpus/text.idx ]]; then
+    python3 - <<'PY'
+import pathlib, random, site, sysconfig
+folders = [sysconfig.get_path("stdlib"), *site.getsitepackages()]
+files = sorted({str(p) for f in folders for p in pathlib.Path(f).rglob("*.py") if p.stat().st_size > 200})
+random.Random(0).shuffle(files)
+pathlib.Path("data/corpus").mkdir(parents=True, exist_ok=True)
+pathlib.Path("data/corpus/files.txt").write_text("\n".join(files) + "\n")
+pathlib.Path("data/corpus/some.txt").write_text("\n".join(files[:1500]) + "\n")
+PY
+    python3 tools/train_tokenizer.py --text-files --input-list data/corpus/some.txt --output data/corpus/tokenizer.model --vocab-size 8192 --overwrite >"$out/data.log" 2>&1
+    python3 tools/preprocess_data.py --text-files --input-list data/corpus/files.txt --tokenizer sentencepiece --tokenizer-path data/corpus/tokenizer.model \
+        --output-prefix data/corpus/text --workers 32 --skip-errors --overwrite >>"$out/data.log" 2>&1 || tail -n 5 "$out/data.log"
+    grep -a "tokens" "$out/data.log" | tail -n 1 | tr '\r' '\n' | tail -n 1
+fi
+
+common="model.vocab_size=8192 training.seq_length=2048 training.precision=bf16 data.train=[data/corpus/text] data.tokenizer.path=data/corpus/tokenizer.model
+data.split=980,20,0 checkpoint.interval=0 logging.tensorboard=false logging.progress=false logging.interval=400 parallel.tensor=1 parallel.pipeline=1
+training.global_batch_size=32 training.eval_interval=400 training.eval_steps=38 fp8.amax_history_len=1024 run_dir=runs/$size"
+if [[ $size == 125m ]]; then # 116M parameters, 105M tokens
+    model="model.num_layers=12 model.hidden_size=768 model.num_attention_heads=12 model.num_query_groups=4 model.ffn_hidden_size=3072 training.micro_batch_size=16
+    training.steps=1600 optimizer.learning_rate=4e-4 optimizer.min_learning_rate=4e-5 optimizer.warmup_steps=150"
+else # 350M parameters
+    model="model.num_layers=24 model.hidden_size=1024 model.num_attention_heads=16 model.num_query_groups=8 model.ffn_hidden_size=3584 training.micro_batch_size=16
+    training.steps=${STEPS:-600} optimizer.learning_rate=3e-4 optimizer.min_learning_rate=3e-5 optimizer.warmup_steps=100"
+fi
+
+train() { # gpu name recipe
+    CUDA_VISIBLE_DEVICES=$1 timeout 280 python3 pretrain_gpt.py --config configs/quickstart.yaml $common $model name="$2" fp8.recipe="$3" \
+        >"$out/$2.log" 2>&1 || { echo "$2 failed"; tail -n 25 "$out/$2.log"; }
+    tail -n 1 "runs/$size/$2/metrics.jsonl" | cut -c1-420
+}
+
+if [[ $size == 125m ]]; then
+    (train 0 bf16 none; train 0 bf16-again none) & (train 1 delayed delayed; train 1 rowwise rowwise) &
+    (train 2 current current; train 2 current-again current) & (train 3 blockwise blockwise; train 3 blockwise-again blockwise) & wait
+else
+    train 0 bf16 none & train 1 delayed delayed & train 2 blockwise blockwise & train 3 current current & wait
+fi
+tar -C runs --exclude=checkpoints -czf "$out/$size.tgz" "$size"
