@@ -75,6 +75,18 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return out
 
 
+def all_gather_async(tensors: Sequence[Tensor], group: ProcessGroup | None) -> tuple[list[Tensor], Work]:
+    """Start an `all_gather` of each tensor, all in one launch, and where their results will be; keep `tensors` alive
+    until waited for."""
+    if size(group) == 1:
+        return list(tensors), DONE
+    outs = [torch.empty((x.shape[0] * size(group), *x.shape[1:]), dtype=x.dtype, device=x.device) for x in tensors]
+    with dist._coalescing_manager(group=group, async_ops=True) as work:
+        for out, x in zip(outs, tensors):  # as bytes all: gloo moves what travels together as one dtype
+            _ALL_GATHER(out.view(torch.uint8), x.contiguous().view(torch.uint8), group=group)
+    return outs, work
+
+
 def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum `x` over `group` and keep this rank's slice of dim 0: `[n, ...]` -> `[n / ranks, ...]`."""
     ranks = size(group)

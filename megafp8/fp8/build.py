@@ -132,7 +132,7 @@ def _current(recipe: CurrentScaling, tensors: Sequence[Fp8Tensor], device: torch
 def _rowwise(recipe: RowwiseScaling, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
     eps, power_of_two = recipe.amax_epsilon, recipe.power_of_two
     return Built(
-        {t.name: RowQuantizer(recipe.format_of(t.operand), eps=eps, power_of_two=power_of_two) for t in tensors}
+        {t.name: RowQuantizer(recipe.format_of(t.operand), None, eps=eps, power_of_two=power_of_two) for t in tensors}
     )
 
 

@@ -38,7 +38,7 @@ def _hand_over(
 ) -> Tensor:
     """The source's values shaped like `like` but for the last dim; or a carrier, its operand put into `operands`."""
     shape = (*like.shape[:-1], source.shape[1])
-    if cast is None:
+    if cast is None or source.shape[0] % cast.token_block:
         return casts(source).materialize(source).view(shape)
     operands.append(cast.quantizer(source, rows=True, columns=cast.columns and grad_enabled))
     return carrier(like, shape)

@@ -7,7 +7,8 @@
 Tensor cores want FP8 operands row-major along the summed dim, so w, x and dy are each needed in both orientations, as
 the rows and the columns of an `Operand`; one kernel writes both in a single pass. The weight is quantized once an
 optimizer step and keeps both copies until `invalidate_weight`. Backward keeps the columns of x: FP8, half the memory of
-bf16.
+bf16. Under sequence parallelism it may keep this rank's tokens of them alone, and gathers them while dgrad runs; those
+of dy may come cut likewise (`megafp8.fp8.gathering`).
 
 What enters a layer may be quantized already, by a norm or an activation that was fused with the cast (`Quantized`); and
 what comes back into it too: an activation's backward may leave its gradient in a `GradSlot`, quantized, instead of
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megafp8.fp8.gathering import gather_columns
 from megafp8.fp8.gemm import Fp8Gemm, gemm
 from megafp8.fp8.matrix import Operand, Scaled
 from megafp8.fp8.quantizers import Quantizer
@@ -105,10 +107,12 @@ class Quantizers(NamedTuple):
 
 
 class InputCast(NamedTuple):
-    """How a layer wants its input quantized: rows, and columns too unless the layer makes them itself."""
+    """How a layer wants its input quantized: rows, and columns too unless the layer makes them itself; but as values
+    where the tokens are no multiple of `token_block`."""
 
     quantizer: Quantizer
     columns: bool = True
+    token_block: int = 1
 
 
 class Fp8Linear:
@@ -266,7 +270,8 @@ class _Fp8LinearFunction(Function):
             kept_x = (_matrix(x),)
         elif needs_dw:
             kept_x = tuple(_columns(x8)[:2])
-            ctx.granularity = _columns(x8).granularity
+            assert x8 is not None
+            ctx.granularity, ctx.columns_group = _columns(x8).granularity, x8.columns_group
         ctx.save_for_backward(weight if needs_dx and high.dgrad else None, *kept_x)
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
         ctx.op, ctx.w8, ctx.grad_slot = op, w8, grad_slot
@@ -286,15 +291,20 @@ class _Fp8LinearFunction(Function):
         dx_in_fp8, dw_in_fp8 = needs_dx and not high.dgrad, needs_dw and not high.wgrad
         dx: Tensor | None = None
         dw: Tensor | None = None
+        if dw_in_fp8:  # under way until wgrad
+            x_km = gather_columns(Scaled(kept_x[0], kept_x[1], ctx.granularity), ctx.columns_group)
         dy8: Operand | None = None if ctx.grad_slot is None else ctx.grad_slot.take()
         if dy8 is None and (dx_in_fp8 or dw_in_fp8):
             dy8 = op.quantizers.grad_output(Plain(_matrix(dy)), rows=dx_in_fp8, columns=dw_in_fp8)
+        if dw_in_fp8:
+            assert dy8 is not None
+            dy_nm = gather_columns(_columns(dy8), dy8.columns_group)
         if dx_in_fp8:
             dx = op.gemm.tn(_rows(dy8), _columns(ctx.w8), dy.dtype, use_fast_accum=op.fast_accum.dgrad)
         elif needs_dx:
             dx = gemm(_matrix(dy), weight.to(dy.dtype), dy.dtype)
         if dw_in_fp8:
-            dw = _fp8_wgrad(op, ctx.weight, _columns(dy8), Scaled(kept_x[0], kept_x[1], ctx.granularity))
+            dw = _fp8_wgrad(op, ctx.weight, dy_nm.wait(), x_km.wait())
         elif needs_dw:
             dw = _wgrad(ctx.weight, _matrix(dy), kept_x[0])
         return None if dx is None else dx.view(ctx.x_shape), dw, None, None, None, None

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,15 @@ class Scaled(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A tensor `[r, c]` as the GEMMs want it: `rows` `[r, c]` and `columns` `[c, r]`, whichever were asked for."""
+    """A tensor `[r, c]` as the GEMMs want it: `rows` `[r, c]` and `columns` `[c, r]`, whichever were asked for.
+
+    `columns_group`: the ranks over which r is cut in the columns still, so that a rank has `[c, r/ranks]` of them
+    (`megafp8.fp8.gathering`); None: they are whole.
+    """
 
     rows: Scaled | None
     columns: Scaled | None
+    columns_group: ProcessGroup | None = None
 
 
 def expand(factors: Tensor, granularity: Granularity, r: int, c: int) -> Tensor:

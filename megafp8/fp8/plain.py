@@ -9,13 +9,14 @@ Shapes: r rows, c columns of a matrix.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megafp8.fp8.blocks import quantize_1x128, quantize_128x128, quantize_rows
+from megafp8.fp8.blocks import block_amax, quantize_1x128, quantize_128x128, quantize_rows
 from megafp8.fp8.formats import Format
-from megafp8.fp8.matrix import Operand, Scaled
+from megafp8.fp8.matrix import ROW, Operand, Scaled
 from megafp8.fp8.quantize import amax as largest
 from megafp8.fp8.quantize import quantize
 from megafp8.fp8.scaling import scale_from_amax
@@ -57,9 +58,25 @@ def _both(values: Tensor, cast: Callable[[Tensor], Scaled], rows: bool, columns:
     return Operand(cast(values) if rows else None, cast(values.t().contiguous()) if columns else None)
 
 
-def cast_rows(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:
-    """By one factor for each row of the rows, and of the columns."""
-    return _both(source.values(), lambda x: quantize_rows(x, fmt, power_of_two=power_of_two, eps=eps), rows, columns)
+def amaxes(source: Source) -> tuple[Tensor, Tensor]:
+    """Largest magnitudes of the rows `[r]` and of the columns `[c]`, fp32, infinite where they are not finite."""
+    x_rc = source.values()
+    return block_amax(x_rc, ROW).squeeze(-1), block_amax(x_rc.t(), ROW).squeeze(-1)
+
+
+def cast_rows(
+    source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float,
+    amaxes: tuple[Tensor, Tensor] | None = None,
+) -> Operand:  # fmt: skip
+    """By one factor for each row of the rows, and of the columns. `amaxes` of both where they are not the source's own
+    but those of a tensor that it is a part of."""
+    x_rc = source.values()
+    amax_r, amax_c = (None, None) if amaxes is None else amaxes
+    cast = partial(quantize_rows, fmt=fmt, power_of_two=power_of_two, eps=eps)
+    return Operand(
+        cast(x_rc, amax_r=amax_r) if rows else None,
+        cast(x_rc.t().contiguous(), amax_r=amax_c) if columns else None,
+    )
 
 
 def cast_1x128(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:

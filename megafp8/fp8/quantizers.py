@@ -7,6 +7,9 @@ communication in the layer, at the risk of saturating a tensor that grew since. 
 `RowQuantizer`, `BlockQuantizer` and `MXFP8Quantizer` give neighbours a factor of their own, which is local to a rank by
 construction; `NVFP4Quantizer` does too, under one for the tensor.
 
+A tensor whose tokens are cut over ranks is cast where its slices are, so that codes travel and not values
+(`megafp8.fp8.gathering`). `for_slices` gives the quantizer whose casts of slices are slices of the whole's cast.
+
 How a cast is computed is chosen here once: by a fused kernel on CUDA, by the plain twin elsewhere. The last two, which
 are emulated, have no kernels.
 """
@@ -36,10 +39,19 @@ class Quantizer(Protocol):
     """Casts a source `[r, c]` to FP8: its rows, and its columns (`[c, r]`), whichever are asked for.
 
     `one_factor`: a tensor has one factor, the same on all ranks that hold slices of it, so slices fit together.
+    `token_block`: factors of the columns begin anew at every so many tokens.
     """
 
     @property
     def one_factor(self) -> bool: ...
+
+    @property
+    def token_block(self) -> int: ...
+
+    def for_slices(self, group: ProcessGroup) -> Quantizer | None:
+        """The quantizer of slices, each of a multiple of `token_block` tokens, that the ranks of `group` hold; None
+        where slices cannot be cast on their own."""
+        ...
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand: ...
 
@@ -64,9 +76,13 @@ class CurrentQuantizer:
     """Scales a tensor by its own amax, over `group` where this rank holds only a slice of it."""
 
     one_factor: ClassVar[bool] = True
+    token_block: ClassVar[int] = 1
 
     def __init__(self, fmt: Format, group: ProcessGroup | None, *, eps: float, power_of_two: bool) -> None:
         self.fmt, self.group, self.eps, self.power_of_two = fmt, group, eps, power_of_two
+
+    def for_slices(self, group: ProcessGroup) -> CurrentQuantizer:
+        return CurrentQuantizer(self.fmt, group, eps=self.eps, power_of_two=self.power_of_two)
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
         implementation = casts(source)
@@ -86,6 +102,7 @@ class DelayedQuantizer:
     """
 
     one_factor: ClassVar[bool] = True
+    token_block: ClassVar[int] = 1
 
     def __init__(
         self, fmt: Format, scale: Tensor, scale_inv: Tensor, newest_amax: Tensor, group: ProcessGroup | None = None
@@ -93,6 +110,9 @@ class DelayedQuantizer:
         self.fmt, self.scale, self.scale_inv, self.newest_amax = fmt, scale, scale_inv, newest_amax
         self.group = group
         self.fresh, self.recording = False, True
+
+    def for_slices(self, group: ProcessGroup) -> DelayedQuantizer:
+        return self
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
         implementation = casts(source)
@@ -117,6 +137,7 @@ class StaticQuantizer:
     """
 
     one_factor: ClassVar[bool] = True
+    token_block: ClassVar[int] = 1
 
     def __init__(self, fmt: Format, scale: Tensor, scale_inv: Tensor, newest_amax: Tensor) -> None:
         self.fmt, self.scale, self.scale_inv, self.newest_amax = fmt, scale, scale_inv, newest_amax
@@ -127,6 +148,9 @@ class StaticQuantizer:
         if self.calibrating and self.recording:
             torch.maximum(self.newest_amax, amax(x), out=self.newest_amax)
 
+    def for_slices(self, group: ProcessGroup) -> StaticQuantizer:
+        return self
+
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
         return casts(source).cast_tensor(
             source, self.scale, self.scale_inv, self.fmt, rows=rows, columns=columns, newest_amax=None
@@ -134,16 +158,27 @@ class StaticQuantizer:
 
 
 class RowQuantizer:
-    """A factor for each row, and another for each row of the transposed matrix."""
+    """A factor for each row, and another for each row of the transposed matrix.
+
+    `group`: the ranks whose tokens, the rows, a column goes on over; its amax is theirs.
+    """
 
     one_factor: ClassVar[bool] = False
+    token_block: ClassVar[int] = 1
 
-    def __init__(self, fmt: Format, *, eps: float, power_of_two: bool) -> None:
-        self.fmt, self.eps, self.power_of_two = fmt, eps, power_of_two
+    def __init__(self, fmt: Format, group: ProcessGroup | None, *, eps: float, power_of_two: bool) -> None:
+        self.fmt, self.group, self.eps, self.power_of_two = fmt, group, eps, power_of_two
+
+    def for_slices(self, group: ProcessGroup) -> RowQuantizer:
+        return RowQuantizer(self.fmt, group, eps=self.eps, power_of_two=self.power_of_two)
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
-        return casts(source).cast_rows(
-            source, self.fmt, rows=rows, columns=columns, power_of_two=self.power_of_two, eps=self.eps
+        implementation, amaxes = casts(source), None
+        if columns and self.group is not None:
+            amaxes = implementation.amaxes(source)
+            all_reduce(amaxes[1], self.group, "max")
+        return implementation.cast_rows(
+            source, self.fmt, rows=rows, columns=columns, power_of_two=self.power_of_two, eps=self.eps, amaxes=amaxes
         )
 
 
@@ -151,9 +186,13 @@ class BlockQuantizer:
     """A factor for each 128 neighbours in a row (`square=False`), or for each 128 × 128 elements."""
 
     one_factor: ClassVar[bool] = False
+    token_block: ClassVar[int] = 128
 
     def __init__(self, fmt: Format, *, square: bool, eps: float, power_of_two: bool) -> None:
         self.fmt, self.square, self.eps, self.power_of_two = fmt, square, eps, power_of_two
+
+    def for_slices(self, group: ProcessGroup) -> BlockQuantizer:
+        return self
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
         implementation = casts(source)
@@ -165,9 +204,13 @@ class MXFP8Quantizer:
     """A power of two for each 32 neighbours in a row of the rows, and of the columns."""
 
     one_factor: ClassVar[bool] = False
+    token_block: ClassVar[int] = 32
 
     def __init__(self, fmt: Format) -> None:
         self.fmt = fmt
+
+    def for_slices(self, group: ProcessGroup) -> MXFP8Quantizer:
+        return self
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
         x_rc = source.values()
@@ -186,10 +229,14 @@ class NVFP4Quantizer:
     """
 
     one_factor: ClassVar[bool] = False
+    token_block: ClassVar[int] = 16
 
     def __init__(self, group: ProcessGroup | None, *, square: bool, hadamard: bool, noise: TensorNoise | None) -> None:
         self.group, self.square, self.hadamard, self.noise = group, square, hadamard, noise
         self.recording = True
+
+    def for_slices(self, group: ProcessGroup) -> None:
+        return None  # noise is that of the whole tensor
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
         x_rc = source.values()

@@ -39,6 +39,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megafp8.fp8.matrix import Operand, Scaled, expand
 from megafp8.fp8.quantize import amax
@@ -179,6 +180,14 @@ class ObservedQuantizer:
     @property
     def one_factor(self) -> bool:
         return self.quantizer.one_factor
+
+    @property
+    def token_block(self) -> int:
+        return self.quantizer.token_block
+
+    def for_slices(self, group: ProcessGroup) -> ObservedQuantizer | None:
+        quantizer = self.quantizer.for_slices(group)
+        return None if quantizer is None else ObservedQuantizer(quantizer, self.recorder, self.layer_name, self.operand)
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
         if not self.recorder.wants(self.layer_name, self.operand):

@@ -11,8 +11,8 @@ reduce-scatter after: the same bytes, a t-th of the activation memory.
 The layers know nothing of precision: each takes a `LinearOp` from `megafp8.fp8`, `op(x, weight) -> y`, and says only
 which of its operands are slices (which matters where a scale is taken from the whole tensor). They know the group they
 were given and nothing of the job. What comes before a layer may hand it codes instead of values (`input_cast` says how
-it wants them), and what comes after may hand back the gradient as codes (`grad_slot`); a sequence-parallel layer then
-gathers codes, half the bytes.
+it wants them), and what comes after may hand back the gradient as codes (`grad_slot`). A sequence-parallel layer then
+gathers codes, half the bytes; and a row-parallel one, which is handed values, casts the gradient before gathering it.
 
 Several projections of the same input (q, k, v; gate, up) are one ColumnParallelLinear whose weight stacks a slice of
 each: `parts` gives names and sizes, and each part keeps its own global name.
@@ -98,7 +98,7 @@ class ColumnParallelLinear(nn.Module):
         self.op = fp8.linear_op(
             name,
             tp_group=group,
-            input_sharded=self.sequence_parallel,
+            input_sharded=False,
             grad_output_sharded=t > 1,
             fp8=not high_precision,
         )
@@ -119,7 +119,10 @@ class ColumnParallelLinear(nn.Module):
         cast = _input_cast(self.op)
         if cast is None or not self.sequence_parallel:
             return cast
-        return InputCast(cast.quantizer, columns=False) if cast.quantizer.one_factor else None
+        quantizer = cast.quantizer.for_slices(self.group)
+        if quantizer is None:
+            return None
+        return InputCast(quantizer, columns=not quantizer.one_factor, token_block=quantizer.token_block)
 
     def grad_slot(self) -> GradSlot | None:
         """A place for the gradient of the next `forward`'s output as codes; None where the layer wants values."""
@@ -198,15 +201,22 @@ class RowParallelLinear(nn.Module):
         """How the layer wants this rank's input quantized; None where it wants values."""
         return _input_cast(self.op) if self.input_is_parallel else None
 
+    def _slice_slot(self) -> GradSlot | None:
+        """A place for the gradient of the output, quantized from this rank's slice of s; None where it stays values."""
+        slot = _grad_slot(self.op)
+        quantizer = None if slot is None else slot.quantizer.for_slices(self.group)
+        return None if quantizer is None else GradSlot(quantizer)
+
     def forward(self, x: Tensor | Quantized) -> Tensor | tuple[Tensor, Tensor | None]:
         if not self.input_is_parallel:
             assert isinstance(x, Tensor)
             x = scatter_to_tensor_parallel(x, self.group)
-        y = _apply(self.op, x, self.weight)
         if self.sequence_parallel:
-            y = reduce_scatter_to_sequence_parallel(y, self.group)
+            slot = self._slice_slot()
+            y = _apply(self.op, x, self.weight, slot)
+            y = reduce_scatter_to_sequence_parallel(y, self.group, slot)
         else:
-            y = reduce_from_tensor_parallel(y, self.group)
+            y = reduce_from_tensor_parallel(_apply(self.op, x, self.weight), self.group)
         if self.skip_bias_add:
             return y, self.bias
         return y if self.bias is None else y + self.bias

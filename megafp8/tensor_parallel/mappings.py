@@ -28,8 +28,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megafp8.collectives import all_gather, all_reduce, reduce_scatter
-from megafp8.fp8 import Quantized, carrier
-from megafp8.fp8.matrix import TENSOR, Operand, Scaled
+from megafp8.fp8 import GradSlot, Quantized, carrier
+from megafp8.fp8.gathering import gather_tokens
+from megafp8.fp8.sources import Plain
 
 
 def _slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -95,14 +96,20 @@ class _GatherQuantized(Function):
 
 class _ReduceScatterSequence(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, slot: GradSlot | None) -> Tensor:
+        ctx.group, ctx.slot = group, slot
         return reduce_scatter(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_gather(dy, ctx.group), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        group, slot = ctx.group, ctx.slot
+        dy_rc = dy.flatten(0, -2).contiguous()
+        if slot is None or dy_rc.shape[0] % slot.quantizer.token_block:
+            return all_gather(dy, group), None, None
+        own = slot.quantizer(Plain(dy_rc), rows=True, columns=not slot.quantizer.one_factor)
+        slot.operand = gather_tokens(own, group, columns=True)
+        return carrier(dy, (dy.shape[0] * group.size(), *dy.shape[1:])), None, None
 
 
 class _ScatterSequence(Function):
@@ -157,24 +164,21 @@ def gather_from_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gather_quantized(x: Quantized, group: ProcessGroup) -> Quantized:
-    """`gather_from_sequence_parallel` of codes with one factor for the tensor of all ranks: half the bytes of bf16.
+    """`gather_from_sequence_parallel` of codes, half the bytes of bf16: see `megafp8.fp8.gathering`.
 
-    The slice comes as rows; the whole has rows, and columns where a backward will follow. Backward sums and scatters
-    gradients in their own dtype.
+    The slice has columns where a backward will follow, unless it has one factor. Backward sums and scatters gradients
+    in their own dtype.
     """
     if group.size() == 1:
         return x
-    slice_rows = x.operand.rows
-    assert slice_rows is not None
-    assert slice_rows.granularity is TENSOR
-    rows = Scaled(all_gather(slice_rows.data, group), slice_rows.scale_inv)
     whole = _GatherQuantized.apply(x.carrier, group)
-    return Quantized(whole, Operand(rows, rows.t() if whole.requires_grad else None))
+    return Quantized(whole, gather_tokens(x.operand, group, columns=whole.requires_grad))
 
 
-def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum the ranks' shares `[s, b, h]` and keep `[s/t, b, h]`; backward gathers."""
-    return _ReduceScatterSequence.apply(x_sbh, group) if group.size() > 1 else x_sbh
+def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup, slot: GradSlot | None = None) -> Tensor:
+    """Sum the ranks' shares `[s, b, h]` and keep `[s/t, b, h]`; backward gathers, and as codes that it leaves in `slot`
+    where there is one, whose quantizer is that of slices."""
+    return _ReduceScatterSequence.apply(x_sbh, group, slot) if group.size() > 1 else x_sbh
 
 
 def scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:

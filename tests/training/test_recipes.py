@@ -56,6 +56,7 @@ RECIPES = {
     "rowwise-wgrad": ["fp8.recipe=rowwise", "fp8.wgrad_in_bf16=true"],
     "rowwise-pow2": ["fp8.recipe=rowwise", "fp8.power_of_two_scale=true"],
     "blockwise": ["fp8.recipe=blockwise"],
+    "blockwise-gathered": ["fp8.recipe=blockwise", "training.seq_length=128"],  # a rank's tokens are whole blocks
     "static": ["fp8.recipe=static", "fp8.calibration_steps=2", "fp8.margin=1"],
     "mxfp8": ["fp8.recipe=mxfp8"],
     "nvfp4": ["fp8.recipe=nvfp4"],
@@ -107,6 +108,7 @@ def largest_distance(found: Curve, expected: Curve) -> float:
         ("rowwise", "tp2-sp", 0),
         ("rowwise-pow2", "tp2-sp", 2),
         ("blockwise", "tp2-sp", 2),
+        ("blockwise-gathered", "tp2-sp", 2),
         ("static", "tp2-sp", STEPS),
         ("static", "pp2", STEPS),
         ("mxfp8", "tp2-sp", STEPS),

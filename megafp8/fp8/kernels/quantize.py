@@ -173,17 +173,31 @@ def cast_current(
     return _operand(by_rows, by_columns, scale_inv, scale_inv, TENSOR)
 
 
-def cast_rows(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:
+def amaxes(source: Source) -> tuple[Tensor, Tensor]:
+    return _amaxes(source, rows=True, columns=True)
+
+
+def _amaxes(source: Source, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """Zeros for those that are not asked for."""
+    r, c = source.shape
+    maxima = torch.zeros(r + c, dtype=torch.float32, device=source.device)
+    if 0 not in source.shape:
+        _launch(source, "maxima", (maxima,) * 5 + (maxima[r:],), ROWS=rows, COLUMNS=columns)
+    return maxima[:r], maxima[r:]
+
+
+def cast_rows(
+    source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float,
+    amaxes: tuple[Tensor, Tensor] | None = None,
+) -> Operand:  # fmt: skip
     r, c = source.shape
     by_rows, by_columns = _empty(source, fmt, rows, columns)
+    row_amax, column_amax = _amaxes(source, rows=rows, columns=columns) if amaxes is None else amaxes
     start = r + -r % 4  # of the columns' factors: each part begins at a multiple of 16 bytes
-    maxima = torch.zeros(start + c, dtype=torch.float32, device=source.device)
-    inverse = torch.empty_like(maxima)
+    inverse = torch.empty(start + c, dtype=torch.float32, device=source.device)
     if 0 in source.shape:
-        inverse = scale_from_amax(maxima, fmt.max, eps=eps, power_of_two=power_of_two).reciprocal()
-    else:
-        _launch(source, "maxima", (maxima,) * 5 + (maxima[start:],), ROWS=rows, COLUMNS=columns)
-    outputs = (inverse, inverse[start:], maxima, maxima[start:])
+        inverse = scale_from_amax(inverse.zero_(), fmt.max, eps=eps, power_of_two=power_of_two).reciprocal()
+    outputs = (inverse, inverse[start:], row_amax, column_amax)
     _cast(source, "vectors", fmt, outputs, by_rows, by_columns, POWER_OF_TWO=power_of_two, eps=eps)
     return _operand(by_rows, by_columns, inverse[:r].unsqueeze(-1), inverse[start:].unsqueeze(-1), ROW)
 

@@ -101,6 +101,23 @@ def test_a_factor_a_block(shape: tuple[int, int], kind: str, cast: str, options:
         same(actual, getattr(plain, cast)(source, E4M3, **wanted, **options))
 
 
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("shape", [(3, 200), (130, 258), (0, 16)], ids=str)
+def test_rows_and_columns_of_a_larger_tensor(shape: tuple[int, int], kind: str) -> None:
+    """Their amaxes are known to be larger than the source's own."""
+    source = SOURCES[kind](*shape, torch.bfloat16)
+    amaxes = kernels.amaxes(source)
+    for ours, theirs, extent in zip(amaxes, plain.amaxes(source), source.shape, strict=True):
+        assert ours.shape == (extent,)
+        assert torch.equal(ours, theirs)
+    larger = tuple(amax * (1 + noise(amax.shape[0]).abs()) for amax in amaxes)
+    options: dict[str, Any] = {"rows": True, "columns": True, "power_of_two": False, "eps": 0.0}
+    made = kernels.cast_rows(source, E4M3, amaxes=larger, **options)
+    same(made, plain.cast_rows(source, E4M3, amaxes=larger, **options))
+    for part, amax in zip(made[:2], larger):
+        torch.testing.assert_close(part.scale_inv.squeeze(-1), torch.where(amax > 0, amax / 448, 1.0))
+
+
 @pytest.mark.parametrize("shape", [(5, 2, 3, 1, 8), (17, 1, 2, 2, 32), (4, 3, 4, 1, 6), (0, 1, 1, 1, 4)], ids=str)
 @pytest.mark.parametrize("own_angles", [False, True])
 def test_gradient_of_qkv(shape: tuple[int, ...], own_angles: bool) -> None:
