@@ -16,6 +16,7 @@ are emulated, have no kernels.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -111,22 +112,42 @@ class DelayedQuantizer:
         self.group = group
         self.fresh, self.recording = False, True
 
-    def for_slices(self, group: ProcessGroup) -> DelayedQuantizer:
-        return self
+    def for_slices(self, group: ProcessGroup) -> DelayedSliceQuantizer:
+        return DelayedSliceQuantizer(self, group)
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+        return self.cast(source, self.group, rows=rows, columns=columns)
+
+    def cast(self, source: Source, group: ProcessGroup | None, *, rows: bool, columns: bool) -> Operand:
+        """Cast the tensor, or what this rank of `group` holds of it."""
         implementation = casts(source)
         newest = self.newest_amax if self.recording else None
         if not self.fresh:
             return implementation.cast_tensor(
                 source, self.scale, self.scale_inv, self.fmt, rows=rows, columns=columns, newest_amax=newest
             )
-        whole_amax = all_reduce(implementation.amax(source), self.group, "max")
+        whole_amax = all_reduce(implementation.amax(source), group, "max")
         if newest is not None:
             torch.maximum(newest, whole_amax, out=newest)
         return implementation.cast_current(
             source, whole_amax, self.fmt, rows=rows, columns=columns, power_of_two=False, eps=0.0
         )
+
+
+@dataclass(frozen=True)
+class DelayedSliceQuantizer:
+    """`whole` for a tensor that the ranks of `group` hold slices of."""
+
+    whole: DelayedQuantizer
+    group: ProcessGroup
+    one_factor: ClassVar[bool] = True
+    token_block: ClassVar[int] = 1
+
+    def for_slices(self, group: ProcessGroup) -> DelayedSliceQuantizer:
+        return DelayedSliceQuantizer(self.whole, group)
+
+    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+        return self.whole.cast(source, self.group, rows=rows, columns=columns)
 
 
 class StaticQuantizer:
