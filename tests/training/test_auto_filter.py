@@ -1,7 +1,7 @@
 """fp8.auto_filter: sizes, the same choice on all ranks, and that what is left out really runs in high precision.
 
 The ceilings are made up so that memory costs nothing and casts are launches alone: in FP8 a GEMM takes half the time.
-With current scaling and two micro-batches the casts are five launches, so a layer loses whose m·k·n is below 5/3 of one.
+With current scaling and two micro-batches the casts are five launches, so layers lose whose m·k·n is below 5/3 of one.
 """
 
 from __future__ import annotations
