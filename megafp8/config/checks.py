@@ -126,6 +126,12 @@ def _fp8(config: Config) -> Iterator[Problem]:
             f"with fp8.last_blocks_bf16 ({f.last_blocks_bf16}) all of model.num_layers ({layers}): nothing is left for "
             "FP8", f"try at most {layers - 1} blocks in both together, or fp8.recipe=none",
         )  # fmt: skip
+    if f.recipe != "none" and f.auto_filter == "predicted" and config.training.precision != "bf16":
+        yield Problem(
+            "fp8.auto_filter", f.auto_filter,
+            f"predicts FP8 against bf16, and training.precision is {config.training.precision}",
+            "try fp8.auto_filter=measured or none",
+        )  # fmt: skip
     if f.recipe == "custom" and not f.custom:
         yield Problem(
             "fp8.custom", f.custom, "fp8.recipe custom needs a rule",

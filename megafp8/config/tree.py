@@ -183,6 +183,10 @@ class Fp8Config(Section):
     """So many of the first blocks do not."""
     last_blocks_bf16: Count = 0
     """So many of the last blocks do not."""
+    auto_filter: Literal["none", "predicted", "measured"] = "none"
+    """Layers that FP8 would slow down, as casts do small ones, stay in training.precision. predicted: by a model of the
+    GPU's speeds (H200 only); measured: by running a layer of each size before the first step. What counts is a rank's
+    slice, so the choice depends on parallel.tensor; a run that resumes keeps its own."""
     report_interval: Count = 0
     """Steps between samples of the FP8 health report (what casting loses in each tensor), fp8_report.jsonl in the run
     folder; 100 is usual. 0: never."""

@@ -11,7 +11,7 @@ everywhere and state saved under one layout loads under another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -68,6 +68,7 @@ class Fp8Manager:
         self.gemm_backend, self.gemm_autotune = gemm_backend, gemm_autotune
         self.recorder = recorder
         self.seed, self.data_parallel = seed, data_parallel
+        self._left_out: frozenset[str] = frozenset()
         self._layers: dict[str, _Layer] = {}
         self._states: list[State] | None = None
         self._noting: list[Noting] = []  # quantizers of activations and gradients
@@ -89,7 +90,7 @@ class Fp8Manager:
         A weight always is a slice where the group has several ranks. `fp8=False` asks for high precision.
         """
         assert name not in self._layers, f"layer {name} has its linear_op already"
-        if self.recipe is None or not fp8 or not self._selected(name):
+        if self.recipe is None or not fp8 or not self.selects(name):
             return high_precision_linear
         op = Fp8Linear(
             high_precision=PerGemm(*self.recipe.override_linear_precision),
@@ -105,10 +106,17 @@ class Fp8Manager:
         )
         return op
 
-    def _selected(self, name: str) -> bool:
+    def selects(self, name: str) -> bool:
+        """Whether the layer `name` is to be FP8."""
         included = any(fnmatchcase(name, pattern) for pattern in self.include)
         excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
-        return included and not excluded and self.recipe is not None and self.recipe.operands(name) is not None
+        chosen = included and not excluded and name not in self._left_out
+        return chosen and self.recipe is not None and self.recipe.operands(name) is not None
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Keep the layers `names` in high precision whatever the patterns say; call before their `linear_op`."""
+        assert not self._layers
+        self._left_out = frozenset(names)
 
     def check_patterns(self, all_layer_names: Sequence[str]) -> None:
         """ValueError unless every pattern, the recipe's too, fits the whole model's layers (of all pipeline stages)."""
@@ -119,7 +127,7 @@ class Fp8Manager:
         if self.recipe is None:
             return
         self.recipe.check_layers(all_layer_names)
-        for recipe, tensors in by_recipe(self.recipe, filter(self._selected, all_layer_names)).items():
+        for recipe, tensors in by_recipe(self.recipe, filter(self.selects, all_layer_names)).items():
             recipe.check_tensors([f"{layer}.{operand}" for layer, operand in tensors])
 
     def materialize(self, device: torch.device) -> None:

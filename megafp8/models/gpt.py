@@ -247,3 +247,17 @@ def fp8_layer_names(config: ModelConfig) -> Iterator[str]:
     for index in range(config.num_layers):
         for layer in ("attention.qkv", "attention.proj", up, "mlp.down"):
             yield f"layers.{index}.{layer}"
+
+
+def fp8_layer_sizes(config: ModelConfig, t: int) -> dict[str, tuple[int, int]]:
+    """Inputs k and outputs n of a rank's slice of each layer in `fp8_layer_names`; t tensor-parallel size."""
+    h, d = config.hidden_size, config.channels
+    up = config.ffn_size * (2 if config.activation == "swiglu" else 1)
+    slices = {
+        "qkv": (h, (config.num_attention_heads + 2 * config.query_groups) * d // t),
+        "proj": (config.num_attention_heads * d // t, h),
+        "gate_up": (h, up // t),
+        "up": (h, up // t),
+        "down": (config.ffn_size // t, h),
+    }
+    return {name: slices[name.rpartition(".")[2]] for name in fp8_layer_names(config)}

@@ -25,10 +25,11 @@ from megafp8.parallel_state import (
     initialize_distributed,
     initialize_model_parallel,
 )
+from megafp8.training import auto_filter
 from megafp8.training.inputs import Inputs
 from megafp8.training.metrics import Fp8ReportWriter, StepMetrics, Writer, memory_gib, open_writers, read_metrics
 from megafp8.training.plots import plot_loss, print_loss
-from megafp8.training.state import check_resume, load_latest, save_state
+from megafp8.training.state import check_resume, load_latest, save_state, saved_choice
 from megafp8.training.stopping import StopRequest
 from megafp8.training.trainer import Trainer, build_fp8
 
@@ -49,8 +50,7 @@ def run_folder(config: Config) -> Path:
 def check_run(inputs: Inputs) -> None:
     """Refuse what cannot train, or would harm an earlier run, before any process group exists. Raises ValueError."""
     config, folder = inputs.config, run_folder(inputs.config)
-    choose_device(config)
-    build_fp8(config, None)
+    auto_filter.check(config, build_fp8(config, None), torch.device(choose_device(config)))
     if config.checkpoint.resume:
         check_resume(config, folder, inputs.fingerprint)
     elif (folder / "metrics.jsonl").exists():
@@ -80,13 +80,18 @@ class Job:
             self.folder.mkdir(parents=True, exist_ok=True)
         self.stop = StopRequest()
         self.stop.install()
-        self.trainer = Trainer(self.config, parallel)
-        self.step = load_latest(self.trainer, self.folder) if self.config.checkpoint.resume else 0
+        resume = self.config.checkpoint.resume
+        self.trainer = Trainer(
+            self.config, parallel, saved_choice(self.config, parallel, self.folder) if resume else None
+        )
+        self.step = load_latest(self.trainer, self.folder) if resume else 0
         self.say(f"run folder: {self.folder}")
         if self.step:
             self.say(f"resumed from step {self.step}")
         self.say(f"optimizer: {self.trainer.optimizer.reason}")
         self.say(describe_path(self.trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
+        for reason in self.trainer.auto_filter.reasons:
+            self.say(reason)
         self.saved_step = self.step
 
     def say(self, text: str) -> None:

@@ -21,6 +21,8 @@ from torch import Tensor
 from megafp8.checkpoint import Rectangles, clean_incomplete, collect, latest, load, read_metadata, save
 from megafp8.collectives import all_gather_objects
 from megafp8.config import Config
+from megafp8.parallel_state import ParallelState
+from megafp8.training.auto_filter import Choice, kept_choice
 from megafp8.training.trainer import Trainer
 
 
@@ -54,6 +56,7 @@ def metadata(config: Config, step: int, optimizer_steps: int, fingerprint: str |
 def save_state(trainer: Trainer, run: Path, step: int, fingerprint: str | None) -> Path:
     """Save everything after `step` steps. Collective."""
     about = metadata(trainer.config, step, trainer.optimizer.step_count, fingerprint)
+    about["fp8_left_out"] = trainer.auto_filter.layers
     return save(checkpoint_folder(run), step, tensors(trainer), about, keep_last=trainer.config.checkpoint.keep_last)
 
 
@@ -81,6 +84,21 @@ def check_resume(config: Config, run: Path, fingerprint: str | None) -> None:
             f"{path} was trained with another vocabulary (fingerprint {saved['tokenizer_fingerprint']}, here "
             f"{fingerprint}); use that run's tokenizer, or choose another name for a new run"
         )
+
+
+def saved_choice(config: Config, parallel: ParallelState, run: Path) -> Choice | None:
+    """What fp8.auto_filter chose when `run` began; None where that was never saved, or the fp8 section is another now.
+
+    Collective.
+    """
+    layers: list[str] | None = None
+    path = latest(checkpoint_folder(run)) if parallel.world.is_first else None
+    if path is not None:
+        saved = read_metadata(path)
+        if saved["config"]["fp8"] == config.model_dump(mode="json")["fp8"]:
+            layers = saved.get("fp8_left_out")
+    layers = all_gather_objects(layers, parallel.world.group)[0]
+    return None if layers is None else kept_choice(layers)
 
 
 def _find(run: Path) -> Path | None:

@@ -34,6 +34,7 @@ from megafp8.pipeline_parallel.engine import PipelineEngine, StageOutput
 from megafp8.pipeline_parallel.schedules import Action, forward_only, one_f_one_b, with_communication
 from megafp8.pipeline_parallel.split import stage_layers
 from megafp8.tensor_parallel.random import initialize_parameters
+from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.describe import position_rows
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -116,14 +117,17 @@ class Loss:
 class Trainer:
     """One rank's stage of the model with all that drives it. Collective: build it on every rank.
 
+    `choice`: what fp8.auto_filter chose earlier in this run; None lets it choose now.
     `fp8_records`: FP8 health of the latest `train_step` in all stages, on rank 0, if that step was sampled; else empty.
     """
 
-    def __init__(self, config: Config, parallel: ParallelState) -> None:
+    def __init__(self, config: Config, parallel: ParallelState, choice: Choice | None = None) -> None:
         self.config, self.parallel = config, parallel
         p, t = config.parallel, config.training
         dtype = DTYPES[t.precision]
         self.fp8 = build_fp8(config, parallel.amax.group, (parallel.data.rank, parallel.data.size))
+        self.auto_filter = choose(config, self.fp8, parallel, dtype) if choice is None else choice
+        self.fp8.leave_out(self.auto_filter.layers)
         self.fp8_records: list[Record] = []
         context = BuildContext(parallel.tensor.group, self.fp8, dtype, parallel.device, p.sequence_parallel)
         layers = stage_layers(config.model.num_layers, p.pipeline, p.layers_per_stage)[parallel.pipeline.rank]

@@ -1,0 +1,125 @@
+"""How fast a linear layer is in FP8 and in high precision, by running it on this device.
+
+What is run is the layer that trains: forward, backward, the weight's gradient added to its fp32 sum. What is timed is
+the GPU and not the host: before each run the queue is given something to do for a millisecond, in which the host gets
+ahead, as it is in training wherever a GPU is busy. In the same pause L2 is overwritten, because in training a layer
+finds its operands in memory. What runs are compared with each other take turns, so a drift of the clock touches all.
+
+What it gives up. A chip that pauses between runs draws less power than one that trains, and runs at higher clocks.
+There is no group here: collectives, among them those of amaxes under tensor parallelism, are left out.
+
+Shapes: m tokens, k inputs, n outputs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.fp8.gemm import GemmBackend
+from megafp8.fp8.linear import Fp8Linear, LinearOp, high_precision_linear
+from megafp8.fp8.manager import Fp8Manager
+from megafp8.fp8.recipe import Fp8Recipe
+from megafp8.fp8.speed_model import LinearSeconds, LinearSize
+
+_HEAD_START_CYCLES = 2_000_000  # about a millisecond
+_WARM_STEPS = 2  # delayed scaling knows its scales then
+_WEIGHT_STD = 0.02
+
+
+def time_in_turns(
+    runs: Sequence[Callable[[], object]], device: torch.device, *, rounds: int, warm_up: int = 2
+) -> list[list[float]]:
+    """Seconds of each of `runs` in each of `rounds`, after `warm_up` rounds that do not count. On CUDA the device's
+    time, from a cold L2; on a CPU the host's."""
+    clock = _cuda_round if device.type == "cuda" else _cpu_round
+    turns = [clock(runs, device) for _ in range(warm_up + rounds)][warm_up:]
+    return [list(times) for times in zip(*turns, strict=True)]
+
+
+def _cpu_round(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    times = []
+    for run in runs:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _cuda_round(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
+    spans = []
+    for run in runs:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+        spans.append((start, end))
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) * 1e-3 for start, end in spans]
+
+
+class _Sum:
+    """Where the weight's gradient goes: a sum over micro-batches, fp32 or wider, as in training."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.main_grad = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+    def __call__(self, grad: Tensor) -> None:
+        self.main_grad.add_(grad)
+
+    def added(self) -> None:
+        return
+
+
+def measure(
+    size: LinearSize,
+    recipe: Fp8Recipe,
+    device: torch.device,
+    *,
+    layer: str = "layer",
+    micro_batches: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    gemm_backend: GemmBackend = "auto",
+    gemm_autotune: bool = True,
+    rounds: int = 7,
+) -> LinearSeconds:
+    """The time of a layer of this size, in `dtype` and as `recipe` has `layer`; medians over `rounds`.
+
+    `micro_batches` of an optimizer step share one cast of the weight. ValueError for a backend that is not there.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def noise(r: int, c: int) -> Tensor:
+        return torch.randn(r, c, generator=generator, device=device, dtype=dtype)
+
+    x_mk, dy_mn = noise(size.m, size.k), noise(size.m, size.n)
+    weight = nn.Parameter(noise(size.n, size.k) * _WEIGHT_STD)
+    weight.grad_sink = _Sum(weight)  # type: ignore[attr-defined]
+
+    def run(op: LinearOp) -> None:
+        op(x_mk.detach().requires_grad_(), weight).backward(dy_mn)
+
+    manager = Fp8Manager(recipe, amax_group=None, gemm_backend=gemm_backend, gemm_autotune=gemm_autotune)
+    op = manager.linear_op(layer, tp_group=None, input_sharded=False, grad_output_sharded=False)
+    assert isinstance(op, Fp8Linear), f"{layer} is no FP8 layer"
+    manager.materialize(device)
+    step = 0
+    while step < _WARM_STEPS or (op.stand_in is not None and op.stand_in.active):  # until static scales are calibrated
+        run(op)
+        manager.end_step()
+        step += 1
+
+    def first_of_a_step() -> None:
+        op.invalidate_weight()
+        run(op)
+
+    runs = (lambda: run(high_precision_linear), first_of_a_step, lambda: run(op))
+    high, first, later = (statistics.median(times) for times in time_in_turns(runs, device, rounds=rounds))
+    return LinearSeconds(high, (first + (micro_batches - 1) * later) / micro_batches)

@@ -1,0 +1,146 @@
+"""How fast a linear layer is in FP8 and in high precision: a model small enough to be checked with a pencil.
+
+FP8 doubles the speed of a GEMM's arithmetic and pays for it with casts, which read and write whole tensors and do no
+arithmetic at all. Arithmetic grows as m·k·n, casts as m·k + k·n + m·n, and every kernel costs a few microseconds
+whatever it does. So FP8 wins large layers and loses small ones, and the question is where:
+
+    GEMM   max(operations / rate, bytes / bandwidth) + launch
+    cast   bytes / bandwidth + launch for each of its passes
+
+A layer is its three GEMMs, forward and backward, and in FP8 the casts of x, w and dy. x and dy are cast in every
+micro-batch, w once an optimizer step.
+
+What it gives up. Kernels slow down gradually towards small sizes and not at a corner; the power that a chip may draw,
+communication, the host's time and fast accumulation (a few percent) are left out. Casts of rows and blocks do not
+reach the bandwidth of a copy, so their layers are predicted too fast by about a tenth. A cast that rides on a norm or
+an activation is counted as one by itself, so a layer that is predicted to lose by little may win by little.
+`megafp8.fp8.speed_measurement` runs the layer instead.
+
+Shapes: m tokens, k inputs, n outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megafp8.fp8.custom import GEMMS, emulated
+from megafp8.fp8.recipe import OPERANDS, Fp8Recipe, OperandName, OperandRecipes
+
+
+class LinearSize(NamedTuple):
+    """`m` tokens of a micro-batch, `k` inputs and `n` outputs of what one rank computes."""
+
+    m: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.k}x{self.n}"
+
+    @property
+    def elements(self) -> dict[OperandName, int]:
+        m, k, n = self
+        return {"input": m * k, "weight": n * k, "grad_output": m * n}
+
+
+class LinearSeconds(NamedTuple):
+    """Forward and backward of a layer on one micro-batch."""
+
+    high_precision: float
+    fp8: float
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast FP8 is."""
+        return self.high_precision / self.fp8
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What one GPU reaches at best. Rates in FLOP/s; `fp8` by the granularities of the two operands; `bandwidth` of a
+    copy, bytes read and written a second; `launch`: seconds that a kernel takes whatever its size."""
+
+    bf16: float
+    fp8: dict[str, float]
+    bandwidth: float
+    launch: float
+
+
+#: By the device's name. Medians over large GEMMs of random data, each timed alone, tuned cuBLASLt with split
+#: accumulation; `launch` is what a GEMM of 1024x2048x1024 takes longer than its arithmetic (2026-11-21).
+CEILINGS = {
+    "NVIDIA H200": Ceilings(
+        bf16=674e12,
+        fp8={"tensor·tensor": 1242e12, "row·row": 1344e12, "1x128·128x128": 1135e12, "1x128·1x128": 922e12},
+        bandwidth=4.2e12,
+        launch=6e-6,
+    )
+}
+
+_READS = {"delayed": 1, "static": 1, "blockwise": 1, "current": 2, "rowwise": 2}  # of the tensor, by a recipe's cast
+_RESULT: dict[str, OperandName] = {"fprop": "grad_output", "dgrad": "input", "wgrad": "weight"}  # of the same shape
+_BF16, _FP8, _FP32 = 2, 1, 4  # bytes
+
+
+def device_name(device: torch.device) -> str:
+    """As `CEILINGS` has it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def ceilings_of(name: str) -> Ceilings:
+    """The ceilings of the device `name`. ValueError where they are not known."""
+    if name not in CEILINGS:
+        raise ValueError(f"the speeds of {name!r} are not known, only those of {', '.join(CEILINGS)}")
+    return CEILINGS[name]
+
+
+def predict(
+    size: LinearSize, recipe: Fp8Recipe, ceilings: Ceilings, *, layer: str = "", micro_batches: int = 1
+) -> LinearSeconds:
+    """The time of a layer of this size, in bf16 and as `recipe` has `layer`.
+
+    `micro_batches` of an optimizer step share one cast of the weight. ValueError for a recipe whose GEMMs are emulated.
+    """
+    recipes = recipe.operands(layer)
+    assert recipes is not None, f"{layer} is no FP8 layer"
+    bf16 = fp8 = 0.0
+    copies = dict.fromkeys(OPERANDS, 0)  # FP8 copies of each operand: one for each GEMM that takes it
+    for (gemm, operands), high in zip(GEMMS.items(), recipe.override_linear_precision, strict=True):
+        in_bf16 = _gemm(size, gemm, _BF16, ceilings.bf16, ceilings)
+        bf16 += in_bf16
+        if high:
+            fp8 += in_bf16
+            continue
+        fp8 += _gemm(size, gemm, _FP8, ceilings.fp8[_scalings(recipes, operands)], ceilings)
+        for operand in operands:
+            copies[operand] += 1
+    for operand, own in zip(OPERANDS, recipes, strict=True):
+        if copies[operand]:
+            cast = _cast(size.elements[operand], _READS[own.name], copies[operand], ceilings)
+            fp8 += cast / micro_batches if operand == "weight" else cast
+    return LinearSeconds(bf16, fp8)
+
+
+def _scalings(recipes: OperandRecipes, operands: tuple[OperandName, OperandName]) -> str:
+    """How the two operands of a GEMM are scaled, as `Ceilings.fp8` has it."""
+    own = [recipes[OPERANDS.index(operand)] for operand in operands]
+    granularities = [r.granularity(operand) for r, operand in zip(own, operands)]
+    if any(emulated(granularity) for granularity in granularities):
+        names = " and ".join(dict.fromkeys(r.name for r in own))
+        raise ValueError(f"the speed of {names} cannot be predicted: its GEMMs are emulated, and slower than bf16")
+    return "·".join(granularity.name for granularity in granularities)
+
+
+def _gemm(size: LinearSize, gemm: str, element: int, rate: float, ceilings: Ceilings) -> float:
+    """Seconds of a GEMM whose operands have `element` bytes. wgrad reads and writes the fp32 sum, others write bf16."""
+    result = size.elements[_RESULT[gemm]] * (2 * _FP32 if gemm == "wgrad" else _BF16)
+    moved = result + element * sum(size.elements[operand] for operand in GEMMS[gemm])
+    return max(2 * size.m * size.k * size.n / rate, moved / ceilings.bandwidth) + ceilings.launch
+
+
+def _cast(elements: int, reads: int, copies: int, ceilings: Ceilings) -> float:
+    """Seconds of a cast that reads bf16 so many times, and writes so many copies."""
+    return elements * (reads * _BF16 + copies * _FP8) / ceilings.bandwidth + reads * ceilings.launch

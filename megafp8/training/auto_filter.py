@@ -1,0 +1,148 @@
+"""fp8.auto_filter: layers that FP8 would slow down stay in high precision.
+
+A layer's speed follows from how many tokens, inputs and outputs one rank computes, and from its recipe; blocks are
+alike, so a model has a handful of sizes. The first rank predicts or measures each, for the layers of all pipeline
+stages, and tells the others: ranks that measured for themselves would disagree about a layer whose gain is small, and
+then wait for each other in different collectives.
+
+The choice is part of the run. Another measurement, or another layout, might decide a close case otherwise, so it is
+saved with each checkpoint and a run that resumes keeps it as long as the fp8 section of its config stays the same.
+
+What it gives up: a layer's precision depends on the slice that a rank has of it, and so on parallel.tensor.
+
+Shapes: m tokens of a micro-batch, k inputs, n outputs, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+import torch
+
+from megafp8.collectives import all_gather_objects
+from megafp8.config import Config
+from megafp8.fp8 import Fp8Manager
+from megafp8.fp8.recipe import OperandRecipes
+from megafp8.fp8.speed_measurement import measure
+from megafp8.fp8.speed_model import LinearSeconds, LinearSize, ceilings_of, device_name, predict
+from megafp8.models.gpt import fp8_layer_sizes
+from megafp8.parallel_state import ParallelState
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Layers of one size and recipe, and how many times as fast they are in FP8."""
+
+    layers: tuple[str, ...]
+    size: LinearSize
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Layers that stay in high precision though they are selected for FP8, and what the log says about it."""
+
+    layers: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+Timing = Callable[[LinearSize, str], LinearSeconds]  # of a size, and a layer that has it
+
+
+def choose(config: Config, fp8: Fp8Manager, parallel: ParallelState, dtype: torch.dtype) -> Choice:
+    """What `fp8.auto_filter` keeps in high precision, `dtype`, of the layers that `fp8` selects. The same on all ranks.
+
+    Collective. ValueError where the speeds of this device are not known, or the recipe's cannot be predicted.
+    """
+    kind = config.fp8.auto_filter
+    if kind == "none" or fp8.recipe is None:
+        return Choice()
+    found: list[Comparison] = []
+    if parallel.world.is_first:
+        micro_batches = config.training.global_batch_size // (config.training.micro_batch_size * parallel.data.size)
+        timing = (
+            _prediction(fp8, device_name(parallel.device), micro_batches)
+            if kind == "predicted"
+            else _measurement(fp8, parallel.device, micro_batches, dtype)
+        )
+        found = compare(config, fp8, timing)
+        if parallel.device.type == "cuda":  # what was measured with is no part of the run
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(parallel.device)
+    return verdict(all_gather_objects(found, parallel.world.group)[0], kind)
+
+
+def check(config: Config, fp8: Fp8Manager, device: torch.device) -> None:
+    """ValueError where `choose` would raise it, before any process group exists."""
+    if config.fp8.auto_filter != "predicted" or fp8.recipe is None:
+        return
+    try:
+        compare(config, fp8, _prediction(fp8, device_name(device), 1))
+    except ValueError as error:
+        raise ValueError(f"fp8.auto_filter = predicted: {error}; try measured or none") from None
+
+
+def _prediction(fp8: Fp8Manager, device: str, micro_batches: int) -> Timing:
+    assert fp8.recipe is not None
+    if fp8.gemm_backend == "emulated":
+        raise ValueError("the speed of fp8.gemm_backend = emulated is not known")
+    recipe, ceilings = fp8.recipe, ceilings_of(device)
+    return lambda size, layer: predict(size, recipe, ceilings, layer=layer, micro_batches=micro_batches)
+
+
+def _measurement(fp8: Fp8Manager, device: torch.device, micro_batches: int, dtype: torch.dtype) -> Timing:
+    assert fp8.recipe is not None
+    run = partial(measure, dtype=dtype, gemm_backend=fp8.gemm_backend, gemm_autotune=fp8.gemm_autotune)
+    recipe = fp8.recipe
+    return lambda size, layer: run(size, recipe, device, layer=layer, micro_batches=micro_batches)
+
+
+def compare(config: Config, fp8: Fp8Manager, timing: Timing) -> list[Comparison]:
+    """The layers of the whole model that `fp8` selects, by size and recipe, each of these timed once."""
+    assert fp8.recipe is not None
+    m = config.training.micro_batch_size * config.training.seq_length
+    alike: dict[tuple[LinearSize, OperandRecipes | None], list[str]] = {}
+    for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor).items():
+        if fp8.selects(name):
+            alike.setdefault((LinearSize(m, k, n), fp8.recipe.operands(name)), []).append(name)
+    return [Comparison(tuple(names), size, timing(size, names[0]).speedup) for (size, _), names in alike.items()]
+
+
+def verdict(compared: Sequence[Comparison], kind: str) -> Choice:
+    """Leave out what is slower in FP8."""
+    lines = []
+    for c in compared:
+        where = "stay in high precision" if c.speedup < 1 else "run in FP8"
+        lines.append(
+            f"fp8.auto_filter: {shown(c.layers)} {where}: {c.size} (tokens x inputs x outputs) is {kind} to be "
+            f"{c.speedup:.2f} times as fast in FP8"
+        )
+    return Choice(tuple(name for c in compared if c.speedup < 1 for name in c.layers), tuple(lines))
+
+
+def kept_choice(layers: Sequence[str]) -> Choice:
+    """The choice of a run that resumes."""
+    if not layers:
+        return Choice()
+    return Choice(
+        tuple(layers), (f"fp8.auto_filter: {shown(layers)} stay in high precision, as they have in this run so far",)
+    )
+
+
+def shown(layers: Sequence[str]) -> str:
+    """Names in short: `layers.0-3.mlp.down` for those of four blocks."""
+    parts = []
+    blocks: dict[str, list[int]] = {}
+    for layer in layers:
+        match = re.fullmatch(r"layers\.(\d+)\.(.+)", layer)
+        assert match is not None, layer
+        blocks.setdefault(match[2], []).append(int(match[1]))
+    for kind, numbers in blocks.items():
+        for _, run in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0]):
+            first, *rest = [number for _, number in run]
+            parts.append(f"layers.{first}{f'-{rest[-1]}' if rest else ''}.{kind}")
+    return ", ".join(parts)
