@@ -32,6 +32,12 @@ def amax(source: Source) -> Tensor:
     return largest(source.values())
 
 
+def column_sums(source: Source) -> Tensor:
+    """Sums of the columns `[c]`, fp32 or wider: taken in float64 and rounded once, so in no order of their own."""
+    values = source.values()
+    return values.sum(dim=0, dtype=torch.float64).to(values.dtype)
+
+
 def cast_tensor(
     source: Source, scale: Tensor, scale_inv: Tensor, fmt: Format, *, rows: bool, columns: bool,
     newest_amax: Tensor | None,
