@@ -66,15 +66,20 @@ class _SwiGLU(Function):
         ctx: Any, gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None, operands: list[Operand],
         grad_enabled: bool,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(gate_up)
+        x_rc, smoothing = _matrix(gate_up), None if cast is None else cast.smoothing
+        if smoothing is not None:
+            smoothing.note(SwiGLU(x_rc))
+        scale_f = None if smoothing is None else smoothing.scale_f
+        ctx.save_for_backward(gate_up, scale_f)
         ctx.slot = slot
-        return _hand_over(SwiGLU(_matrix(gate_up)), gate_up, cast, grad_enabled, operands)
+        return _hand_over(SwiGLU(x_rc, scale_f), gate_up, cast, grad_enabled, operands)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (gate_up,) = ctx.saved_tensors
-        return _gradient(SwiGLUGrad(_matrix(gate_up), _matrix(dy)), gate_up, ctx.slot), None, None, None, None
+        gate_up, scale_f = ctx.saved_tensors
+        source = SwiGLUGrad(_matrix(gate_up), _matrix(dy), scale_f)
+        return _gradient(source, gate_up, ctx.slot), None, None, None, None
 
 
 def swiglu(gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None) -> Tensor | Quantized:

@@ -99,6 +99,17 @@ class Plain(_OfOneTensor):
 
 
 @dataclass(frozen=True)
+class ScaledColumns(Plain):
+    """`x` with each column multiplied by its own factor: `scale_c` `[c]`, fp32."""
+
+    scale_c: Tensor
+    kind: ClassVar[str] = "scaled_columns"
+
+    def values(self) -> Tensor:
+        return _wide(self.x_rc) * self.scale_c
+
+
+@dataclass(frozen=True)
 class Normalized(Plain):
     """`(x - mean) · rstd · weight + bias` of rows: x `[r, c]`, statistics `[r]` in fp32 or wider, weight and bias
     `[c]`.
@@ -122,8 +133,12 @@ class Normalized(Plain):
 
 @dataclass(frozen=True)
 class SwiGLU(_OfOneTensor):
-    """`silu(gate) · up` `[r, f]` of `[gate | up]` `[r, 2f]` (Shazeer 2020, arXiv:2002.05202)."""
+    """`silu(gate) · up` `[r, f]` of `[gate | up]` `[r, 2f]` (Shazeer 2020, arXiv:2002.05202).
 
+    `scale_f`, fp32 powers of two `[f]`: what each channel is multiplied by, see `megafp8.fp8.smoothing`.
+    """
+
+    scale_f: Tensor | None = None
     kind: ClassVar[str] = "swiglu"
 
     @property
@@ -132,14 +147,16 @@ class SwiGLU(_OfOneTensor):
 
     def values(self) -> Tensor:
         gate, up = _wide(self.x_rc).chunk(2, dim=-1)
-        return gate * sigmoid(gate) * up
+        y = gate * sigmoid(gate) * up
+        return y if self.scale_f is None else y * self.scale_f
 
 
 @dataclass(frozen=True)
 class SwiGLUGrad(_OfOneTensor):
-    """The gradient `[r, 2f]` of `[gate | up]`, `x_rc` `[r, 2f]`, from dy `[r, f]`."""
+    """The gradient `[r, 2f]` of `[gate | up]`, `x_rc` `[r, 2f]`, from dy `[r, f]`; `scale_f` as for `SwiGLU`."""
 
     dy_rf: Tensor
+    scale_f: Tensor | None = None
     kind: ClassVar[str] = "swiglu_grad"
 
     @property
@@ -149,6 +166,8 @@ class SwiGLUGrad(_OfOneTensor):
     def values(self) -> Tensor:
         gate, up = _wide(self.x_rc).chunk(2, dim=-1)
         dy, s = _wide(self.dy_rf), sigmoid(gate)
+        if self.scale_f is not None:
+            dy = dy * self.scale_f
         silu = gate * s
         return torch.cat([dy * up * (s + silu * (1.0 - s)), dy * silu], dim=-1)
 

@@ -53,6 +53,8 @@ class MLP(nn.Module):
             init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
             **common,
         )
+        if gated:
+            context.fp8.smooth_input(f"{name}.down", f)
 
     @property
     def input_cast(self) -> InputCast | None:

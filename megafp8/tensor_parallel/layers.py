@@ -47,7 +47,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _input_cast(op: LinearOp) -> InputCast | None:
-    return InputCast(op.quantizers.input) if isinstance(op, Fp8Linear) and op.fusible else None
+    return InputCast(op.quantizers.input, smoothing=op.smoothing) if isinstance(op, Fp8Linear) and op.fusible else None
 
 
 def _grad_slot(op: LinearOp) -> GradSlot | None:

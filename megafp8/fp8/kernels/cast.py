@@ -74,10 +74,14 @@ def _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i, j0, j, r
         silu = gate * s
         if SOURCE == "swiglu":
             y = silu * up
+            if weight_c is not None:
+                y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y2 = y
         else:
             at = i0.to(tl.int64) * c + j0 + i[:, None] * c + j[None, :]
             dy = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32)
+            if weight_c is not None:
+                dy = dy * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y = dy * up * (s + silu * (1.0 - s))
             y2 = dy * silu
     else:
@@ -97,6 +101,8 @@ def _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i, j0, j, r
             y = y * s
             if SOURCE == "gelu_grad":
                 y = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32) * (s + y * (1.0 - s) * slope)
+        elif weight_c is not None:
+            y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
         if bias_c is not None:  # outside is zero, which a bias would change
             y = tl.where(inside, y, 0.0)
         y2 = y

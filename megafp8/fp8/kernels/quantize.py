@@ -16,7 +16,7 @@ from megafp8.fp8.kernels.arithmetic import INTERPRETED, readable
 from megafp8.fp8.kernels.cast import tile_kernel
 from megafp8.fp8.matrix import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Operand, Scaled
 from megafp8.fp8.scaling import scale_from_amax
-from megafp8.fp8.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, Source, SwiGLU, SwiGLUGrad
+from megafp8.fp8.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, ScaledColumns, Source, SwiGLU, SwiGLUGrad
 
 
 class Tile(NamedTuple):
@@ -84,14 +84,18 @@ def _inputs(source: Source) -> _Inputs:
         return _Inputs(source.kind, (dq, dk, cos, sin, dv, dv), c // 2, heads, d // 2)
     assert isinstance(source, (Plain, SwiGLU, SwiGLUGrad))
     x = readable(source.x_rc)
+    if isinstance(source, ScaledColumns):
+        return _Inputs("plain", (x, x, x, x, source.scale_c, None), c)
     if isinstance(source, GELU):
         dy = readable(source.dy_rc) if isinstance(source, GELUGrad) else x
         bias = None if source.bias_c is None else readable(source.bias_c)
         return _Inputs(source.kind, (x, dy, x, x, x, bias), c)
+    if isinstance(source, SwiGLU):
+        return _Inputs(source.kind, (x, x, x, x, source.scale_f, None), c)
     if isinstance(source, SwiGLUGrad):
         dy = readable(source.dy_rf)
-        return _Inputs(source.kind, (x, dy, x, x, x, x), c // 2)
-    return _Inputs(source.kind, (x, x, x, x, x, None), c)
+        return _Inputs(source.kind, (x, dy, x, x, source.scale_f, None), c // 2)
+    return _Inputs(source.kind, (x, x, x, x, None, None), c)
 
 
 def _launch(source: Source, scales: str, outputs: tuple[Tensor, ...], tile: Tile | None = None, **options: Any) -> None:
@@ -159,6 +163,11 @@ def amax(source: Source) -> Tensor:
     if 0 not in source.shape:
         _launch(source, "amax", (result,) * 6, _AMAX_TILE, RECORD=True)
     return result
+
+
+def raise_column_amax(source: Source, amax_c: Tensor) -> None:
+    if 0 not in source.shape:
+        _launch(source, "maxima", (amax_c,) * 6, COLUMNS=True)
 
 
 def column_sums(source: Source) -> Tensor:
