@@ -34,12 +34,12 @@ class Case:
 def cases() -> list[Case]:
     from megafp8.fp8.formats import E4M3, E5M2
     from megafp8.fp8.kernels import normalization, quantize
-    from megafp8.fp8.sources import Normalized, Plain, QKVGrad, Source, SwiGLU, SwiGLUGrad
+    from megafp8.fp8.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, Source, SwiGLU, SwiGLUGrad
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    x, dy, weight = noise(M, H), noise(M, H), noise(H)
+    x, dy, weight, bias = noise(M, H), noise(M, H), noise(H), noise(F)
     gate_up, dact = noise(M, 2 * F), noise(M, F)
     w = noise(2 * F, H)
     rstd = torch.rand(M, device="cuda")
@@ -55,6 +55,8 @@ def cases() -> list[Case]:
         "rmsnorm": (Normalized(x, rstd, weight), M * H, M * H),
         "swiglu": (SwiGLU(gate_up), 2 * M * F, M * F),
         "swiglu_grad": (SwiGLUGrad(gate_up, dact), 3 * M * F, 2 * M * F),
+        "gelu": (GELU(dact, bias), M * F, M * F),
+        "gelu_grad": (GELUGrad(noise(M, F), bias, dy_rc=dact), 2 * M * F, M * F),
         "qkv_grad": (QKVGrad(*heads, angles.cos(), angles.sin()), M * 6144, M * 6144),
         "weight": (Plain(w), w.numel(), w.numel()),
     }

@@ -14,7 +14,7 @@ from megafp8.config.tree import Config
 
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
-    rules = (_model, _tensor, _stages, _sequence, _optimizer, _fp8, lambda c: _batch(c, world_size))
+    rules = (_model, _tensor, _stages, _sequence, _optimizer, _fp8, _smooth_swiglu, lambda c: _batch(c, world_size))
     problems = [problem for rule in rules for problem in rule(config)]
     if problems:
         raise ConfigError(source, problems)
@@ -137,6 +137,29 @@ def _fp8(config: Config) -> Iterator[Problem]:
             "fp8.custom", f.custom, "fp8.recipe custom needs a rule",
             'try [{layers: "*", input: delayed, weight: current, grad_output: delayed}]',
         )  # fmt: skip
+
+
+def _smooth_swiglu(config: Config) -> Iterator[Problem]:
+    f, activation = config.fp8, config.model.activation
+    if not f.smooth_swiglu:
+        return
+    inputs = {rule.input for rule in f.custom} if f.recipe == "custom" else {f.recipe}
+    if activation != "swiglu":
+        rule = f"model.activation is {activation}, which has no such outliers"
+    elif f.recipe == "none":
+        rule = "fp8.recipe is none, and only a cast needs it"
+    elif not inputs & {"delayed", "current", "static"}:
+        rule = f"fp8.recipe {f.recipe} has finer factors for an MLP's input than one for the tensor, which it is for"
+    elif f.wgrad_in_bf16 or any(f.override_linear_precision):
+        yield Problem(
+            "fp8.smooth_swiglu", True, "it changes what all three GEMMs of a layer multiply, so all must be FP8",
+            "try fp8.override_linear_precision=[false, false, false] and fp8.wgrad_in_bf16=false, or "
+            "fp8.smooth_swiglu=false",
+        )  # fmt: skip
+        return
+    else:
+        return
+    yield Problem("fp8.smooth_swiglu", True, rule, "try fp8.smooth_swiglu=false")
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Problem]:

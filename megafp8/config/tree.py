@@ -169,6 +169,10 @@ class Fp8Config(Section):
     """Round scales down to a power of two. Default: only blockwise does."""
     amax_epsilon: NonNegative = 0.0
     """current, rowwise, blockwise: amaxes below this count as this."""
+    smooth_swiglu: bool = False
+    """delayed, current, static: multiply each channel of SwiGLU's output by a power of two, made of the last step's
+    amaxes, before it is cast, and divide the next weight's columns by it (Fishman et al. 2024, arXiv:2409.12517). For
+    runs in which single channels grow until one scale no longer fits all. custom: of layers whose input is cast so."""
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     """Keep (fprop, dgrad, wgrad) in high precision."""
     wgrad_in_bf16: bool = False

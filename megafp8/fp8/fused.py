@@ -1,4 +1,4 @@
-"""What lies between linear layers, fused with the cast that follows it: norm, SwiGLU and rotary embedding.
+"""What lies between linear layers, fused with the cast that follows it: norm, SwiGLU, GELU and rotary embedding.
 
 A linear layer that runs in FP8 wants its input as codes, rows and columns, and never looks at the bf16 values; so a
 norm or an activation in front of it hands over the codes (`Quantized`) and the values are not stored at all. Backward
@@ -7,6 +7,9 @@ layer in high precision the same Functions compute the values, in x's dtype.
 
 Kept for backward: the norm's input and a statistic of each row; the activation's input. What follows from those is
 computed again in the kernel that needs it.
+
+A bias in front of GELU is added within. Its gradient needs the values that the codes replace, so it is summed by a
+kernel that computes them once more: reading twice still moves fewer bytes than writing the values would.
 
 Shapes: r rows (tokens; all leading dims), c columns, f width of an activation; s sequence, b micro-batch, a query
 heads, g key-value heads of width d.
@@ -26,7 +29,7 @@ from megafp8.fp8 import normalization
 from megafp8.fp8.linear import GradSlot, InputCast, Quantized, carrier
 from megafp8.fp8.matrix import Operand
 from megafp8.fp8.quantizers import casts
-from megafp8.fp8.sources import Normalized, QKVGrad, Source, SwiGLU, SwiGLUGrad, rotate
+from megafp8.fp8.sources import GELU, GELUGrad, Normalized, QKVGrad, Source, SwiGLU, SwiGLUGrad, rotate
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -44,6 +47,15 @@ def _hand_over(
     return carrier(like, shape)
 
 
+def _gradient(source: Source, like: Tensor, slot: GradSlot | None) -> Tensor:
+    """The source's values shaped like `like` but for the last dim; or a carrier, its operand put into `slot`."""
+    shape = (*like.shape[:-1], source.shape[1])
+    if slot is None:
+        return casts(source).materialize(source).view(shape)
+    slot.operand = slot.quantizer(source, rows=True, columns=True)
+    return carrier(like, shape)
+
+
 def _quantized(y: Tensor, operands: list[Operand]) -> Tensor | Quantized:
     return Quantized(y, operands[0]) if operands else y
 
@@ -54,19 +66,20 @@ class _SwiGLU(Function):
         ctx: Any, gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None, operands: list[Operand],
         grad_enabled: bool,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(gate_up)
+        x_rc, smoothing = _matrix(gate_up), None if cast is None else cast.smoothing
+        if smoothing is not None:
+            smoothing.note(SwiGLU(x_rc))
+        scale_f = None if smoothing is None else smoothing.scale_f
+        ctx.save_for_backward(gate_up, scale_f)
         ctx.slot = slot
-        return _hand_over(SwiGLU(_matrix(gate_up)), gate_up, cast, grad_enabled, operands)
+        return _hand_over(SwiGLU(x_rc, scale_f), gate_up, cast, grad_enabled, operands)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (gate_up,) = ctx.saved_tensors
-        source = SwiGLUGrad(_matrix(gate_up), _matrix(dy))
-        if ctx.slot is None:
-            return casts(source).materialize(source).view(gate_up.shape), None, None, None, None
-        ctx.slot.operand = ctx.slot.quantizer(source, rows=True, columns=True)
-        return carrier(gate_up, gate_up.shape), None, None, None, None
+        gate_up, scale_f = ctx.saved_tensors
+        source = SwiGLUGrad(_matrix(gate_up), _matrix(dy), scale_f)
+        return _gradient(source, gate_up, ctx.slot), None, None, None, None
 
 
 def swiglu(gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None) -> Tensor | Quantized:
@@ -76,6 +89,32 @@ def swiglu(gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None) -> Te
     """
     operands: list[Operand] = []
     return _quantized(_SwiGLU.apply(gate_up, cast, slot, operands, torch.is_grad_enabled()), operands)
+
+
+class _GELU(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, cast: InputCast | None, slot: GradSlot | None,
+        operands: list[Operand], grad_enabled: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, bias)
+        ctx.slot = slot
+        return _hand_over(GELU(_matrix(x), bias), x, cast, grad_enabled, operands)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        source = GELUGrad(_matrix(x), bias, dy_rc=_matrix(dy))
+        dbias = casts(source).column_sums(source).to(bias.dtype) if ctx.needs_input_grad[1] else None
+        return _gradient(source, x, ctx.slot), dbias, None, None, None, None
+
+
+def gelu(x: Tensor, bias: Tensor | None, cast: InputCast | None, slot: GradSlot | None) -> Tensor | Quantized:
+    """GELU's tanh form of x + bias, x `[..., f]`, bias `[f]`: values, or codes where the layer that takes them has a
+    `cast`. `slot`: as for `swiglu`."""
+    operands: list[Operand] = []
+    return _quantized(_GELU.apply(x, bias, cast, slot, operands, torch.is_grad_enabled()), operands)
 
 
 class _RotateAndSplit(Function):
@@ -103,11 +142,7 @@ class _RotateAndSplit(Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         source = QKVGrad(dq.contiguous(), dk.contiguous(), dv.contiguous(), *ctx.saved_tensors)
-        shape = (*dq.shape[:2], source.shape[1])
-        if ctx.slot is None:
-            return casts(source).materialize(source).view(shape), *[None] * 5
-        ctx.slot.operand = ctx.slot.quantizer(source, rows=True, columns=True)
-        return carrier(dq, shape), *[None] * 5
+        return _gradient(source, dq.flatten(2), ctx.slot), *[None] * 5
 
 
 def rotate_and_split(

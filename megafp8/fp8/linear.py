@@ -14,6 +14,9 @@ What enters a layer may be quantized already, by a norm or an activation that wa
 what comes back into it too: an activation's backward may leave its gradient in a `GradSlot`, quantized, instead of
 returning it. Autograd then carries a tensor of the right shape without storage.
 
+A layer behind SwiGLU may have its input smoothed (`megafp8.fp8.smoothing`): then its weight's columns are divided
+before they are cast, and so is dw.
+
 Each GEMM can be kept in high precision instead; then what it needs is kept unquantized.
 
 A weight may have an attribute `grad_sink`, set by whoever gathers gradients (`GradSink`): dw `[n, k]` is then added to
@@ -38,7 +41,8 @@ from megafp8.fp8.matrix import Operand, Scaled
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.recipe import PerGemm
 from megafp8.fp8.report import ObservedQuantizer, Recorder
-from megafp8.fp8.sources import Plain
+from megafp8.fp8.smoothing import ChannelScales
+from megafp8.fp8.sources import Plain, ScaledColumns
 
 
 class GradSink(Protocol):
@@ -108,23 +112,29 @@ class Quantizers(NamedTuple):
 
 class InputCast(NamedTuple):
     """How a layer wants its input quantized: rows, and columns too unless the layer makes them itself; but as values
-    where the tokens are no multiple of `token_block`."""
+    where the tokens are no multiple of `token_block`.
+
+    `smoothing`: by what its channels are to be multiplied before.
+    """
 
     quantizer: Quantizer
     columns: bool = True
     token_block: int = 1
+    smoothing: ChannelScales | None = None
 
 
 class Fp8Linear:
     """The `LinearOp` that computes in FP8 the GEMMs that `high_precision` does not claim.
 
     It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight`. Its quantizers and its
-    GEMM come once all layers are known (`set_up`).
+    GEMM come once all layers are known (`set_up`). With `smoothing` it takes `Quantized` input only, with channels
+    multiplied as that says, and divides its weight's columns.
     """
 
     def __init__(self, *, high_precision: PerGemm, fast_accum: PerGemm) -> None:
         self.high_precision, self.fast_accum = high_precision, fast_accum
         self.stand_in: StandIn | None = None
+        self.smoothing: ChannelScales | None = None
         self._quantizers: Quantizers | None = None
         self._gemm: Fp8Gemm | None = None
         self._weight8: Operand | None = None
@@ -163,6 +173,7 @@ class Fp8Linear:
         if (stand_in := self._running_stand_in) is not None:
             assert isinstance(x, Tensor)
             return stand_in(x, weight, bias)
+        assert self.smoothing is None or isinstance(x, Quantized), "a smoothed layer cannot cast its input itself"
         values, operand = (x.carrier, x.operand) if isinstance(x, Quantized) else (x, None)
         y = _Fp8LinearFunction.apply(values, weight, self, operand, grad_slot, torch.is_grad_enabled())
         assert bias is None or grad_slot is None
@@ -174,7 +185,9 @@ class Fp8Linear:
         Rows alone until a call that wants `columns` too, as the first one that a backward will follow does.
         """
         if self._weight8 is None or (columns and self._weight8.columns is None):
-            self._weight8 = self.quantizers.weight(Plain(weight.detach()), rows=True, columns=columns)
+            w = weight.detach()
+            source = Plain(w) if self.smoothing is None else ScaledColumns(w, self.smoothing.scale_inv_f)
+            self._weight8 = self.quantizers.weight(source, rows=True, columns=columns)
         return self._weight8
 
     def invalidate_weight(self) -> None:
@@ -311,7 +324,13 @@ class _Fp8LinearFunction(Function):
 
 
 def _fp8_wgrad(op: Fp8Linear, weight: Tensor, dy_nm: Scaled, x_km: Scaled) -> Tensor | None:
-    """dw to its sink, and None; or dw. A sink of the dtype that GEMMs sum in takes it in place."""
+    """dw to its sink, and None; or dw. A sink of the dtype that GEMMs sum in takes it in place.
+
+    Not with smoothing, where dw is that of the weight that was cast, with divided columns.
+    """
+    if op.smoothing is not None:
+        dw_nk = op.gemm.tn(dy_nm, x_km, _wgrad_dtype(weight), use_fast_accum=op.fast_accum.wgrad)
+        return _deliver(weight, dw_nk.mul_(op.smoothing.scale_inv_f))
     main_grad = _summed_in_place(weight)
     if main_grad is not None:
         op.gemm.accumulate_tn(dy_nm, x_km, main_grad, use_fast_accum=op.fast_accum.wgrad)

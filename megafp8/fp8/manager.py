@@ -23,10 +23,12 @@ from torch.distributed import ProcessGroup
 from megafp8.fp8.build import Fp8Tensor, State, build, by_recipe
 from megafp8.fp8.gemm import Fp8Gemm, GemmBackend
 from megafp8.fp8.linear import Fp8Linear, LinearOp, Quantizers, high_precision_linear
+from megafp8.fp8.matrix import TENSOR
 from megafp8.fp8.patterns import no_match
 from megafp8.fp8.quantizers import Noting, Quantizer, StaticQuantizer
 from megafp8.fp8.recipe import Fp8Recipe, PerGemm
 from megafp8.fp8.report import Recorder
+from megafp8.fp8.smoothing import SmoothingState
 from megafp8.fp8.static import Calibration
 from megafp8.fp8.stochastic import NoiseClock
 
@@ -47,6 +49,7 @@ class Fp8Manager:
     shell-style patterns of layer names; a layer is FP8 if some of the first and none of the second match. `recorder`:
     looks at what FP8 layers quantize, in the steps it samples. `seed` and `data_parallel`, this rank and how many there
     are, decide the noise of stochastic rounding.
+    `smooth_swiglu`: smooth the inputs that `smooth_input` names (`megafp8.fp8.smoothing`).
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Fp8Manager:
         recorder: Recorder | None = None,
         seed: int = 0,
         data_parallel: tuple[int, int] = (0, 1),
+        smooth_swiglu: bool = False,
     ) -> None:
         self.recipe = recipe
         self.amax_group = amax_group
@@ -69,7 +73,9 @@ class Fp8Manager:
         self.recorder = recorder
         self.seed, self.data_parallel = seed, data_parallel
         self._left_out: frozenset[str] = frozenset()
+        self.smooth_swiglu = smooth_swiglu
         self._layers: dict[str, _Layer] = {}
+        self._smoothed: dict[str, int] = {}  # layers, and the channels of their input over all ranks
         self._states: list[State] | None = None
         self._noting: list[Noting] = []  # quantizers of activations and gradients
 
@@ -105,6 +111,18 @@ class Fp8Manager:
             },
         )
         return op
+
+    def smooth_input(self, name: str, channels: int) -> None:
+        """Let SwiGLU in front of the layer `name`, the only one to make its input, smooth it; `channels` of all ranks.
+
+        Call after `linear_op` and before `materialize`. Without effect unless `smooth_swiglu`, for layers in high
+        precision, and where factors are finer than the tensor: outliers harm only their neighbours there.
+        """
+        if not self.smooth_swiglu or self.recipe is None or name not in self._layers:
+            return
+        operands = self.recipe.operands(name)
+        if operands is not None and operands.input.granularity("input") is TENSOR:
+            self._smoothed[name] = channels
 
     def selects(self, name: str) -> bool:
         """Whether the layer `name` is to be FP8."""
@@ -151,9 +169,20 @@ class Fp8Manager:
             self._noting += [q for q in (x, dy) if isinstance(q, Noting)]
             if any(isinstance(q, StaticQuantizer) for q in (x, w, dy)):
                 layer.op.stand_in = Calibration(layer.op.quantizers)
+        if self._smoothed:
+            self._states.append(self._smoothing(device))
         if self.recorder is not None:
             for name, layer in self._layers.items():
                 layer.op.show_to(self.recorder, name)
+
+    def _smoothing(self, device: torch.device) -> SmoothingState:
+        """The state of the layers whose input is smoothed, which are told."""
+        (channels,) = set(self._smoothed.values())
+        state = SmoothingState({name: self._layers[name].groups["weight"] for name in self._smoothed}, channels, device)
+        for name, scales in state.channel_scales.items():
+            self._layers[name].op.smoothing = scales
+            self._noting.append(scales)
+        return state
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -167,8 +196,8 @@ class Fp8Manager:
     def end_step(self) -> None:
         """End a training step, after the optimizer changed the weights: renew scales, forget the weights' FP8 copies.
 
-        Collective over `amax_group`: one all-reduce with delayed scaling, and with static scaling while it calibrates;
-        purely local otherwise.
+        Collective over `amax_group`: one all-reduce with delayed scaling, with static scaling while it calibrates, and
+        for smoothing; purely local otherwise.
         """
         for state in self._states or ():
             state.end_step(self.amax_group)
@@ -205,8 +234,8 @@ class Fp8Manager:
         """What must be saved, as views that may be read into in place (then call `invalidate_weights`).
 
         For each FP8 tensor that is scaled by something remembered `fp8.<layer>.<input|weight|grad_output>.<what>`, see
-        `DelayedState` and `StaticState`; and `fp8.noise_step` with stochastic rounding. Save after `end_step`: the
-        values are then the same on every rank of `amax_group`.
+        `DelayedState`, `StaticState` and `SmoothingState`; and `fp8.noise_step` with stochastic rounding. Save after
+        `end_step`: the values are then the same on every rank of `amax_group`.
         """
         return {name: tensor for state in self._states or () for name, tensor in state.state_dict().items()}
 

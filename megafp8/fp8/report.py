@@ -344,7 +344,7 @@ def _on_growth(history: Sequence[Record]) -> Advice | None:
         return None
     reason = (
         f"amax grew {growth:.3g} times since step {history[0].step}: SwiGLU's known outlier late in training, "
-        "which ends in divergence; keep the layer in bf16"
+        "which ends in divergence; keep the layer in bf16, or set fp8.smooth_swiglu"
     )
     return Advice(last.layer, last.operand, reason, "exclude", last.layer)
 

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 LOG2_E = math.log2(math.e)
+GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
+GELU_CUBE = 0.044715 * GELU_SLOPE
 
 
 class Source(Protocol):
@@ -55,6 +57,12 @@ def sigmoid(x: Tensor) -> Tensor:
     else:  # by way of float64: the last bit of a CPU's fp32 result depends on where in the tensor the element stands
         power = torch.exp2(exponent.double()).to(x.dtype)
     return torch.ones_like(x) / (1.0 + power)
+
+
+def _gelu_gate(x: Tensor) -> tuple[Tensor, Tensor]:
+    """GELU's factor of x, `sigmoid(z)` with z = 2·√(2/π)·(x + 0.044715·x³), and dz/dx; fp32 or wider."""
+    square = x * x
+    return sigmoid(x * (GELU_SLOPE + GELU_CUBE * square)), GELU_SLOPE + 3 * GELU_CUBE * square
 
 
 def rotate(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -91,6 +99,17 @@ class Plain(_OfOneTensor):
 
 
 @dataclass(frozen=True)
+class ScaledColumns(Plain):
+    """`x` with each column multiplied by its own factor: `scale_c` `[c]`, fp32."""
+
+    scale_c: Tensor
+    kind: ClassVar[str] = "scaled_columns"
+
+    def values(self) -> Tensor:
+        return _wide(self.x_rc) * self.scale_c
+
+
+@dataclass(frozen=True)
 class Normalized(Plain):
     """`(x - mean) · rstd · weight + bias` of rows: x `[r, c]`, statistics `[r]` in fp32 or wider, weight and bias
     `[c]`.
@@ -114,8 +133,12 @@ class Normalized(Plain):
 
 @dataclass(frozen=True)
 class SwiGLU(_OfOneTensor):
-    """`silu(gate) · up` `[r, f]` of `[gate | up]` `[r, 2f]` (Shazeer 2020, arXiv:2002.05202)."""
+    """`silu(gate) · up` `[r, f]` of `[gate | up]` `[r, 2f]` (Shazeer 2020, arXiv:2002.05202).
 
+    `scale_f`, fp32 powers of two `[f]`: what each channel is multiplied by, see `megafp8.fp8.smoothing`.
+    """
+
+    scale_f: Tensor | None = None
     kind: ClassVar[str] = "swiglu"
 
     @property
@@ -124,14 +147,16 @@ class SwiGLU(_OfOneTensor):
 
     def values(self) -> Tensor:
         gate, up = _wide(self.x_rc).chunk(2, dim=-1)
-        return gate * sigmoid(gate) * up
+        y = gate * sigmoid(gate) * up
+        return y if self.scale_f is None else y * self.scale_f
 
 
 @dataclass(frozen=True)
 class SwiGLUGrad(_OfOneTensor):
-    """The gradient `[r, 2f]` of `[gate | up]`, `x_rc` `[r, 2f]`, from dy `[r, f]`."""
+    """The gradient `[r, 2f]` of `[gate | up]`, `x_rc` `[r, 2f]`, from dy `[r, f]`; `scale_f` as for `SwiGLU`."""
 
     dy_rf: Tensor
+    scale_f: Tensor | None = None
     kind: ClassVar[str] = "swiglu_grad"
 
     @property
@@ -141,8 +166,42 @@ class SwiGLUGrad(_OfOneTensor):
     def values(self) -> Tensor:
         gate, up = _wide(self.x_rc).chunk(2, dim=-1)
         dy, s = _wide(self.dy_rf), sigmoid(gate)
+        if self.scale_f is not None:
+            dy = dy * self.scale_f
         silu = gate * s
         return torch.cat([dy * up * (s + silu * (1.0 - s)), dy * silu], dim=-1)
+
+
+@dataclass(frozen=True)
+class GELU(Plain):
+    """`gelu(x + bias)` `[r, c]` in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415); bias `[c]`.
+
+    As a sigmoid's form, which it equals: `0.5·(1 + tanh(z/2)) = sigmoid(z)`.
+    """
+
+    bias_c: Tensor | None = None
+    kind: ClassVar[str] = "gelu"
+
+    def biased(self) -> Tensor:
+        """`x + bias`, fp32 or wider."""
+        return _wide(self.x_rc) if self.bias_c is None else _wide(self.x_rc) + _wide(self.bias_c)
+
+    def values(self) -> Tensor:
+        x = self.biased()
+        return x * _gelu_gate(x)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GELUGrad(GELU):
+    """The gradient `[r, c]` of `x + bias`, from dy `[r, c]`."""
+
+    dy_rc: Tensor
+    kind: ClassVar[str] = "gelu_grad"
+
+    def values(self) -> Tensor:
+        x = self.biased()
+        s, slope = _gelu_gate(x)
+        return _wide(self.dy_rc) * (s + x * s * (1.0 - s) * slope)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The block's MLP: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU, its width cut over the tensor-parallel group.
 
-For SwiGLU, gate and up are one column-parallel product whose weight rows are [gate | up] of this rank.
+For SwiGLU, gate and up are one column-parallel product whose weight rows are [gate | up] of this rank. SwiGLU and
+GELU's tanh form are computed as they are cast (`megafp8.fp8.fused`), GELU with the up projection's bias.
 
 Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
 """
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
 from megafp8.fp8 import InputCast, Quantized
-from megafp8.fp8.fused import swiglu
+from megafp8.fp8.fused import gelu, swiglu
 from megafp8.models.context import BuildContext
 from megafp8.sharding import Init
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -42,6 +43,7 @@ class MLP(nn.Module):
             2 * f if gated else f,
             parts={f"{name}.gate": f, f"{name}.up": f} if gated else None,
             init=Init("normal", config.init_std),
+            skip_bias_add=config.activation == "gelu_tanh",
             **common,
         )
         self.down = RowParallelLinear(
@@ -51,14 +53,18 @@ class MLP(nn.Module):
             init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
             **common,
         )
+        if gated:
+            context.fp8.smooth_input(f"{name}.down", f)
 
     @property
     def input_cast(self) -> InputCast | None:
         return self.up.input_cast
 
     def forward(self, x_sbh: Tensor | Quantized) -> Tensor:
+        if self.activation == "gelu":
+            return self.down(F.gelu(self.up(x_sbh)))
+        slot = self.up.grad_slot()
         if self.activation == "swiglu":
-            slot = self.up.grad_slot()
             return self.down(swiglu(self.up(x_sbh, slot), self.down.input_cast, slot))
-        y_sbf = self.up(x_sbh)
-        return self.down(F.gelu(y_sbf, approximate="tanh" if self.activation == "gelu_tanh" else "none"))
+        y_sbf, bias = self.up(x_sbh, slot)
+        return self.down(gelu(y_sbf, bias, self.down.input_cast, slot))

@@ -47,7 +47,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _input_cast(op: LinearOp) -> InputCast | None:
-    return InputCast(op.quantizers.input) if isinstance(op, Fp8Linear) and op.fusible else None
+    return InputCast(op.quantizers.input, smoothing=op.smoothing) if isinstance(op, Fp8Linear) and op.fusible else None
 
 
 def _grad_slot(op: LinearOp) -> GradSlot | None:
@@ -126,7 +126,8 @@ class ColumnParallelLinear(nn.Module):
 
     def grad_slot(self) -> GradSlot | None:
         """A place for the gradient of the next `forward`'s output as codes; None where the layer wants values."""
-        return None if self.bias is not None or self.gather_output else _grad_slot(self.op)
+        adds_bias = self.bias is not None and not self.skip_bias_add  # whose gradient needs values
+        return None if adds_bias or self.gather_output else _grad_slot(self.op)
 
     def forward(
         self, x: Tensor | Quantized, grad_slot: GradSlot | None = None

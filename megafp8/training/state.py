@@ -3,6 +3,7 @@
     model.<name>                                   weights, in the model's dtype
     optimizer.{master,exp_avg,exp_avg_sq}.<name>   fp32, cut like the weight; master only where the weight is not fp32
     fp8.<layer>.<operand>.{amax_history,scale}     delayed scaling's state; static's {amax,calibrated_steps}
+    fp8.<layer>.input.channel_scale                smooth SwiGLU's, of all channels
 
 The position in the data is a number of samples, and there is no random-number state: order and initial values are
 functions of the seed (`data.samples`, `tensor_parallel.random`), which is in the metadata with the config.

@@ -101,6 +101,7 @@ def build_fp8(config: Config, amax_group: ProcessGroup | None, data_parallel: tu
         recorder=Recorder(interval) if interval and config.fp8.recipe != "none" else None,
         seed=config.seed,
         data_parallel=data_parallel,
+        smooth_swiglu=config.fp8.smooth_swiglu,
     )
     manager.check_patterns(list(fp8_layer_names(config.model)))
     return manager

@@ -115,6 +115,31 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
         (["optimizer.warmup_steps=10"], 1, "optimizer.warmup_steps = 10: the run has only training.steps = 10"),
         (["optimizer.min_learning_rate=1.0"], 1, "larger than optimizer.learning_rate (0.001)"),
         (["fp8.recipe=custom"], 1, "fp8.custom = []: fp8.recipe custom needs a rule; try [{layers: "),
+        (["fp8.smooth_swiglu=true"], 1, "fp8.smooth_swiglu = True: fp8.recipe is none, and only a cast needs it; try"),
+        (
+            ["fp8.smooth_swiglu=true", "fp8.recipe=delayed", "model.activation=gelu_tanh"],
+            1,
+            "fp8.smooth_swiglu = True: model.activation is gelu_tanh, which has no such outliers",
+        ),
+        (
+            ["fp8.smooth_swiglu=true", "fp8.recipe=blockwise"],
+            1,
+            "fp8.smooth_swiglu = True: fp8.recipe blockwise has finer factors for an MLP's input than one for the",
+        ),
+        (
+            [
+                "fp8.smooth_swiglu=true",
+                "fp8.recipe=custom",
+                "fp8.custom=[{layers: '*', input: rowwise, weight: rowwise, grad_output: rowwise}]",
+            ],
+            1,
+            "fp8.smooth_swiglu = True: fp8.recipe custom has finer factors",
+        ),
+        (
+            ["fp8.smooth_swiglu=true", "fp8.recipe=current", "fp8.wgrad_in_bf16=true"],
+            1,
+            "fp8.smooth_swiglu = True: it changes what all three GEMMs of a layer multiply, so all must be FP8; try",
+        ),
         (
             ["fp8.recipe=current", "fp8.first_blocks_bf16=3", "fp8.last_blocks_bf16=1"],
             1,

@@ -1,4 +1,4 @@
-"""Norm and SwiGLU before the cast, against torch's own in float64."""
+"""Norm, SwiGLU and GELU before the cast, against torch's own in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megafp8.fp8 import (
     Quantized,
     RowwiseScaling,
 )
-from megafp8.fp8.fused import norm, rotate_and_split, swiglu
+from megafp8.fp8.fused import gelu, norm, rotate_and_split, swiglu
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -63,6 +63,21 @@ def test_gradients_of_swiglu() -> None:
     torch.testing.assert_close(function(gate_up), F.silu(gate) * up, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gradients_of_gelu(with_bias: bool) -> None:
+    x, bias = leaves((3, 2, 5), (5,))
+
+    def function(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = gelu(x, bias, None, None)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    inputs = [x, bias] if with_bias else [x]
+    assert torch.autograd.gradcheck(function, inputs)
+    expected = F.gelu(x + bias if with_bias else x, approximate="tanh")
+    torch.testing.assert_close(function(*inputs), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_gradients_of_rotated_heads() -> None:
     (qkv,) = leaves((5, 2, (3 + 2) * 4))
     angles = torch.randn(5, 1, 1, 2, dtype=torch.float64)
@@ -91,12 +106,15 @@ def test_values_that_another_needs_are_not_overwritten_unnoticed() -> None:
 RECIPES = [CurrentScaling(), DelayedScaling(), RowwiseScaling(), BlockwiseScaling()]
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gelu of biased"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
-def test_codes_give_what_values_give(recipe: Fp8Recipe) -> None:
-    """norm, linear, SwiGLU, linear in fp32: handing codes on, both ways, changes no bit."""
+def test_codes_give_what_values_give(recipe: Fp8Recipe, activation: str) -> None:
+    """norm, linear, activation, linear in fp32: handing codes on, both ways, changes no bit."""
     generator = torch.Generator().manual_seed(0)
-    x, norm_weight, w_up, w_down, dy = (
-        torch.randn(shape, generator=generator) for shape in ((9, 2, 32), (32,), (96, 32), (32, 48), (9, 2, 32))
+    width = 96 if activation == "swiglu" else 48
+    x, norm_weight, w_up, w_down, dy, bias = (
+        torch.randn(shape, generator=generator)
+        for shape in ((9, 2, 32), (32,), (width, 32), (32, 48), (9, 2, 32), (48,))
     )
     results = []
     for fused in (False, True):
@@ -106,13 +124,17 @@ def test_codes_give_what_values_give(recipe: Fp8Recipe) -> None:
         manager.materialize(torch.device("cpu"))
         assert isinstance(up, Fp8Linear)
         assert isinstance(down, Fp8Linear)
-        params = [nn.Parameter(p.clone()) for p in (x, norm_weight, w_up, w_down)]
+        biased = [bias] if activation == "gelu of biased" else []
+        params = [nn.Parameter(p.clone()) for p in (x, norm_weight, w_up, w_down, *biased)]
         slot = GradSlot(up.quantizers.grad_output) if fused else None
         total, normed = norm(params[0], None, params[1], None, 1e-5, InputCast(up.quantizers.input) if fused else None)
-        gate_up = up(normed, params[2], grad_slot=slot)
-        activation = swiglu(gate_up, InputCast(down.quantizers.input) if fused else None, slot)
-        assert isinstance(normed, Quantized) == isinstance(activation, Quantized) == fused
-        y = total + down(activation, params[3])
+        z, cast = up(normed, params[2], grad_slot=slot), InputCast(down.quantizers.input) if fused else None
+        if activation == "swiglu":
+            activated = swiglu(z, cast, slot)
+        else:
+            activated = gelu(z, params[4] if biased else None, cast, slot)
+        assert isinstance(normed, Quantized) == isinstance(activated, Quantized) == fused
+        y = total + down(activated, params[3])
         y.backward(dy)
         results.append([y.detach(), *(p.grad for p in params), *manager.state_dict().values()])
     for ours, expected in zip(results[1], results[0], strict=True):

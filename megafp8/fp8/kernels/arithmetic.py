@@ -35,6 +35,14 @@ def sigmoid(x):
 
 
 @triton.jit
+def gelu_gate(x):
+    """GELU's factor of x, a sigmoid, and the slope of that one's argument."""
+    square = x * x
+    exponent = x * (1.5957691216057308 + 0.07135481627260025 * square)
+    return sigmoid(exponent), 1.5957691216057308 + 0.21406444881780076 * square
+
+
+@triton.jit
 def scale_of(amax, FP8_MAX: tl.constexpr, eps, POWER_OF_TWO: tl.constexpr):
     """`scale_from_amax` of a magnitude that is infinite where the tensor was not finite."""
     amax = tl.maximum(amax, eps)

@@ -12,6 +12,7 @@ of four, columns are stored in bytes.
 
 What a tile is cast by is the other choice (`SCALES`):
     none      the values themselves, in the source's dtype
+    sums      nothing is cast, the columns of the tile are summed, in float64
     amax      nothing is cast, only the tensor's amax taken: the first pass of current scaling
     tensor    one factor; the tile's amax may be noted for a later step with one atomic
     current   one factor made of the amax
@@ -34,7 +35,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megafp8.fp8.kernels.arithmetic import codes_of_four, magnitude, scale_of, sigmoid
+from megafp8.fp8.kernels.arithmetic import codes_of_four, gelu_gate, magnitude, scale_of, sigmoid
 
 
 @triton.jit
@@ -73,10 +74,14 @@ def _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i, j0, j, r
         silu = gate * s
         if SOURCE == "swiglu":
             y = silu * up
+            if weight_c is not None:
+                y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y2 = y
         else:
             at = i0.to(tl.int64) * c + j0 + i[:, None] * c + j[None, :]
             dy = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32)
+            if weight_c is not None:
+                dy = dy * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y = dy * up * (s + silu * (1.0 - s))
             y2 = dy * silu
     else:
@@ -89,7 +94,17 @@ def _computed(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, i0, i, j0, j, r
             y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
             if SOURCE == "layernorm":
                 y = y + tl.load(bias_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
-                y = tl.where(inside, y, 0.0)
+        elif SOURCE == "gelu" or SOURCE == "gelu_grad":
+            if bias_c is not None:
+                y = y + tl.load(bias_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
+            s, slope = gelu_gate(y)
+            y = y * s
+            if SOURCE == "gelu_grad":
+                y = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32) * (s + y * (1.0 - s) * slope)
+        elif weight_c is not None:
+            y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
+        if bias_c is not None:  # outside is zero, which a bias would change
+            y = tl.where(inside, y, 0.0)
         y2 = y
     return y, y2
 
@@ -154,6 +169,14 @@ def _maxima(y0, y1, y2, y3, amax, column_amax, i, j, r, end, ROWS: tl.constexpr,
 
 
 @triton.jit
+def _sums(y0, y1, y2, y3, column_sums, j, end):
+    """Store the sums of columns `j` of the tile, float64."""
+    total = tl.sum(y0.to(tl.float64), axis=0) + tl.sum(y1.to(tl.float64), axis=0)
+    total += tl.sum(y2.to(tl.float64), axis=0) + tl.sum(y3.to(tl.float64), axis=0)
+    tl.store(column_sums + j, total, mask=j < end)
+
+
+@triton.jit
 def _store_values(out, y0, y1, y2, y3, i0, i, j0, j, r, end, c):
     """fp32 tiles of interleaved rows into a row-major matrix of c columns, rounded to its dtype."""
     for k in tl.static_range(4):
@@ -172,6 +195,8 @@ def _quantize(y0, y1, y2, y3, rows, columns, scale, column_scale, amax, column_a
     i = 4 * q
     if SCALES == "none":
         _store_values(rows, y0, y1, y2, y3, i0, i, j0, j, r, end, c)
+    if SCALES == "sums":
+        _sums(y0, y1, y2, y3, rows + (i0 // TILE_R).to(tl.int64) * c, j0 + j, end)
     if RECORD or SCALES == "128x128":
         largest = tl.max(_largest_of_four(y0, y1, y2, y3))
     if RECORD:

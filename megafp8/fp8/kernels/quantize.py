@@ -16,7 +16,7 @@ from megafp8.fp8.kernels.arithmetic import INTERPRETED, readable
 from megafp8.fp8.kernels.cast import tile_kernel
 from megafp8.fp8.matrix import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Operand, Scaled
 from megafp8.fp8.scaling import scale_from_amax
-from megafp8.fp8.sources import Normalized, Plain, QKVGrad, Source, SwiGLU, SwiGLUGrad
+from megafp8.fp8.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, ScaledColumns, Source, SwiGLU, SwiGLUGrad
 
 
 class Tile(NamedTuple):
@@ -27,20 +27,23 @@ class Tile(NamedTuple):
     warps: int
 
 
-# Measured on H200 (`tools/bench_casts.py --sweep`).
+# Measured on H200 (`tools/bench_casts.py --sweep`); GELU has SwiGLU's, which has the same arithmetic to hold.
 _TILES = {
     "plain": Tile(128, 64, 4),
     "rmsnorm": Tile(128, 64, 4),
     "layernorm": Tile(128, 64, 4),
     "swiglu": Tile(32, 64, 4),
     "swiglu_grad": Tile(32, 64, 4),
+    "gelu": Tile(32, 64, 4),
+    "gelu_grad": Tile(32, 64, 4),
     "qkv_grad": Tile(32, 64, 4),
 }
 _ELEMENTS = 2048  # of a qkv gradient's tile, whose width is half a head
 _ROW_TILES = dict.fromkeys(("plain", "rmsnorm", "layernorm"), Tile(128, 128, 4))
-_ROW_TILES |= dict.fromkeys(("swiglu", "swiglu_grad", "qkv_grad"), Tile(32, 128, 4))
+_ROW_TILES |= dict.fromkeys(("swiglu", "swiglu_grad", "gelu", "gelu_grad", "qkv_grad"), Tile(32, 128, 4))
 _AMAX_TILE = Tile(16, 256, 8)
-_BLOCK_WARPS = {"plain": 4, "rmsnorm": 4, "layernorm": 4, "swiglu": 8, "swiglu_grad": 8}
+_SUM_TILE = Tile(32, 128, 4)
+_BLOCK_WARPS = {"plain": 4, "rmsnorm": 4, "layernorm": 4, "swiglu": 8, "swiglu_grad": 8, "gelu": 8, "gelu_grad": 8}
 
 
 def _tile(kind: str, scales: str) -> Tile:
@@ -52,11 +55,12 @@ def _tile(kind: str, scales: str) -> Tile:
 
 
 class _Inputs(NamedTuple):
-    """The kernel's name for a source, its six pointers (any tensor where one is not read), its width in programs'
-    terms, and what only a qkv gradient has: heads a and g, samples, strides of the angles, and half a head's width."""
+    """The kernel's name for a source, its six pointers (any tensor where one is not read, None for what is left out of
+    the computation), its width in programs' terms, and what only a qkv gradient has: heads a and g, samples, strides of
+    the angles, and half a head's width."""
 
     kind: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor | None, ...]
     width: int
     heads: tuple[int, int, int, int, int] = (0, 0, 1, 0, 0)
     half_head: int | None = None
@@ -67,7 +71,7 @@ def _inputs(source: Source) -> _Inputs:
     if isinstance(source, Normalized):
         x, weight = readable(source.x_rc), readable(source.weight_c)
         if source.mean_r is None:
-            return _Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, weight), c)
+            return _Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, None), c)
         assert source.bias_c is not None
         return _Inputs("layernorm", (x, x, source.rstd_r, source.mean_r, weight, readable(source.bias_c)), c)
     if isinstance(source, QKVGrad):
@@ -80,10 +84,18 @@ def _inputs(source: Source) -> _Inputs:
         return _Inputs(source.kind, (dq, dk, cos, sin, dv, dv), c // 2, heads, d // 2)
     assert isinstance(source, (Plain, SwiGLU, SwiGLUGrad))
     x = readable(source.x_rc)
+    if isinstance(source, ScaledColumns):
+        return _Inputs("plain", (x, x, x, x, source.scale_c, None), c)
+    if isinstance(source, GELU):
+        dy = readable(source.dy_rc) if isinstance(source, GELUGrad) else x
+        bias = None if source.bias_c is None else readable(source.bias_c)
+        return _Inputs(source.kind, (x, dy, x, x, x, bias), c)
+    if isinstance(source, SwiGLU):
+        return _Inputs(source.kind, (x, x, x, x, source.scale_f, None), c)
     if isinstance(source, SwiGLUGrad):
         dy = readable(source.dy_rf)
-        return _Inputs(source.kind, (x, dy, x, x, x, x), c // 2)
-    return _Inputs(source.kind, (x,) * 6, c)
+        return _Inputs(source.kind, (x, dy, x, x, source.scale_f, None), c // 2)
+    return _Inputs(source.kind, (x, x, x, x, None, None), c)
 
 
 def _launch(source: Source, scales: str, outputs: tuple[Tensor, ...], tile: Tile | None = None, **options: Any) -> None:
@@ -151,6 +163,20 @@ def amax(source: Source) -> Tensor:
     if 0 not in source.shape:
         _launch(source, "amax", (result,) * 6, _AMAX_TILE, RECORD=True)
     return result
+
+
+def raise_column_amax(source: Source, amax_c: Tensor) -> None:
+    if 0 not in source.shape:
+        _launch(source, "maxima", (amax_c,) * 6, COLUMNS=True)
+
+
+def column_sums(source: Source) -> Tensor:
+    assert not isinstance(source, QKVGrad), "its tiles are of another size"
+    r, c = source.shape
+    sums = torch.zeros((triton.cdiv(r, _SUM_TILE.rows), c), dtype=torch.float64, device=source.device)
+    if sums.numel():
+        _launch(source, "sums", (sums,) * 6, _SUM_TILE)
+    return sums.sum(dim=0).float()
 
 
 def cast_tensor(

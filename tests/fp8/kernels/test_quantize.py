@@ -14,7 +14,7 @@ from torch import Tensor
 from megafp8.fp8 import plain
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.matrix import Operand
-from megafp8.fp8.sources import Normalized, Plain, QKVGrad, Source, SwiGLU, SwiGLUGrad
+from megafp8.fp8.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, ScaledColumns, Source, SwiGLU, SwiGLUGrad
 from tests.fp8.kernels import DEVICE
 
 kernels = pytest.importorskip("megafp8.fp8.kernels.quantize")
@@ -50,6 +50,10 @@ SOURCES: dict[str, Callable[[int, int, torch.dtype], Source]] = {
     "swiglu": lambda r, c, dtype: SwiGLU(noise(r, 2 * c, scale=4, dtype=dtype)),
     "swiglu_grad": lambda r, c, dtype: SwiGLUGrad(
         noise(r, c // 2 * 2, scale=4, dtype=dtype), noise(r, c // 2, scale=1e-3, dtype=dtype)
+    ),
+    "gelu": lambda r, c, dtype: GELU(noise(r, c, scale=4, dtype=dtype), noise(c, scale=9, dtype=dtype)),
+    "gelu_grad": lambda r, c, dtype: GELUGrad(
+        noise(r, c, scale=4, dtype=dtype), noise(c, dtype=dtype), dy_rc=noise(r, c, dtype=dtype, seed=1)
     ),
 }
 OPTIONS: dict[str, dict[str, Any]] = {"plain scales": {"power_of_two": False, "eps": 0.0}}
@@ -140,6 +144,38 @@ def test_values(shape: tuple[int, int], kind: str) -> None:
     assert torch.equal(kernels.materialize(source), plain.materialize(source))
 
 
+@pytest.mark.parametrize("kind", ["plain", "layernorm", "swiglu_grad", "gelu_grad"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_of_columns(shape: tuple[int, int], kind: str) -> None:
+    source = SOURCES[kind](*shape, torch.bfloat16)
+    assert torch.equal(kernels.column_sums(source), plain.column_sums(source))
+
+
+@pytest.mark.parametrize("shape", [(3, 200), (0, 16)], ids=str)
+def test_channels_with_factors_of_their_own(shape: tuple[int, int]) -> None:
+    """An activation, its gradient and a weight, each channel multiplied by a power of two."""
+    r, c = shape
+    scale = noise(c, scale=3).round().exp2()
+    gate_up, dy, weight = (noise(r, width, scale=4) for width in (2 * c, c, c))
+    for source in (SwiGLU(gate_up, scale), SwiGLUGrad(gate_up, dy, scale), ScaledColumns(weight, scale)):
+        check_tensor(source, 3.7, E4M3)
+        assert torch.equal(kernels.materialize(source), plain.materialize(source))
+        amaxes = torch.full((2, source.shape[1]), 2.0, device=DEVICE)
+        kernels.raise_column_amax(source, amaxes[0])
+        plain.raise_column_amax(source, amaxes[1])
+        assert torch.equal(amaxes[0], amaxes[1])
+        assert (amaxes > 2).any() == bool(r)
+
+
+def test_amaxes_of_columns_that_are_not_finite() -> None:
+    x = noise(5, 8)
+    x[1, 2], x[3, 4] = torch.nan, -torch.inf
+    amax = torch.zeros(8, device=DEVICE)
+    kernels.raise_column_amax(Plain(x), amax)
+    expected = torch.where(x.isnan(), torch.inf, x.abs()).amax(dim=0)
+    assert torch.equal(amax, expected)
+
+
 def every_bf16() -> Tensor:
     """All 65,536 codes: zeros, subnormals, infinities and NaNs among them."""
     return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256).to(DEVICE)
@@ -160,6 +196,14 @@ def test_sigmoid_of_every_bf16_value() -> None:
     actual = kernels.materialize(SwiGLU(torch.cat([gate, torch.ones_like(gate)], dim=1).float()))
     expected = plain.materialize(SwiGLU(torch.cat([gate, torch.ones_like(gate)], dim=1).float()))
     assert torch.equal(actual.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+
+
+def test_gelu_of_every_bf16_value() -> None:
+    """Where its cube overflows, where it is all of x or nothing of it, and all between; without a bias."""
+    every = every_bf16()
+    for source in (GELU(every.float()), GELUGrad(every.float(), dy_rc=torch.ones_like(every).float())):
+        actual, expected = kernels.materialize(source), plain.materialize(source)
+        assert torch.equal(actual.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
