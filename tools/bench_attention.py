@@ -140,8 +140,10 @@ def casts(problem: Problem) -> list[Row]:
 
     def encode(xs: tuple[Tensor, ...], fmt: Format) -> Callable[[], object]:
         sources = [Plain(x.flatten(2).flatten(0, 1)) for x in xs]
-        options = {"rows": True, "columns": False, "newest_amax": noted}
-        return lambda: [quantize.cast_tensor(source, one, one, fmt, **options) for source in sources]
+        return lambda: [
+            quantize.cast_tensor(source, one, one, fmt, rows=True, columns=False, newest_amax=noted)
+            for source in sources
+        ]
 
     def widen(xs: tuple[Tensor, ...], fmt: Format) -> Callable[[], object]:
         codes = [x.to(fmt.dtype) for x in xs]
