@@ -1,4 +1,4 @@
-"""Matrix products of FP8 operands, with several backends, and of all others.
+"""Matrix products: one for FP8 operands with several backends, one for everything else.
 
 Hopper's tensor cores take FP8 only as a · bᵀ with both operands row-major ("TN"), so that is the one form there is;
 transposing beforehand is the caller's business. Factors of finer granularity than the tensor are applied by the GEMM
@@ -10,9 +10,6 @@ Backends for FP8:
     scaled_mm  torch.nn.functional.scaled_mm: cuBLASLt's first choice on CUDA; oneDNN on CPU, where torch has it
     emulated   the same product with fp32 operands, anywhere: exact products (FP8 × FP8 fits fp32), fp32 sums;
                for a float64 result float64 sums, which lets layouts be compared without the noise of their order
-
-Products of bf16 operands go through cuBLASLt too where it is there, for the choice of the algorithm and the sum in
-place; everything else is torch's matmul.
 
 cuBLASLt wants n and k to be multiples of 16. Others are padded with zeros, which adds nothing to any sum and costs a
 copy; layer sizes and tokens per micro-batch that are multiples of 16 never pay it.
@@ -51,7 +48,7 @@ def algorithm_file() -> Path:
 
 
 class Fp8Gemm:
-    """Products on one device, those of FP8 operands with one backend. "auto" is the fastest there is on the device.
+    """FP8 products with one backend on one device. `backend` "auto" is the fastest there is on the device.
 
     `autotune`: let cuBLASLt's algorithms be timed when a shape is first met. ValueError where a backend is asked for by
     name and is not there.
@@ -90,26 +87,6 @@ class Fp8Gemm:
         else:
             out_mn.add_(self.tn(a_mk, b_nk, out_mn.dtype, use_fast_accum=use_fast_accum))
 
-    def mm(self, a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """`gemm` of unquantized operands, by cuBLASLt where it takes them."""
-        if self._cublaslt is None or not _fits_plain(a_mk, b_kn, out_dtype):
-            return gemm(a_mk, b_kn, out_dtype)
-        y_mn = torch.empty((a_mk.shape[0], b_kn.shape[1]), dtype=out_dtype, device=a_mk.device)
-        self._cublaslt.matmul(a_mk, b_kn, y_mn, accumulate=False)
-        return y_mn
-
-    def accumulate_mm(self, a_mk: Tensor, b_kn: Tensor, out_mn: Tensor) -> None:
-        """Add `a · b` to `out_mn`, fp32 and contiguous; bf16 products on CUDA without a temporary."""
-        if self._cublaslt is not None and _fits_plain(a_mk, b_kn, out_mn.dtype):
-            self._cublaslt.matmul(a_mk, b_kn, out_mn, accumulate=True)
-        elif a_mk.is_cuda and a_mk.dtype == b_kn.dtype == torch.bfloat16:
-            torch.addmm(out_mn, a_mk, b_kn, out_dtype=torch.float32, out=out_mn)
-        else:
-            out_mn.add_(gemm(a_mk, b_kn, out_mn.dtype))
-
-
-TORCH_GEMM = Fp8Gemm("emulated", torch.device("cpu"))  # on any device, and never cuBLASLt
-
 
 def _fits(a_mk: Scaled, b_nk: Scaled) -> bool:
     """Whether cuBLASLt takes these operands as they are."""
@@ -119,18 +96,6 @@ def _fits(a_mk: Scaled, b_nk: Scaled) -> bool:
         and n % _ALIGNMENT == 0
         and k % _ALIGNMENT == 0
         and (a_mk.granularity is not BLOCK_1X128 or a_mk.data.shape[0] % 4 == 0)
-    )
-
-
-def _fits_plain(a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether cuBLASLt takes these unquantized operands as they are: bf16, their rows aligned to 16 bytes."""
-    (m, k), n = a_mk.shape, b_kn.shape[1]
-    return (
-        a_mk.dtype == b_kn.dtype == torch.bfloat16
-        and out_dtype in (torch.bfloat16, torch.float32)
-        and min(m, n, k) > 0 == m % 8 == n % 8 == k % 8
-        and all(x.is_contiguous() or x.t().is_contiguous() for x in (a_mk, b_kn))
-        and all(x.data_ptr() % 16 == 0 for x in (a_mk, b_kn))
     )
 
 

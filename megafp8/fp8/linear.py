@@ -36,7 +36,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megafp8.fp8.gathering import gather_columns
-from megafp8.fp8.gemm import TORCH_GEMM, Fp8Gemm
+from megafp8.fp8.gemm import Fp8Gemm, gemm
 from megafp8.fp8.matrix import Operand, Scaled
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.recipe import PerGemm
@@ -96,15 +96,10 @@ class StandIn(LinearOp, Protocol):
     def active(self) -> bool: ...
 
 
-class HighPrecisionLinear:
+def high_precision_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
     """The `LinearOp` that computes in x's dtype; a weight of another dtype is converted first."""
-
-    def __init__(self, gemm: Fp8Gemm = TORCH_GEMM) -> None:
-        self.gemm = gemm
-
-    def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
-        y = _HighPrecisionLinear.apply(x, weight, self.gemm)
-        return y if bias is None else y + bias.to(y.dtype)
+    y = _HighPrecisionLinear.apply(x, weight)
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 class Quantizers(NamedTuple):
@@ -220,12 +215,12 @@ def _deliver(weight: Tensor, dw_nk: Tensor) -> Tensor | None:
     return None
 
 
-def _wgrad(gemm: Fp8Gemm, weight: Tensor, dy_mn: Tensor, x_mk: Tensor) -> Tensor | None:
-    """dw in high precision, to its sink or back; a sink's fp32 takes it in place."""
+def _wgrad(weight: Tensor, dy_mn: Tensor, x_mk: Tensor) -> Tensor | None:
+    """dw in high precision, to its sink or back; on CUDA a sink's fp32 takes it in place."""
     main_grad = _summed_in_place(weight)
-    if main_grad is None:
-        return _deliver(weight, gemm.mm(dy_mn.t(), x_mk, _wgrad_dtype(weight)))
-    gemm.accumulate_mm(dy_mn.t(), x_mk, main_grad)
+    if main_grad is None or not (dy_mn.is_cuda and dy_mn.dtype == x_mk.dtype == torch.bfloat16):
+        return _deliver(weight, gemm(dy_mn.t(), x_mk, _wgrad_dtype(weight)))
+    torch.addmm(main_grad, dy_mn.t(), x_mk, out_dtype=torch.float32, out=main_grad)
     weight.grad_sink.added()  # type: ignore[attr-defined]
     return None
 
@@ -243,25 +238,24 @@ def _shaped(y_mn: Tensor, x: Tensor) -> Tensor:
 
 class _HighPrecisionLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gemm: Fp8Gemm) -> Tensor:
-        needs_dx, needs_dw, _ = ctx.needs_input_grad
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        needs_dx, needs_dw = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
-        ctx.gemm = gemm
-        y_mn = gemm.mm(_matrix(x), weight.to(x.dtype).t(), x.dtype)
+        y_mn = gemm(_matrix(x), weight.to(x.dtype).t(), x.dtype)
         return _shaped(y_mn, x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         dy_mn = _matrix(dy)
         dx = dw = None
         if weight is not None:
-            dx = ctx.gemm.mm(dy_mn, weight.to(dy.dtype), dy.dtype).view(ctx.x_shape)
+            dx = gemm(dy_mn, weight.to(dy.dtype), dy.dtype).view(ctx.x_shape)
         if x is not None:
-            dw = _wgrad(ctx.gemm, ctx.weight, dy_mn, _matrix(x))
-        return dx, dw, None
+            dw = _wgrad(ctx.weight, dy_mn, _matrix(x))
+        return dx, dw
 
 
 class _Fp8LinearFunction(Function):
@@ -296,7 +290,7 @@ class _Fp8LinearFunction(Function):
         ctx.op, ctx.w8, ctx.grad_slot = op, w8, grad_slot
 
         if high.fprop:
-            y_mn = op.gemm.mm(_matrix(x), weight.to(x.dtype).t(), x.dtype)
+            y_mn = gemm(_matrix(x), weight.to(x.dtype).t(), x.dtype)
         else:
             y_mn = op.gemm.tn(_rows(x8), _rows(w8), x.dtype, use_fast_accum=op.fast_accum.fprop)
         return _shaped(y_mn, x)
@@ -321,11 +315,11 @@ class _Fp8LinearFunction(Function):
         if dx_in_fp8:
             dx = op.gemm.tn(_rows(dy8), _columns(ctx.w8), dy.dtype, use_fast_accum=op.fast_accum.dgrad)
         elif needs_dx:
-            dx = op.gemm.mm(_matrix(dy), weight.to(dy.dtype), dy.dtype)
+            dx = gemm(_matrix(dy), weight.to(dy.dtype), dy.dtype)
         if dw_in_fp8:
             dw = _fp8_wgrad(op, ctx.weight, dy_nm.wait(), x_km.wait())
         elif needs_dw:
-            dw = _wgrad(op.gemm, ctx.weight, _matrix(dy), kept_x[0])
+            dw = _wgrad(ctx.weight, _matrix(dy), kept_x[0])
         return None if dx is None else dx.view(ctx.x_shape), dw, None, None, None, None
 
 

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.fp8.build import Fp8Tensor, State, build, by_recipe
 from megafp8.fp8.gemm import Fp8Gemm, GemmBackend
-from megafp8.fp8.linear import Fp8Linear, HighPrecisionLinear, LinearOp, Quantizers
+from megafp8.fp8.linear import Fp8Linear, LinearOp, Quantizers, high_precision_linear
 from megafp8.fp8.matrix import TENSOR
 from megafp8.fp8.patterns import no_match
 from megafp8.fp8.quantizers import Noting, Quantizer, StaticQuantizer
@@ -74,7 +74,6 @@ class Fp8Manager:
         self.seed, self.data_parallel = seed, data_parallel
         self._left_out: frozenset[str] = frozenset()
         self.smooth_swiglu = smooth_swiglu
-        self._high_precision = HighPrecisionLinear()
         self._layers: dict[str, _Layer] = {}
         self._smoothed: dict[str, int] = {}  # layers, and the channels of their input over all ranks
         self._states: list[State] | None = None
@@ -98,7 +97,7 @@ class Fp8Manager:
         """
         assert name not in self._layers, f"layer {name} has its linear_op already"
         if self.recipe is None or not fp8 or not self.selects(name):
-            return self._high_precision
+            return high_precision_linear
         op = Fp8Linear(
             high_precision=PerGemm(*self.recipe.override_linear_precision),
             fast_accum=PerGemm(*self.recipe.use_fast_accum),
@@ -153,8 +152,6 @@ class Fp8Manager:
         """Allocate the state of all layers on `device` and make them usable. Call once, when the model is built."""
         assert self._states is None, "materialize has been called already"
         self._states = []
-        gemm = Fp8Gemm(self.gemm_backend, device, autotune=self.gemm_autotune)
-        self._high_precision.gemm = gemm
         if self.recipe is None:
             return
         quantizers: dict[str, Quantizer] = {}
@@ -165,12 +162,13 @@ class Fp8Manager:
             quantizers |= made
             if state is not None and state not in self._states:
                 self._states.append(state)
+        gemm = Fp8Gemm(self.gemm_backend, device, autotune=self.gemm_autotune)
         for name, layer in self._layers.items():
             x, w, dy = (quantizers[f"{name}.{operand}"] for operand in Quantizers._fields)
             layer.op.set_up(Quantizers(x, w, dy), gemm)
             self._noting += [q for q in (x, dy) if isinstance(q, Noting)]
             if any(isinstance(q, StaticQuantizer) for q in (x, w, dy)):
-                layer.op.stand_in = Calibration(layer.op.quantizers, self._high_precision)
+                layer.op.stand_in = Calibration(layer.op.quantizers)
         if self._smoothed:
             self._states.append(self._smoothing(device))
         if self.recorder is not None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.fp8.gemm import GemmBackend
-from megafp8.fp8.linear import Fp8Linear, HighPrecisionLinear, LinearOp
+from megafp8.fp8.linear import Fp8Linear, LinearOp, high_precision_linear
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.fp8.recipe import Fp8Recipe
 from megafp8.fp8.speed_model import LinearSeconds, LinearSize
@@ -120,7 +120,6 @@ def measure(
         op.invalidate_weight()
         run(op)
 
-    high_precision = HighPrecisionLinear(op.gemm)
-    runs = (lambda: run(high_precision), first_of_a_step, lambda: run(op))
+    runs = (lambda: run(high_precision_linear), first_of_a_step, lambda: run(op))
     high, first, later = (statistics.median(times) for times in time_in_turns(runs, device, rounds=rounds))
     return LinearSeconds(high, (first + (micro_batches - 1) * later) / micro_batches)

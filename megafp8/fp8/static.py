@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.collectives import all_reduce
 from megafp8.fp8.formats import Format
-from megafp8.fp8.linear import LinearOp, Quantizers
+from megafp8.fp8.linear import Quantizers, high_precision_linear
 from megafp8.fp8.quantizers import Quantizer, StaticQuantizer
 from megafp8.fp8.recipe import StaticScaling
 from megafp8.fp8.scaling import scale_from_amax
@@ -87,8 +87,8 @@ class StaticState:
 class Calibration:
     """Runs a layer in high precision, in place of FP8, while one of its tensors calibrates, and notes their amaxes."""
 
-    def __init__(self, quantizers: Quantizers, high_precision: LinearOp) -> None:
-        self.quantizers, self.high_precision = quantizers, high_precision
+    def __init__(self, quantizers: Quantizers) -> None:
+        self.quantizers = quantizers
 
     @property
     def active(self) -> bool:
@@ -97,7 +97,7 @@ class Calibration:
     def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
         _note(self.quantizers.input, x)
         _note(self.quantizers.weight, weight)
-        y = self.high_precision(x, weight, bias)
+        y = high_precision_linear(x, weight, bias)
         if y.requires_grad:
             y.register_hook(partial(_note, self.quantizers.grad_output))
         return y

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, group
 from torch.utils.checkpoint import checkpoint
 
 from megafp8.fp8 import E4M3, E5M2, CurrentScaling, CustomScaling, Fp8Manager, Rule, StaticScaling
-from megafp8.fp8.linear import Fp8Linear, HighPrecisionLinear
+from megafp8.fp8.linear import Fp8Linear, high_precision_linear
 from tests.fp8.reference import scale_of
 from tests.fp8.test_linear import assert_product, cast_exactly, closed_over, managed, run
 from tests.fp8.test_linear import tensors as operands
@@ -45,7 +45,7 @@ def test_calibration_takes_the_largest_of_its_steps_and_microbatches() -> None:
             weight.grad = None
             y, dx, dw = run(op, x_i, weight, dy_i)
             twin = (x_i.detach().requires_grad_(), nn.Parameter(weight.detach().clone()))
-            for ours, theirs in zip((y, dx, dw), run(HighPrecisionLinear(), *twin, dy_i), strict=True):
+            for ours, theirs in zip((y, dx, dw), run(high_precision_linear, *twin, dy_i), strict=True):
                 assert ours is not None
                 assert theirs is not None
                 assert torch.equal(ours, theirs)
@@ -97,7 +97,7 @@ def test_a_layer_waits_for_the_last_of_its_tensors() -> None:
         f"fp8.layer.{operand}.{what}" for operand in ("grad_output", "input") for what in ("amax", "calibrated_steps")
     ]
     x, weight, dy = operands()
-    assert torch.equal(run(op, x, weight, dy)[0], HighPrecisionLinear()(x, weight))
+    assert torch.equal(run(op, x, weight, dy)[0], high_precision_linear(x, weight))
     manager.end_step()
     assert_product(
         run(op, x, weight, dy)[0],
@@ -188,7 +188,7 @@ def test_a_mixture_calibrates_its_static_operands_only() -> None:
     static, current = StaticScaling(calibration_steps=1), CurrentScaling()
     manager, op = managed(CustomScaling(rules=(Rule(layers="*", input=static, weight=current, grad_output=current),)))
     x, weight, dy = operands()
-    assert torch.equal(run(op, x, weight, dy)[0], HighPrecisionLinear()(x, weight))
+    assert torch.equal(run(op, x, weight, dy)[0], high_precision_linear(x, weight))
     manager.end_step()
     assert sorted(manager.state_dict()) == ["fp8.layer.input.amax", "fp8.layer.input.calibrated_steps"]
     half = (x.detach() / 3).requires_grad_()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megafp8.collectives import all_gather, all_reduce
 from megafp8.config import ModelConfig
@@ -33,14 +32,10 @@ ROUNDING = 0.08
 class Spy:
     """A quantizer that notes what kind of source it casts."""
 
-    one_factor, token_block = True, 1
+    one_factor = True
 
     def __init__(self, quantizer: Quantizer, kinds: list[str]) -> None:
         self.quantizer, self.kinds = quantizer, kinds
-
-    def for_slices(self, group: ProcessGroup) -> Spy | None:
-        quantizer = self.quantizer.for_slices(group)
-        return None if quantizer is None else Spy(quantizer, self.kinds)
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
         self.kinds.append(source.kind)
