@@ -3,9 +3,7 @@
 Why not torch's `scaled_mm`? Three things that it leaves lying are worth more than any fused kernel:
     choice   cuBLASLt guesses which of its kernels is fastest for a shape. Timing its eight best guesses once makes a
              layer's GEMMs 7% faster on an H200 at its power limit, single ones 12%; on five of them, two hundred more
-             variants set by hand gained less than 1%. They are timed as training runs them, one after the other
-             without pause: then the chip is at its power limit, and a kernel that needs less power runs at a higher
-             clock
+             variants set by hand gained less than 1%
     sum      beta = 1 adds the product to what is in memory in fp32: a weight's gradient goes straight into its fp32
              buffer, and neither a temporary nor an `add_` exists
     scales   every granularity of Hopper, with bf16 or fp32 results
@@ -55,11 +53,7 @@ _SCALE_MODES = {"tensor": "SCALAR_32F", "row": "OUTER_VEC_32F", "1x128": "VEC128
 _WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA recommends for Hopper
 _ALGO_BYTES = 64  # of `cublasLtMatmulAlgo_t`
 _CANDIDATES = 32  # asked for; cuBLASLt 13.1 never gives more than 8
-_WARM_ROUNDS, _ROUNDS = 1, 5
-_CLOSE = 1.12  # how much slower than the fastest a candidate may be alone and still be tried under load
-_LOAD_ROUNDS, _LOAD_SECONDS = 3, 0.04  # of a candidate in a round: long against what the clock takes to settle
-_MOST_REPEATS = 1000  # of small GEMMs, which load nothing
-_HEAD_START_CYCLES = 200_000  # 0.1 ms
+_WARM_ROUNDS, _ROUNDS = 2, 11
 
 
 def available(device: torch.device) -> bool:
@@ -209,7 +203,7 @@ class Plan:
 class CublasLt:
     """cuBLASLt on one device: its handle, workspaces and plans.
 
-    `autotune`: time the algorithms when a problem is first met, about a second each; otherwise take
+    `autotune`: time the algorithms when a problem is first met, about a tenth of a second each; otherwise take
     cuBLASLt's guess. `cache_file`: where choices are looked up, and kept if tuned; None keeps them in this object only.
     Compute a problem once before capturing it in a CUDA graph. `device` must be torch's current one at every call.
     """
@@ -302,31 +296,26 @@ class CublasLt:
         return plan
 
     def _fastest(self, plan: Plan, candidates: list[bytes], problem: Problem, a: Tensor, b: Tensor) -> bytes:
-        """The algorithm of the least median time under load, with a scratch for the result."""
+        """The algorithm of the least median time, with a scratch for the result."""
         assert not torch.cuda.is_current_stream_capturing(), "compute a problem once before capturing it"
         out_mn = torch.zeros(problem[:2], dtype=problem.out_dtype, device=self.device)
-
-        def seconds(algorithm: bytes, repeats: int) -> float:
-            plan.choose(algorithm)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(_HEAD_START_CYCLES)  # so that what the events enclose are GEMMs and not their launches
-            start.record()
-            for _ in range(repeats):
+        # Overwriting L2 before each run puts the operands where training finds them, mostly in memory, and gives the
+        # host time to get ahead, so that what the events enclose is the GEMM and not its launch.
+        l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
+        flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device=self.device)
+        times: list[list[float]] = [[] for _ in candidates]
+        for _ in range(_WARM_ROUNDS + _ROUNDS):  # in turns: clocks drift with the chip's power and temperature
+            events = []
+            for algorithm in candidates:
+                plan.choose(algorithm)
+                flush.zero_()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
                 self._launch(plan, a, b, out_mn)
-            end.record()
+                end.record()
+                events.append((start, end))
             torch.cuda.synchronize(self.device)
-            return start.elapsed_time(end) / 1e3 / repeats
-
-        def medians(tried: list[bytes], rounds: int, duration: float, expected: float) -> list[float]:
-            """In turns, since clocks drift with the chip's power and temperature."""
-            repeats = max(1, min(_MOST_REPEATS, round(duration / expected)))
-            times = [[seconds(algorithm, repeats) for algorithm in tried] for _ in range(rounds)]
-            return [statistics.median(taken) for taken in zip(*times[_WARM_ROUNDS:])]
-
-        alone = medians(candidates, _WARM_ROUNDS + _ROUNDS, 0.0, 1.0)
-        fastest = min(alone)
-        close = [algorithm for algorithm, taken in zip(candidates, alone) if taken <= _CLOSE * fastest]
-        if len(close) == 1:
-            return close[0]
-        loaded = medians(close, _WARM_ROUNDS + _LOAD_ROUNDS, _LOAD_SECONDS, fastest)
-        return close[loaded.index(min(loaded))]
+            for taken, (start, end) in zip(times, events):
+                taken.append(start.elapsed_time(end))
+        medians = [statistics.median(taken[_WARM_ROUNDS:]) for taken in times]
+        return candidates[medians.index(min(medians))]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megafp8.collectives import all_gather, all_reduce
 from megafp8.config import ModelConfig
@@ -32,10 +33,14 @@ ROUNDING = 0.08
 class Spy:
     """A quantizer that notes what kind of source it casts."""
 
-    one_factor = True
+    one_factor, token_block = True, 1
 
     def __init__(self, quantizer: Quantizer, kinds: list[str]) -> None:
         self.quantizer, self.kinds = quantizer, kinds
+
+    def for_slices(self, group: ProcessGroup) -> Spy | None:
+        quantizer = self.quantizer.for_slices(group)
+        return None if quantizer is None else Spy(quantizer, self.kinds)
 
     def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
         self.kinds.append(source.kind)
