@@ -114,8 +114,8 @@ class InputCast(NamedTuple):
 class Fp8Linear:
     """The `LinearOp` that computes in FP8 the GEMMs that `high_precision` does not claim.
 
-    It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight`. Its quantizers and its
-    GEMM come once all layers are known (`set_up`).
+    It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight` (`kept_weight`). Its
+    quantizers and its GEMM come once all layers are known (`set_up`).
     """
 
     def __init__(self, *, high_precision: PerGemm, fast_accum: PerGemm) -> None:
@@ -123,7 +123,7 @@ class Fp8Linear:
         self.stand_in: StandIn | None = None
         self._quantizers: Quantizers | None = None
         self._gemm: Fp8Gemm | None = None
-        self._weight8: Operand | None = None
+        self.kept_weight: Operand | None = None
 
     @property
     def quantizers(self) -> Quantizers:
@@ -169,13 +169,13 @@ class Fp8Linear:
 
         Rows alone until a call that wants `columns` too, as the first one that a backward will follow does.
         """
-        if self._weight8 is None or (columns and self._weight8.columns is None):
-            self._weight8 = self.quantizers.weight(Plain(weight.detach()), rows=True, columns=columns)
-        return self._weight8
+        if self.kept_weight is None or (columns and self.kept_weight.columns is None):
+            self.kept_weight = self.quantizers.weight(Plain(weight.detach()), rows=True, columns=columns)
+        return self.kept_weight
 
     def invalidate_weight(self) -> None:
         """Forget the FP8 copies: the weight has changed."""
-        self._weight8 = None
+        self.kept_weight = None
 
 
 def _matrix(x: Tensor) -> Tensor:
