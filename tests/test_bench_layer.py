@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megafp8.config.tree import Fp8Config
+from megafp8.fp8 import Fp8Manager
+from megafp8.training.cuda_graphs import Captured, MicrobatchGraphs
 from tools import bench_layer, layer_variants
 from tools.bench_layer import Result, Work, difference, iteration, rows, time_iterations
-from tools.layer_variants import Layers, Problem, build_eager, variants
+from tools.layer_variants import GraphedLayers, Layers, Problem, build_eager, variants
 from tools.reference_layers import SHAPES, ReferenceLayers, random_weights
 
 CPU = torch.device("cpu")
@@ -70,7 +72,8 @@ def test_figures_that_follow_from_the_samples() -> None:
 def test_a_recipe_of_the_config_is_a_variant_by_itself() -> None:
     recipes = set(get_args(Fp8Config.model_fields["recipe"].annotation)) - {"none"}
     known = {name.removeprefix("megafp8:") for name in variants() if name.startswith("megafp8:")}
-    assert known == {"bf16"} | recipes | {f"{recipe}+fast" for recipe in recipes}
+    eager = {"bf16"} | recipes | {f"{recipe}+fast" for recipe in recipes}
+    assert known == eager | {f"{name}+graph" for name in eager if not name.startswith("nvfp4")}
 
 
 # --- how it is run ---------------------------------------------------------------------------------------------------
@@ -102,6 +105,23 @@ def test_times_are_per_micro_batch_and_without_zeroing(monkeypatch: pytest.Monke
     monkeypatch.setattr(bench_layer.time, "perf_counter", lambda: next(clock))
     layers, work = stub_layers([])
     assert time_iterations(layers, work, 2) == [2000.0, 3000.0]
+
+
+def test_graphed_layers_are_replayed_after_the_first_steps() -> None:
+    log: list[Any] = []
+    layers, work = stub_layers(log)
+    replays: list[str] = []
+
+    def capture(run: Callable[[], Tensor]) -> Captured:
+        return Captured(lambda: replays.append("replay"), run())
+
+    graphs = MicrobatchGraphs(Fp8Manager(None, amax_group=None), CPU, eager_steps=1, capture=capture)
+    graphed = GraphedLayers(layers.forward, layers.parameters, layers.zero_grad, layers.end_step, graphs=graphs)
+    for _ in range(3):
+        dx = iteration(graphed, work.x_sbh, 2 * work.dy_sbh, 3)
+        assert torch.equal(dx, torch.full((2, 1, 3), 2.0))
+    assert log == [True, False, False, "end", True, False, "end", "end"], "eager, captured, neither"
+    assert len(replays) == 6
 
 
 # --- whether it can be trusted ---------------------------------------------------------------------------------------
@@ -176,7 +196,8 @@ def test_ours_and_what_is_not_installed(
     assert by_name["megafp8:delayed"]["dx_difference"] > 0.05, "delayed did not run in FP8"
     assert by_name["torchao:rowwise"]["note"] == "torchao is not installed"
     assert by_name["te:current"]["note"] == "transformer_engine is not installed"
-    assert {"name", "count", "microseconds"} == report["kernels"][0].keys()
+    assert report["kernels"].keys() == {"megafp8:bf16"}
+    assert {"name", "count", "microseconds"} == report["kernels"]["megafp8:bf16"][0].keys()
     out, err = capsys.readouterr()
     assert "share  count  name" in out
     assert "round 2 of 2" in err
@@ -197,10 +218,14 @@ def test_every_weight_matters_to_the_gradients() -> None:
     ("options", "line"),
     [
         (["--variants", "eager,compild"], "--variants: 'compild' is none of eager, compiled, megafp8:bf16, "),
-        (["--shapes", "llama3"], "--shapes: 'llama3' is none of llama3-8b, llama3-70b-tp8, tiny"),
+        (["--shapes", "llama3"], "--shapes: 'llama3' is none of llama3-8b, llama3-70b-tp8, small, tiny"),
         (["--profile", "te:none"], "--variants: 'te:none' is none of eager, "),
         (["--variants", "eager", "--profile", "compiled"], "--profile: 'compiled' is none of eager"),
         (["--micro-batches", "0"], "--micro-batches: 0 is too few; 1 or more would work"),
+        (
+            ["--device", "cpu", "--variants", "megafp8:bf16+graph"],
+            "--variants: a CPU has no CUDA graphs; the same without",
+        ),
     ],
 )
 def test_bad_options_are_one_line(options: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,12 +256,15 @@ def test_compiled_is_the_baseline(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_memory_and_kernels_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--device", "cuda", "--seq-length", "512", "--variants", "eager,megafp8:current", "--profile", "eager"]
-    code, report = bench(tmp_path, *options)
+    ours = ["megafp8:current", "megafp8:current+graph"]
+    options = ["--device", "cuda", "--seq-length", "512", "--variants", ",".join(["eager", *ours])]
+    code, report = bench(tmp_path, *options, "--profile", ",".join(["eager", *ours]), "--micro-batches", "2")
     assert code == 0
     least = 512 * (3 * TINY.hidden_size + 3 * TINY.ffn_hidden_size) / 2**30  # what GEMMs and SwiGLU read, a byte each
     for row in report["rows"]:
         assert row["kept_gib_per_layer"] > least
         assert row["peak_gib"] > row["kept_gib_per_layer"]
-    assert sum(kernel["microseconds"] for kernel in report["kernels"]) > 0
-    assert "GPU busy" in capsys.readouterr().out
+    assert sum(kernel["microseconds"] for kernel in report["kernels"]["eager"]) > 0
+    kernels, replayed = (sum(kernel["count"] for kernel in report["kernels"][name]) for name in ours)
+    assert replayed == pytest.approx(kernels, rel=0.1), "the profiler sees kernels inside graphs"
+    assert capsys.readouterr().out.count("GPU busy") == 3

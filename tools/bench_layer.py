@@ -3,7 +3,8 @@ side.
 
     python -m tools.bench_layer                                      # everything, four layers of Llama-3-8B
     python -m tools.bench_layer --shapes llama3-8b,llama3-70b-tp8 --variants compiled,megafp8:delayed --json out.json
-    python -m tools.bench_layer --profile megafp8:delayed            # kernel by kernel
+    python -m tools.bench_layer --profile megafp8:delayed            # kernel by kernel, and how busy the GPU is
+    python -m tools.bench_layer --shapes small --variants megafp8:delayed,megafp8:delayed+graph
 
 An iteration is what a rank does between two optimizer steps: `--micro-batches` times forward and backward, then the end
 of the step, after which FP8 copies of the weights are stale. One micro-batch, the default, is the least favourable to
@@ -13,7 +14,7 @@ All variants are built and warmed up first, then timed in turn, `--rounds` times
 touches all alike; the table gives medians, ratios are to `compiled`. TFLOP/s count 6·N·tokens and causal attention as
 half. "peak" is the most that an iteration has allocated above what was there before the variant was built, "kept" what
 the forward pass of a second micro-batch leaves for its backward (so that copies of weights, made once, are not
-counted).
+counted). Memory that CUDA graphs keep for themselves is in neither.
 
 A fast layer that is wrong is worth nothing. So every variant starts from the weights of the eager reference and its
 gradients are held against the reference's: "dx" is |dx - dx'| / |dx'|, "dw" the largest such difference of any weight.
@@ -33,7 +34,6 @@ import statistics
 import sys
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +41,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from megafp8.parallel_state import (
     ParallelState,
@@ -50,7 +48,8 @@ from megafp8.parallel_state import (
     initialize_distributed,
     initialize_model_parallel,
 )
-from tools.layer_variants import Layers, NotInstalledError, Problem, build_eager, variants
+from tools.layer_profile import kernel_times, print_kernels
+from tools.layer_variants import GRAPH, Layers, NotInstalledError, Problem, build_eager, variants
 from tools.reference_layers import SHAPES, random_weights
 
 BASELINE = "compiled"
@@ -99,11 +98,9 @@ class Result:
 def iteration(layers: Layers, x_sbh: Tensor, dy_sbh: Tensor, micro_batches: int) -> Tensor:
     """The micro-batches of one optimizer step, all of the same data; gives back dx."""
     for index in range(micro_batches):
-        leaf = x_sbh.detach().requires_grad_()
-        layers.forward(leaf, index == 0).backward(dy_sbh)
+        dx_sbh = layers.micro_batch(x_sbh, dy_sbh, index == 0)
     layers.end_step()
-    assert leaf.grad is not None
-    return leaf.grad
+    return dx_sbh
 
 
 def reference_work(problem: Problem, micro_batches: int) -> Work:
@@ -209,49 +206,6 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-# --- profile ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class KernelTime:
-    """All runs of one kernel in an iteration (of one operation on a CPU)."""
-
-    name: str
-    count: int
-    microseconds: float
-
-
-def kernel_times(layers: Layers, work: Work) -> list[KernelTime]:
-    """What one iteration spends its time on, longest first."""
-    on_cuda = work.x_sbh.is_cuda
-    layers.zero_grad()
-    with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiler:
-        iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
-        if on_cuda:
-            torch.cuda.synchronize()
-    spent: dict[str, list[float]] = defaultdict(list)
-    for event in profiler.events() or []:
-        if on_cuda and event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            spent[event.name].append(event.time_range.elapsed_us())
-        elif not on_cuda and event.device_type == DeviceType.CPU:
-            spent[event.name].append(event.self_cpu_time_total)
-    kernels = [KernelTime(name, len(times), sum(times)) for name, times in spent.items()]
-    return sorted(kernels, key=lambda kernel: -kernel.microseconds)
-
-
-def print_kernels(kernels: list[KernelTime], variant: str, iteration_ms: float, on_cuda: bool) -> None:
-    """`iteration_ms`: an iteration without the profiler, which slows the host down but not the kernels."""
-    total = sum(kernel.microseconds for kernel in kernels)
-    where = "kernels" if on_cuda else "operations"
-    print(f"\n{variant}: one iteration of {iteration_ms:.3f} ms, {total / 1e3:.3f} ms in {where}")
-    if on_cuda:
-        print(f"GPU busy {total / 1e3 / iteration_ms:.1%}")
-    print(f"{'µs':>12}{'share':>8}{'count':>7}  name")
-    for kernel in kernels:
-        share = kernel.microseconds / total if total else 0.0
-        print(f"{kernel.microseconds:>12.1f}{share:>8.1%}{kernel.count:>7}  {kernel.name[:100]}")
-
-
 # --- report ----------------------------------------------------------------------------------------------------------
 
 
@@ -291,8 +245,10 @@ def print_table(records: list[dict[str, Any]]) -> None:
         print(f"{record['variant']:<28}" + "".join(cells) + ("  WRONG" if record["wrong"] else ""))
 
 
-def bench(arguments: argparse.Namespace, shape_name: str, names: list[str], parallel: ParallelState) -> dict[str, Any]:
-    """Measure `names` at one shape, print the table, and give back everything as one record."""
+def bench(
+    arguments: argparse.Namespace, shape_name: str, names: list[str], profiled: list[str], parallel: ParallelState
+) -> dict[str, Any]:
+    """Measure `names` at one shape, print the table, profile some, and give back everything as one record."""
     shape, layers = SHAPES[shape_name], arguments.layers
     seq_length = arguments.seq_length or shape.seq_length
     weights = random_weights(shape, layers, parallel.device)
@@ -327,12 +283,19 @@ def bench(arguments: argparse.Namespace, shape_name: str, names: list[str], para
         f"{arguments.micro_batches} micro-batch(es) a step, {report['device']}, torch {report['torch']}"
     )
     print_table(report["rows"])
-    for result, built in ready:
-        if result.variant == arguments.profile:
-            kernels = kernel_times(built, work)
-            print_kernels(kernels, result.variant, result.ms * arguments.micro_batches, on_cuda)
-            report["kernels"] = [dataclasses.asdict(kernel) for kernel in kernels]
+    report["kernels"] = {
+        result.variant: profile(built, work, result) for result, built in ready if result.variant in profiled
+    }
     return report
+
+
+def profile(layers: Layers, work: Work, result: Result) -> list[dict[str, Any]]:
+    """Print where the time of an iteration goes, and give it back by kernel."""
+    on_cuda, step = work.x_sbh.is_cuda, work.micro_batches
+    layers.zero_grad()
+    kernels = kernel_times(lambda: iteration(layers, work.x_sbh, work.dy_sbh, step), on_cuda)
+    print_kernels(kernels, result.variant, result.ms * step, on_cuda)
+    return [dataclasses.asdict(kernel) for kernel in kernels]
 
 
 def say(text: str) -> None:
@@ -344,7 +307,8 @@ def say(text: str) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", help=f"of {', '.join(variants())}. Default: all, or the one to profile")
+    known = ", ".join(variants())
+    parser.add_argument("--variants", help=f"of {known}. Default: those to profile, or all without CUDA graphs")
     parser.add_argument("--shapes", default="llama3-8b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq-length", type=int, help="tokens. Default: the shape's own")
@@ -352,7 +316,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="timed iterations of each variant in a round")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--profile", metavar="VARIANT", help="also print the time of each kernel in one iteration")
+    parser.add_argument("--profile", metavar="VARIANTS", help="also print the time of each kernel in one iteration")
     parser.add_argument("--json", type=Path, help="also write tables and all samples here")
     return parser.parse_args(argv)
 
@@ -366,13 +330,13 @@ def select(option: str, wanted: str, known: list[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def check(arguments: argparse.Namespace) -> tuple[list[str], list[str], str]:
-    """Shapes, variants and type of device. ValueError with one line for what cannot be."""
+def check(arguments: argparse.Namespace) -> tuple[list[str], list[str], list[str], str]:
+    """Shapes, variants, those to profile, and type of device. ValueError with one line for what cannot be."""
     known = list(variants())
     shapes = select("--shapes", arguments.shapes, list(SHAPES))
-    names = select("--variants", arguments.variants or arguments.profile or ",".join(known), known)
-    if arguments.profile is not None and arguments.profile not in names:
-        raise ValueError(f"--profile: {arguments.profile!r} is none of {', '.join(names)}")
+    usual = ",".join(name for name in known if not name.endswith(GRAPH))
+    names = select("--variants", arguments.variants or arguments.profile or usual, known)
+    profiled = select("--profile", arguments.profile, names) if arguments.profile else []
     for option in ("layers", "seq_length", "micro_batches", "rounds", "steps"):
         value = getattr(arguments, option)
         if value is not None and value < 1:
@@ -380,13 +344,16 @@ def check(arguments: argparse.Namespace) -> tuple[list[str], list[str], str]:
     has_cuda = torch.cuda.is_available()
     if arguments.device == "cuda" and not has_cuda:
         raise ValueError("--device: torch sees no CUDA device here; cpu would work")
-    return shapes, names, "cuda" if has_cuda and arguments.device != "cpu" else "cpu"
+    device_type = "cuda" if has_cuda and arguments.device != "cpu" else "cpu"
+    if device_type == "cpu" and any(name.endswith(GRAPH) for name in names):
+        raise ValueError(f"--variants: a CPU has no CUDA graphs; the same without {GRAPH} would work")
+    return shapes, names, profiled, device_type
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     try:
-        shapes, names, device_type = check(arguments)
+        shapes, names, profiled, device_type = check(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -395,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         parallel = initialize_model_parallel(device=device)
         for shape in shapes:
-            reports.append(bench(arguments, shape, names, parallel))
+            reports.append(bench(arguments, shape, names, profiled, parallel))
             torch.compiler.reset()  # the graphs of one shape would count against the limit of the next
             release()
     finally:

@@ -2,7 +2,8 @@
 
     eager, compiled      `reference_layers`, plain torch in bf16
     megafp8:<recipe>     blocks of `megafp8.models.gpt`, built as the trainer builds a pipeline stage, with its fp32
-                         gradient buffer; `+fast` accumulates fast in all three GEMMs
+                         gradient buffer; `+fast` accumulates fast in all three GEMMs, `+graph` replays micro-batches
+                         from CUDA graphs, captured as the trainer captures its own
     torchao:<recipe>     `reference_layers` converted by torchao, compiled
     te:<recipe>          Transformer Engine's modules with fused gradient accumulation into fp32, as Megatron-LM uses
     them
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import Any, get_args
@@ -31,9 +32,11 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.optimizer.grad_buffer import GradBuffer
 from megafp8.parallel_state import ParallelState
+from megafp8.training.cuda_graphs import MicrobatchGraphs
 from megafp8.training.trainer import build_fp8
 from tools.reference_layers import EPSILON, ROTARY_BASE, ReferenceLayers, Shape
 
+GRAPH = "+graph"
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 TE_RECIPES = {
     "bf16": None,
@@ -72,7 +75,7 @@ class Layers:
 
     `forward(x [s, b, h], first)` gives `[s, b, h]`; `first`: the weights have changed since the last call. `parameters`
     are by the reference's names. `zero_grad` forgets the gradients; `end_step` is what the variant has to do once per
-    optimizer step.
+    optimizer step. Times are those of `micro_batch`.
     """
 
     forward: Callable[[Tensor, bool], Tensor]
@@ -80,9 +83,31 @@ class Layers:
     zero_grad: Callable[[], None]
     end_step: Callable[[], None] = _nothing
 
+    def micro_batch(self, x_sbh: Tensor, dy_sbh: Tensor, first: bool) -> Tensor:
+        """Forward and backward; gives back dx `[s, b, h]`."""
+        leaf = x_sbh.detach().requires_grad_()
+        self.forward(leaf, first).backward(dy_sbh)
+        assert leaf.grad is not None
+        return leaf.grad
+
     def gradients(self) -> dict[str, Tensor | None]:
         """Where each parameter's gradient is now; None for one that never got any."""
         return {name: getattr(p, "main_grad", p.grad) for name, p in self.parameters.items()}
+
+
+@dataclass(frozen=True)
+class GraphedLayers(Layers):
+    """Layers whose micro-batches are replayed after the first steps; x and dy are the same tensors always."""
+
+    graphs: MicrobatchGraphs = field(kw_only=True)
+
+    def micro_batch(self, x_sbh: Tensor, dy_sbh: Tensor, first: bool) -> Tensor:
+        if first:
+            self.graphs.begin_step()
+        if not self.graphs.ready:
+            return super().micro_batch(x_sbh, dy_sbh, first)
+        eager = super().micro_batch
+        return self.graphs.run(lambda: eager(x_sbh, dy_sbh, first), (), first=first)
 
 
 Builder = Callable[[Problem], Layers]
@@ -90,12 +115,16 @@ Builder = Callable[[Problem], Layers]
 
 def variants() -> dict[str, Builder]:
     """Every known variant and how to build it. A recipe that the config learns appears here by itself."""
-    known: dict[str, Builder] = {"eager": build_eager, "compiled": build_compiled, "megafp8:bf16": build_megafp8}
+    known: dict[str, Builder] = {"eager": build_eager, "compiled": build_compiled}
     for recipe in get_args(Fp8Config.model_fields["recipe"].annotation):
+        plain = partial(build_megafp8, recipe=recipe)
+        ours = {"megafp8:bf16": plain}
         if recipe != "none":
-            known[f"megafp8:{recipe}"] = partial(build_megafp8, recipe=recipe)
-            fast = partial(build_megafp8, recipe=recipe, fast_accumulation=(True, True, True))
-            known[f"megafp8:{recipe}+fast"] = fast
+            fast = partial(plain, fast_accumulation=(True, True, True))
+            ours = {f"megafp8:{recipe}": plain, f"megafp8:{recipe}+fast": fast}
+        known |= ours
+        if recipe != "nvfp4":  # its noise is drawn by the host
+            known |= {name + GRAPH: partial(build, graphed=True) for name, build in ours.items()}
     known |= {f"torchao:{recipe}": partial(build_torchao, recipe=recipe) for recipe in TORCHAO_RECIPES}
     known |= {f"te:{recipe}": partial(build_te, recipe=recipe) for recipe in TE_RECIPES}
     return known
@@ -152,7 +181,7 @@ def build_torchao(problem: Problem, recipe: str) -> Layers:
 # --- megafp8 ---------------------------------------------------------------------------------------------------------
 
 
-def build_megafp8(problem: Problem, **fp8: Any) -> Layers:
+def build_megafp8(problem: Problem, graphed: bool = False, **fp8: Any) -> Layers:
     """A middle pipeline stage: blocks, and neither embedding nor head. `fp8`: fields of the config's section."""
     parallel, shape, n = problem.parallel, problem.shape, problem.layers
     config = Config.model_validate(
@@ -193,6 +222,9 @@ def build_megafp8(problem: Problem, **fp8: Any) -> Layers:
         assert branch_sbh is not None
         return x_sbh + branch_sbh
 
+    if graphed:
+        graphs = MicrobatchGraphs(manager, problem.device)
+        return GraphedLayers(forward, parameters, buffer.zero, manager.end_step, graphs=graphs)
     return Layers(forward, parameters, buffer.zero, manager.end_step)
 
 

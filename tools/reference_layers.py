@@ -59,6 +59,7 @@ class Shape:
 SHAPES = {
     "llama3-8b": Shape(4096, 14336, heads=32, groups=8, head_dim=128, seq_length=8192),
     "llama3-70b-tp8": Shape(8192, 28672 // 8, heads=64 // 8, groups=8 // 8, head_dim=128, seq_length=8192),
+    "small": Shape(2048, 8192, heads=16, groups=8, head_dim=128, seq_length=2048),
     "tiny": Shape(64, 96, heads=4, groups=2, head_dim=16, seq_length=32),
 }
 

@@ -14,7 +14,8 @@ from megafp8.config.tree import Config
 
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
-    rules = (_model, _tensor, _stages, _sequence, _optimizer, _fp8, _smooth_swiglu, lambda c: _batch(c, world_size))
+    by_ranks = (lambda c: _batch(c, world_size), lambda c: _cuda_graphs(c, world_size))
+    rules = (_model, _tensor, _stages, _sequence, _optimizer, _fp8, _smooth_swiglu, *by_ranks)
     problems = [problem for rule in rules for problem in rule(config)]
     if problems:
         raise ConfigError(source, problems)
@@ -181,3 +182,27 @@ def _batch(config: Config, world_size: int) -> Iterator[Problem]:
             f"not a multiple of training.micro_batch_size ({training.micro_batch_size}) × {data} data-parallel ranks",
             f"try {-(-training.global_batch_size // together) * together}",
         )  # fmt: skip
+
+
+def _cuda_graphs(config: Config, world_size: int) -> Iterator[Problem]:
+    p, f, training = config.parallel, config.fp8, config.training
+    if not training.cuda_graphs:
+        return
+    path, eager = "training.cuda_graphs", "or training.cuda_graphs=false"
+    if config.device == "cpu":
+        yield Problem(path, True, "device is cpu, which has no CUDA graphs", f"try device=cuda, {eager}")
+    for name, size in (("parallel.tensor", p.tensor), ("parallel.pipeline", p.pipeline)):
+        if size > 1:
+            rule = f"a graph holds no communication, and {name} is {size}"
+            yield Problem(path, True, rule, f"try {name}=1, {eager}")
+    if f.recipe == "nvfp4" or (f.recipe == "custom" and any(rule.grad_output == "nvfp4" for rule in f.custom)):
+        rule = "a graph would round the gradients of nvfp4 with the same noise in every step"
+        yield Problem(path, True, rule, f"try another fp8.recipe, {eager}")
+    data = world_size // (p.tensor * p.pipeline)
+    if p.overlap_grad_reduce and data > 1 and training.global_batch_size == training.micro_batch_size * data:
+        rule = (
+            "the last micro-batch of a step runs eagerly where its backward overlaps with the reduction of gradients, "
+            f"and over {data} data-parallel ranks a step has only one"
+        )
+        works = f"try parallel.overlap_grad_reduce=false, training.global_batch_size={8 * training.global_batch_size}"
+        yield Problem(path, True, rule, f"{works}, {eager}")

@@ -217,6 +217,9 @@ class TrainingConfig(Section):
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Dtype of weights and activations outside FP8. Master weights, gradients and Adam state are fp32 always. fp64 is
     for holding one layout against another without the noise of summation order."""
+    cuda_graphs: bool = False
+    """Record a micro-batch's forward and backward as CUDA graphs and replay them: for models so small that the GPU
+    waits for the host. The same losses, more memory. Not with tensor or pipeline parallelism, nor with nvfp4."""
     z_loss: NonNegative = 0.0
     """Weight of log²Z in the loss; 1e-4 is usual."""
     eval_interval: Count = 0

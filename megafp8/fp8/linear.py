@@ -126,9 +126,9 @@ class InputCast(NamedTuple):
 class Fp8Linear:
     """The `LinearOp` that computes in FP8 the GEMMs that `high_precision` does not claim.
 
-    It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight`. Its quantizers and its
-    GEMM come once all layers are known (`set_up`). With `smoothing` it takes `Quantized` input only, with channels
-    multiplied as that says, and divides its weight's columns.
+    It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight` (`kept_weight`). Its
+    quantizers and its GEMM come once all layers are known (`set_up`). With `smoothing` it takes `Quantized` input only,
+    with channels multiplied as that says, and divides its weight's columns.
     """
 
     def __init__(self, *, high_precision: PerGemm, fast_accum: PerGemm) -> None:
@@ -137,7 +137,7 @@ class Fp8Linear:
         self.smoothing: ChannelScales | None = None
         self._quantizers: Quantizers | None = None
         self._gemm: Fp8Gemm | None = None
-        self._weight8: Operand | None = None
+        self.kept_weight: Operand | None = None
 
     @property
     def quantizers(self) -> Quantizers:
@@ -184,15 +184,15 @@ class Fp8Linear:
 
         Rows alone until a call that wants `columns` too, as the first one that a backward will follow does.
         """
-        if self._weight8 is None or (columns and self._weight8.columns is None):
+        if self.kept_weight is None or (columns and self.kept_weight.columns is None):
             w = weight.detach()
             source = Plain(w) if self.smoothing is None else ScaledColumns(w, self.smoothing.scale_inv_f)
-            self._weight8 = self.quantizers.weight(source, rows=True, columns=columns)
-        return self._weight8
+            self.kept_weight = self.quantizers.weight(source, rows=True, columns=columns)
+        return self.kept_weight
 
     def invalidate_weight(self) -> None:
         """Forget the FP8 copies: the weight has changed."""
-        self._weight8 = None
+        self.kept_weight = None
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from megafp8.fp8.build import Fp8Tensor, State, build, by_recipe
 from megafp8.fp8.gemm import Fp8Gemm, GemmBackend
 from megafp8.fp8.linear import Fp8Linear, LinearOp, Quantizers, high_precision_linear
-from megafp8.fp8.matrix import TENSOR
+from megafp8.fp8.matrix import TENSOR, Operand
 from megafp8.fp8.patterns import no_match
 from megafp8.fp8.quantizers import Noting, Quantizer, StaticQuantizer
 from megafp8.fp8.recipe import Fp8Recipe, PerGemm
@@ -190,7 +190,7 @@ class Fp8Manager:
         """Begin training step `step`, counted from 1; whether the recorder samples it, until its own `end_step`."""
         sampled = self.recorder is not None and self.recorder.begin_step(step)
         if sampled:  # an evaluation may have left copies of the weights, and then nobody would quantize them
-            self._forget_weights()
+            self.forget_weights()
         return sampled
 
     def end_step(self) -> None:
@@ -201,17 +201,30 @@ class Fp8Manager:
         """
         for state in self._states or ():
             state.end_step(self.amax_group)
-        self._forget_weights()
+        self.forget_weights()
 
     def invalidate_weights(self) -> None:
         """Forget what was derived from weights and scales: call when they changed without a step, as on loading."""
         for state in self._states or ():
             state.refresh()
-        self._forget_weights()
+        self.forget_weights()
 
-    def _forget_weights(self) -> None:
-        for layer in self._layers.values():
-            layer.op.invalidate_weight()
+    def forget_weights(self) -> None:
+        """Forget the weights' FP8 copies: whoever needs them next quantizes anew."""
+        self.kept_weights = [None] * len(self._layers)
+
+    @property
+    def kept_weights(self) -> list[Operand | None]:
+        """The weights' FP8 copies as the layers hold them now, None where there are none.
+
+        Settable, for who has copies of the weights as they are: a CUDA graph has its own.
+        """
+        return [layer.op.kept_weight for layer in self._layers.values()]
+
+    @kept_weights.setter
+    def kept_weights(self, copies: Sequence[Operand | None]) -> None:
+        for layer, copy in zip(self._layers.values(), copies, strict=True):
+            layer.op.kept_weight = copy
 
     @contextmanager
     def recording(self, flag: bool) -> Iterator[None]:

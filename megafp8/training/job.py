@@ -26,6 +26,7 @@ from megafp8.parallel_state import (
     initialize_model_parallel,
 )
 from megafp8.training import auto_filter
+from megafp8.training.cuda_graphs import silent
 from megafp8.training.inputs import Inputs
 from megafp8.training.metrics import Fp8ReportWriter, StepMetrics, Writer, memory_gib, open_writers, read_metrics
 from megafp8.training.plots import plot_loss, print_loss
@@ -36,10 +37,12 @@ from megafp8.training.trainer import Trainer, build_fp8
 
 def choose_device(config: Config) -> str:
     """`cuda` or `cpu`; raises ConfigError where CUDA is asked for and there is none."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        problem = Problem("device", "cuda", "torch sees no CUDA device here", "try device=cpu or device=auto")
-        raise ConfigError("config", [problem])
-    return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    found, rule = torch.cuda.is_available(), "torch sees no CUDA device here"
+    if config.device == "cuda" and not found:
+        raise ConfigError("config", [Problem("device", "cuda", rule, "try device=cpu or device=auto")])
+    if config.training.cuda_graphs and not found:
+        raise ConfigError("config", [Problem("training.cuda_graphs", True, rule, "try training.cuda_graphs=false")])
+    return "cuda" if config.device != "cpu" and found else "cpu"
 
 
 def run_folder(config: Config) -> Path:
@@ -69,6 +72,10 @@ def train(inputs: Inputs) -> None:
     destroy_model_parallel()
 
 
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 class Job:
     """The loop around the trainer."""
 
@@ -82,7 +89,10 @@ class Job:
         self.stop.install()
         resume = self.config.checkpoint.resume
         self.trainer = Trainer(
-            self.config, parallel, saved_choice(self.config, parallel, self.folder) if resume else None
+            self.config,
+            parallel,
+            saved_choice(self.config, parallel, self.folder) if resume else None,
+            say=_print if self.is_main else silent,
         )
         self.step = load_latest(self.trainer, self.folder) if resume else 0
         self.say(f"run folder: {self.folder}")
@@ -96,7 +106,7 @@ class Job:
 
     def say(self, text: str) -> None:
         if self.is_main:
-            print(text, file=sys.stderr, flush=True)
+            _print(text)
 
     def run(self) -> None:
         """Train from where the run stands to its end."""

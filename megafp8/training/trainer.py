@@ -10,7 +10,7 @@ Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -35,6 +35,7 @@ from megafp8.pipeline_parallel.schedules import Action, forward_only, one_f_one_
 from megafp8.pipeline_parallel.split import stage_layers
 from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
+from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs, silent
 from megafp8.training.describe import position_rows
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -120,9 +121,17 @@ class Trainer:
 
     `choice`: what fp8.auto_filter chose earlier in this run; None lets it choose now.
     `fp8_records`: FP8 health of the latest `train_step` in all stages, on rank 0, if that step was sampled; else empty.
+    `say` is told what a user may want to know of in between.
     """
 
-    def __init__(self, config: Config, parallel: ParallelState, choice: Choice | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        parallel: ParallelState,
+        choice: Choice | None = None,
+        *,
+        say: Callable[[str], None] = silent,
+    ) -> None:
         self.config, self.parallel = config, parallel
         p, t = config.parallel, config.training
         dtype = DTYPES[t.precision]
@@ -174,7 +183,12 @@ class Trainer:
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.nominal_tokens = t.global_batch_size * t.seq_length
         self.train_actions = self._actions(with_communication(one_f_one_b(p.pipeline, self.num_microbatches)))
+        self.last_actions = self._actions(with_communication(one_f_one_b(p.pipeline, 1)))
         self.eval_actions = self._actions(with_communication(forward_only(p.pipeline, self.num_microbatches)))
+        self.graphs: MicrobatchGraphs | None = None
+        if t.cuda_graphs:
+            eager_steps = config.fp8.calibration_steps + EAGER_STEPS
+            self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=say)
 
     def _actions(self, schedule: list[list[Action]]) -> list[Action]:
         return schedule[self.parallel.pipeline.rank]
@@ -222,20 +236,43 @@ class Trainer:
         """One optimizer step, counted from 0, on this rank's micro-batches of the global batch."""
         self.gradients.zero()
         sampled = self.fp8.begin_step(step + 1)
-        reports = self.engine.run(
-            self.train_actions,
-            self._forward,
-            self.to_device(batches),
-            backward=True,
-            before_last_backward=self.gradients.start_overlap if self.config.parallel.overlap_grad_reduce else None,
-        )
-        total = self._total(reports)
+        if self.graphs is not None:
+            self.graphs.begin_step()
+        replays = self.graphs is not None and self.graphs.ready and not sampled
+        total = self._total(self._replay(batches) if replays else self._run(self.train_actions, batches))
         masked = batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
         result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
         self.fp8.end_step()
         self.fp8_records = self._gather_fp8_records() if sampled else []
         return self._loss(total), result
+
+    def _run(self, actions: Sequence[Action], batches: Sequence[Batch]) -> list[Tensor]:
+        """Forward and backward of micro-batches, of which the last is the step's last; their reports."""
+        return self.engine.run(
+            actions,
+            self._forward,
+            self.to_device(batches),
+            backward=True,
+            before_last_backward=self.gradients.start_overlap if self.config.parallel.overlap_grad_reduce else None,
+        )
+
+    def _replay(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """A step's micro-batches from CUDA graphs, but the last where its backward overlaps with reduction; reports."""
+        assert self.graphs is not None
+        overlaps = self.config.parallel.overlap_grad_reduce and self.parallel.data_context.size > 1
+        replayed = len(batches) - overlaps
+        reports = []
+        for i, batch in enumerate(batches[:replayed]):
+            parts = [getattr(batch, part.name) for part in fields(batch)]
+            reports.append(self.graphs.run(self._forward_and_backward, parts, first=i == 0).clone())
+        return reports + (self._run(self.last_actions, batches[replayed:]) if overlaps else [])
+
+    def _forward_and_backward(self, *parts: Any) -> Tensor:
+        """A micro-batch, given by the parts of its `Batch`, through a stage that is the whole model; its report."""
+        result = self._forward(None, Batch(*parts))
+        result.output.backward()
+        return result.report
 
     def _gather_fp8_records(self) -> list[Record]:
         """What was recorded in this step: by all stages on rank 0, nothing elsewhere."""

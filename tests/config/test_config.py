@@ -146,10 +146,47 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
             "fp8.first_blocks_bf16 = 3: with fp8.last_blocks_bf16 (1) all of model.num_layers (4): nothing is left for "
             "FP8; try at most 3 blocks in both together",
         ),
+        (
+            ["training.cuda_graphs=true", "device=cpu"],
+            1,
+            "training.cuda_graphs = True: device is cpu, which has no CUDA",
+        ),
+        (
+            ["training.cuda_graphs=true", "parallel.tensor=2"],
+            2,
+            "training.cuda_graphs = True: a graph holds no communication, and parallel.tensor is 2; try "
+            "parallel.tensor=1, or training.cuda_graphs=false",
+        ),
+        (
+            ["training.cuda_graphs=true", "parallel.pipeline=2"],
+            2,
+            "and parallel.pipeline is 2; try parallel.pipeline=1",
+        ),
+        (["training.cuda_graphs=true", "fp8.recipe=nvfp4"], 1, "the gradients of nvfp4 with the same noise"),
+        (
+            [
+                "training.cuda_graphs=true",
+                "fp8.recipe=custom",
+                'fp8.custom=[{layers: "*", input: current, weight: current, grad_output: nvfp4}]',
+            ],
+            1,
+            "the gradients of nvfp4 with the same noise in every step; try another fp8.recipe",
+        ),
+        (
+            ["training.cuda_graphs=true"],
+            8,
+            "over 8 data-parallel ranks a step has only one; try parallel.overlap_grad_reduce=false",
+        ),
     ],
 )
 def test_sections_against_each_other(tmp_path: Path, overrides: list[str], world_size: int, expected: str) -> None:
     assert expected in messages(write(tmp_path), *overrides, world_size=world_size)
+
+
+@pytest.mark.parametrize(("overrides", "world_size"), [([], 1), ([], 4), (["parallel.overlap_grad_reduce=false"], 8)])
+def test_what_cuda_graphs_can_do(tmp_path: Path, overrides: list[str], world_size: int) -> None:
+    config = load_config(write(tmp_path), ["training.cuda_graphs=true", "fp8.recipe=delayed", *overrides])
+    check_layout(config, world_size)
 
 
 def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:

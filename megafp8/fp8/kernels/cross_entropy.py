@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.fp8.kernels.arithmetic import readable
+from megafp8.fp8.kernels.arithmetic import ceil_div, readable
 
 BLOCK = 4096  # columns at a time: 16 a thread
 _WARPS = 8
@@ -113,7 +113,7 @@ def gradient_(
     n, columns = x_nv.shape
     if not x_nv.numel():
         return
-    blocks = triton.cdiv(columns, BLOCK)
+    blocks = ceil_div(columns, BLOCK)
     target = readable(x_nv)
     gradient_kernel[(n * blocks,)](
         target, labels_n, maximum_n, weight_n, dloss_n, blocks, columns, first, valid, BLOCK=BLOCK, num_warps=_WARPS,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.fp8.kernels.arithmetic import INTERPRETED, readable
+from megafp8.fp8.kernels.arithmetic import INTERPRETED, next_power_of_2, readable
 from megafp8.fp8.normalization import EXACT
 
 _PROGRAMS = 4 if INTERPRETED else 264  # two for each of an H200's 132 multiprocessors; measured
@@ -87,7 +87,7 @@ def statistics(
     rstd_r = torch.empty(r, dtype=torch.float32, device=x.device)
     mean_r = torch.empty_like(rstd_r) if centered else None
     if r:
-        width = triton.next_power_of_2(c)
+        width = next_power_of_2(c)
         statistics_kernel[(r,)](
             x, branch, total, rstd_r if mean_r is None else mean_r, rstd_r, c, eps, ADD=branch_rc is not None,
             CENTERED=centered, WIDTH=width, num_warps=_warps(width), enable_fp_fusion=False,
@@ -102,7 +102,7 @@ def backward(
     r, c = x_rc.shape
     dy, x, weight = readable(dy_rc), readable(x_rc), readable(weight_c)
     dx = torch.empty_like(x)
-    width, programs = triton.next_power_of_2(c), min(r, _PROGRAMS)
+    width, programs = next_power_of_2(c), min(r, _PROGRAMS)
     dweight_pc = torch.empty((programs, c), dtype=EXACT, device=x.device)
     dbias_pc = torch.empty_like(dweight_pc) if mean_r is not None else dweight_pc
     if r:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from megafp8.fp8.formats import Format
-from megafp8.fp8.kernels.arithmetic import INTERPRETED, readable
+from megafp8.fp8.kernels.arithmetic import INTERPRETED, ceil_div, readable
 from megafp8.fp8.kernels.cast import tile_kernel
 from megafp8.fp8.matrix import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Operand, Scaled
 from megafp8.fp8.scaling import scale_from_amax
@@ -43,6 +42,10 @@ _ROW_TILES = dict.fromkeys(("plain", "rmsnorm", "layernorm"), Tile(128, 128, 4))
 _ROW_TILES |= dict.fromkeys(("swiglu", "swiglu_grad", "gelu", "gelu_grad", "qkv_grad"), Tile(32, 128, 4))
 _AMAX_TILE = Tile(16, 256, 8)
 _SUM_TILE = Tile(32, 128, 4)
+_DEFAULTS: dict[str, Any] = {
+    "ROWS": False, "COLUMNS": False, "RECORD": False, "WORDS": False, "FORMAT": "e4m3", "FP8_MAX": 448.0,
+    "POWER_OF_TWO": False, "eps": 0.0,
+}  # fmt: skip
 _BLOCK_WARPS = {"plain": 4, "rmsnorm": 4, "layernorm": 4, "swiglu": 8, "swiglu_grad": 8, "gelu": 8, "gelu_grad": 8}
 
 
@@ -108,13 +111,9 @@ def _launch(source: Source, scales: str, outputs: tuple[Tensor, ...], tile: Tile
         tile = _tile(kind, scales)
     if half_head is not None:
         tile = Tile(_ELEMENTS // half_head, half_head, tile.warps)
-    defaults: dict[str, Any] = {
-        "ROWS": False, "COLUMNS": False, "RECORD": False, "WORDS": False, "FORMAT": "e4m3", "FP8_MAX": 448.0,
-        "POWER_OF_TWO": False, "eps": 0.0,
-    }  # fmt: skip
-    tile_kernel[(triton.cdiv(width, tile.columns), triton.cdiv(r, tile.rows))](
+    tile_kernel[(ceil_div(width, tile.columns), ceil_div(r, tile.rows))](
         *inputs, *outputs, r, width, r // 4, *heads, SOURCE=kind, SCALES=scales, INTERPRETED=INTERPRETED,
-        TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps, enable_fp_fusion=False, **defaults | options,
+        TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps, enable_fp_fusion=False, **_DEFAULTS | options,
     )  # fmt: skip
 
 
@@ -173,7 +172,7 @@ def raise_column_amax(source: Source, amax_c: Tensor) -> None:
 def column_sums(source: Source) -> Tensor:
     assert not isinstance(source, QKVGrad), "its tiles are of another size"
     r, c = source.shape
-    sums = torch.zeros((triton.cdiv(r, _SUM_TILE.rows), c), dtype=torch.float64, device=source.device)
+    sums = torch.zeros((ceil_div(r, _SUM_TILE.rows), c), dtype=torch.float64, device=source.device)
     if sums.numel():
         _launch(source, "sums", (sums,) * 6, _SUM_TILE)
     return sums.sum(dim=0).float()

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.fp8.kernels.arithmetic import readable
+from megafp8.fp8.kernels.arithmetic import ceil_div, next_power_of_2, readable
 
 _PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
 
@@ -67,10 +67,10 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
     if not qkv_sbc.numel():
         return qkv_sbc
     rows = s * b * heads
-    width = triton.next_power_of_2(half)
+    width = next_power_of_2(half)
     tile = max(1, _PAIRS // width)
     target = readable(qkv_sbc)
-    rotary_kernel[(triton.cdiv(rows, tile),)](
+    rotary_kernel[(ceil_div(rows, tile),)](
         target, cos, sin, cos.stride(0), cos.stride(1), rows, b, c, heads, D=d, ROWS=tile, HALF=width, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip

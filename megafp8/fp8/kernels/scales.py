@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.fp8.kernels.arithmetic import magnitude
+from megafp8.fp8.kernels.arithmetic import magnitude, next_power_of_2
 
 
 @triton.jit
@@ -74,5 +74,5 @@ def end_step_(
         return
     end_step_kernel[(t,)](
         history_tl, scale_t, fp8_max_t, length, 2.0**-margin, UPDATE=update, MOST_RECENT=algorithm == "most_recent",
-        POWER_OF_TWO=power_of_two, SLOTS=triton.next_power_of_2(length), num_warps=4, enable_fp_fusion=False,
+        POWER_OF_TWO=power_of_two, SLOTS=next_power_of_2(length), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
