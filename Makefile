@@ -26,7 +26,7 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 test: venv lint  ## lint and the whole CPU suite (under 15 minutes on 2 cores)
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n 2 --dist loadfile
 
 test-slow: venv  ## the tests too slow for every change
 	$(PY) -m pytest -q -m slow
