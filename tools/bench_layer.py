@@ -136,6 +136,7 @@ def measure_memory(layers: Layers, work: Work, before: int, num_layers: int, res
     """Fill in `peak_gib` and `kept_gib_per_layer`; `before`: bytes allocated before the variant was built."""
     device = work.x_sbh.device
     layers.zero_grad()
+    release()  # what is garbage already must not be collected while memory is counted
     torch.cuda.reset_peak_memory_stats(device)
     iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
     result.peak_gib = (torch.cuda.max_memory_allocated(device) - before) / 2**30

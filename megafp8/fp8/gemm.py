@@ -112,8 +112,10 @@ def _scaled_mm(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype, use_fast_accu
     pad_n, pad_k = -n % _ALIGNMENT, -k % _ALIGNMENT
     a_mk, b_nk = arranged(a_mk), arranged(b_nk)
     b_scale_inv = b_nk.scale_inv
-    if b_nk.granularity is not TENSOR:
-        b_scale_inv = (F.pad(b_scale_inv, (0, 0, 0, pad_n)) if b_nk.granularity is ROW else b_scale_inv).t()
+    if b_nk.granularity is ROW:
+        b_scale_inv = F.pad(b_scale_inv, (0, 0, 0, pad_n)).t()
+    elif b_nk.granularity is BLOCK_128X128:
+        b_scale_inv = b_scale_inv.t()
     y_mn = F.scaled_mm(
         _zero_pad(a_mk.data, 0, pad_k),
         _zero_pad(b_nk.data, pad_n, pad_k).t(),

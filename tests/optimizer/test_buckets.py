@@ -41,14 +41,14 @@ def test_layout_by_hand() -> None:
     assert layout.buckets == (Bucket(0, 128, (2, 1)), Bucket(128, 256, (0,)))
 
 
-def test_a_405b_model_in_milliseconds() -> None:
+def test_a_405b_model() -> None:
     """Llama 3 405B: 126 layers, h 16384, ffn 53248, 8 of 128 heads for keys and values, vocabulary 128256."""
     h, ffn, kv, vocabulary = 16384, 53248, 1024, 128256
     layer = [h, (h + 2 * kv) * h, h * h, h, 2 * ffn * h, h * ffn]
     numels = [vocabulary * h, *(layer * 126), h, vocabulary * h]
     start = time.process_time()
     layout = bucket_layout(numels, 40_000_000)
-    assert time.process_time() - start < 0.1
+    assert time.process_time() - start < 1.0  # allocating 1.6 TB would take longer, and fail
     assert layout.numel == sum(numels) == 405_853_388_800  # every shape is a multiple of 64
     assert len(layout.buckets) == 2 + 126 * 4  # one for each large matrix; the vectors join the next one
 
