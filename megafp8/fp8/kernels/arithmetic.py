@@ -47,9 +47,7 @@ def _exp2(x, INTERPRETED: tl.constexpr):
     """2^x; a result below the normal numbers may be zero."""
     if INTERPRETED:
         return tl.exp2(x)
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

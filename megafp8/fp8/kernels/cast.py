@@ -1,4 +1,4 @@
-"""Compute a tile, quantize it, write it both ways round: one kernel for every source and most granularities.
+"""Compute a tile, quantize it, write it both ways round: one kernel for every source and every granularity.
 
 Quantizing in plain PyTorch moves some thirty bytes for each element of a bf16 tensor: an amax, a copy to fp32, a
 product, a clamp, a cast, and later a transpose byte by byte. What must move is four: two bytes in, one out for the
@@ -12,6 +12,7 @@ What a tile is cast by is the other choice (`SCALES`):
     tensor    one factor; the tile's amax may be noted for a later step with one atomic
     current   one factor made of the amax
     vectors   a factor for each row of the rows and each row of the columns, made of their amaxes
+    1x128     a tile is 128 × 128, so it holds whole blocks of its rows and its columns: one pass
     128x128   a tile is a block
 Amaxes that must be known before (current, vectors) are `maxima`'s. An activation that needs two passes is computed
 twice from its inputs rather than stored in between: the same traffic, and no bf16 copy. The second pass goes backwards,
@@ -26,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megafp8.fp8.kernels.arithmetic import codes, codes_of_four, inverse_of, raise_to, scale_of
+from megafp8.fp8.kernels.arithmetic import codes, codes_of_four, inverse_of, magnitude_bits, raise_to, scale_of
 from megafp8.fp8.kernels.tiles import four, largest_of_four, place, store_columns, store_rows
 
 
@@ -60,7 +61,34 @@ def _vector(scale, amax, at, end, first, eps, FP8_MAX: tl.constexpr, POWER_OF_TW
 
 
 @triton.jit
-def _cast(y, rows, columns, scale, column_scale, amax, column_amax, i0, q, j0, j, r, quads, end, c, eps,
+def _block_rows(y, partner, scale, i0, i, j0, r, eps, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+                TILE_R: tl.constexpr):  # fmt: skip
+    """Factors of the rows of four tiles, made of the tiles and of `partner`, the other half of their blocks or
+    themselves. The reciprocals of a block column lie together."""
+    s0 = scale_of(_row_amaxes(y[0], partner[0]), FP8_MAX, eps, POWER_OF_TWO)
+    s1 = scale_of(_row_amaxes(y[1], partner[1]), FP8_MAX, eps, POWER_OF_TWO)
+    s2 = scale_of(_row_amaxes(y[2], partner[2]), FP8_MAX, eps, POWER_OF_TWO)
+    s3 = scale_of(_row_amaxes(y[3], partner[3]), FP8_MAX, eps, POWER_OF_TWO)
+    s = tl.join(tl.join(s0, s2), tl.join(s1, s3)).reshape(TILE_R)
+    ii = tl.arange(0, TILE_R)
+    tl.store(scale + (j0 // 128) * r + i0 + ii, inverse_of(s, POWER_OF_TWO), mask=i0 + ii < r)
+    return s0[:, None], s1[:, None], s2[:, None], s3[:, None]
+
+
+@triton.jit
+def _row_amaxes(y, partner):
+    return tl.max(tl.maximum(magnitude_bits(y), magnitude_bits(partner)), axis=1)
+
+
+@triton.jit
+def _block_columns(y, scale, i0, j0, j, end, c, eps, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    s = scale_of(tl.max(largest_of_four(y), axis=0), FP8_MAX, eps, POWER_OF_TWO)
+    tl.store(scale + (i0 // 128) * c + j0 + j, inverse_of(s, POWER_OF_TWO), mask=j0 + j < end)
+    return s[None, :]
+
+
+@triton.jit
+def _cast(y, partner, rows, columns, scale, column_scale, amax, column_amax, i0, q, j0, j, r, quads, end, c, eps,
           SCALES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RECORD: tl.constexpr, WORDS: tl.constexpr,
           FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr,
           TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
@@ -71,18 +99,28 @@ def _cast(y, rows, columns, scale, column_scale, amax, column_amax, i0, q, j0, j
     if SCALES == "none":
         for k in tl.static_range(4):
             store_rows(rows, y[k].to(rows.dtype.element_ty), i0, i + k, j0, j, r, end, c)
-    elif SCALES != "vectors":
-        s = _factor(y, scale, column_scale, amax, i0, j0, r, c, eps, SCALES, ROWS, COLUMNS, FP8_MAX, POWER_OF_TWO,
+    elif SCALES == "tensor" or SCALES == "current" or SCALES == "128x128":
+        t = _factor(y, scale, column_scale, amax, i0, j0, r, c, eps, SCALES, ROWS, COLUMNS, FP8_MAX, POWER_OF_TWO,
                     TILE_R, TILE_C)  # fmt: skip
+        s = (t, t, t, t)
     if SCALES != "none" and ROWS:
+        if SCALES == "1x128":
+            s = _block_rows(y, partner, scale, i0, i, j0, r, eps, FP8_MAX, POWER_OF_TWO, TILE_R)
+        elif SCALES == "vectors":
+            s = (
+                _vector(scale, amax, i0 + i, r, j0 == 0, eps, FP8_MAX, POWER_OF_TWO)[:, None],
+                _vector(scale, amax, i0 + i + 1, r, j0 == 0, eps, FP8_MAX, POWER_OF_TWO)[:, None],
+                _vector(scale, amax, i0 + i + 2, r, j0 == 0, eps, FP8_MAX, POWER_OF_TWO)[:, None],
+                _vector(scale, amax, i0 + i + 3, r, j0 == 0, eps, FP8_MAX, POWER_OF_TWO)[:, None],
+            )
         for k in tl.static_range(4):
-            if SCALES == "vectors":
-                s = _vector(scale, amax, i0 + i + k, r, j0 == 0, eps, FP8_MAX, POWER_OF_TWO)[:, None]
-            store_rows(rows, codes(y[k] * s, FORMAT, FP8_MAX, INTERPRETED), i0, i + k, j0, j, r, end, c)
+            store_rows(rows, codes(y[k] * s[k], FORMAT, FP8_MAX, INTERPRETED), i0, i + k, j0, j, r, end, c)
     if SCALES != "none" and COLUMNS:
-        if SCALES == "vectors":
-            s = _vector(column_scale, column_amax, j0 + j, end, i0 == 0, eps, FP8_MAX, POWER_OF_TWO)[None, :]
-        word = codes_of_four(y[0] * s, y[1] * s, y[2] * s, y[3] * s, FORMAT, FP8_MAX, INTERPRETED)
+        if SCALES == "1x128":
+            t = _block_columns(y, column_scale, i0, j0, j, end, c, eps, FP8_MAX, POWER_OF_TWO)
+        elif SCALES == "vectors":
+            t = _vector(column_scale, column_amax, j0 + j, end, i0 == 0, eps, FP8_MAX, POWER_OF_TWO)[None, :]
+        word = codes_of_four(y[0] * t, y[1] * t, y[2] * t, y[3] * t, FORMAT, FP8_MAX, INTERPRETED)
         store_columns(columns, word, i0, q, j0, j, r, quads, end, WORDS)
 
 
@@ -93,18 +131,22 @@ def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rows, columns
                 WORDS: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
                 INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
     """One tile of each part of the source."""
+    inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
+    heads = (a, g, b, stride_s, stride_b)
     across, down = tl.program_id(0), tl.program_id(1)
     if SCALES == "current" or SCALES == "vectors":
         across, down = tl.num_programs(0) - 1 - across, tl.num_programs(1) - 1 - down
     i0, j0 = down * TILE_R, across * TILE_C
     q, j = tl.arange(0, TILE_R // 4), tl.arange(0, TILE_C)
-    inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
-    y, y2 = four(inputs, i0, q, j0, j, r, c, (a, g, b, stride_s, stride_b), SOURCE, HALF, INTERPRETED)
+    y, y2 = four(inputs, i0, q, j0, j, r, c, heads, SOURCE, HALF, INTERPRETED)
     at, end, width = place(j0, c, 0, SOURCE, HALF)
-    _cast(y, rows, columns, scale, column_scale, amax, column_amax, i0, q, at, j, r, quads, end, width, eps, SCALES,
-          ROWS, COLUMNS, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R, TILE_C)  # fmt: skip
+    partner = y2 if SOURCE == "qkv_grad" else y
+    _cast(y, partner, rows, columns, scale, column_scale, amax, column_amax, i0, q, at, j, r, quads, end, width, eps,
+          SCALES, ROWS, COLUMNS, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R,
+          TILE_C)  # fmt: skip
     if SOURCE == "swiglu_grad" or SOURCE == "qkv_grad":
         at, end, width = place(j0, c, 1, SOURCE, HALF)
-        _cast(y2, rows, columns, scale, column_scale, amax, column_amax, i0, q, at, j, r, quads, end, width, eps,
-              SCALES, ROWS, COLUMNS, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R,
+        partner = y if SOURCE == "qkv_grad" else y2
+        _cast(y2, partner, rows, columns, scale, column_scale, amax, column_amax, i0, q, at, j, r, quads, end, width,
+              eps, SCALES, ROWS, COLUMNS, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R,
               TILE_C)  # fmt: skip

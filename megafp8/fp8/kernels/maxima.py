@@ -28,12 +28,12 @@ def maxima_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, of_all, of_
     y, y2 = computed(inputs, i0, i, j0, j, r, c, (a, g, b, stride_s, stride_b), SOURCE, HALF, INTERPRETED)
     bits = magnitude_bits(y)
     if COLUMNS:
-        at, end, width = place(j0, c, 0, SOURCE, HALF)
+        at, end, _ = place(j0, c, 0, SOURCE, HALF)
         raise_to(of_columns + at + j, tl.max(bits, axis=0), at + j < end)
     if SOURCE == "swiglu_grad" or SOURCE == "qkv_grad":
         bits2 = magnitude_bits(y2)
         if COLUMNS:
-            at, end, width = place(j0, c, 1, SOURCE, HALF)
+            at, end, _ = place(j0, c, 1, SOURCE, HALF)
             raise_to(of_columns + at + j, tl.max(bits2, axis=0), at + j < end)
         bits = tl.maximum(bits, bits2)
     if WHOLE:

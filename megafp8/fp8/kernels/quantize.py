@@ -1,4 +1,4 @@
-"""Launches of the tile kernel: the functions of `megafp8.fp8.plain`, with the same results bit for bit.
+"""Launches of the kernels: the functions of `megafp8.fp8.plain`, with the same results bit for bit.
 
 Shapes: r rows, c columns of the source.
 """
@@ -14,7 +14,6 @@ from torch import Tensor
 from megafp8.fp8.formats import Format
 from megafp8.fp8.kernels.arithmetic import INTERPRETED, readable
 from megafp8.fp8.kernels.cast import tile_kernel
-from megafp8.fp8.kernels.cast_blocks import block_kernel
 from megafp8.fp8.kernels.maxima import maxima_kernel
 from megafp8.fp8.matrix import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Operand, Scaled
 from megafp8.fp8.scaling import scale_from_amax
@@ -22,7 +21,8 @@ from megafp8.fp8.sources import Normalized, Plain, QKVGrad, Source, SwiGLU, SwiG
 
 
 class Tile(NamedTuple):
-    """Rows, columns and warps of a program; registers of a thread where there is a limit."""
+    """Rows, columns and warps of a program, and a limit on a thread's registers where more programs at a time are worth
+    it."""
 
     rows: int
     columns: int
@@ -30,39 +30,30 @@ class Tile(NamedTuple):
     registers: int | None = None
 
 
-# By pass and source. Measured on H200 (`tools/bench_casts.py --sweep`).
-_TILES = {
-    ("one factor", "plain"): Tile(128, 64, 4),
-    ("one factor", "rmsnorm"): Tile(128, 64, 4),
-    ("one factor", "layernorm"): Tile(128, 64, 4),
-    ("one factor", "swiglu"): Tile(32, 128, 4),
-    ("one factor", "swiglu_grad"): Tile(32, 128, 4),
-    ("one factor", "qkv_grad"): Tile(64, 64, 4),
-    ("amax", "plain"): Tile(64, 256, 8),
-    ("amax", "rmsnorm"): Tile(64, 256, 8),
-    ("amax", "layernorm"): Tile(64, 256, 8),
-    ("amax", "swiglu"): Tile(32, 128, 4),
-    ("amax", "swiglu_grad"): Tile(32, 128, 4),
-    ("amax", "qkv_grad"): Tile(32, 64, 4),
-    ("maxima", "plain"): Tile(128, 128, 4),
-    ("maxima", "rmsnorm"): Tile(128, 128, 4),
-    ("maxima", "layernorm"): Tile(128, 128, 4),
-    ("maxima", "swiglu"): Tile(64, 128, 4),
-    ("maxima", "swiglu_grad"): Tile(64, 128, 4),
-    ("maxima", "qkv_grad"): Tile(64, 64, 4),
-    ("vectors", "plain"): Tile(128, 128, 4),
-    ("vectors", "rmsnorm"): Tile(128, 128, 4),
-    ("vectors", "layernorm"): Tile(128, 128, 4),
-    ("vectors", "swiglu"): Tile(32, 128, 4),
-    ("vectors", "swiglu_grad"): Tile(32, 128, 4),
-    ("vectors", "qkv_grad"): Tile(64, 64, 4),
-    ("128x128", "plain"): Tile(128, 128, 8),
-    ("128x128", "rmsnorm"): Tile(128, 128, 8),
-    ("128x128", "layernorm"): Tile(128, 128, 8),
-    ("128x128", "swiglu"): Tile(128, 128, 8),
-    ("128x128", "swiglu_grad"): Tile(128, 128, 16),
+def _of_matrices(tile: Tile, **others: Tile) -> dict[str, Tile]:
+    return dict.fromkeys(("plain", "rmsnorm", "layernorm"), tile) | others
+
+
+# By pass, then by the source's name in the kernels. Measured on H200 (`tools/bench_casts.py --sweep`). A head's columns
+# are at most half a head.
+TILES = {
+    "one factor": _of_matrices(
+        Tile(128, 64, 4), swiglu=Tile(64, 128, 8), swiglu_grad=Tile(64, 64, 4), qkv_grad=Tile(32, 64, 4)
+    ),
+    "amax": _of_matrices(
+        Tile(64, 256, 8), swiglu=Tile(32, 256, 8), swiglu_grad=Tile(32, 128, 4), qkv_grad=Tile(32, 64, 4)
+    ),
+    "maxima": _of_matrices(
+        Tile(128, 64, 4), swiglu=Tile(128, 64, 4), swiglu_grad=Tile(256, 64, 4), qkv_grad=Tile(128, 64, 4)
+    ),
+    "vectors": _of_matrices(
+        Tile(64, 128, 4), swiglu=Tile(64, 128, 8), swiglu_grad=Tile(32, 128, 4), qkv_grad=Tile(64, 64, 4)
+    ),
+    "1x128": _of_matrices(
+        Tile(128, 128, 8, 128), swiglu=Tile(128, 128, 8, 128), swiglu_grad=Tile(128, 128, 8), qkv_grad=Tile(128, 64, 4)
+    ),
+    "128x128": _of_matrices(Tile(128, 128, 8), swiglu=Tile(128, 128, 8), swiglu_grad=Tile(128, 128, 16)),
 }
-_STRIPS = {"plain": (32, 32, 4, 4, 1)}
 
 
 class _Inputs(NamedTuple):
@@ -100,29 +91,26 @@ def _inputs(source: Source) -> _Inputs:
     return _Inputs(source.kind, (x,) * 6, c)
 
 
-def _launch(kernel: Any, source: Source, tile: Tile, outputs: tuple[Tensor, ...], *numbers: Any, **options: Any) -> None:
-    """`outputs`: the kernel's pointers behind those of the source; any tensor where one is not used."""
-    kind, inputs, width, heads, half_head = _inputs(source)
+def _launch(kernel: Any, what: str, source: Source, outputs: tuple[Tensor, ...], *numbers: Any, **options: Any) -> None:
+    """Launch `kernel` on tiles for the pass `what`. `outputs`: its pointers behind those of the source; any tensor
+    where one is not used. `numbers`: its arguments behind the source's."""
+    if isinstance(source, QKVGrad) and source.dq_sbad.shape[3] & (source.dq_sbad.shape[3] - 1):
+        source = Plain(source.values())  # tiles are powers of two wide, and this head is not
+    kind, inputs, width, heads, half = _inputs(source)
     r = source.shape[0]
+    tile = TILES[what][kind]
+    columns = min(tile.columns, half) if half else tile.columns
     limit = {} if tile.registers is None else {"maxnreg": tile.registers}
-    kernel[(triton.cdiv(width, tile.columns), triton.cdiv(r, tile.rows))](
-        *inputs, *outputs, r, width, *heads, *numbers, SOURCE=kind, HALF=half_head, INTERPRETED=INTERPRETED,
-        num_warps=tile.warps, enable_fp_fusion=False, **options, **limit,
+    kernel[(triton.cdiv(width, columns), triton.cdiv(r, tile.rows))](
+        *inputs, *outputs, r, width, *heads, *numbers, SOURCE=kind, HALF=half, INTERPRETED=INTERPRETED,
+        TILE_R=tile.rows, TILE_C=columns, num_warps=tile.warps, enable_fp_fusion=False, **options, **limit,
     )  # fmt: skip
 
 
-def _launch_tiles(kernel: Any, what: str, source: Source, outputs: tuple[Tensor, ...], *numbers: Any, **options: Any) -> None:
-    if isinstance(source, QKVGrad) and source.dq_sbad.shape[3] & (source.dq_sbad.shape[3] - 1):
-        source = Plain(source.values())  # tiles are powers of two wide, and this head is not
-    kind, _, _, _, half = _inputs(source)
-    tile = _TILES[what, kind]
-    if half:
-        tile = tile._replace(columns=half)
-    _launch(kernel, source, tile, outputs, *numbers, TILE_R=tile.rows, TILE_C=tile.columns, **options)
-
-
-def _cast(source: Source, scales: str, fmt: Format, outputs: tuple[Tensor, ...], rows: Tensor | None,
-          columns: Tensor | None, *, record: bool = False, power_of_two: bool = False, eps: float = 0.0) -> None:  # fmt: skip
+def _cast(
+    source: Source, scales: str, fmt: Format, outputs: tuple[Tensor, ...], rows: Tensor | None,
+    columns: Tensor | None, *, record: bool = False, power_of_two: bool = False, eps: float = 0.0,
+) -> None:  # fmt: skip
     """Launch a cast. `outputs`: scale, column scale, amax, column amax."""
     if 0 in source.shape:
         return
@@ -130,17 +118,11 @@ def _cast(source: Source, scales: str, fmt: Format, outputs: tuple[Tensor, ...],
     by_rows = None if rows is None else rows.view(torch.uint8)
     by_columns = None if columns is None else columns.view(torch.int32 if words else torch.uint8)
     codes = (outputs[0] if by_rows is None else by_rows, outputs[0] if by_columns is None else by_columns)
-    options = dict(ROWS=rows is not None, COLUMNS=columns is not None, WORDS=words, FORMAT=fmt.name,
-        FP8_MAX=fmt.max, POWER_OF_TWO=power_of_two)
-    if scales == "1x128":
-        kind = _inputs(source).kind
-        strip_r, strip_c, warps, vector, unroll, *limit = _STRIPS.get(kind, _STRIPS["plain"])
-        _launch(block_kernel, source, Tile(128, 64 if kind == "qkv_grad" else 128, warps, *limit), codes + outputs[:2], source.shape[0] // 4, eps,
-            STRIP_R=strip_r, STRIP_C=strip_c, VECTOR=vector, UNROLL=unroll, **options)
-        return
-    _launch_tiles(
-        tile_kernel, "one factor" if scales in ("tensor", "current") else scales, source, codes + outputs, source.shape[0] // 4, eps, SCALES=scales,
-        RECORD=record, **options)
+    _launch(
+        tile_kernel, "one factor" if scales in ("tensor", "current") else scales, source, codes + outputs,
+        source.shape[0] // 4, eps, SCALES=scales, ROWS=rows is not None, COLUMNS=columns is not None, RECORD=record,
+        WORDS=words, FORMAT=fmt.name, FP8_MAX=fmt.max, POWER_OF_TWO=power_of_two,
+    )  # fmt: skip
 
 
 def _empty(source: Source, fmt: Format, rows: bool, columns: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -164,7 +146,7 @@ def _operand(
 def materialize(source: Source) -> Tensor:
     values = torch.empty(source.shape, dtype=source.dtype, device=source.device)
     if values.numel():
-        _launch_tiles(
+        _launch(
             tile_kernel, "one factor", source, (values,) * 6, 0, 0.0, SCALES="none", ROWS=True, COLUMNS=False,
             RECORD=False, WORDS=False, FORMAT="e4m3", FP8_MAX=448.0, POWER_OF_TWO=False,
         )  # fmt: skip
@@ -175,7 +157,7 @@ def amax(source: Source) -> Tensor:
     result = torch.zeros((), dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
         outputs = (result.view(torch.int32),) * 3
-        _launch_tiles(maxima_kernel, "amax", source, outputs, WHOLE=True, ROWS=False, COLUMNS=False)
+        _launch(maxima_kernel, "amax", source, outputs, WHOLE=True, ROWS=False, COLUMNS=False)
     return result
 
 
@@ -209,8 +191,8 @@ def cast_rows(source: Source, fmt: Format, *, rows: bool, columns: bool, power_o
     if 0 in source.shape:
         inverse = scale_from_amax(maxima, fmt.max, eps=eps, power_of_two=power_of_two).reciprocal()
     else:
-        outputs = (bits, bits, bits[start:])
-        _launch_tiles(maxima_kernel, "maxima", source, outputs, WHOLE=False, ROWS=rows, COLUMNS=columns)
+        of = (bits, bits, bits[start:])
+        _launch(maxima_kernel, "maxima", source, of, WHOLE=False, ROWS=rows, COLUMNS=columns)
     outputs = (inverse, inverse[start:], bits, bits[start:])
     _cast(source, "vectors", fmt, outputs, by_rows, by_columns, power_of_two=power_of_two, eps=eps)
     return _operand(by_rows, by_columns, inverse[:r].unsqueeze(-1), inverse[start:].unsqueeze(-1), ROW)
@@ -223,7 +205,7 @@ def cast_1x128(source: Source, fmt: Format, *, rows: bool, columns: bool, power_
     scale_inv = torch.empty((-(-c // 128), r), dtype=torch.float32, device=source.device)
     column_scale_inv = torch.empty((-(-r // 128), c), dtype=torch.float32, device=source.device)
     outputs = (scale_inv, column_scale_inv, scale_inv, scale_inv)
-    _cast(_whole_blocks(source, True), "1x128", fmt, outputs, by_rows, by_columns,
+    _cast(_whole_blocks(source, head=128), "1x128", fmt, outputs, by_rows, by_columns,
           power_of_two=power_of_two, eps=eps)  # fmt: skip
     return _operand(by_rows, by_columns, scale_inv.t(), column_scale_inv.t(), BLOCK_1X128)
 
@@ -236,13 +218,13 @@ def cast_128x128(source: Source, fmt: Format, *, rows: bool, columns: bool, powe
     scale_inv = torch.empty((down, across + -across % 4), dtype=torch.float32, device=source.device)
     column_scale_inv = torch.empty((across, down + -down % 4), dtype=torch.float32, device=source.device)
     outputs = (scale_inv, column_scale_inv, scale_inv, scale_inv)
-    _cast(_whole_blocks(source), "128x128", fmt, outputs, by_rows, by_columns,
+    _cast(_whole_blocks(source, head=None), "128x128", fmt, outputs, by_rows, by_columns,
           power_of_two=power_of_two, eps=eps)  # fmt: skip
     return _operand(by_rows, by_columns, scale_inv[:, :across], column_scale_inv[:, :down], BLOCK_128X128)
 
 
-def _whole_blocks(source: Source, one_row: bool = False) -> Source:
-    """`source`, or its values where its two parts would share a block."""
-    qkv = isinstance(source, QKVGrad) and not (one_row and source.dq_sbad.shape[3] == 128)
-    split = qkv or (isinstance(source, SwiGLUGrad) and source.shape[1] % 256)
+def _whole_blocks(source: Source, *, head: int | None) -> Source:
+    """`source`, or its values where its two parts would share a block; those of a head `head` wide may."""
+    split = isinstance(source, SwiGLUGrad) and source.shape[1] % 256
+    split = split or (isinstance(source, QKVGrad) and source.dq_sbad.shape[3] != head)
     return Plain(source.values()) if split else source

@@ -101,10 +101,13 @@ def test_a_factor_a_block(shape: tuple[int, int], kind: str, cast: str, options:
         same(actual, getattr(plain, cast)(source, E4M3, **wanted, **options))
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 3, 1, 8), (17, 1, 2, 2, 32), (4, 3, 4, 1, 6), (0, 1, 1, 1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 2, 3, 1, 8), (17, 1, 2, 2, 32), (4, 3, 4, 1, 6), (132, 1, 1, 1, 128), (0, 1, 1, 1, 4)], ids=str
+)
 @pytest.mark.parametrize("own_angles", [False, True])
 def test_gradient_of_qkv(shape: tuple[int, ...], own_angles: bool) -> None:
-    """Heads of q, k and v gathered, turned back and cast; a head of 6 fits no tile and takes the plain way."""
+    """Heads of q, k and v gathered, turned back and cast. A head of 6 fits no tile and takes the plain way; only one of
+    128 is a block wide."""
     s, b, a, g, d = shape
     dq, dk, dv = (noise(s, b, heads, d, seed=i) for i, heads in enumerate((a, g, g)))
     angles = noise(s, b if own_angles else 1, 1, d // 2, seed=3)
