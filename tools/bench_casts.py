@@ -2,7 +2,7 @@
 
 Bytes are those that must move: each input once a pass, each output once. `--sweep` tries tiles for each pass of each
 cast, the other's left as it is, and prints the best; without it the tiles of `megafp8.fp8.kernels.quantize` are
-measured. A pass that only reads also writes back what the cache held before: some 10 µs, which small matrices feel.
+measured. A pass that only reads probably also waits for what the cache held before to be written back: some 10 µs.
 
 Shapes: m tokens; those of a Llama-3-8B layer at 8192 tokens.
 """

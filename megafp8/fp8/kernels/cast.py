@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from megafp8.fp8.kernels.arithmetic import codes, codes_of_four, inverse_of, magnitude_bits, raise_to, scale_of
-from megafp8.fp8.kernels.tiles import four, largest_of_four, place, store_columns, store_rows
+from megafp8.fp8.kernels.tiles import column_maxima, four, largest_of_four, place, store_columns, store_rows
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _row_amaxes(y, partner):
 
 @triton.jit
 def _block_columns(y, scale, i0, j0, j, end, c, eps, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    s = scale_of(tl.max(largest_of_four(y), axis=0), FP8_MAX, eps, POWER_OF_TWO)
+    s = scale_of(column_maxima(largest_of_four(y), 16), FP8_MAX, eps, POWER_OF_TWO)
     tl.store(scale + (i0 // 128) * c + j0 + j, inverse_of(s, POWER_OF_TWO), mask=j0 + j < end)
     return s[None, :]
 

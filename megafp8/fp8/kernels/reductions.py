@@ -4,8 +4,9 @@ Nothing is stored but a few numbers, so a program takes a tile as it lies in mem
 
 Sums are float64 and stored tile by tile; who adds them up rounds once.
 
-Maxima, of the whole or of all rows and all columns, are raised in memory by atomics. They are integers, the bits of fp32 without a sign, whose order is that of the
-numbers and in which a NaN is above infinity: no NaN is lost, and an atomic is one instruction.
+Maxima, of the whole or of all rows and all columns, are raised in memory by atomics. They are integers, the bits of
+fp32 without a sign, whose order is that of the numbers and in which a NaN is above infinity: no NaN is lost, and an
+atomic is one instruction.
 
 Shapes: r rows, c columns of a part of the source.
 """
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 
 from megafp8.fp8.kernels.arithmetic import magnitude_bits, raise_to
-from megafp8.fp8.kernels.tiles import computed, place
+from megafp8.fp8.kernels.tiles import column_maxima, computed, place
 
 
 @triton.jit
@@ -32,12 +33,12 @@ def maxima_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, of_all, of_
     bits = magnitude_bits(y)
     if COLUMNS:
         at, end, _ = place(j0, c, 0, SOURCE, HALF)
-        raise_to(of_columns + at + j, tl.max(bits, axis=0), at + j < end)
+        raise_to(of_columns + at + j, column_maxima(bits, 8), at + j < end)
     if SOURCE == "swiglu_grad" or SOURCE == "qkv_grad":
         bits2 = magnitude_bits(y2)
         if COLUMNS:
             at, end, _ = place(j0, c, 1, SOURCE, HALF)
-            raise_to(of_columns + at + j, tl.max(bits2, axis=0), at + j < end)
+            raise_to(of_columns + at + j, column_maxima(bits2, 8), at + j < end)
         bits = tl.maximum(bits, bits2)
     if WHOLE:
         raise_to(of_all, tl.max(bits), None)

@@ -134,6 +134,18 @@ def largest_of_four(y):
 
 
 @triton.jit
+def column_maxima(bits, WIDE: tl.constexpr):
+    """The largest of each column. A thread holds WIDE neighbouring columns, and warps exchange through shared memory,
+    where the lanes' columns, WIDE apart, would all meet in one bank: so columns are renamed, which moves nothing, until
+    neighbours belong to neighbouring lanes."""
+    ROWS: tl.constexpr = bits.shape[0]
+    COLUMNS: tl.constexpr = bits.shape[1]
+    LANES: tl.constexpr = COLUMNS // WIDE if COLUMNS > WIDE else 1
+    renamed = bits.reshape(ROWS, LANES, COLUMNS // LANES).trans(0, 2, 1).reshape(ROWS, COLUMNS)
+    return tl.max(renamed, axis=0).reshape(COLUMNS // LANES, LANES).trans(1, 0).reshape(COLUMNS)
+
+
+@triton.jit
 def store_rows(rows, values, i0, i, j0, j, r, end, c):
     """Rows i0 + i of a row-major matrix of c columns, as far as column `end`."""
     inside = (i0 + i < r)[:, None] & (j0 + j < end)[None, :]
