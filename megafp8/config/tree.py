@@ -142,8 +142,8 @@ class Fp8Config(Section):
     recipe: Literal["none", "delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4", "custom"] = "none"
     """none; delayed: scales from the amax history; current: scale from the tensor itself; rowwise: a scale for each row
     of each operand; blockwise: for each 128 neighbours, and each 128 × 128 weights; static: scales given or calibrated;
-    mxfp8: a power of two for each 32 neighbours, emulated; nvfp4: four bits, a scale for each 16 neighbours, emulated;
-    custom: by layer and operand."""
+    mxfp8: a power of two for each 32 neighbours; nvfp4: four bits, a scale for each 16 neighbours; both emulated but on
+    Blackwell, where they have not been run yet; custom: by layer and operand."""
     format: Literal["hybrid", "e4m3"] | None = None
     """hybrid: E4M3 forward, E5M2 gradients; e4m3: E4M3 everywhere. Default: hybrid for delayed, current and static,
     else e4m3."""

@@ -282,9 +282,10 @@ class _Fp8LinearFunction(Function):
         if needs_dw and high.wgrad:
             kept_x = (_matrix(x),)
         elif needs_dw:
-            kept_x = tuple(_columns(x8)[:2])
+            x_km = _columns(x8)
+            kept_x = (x_km.data, x_km.scale_inv, x_km.tensor_scale)
             assert x8 is not None
-            ctx.granularity, ctx.columns_group = _columns(x8).granularity, x8.columns_group
+            ctx.granularity, ctx.columns_group = x_km.granularity, x8.columns_group
         ctx.save_for_backward(weight if needs_dx and high.dgrad else None, *kept_x)
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
         ctx.op, ctx.w8, ctx.grad_slot = op, w8, grad_slot
@@ -305,7 +306,8 @@ class _Fp8LinearFunction(Function):
         dx: Tensor | None = None
         dw: Tensor | None = None
         if dw_in_fp8:  # under way until wgrad
-            x_km = gather_columns(Scaled(kept_x[0], kept_x[1], ctx.granularity), ctx.columns_group)
+            codes, factors, tensor_scale = kept_x
+            x_km = gather_columns(Scaled(codes, factors, ctx.granularity, tensor_scale), ctx.columns_group)
         dy8: Operand | None = None if ctx.grad_slot is None else ctx.grad_slot.take()
         if dy8 is None and (dx_in_fp8 or dw_in_fp8):
             dy8 = op.quantizers.grad_output(Plain(_matrix(dy)), rows=dx_in_fp8, columns=dw_in_fp8)
