@@ -118,6 +118,12 @@ class ParallelConfig(Section):
     """Reduce gradients over data parallelism while the backward pass still runs."""
     bucket_mib: PositiveFloat = 160.0
     """Smallest gradient bucket that is reduced at once, in MiB of fp32."""
+    zero: Literal[0, 1] = 0
+    """ZeRO stage. 1: each data-parallel rank keeps master weights and Adam state of an equal share of the parameters
+    alone, updates those and gathers the rest (Megatron-LM's distributed optimizer). The same losses and the same
+    traffic; 12 bytes a parameter become 12 / data-parallel size."""
+    overlap_param_gather: bool = True
+    """With zero 1: gather updated parameters while the next forward pass already runs."""
 
 
 OperandRecipe = Literal["delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4"]

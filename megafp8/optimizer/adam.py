@@ -9,7 +9,10 @@ that is installed. Both are ordinary torch optimizers over the masters; the grad
 gradient buffer, and never move. Masters and moments exist from the start rather than from the first step, so a
 checkpoint always has a place to load into.
 
-Memory: 12 bytes a parameter (8 where the parameter is fp32), on top of the model and its fp32 gradients.
+It works on fragments: flat runs of elements of the parameters, whose state alone exists here. A fragment is a whole
+parameter, or under ZeRO what this rank owns of it; Adam works on single elements and cannot tell.
+
+Memory: 12 bytes an element (8 where the parameter is fp32), on top of the model and its fp32 gradients.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from megafp8.optimizer.grad_buffer import main_grad_of
-from megafp8.sharding import spec_of
+from megafp8.optimizer.grad_buffer import gradient_of
+from megafp8.sharding import Fragment, spec_of
 
 
 def _apex_fused_adam() -> tuple[type[Optimizer] | None, str]:
@@ -50,7 +53,7 @@ def choose_adam(device: torch.device) -> tuple[type[Optimizer], str]:
 
 
 class MixedPrecisionAdamW:
-    """AdamW (Loshchilov & Hutter 2019) over `params`, which must already be in a `GradBuffer`.
+    """AdamW (Loshchilov & Hutter 2019) over `fragments`, at most one of each parameter, as a `GradBuffer` gives them.
 
     `weight_decay` holds for parameters whose `spec.weight_decay` is set; the others (norms, biases) have none. `reason`
     says in one line which implementation runs and why; `step_count` is the number of updates made so far.
@@ -58,22 +61,24 @@ class MixedPrecisionAdamW:
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
+        fragments: Sequence[Fragment],
         *,
+        device: torch.device,
         weight_decay: float,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
-        assert params
-        self._masters = {param: self._make_master(param) for param in params}
-        self._low_precision: list[Tensor] = [param for param in params if param.dtype != torch.float32]
-        self._their_masters = [master for param, master in self._masters.items() if param.dtype != torch.float32]
-        implementation, self.reason = choose_adam(params[0].device)
+        self.fragments = list(fragments)
+        self._masters = {fragment.param: self._make_master(fragment) for fragment in fragments}
+        low_precision = [fragment for fragment in fragments if fragment.param.dtype != torch.float32]
+        self._low_precision = [fragment.of(fragment.param.detach()) for fragment in low_precision]
+        self._their_masters = [self._masters[fragment.param] for fragment in low_precision]
+        implementation, self.reason = choose_adam(device)
         self._apex = implementation is not AdamW
         groups = [
             {"params": masters, "weight_decay": weight_decay if decays else 0.0, "decays": decays}
             for decays in (True, False)
-            if (masters := [self._masters[param] for param in params if spec_of(param).weight_decay is decays])
+            for masters in [[m for param, m in self._masters.items() if spec_of(param).weight_decay is decays]]
         ]
         options: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps}
         options |= {"adam_w_mode": True} if self._apex else {"fused": True}
@@ -83,10 +88,10 @@ class MixedPrecisionAdamW:
         self.step_count = 0
 
     @staticmethod
-    def _make_master(param: nn.Parameter) -> Tensor:
+    def _make_master(fragment: Fragment) -> Tensor:
         """An fp32 tensor for the optimizer to update; it shares the memory of a parameter that is fp32 already."""
-        master = param.detach().float()
-        master.grad = main_grad_of(param)
+        master = fragment.of(fragment.param.detach()).float()
+        master.grad = gradient_of(fragment)
         return master
 
     @property
@@ -106,7 +111,7 @@ class MixedPrecisionAdamW:
                 self._adam.state[master]["step"] = step
 
     def state_tensors(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """The fp32 state of `param`, each tensor shaped like it: `exp_avg`, `exp_avg_sq`, and `master` if separate.
+        """The fp32 state of the fragment of `param`, flat: `exp_avg`, `exp_avg_sq`, and `master` if separate.
 
         These are the live tensors: a checkpoint loads into them in place, then calls `copy_masters_to_params`.
         """
@@ -115,9 +120,17 @@ class MixedPrecisionAdamW:
         state = {"exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
         return state if param.dtype == torch.float32 else {"master": master, **state}
 
+    def state(self) -> dict[str, list[tuple[Fragment, Tensor]]]:
+        """`state_tensors` of all fragments, by their names."""
+        found: dict[str, list[tuple[Fragment, Tensor]]] = {}
+        for fragment in self.fragments:
+            for key, tensor in self.state_tensors(fragment.param).items():
+                found.setdefault(key, []).append((fragment, tensor))
+        return found
+
     @torch.no_grad()
     def copy_masters_to_params(self) -> None:
-        """Round the masters into the model's parameters."""
+        """Round the masters into the model's parameters, as far as the fragments go."""
         if self._low_precision:
             torch._foreach_copy_(self._low_precision, self._their_masters)
 

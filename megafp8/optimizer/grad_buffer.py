@@ -17,6 +17,11 @@ buckets in another order, or leave a layer unused that its peers use, starting t
 unrelated gradients. The price is that one late parameter delays the buckets behind it.
 
 Gradients are summed, not averaged: the loss has been divided by the global number of tokens.
+
+*Sharded* (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054; Megatron-LM's distributed optimizer). A rank that
+updates only a share of the parameters needs only that share of the sums. Then each bucket is reduce-scattered, half the
+traffic, in place: the sum lands in the rank's own slice of the bucket (`owned`; in terms of parameters `fragments`),
+and the other slices keep what is of no more use. Unsharded is the same with one slice, the bucket.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8 import collectives
 from megafp8.optimizer.buckets import bucket_layout
-from megafp8.sharding import spec_of
+from megafp8.sharding import Fragment, spec_of
 
 
 class GradSink:
@@ -57,11 +62,19 @@ def main_grad_of(param: nn.Parameter) -> Tensor:
     return grad
 
 
+def gradient_of(fragment: Fragment) -> Tensor:
+    """The fp32 gradient of a fragment, flat."""
+    return fragment.of(main_grad_of(fragment.param))
+
+
 class GradBuffer:
     """The gradients of `params`, given in forward order and all on `device`.
 
     Gives every parameter `main_grad` (fp32 view of the buffer, shaped like the parameter) and `grad_sink` (`GradSink`).
     `flat` is the whole buffer, padding included. `bucket_elements`: fp32 elements of a bucket (see `bucket_layout`).
+
+    `sharded`: each rank of the group gets its share of the sums alone. `alone`: parameters that lie in buckets of their
+    own. `owned`: the views of `flat` that hold sums after `finish`; `fragments`: which elements of which parameters.
 
     One step: `zero`, the backward passes with `start_overlap` at any point among them (or never), `finish`.
     """
@@ -73,12 +86,22 @@ class GradBuffer:
         data_parallel_group: ProcessGroup | None,
         bucket_elements: int,
         device: torch.device,
+        sharded: bool = False,
+        alone: Sequence[nn.Parameter] = (),
     ) -> None:
         assert len({id(p) for p in params}) == len(params), "a tied parameter belongs into the list once"
         self.params = list(params)
-        self.layout = bucket_layout([p.numel() for p in params], bucket_elements)
+        self.layout = bucket_layout(
+            [p.numel() for p in params],
+            bucket_elements,
+            ranks=collectives.size(data_parallel_group) if sharded else 1,
+            alone=[i for i, param in enumerate(params) if any(param is other for other in alone)],
+        )
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         self._group = data_parallel_group
+        self._rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
+        self.owned = [self.flat[own.start : own.end] for own in self.layout.owned(self._rank)]
+        self.fragments = [Fragment(self.params[r.param], r.start, r.end) for r in self.layout.runs(self._rank)]
         self._bucket_of = {i: b for b, bucket in enumerate(self.layout.buckets) for i in bucket.params}
         self._works: list[collectives.Work] = []
         self._started = 0  # buckets [0, _started) are being, or have been, reduced
@@ -128,7 +151,7 @@ class GradBuffer:
         self._overlap = True
 
     def finish(self) -> None:
-        """Start what is not started yet and wait until `flat` holds the sum over the data-parallel group."""
+        """Start what is not started yet and wait until `owned` holds the sums over the data-parallel group."""
         while self._started < len(self.layout.buckets):
             self._start_next()
         for work in self._works:
@@ -152,5 +175,9 @@ class GradBuffer:
 
     def _start_next(self) -> None:
         bucket = self.layout.buckets[self._started]
-        self._works.append(collectives.all_reduce_async(self.flat[bucket.start : bucket.end], self._group))
+        sums = self.flat[bucket.start : bucket.end]
+        if self.layout.ranks > 1:
+            self._works.append(collectives.reduce_scatter_in_place_async(sums, self._group))
+        else:
+            self._works.append(collectives.all_reduce_async(sums, self._group))
         self._started += 1

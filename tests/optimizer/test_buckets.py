@@ -128,7 +128,7 @@ def test_shards_of_a_405b_model(tensor: int, layers: int, ranks: int) -> None:
     for found in runs:
         owned = sum(run.end - run.start for run in found)
         assert layout.numel // ranks - 64 * ranks * len(layout.buckets) <= owned <= layout.numel // ranks
-    # Nobody has more than 1.001 of an equal share (so layout.numel says); padding is at the end and spares the last rank.
+    # So nobody has more than 1.001 of an equal share; padding is at the end of a bucket and spares the last rank.
     covered = sum(run.end - run.start for rank in range(ranks) for run in layout.runs(rank)) if ranks < 100 else None
     assert covered in (sum(numels), None)
 

@@ -23,7 +23,7 @@ def _optimizer_step(params: Any, group: Any, weight_decay: float, max_norm: floa
     buffer = GradBuffer(params, data_parallel_group=group, bucket_elements=100, device=params[0].device)
     return OptimizerStep(
         buffer,
-        MixedPrecisionAdamW(params, weight_decay=weight_decay),
+        MixedPrecisionAdamW(buffer.fragments, device=buffer.flat.device, weight_decay=weight_decay),
         tensor_group=None,
         model_group=None,
         embedding_group=None,
@@ -132,9 +132,10 @@ def test_nothing_waits_for_the_device_before_the_norm() -> None:
         for param in params:
             param.grad_sink(torch.ones(64, 64, dtype=torch.bfloat16, device="cuda"))  # type: ignore[attr-defined]
         step.buffer.finish()
-        finalize_gradients(params, tensor_group=None, embedding_group=None, shared_params=[])
-        norm = global_norm(params, tensor_group=None, model_group=None)
-        clip_(step.buffer.flat, norm, 1.0)
+        fragments, device = step.buffer.fragments, step.buffer.flat.device
+        finalize_gradients(fragments, tensor_group=None, embedding_group=None, shared_params=[])
+        norm = global_norm(fragments, tensor_group=None, model_group=None, device=device)
+        clip_(step.buffer.owned, norm, 1.0)
         step.optimizer.step(0.1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
