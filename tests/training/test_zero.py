@@ -27,7 +27,7 @@ from tests.training.test_cuda_graphs import Curve, StandIn, batches, config
 from tests.world import World
 
 STEPS = 8
-FEW_ELEMENTS = 0.05  # MiB of a bucket: some ten buckets
+SMALL_BUCKET = 0.05  # MiB, which makes some ten buckets
 CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "dp2": (2, {}),
     "dp2-tied": (2, {"model": {"tie_embeddings": True}}),
@@ -43,14 +43,21 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "tp2-dp2-tied": (4, {"parallel": {"tensor": 2, "sequence_parallel": False}, "model": {"tie_embeddings": True}}),
     "pp2-dp2": (4, {"parallel": {"pipeline": 2}}),
     "pp2-dp2-tied": (4, {"parallel": {"pipeline": 2}, "model": {"tie_embeddings": True}}),
+    "pp2-dp2-tied-one-bucket": (
+        # An embedding so large that slices of a bucket with more in it would cut it, in each stage at another element.
+        4, {
+            "parallel": {"pipeline": 2, "bucket_mib": 100.0},
+            "model": {"tie_embeddings": True, "vocab_multiple": 1024, "ffn_hidden_size": 64},
+        },
+    ),
     "pp2-dp2-current": (4, {"parallel": {"pipeline": 2}, "fp8": {"recipe": "current"}}),
-}
+}  # fmt: skip
 
 
 def settings(changes: dict[str, dict[str, Any]], **parallel: Any) -> Config:
     """The small model of the CUDA graphs' tests with two micro-batches a step under two data-parallel ranks."""
     training = {"global_batch_size": 8, **changes.get("training", {})}
-    parallel = {"bucket_mib": FEW_ELEMENTS, **changes.get("parallel", {}), **parallel}
+    parallel = {"bucket_mib": SMALL_BUCKET, **changes.get("parallel", {}), **parallel}
     return config(**{**changes, "training": training, "parallel": parallel})
 
 
