@@ -257,6 +257,11 @@ class OptimizerConfig(Section):
     """Adam's epsilon."""
     clip_grad_norm: NonNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """In which gradients travel between data-parallel ranks. bf16: half the traffic, and sums over ranks are rounded to
+    8 bits; those over a rank's micro-batches stay fp32."""
+    moments_dtype: Literal["fp32", "bf16"] = "fp32"
+    """How Adam's two moments are kept. bf16: 4 bytes a parameter fewer. A run keeps what it began with."""
 
 
 class TokenizerConfig(Section):

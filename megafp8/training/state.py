@@ -1,7 +1,8 @@
 """What a checkpoint of a run holds, by global name, and how a run continues from it.
 
     model.<name>                                   weights, in the model's dtype
-    optimizer.{master,exp_avg,exp_avg_sq}.<name>   fp32, like the weight; master only where the weight is not fp32
+    optimizer.{exp_avg,exp_avg_sq}.<name>          Adam's moments, in optimizer.moments_dtype
+    optimizer.master.<name>                        fp32, only where the weight is not
     fp8.<layer>.<operand>.{amax_history,scale}     delayed scaling's state; static's {amax,calibrated_steps}
     fp8.<layer>.input.channel_scale                smooth SwiGLU's, of all channels
 

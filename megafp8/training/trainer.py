@@ -186,6 +186,7 @@ class Trainer:
             device=parallel.device,
             sharded=sharded,
             alone=shared,
+            reduce_dtype=DTYPES[o.reduce_dtype],
         )
         weights = ParamBuffer(self.params, gradients.layout, data_parallel) if sharded else None
         if weights is not None and p.overlap_param_gather:
@@ -198,6 +199,7 @@ class Trainer:
                 weight_decay=o.weight_decay,
                 betas=(o.beta1, o.beta2),
                 eps=o.eps,
+                moments_dtype=DTYPES[o.moments_dtype],
             ),
             tensor_group=parallel.tensor.group,
             model_group=parallel.model.group,

@@ -165,6 +165,53 @@ def test_the_way_through_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     test_restored_state_continues_bit_for_bit(torch.bfloat16)
 
 
+def _to_bf16(values: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(values).float().bfloat16().double().numpy()
+
+
+@pytest.mark.parametrize("batch", [1, 20, 1000])
+def test_moments_in_bf16_are_rounded_after_each_step(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Held against the paper's formulas with moments that are rounded as a step ends; the step itself sees fp32."""
+    monkeypatch.setattr(adam, "BATCH", batch)
+    params = [make_param("weight", np.linspace(-1, 1, 24).reshape(4, 6)), make_param("norm", np.ones(5))]
+    buffer = GradBuffer(params, data_parallel_group=None, bucket_elements=1, device=torch.device("cpu"))
+    optimizer = MixedPrecisionAdamW(
+        buffer.fragments, device=torch.device("cpu"), weight_decay=DECAY, moments_dtype=torch.bfloat16
+    )
+    expected = [param.detach().double().numpy().copy() for param in params]
+    moments = [[np.zeros_like(weight), np.zeros_like(weight)] for weight in expected]
+    for t, gradients in enumerate(_gradients(5), start=1):
+        _run(params, buffer, optimizer, [gradients], [0.01])
+        for i, (g, decay) in enumerate(zip(gradients, [DECAY, 0.0])):
+            m, v = moments[i]
+            m, v = BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g.astype(np.float64) ** 2
+            m_hat, v_hat = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
+            expected[i] -= 0.01 * (m_hat / (np.sqrt(v_hat) + EPS) + decay * expected[i])
+            moments[i] = [_to_bf16(m), _to_bf16(v)]
+    for param, weight, (m, v) in zip(params, expected, moments):
+        state = optimizer.state_tensors(param)
+        assert {key: tensor.dtype for key, tensor in state.items()} == dict.fromkeys(state, torch.bfloat16)
+        np.testing.assert_allclose(param.detach().numpy(), weight, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(state["exp_avg"].float().numpy(), m.ravel(), rtol=2**-7, atol=0)
+        np.testing.assert_allclose(state["exp_avg_sq"].float().numpy(), v.ravel(), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("moments_dtype", DTYPES)
+def test_a_rank_that_owns_nothing(moments_dtype: torch.dtype) -> None:
+    optimizer = MixedPrecisionAdamW([], device=torch.device("cpu"), weight_decay=0.1, moments_dtype=moments_dtype)
+    optimizer.step(0.1)
+    assert optimizer.step_count == 1
+    assert optimizer.state() == {}
+
+
+def test_batches_hold_everything_once_in_order() -> None:
+    sizes = [5, 7, 30, 1, 19, 4]
+    masters = [torch.zeros(n) for n in sizes]
+    batches = adam._batches(masters, 20)
+    assert [[len(m) for m in batch] for batch in batches] == [[5, 7], [30], [1, 19], [4]]
+    assert [id(m) for batch in batches for m in batch] == [id(m) for m in masters]
+
+
 def _fake_apex(monkeypatch: pytest.MonkeyPatch, available: bool | None) -> None:
     """`available=None`: PyPI's unrelated package."""
     modules = {name: ModuleType(name) for name in ("apex", "apex.multi_tensor_apply", "apex.optimizers")}

@@ -191,6 +191,41 @@ def test_a_buffer_and_its_parameters_are_freed() -> None:
     assert [ref() for ref in gone] == [None, None]
 
 
+def _rounded_case(sharded: bool) -> list[float]:
+    """Micro-batches of 256 and 1 on each rank: 257 travels as 256, and 512 comes back."""
+    param = make_param("p", np.zeros(200))
+    buffer = GradBuffer(
+        [param],
+        data_parallel_group=dist.group.WORLD,
+        bucket_elements=64,
+        device=CPU,
+        sharded=sharded,
+        reduce_dtype=torch.bfloat16,
+    )
+    for gradient in (256.0, 1.0):
+        param.grad_sink(torch.full((200,), gradient))
+    assert main_grad_of(param)[0] == 257.0
+    buffer.finish()
+    return [x for fragment in buffer.fragments for x in gradient_of(fragment).tolist()]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_that_travel_in_bf16(world2: World, sharded: bool) -> None:
+    a, b = world2.run(_rounded_case, sharded)
+    assert (a + b if sharded else a) == [512.0] * 200
+    assert sharded or a == b
+
+
+def test_alone_nothing_travels_and_nothing_is_rounded() -> None:
+    param = make_param("p", [0.0])
+    buffer = GradBuffer(
+        [param], data_parallel_group=None, bucket_elements=1, device=CPU, sharded=True, reduce_dtype=torch.bfloat16
+    )
+    param.grad_sink(torch.tensor([257.0]))
+    buffer.finish()
+    assert [gradient_of(fragment).tolist() for fragment in buffer.fragments] == [[257.0]]
+
+
 def _sharded_case(overlap: bool) -> tuple[list[tuple[str, int, int]], list[list[float]], bool]:
     """Each rank hands in 1 + rank times 1, 2, 3, ... for every parameter; what it then owns of them."""
     rank, group = dist.get_rank(), dist.group.WORLD

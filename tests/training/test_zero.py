@@ -38,6 +38,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "dp2-one-bucket": (2, {"parallel": {"bucket_mib": 100.0}}),
     "dp2-fp64": (2, {"training": {"precision": "fp64"}}),
     "dp2-masked": (2, {"training": {"global_batch_size": 8}}),
+    "dp2-bf16-state": (2, {"optimizer": {"reduce_dtype": "bf16", "moments_dtype": "bf16"}}),
     "tp2-dp2": (4, {"parallel": {"tensor": 2}}),
     "tp2-dp2-delayed": (4, {"parallel": {"tensor": 2}, "fp8": {"recipe": "delayed", "amax_history_len": 4}}),
     "tp2-dp2-tied": (4, {"parallel": {"tensor": 2, "sequence_parallel": False}, "model": {"tie_embeddings": True}}),
