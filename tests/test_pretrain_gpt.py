@@ -193,7 +193,7 @@ def test_dry_run_of_a_cluster_layout() -> None:
 
 
 def test_dry_run_says_what_the_optimizer_takes() -> None:
-    """Llama 3.1 405B, stage 1: 8 layers of 3,187,703,808 parameters over 8 tensor-parallel ranks, norms whole."""
+    """Llama 3.1 405B, stage 1: the matrices of 8 layers over 8 tensor-parallel ranks, and the norms whole."""
     numel = 8 * (3_187_671_040 // 8 + 2 * 16384)
 
     def columns(*options: str) -> list[str]:

@@ -120,7 +120,7 @@ class ParallelConfig(Section):
     """Smallest gradient bucket that is reduced at once, in MiB of fp32."""
     zero: Literal[0, 1] = 0
     """ZeRO stage. 1: each data-parallel rank keeps master weights and Adam state of an equal share of the parameters
-    alone, updates those and gathers the rest (Megatron-LM's distributed optimizer). The same losses and the same
+    alone, updates those and gathers the rest (Megatron-LM's distributed optimizer). The same losses, no more
     traffic; 12 bytes a parameter become 12 / data-parallel size."""
     overlap_param_gather: bool = True
     """With zero 1: gather updated parameters while the next forward pass already runs."""
