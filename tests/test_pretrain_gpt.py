@@ -192,6 +192,22 @@ def test_dry_run_of_a_cluster_layout() -> None:
     assert "amax          64 ranks: 0, 1, 2, 3, 4, 5, 6, 7, …  (16 such groups)" in done.stdout
 
 
+def test_dry_run_says_what_the_optimizer_takes() -> None:
+    """Llama 3.1 405B, stage 1: the matrices of 8 layers over 8 tensor-parallel ranks, and the norms whole."""
+    numel = 8 * (3_187_671_040 // 8 + 2 * 16384)
+
+    def columns(*options: str) -> list[str]:
+        done = script("--config", "configs/llama3-405b.yaml", "--dry-run", "--world-size", "1024", *options)
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("    1    7-14 "))
+        return line.split()[2:6]
+
+    parameters, weights, gradients, optimizer = columns("parallel.zero=0")
+    assert parameters == f"{numel:,}"
+    assert (weights, gradients, optimizer) == tuple(f"{numel * n / 2**30:.2f}" for n in (2, 4, 12))
+    assert columns("parallel.zero=1") == [parameters, weights, gradients, f"{numel * 12 / 8 / 2**30:.2f}"]
+    assert columns("parallel.zero=1", "optimizer.moments_dtype=bf16")[3] == f"{numel * 8 / 8 / 2**30:.2f}"
+
+
 def test_schema_is_json() -> None:
     schema = json.loads(script("--print-schema").stdout)
     assert schema["$defs"]["ParallelConfig"]["properties"]["tensor"]["description"].startswith("Tensor-parallel size")

@@ -117,6 +117,14 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             f"try {steps - o.warmup_steps} or less",
         )  # fmt: skip
 
+    for path, beta in (("optimizer.beta1", o.beta1), ("optimizer.beta2", o.beta2)):
+        if o.moments_dtype == "bf16" and 1 - beta < 2**-8:
+            yield Problem(
+                path, beta,
+                f"optimizer.moments_dtype is bf16, which has 8 bits, and a moment that shrinks by {1 - beta:.2g} of "
+                "itself would be rounded to what it was", "try 0.95, or optimizer.moments_dtype=fp32",
+            )  # fmt: skip
+
 
 def _fp8(config: Config) -> Iterator[Problem]:
     f, layers = config.fp8, config.model.num_layers

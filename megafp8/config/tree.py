@@ -118,6 +118,12 @@ class ParallelConfig(Section):
     """Reduce gradients over data parallelism while the backward pass still runs."""
     bucket_mib: PositiveFloat = 160.0
     """Smallest gradient bucket that is reduced at once, in MiB of fp32."""
+    zero: Literal[0, 1] = 0
+    """ZeRO stage. 1: each data-parallel rank keeps master weights and Adam state of an equal share of the parameters
+    alone, updates those and gathers the rest (Megatron-LM's distributed optimizer). The same losses, no more
+    traffic; 12 bytes a parameter become 12 / data-parallel size."""
+    overlap_param_gather: bool = True
+    """With zero 1: gather updated parameters while the next forward pass already runs."""
 
 
 OperandRecipe = Literal["delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4"]
@@ -251,6 +257,11 @@ class OptimizerConfig(Section):
     """Adam's epsilon."""
     clip_grad_norm: NonNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """In which gradients travel between data-parallel ranks. bf16: half the traffic, and sums over ranks are rounded to
+    8 bits; those over a rank's micro-batches stay fp32."""
+    moments_dtype: Literal["fp32", "bf16"] = "fp32"
+    """How Adam's two moments are kept. bf16: 4 bytes a parameter fewer. A run keeps what it began with."""
 
 
 class TokenizerConfig(Section):

@@ -1,4 +1,4 @@
-"""What a run will be, before it is: the resolved config, the layout of ranks, parameters per rank.
+"""What a run will be, before it is: the resolved config, the layout of ranks, parameters and their state per rank.
 
 Parameters are counted by building each stage on torch's meta device with stand-ins for the groups, so the figure is
 that of the real constructors and costs neither memory nor a process group, at any world size.
@@ -18,6 +18,7 @@ from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.flops import flops_per_token
 from megafp8.models.gpt import GPTStage
+from megafp8.optimizer.buckets import bucket_layout
 from megafp8.parallel_state import rank_groups
 from megafp8.pipeline_parallel.split import stage_layers
 from megafp8.sharding import spec_of
@@ -54,6 +55,33 @@ def position_rows(config: Config) -> int:
     return config.model.max_position_embeddings or config.training.seq_length
 
 
+@dataclass(frozen=True)
+class StateMemory:
+    """Bytes that a rank holds from the first step to the last, without activations and FP8 copies."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def state_memory(config: Config, stage: GPTStage, data: int) -> StateMemory:
+    """Of a rank of `stage` among `data` data-parallel ones; under ZeRO the most that any of them holds."""
+    p, o, precision = config.parallel, config.optimizer, config.training.precision
+    params = list(stage.parameters())
+    count = sum(param.numel() for param in params)
+    shared = [i for i, param in enumerate(params) if param is stage.shared_weight and p.pipeline > 1]
+    ranks = data if p.zero else 1
+    layout = bucket_layout(
+        [param.numel() for param in params], int(p.bucket_mib * 2**20 / 4), ranks=ranks, alone=shared
+    )
+    master, moment = 0 if precision == "fp32" else 4, {"fp32": 4, "bf16": 2}[o.moments_dtype]
+    return StateMemory(
+        weights=(layout.numel if p.zero else count) * {"bf16": 2, "fp32": 4, "fp64": 8}[precision],
+        gradients=layout.numel * 4,
+        optimizer=min(count, layout.numel // ranks) * (master + 2 * moment),
+    )
+
+
 def describe(config: Config, world_size: int) -> str:
     """The text of --dry-run."""
     p, t = config.parallel, config.training
@@ -72,13 +100,19 @@ def describe(config: Config, world_size: int) -> str:
         f" of {t.micro_batch_size} × {t.seq_length} tokens; {t.global_batch_size * t.seq_length:,} tokens a step",
         f"parameters: {total:,} in the model; {flops_per_token(config.model, t.seq_length) / 1e9:.3f} GFLOP per token",
         "",
-        "stage  layers    parameters/rank  ranks",
+        "                                   GiB/rank of",
+        "stage  layers    parameters/rank  weights  gradients  optimizer  ranks",
     ]
     layers = stage_layers(config.model.num_layers, p.pipeline, p.layers_per_stage)
     per_stage = data * p.tensor
     for stage, (count, span) in enumerate(zip(counts, layers)):
         first = stage * per_stage
-        lines.append(f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {count:>16,}  {first}-{first + per_stage - 1}")
+        memory = state_memory(config, stages[stage], data)
+        weights, gradients, optimizer = (x / 2**30 for x in (memory.weights, memory.gradients, memory.optimizer))
+        lines.append(
+            f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {count:>16,} {weights:>8.2f} {gradients:>10.2f} "
+            f"{optimizer:>10.2f}  {first}-{first + per_stage - 1}"
+        )
     lines += ["", "groups of rank 0:"]
     for name in ("tensor", "data", "pipeline", "amax", "model", "embedding"):
         ranks = next(g for g in groups[name] if 0 in g)

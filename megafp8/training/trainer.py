@@ -27,6 +27,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage, fp8_layer_names
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.grad_buffer import GradBuffer
+from megafp8.optimizer.param_buffer import ParamBuffer
 from megafp8.optimizer.schedule import learning_rate
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from megafp8.parallel_state import ParallelState
@@ -152,26 +153,8 @@ class Trainer:
         initialize_parameters(self.stage, config.seed)
         self.fp8.materialize(parallel.device)
         self.params = list(self.stage.parameters())
-        self.gradients = GradBuffer(
-            self.params,
-            data_parallel_group=parallel.data_context.group,
-            bucket_elements=int(p.bucket_mib * 2**20 / 4),
-            device=parallel.device,
-        )
-        o = config.optimizer
-        self.optimizer = MixedPrecisionAdamW(
-            self.params, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps
-        )
-        shared = self.stage.shared_weight
-        self.update = OptimizerStep(
-            buffer=self.gradients,
-            optimizer=self.optimizer,
-            tensor_group=parallel.tensor.group,
-            model_group=parallel.model.group,
-            embedding_group=parallel.embedding.group if parallel.embedding is not None else None,
-            shared_params=[shared] if shared is not None and p.pipeline > 1 else [],
-            max_norm=o.clip_grad_norm or None,
-        )
+        self.update = self._build_update()
+        self.gradients, self.optimizer = self.update.buffer, self.update.optimizer
         s = t.seq_length // parallel.tensor.size if context.cuts_sequence else t.seq_length
         self.engine = PipelineEngine(
             parallel.pipeline,
@@ -189,6 +172,48 @@ class Trainer:
         if t.cuda_graphs:
             eager_steps = config.fp8.calibration_steps + EAGER_STEPS
             self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=say)
+
+    def _build_update(self) -> OptimizerStep:
+        """What turns gradients into new weights, and the buffers of both."""
+        parallel, p, o = self.parallel, self.config.parallel, self.config.optimizer
+        data_parallel, tied = parallel.data_context.group, self.stage.shared_weight
+        shared = [tied] if tied is not None and p.pipeline > 1 else []
+        sharded = p.zero == 1
+        gradients = GradBuffer(
+            self.params,
+            data_parallel_group=data_parallel,
+            bucket_elements=int(p.bucket_mib * 2**20 / 4),
+            device=parallel.device,
+            sharded=sharded,
+            alone=shared,
+            reduce_dtype=DTYPES[o.reduce_dtype],
+        )
+        weights = ParamBuffer(self.params, gradients.layout, data_parallel) if sharded else None
+        if weights is not None and p.overlap_param_gather:
+            weights.wait_before(self.stage.units)
+        return OptimizerStep(
+            buffer=gradients,
+            optimizer=MixedPrecisionAdamW(
+                gradients.fragments,
+                device=parallel.device,
+                weight_decay=o.weight_decay,
+                betas=(o.beta1, o.beta2),
+                eps=o.eps,
+                moments_dtype=DTYPES[o.moments_dtype],
+            ),
+            tensor_group=parallel.tensor.group,
+            model_group=parallel.model.group,
+            embedding_group=parallel.embedding.group if parallel.embedding is not None else None,
+            shared_params=shared,
+            max_norm=o.clip_grad_norm or None,
+            shard_group=data_parallel if sharded else None,
+            weights=weights,
+        )
+
+    def wait_for_weights(self) -> None:
+        """Wait until the parameters are those of the last update, for whoever reads them outside a forward pass."""
+        if self.update.weights is not None:
+            self.update.weights.wait()
 
     def _actions(self, schedule: list[list[Action]]) -> list[Action]:
         return schedule[self.parallel.pipeline.rank]
@@ -239,10 +264,14 @@ class Trainer:
         if self.graphs is not None:
             self.graphs.begin_step()
         replays = self.graphs is not None and self.graphs.ready and not sampled
+        if replays:
+            self.wait_for_weights()  # a graph holds no waiting for what began outside
         total = self._total(self._replay(batches) if replays else self._run(self.train_actions, batches))
         masked = batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
         result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
+        if not self.config.parallel.overlap_param_gather:
+            self.wait_for_weights()
         self.fp8.end_step()
         self.fp8_records = self._gather_fp8_records() if sampled else []
         return self._loss(total), result

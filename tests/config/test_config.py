@@ -162,6 +162,12 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
             2,
             "and parallel.pipeline is 2; try parallel.pipeline=1",
         ),
+        (
+            ["optimizer.moments_dtype=bf16", "optimizer.beta2=0.999"],
+            1,
+            "optimizer.beta2 = 0.999: optimizer.moments_dtype is bf16, which has 8 bits, and a moment that shrinks by "
+            "0.001 of itself would be rounded to what it was; try 0.95, or optimizer.moments_dtype=fp32",
+        ),
         (["training.cuda_graphs=true", "fp8.recipe=nvfp4"], 1, "the gradients of nvfp4 with the same noise"),
         (
             [
