@@ -2,7 +2,8 @@
 
 Two kinds of parameters live on several ranks of one model, and each rank has seen only a part of their gradient: norms
 under sequence parallelism (each tensor-parallel rank has its share of the sequence) and the tied embedding (the first
-stage looks words up in it, the last multiplies by it). Their gradients are summed here, once a step.
+stage looks words up in it, the last multiplies by it; where a rank holds both, still as two parameters, so that their
+gradients are summed in one order under every pipeline schedule). Their gradients are summed here, once a step.
 
 The norm of the whole model's gradient then has to count each distinct parameter once. Parameters that this rank must
 not count still enter, times zero: zero times a non-finite number is NaN, so a broken gradient on any rank shows on
@@ -34,11 +35,15 @@ def finalize_gradients(
     """Complete, in place, the gradients of parameters that several ranks of one model hold.
 
     Sums those with `spec.reduce_over_tp` over `tensor_group`, and those of `shared_params` (this stage's side of the
-    tied weights, in the same order on the first and last stage; empty elsewhere) over `embedding_group`.
+    tied weights; empty elsewhere) over `embedding_group`, or with each other where one rank holds both sides.
     """
     partial = [main_grad_of(param) for param in params if spec_of(param).reduce_over_tp]
     collectives.coalesced_all_reduce(partial, tensor_group)
-    collectives.coalesced_all_reduce([main_grad_of(param) for param in shared_params], embedding_group)
+    shared = [main_grad_of(param) for param in shared_params]
+    if len(shared) == 2:
+        shared[1].copy_(shared[0].add_(shared[1]))
+    else:
+        collectives.coalesced_all_reduce(shared, embedding_group)
 
 
 def global_norm(
