@@ -148,18 +148,7 @@ class Trainer:
         context = BuildContext(parallel.tensor.group, self.fp8, dtype, parallel.device, p.sequence_parallel)
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.plan = plan_pipeline(config, self.num_microbatches)
-        rank = parallel.pipeline.rank
-        self.stages = [
-            GPTStage(
-                config.model,
-                context,
-                layers=self.plan.layers[stage],
-                positions=position_rows(config),
-                recompute=p.recompute,
-                z_loss=t.z_loss,
-            )
-            for stage in self.plan.placement.stages[rank]
-        ]
+        self.stages = [self._build(stage, context) for stage in self.plan.placement.stages[parallel.pipeline.rank]]
         self.model = nn.ModuleList(self.stages)
         initialize_parameters(self.model, config.seed)
         self.fp8.materialize(parallel.device)
@@ -202,6 +191,16 @@ class Trainer:
         if t.cuda_graphs:
             eager_steps = config.fp8.calibration_steps + EAGER_STEPS
             self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=say)
+
+    def _build(self, stage: int, context: BuildContext) -> GPTStage:
+        return GPTStage(
+            self.config.model,
+            context,
+            layers=self.plan.layers[stage],
+            positions=position_rows(self.config),
+            recompute=self.config.parallel.recompute,
+            z_loss=self.config.training.z_loss,
+        )
 
     @property
     def _has_loss(self) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megafp8.config import Config, ConfigError
 from megafp8.data.samples import Batch, next_token_batch
 from megafp8.fp8.matrix import Operand
+from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -148,8 +149,8 @@ def _leaves_left(settings: Config) -> int:
     def leaf(param: nn.Parameter) -> Any:
         return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
-    def marking(x: Tensor | None, microbatch: Batch) -> StageOutput:
-        result = forward(x, microbatch)
+    def marking(stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
+        result = forward(stage, x, microbatch)
         for param in trainer.params:
             leaf(param).metadata["marked"] = True
         assert all(leaf(param).metadata for param in trainer.params), "they live as long as the micro-batch's graph"
