@@ -82,10 +82,10 @@ def read_timeline(path: Path) -> tuple[Timeline, Placement]:
     return Timeline(spans), placement
 
 
-def chrome_trace(timelines: dict[str, Timeline], placement: Placement, *, unit: float = 1.0) -> dict[str, Any]:
+def chrome_trace(timelines: dict[str, tuple[Timeline, Placement]], *, unit: float = 1.0) -> dict[str, Any]:
     """Chrome's trace events: a process for each timeline, a thread for each rank. `unit`: seconds of a time of 1."""
     events: list[dict[str, Any]] = []
-    for pid, (name, timeline) in enumerate(timelines.items()):
+    for pid, (name, (timeline, placement)) in enumerate(timelines.items()):
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
         for rank, spans in enumerate(timeline.spans):
             events.append({"ph": "M", "pid": pid, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
