@@ -63,7 +63,7 @@ def test_zb_v_only_fills_and_drains(p: int, more: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(p=st.integers(2, 8), more=st.integers(0, 8))
-def test_dualpipev_only_fills_and_drains_too(p: int, more: int) -> None:
+def test_dualpipev_is_as_long_as_zb_v(p: int, more: int) -> None:
     m = 2 * p + more
     timeline = simulate(dualpipev(in_a_v(p), m), in_a_v(p))
     assert timeline.duration == 6 * m + p - 1

@@ -9,6 +9,8 @@ one stage; those are compared within rounding.
 from __future__ import annotations
 
 import functools
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from megafp8.parallel_state import ParallelState, initialize_distributed, initia
 from megafp8.pipeline_parallel.catalogue import BUILT_IN, write_csv
 from megafp8.pipeline_parallel.schedules import COMPUTE, Action, Kind, Placement, Schedule, in_turns
 from megafp8.sharding import pieces_of
+from megafp8.training.state import load_latest, save_state
 from megafp8.training.trainer import Trainer
 from tests.world import World
 
@@ -210,13 +213,38 @@ def all_forwards_first(placement: Placement, num_microbatches: int) -> Schedule:
     return [list(actions) for _ in placement.stages]
 
 
-def test_schedules_of_the_users(runs: Runs, tmp_path) -> None:
+def test_schedules_of_the_users(runs: Runs, tmp_path: Path) -> None:
     expected = runs.alone(False, "none", 4)
     function = f"{__name__}:all_forwards_first"
     assert_same_bits(runs.on(2, parallel={"pipeline": 2, "virtual_pipeline": 3, "schedule": function}), expected)
     path = tmp_path / "mine.csv"
     write_csv(BUILT_IN["zb-h1"](in_turns(2), 4), path)
     assert_same_bits(runs.on(2, parallel={"pipeline": 2, "schedule": str(path)}), expected)
+
+
+def _resumed(first: Config, second: Config, folder: Path) -> list[float]:
+    """Losses of a step under `first`, saved, and of two more under `second`."""
+    found = []
+    for settings, steps in ((first, (0,)), (second, (1, 2))):
+        p = settings.parallel
+        device = initialize_distributed("cpu")
+        parallel = initialize_model_parallel(p.tensor, p.pipeline, p.virtual_pipeline, device=device)
+        trainer = Trainer(settings, parallel)
+        assert load_latest(trainer, folder) == steps[0]
+        found += [trainer.train_step(step, batches(step, settings, parallel))[0].mean for step in steps]
+        if steps[0] == 0:
+            save_state(trainer, folder, 1, None)
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_loads_under_any_schedule(runs: Runs, tmp_path: Path, tied: bool) -> None:
+    sections = changes(tied, "delayed", 4)
+    straight = runs.on(2, parallel=parallel("1f1b", 2), **sections)
+    for one, other in itertools.pairwise(["1f1b", "interleaved", "zb-v", "1f1b"]):
+        first, second = (config(parallel=parallel(schedule, 2), **sections) for schedule in (one, other))
+        for losses in runs.world.run(_resumed, first, second, tmp_path / one, ranks=2, timeout=60):
+            assert losses == straight.losses
 
 
 def _traced(settings: Config) -> tuple[bool, list[list[Action]], list[list[Action]]]:
