@@ -19,6 +19,7 @@ from megafp8.config import Config, check_layout, load_config
 from megafp8.training.describe import describe
 from megafp8.training.inputs import Inputs, open_inputs
 from megafp8.training.job import check_run, train
+from megafp8.training.pipeline import num_microbatches, plan_pipeline
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -49,6 +50,7 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     if arguments.dry_run:
         print(describe(config, world_size))
         return None
+    plan_pipeline(config, num_microbatches(config, world_size))
     inputs = open_inputs(config, arguments.config)
     check_run(inputs)
     return inputs

@@ -101,17 +101,32 @@ class ModelConfig(Section):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
+V_SCHEDULES = ("zb-v", "dualpipev")
+"""Schedules whose stages lie in a V."""
+
+
 class ParallelConfig(Section):
     """How the model is laid over the ranks. Data parallelism is what remains of the world."""
 
     tensor: PositiveInt = 1
     """Tensor-parallel size: ranks that share each layer. Keep it inside one NVLink domain."""
     pipeline: PositiveInt = 1
-    """Pipeline-parallel size: stages of consecutive layers."""
+    """Pipeline-parallel size: ranks that share the model's layers."""
+    virtual_pipeline: PositiveInt = 1
+    """Stages of consecutive layers that each of these ranks holds."""
+    schedule: str = "1f1b"
+    """Who computes what when. 1f1b (one stage a rank); interleaved (several: less bubble, more memory and
+    communication); zb-h1 (one), zb-v (two): fill the bubble with weight gradients; dualpipev (two): DeepSeek's.
+    Or the path of a .csv file, a row a rank with cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1; or
+    module:function, called with placement and number of micro-batches. tools/plot_schedule.py draws them."""
+    placement: Literal["turns", "v"] | None = None
+    """Where stage s of S is. turns: on rank s mod pipeline; v: down the ranks and back, so that the last stage is on
+    the first rank. Default: what the schedule needs, and turns for one of your own."""
     sequence_parallel: bool = True
     """Cut activations along the sequence between tensor-parallel regions. Without effect when tensor is 1."""
     layers_per_stage: list[int] | None = None
-    """Layers of each stage, first to last, e.g. [7, 8, 8, 7]. Default: as even as possible."""
+    """Layers of each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. Default: as even as
+    possible."""
     recompute: Literal["none", "full"] = "none"
     """full: keep only each block's input and run its forward again in the backward pass."""
     overlap_grad_reduce: bool = True
@@ -124,6 +139,11 @@ class ParallelConfig(Section):
     traffic; 12 bytes a parameter become 12 / data-parallel size."""
     overlap_param_gather: bool = True
     """With zero 1: gather updated parameters while the next forward pass already runs."""
+
+    @property
+    def in_a_v(self) -> bool:
+        """Whether stages lie in a V."""
+        return self.placement == "v" if self.placement else self.schedule in V_SCHEDULES
 
 
 OperandRecipe = Literal["delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4"]
@@ -314,6 +334,9 @@ class LoggingConfig(Section):
     """Event files under the run folder."""
     wandb_project: str | None = None
     """Log to this Weights & Biases project (WANDB_MODE=offline works)."""
+    pipeline_trace_step: PositiveInt | None = None
+    """The step in which each pipeline rank takes the time of its actions, for pipeline_trace.json in the run folder;
+    tools/plot_schedule.py draws it beside the simulation."""
 
 
 class Config(Section):

@@ -2,7 +2,8 @@
 
 Two kinds of parameters live on several ranks of one model, and each rank has seen only a part of their gradient: norms
 under sequence parallelism (each tensor-parallel rank has its share of the sequence) and the tied embedding (the first
-stage looks words up in it, the last multiplies by it). Their gradients are summed here, once a step.
+stage looks words up in it, the last multiplies by it; where a rank holds both, still as two parameters, so that their
+gradients are summed in one order under every pipeline schedule). Their gradients are summed here, once a step.
 
 The norm of the whole model's gradient then has to count each distinct parameter once. Parameters that this rank must
 not count still enter, times zero: zero times a non-finite number is NaN, so a broken gradient on any rank shows on
@@ -38,12 +39,17 @@ def finalize_gradients(
     """Complete, in place, the gradients of parameters that several ranks of one model hold.
 
     Sums those with `spec.reduce_over_tp` over `tensor_group`, and those of `shared_params` (this stage's side of the
-    tied weights, in the same order on the first and last stage; empty elsewhere) over `embedding_group`.
+    tied weights; empty elsewhere) over `embedding_group`, or with each other where one rank holds both sides.
     """
     partial = [gradient_of(fragment) for fragment in fragments if spec_of(fragment.param).reduce_over_tp]
     collectives.coalesced_all_reduce(partial, tensor_group)
     shared = [gradient_of(f) for param in shared_params for f in fragments if f.param is param]
-    collectives.coalesced_all_reduce(shared, embedding_group)
+    if len(shared_params) == 2:  # cut alike
+        sides = len(shared) // 2
+        for first, last in zip(shared[:sides], shared[sides:], strict=True):
+            last.copy_(first.add_(last))
+    else:
+        collectives.coalesced_all_reduce(shared, embedding_group)
 
 
 def global_norm(

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8 import collectives
+from megafp8.fp8.deferred import WgradStore
 from megafp8.optimizer.buckets import bucket_layout
 from megafp8.sharding import Fragment, spec_of
 
@@ -45,12 +46,14 @@ from megafp8.sharding import Fragment, spec_of
 class GradSink:
     """Where a layer hands in the weight gradients that it computes itself.
 
-    Call it with a gradient; or accumulate into `main_grad` in a GEMM and report that with `added()`.
+    Call it with a gradient; or accumulate into `main_grad` in a GEMM and report that with `added()`. `wgrads`: where
+    linear layers leave their gradients for later while it is open, if there is a later.
     """
 
-    def __init__(self, main_grad: Tensor, count: Callable[[], None]) -> None:
+    def __init__(self, main_grad: Tensor, count: Callable[[], None], wgrads: WgradStore | None) -> None:
         self.main_grad = main_grad
         self.added = count
+        self.wgrads = wgrads
 
     def __call__(self, grad: Tensor) -> None:
         """Add `grad`, shaped like the parameter and of any floating dtype, to `main_grad` in fp32."""
@@ -87,6 +90,7 @@ class GradBuffer:
 
     Gives every parameter `main_grad` (fp32 view of the buffer, shaped like the parameter) and `grad_sink` (`GradSink`).
     `flat` is the whole buffer, padding included. `bucket_elements`: fp32 elements of a bucket (see `bucket_layout`).
+    `wgrads`: what the sinks offer linear layers for weight gradients to be computed later.
 
     `sharded`: each rank of the group gets its share of the sums alone. `alone`: parameters that lie in buckets of their
     own. `reduce_dtype`: in which gradients travel. `owned`: the views of `flat` that hold sums after `finish`;
@@ -105,6 +109,7 @@ class GradBuffer:
         sharded: bool = False,
         alone: Sequence[nn.Parameter] = (),
         reduce_dtype: torch.dtype = torch.float32,
+        wgrads: WgradStore | None = None,
     ) -> None:
         assert len({id(p) for p in params}) == len(params), "a tied parameter belongs into the list once"
         self.params = list(params)
@@ -127,9 +132,9 @@ class GradBuffer:
         self._expected: list[int] = []  # per parameter: how often it is still to be handed in
         self._unready: list[int] = []  # per bucket: how many of its parameters are still expected
         for index, param in enumerate(self.params):
-            self._attach(index, param)
+            self._attach(index, param, wgrads)
 
-    def _attach(self, index: int, param: nn.Parameter) -> None:
+    def _attach(self, index: int, param: nn.Parameter, wgrads: WgradStore | None) -> None:
         slot = self.layout.slots[index]
         buffer = weakref.ref(self)  # a strong one would close a cycle through autograd's hooks, which gc cannot see
 
@@ -138,7 +143,7 @@ class GradBuffer:
             if owner is not None:  # without it nobody reduces, and there is nothing to count for
                 owner._count(index)
 
-        sink = GradSink(self.flat[slot.start : slot.end].view(param.shape), count)
+        sink = GradSink(self.flat[slot.start : slot.end].view(param.shape), count, wgrads)
 
         def take_autograd_gradient(param: nn.Parameter) -> None:
             if param.grad is not None:  # None: every layer that used it handed its gradient to the sink
@@ -159,9 +164,9 @@ class GradBuffer:
     def start_overlap(self, micro_batches: int = 1) -> None:
         """From here on reduce each bucket as soon as it is complete.
 
-        `micro_batches`: how many backward passes each parameter still takes part in. Call it before the last backward
-        pass; or, under a schedule in which the gradients of the last pass mix with those of earlier ones (interleaved
-        stages, deferred weight gradients), before the first one with the number of all of them.
+        `micro_batches`: how many backward passes each parameter still takes part in. Under a pipeline schedule, where
+        the gradients of the last micro-batch may mix with those of earlier ones (interleaved stages, deferred weight
+        gradients), call it before the first with the number of all of them.
         """
         assert self._started == 0, "start_overlap() after the reduction began: zero() first"
         self._expected = [spec_of(param).num_uses * micro_batches for param in self.params]
