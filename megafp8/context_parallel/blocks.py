@@ -42,8 +42,8 @@ class Block:
 def plan(s: int, rank: int, ranks: int, *, window: int | None, documents: bool, most: int) -> tuple[Block, ...]:
     """The blocks of `rank` in the order to compute them. Pure.
 
-    `window`: a token sees so many latest tokens, itself included. `documents`: boundaries are to be minded. A mask is of
-    at most about `most` elements.
+    `window`: a token sees so many latest tokens, itself included. `documents`: boundaries are to be minded. `most`:
+    elements of a mask for one sample, as near as whole rows allow.
     """
     c = s // (2 * ranks)
     chunks = [(range(place * c, (place + 1) * c), i * c) for place, i in enumerate(chunks_of(rank, ranks))]

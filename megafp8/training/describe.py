@@ -57,8 +57,8 @@ def position_rows(config: Config) -> int:
 def describe(config: Config, world_size: int) -> str:
     """The text of --dry-run."""
     p, t = config.parallel, config.training
-    data = world_size // (p.tensor * p.pipeline)
-    groups = rank_groups(world_size, p.tensor, p.pipeline)
+    data = world_size // (p.tensor * p.pipeline * p.context)
+    groups = rank_groups(world_size, p.tensor, p.pipeline, p.context)
     stages = [planned_stage(config, stage) for stage in range(p.pipeline)]
     counts = [sum(x.numel() for x in stage.parameters()) for stage in stages]
     params = [param for stage in stages for param in stage.parameters() if not spec_of(param).is_copy]
@@ -66,21 +66,24 @@ def describe(config: Config, world_size: int) -> str:
     lines = [
         yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
         "",
-        f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data} × tensor {p.tensor}"
+        f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data}"
+        f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
         f"{' with sequence parallelism' if p.sequence_parallel and p.tensor > 1 else ''}",
         f"micro-batches per step and rank: {t.global_batch_size // (t.micro_batch_size * data)}"
-        f" of {t.micro_batch_size} × {t.seq_length} tokens; {t.global_batch_size * t.seq_length:,} tokens a step",
+        f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
+        f" {t.global_batch_size * t.seq_length:,} tokens a step",
         f"parameters: {total:,} in the model; {flops_per_token(config.model, t.seq_length) / 1e9:.3f} GFLOP per token",
         "",
         "stage  layers    parameters/rank  ranks",
     ]
     layers = stage_layers(config.model.num_layers, p.pipeline, p.layers_per_stage)
-    per_stage = data * p.tensor
+    per_stage = data * p.context * p.tensor
     for stage, (count, span) in enumerate(zip(counts, layers)):
         first = stage * per_stage
         lines.append(f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {count:>16,}  {first}-{first + per_stage - 1}")
     lines += ["", "groups of rank 0:"]
-    for name in ("tensor", "data", "pipeline", "amax", "model", "embedding"):
+    context = ("context",) if p.context > 1 else ()
+    for name in ("tensor", *context, "data", "pipeline", "amax", "model", "embedding"):
         ranks = next(g for g in groups[name] if 0 in g)
         shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
         lines.append(f"  {name:<10} {len(ranks):>5} ranks: {shown}  ({len(groups[name])} such groups)")

@@ -66,7 +66,11 @@ def train(inputs: Inputs) -> None:
     config = inputs.config
     device = initialize_distributed(choose_device(config), config.timeout_seconds)
     parallel = initialize_model_parallel(
-        config.parallel.tensor, config.parallel.pipeline, device=device, timeout_seconds=config.timeout_seconds
+        config.parallel.tensor,
+        config.parallel.pipeline,
+        context_parallel_size=config.parallel.context,
+        device=device,
+        timeout_seconds=config.timeout_seconds,
     )
     Job(inputs, parallel).run()
     destroy_model_parallel()

@@ -85,7 +85,7 @@ def _in_bf16(window: int | None) -> float:
     whole = [x.double().requires_grad_() for x in (q, k, v)]
     twin(*whole, window, None).backward(do.double())
     own = [cut(x, group.rank, group.size, dim=0).requires_grad_() for x in (q, k, v)]
-    found = context_attention(group.group, 16, B, window=window, document_ids_bs=None)(*own)
+    found = context_attention(group.group, 16, window=window, document_ids_bs=None)(*own)
     found.backward(cut(do, group.rank, group.size, dim=0))
     assert found.dtype == own[1].grad.dtype == torch.bfloat16
     expected = cut(whole[1].grad, group.rank, group.size, dim=0)

@@ -19,7 +19,7 @@ def test_shards_of_eight_tokens_by_hand() -> None:
 def test_ranks_share_out_the_sequence_and_its_causal_work(ranks: int) -> None:
     s = 2 * ranks * 5
     shards = [cut(torch.arange(s), rank, ranks, dim=0).tolist() for rank in range(ranks)]
-    assert sorted(sum(shards, [])) == list(range(s))
+    assert sorted(position for shard in shards for position in shard) == list(range(s))
     work = {sum(position + 1 for position in shard) for shard in shards}
     assert len(work) == 1, "a rank sees more keys than another"
     assert sorted(i for rank in range(ranks) for i in chunks_of(rank, ranks)) == list(range(2 * ranks))

@@ -1,0 +1,142 @@
+"""Sequences cut over ranks: one seed, one model, as for every other layout (`test_equivalence`).
+
+The text is cut so that a rank's tokens are not consecutive, so a wrong position, a label of another rank's or a mask
+of the wrong keys shows in the first loss. FP8 scales are made of the amax of the whole micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megafp8.config import check_layout, load_config
+from megafp8.data.sampler import batches
+from megafp8.data.samples import Batch
+from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.training.inputs import open_inputs
+from megafp8.training.trainer import Trainer
+from tests.quickstart_data import CONFIG, QuickstartData
+from tests.training.test_equivalence import ALONE, FP32, MODELS, SMALL, Runs, assert_close
+from tests.world import World
+
+LAYOUTS = {
+    "cp2": (2, [*ALONE, "parallel.context=2"]),
+    "cp4": (4, [*ALONE, "parallel.context=4"]),
+    "dp2-cp2": (4, [*ALONE, "parallel.context=2"]),
+    "tp2-cp2": (4, [*ALONE[1:], "parallel.tensor=2", "parallel.context=2", "parallel.sequence_parallel=false"]),
+    "tp2-sp-cp2": (4, [*ALONE[1:], "parallel.tensor=2", "parallel.context=2"]),
+    "pp2-cp2": (4, [*ALONE[:1], "parallel.pipeline=2", "parallel.context=2"]),
+}
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def runs(world4: World, quickstart_data: QuickstartData) -> Runs:
+    return Runs(world4, quickstart_data)
+
+
+def test_a_batch_is_cut_with_its_positions() -> None:
+    tokens = torch.arange(16).view(2, 8)
+    batch = Batch(tokens, tokens + 1, loss_mask=tokens % 2, document_ids=tokens // 3)
+    shard = batch.shard(1, 2)
+    assert shard.tokens.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert torch.equal(shard.labels, shard.tokens + 1)
+    assert torch.equal(shard.loss_mask, shard.tokens % 2)
+    assert shard.position_ids.tolist() == [[2, 3, 4, 5]]
+    assert torch.equal(shard.document_ids, tokens // 3)
+    given = Batch(tokens, tokens, position_ids=tokens % 5).shard(0, 2)
+    assert given.position_ids.tolist() == [[0, 1, 1, 2], [3, 4, 4, 0]]
+    assert batch.shard(0, 1) is batch
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ["llama", "gpt2-tied"])
+def test_fp32_equals_one_process(runs: Runs, model: str, layout: str) -> None:
+    ranks, options = LAYOUTS[layout]
+    expected = runs.alone((*FP32, *MODELS[model]), STEPS)
+    assert_close(runs.on(ranks, [*FP32, *MODELS[model], *options], STEPS), expected, 1e-5, 1e-5)
+
+
+OPTIONS = {
+    "documents": ["data.mask_eod_loss=true", "data.reset_at_documents=true", "training.z_loss=1e-4"],
+    "masked-labels": ["data.mask_eod_loss=true"],
+    "window": ["model.sliding_window=7"],
+    "qk-norm": ["model.qk_norm=true", "model.qkv_bias=true"],
+    "recompute": ["parallel.recompute=full"],
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "layout"),
+    [*((option, "cp4") for option in OPTIONS), ("documents", "tp2-sp-cp2"), ("documents", "dp2-cp2")],
+)
+def test_options_equal_one_process(runs: Runs, option: str, layout: str) -> None:
+    ranks, options = LAYOUTS[layout]
+    expected = runs.alone((*FP32, *OPTIONS[option]), STEPS)
+    assert_close(runs.on(ranks, [*FP32, *OPTIONS[option], *options], STEPS), expected, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["cp2", "cp4", "tp2-sp-cp2", "pp2-cp2"])
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_fp8_is_the_same_computation(runs: Runs, recipe: str, layout: str) -> None:
+    exact = (f"fp8.recipe={recipe}", "training.precision=fp64")
+    ranks, options = LAYOUTS[layout]
+    assert_close(runs.on(ranks, [*exact, *options], STEPS), runs.alone(exact, STEPS), 1e-8, 1e-6)
+
+
+@pytest.mark.parametrize("layout", ["cp2", "tp2-sp-cp2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["fp8.recipe=rowwise", "fp8.include=['*.qkv', '*.gate_up']"],  # the others' rows are cut by tensor parallelism
+        ["fp8.recipe=blockwise", "training.seq_length=256"],  # a chunk's tokens are whole blocks
+        ["fp8.recipe=mxfp8", "training.seq_length=128"],
+        ["fp8.recipe=static", "fp8.calibration_steps=2", "fp8.margin=1", "fp8.smooth_swiglu=true"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_other_recipes_begin_alike(runs: Runs, options: list[str], layout: str) -> None:
+    """Powers of two, so that TP's other order of sums moves no factor; codes may still flip later (`test_recipes`)."""
+    exact = (
+        *options,
+        "fp8.power_of_two_scale=true",
+        "training.precision=fp64",
+        "model.num_layers=2",
+        "model.num_query_groups=8",
+    )
+    ranks, layout_options = LAYOUTS[layout]
+    found, expected = runs.on(ranks, [*exact, *layout_options], 2), runs.alone(exact, 2)
+    assert_close(found, expected, 1e-8, None)
+
+
+def _evaluation(overrides: list[str]) -> tuple[float, int]:
+    config = load_config(CONFIG, overrides)
+    check_layout(config, dist.get_world_size())
+    inputs = open_inputs(config, "test")
+    p = config.parallel
+    parallel = initialize_model_parallel(
+        p.tensor, p.pipeline, context_parallel_size=p.context, device=initialize_distributed("cpu")
+    )
+    stream = batches(
+        inputs.train, consumed_samples=0, global_batch_size=config.training.global_batch_size,
+        micro_batch_size=config.training.micro_batch_size, data_parallel_rank=parallel.data.rank,
+        data_parallel_size=parallel.data.size, num_workers=0, eod_id=inputs.eod_id, reset_at_documents=True,
+        mask_eod_loss=True, pin_memory=False,
+    )  # fmt: skip
+    loss = Trainer(inputs.config, parallel).evaluate(next(stream))
+    return loss.mean, loss.tokens
+
+
+@pytest.mark.parametrize("layout", ["cp4", "pp2-cp2"])
+def test_evaluation(world4: World, quickstart_data: QuickstartData, layout: str) -> None:
+    ranks, options = LAYOUTS[layout]
+    masks = ["data.mask_eod_loss=true", "data.reset_at_documents=true"]
+    run = functools.partial(world4.run, _evaluation)
+    common = [*SMALL, *quickstart_data.overrides, *FP32, *masks]
+    ((mean, tokens),) = run([*common, *ALONE], ranks=1)
+    for found_mean, found_tokens in run([*common, *options], ranks=ranks):
+        assert found_tokens == tokens
+        assert found_mean == pytest.approx(mean, rel=1e-6)
