@@ -192,6 +192,16 @@ def test_dry_run_of_a_cluster_layout() -> None:
     assert "amax          64 ranks: 0, 1, 2, 3, 4, 5, 6, 7, …  (16 such groups)" in done.stdout
 
 
+def test_dry_run_with_long_sequences() -> None:
+    layout = ["parallel.tensor=4", "parallel.pipeline=1", "parallel.context=2", "training.seq_length=131072"]
+    done = script("--config", "configs/llama3-8b.yaml", "--dry-run", "--world-size", "16", *layout)
+    assert done.returncode == 0, done.stderr
+    assert "layout: 16 ranks = pipeline 1 × data 2 × context 2 × tensor 4 with sequence parallelism" in done.stdout
+    assert "of 1 × 65536 tokens;" in done.stdout
+    assert "context        2 ranks: 0, 4  (8 such groups)" in done.stdout
+    assert "0-15" in done.stdout
+
+
 def test_schema_is_json() -> None:
     schema = json.loads(script("--print-schema").stdout)
     assert schema["$defs"]["ParallelConfig"]["properties"]["tensor"]["description"].startswith("Tensor-parallel size")

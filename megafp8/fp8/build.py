@@ -55,7 +55,7 @@ RECIPES: dict[str, type[Fp8Recipe]] = {
 @dataclass(frozen=True)
 class Fp8Tensor:
     """An operand of a layer that is FP8. `group`: the ranks that hold slices of it, None where each has it whole.
-    `token_group`: those that hold other tokens of what this rank has all channels of, or a slice of the channels."""
+    `token_group`: those over which its tokens are cut; None where this rank has all, and for weights."""
 
     layer: str
     operand: OperandName

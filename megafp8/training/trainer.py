@@ -20,8 +20,7 @@ from torch import Tensor
 from megafp8.collectives import all_gather_objects, all_reduce, broadcast
 from megafp8.config import Config, Fp8Config
 from megafp8.data.samples import Batch
-from megafp8.fp8 import RECIPES, CustomScaling, Fp8Manager, Fp8Recipe, Rule
-from megafp8.fp8.manager import ContextGroups
+from megafp8.fp8 import RECIPES, ContextGroups, CustomScaling, Fp8Manager, Fp8Recipe, Rule
 from megafp8.fp8.report import Record, Recorder
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage, fp8_layer_names
