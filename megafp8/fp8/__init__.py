@@ -6,7 +6,7 @@ from megafp8.fp8.custom import CustomScaling, Rule
 from megafp8.fp8.describe import describe_path
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.linear import Fp8Linear, GradSlot, InputCast, LinearOp, Quantized, carrier
-from megafp8.fp8.manager import Fp8Manager
+from megafp8.fp8.manager import ContextGroups, Fp8Manager
 from megafp8.fp8.recipe import (
     BlockwiseScaling,
     CurrentScaling,
@@ -23,6 +23,7 @@ __all__ = [
     "E5M2",
     "RECIPES",
     "BlockwiseScaling",
+    "ContextGroups",
     "CurrentScaling",
     "CustomScaling",
     "DelayedScaling",

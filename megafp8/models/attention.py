@@ -2,7 +2,8 @@
 
 The core is torch's scaled_dot_product_attention. On CUDA the cuDNN kernel is asked for first: on Hopper it is about
 twice as fast as the flash kernel that torch ships. A plain causal mask is a flag and costs nothing; a sliding window or
-document boundaries are an explicit boolean mask, which is right everywhere and costs s² bytes a sample.
+document boundaries are an explicit boolean mask, which is right everywhere and costs s² bytes a sample. Sequences that
+are cut over ranks have a core of their own (`megafp8.context_parallel`); which it is, a layer is told.
 
 q, k and v are one column-parallel product; the rows of its weight are [this rank's q heads | k heads | v heads], each
 under its own global name.
@@ -13,6 +14,7 @@ Shapes: s sequence, b micro-batch, h hidden, a query heads, g key-value heads of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megafp8.config import ModelConfig
+from megafp8.context_parallel.blocks import visible
 from megafp8.fp8 import InputCast, Quantized
 from megafp8.fp8.fused import rotate_and_split
 from megafp8.models.context import BuildContext
@@ -29,6 +32,8 @@ from megafp8.models.rotary import apply_rotary
 from megafp8.sharding import Init
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From q `[s, b, a, d]`, k and v `[s, b, g, d]` to what the values come to, `[s, b, a, d]`."""
 _CUDA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -41,13 +46,7 @@ def attention_mask(s: int, window: int | None, document_ids_bs: Tensor | None, d
     """Which tokens each token may attend to, bool `[1 or b, 1, s, s]`, or None where plain causal attention will do."""
     if document_ids_bs is None and (window is None or window >= s):
         return None
-    distance = torch.arange(s, device=device)[:, None] - torch.arange(s, device=device)[None, :]
-    mask = (distance >= 0)[None, None]
-    if window is not None:
-        mask = mask & (distance < window)
-    if document_ids_bs is not None:
-        mask = mask & (document_ids_bs[:, None, :, None] == document_ids_bs[:, None, None, :])
-    return mask
+    return visible(range(s), range(s), window, document_ids_bs, device)
 
 
 def core_attention(q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: Tensor | None) -> Tensor:
@@ -106,7 +105,7 @@ class Attention(nn.Module):
     def input_cast(self) -> InputCast | None:
         return self.qkv.input_cast
 
-    def forward(self, x_sbh: Tensor | Quantized, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x_sbh: Tensor | Quantized, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
         if rotary is not None and self.q_norm is None:
             slot = self.qkv.grad_slot()
             if slot is not None and not slot.quantizer.one_factor:
@@ -119,4 +118,4 @@ class Attention(nn.Module):
                 q, k = self.q_norm(q), self.k_norm(k)
             if rotary is not None:
                 q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
-        return self.proj(core_attention(q, k, v, mask).flatten(-2))
+        return self.proj(core(q, k, v).flatten(-2))
