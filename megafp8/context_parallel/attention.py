@@ -10,8 +10,8 @@ holds two blocks instead of the whole k and v; but with grouped queries these ar
 does in part: the triangles of a rank's own chunks, 1/2n of its work, run meanwhile. Counted for that model over 8
 ranks, not measured: the gather takes 1.6 ms at 300 GB/s, a layer's attention forward 29 ms at 600 TFLOP/s, of which the
 triangles are 1.8 ms. For the rest a ring needs a schedule, n small kernels in place of each large one, and for masks a
-case distinction a block. Llama 3 was trained with the all-gather too (Dubey et
-al. 2024, arXiv:2407.21783, section 3.3.2). The count is in docs/decisions/0011-context-parallelism.md.
+case distinction a block. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783, section
+3.3.2). The count is in docs/decisions/0009-context-parallelism.md.
 
 Where two calls share queries, or keys, they are added up: outputs through their log-sum-exps (`kernels`), dk and dv in
 fp32 on this rank and in the model's dtype over ranks.

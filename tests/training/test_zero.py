@@ -40,6 +40,16 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "tp2-dp2": (4, {"parallel": {"tensor": 2}}),
     "tp2-dp2-delayed": (4, {"parallel": {"tensor": 2}, "fp8": {"recipe": "delayed", "amax_history_len": 4}}),
     "tp2-dp2-tied": (4, {"parallel": {"tensor": 2, "sequence_parallel": False}, "model": {"tie_embeddings": True}}),
+    "cp2": (2, {"parallel": {"context": 2}}),
+    "dp2-cp2": (4, {"parallel": {"context": 2}}),
+    "pp2-dp2-zb-h1": (4, {"parallel": {"pipeline": 2, "schedule": "zb-h1"}}),
+    "pp2-dp2-v-tied": (
+        4,
+        {
+            "parallel": {"pipeline": 2, "schedule": "zb-v", "virtual_pipeline": 2},
+            "model": {"tie_embeddings": True, "num_layers": 4},
+        },
+    ),
     "pp2-dp2": (4, {"parallel": {"pipeline": 2}}),
     "pp2-dp2-tied": (4, {"parallel": {"pipeline": 2}, "model": {"tie_embeddings": True}}),
     "pp2-dp2-tied-one-bucket": (
