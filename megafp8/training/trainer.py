@@ -25,6 +25,7 @@ from megafp8.fp8 import RECIPES, CustomScaling, Fp8Manager, Fp8Recipe, Rule
 from megafp8.fp8.report import Record, Recorder
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage, fp8_layer_names
+from megafp8.models.recompute import block_memory
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.grad_buffer import GradBuffer
 from megafp8.optimizer.schedule import learning_rate
@@ -146,7 +147,7 @@ class Trainer:
             context,
             layers=layers,
             positions=position_rows(config),
-            recompute=p.recompute,
+            memory=block_memory(p, len(layers)),
             z_loss=t.z_loss,
         )
         initialize_parameters(self.stage, config.seed)
