@@ -16,6 +16,7 @@ Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel siz
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from megafp8.models.attention import Attention, attention_mask
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
 from megafp8.models.norms import Norm
+from megafp8.models.offload import ActivationOffload
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.sharding import Init, ParamSpec, cut, set_spec, whole
@@ -41,6 +43,10 @@ class LayerInputs:
 
     rotary: tuple[Tensor, Tensor] | None
     mask: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*(self.rotary or ()), *([] if self.mask is None else [self.mask])]
 
 
 def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
@@ -183,6 +189,7 @@ class GPTStage(nn.Module):
         self.blocks = nn.ModuleList(Block(i, config, context, own) for i, own in zip(layers, self.memory, strict=True))
         self.shared_weight = self._shared_weight() if config.tie_embeddings and (first or last) else None
         self.head = Head(config, context, self.shared_weight, z_loss) if last else None
+        self.offload = ActivationOffload(context.device) if any(own.offload for own in self.memory) else None
         self._frequencies: Tensor | None = None
 
     def _shared_weight(self) -> nn.Parameter:
@@ -212,15 +219,19 @@ class GPTStage(nn.Module):
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after the blocks, and what is still to be added to it."""
         branch_sbh: Tensor | None = None
+        trains = torch.is_grad_enabled()
+        held = [x_sbh, *inputs.tensors] if x_sbh.is_leaf else inputs.tensors  # a leaf is what the engine received
+        offload = self.offload.forward(held) if self.offload is not None and trains else None
         for block, memory in zip(self.blocks, self.memory, strict=True):
-            if memory.full and torch.is_grad_enabled():
-                if branch_sbh is not None:  # one tensor is kept for a block, not two
-                    x_sbh = x_sbh + branch_sbh
-                x_sbh, branch_sbh = checkpoint(
-                    block, x_sbh, None, inputs, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                x_sbh, branch_sbh = block(x_sbh, branch_sbh, inputs)
+            with offload.block() if offload is not None and memory.offload else nullcontext():
+                if memory.full and trains:
+                    if branch_sbh is not None:  # one tensor is kept for a block, not two
+                        x_sbh = x_sbh + branch_sbh
+                    x_sbh, branch_sbh = checkpoint(
+                        block, x_sbh, None, inputs, use_reentrant=False, preserve_rng_state=False
+                    )
+                else:
+                    x_sbh, branch_sbh = block(x_sbh, branch_sbh, inputs)
         return x_sbh, branch_sbh
 
     def forward(

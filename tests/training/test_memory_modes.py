@@ -32,6 +32,9 @@ MODES = {
     "activation": [SELECTIVE, "parallel.recompute_ops=[activation]"],
     "attention": [SELECTIVE, "parallel.recompute_ops=[attention]"],
     "all": [SELECTIVE, "parallel.recompute_ops=[norms, activation, attention]"],
+    "offload": ["parallel.offload=true"],
+    "offload-full": ["parallel.offload=true", "parallel.recompute=full"],
+    "offload-all": ["parallel.offload=1", SELECTIVE, "parallel.recompute_ops=[norms, activation, attention]"],
 }
 CHANGED = {
     "none": ["fp8.recipe=none"],
@@ -65,6 +68,8 @@ def _run(common: list[str], modes: dict[str, list[str]]) -> dict[str, list[Any]]
     found: dict[str, list[Any]] = {}
     for name, options in modes.items():
         trainer, stream = _trainer([*common, *options])
+        if trainer.stage.offload is not None:
+            trainer.stage.offload.smallest = 0
         found[name] = []
         for step in range(STEPS):
             loss, result = trainer.train_step(step, next(stream))
