@@ -148,7 +148,7 @@ def memory_table(config: Config, world_size: int, fp8: Fp8Manager) -> str:
     names = [field.name for field in fields(StageMemory)]
     columns = [*names[:-1], "total", names[-1]]
     lines = [
-        "memory of a rank in GiB, by formula; CUDA's context and NCCL's buffers come on top; host: pinned, not in total",
+        "memory of a rank in GiB, by formula; CUDA's context and NCCL's buffers come on top; host: pinned, not in it",
         "stage  " + "  ".join(column.replace("_", " ") for column in columns),
     ]
     for stage in range(config.parallel.pipeline):
