@@ -16,10 +16,11 @@ import os
 import sys
 
 from megafp8.config import Config, check_layout, load_config
-from megafp8.planner.memory import memory_table
+from megafp8.planner.memory import memory_table, pipeline_memory
 from megafp8.training.describe import describe
 from megafp8.training.inputs import Inputs, open_inputs
 from megafp8.training.job import check_run, train
+from megafp8.training.pipeline import num_microbatches, plan_pipeline
 from megafp8.training.trainer import build_fp8
 
 
@@ -49,8 +50,11 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
         world_size = arguments.world_size or max(world_size, config.parallel.tensor * config.parallel.pipeline)
     check_layout(config, world_size, arguments.config)
     if arguments.dry_run:
-        print(describe(config, world_size), memory_table(config, world_size, build_fp8(config, None)), sep="\n\n")
+        plan = plan_pipeline(config, num_microbatches(config, world_size))
+        memories = pipeline_memory(config, build_fp8(config, None), world_size, plan.placement, plan.train)
+        print(describe(config, world_size), memory_table(memories), sep="\n\n")
         return None
+    plan_pipeline(config, num_microbatches(config, world_size))
     inputs = open_inputs(config, arguments.config)
     check_run(inputs)
     return inputs

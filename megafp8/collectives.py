@@ -98,6 +98,34 @@ def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return out
 
 
+def own_slice(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """This rank's share of `x`, cut evenly along dim 0."""
+    if group is None:
+        return x
+    length, rest = divmod(x.shape[0], group.size())
+    assert rest == 0, f"dim 0 of {tuple(x.shape)} is not a multiple of {group.size()} ranks"
+    return x.narrow(0, group.rank() * length, length)
+
+
+def reduce_scatter_in_place_async(x: Tensor, group: ProcessGroup | None) -> Work:
+    """Start summing `x` over `group` into this rank's slice of it; what the other slices then hold is undefined."""
+    if size(group) == 1:
+        return DONE
+    work = _REDUCE_SCATTER(own_slice(x, group), x, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def all_gather_in_place_async(x: Tensor, group: ProcessGroup | None) -> Work:
+    """Start filling the slices of `x` from the ranks that own them; this rank's own is sent and stays."""
+    if size(group) == 1:
+        return DONE
+    x = x.view(torch.uint8)  # bytes are bytes, whatever the backend knows of a dtype
+    work = _ALL_GATHER(x, own_slice(x, group), group=group, async_op=True)
+    assert work is not None
+    return work
+
+
 def broadcast(x: Tensor, group: ProcessGroup | None, group_src: int) -> Tensor:
     """Overwrite `x` in place with that of the rank `group_src` (counted inside the group)."""
     if size(group) > 1:

@@ -127,10 +127,12 @@ class ParallelState:
 
     @property
     def is_first_stage(self) -> bool:
+        """The first rank of the pipeline; which stages a rank holds is the schedule's placement's matter."""
         return self.pipeline.is_first
 
     @property
     def is_last_stage(self) -> bool:
+        """The last rank of the pipeline."""
         return self.pipeline.is_last
 
 

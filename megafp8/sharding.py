@@ -10,6 +10,9 @@ keeps its own name whatever is fused on this rank.
     checkpoint       saves and loads each piece as a rectangle of piece.name
     gradient norm    counts a parameter that several ranks hold only once (`replicated_over_tp`, `is_copy`)
 
+The optimizer may cut once more, over data parallelism, and without regard for rows: a `Fragment` is what one rank
+updates of a local parameter.
+
 Nothing here knows ranks or groups: the layers that cut a tensor write down how they cut it.
 """
 
@@ -64,6 +67,19 @@ class ParamSpec:
     weight_decay: bool = True
     is_copy: bool = False
     num_uses: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """Elements `[start, end)` of a local parameter, counted row by row."""
+
+    param: nn.Parameter
+    start: int
+    end: int
+
+    def of(self, local: Tensor) -> Tensor:
+        """The flat view of these elements of `local`, which is contiguous and shaped like the parameter."""
+        return local.view(-1)[self.start : self.end]
 
 
 def whole(name: str, shape: Shape) -> tuple[Piece, ...]:

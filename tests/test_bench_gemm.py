@@ -167,7 +167,7 @@ def test_casts_are_held_against_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--shapes", "llama9"], "--shapes: 'llama9' is none of llama3-8b, llama3-70b-tp8, tiny, nor a size"),
+        (["--shapes", "llama9"], "--shapes: 'llama9' is none of llama3-8b, llama3-70b-tp8, small, tiny, nor a size"),
         (["--shapes", "16x16x17", "--parts", "gemms"], "16x16x17: FP8 GEMMs take multiples of 16"),
         (["--parts", "gemm"], "--parts: 'gemm' is neither gemms nor casts"),
         (["--rounds", "0"], "--rounds: 0 is too few"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,10 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megafp8.config.tree import Fp8Config
 from megafp8.fp8 import Fp8Manager
+from megafp8.parallel_state import destroy_model_parallel, initialize_distributed, initialize_model_parallel
 from megafp8.training.cuda_graphs import Captured, MicrobatchGraphs
 from tools import bench_layer, layer_variants
 from tools.bench_layer import Result, Work, difference, iteration, rows, time_iterations
-from tools.layer_variants import GraphedLayers, Layers, Problem, build_eager, variants
+from tools.layer_variants import GraphedLayers, build_eager, variants
+from tools.layers import Layers, Problem
 from tools.reference_layers import SHAPES, ReferenceLayers, random_weights
 
 CPU = torch.device("cpu")
@@ -73,7 +75,8 @@ def test_a_recipe_of_the_config_is_a_variant_by_itself() -> None:
     recipes = set(get_args(Fp8Config.model_fields["recipe"].annotation)) - {"none"}
     known = {name.removeprefix("megafp8:") for name in variants() if name.startswith("megafp8:")}
     eager = {"bf16"} | recipes | {f"{recipe}+fast" for recipe in recipes}
-    assert known == eager | {f"{name}+graph" for name in eager if not name.startswith("nvfp4")}
+    graphed = {f"{name}+graph" for name in eager if not name.startswith("nvfp4")}
+    assert known == eager | graphed | {f"{name}+alone" for name in eager - {"bf16"}}
 
 
 # --- how it is run ---------------------------------------------------------------------------------------------------
@@ -268,3 +271,27 @@ def test_memory_and_kernels_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     kernels, replayed = (sum(kernel["count"] for kernel in report["kernels"][name]) for name in ours)
     assert replayed == pytest.approx(kernels, rel=0.1), "the profiler sees kernels inside graphs"
     assert capsys.readouterr().out.count("GPU busy") == 3
+
+
+@pytest.fixture
+def problem() -> Iterator[Problem]:
+    device = initialize_distributed("cpu")
+    try:
+        parallel = initialize_model_parallel(device=device)
+        yield Problem(TINY, 2, TINY.seq_length, random_weights(TINY, 2, device), parallel)
+    finally:
+        destroy_model_parallel()
+
+
+def test_a_floor_is_the_products_and_attention_alone(problem: Problem) -> None:
+    layers = variants()["megafp8:current+alone"](problem)
+    x, dy = (torch.randn(problem.seq_length, 1, TINY.hidden_size).bfloat16() for _ in range(2))
+    layers.zero_grad()
+    alone = layers.to_time(x, dy)
+    assert len(alone.calls) == problem.layers * (4 * 3 + 2)  # type: ignore[attr-defined]
+    once = {name: grad.clone() for name, grad in layers.gradients().items() if grad is not None}
+    layers.zero_grad()
+    alone.micro_batch(x, dy, True)  # the same products again: the same weight gradients
+    for name, grad in layers.gradients().items():
+        if grad is not None and grad.dim() == 2:
+            torch.testing.assert_close(grad, once[name], rtol=0, atol=0)

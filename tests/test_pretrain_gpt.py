@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import pretrain_gpt
+from megafp8.pipeline_parallel.schedules import Action, Kind, Placement, Schedule
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 
 
@@ -46,6 +47,12 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     return run
 
 
+def backwards_in_a_ring(placement: Placement, num_microbatches: int) -> Schedule:
+    """A user's schedule for two ranks that waits for ever."""
+    pairs = [[Action(kind, i) for i in range(num_microbatches) for kind in (Kind.FORWARD, Kind.BACKWARD)]]
+    return [*pairs, [Action(kind, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(num_microbatches)]]
+
+
 CONFIG_MISTAKES = {
     "unknown key": (["training.stepz=3"], 4, "training.stepz = 3: there is no such key; did you mean training.steps?"),
     "wrong type": (["training.steps=many"], 4, "training.steps = 'many': input should be a valid integer"),
@@ -60,6 +67,13 @@ CONFIG_MISTAKES = {
         4,
         "parallel.layers_per_stage = [0, 4]: stage 0 would have no layers; try [2, 2]",
     ),
+    "a schedule that is not fit to run": (
+        ["parallel.schedule=tests.test_pretrain_gpt:backwards_in_a_ring"],
+        4,
+        "parallel.schedule = 'tests.test_pretrain_gpt:backwards_in_a_ring': schedule tests.test_pretrain_gpt:"
+        "backwards_in_a_ring: rank 0, position 1, BACKWARD(0): deadlock: waits for BACKWARD(0) of rank 1",
+    ),
+    "a schedule that is not there": (["parallel.schedule=absent.csv"], 4, "schedule absent.csv could not be read"),
     "sequence not divisible": (
         ["training.seq_length=127"],
         4,
@@ -190,6 +204,33 @@ def test_dry_run_of_a_cluster_layout() -> None:
     assert "parameters: 405,853,388,800 in the model" in done.stdout  # Llama-3.1-405B's published count
     assert "119-125" in done.stdout
     assert "amax          64 ranks: 0, 1, 2, 3, 4, 5, 6, 7, …  (16 such groups)" in done.stdout
+
+
+def test_dry_run_says_what_the_optimizer_takes() -> None:
+    """Llama 3.1 405B, stage 1: the matrices of 8 layers over 8 tensor-parallel ranks, and the norms whole."""
+    numel = 8 * (3_187_671_040 // 8 + 2 * 16384)
+
+    def columns(*options: str) -> list[str]:
+        done = script("--config", "configs/llama3-405b.yaml", "--dry-run", "--world-size", "1024", *options)
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("    1    7-14 "))
+        return line.split()[2:6]
+
+    parameters, weights, gradients, optimizer = columns("parallel.zero=0")
+    assert parameters == f"{numel:,}"
+    assert (weights, gradients, optimizer) == tuple(f"{numel * n / 2**30:.2f}" for n in (2, 4, 12))
+    assert columns("parallel.zero=1") == [parameters, weights, gradients, f"{numel * 12 / 8 / 2**30:.2f}"]
+    assert columns("parallel.zero=1", "optimizer.moments_dtype=bf16")[3] == f"{numel * 8 / 8 / 2**30:.2f}"
+
+
+def test_dry_run_of_a_v() -> None:
+    overrides = ["parallel.schedule=zb-v", "parallel.virtual_pipeline=2"]
+    done = script("--config", "configs/quickstart.yaml", "--dry-run", "--world-size", "8", *overrides)
+    assert done.returncode == 0, done.stderr
+    # 2 micro-batches a rank: three parts of each on 4 stages; rank 1 waits for one stage, and at the end one for rank 0
+    assert "schedule: zb-v, stages a rank: 2; simulated" in done.stdout
+    stages = [line.split()[0::3] for line in done.stdout.splitlines() if "chunk" in line]
+    assert [(stage[0], stage[2]) for stage in stages] == [("0", "0-3,"), ("1", "4-7,"), ("2", "4-7,"), ("3", "0-3,")]
+    assert "embedding " not in done.stdout.partition("groups of rank 0:")[2]
 
 
 def test_schema_is_json() -> None:

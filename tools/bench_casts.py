@@ -1,7 +1,8 @@
 """Throughput of the quantize kernels against a copy, on one GPU: `python -m tools.bench_casts [--sweep]`.
 
-Bytes are those that must move: each input once, each output once. `--sweep` tries tiles for each kernel and prints the
-best; without it the tiles of `megafp8.fp8.kernels.quantize` are measured.
+Bytes are those that must move: each input once a pass, each output once. `--sweep` tries tiles for each pass of each
+cast, the other's left as it is, and prints the best; without it the tiles of `megafp8.fp8.kernels.quantize` are
+measured. A pass that only reads probably also waits for what the cache held before to be written back: some 10 µs.
 
 Shapes: m tokens; those of a Llama-3-8B layer at 8192 tokens.
 """
@@ -19,14 +20,16 @@ from typing import Any
 import torch
 
 M, H, F = 8192, 4096, 14336
+REPEATS, SLEEP = 25, 600_000  # clock cycles, some 0.3 ms
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel on one shape: what it does, and the bytes that must move."""
+    """A cast on one shape: its source's name in the kernels, its passes over it, and the bytes that must move."""
 
     name: str
     source: str
+    passes: tuple[str, ...]
     run: Callable[[], object]
     bytes: int
 
@@ -65,31 +68,40 @@ def cases() -> list[Case]:
         fmt = E5M2 if name.endswith("grad") else E4M3
         kind = "plain" if name == "weight" else name
         once, twice = 2 * reads + 2 * writes, 4 * reads + 2 * writes  # bytes: bf16 in, rows and columns out
-        casts: list[tuple[str, str, Callable[..., object], int]] = [
-            ("tensor", kind, lambda s, f: quantize.cast_tensor(s, scale, scale, f, newest_amax=note, **both), once),
-            ("current", kind, lambda s, f: quantize.cast_current(s, note, f, **current), once),
-            ("amax", "amax", lambda s, f: quantize.amax(s), 2 * reads),
-            ("rows (two passes)", kind, lambda s, f: quantize.cast_rows(s, f, **blocks), twice),
-            ("bf16", kind, lambda s, f: quantize.materialize(s), once),
+        one = ("one factor",)
+        casts: list[tuple[str, tuple[str, ...], Callable[..., object], int]] = [
+            ("tensor", one, lambda s, f: quantize.cast_tensor(s, scale, scale, f, newest_amax=note, **both), once),
+            ("current", one, lambda s, f: quantize.cast_current(s, note, f, **current), once),
+            ("amax", ("amax",), lambda s, f: quantize.amax(s), 2 * reads),
+            ("rows (two passes)", ("maxima", "vectors"), lambda s, f: quantize.cast_rows(s, f, **blocks), twice),
+            ("bf16", one, lambda s, f: quantize.materialize(s), 2 * reads + 2 * writes),
+            ("1x128", ("1x128",), lambda s, f: quantize.cast_1x128(s, f, **blocks), once),
         ]
         if name == "weight":
-            casts.append(("128x128", "block", lambda s, f: quantize.cast_128x128(s, f, **blocks), once))
-        elif name != "qkv_grad":
-            casts.append(("1x128", "block", lambda s, f: quantize.cast_1x128(s, f, **blocks), once))
-        for what, tile, cast, moved in casts:
-            found.append(Case(f"{name} -> {what}", tile, partial(cast, source, fmt), moved))
+            casts.append(("128x128", ("128x128",), lambda s, f: quantize.cast_128x128(s, f, **blocks), once))
+        for what, passes, cast, moved in casts:
+            found.append(Case(f"{name} -> {what}", kind, passes, partial(cast, source, fmt), moved))
     add = partial(normalization.statistics, x, dy, 1e-5, centered=False)
-    found.append(Case("norm statistics + add", "", add, 6 * M * H))
-    found.append(
-        Case("norm backward + add", "", partial(normalization.backward, dy, x, None, rstd, weight, x), 8 * M * H)
-    )
+    found.append(Case("norm statistics + add", "", (), add, 6 * M * H))
+    backward = partial(normalization.backward, dy, x, None, rstd, weight, x)
+    found.append(Case("norm backward + add", "", (), backward, 8 * M * H))
     return found
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    from triton.testing import do_bench
-
-    return float(do_bench(run, warmup=10, rep=40, return_mode="median"))
+    """Median time on the GPU, from an L2 cache of other data. The GPU sleeps before each run, so that launches queue up
+    and Python's time is not measured."""
+    cache = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
+    run()
+    for start, end in pairs:
+        cache.zero_()
+        torch.cuda._sleep(SLEEP)
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in pairs)[REPEATS // 2]
 
 
 def copy_bandwidth() -> float:
@@ -99,30 +111,32 @@ def copy_bandwidth() -> float:
     return 4 * a.numel() / milliseconds(lambda: b.copy_(a)) / 1e9
 
 
-def tiles_to_try(source: str) -> list[Any]:
-    """Tiles worth measuring; [None] where there is nothing to choose."""
+def tiles_to_try(what: str, source: str) -> list[Any]:
+    """Tiles worth measuring for a pass over a source."""
     from megafp8.fp8.kernels.quantize import Tile
 
-    if source in ("", "qkv_grad"):
-        return [None]
-    if source == "block":
-        return [Tile(128, 128, warps) for warps in (4, 8, 16)]
-    if source == "amax":
-        shapes = itertools.product((4, 8, 16, 32, 64), (128, 256, 1024, 2048), (4, 8))
-        return [Tile(*shape) for shape in shapes if 2048 <= shape[0] * shape[1] <= 16384]
-    return [Tile(*shape) for shape in itertools.product((32, 64, 128), (32, 64, 128), (4, 8))]
+    if what in ("1x128", "128x128"):
+        columns = 64 if source == "qkv_grad" else 128
+        return [Tile(128, columns, *rest) for rest in itertools.product((4, 8, 16), (None, 128, 168))]
+    widths = (32, 64) if source == "qkv_grad" else (64, 128, 256)
+    tiles = [Tile(*tile) for tile in itertools.product((32, 64, 128, 256), widths, (4, 8), (None, 128))]
+    return [tile for tile in tiles if 16 <= tile.rows * tile.columns // (32 * tile.warps) <= 128]
 
 
-def use(source: str, tile: Any) -> None:
-    """Let the kernel for `source` use `tile` from now on."""
-    from megafp8.fp8.kernels import quantize
+def sweep(case: Case) -> list[tuple[float, str]]:
+    """Milliseconds and what was tried; each pass is left with its best tile."""
+    from megafp8.fp8.kernels.quantize import TILES
 
-    if source == "amax":
-        quantize._AMAX_TILE = tile
-    elif source == "block":
-        quantize._BLOCK_WARPS.update(dict.fromkeys(quantize._BLOCK_WARPS, tile.warps))
-    else:
-        quantize._TILES[source] = tile
+    found = []
+    for what in case.passes:
+        times = {}
+        for tile in tiles_to_try(what, case.source):
+            TILES[what][case.source] = tile
+            times[tile] = milliseconds(case.run)
+        best = sorted(times, key=times.__getitem__)[:4]
+        TILES[what][case.source] = best[0]
+        found += [(times[tile], f"{what}: {tuple(tile)}") for tile in best]
+    return found
 
 
 def main() -> int:
@@ -136,15 +150,10 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {ceiling:.2f} TB/s")
     print(f"{'kernel':<34}{'ms':>8}{'TB/s':>8}{'of copy':>9}  tile")
     for case in cases():
-        found = {}
-        for tile in tiles_to_try(case.source) if arguments.sweep else [None]:
-            if tile is not None:
-                use(case.source, tile)
-            found[tile] = milliseconds(case.run)
-        for tile, ms in sorted(found.items(), key=lambda item: item[1])[:4]:
+        found = sweep(case) if arguments.sweep and case.passes else [(milliseconds(case.run), "")]
+        for ms, tried in found:
             rate = case.bytes / ms / 1e9
-            shown = "" if tile is None else tuple(tile)
-            print(f"{case.name:<34}{ms:>8.3f}{rate:>8.2f}{rate / ceiling:>9.1%}  {shown}", flush=True)
+            print(f"{case.name:<34}{ms:>8.3f}{rate:>8.2f}{rate / ceiling:>9.1%}  {tried}", flush=True)
     return 0
 
 

@@ -11,10 +11,11 @@ of the step, after which FP8 copies of the weights are stale. One micro-batch, t
 FP8. Times are per micro-batch. Forgetting the gradients belongs to the optimizer and is not timed.
 
 All variants are built and warmed up first, then timed in turn, `--rounds` times over, so that a drift of the clock
-touches all alike; the table gives medians, ratios are to `compiled`. TFLOP/s count 6·N·tokens and causal attention as
-half. "peak" is the most that an iteration has allocated above what was there before the variant was built, "kept" what
-the forward pass of a second micro-batch leaves for its backward (so that copies of weights, made once, are not
-counted). Memory that CUDA graphs keep for themselves is in neither.
+touches all alike; the table gives medians, ratios are to `compiled`. At its power limit a chip lowers its clock, for
+FP8 more than for bf16; `--rest 1 --steps 2` shows bursts instead, which no training run consists of. TFLOP/s count
+6·N·tokens and causal attention as half. "peak" is the most that an iteration has allocated above what was there before
+the variant was built, "kept" what the forward pass of a second micro-batch leaves for its backward (so that copies of
+weights, made once, are not counted). Memory that CUDA graphs keep for themselves is in neither.
 
 A fast layer that is wrong is worth nothing. So every variant starts from the weights of the eager reference and its
 gradients are held against the reference's: "dx" is |dx - dx'| / |dx'|, "dw" the largest such difference of any weight.
@@ -49,7 +50,8 @@ from megafp8.parallel_state import (
     initialize_model_parallel,
 )
 from tools.layer_profile import kernel_times, print_kernels
-from tools.layer_variants import GRAPH, Layers, NotInstalledError, Problem, build_eager, variants
+from tools.layer_variants import ALONE, GRAPH, build_eager, variants
+from tools.layers import Layers, NotInstalledError, Problem
 from tools.reference_layers import SHAPES, random_weights
 
 BASELINE = "compiled"
@@ -134,6 +136,7 @@ def measure_memory(layers: Layers, work: Work, before: int, num_layers: int, res
     """Fill in `peak_gib` and `kept_gib_per_layer`; `before`: bytes allocated before the variant was built."""
     device = work.x_sbh.device
     layers.zero_grad()
+    release()  # what is garbage already must not be collected while memory is counted
     torch.cuda.reset_peak_memory_stats(device)
     iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
     result.peak_gib = (torch.cuda.max_memory_allocated(device) - before) / 2**30
@@ -260,10 +263,11 @@ def bench(
         say(f"{shape_name}: building {result.variant}")
         built = prepare_or_note(known[result.variant], problem, work, result)
         if built is not None:
-            ready.append((result, built))
+            ready.append((result, built.to_time(work.x_sbh, work.dy_sbh)))
     for turn in range(arguments.rounds):
         say(f"{shape_name}: round {turn + 1} of {arguments.rounds}")
         for result, built in ready:
+            time.sleep(arguments.rest)
             time_iterations(built, work, 1)  # what the previous variant left in caches and allocator is not its own
             result.samples_ms += time_iterations(built, work, arguments.steps)
     on_cuda = parallel.device.type == "cuda"
@@ -308,13 +312,14 @@ def say(text: str) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = ", ".join(variants())
-    parser.add_argument("--variants", help=f"of {known}. Default: those to profile, or all without CUDA graphs")
+    parser.add_argument("--variants", help=f"of {known}. Default: those to profile, or all but +graph and +alone")
     parser.add_argument("--shapes", default="llama3-8b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq-length", type=int, help="tokens. Default: the shape's own")
     parser.add_argument("--micro-batches", type=int, default=1, help="forward and backward passes per optimizer step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="timed iterations of each variant in a round")
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds of rest before each variant's turn")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--profile", metavar="VARIANTS", help="also print the time of each kernel in one iteration")
     parser.add_argument("--json", type=Path, help="also write tables and all samples here")
@@ -334,7 +339,7 @@ def check(arguments: argparse.Namespace) -> tuple[list[str], list[str], list[str
     """Shapes, variants, those to profile, and type of device. ValueError with one line for what cannot be."""
     known = list(variants())
     shapes = select("--shapes", arguments.shapes, list(SHAPES))
-    usual = ",".join(name for name in known if not name.endswith(GRAPH))
+    usual = ",".join(name for name in known if not name.endswith((GRAPH, ALONE)))
     names = select("--variants", arguments.variants or arguments.profile or usual, known)
     profiled = select("--profile", arguments.profile, names) if arguments.profile else []
     for option in ("layers", "seq_length", "micro_batches", "rounds", "steps"):

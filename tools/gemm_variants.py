@@ -83,7 +83,7 @@ def _quantizer(granularity: Granularity, fmt: Format) -> Quantizer:
     if granularity is TENSOR:
         return CurrentQuantizer(fmt, None, eps=0.0, power_of_two=False)
     if granularity is ROW:
-        return RowQuantizer(fmt, eps=0.0, power_of_two=False)
+        return RowQuantizer(fmt, None, eps=0.0, power_of_two=False)
     return BlockQuantizer(fmt, square=granularity is BLOCK_128X128, eps=0.0, power_of_two=True)
 
 

@@ -3,7 +3,8 @@
     eager, compiled      `reference_layers`, plain torch in bf16
     megafp8:<recipe>     blocks of `megafp8.models.gpt`, built as the trainer builds a pipeline stage, with its fp32
                          gradient buffer; `+fast` accumulates fast in all three GEMMs, `+graph` replays micro-batches
-                         from CUDA graphs, captured as the trainer captures its own
+                         from CUDA graphs, captured as the trainer captures its own, `+alone` is the floor: its GEMMs
+                         and attention and nothing else (`layer_floor`)
     torchao:<recipe>     `reference_layers` converted by torchao, compiled
     te:<recipe>          Transformer Engine's modules with fused gradient accumulation into fp32, as Megatron-LM uses
     them
@@ -31,12 +32,13 @@ from megafp8.config.tree import Fp8Config
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.optimizer.grad_buffer import GradBuffer
-from megafp8.parallel_state import ParallelState
 from megafp8.training.cuda_graphs import MicrobatchGraphs
 from megafp8.training.trainer import build_fp8
-from tools.reference_layers import EPSILON, ROTARY_BASE, ReferenceLayers, Shape
+from tools.layer_floor import LayersAlone
+from tools.layers import Layers, NotInstalledError, Problem
+from tools.reference_layers import EPSILON, ROTARY_BASE, ReferenceLayers
 
-GRAPH = "+graph"
+GRAPH, ALONE = "+graph", "+alone"
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 TE_RECIPES = {
     "bf16": None,
@@ -44,55 +46,6 @@ TE_RECIPES = {
     "current": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
 }
-
-
-class NotInstalledError(Exception):
-    """The package that a variant needs is not there."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What all variants are built for: `layers` blocks, `seq_length` tokens, weights by the reference's names."""
-
-    shape: Shape
-    layers: int
-    seq_length: int
-    weights: dict[str, Tensor]
-    parallel: ParallelState
-
-    @property
-    def device(self) -> torch.device:
-        return self.parallel.device
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class Layers:
-    """One variant, ready to run.
-
-    `forward(x [s, b, h], first)` gives `[s, b, h]`; `first`: the weights have changed since the last call. `parameters`
-    are by the reference's names. `zero_grad` forgets the gradients; `end_step` is what the variant has to do once per
-    optimizer step. Times are those of `micro_batch`.
-    """
-
-    forward: Callable[[Tensor, bool], Tensor]
-    parameters: dict[str, nn.Parameter]
-    zero_grad: Callable[[], None]
-    end_step: Callable[[], None] = _nothing
-
-    def micro_batch(self, x_sbh: Tensor, dy_sbh: Tensor, first: bool) -> Tensor:
-        """Forward and backward; gives back dx `[s, b, h]`."""
-        leaf = x_sbh.detach().requires_grad_()
-        self.forward(leaf, first).backward(dy_sbh)
-        assert leaf.grad is not None
-        return leaf.grad
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Where each parameter's gradient is now; None for one that never got any."""
-        return {name: getattr(p, "main_grad", p.grad) for name, p in self.parameters.items()}
 
 
 @dataclass(frozen=True)
@@ -122,6 +75,7 @@ def variants() -> dict[str, Builder]:
         if recipe != "none":
             fast = partial(plain, fast_accumulation=(True, True, True))
             ours = {f"megafp8:{recipe}": plain, f"megafp8:{recipe}+fast": fast}
+            known |= {name + ALONE: partial(_alone, build) for name, build in ours.items()}
         known |= ours
         if recipe != "nvfp4":  # its noise is drawn by the host
             known |= {name + GRAPH: partial(build, graphed=True) for name, build in ours.items()}
@@ -226,6 +180,11 @@ def build_megafp8(problem: Problem, graphed: bool = False, **fp8: Any) -> Layers
         graphs = MicrobatchGraphs(manager, problem.device)
         return GraphedLayers(forward, parameters, buffer.zero, manager.end_step, graphs=graphs)
     return Layers(forward, parameters, buffer.zero, manager.end_step)
+
+
+def _alone(build: Builder, problem: Problem) -> Layers:
+    layers = build(problem)
+    return LayersAlone(layers.forward, layers.parameters, layers.zero_grad, layers.end_step)
 
 
 # --- Transformer Engine ----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Saving and resuming: tensors as rectangles under global names, so that one checkpoint fits every layout."""
 
-from megafp8.checkpoint.rectangles import Rectangle, Rectangles, collect
+from megafp8.checkpoint.rectangles import Rectangle, Rectangles, collect, collect_fragments
 from megafp8.checkpoint.save_load import load, save
 from megafp8.checkpoint.store import clean_incomplete, complete_checkpoints, latest, read_metadata
 
@@ -9,6 +9,7 @@ __all__ = [
     "Rectangles",
     "clean_incomplete",
     "collect",
+    "collect_fragments",
     "complete_checkpoints",
     "latest",
     "load",

@@ -5,6 +5,10 @@ rectangles of them that it has, and loads the rectangles that it wants. Where th
 ones, torch.distributed.checkpoint intersects the two, so loading into another TP×PP×DP layout is the same code as
 loading into the same one.
 
+A rank may have a part of its slice only: a flat run of elements, regardless of rows, where the optimizer is sharded.
+Of a matrix that is at most three rectangles: the rest of a row, whole rows, the beginning of a row. So sharded state
+loads into unsharded, or into other shards, like anything else.
+
 `Rectangles` is what such a checkpoint takes as the value of one name. It speaks torch's protocol for objects that are
 more than one tensor (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`; compare torch's
 `LocalShardsWrapper`, which is a tensor subclass, and this is not). The views may be strided slices of a fused
@@ -16,7 +20,8 @@ by the rank with the least to write, and loaded by all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megafp8.sharding import Shape, pieces_of
+from megafp8.sharding import Fragment, Piece, Shape, pieces_of, spec_of
 
 
 class Rectangle(NamedTuple):
@@ -103,9 +108,59 @@ def collect(
     state: dict[str, Rectangles] = {}
     for param in params:
         for piece, view in pieces_of(param, tensors(param)):
-            name = prefix + piece.name
-            if name not in state:
-                state[name] = Rectangles(piece.global_shape, view.dtype)
-            assert state[name].global_shape == piece.global_shape, f"{name}: two global shapes on one rank"
-            state[name].add(piece.offset, view)
+            _add(state, prefix, piece, piece.offset, view)
     return state
+
+
+def collect_fragments(fragments: Iterable[tuple[Fragment, Tensor]], prefix: str) -> dict[str, Rectangles]:
+    """The same of fragments of parameters, each with a flat tensor of its length to look at."""
+    state: dict[str, Rectangles] = {}
+    for fragment, flat in fragments:
+        assert flat.shape == (fragment.end - fragment.start,)
+        row = math.prod(fragment.param.shape[1:])
+        for piece in spec_of(fragment.param).pieces:
+            first = piece.row * row
+            start, end = max(fragment.start, first), min(fragment.end, first + math.prod(piece.shape))
+            for low, shape in boxes(piece.shape, start - first, end - first):
+                at = first + _flat_index(low, piece.shape) - fragment.start
+                view = flat[at : at + math.prod(shape)].view(shape)
+                _add(state, prefix, piece, tuple(o + n for o, n in zip(piece.offset, low)), view)
+    return state
+
+
+def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+    """Elements `[start, end)` of a tensor of `shape`, counted row by row, as boxes: each its first index and its shape.
+
+    Along d dims there are at most 2 d - 1, in the order of the elements; none where `start >= end`.
+    """
+    if start >= end:
+        return
+    if len(shape) == 1:
+        yield (start,), (end - start,)
+        return
+    row = math.prod(shape[1:])
+    (first, skipped), (last, left) = divmod(start, row), divmod(end, row)
+    if skipped:
+        stop = end - first * row if first == last else row
+        yield from (((first, *low), (1, *box)) for low, box in boxes(shape[1:], skipped, stop))
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if left and first <= last:
+        yield from (((last, *low), (1, *box)) for low, box in boxes(shape[1:], 0, left))
+
+
+def _flat_index(index: Shape, shape: Shape) -> int:
+    flat = 0
+    for i, n in zip(index, shape):
+        flat = flat * n + i
+    return flat
+
+
+def _add(state: dict[str, Rectangles], prefix: str, piece: Piece, offset: Shape, view: Tensor) -> None:
+    """Note that `view`, a part of `piece`, lies at `offset` of the piece's global tensor."""
+    name = prefix + piece.name
+    if name not in state:
+        state[name] = Rectangles(piece.global_shape, view.dtype)
+    assert state[name].global_shape == piece.global_shape, f"{name}: two global shapes on one rank"
+    state[name].add(offset, view)

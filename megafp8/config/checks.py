@@ -6,16 +6,18 @@ The rules need no device and no process group, so `--dry-run` applies those of a
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterator
 
 from megafp8.config.errors import ConfigError, Problem
-from megafp8.config.tree import Config
+from megafp8.config.tree import V_SCHEDULES, Config
 
 
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
     by_ranks = (lambda c: _batch(c, world_size), lambda c: _cuda_graphs(c, world_size))
-    rules = (_model, _tensor, _stages, _recompute, _sequence, _optimizer, _fp8, _smooth_swiglu, *by_ranks)
+    rules = (_model, _tensor, _stages, _schedule, _recompute, _sequence, _optimizer, _fp8, _smooth_swiglu, *by_ranks)
     problems = [problem for rule in rules for problem in rule(config)]
     if problems:
         raise ConfigError(source, problems)
@@ -68,18 +70,25 @@ def _tensor(config: Config) -> Iterator[Problem]:
 
 
 def _stages(config: Config) -> Iterator[Problem]:
-    layers, stages = config.model.num_layers, config.parallel.pipeline
-    explicit = config.parallel.layers_per_stage
-    if stages > layers:
+    p, layers = config.parallel, config.model.num_layers
+    stages, explicit = p.pipeline * p.virtual_pipeline, p.layers_per_stage
+    if p.pipeline > layers:
         yield Problem(
-            "parallel.pipeline", stages, f"a stage would have no layers: model.num_layers is {layers}",
+            "parallel.pipeline", p.pipeline, f"a stage would have no layers: model.num_layers is {layers}",
             f"try {layers} or less",
+        )  # fmt: skip
+    elif stages > layers:
+        yield Problem(
+            "parallel.virtual_pipeline", p.virtual_pipeline,
+            f"with parallel.pipeline = {p.pipeline} that makes {stages} stages, and a stage would have no layers: "
+            f"model.num_layers is {layers}", f"try {layers // p.pipeline} or less",
         )  # fmt: skip
     elif explicit is not None:
         base, more = divmod(layers, stages)
         works = f"try {[base + (i < more) for i in range(stages)]}"
         if len(explicit) != stages:
-            rule = f"{len(explicit)} entries for parallel.pipeline = {stages} stages"
+            times = f" × parallel.virtual_pipeline = {p.virtual_pipeline}" if p.virtual_pipeline > 1 else ""
+            rule = f"{len(explicit)} entries for parallel.pipeline = {p.pipeline}{times} stages"
         elif min(explicit) < 1:
             rule = f"stage {explicit.index(min(explicit))} would have no layers"
         elif sum(explicit) != layers:
@@ -89,9 +98,49 @@ def _stages(config: Config) -> Iterator[Problem]:
         yield Problem("parallel.layers_per_stage", explicit, rule, works)
 
 
+_CHUNKS = {"1f1b": (1, 1), "interleaved": (2, None), "zb-h1": (1, 1), "zb-v": (2, 2), "dualpipev": (2, 2)}
+"""Stages a rank of each schedule: least and most."""
+
+
+def _schedule(config: Config) -> Iterator[Problem]:
+    p, path = config.parallel, "parallel.schedule"
+    if p.schedule in _CHUNKS:
+        least, most = _CHUNKS[p.schedule]
+        v = p.virtual_pipeline
+        if v < least or (most is not None and v > most):
+            wanted = f"{least} or more stages" if most is None else f"{least} stage{'s' if least > 1 else ''}"
+            other = "1f1b" if v == 1 else "interleaved"
+            yield Problem(
+                path, p.schedule, f"it is for {wanted} a rank, and parallel.virtual_pipeline is {v}",
+                f"try parallel.virtual_pipeline={least}, or parallel.schedule={other}",
+            )  # fmt: skip
+        if p.placement is not None and (p.placement == "v") != (p.schedule in V_SCHEDULES):
+            needs = "v" if p.schedule in V_SCHEDULES else "turns"
+            yield Problem(
+                "parallel.placement", p.placement, f"parallel.schedule {p.schedule} needs {needs}",
+                f"try parallel.placement={needs}, or leave it out",
+            )  # fmt: skip
+    elif not p.schedule.endswith(".csv") and not re.fullmatch(r"[\w.]+:\w+", p.schedule):
+        near = difflib.get_close_matches(p.schedule, _CHUNKS, n=1)
+        yield Problem(
+            path, p.schedule, f"none of {', '.join(_CHUNKS)}, and neither a .csv file nor module:function",
+            f"try {near[0] if near else '1f1b'}",
+        )  # fmt: skip
+    elif p.placement == "v" and p.virtual_pipeline != 2:
+        yield Problem(
+            "parallel.placement", "v", f"a V has two stages a rank, and parallel.virtual_pipeline is "
+            f"{p.virtual_pipeline}", "try parallel.virtual_pipeline=2",
+        )  # fmt: skip
+    if p.pipeline == 1 and p.virtual_pipeline > 1:
+        yield Problem(
+            "parallel.virtual_pipeline", p.virtual_pipeline, "parallel.pipeline is 1, so there is no bubble to make "
+            "smaller", "try parallel.virtual_pipeline=1 and parallel.schedule=1f1b, or parallel.pipeline=2",
+        )  # fmt: skip
+
+
 def _recompute(config: Config) -> Iterator[Problem]:
     p, layers = config.parallel, config.model.num_layers
-    largest = max(p.layers_per_stage or [-(-layers // p.pipeline)])
+    largest = max(p.layers_per_stage or [-(-layers // (p.pipeline * p.virtual_pipeline))])
     if p.recompute == "none" and p.recompute_blocks is not None:
         rule = "parallel.recompute is none, so no block is computed again"
         yield Problem("parallel.recompute_blocks", p.recompute_blocks, rule, "try parallel.recompute=full")
@@ -137,6 +186,14 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             f"with optimizer.warmup_steps ({o.warmup_steps}) longer than training.steps ({steps})",
             f"try {steps - o.warmup_steps} or less",
         )  # fmt: skip
+
+    for path, beta in (("optimizer.beta1", o.beta1), ("optimizer.beta2", o.beta2)):
+        if o.moments_dtype == "bf16" and 1 - beta < 2**-8:
+            yield Problem(
+                path, beta,
+                f"optimizer.moments_dtype is bf16, which has 8 bits, and a moment that shrinks by {1 - beta:.2g} of "
+                "itself would be rounded to what it was", "try 0.95, or optimizer.moments_dtype=fp32",
+            )  # fmt: skip
 
 
 def _fp8(config: Config) -> Iterator[Problem]:

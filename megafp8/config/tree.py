@@ -101,17 +101,32 @@ class ModelConfig(Section):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
+V_SCHEDULES = ("zb-v", "dualpipev")
+"""Schedules whose stages lie in a V."""
+
+
 class ParallelConfig(Section):
     """How the model is laid over the ranks. Data parallelism is what remains of the world."""
 
     tensor: PositiveInt = 1
     """Tensor-parallel size: ranks that share each layer. Keep it inside one NVLink domain."""
     pipeline: PositiveInt = 1
-    """Pipeline-parallel size: stages of consecutive layers."""
+    """Pipeline-parallel size: ranks that share the model's layers."""
+    virtual_pipeline: PositiveInt = 1
+    """Stages of consecutive layers that each of these ranks holds."""
+    schedule: str = "1f1b"
+    """Who computes what when. 1f1b (one stage a rank); interleaved (several: less bubble, more memory and
+    communication); zb-h1 (one), zb-v (two): fill the bubble with weight gradients; dualpipev (two): DeepSeek's.
+    Or the path of a .csv file, a row a rank with cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1; or
+    module:function, called with placement and number of micro-batches. tools/plot_schedule.py draws them."""
+    placement: Literal["turns", "v"] | None = None
+    """Where stage s of S is. turns: on rank s mod pipeline; v: down the ranks and back, so that the last stage is on
+    the first rank. Default: what the schedule needs, and turns for one of your own."""
     sequence_parallel: bool = True
     """Cut activations along the sequence between tensor-parallel regions. Without effect when tensor is 1."""
     layers_per_stage: list[int] | None = None
-    """Layers of each stage, first to last, e.g. [7, 8, 8, 7]. Default: as even as possible."""
+    """Layers of each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. Default: as even as
+    possible."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Less memory for activations, for computing them again in the backward pass. full: keep only a block's input and
     run its forward again; selective: leave out what recompute_ops names."""
@@ -128,6 +143,17 @@ class ParallelConfig(Section):
     """Reduce gradients over data parallelism while the backward pass still runs."""
     bucket_mib: PositiveFloat = 160.0
     """Smallest gradient bucket that is reduced at once, in MiB of fp32."""
+    zero: Literal[0, 1] = 0
+    """ZeRO stage. 1: each data-parallel rank keeps master weights and Adam state of an equal share of the parameters
+    alone, updates those and gathers the rest (Megatron-LM's distributed optimizer). The same losses, no more
+    traffic; 12 bytes a parameter become 12 / data-parallel size."""
+    overlap_param_gather: bool = True
+    """With zero 1: gather updated parameters while the next forward pass already runs."""
+
+    @property
+    def in_a_v(self) -> bool:
+        """Whether stages lie in a V."""
+        return self.placement == "v" if self.placement else self.schedule in V_SCHEDULES
 
 
 OperandRecipe = Literal["delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4"]
@@ -152,8 +178,8 @@ class Fp8Config(Section):
     recipe: Literal["none", "delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4", "custom"] = "none"
     """none; delayed: scales from the amax history; current: scale from the tensor itself; rowwise: a scale for each row
     of each operand; blockwise: for each 128 neighbours, and each 128 × 128 weights; static: scales given or calibrated;
-    mxfp8: a power of two for each 32 neighbours, emulated; nvfp4: four bits, a scale for each 16 neighbours, emulated;
-    custom: by layer and operand."""
+    mxfp8: a power of two for each 32 neighbours; nvfp4: four bits, a scale for each 16 neighbours; both emulated but on
+    Blackwell, where they have not been run yet; custom: by layer and operand."""
     format: Literal["hybrid", "e4m3"] | None = None
     """hybrid: E4M3 forward, E5M2 gradients; e4m3: E4M3 everywhere. Default: hybrid for delayed, current and static,
     else e4m3."""
@@ -261,6 +287,11 @@ class OptimizerConfig(Section):
     """Adam's epsilon."""
     clip_grad_norm: NonNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """In which gradients travel between data-parallel ranks. bf16: half the traffic, and sums over ranks are rounded to
+    8 bits; those over a rank's micro-batches stay fp32."""
+    moments_dtype: Literal["fp32", "bf16"] = "fp32"
+    """How Adam's two moments are kept. bf16: 4 bytes a parameter fewer. A run keeps what it began with."""
 
 
 class TokenizerConfig(Section):
@@ -313,6 +344,9 @@ class LoggingConfig(Section):
     """Event files under the run folder."""
     wandb_project: str | None = None
     """Log to this Weights & Biases project (WANDB_MODE=offline works)."""
+    pipeline_trace_step: PositiveInt | None = None
+    """The step in which each pipeline rank takes the time of its actions, for pipeline_trace.json in the run folder;
+    tools/plot_schedule.py draws it beside the simulation."""
 
 
 class Config(Section):

@@ -11,7 +11,7 @@ An operand takes part in two GEMMs and meets another operand in each, so not eve
     one factor a tensor (delayed, current, static) meets its like
     one a row (rowwise) meets its like
     blocks of 128 (blockwise) meet their like
-    finer blocks (mxfp8, nvfp4) meet anything: that GEMM is emulated
+    finer blocks (mxfp8, nvfp4) meet anything: that GEMM is emulated, unless they meet their like on Blackwell
 
 A GEMM that runs in high precision makes no demand.
 """
@@ -32,18 +32,18 @@ GEMMS: dict[str, tuple[OperandName, OperandName]] = {
     "dgrad": ("grad_output", "weight"),
     "wgrad": ("grad_output", "input"),
 }
-# Those that Hopper's GEMMs take, by whom they can meet; all others are emulated.
+# Those that Hopper's GEMMs take, by whom they can meet; all others are emulated there.
 _HARDWARE = {TENSOR: {TENSOR}, ROW: {ROW}, BLOCK_1X128: {BLOCK_1X128, BLOCK_128X128}, BLOCK_128X128: {BLOCK_1X128}}
 
 
-def emulated(granularity: Granularity) -> bool:
-    """Whether no backend has GEMMs for it."""
+def needs_blackwell(granularity: Granularity) -> bool:
+    """Whether only Blackwell's tensor cores have GEMMs for it, so that others emulate them."""
     return granularity not in _HARDWARE
 
 
 def can_meet(a: Granularity, b: Granularity) -> bool:
     """Whether a GEMM can have operands of these two."""
-    return emulated(a) or emulated(b) or b in _HARDWARE[a]
+    return needs_blackwell(a) or needs_blackwell(b) or b in _HARDWARE[a]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,18 @@
 """Which way a recipe's GEMMs are computed on a device, in a line: emulation is no matter for a footnote.
 
-Blackwell's tensor cores take blocks of 32 and of 16. megafp8 has no backend for those yet and emulates them there too.
+Blocks of 32 and of 16 (mxfp8, nvfp4) run on Blackwell's tensor cores, where a trial product comes out right, and are
+emulated elsewhere. They have not run on Blackwell yet, so this line is what to look at there first.
 """
 
 from __future__ import annotations
 
 import torch
 
-from megafp8.fp8.custom import CustomScaling, emulated
+from megafp8.fp8.block_scaled_check import why_emulated
+from megafp8.fp8.custom import GEMMS, CustomScaling, needs_blackwell
 from megafp8.fp8.gemm import GemmBackend
+from megafp8.fp8.matrix import BLOCK_1X16
 from megafp8.fp8.recipe import Fp8Recipe
-
-_BLACKWELL = (10, 0)
 
 
 def describe_path(recipe: Fp8Recipe | None, device: torch.device, backend: GemmBackend = "auto") -> str:
@@ -19,14 +20,17 @@ def describe_path(recipe: Fp8Recipe | None, device: torch.device, backend: GemmB
     if recipe is None:
         return "fp8: none, all layers in high precision"
     parts = _parts(recipe)
-    slow = [part.name for part in parts if emulated(part.granularity("input"))]
+    fine = [part.name for part in parts if needs_blackwell(part.granularity("input"))]
     name = f"{recipe.name} ({', '.join(part.name for part in parts)})" if len(parts) > 1 else parts[0].name
     if backend == "emulated" or (backend == "auto" and device.type != "cuda"):
         return f"fp8: {name}, GEMMs emulated on {device.type}: the same FP8 values, products in fp32"
-    if not slow:
+    if not fine:
         return f"fp8: {name}, GEMMs on {'FP8 tensor cores' if device.type == 'cuda' else f'{device.type} by {backend}'}"
-    which = f"those GEMMs with {' or '.join(slow)}" if len(slow) < len(parts) else "GEMMs"
-    return f"fp8: {name}, {which} emulated in fp32: {_why(device)}"
+    why = why_emulated(device)
+    if why is None:
+        return f"fp8: {name}, {_on_blackwell(recipe, parts, fine)}"
+    which = f"those GEMMs with {' or '.join(fine)}" if len(fine) < len(parts) else "GEMMs"
+    return f"fp8: {name}, {which} emulated in fp32: {why}"
 
 
 def _parts(recipe: Fp8Recipe) -> list[Fp8Recipe]:
@@ -36,9 +40,23 @@ def _parts(recipe: Fp8Recipe) -> list[Fp8Recipe]:
     return list({part.name: part for rule in recipe.rules for part in rule.operands}.values())
 
 
-def _why(device: torch.device) -> str:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if capability is not None and capability >= _BLACKWELL:
-        return "this GPU has tensor cores for them, but megafp8 no backend"
-    here = device.type if capability is None else f"capability {capability[0]}.{capability[1]}"
-    return f"tensor cores for them come with compute capability 10.0, and this is {here}"
+def _on_blackwell(recipe: Fp8Recipe, parts: list[Fp8Recipe], fine: list[str]) -> str:
+    """`fine`: the names of the parts whose GEMMs are Blackwell's."""
+    formats = dict.fromkeys("FP4" if part.granularity("input") is BLOCK_1X16 else "FP8" for part in parts)
+    of_them = f", {' and '.join(fine)}" if len(fine) < len(parts) else ""
+    line = f"GEMMs on {' and '.join(formats)} tensor cores{of_them} by scaled_mm"
+    pairs = _pairs_apart(recipe)
+    return f"{line}, but {', '.join(pairs)} emulated in fp32: no tensor core multiplies such a pair" if pairs else line
+
+
+def _pairs_apart(recipe: Fp8Recipe) -> list[str]:
+    """Recipes of operands that meet in a GEMM and differ, one of them Blackwell's."""
+    if not isinstance(recipe, CustomScaling):
+        return []
+    found: dict[str, None] = {}
+    for rule in recipe.rules:
+        for (a, b), high in zip(GEMMS.values(), recipe.override_linear_precision, strict=True):
+            pair = (getattr(rule, a), getattr(rule, b))
+            if not high and pair[0].name != pair[1].name and any(needs_blackwell(p.granularity("input")) for p in pair):
+                found["·".join(sorted(p.name for p in pair))] = None
+    return list(found)

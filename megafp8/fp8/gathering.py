@@ -51,7 +51,8 @@ def gather_tokens(own: Operand, group: ProcessGroup, *, columns: bool) -> Operan
     """Rows `[t·r, c]` from each rank's `own.rows` `[r, c]`, and `columns` if a wgrad will want them: whole where there
     is one factor for all ranks, else `own.columns` `[c, r]`, left cut."""
     assert own.rows is not None
-    codes, factors, granularity = own.rows
+    codes, factors, granularity, tensor_scale = own.rows
+    assert tensor_scale is None, "slices are not cast under two levels of factors"
     if granularity is TENSOR:
         rows = Scaled(all_gather(codes, group), factors)
         return Operand(rows, rows.t() if columns else None)

@@ -11,6 +11,9 @@ Backends for FP8:
     emulated   the same product with fp32 operands, anywhere: exact products (FP8 × FP8 fits fp32), fp32 sums;
                for a float64 result float64 sums, which lets layouts be compared without the noise of their order
 
+Blocks of 32 and 16 (mxfp8, nvfp4) are Blackwell's. Where its tensor cores are found to multiply them, scaled_mm does,
+under every backend but emulated (`megafp8.fp8.block_scaled_mm`); all other GPUs emulate them.
+
 cuBLASLt wants n and k to be multiples of 16. Others are padded with zeros, which adds nothing to any sum and costs a
 copy; layer sizes and tokens per micro-batch that are multiples of 16 never pay it.
 
@@ -27,9 +30,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megafp8.fp8.block_scaled_check import why_emulated
+from megafp8.fp8.block_scaled_mm import block_scaled_mm, multiplies
 from megafp8.fp8.cublaslt import CublasLt, available
 from megafp8.fp8.cublaslt_problem import arranged
-from megafp8.fp8.matrix import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Scaled
+from megafp8.fp8.matrix import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Scaled, zero_pad
 
 GemmBackend = Literal["auto", "cublaslt", "scaled_mm", "emulated"]
 
@@ -64,6 +69,7 @@ class Fp8Gemm:
         if backend == "auto":
             backend = ("cublaslt" if has_cublaslt else "scaled_mm") if device.type == "cuda" else "emulated"
         self.backend = backend
+        self._has_block_scaled = backend != "emulated" and why_emulated(device) is None
         self._cublaslt: CublasLt | None = None
         if backend == "cublaslt":
             self._cublaslt = CublasLt(device, autotune=autotune, cache_file=algorithm_file() if autotune else None)
@@ -72,6 +78,8 @@ class Fp8Gemm:
         """`a · bᵀ`, `[m, n]` in `out_dtype`, rounded to it once. `use_fast_accum` matters on Hopper only."""
         assert a_mk.data.is_contiguous()
         assert b_nk.data.is_contiguous()
+        if self._has_block_scaled and multiplies(a_mk, b_nk, out_dtype):
+            return block_scaled_mm(a_mk, b_nk, out_dtype)
         if self.backend == "emulated" or not {a_mk.granularity, b_nk.granularity} <= _SCALING.keys():
             return _emulated(a_mk, b_nk, out_dtype)
         if self._cublaslt is not None and _fits(a_mk, b_nk):
@@ -112,11 +120,13 @@ def _scaled_mm(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype, use_fast_accu
     pad_n, pad_k = -n % _ALIGNMENT, -k % _ALIGNMENT
     a_mk, b_nk = arranged(a_mk), arranged(b_nk)
     b_scale_inv = b_nk.scale_inv
-    if b_nk.granularity is not TENSOR:
-        b_scale_inv = (F.pad(b_scale_inv, (0, 0, 0, pad_n)) if b_nk.granularity is ROW else b_scale_inv).t()
+    if b_nk.granularity is ROW:
+        b_scale_inv = F.pad(b_scale_inv, (0, 0, 0, pad_n)).t()
+    elif b_nk.granularity is BLOCK_128X128:
+        b_scale_inv = b_scale_inv.t()
     y_mn = F.scaled_mm(
-        _zero_pad(a_mk.data, 0, pad_k),
-        _zero_pad(b_nk.data, pad_n, pad_k).t(),
+        zero_pad(a_mk.data, 0, pad_k),
+        zero_pad(b_nk.data, pad_n, pad_k).t(),
         a_mk.scale_inv,
         _SCALING[a_mk.granularity],
         b_scale_inv,
@@ -125,13 +135,6 @@ def _scaled_mm(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype, use_fast_accu
         use_fast_accum=use_fast_accum,
     )
     return y_mn[:, :n].contiguous() if pad_n else y_mn
-
-
-def _zero_pad(x8: Tensor, rows: int, columns: int) -> Tensor:
-    """`x8` with zero rows and columns appended."""
-    if rows == columns == 0:
-        return x8
-    return F.pad(x8.view(torch.uint8), (0, columns, 0, rows)).view(x8.dtype)  # the byte 0 is the number 0
 
 
 def gemm(a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,8 @@ Each GEMM can be kept in high precision instead; then what it needs is kept unqu
 
 A weight may have an attribute `grad_sink`, set by whoever gathers gradients (`GradSink`): dw `[n, k]` is then added to
 its `main_grad`, by the GEMM itself where that can be. Autograd sees no gradient for the weight, which spares a bf16
-gradient and its rounding. Without a sink, dw is returned in the weight's dtype.
+gradient and its rounding. Without a sink, dw is returned in the weight's dtype. A sink may have a store that, while it
+is open, takes wgrad for later (`megafp8.fp8.deferred`).
 
 Shapes: m tokens (all leading dims), k inputs, n outputs.
 """
@@ -28,13 +29,16 @@ Shapes: m tokens (all leading dims), k inputs, n outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
+from megafp8.fp8.deferred import WgradStore
 from megafp8.fp8.gathering import gather_columns
 from megafp8.fp8.gemm import Fp8Gemm, gemm
 from megafp8.fp8.handover import Again, Computed, GradSlot, Input, Quantized, Remake
@@ -47,9 +51,13 @@ from megafp8.fp8.sources import Plain, ScaledColumns
 
 
 class GradSink(Protocol):
-    """Where a weight's gradient goes: called with dw, or told that dw has been added to `main_grad`, its fp32 sum."""
+    """Where a weight's gradient goes: called with dw, or told that dw has been added to `main_grad`, its fp32 sum.
+
+    `wgrads` takes wgrad for later while it is open; None where there is no later.
+    """
 
     main_grad: Tensor
+    wgrads: WgradStore | None
 
     def __call__(self, grad: Tensor) -> None: ...
 
@@ -180,6 +188,12 @@ def _deliver(weight: Tensor, dw_nk: Tensor) -> Tensor | None:
     return None
 
 
+def _open_store(weight: Tensor) -> WgradStore | None:
+    """Where the weight's gradient is to be left for later, if it is."""
+    store = getattr(getattr(weight, "grad_sink", None), "wgrads", None)
+    return store if store is not None and store.is_open else None
+
+
 def _wgrad(weight: Tensor, dy_mn: Tensor, x_mk: Tensor) -> Tensor | None:
     """dw in high precision, to its sink or back; on CUDA a sink's fp32 takes it in place."""
     main_grad = _summed_in_place(weight)
@@ -187,6 +201,16 @@ def _wgrad(weight: Tensor, dy_mn: Tensor, x_mk: Tensor) -> Tensor | None:
         return _deliver(weight, gemm(dy_mn.t(), x_mk, _wgrad_dtype(weight)))
     torch.addmm(main_grad, dy_mn.t(), x_mk, out_dtype=torch.float32, out=main_grad)
     weight.grad_sink.added()  # type: ignore[attr-defined]
+    return None
+
+
+def _wgrad_now_or_later(weight: Tensor, dy_mn: Tensor, x_mk: Tensor) -> Tensor | None:
+    """`_wgrad`, or None and its operands in the open store."""
+    store = _open_store(weight)
+    if store is None:
+        return _wgrad(weight, dy_mn, x_mk)
+    finish = partial(_wgrad, weight, dy_mn.detach(), x_mk.detach())  # detached: the graph need not live on
+    store.put(lambda: finish)
     return None
 
 
@@ -222,7 +246,7 @@ class _HighPrecisionLinear(Function):
         if weight is not None:
             dx = gemm(dy_mn, weight.to(dy.dtype), dy.dtype).view(ctx.x_shape)
         if x is not None:
-            dw = _wgrad(ctx.weight, dy_mn, x())
+            dw = _wgrad_now_or_later(ctx.weight, dy_mn, x())
         return dx, dw, None
 
 
@@ -262,9 +286,10 @@ class _Fp8LinearFunction(Function):
         elif needs_dw and high.wgrad:
             kept_x = (_matrix(x),)
         elif needs_dw:
-            kept_x = tuple(_columns(x8)[:2])
+            x_km = _columns(x8)
+            kept_x = (x_km.data, x_km.scale_inv, x_km.tensor_scale)
             assert x8 is not None
-            ctx.granularity, ctx.columns_group = _columns(x8).granularity, x8.columns_group
+            ctx.granularity, ctx.columns_group = x_km.granularity, x8.columns_group
         ctx.save_for_backward(weight if needs_dx and high.dgrad else None, *kept_x)
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
         ctx.op, ctx.w8, ctx.grad_slot = op, w8, grad_slot
@@ -285,27 +310,59 @@ class _Fp8LinearFunction(Function):
         dx_in_fp8, dw_in_fp8 = needs_dx and not high.dgrad, needs_dw and not high.wgrad
         dx: Tensor | None = None
         dw: Tensor | None = None
-        if dw_in_fp8:  # under way until wgrad
-            if ctx.remake is None:
-                own_x, x_group = Scaled(kept_x[0], kept_x[1], ctx.granularity), ctx.columns_group
-            else:
-                own_x, x_group = ctx.remake.columns(kept_x, op.quantizers.input)
-            x_km = gather_columns(own_x, x_group)
+        store = _open_store(ctx.weight)
+        if dw_in_fp8:
+            own_x, x_group = _kept_columns(ctx, kept_x)
+            x_km = None if store is not None else gather_columns(own_x, x_group)  # under way until wgrad
         dy8: Operand | None = None if ctx.grad_slot is None else ctx.grad_slot.take()
         if dy8 is None and (dx_in_fp8 or dw_in_fp8):
             dy8 = op.quantizers.grad_output(Plain(_matrix(dy)), rows=dx_in_fp8, columns=dw_in_fp8)
         if dw_in_fp8:
             assert dy8 is not None
-            dy_nm = gather_columns(_columns(dy8), dy8.columns_group)
+            own_dy, dy_group = _columns(dy8), dy8.columns_group
+            dy_nm = None if store is not None else gather_columns(own_dy, dy_group)
         if dx_in_fp8:
             dx = op.gemm.tn(_rows(dy8), _columns(ctx.w8), dy.dtype, use_fast_accum=op.fast_accum.dgrad)
         elif needs_dx:
             dx = gemm(_matrix(dy), weight.to(dy.dtype), dy.dtype)
-        if dw_in_fp8:
+        if dw_in_fp8 and store is not None:
+            store.put(partial(_begin_wgrad, op, ctx.weight, own_dy, dy_group, own_x, x_group))
+        elif dw_in_fp8:
+            assert dy_nm is not None
+            assert x_km is not None
             dw = _fp8_wgrad(op, ctx.weight, dy_nm.wait(), x_km.wait())
         elif needs_dw:
-            dw = _wgrad(ctx.weight, _matrix(dy), _values(kept_x, ctx.remake)())
+            dw = _wgrad_now_or_later(ctx.weight, _matrix(dy), _values(kept_x, ctx.remake)())
         return None if dx is None else dx.view(ctx.x_shape), dw, *[None] * 5
+
+
+def _kept_columns(ctx: Any, kept_x: Sequence[Tensor | None]) -> tuple[Scaled, ProcessGroup | None]:
+    """The input's columns, kept or made again, and the group to gather them over."""
+    if ctx.remake is not None:
+        return ctx.remake.columns(kept_x, ctx.op.quantizers.input)
+    codes, factors, tensor_scale = kept_x
+    assert codes is not None
+    assert factors is not None
+    return Scaled(codes, factors, ctx.granularity, tensor_scale), ctx.columns_group
+
+
+def _begin_wgrad(
+    op: Fp8Linear,
+    weight: Tensor,
+    dy_nm: Scaled,
+    dy_group: ProcessGroup | None,
+    x_km: Scaled,
+    x_group: ProcessGroup | None,
+) -> Callable[[], Tensor | None]:
+    """Start gathering the columns that are cut; `_fp8_wgrad` of what arrives."""
+    x, dy = gather_columns(x_km, x_group), gather_columns(dy_nm, dy_group)
+    alive = (x_km, dy_nm)  # what is being gathered, until it has arrived
+
+    def finish() -> Tensor | None:
+        assert alive
+        return _fp8_wgrad(op, weight, dy.wait(), x.wait())
+
+    return finish
 
 
 def _fp8_wgrad(op: Fp8Linear, weight: Tensor, dy_nm: Scaled, x_km: Scaled) -> Tensor | None:

@@ -211,7 +211,8 @@ class Fp8Manager:
 
     def forget_weights(self) -> None:
         """Forget the weights' FP8 copies: whoever needs them next quantizes anew."""
-        self.kept_weights = [None] * len(self._layers)
+        for layer in self._layers.values():
+            layer.op.invalidate_weight()
 
     @property
     def kept_weights(self) -> list[Operand | None]:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,16 @@ BLOCK_16X16 = Granularity("16x16", 16, 16)
 
 
 class Scaled(NamedTuple):
-    """`data · scale_inv`: codes `[r, c]` in an FP8 dtype, row-major; factors fp32, shaped `granularity.grid(r, c)`."""
+    """`data · scale_inv`: codes `[r, c]` in an FP8 dtype, row-major; factors fp32, shaped `granularity.grid(r, c)`.
+
+    `tensor_scale`: fp32 `[]`, NVFP4's second level, which `scale_inv` was divided by (`megafp8.fp8.nvfp4`); None for
+    factors of one level.
+    """
 
     data: Tensor
     scale_inv: Tensor
     granularity: Granularity = TENSOR
+    tensor_scale: Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values `[r, c]`; exact products need fp32 or wider."""
@@ -92,3 +98,10 @@ def expand(factors: Tensor, granularity: Granularity, r: int, c: int) -> Tensor:
     if granularity.columns is not None:
         factors = factors.repeat_interleave(granularity.columns, dim=1)[:, :c]
     return factors
+
+
+def zero_pad(codes_rc: Tensor, rows: int, columns: int) -> Tensor:
+    """Codes of one byte an element with zero rows and columns appended; themselves where there are none to append."""
+    if rows == columns == 0:
+        return codes_rc
+    return F.pad(codes_rc.view(torch.uint8), (0, columns, 0, rows)).view(codes_rc.dtype)  # the byte 0 is the number 0

@@ -1,6 +1,6 @@
-"""MXFP8: blocks of 32 that share a power of two, emulated in plain PyTorch (OCP microscaling formats 1.0).
+"""MXFP8: blocks of 32 that share a power of two, cast in plain PyTorch (OCP microscaling formats 1.0).
 
-Blackwell multiplies such matrices at full speed; other GPUs and the CPU compute the same numbers from this emulation.
+Blackwell's tensor cores multiply such matrices (`megafp8.fp8.block_scaled_mm`); elsewhere their product is emulated.
 A factor is one byte, E8M0: the code e stands for 2^(e-127), there is no sign and no zero, and 255 is NaN.
 
 The exponent is that of amax / 448 rounded **up**, as Blackwell's own conversion does (PTX `cvt.rp.satfinite.ue8m0x2`):

@@ -1,9 +1,12 @@
-"""NVFP4: four-bit values under two levels of factors, emulated in plain PyTorch (NVIDIA 2025, arXiv:2509.25149).
+"""NVFP4: four-bit values under two levels of factors, cast in plain PyTorch (NVIDIA 2025, arXiv:2509.25149).
 
 E2M1 has eight magnitudes, so sixteen neighbours share a factor. That factor is itself only E4M3, so the tensor has one
 more, in fp32, which puts the largest block's factor at E4M3's maximum. With S = 448·6 / amax of the tensor:
 
     block factor b = E4M3(amax of the block · S / 6)        value = E2M1(x · S / b)        x ≈ value · b / S
+
+A matrix has b / S in fp32, which is what emulation multiplies by, and S beside it. Tensor cores want b itself; it is
+E4M3((b / S) · S), always: the two roundings are below 2^-12, also where b / S is subnormal, and E4M3's below 2^-5.
 
 Three measures keep training alive at four bits, each where it helps:
   squares of 16×16 on weights, whose forward and backward casts then are transposes of each other, so that the gradient
@@ -17,7 +20,8 @@ is subnormal) and saturate, under stochastic rounding too, which is unbiased wit
 
 Edges. A tensor of zeros, or one that is not finite, has S = 1. A block whose factor rounds to zero (about 459,000 times
 smaller than the tensor's amax) is zeros. A block with an infinity or a NaN has the largest factor, 448: infinities
-saturate, and a NaN stays a NaN. Hardware's E2M1 cannot hold one, E4M3 can, and a broken step should show.
+saturate, and a NaN stays a NaN. Hardware's E2M1 cannot hold one, E4M3 can, and a broken step should show: on tensor
+cores the block's factor becomes the NaN (`megafp8.fp8.block_scaled_mm`).
 
 Shapes: r rows, c columns of a matrix.
 """
@@ -67,7 +71,7 @@ def hadamard_transform(x_rc: Tensor) -> Tensor:
 
 
 def quantize_nvfp4(x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: Key | None) -> Scaled:
-    """x `[r, c]`, any float dtype, to E2M1 values `[r, c]` held in E4M3, and factors b / S.
+    """x `[r, c]`, any float dtype, to E2M1 values `[r, c]` held in E4M3, factors b / S, and S.
 
     `whole_amax`: the amax, fp32 `[]`, of the tensor that x is a slice of; by default x is all of it. `weight`: blocks
     of 16×16 instead of 1×16. `stochastic`: round stochastically, with the noise of this key.
@@ -82,4 +86,4 @@ def quantize_nvfp4(x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bo
     block_rc = expand(block, granularity, r, c)
     values = torch.where(block_rc == 0, 0.0, x_rc * tensor_scale / block_rc)
     values = round_to_e2m1(values, None if stochastic is None else uniform(r, c, stochastic, x_rc.device))
-    return Scaled(values.to(E2M1.dtype), block / tensor_scale, granularity)
+    return Scaled(values.to(E2M1.dtype), block / tensor_scale, granularity, tensor_scale)

@@ -10,8 +10,8 @@ construction; `NVFP4Quantizer` does too, under one for the tensor.
 A tensor whose tokens are cut over ranks is cast where its slices are, so that codes travel and not values
 (`megafp8.fp8.gathering`). `for_slices` gives the quantizer whose casts of slices are slices of the whole's cast.
 
-How a cast is computed is chosen here once: by a fused kernel on CUDA, by the plain twin elsewhere. The last two, which
-are emulated, have no kernels.
+How a cast is computed is chosen here once: by a fused kernel on CUDA, by the plain twin elsewhere. The last two have no
+kernels.
 """
 
 from __future__ import annotations

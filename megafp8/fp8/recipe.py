@@ -244,7 +244,7 @@ class StaticScaling(Fp8Recipe):
 class MXFP8Scaling(Fp8Recipe):
     """A power of two for each 32 neighbours (OCP microscaling formats 1.0), rounded so that nothing saturates.
 
-    For Blackwell's tensor cores; its GEMMs are emulated in fp32, so `use_fast_accum` has no effect.
+    For Blackwell's tensor cores; elsewhere its GEMMs are emulated in fp32. `use_fast_accum` has no effect on either.
     """
 
     name: ClassVar[str] = "mxfp8"
@@ -260,7 +260,7 @@ class NVFP4Scaling(Fp8Recipe):
     """Four bits, a factor for each 16 neighbours and for each 16 × 16 weights (NVIDIA 2025, arXiv:2509.25149).
 
     Output gradients are rounded stochastically, and both operands of wgrad are Hadamard transforms. For Blackwell's
-    tensor cores; its GEMMs are emulated in fp32, so `use_fast_accum` has no effect.
+    tensor cores; elsewhere its GEMMs are emulated in fp32. `use_fast_accum` has no effect on either.
     """
 
     name: ClassVar[str] = "nvfp4"

@@ -50,8 +50,11 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """`1 / (1 + 2^(-x·log2 e))`, the form that the kernels compute; fp32 or wider."""
-    exponent = x * -LOG2_E
+    """`1 / (1 + 2^(-x·log2 e))`, the form that the kernels compute; fp32 or wider.
+
+    Below x = -87 it stays at 2^-126, the least normal number: the kernels can divide without a branch then.
+    """
+    exponent = (x * -LOG2_E).clamp(max=126.0)
     if x.is_cuda:
         power = torch.exp2(exponent)
     else:  # by way of float64: the last bit of a CPU's fp32 result depends on where in the tensor the element stands

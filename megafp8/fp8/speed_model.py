@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from megafp8.fp8.custom import GEMMS, emulated
+from megafp8.fp8.custom import GEMMS, needs_blackwell
 from megafp8.fp8.recipe import OPERANDS, Fp8Recipe, OperandName, OperandRecipes
 
 
@@ -128,7 +128,7 @@ def _scalings(recipes: OperandRecipes, operands: tuple[OperandName, OperandName]
     """How the two operands of a GEMM are scaled, as `Ceilings.fp8` has it."""
     own = [recipes[OPERANDS.index(operand)] for operand in operands]
     granularities = [r.granularity(operand) for r, operand in zip(own, operands)]
-    if any(emulated(granularity) for granularity in granularities):
+    if any(needs_blackwell(granularity) for granularity in granularities):
         names = " and ".join(dict.fromkeys(r.name for r in own))
         raise ValueError(f"the speed of {names} cannot be predicted: its GEMMs are emulated, and slower than bf16")
     return "·".join(granularity.name for granularity in granularities)

@@ -205,6 +205,11 @@ class GPTStage(nn.Module):
         init = Init("normal", config.init_std)
         return set_spec(weight, ParamSpec((piece,), init, replicated_over_tp=False, **spec))  # type: ignore[arg-type]
 
+    @property
+    def units(self) -> list[nn.Module]:
+        """The modules that a forward pass calls one after the other; together they have all parameters."""
+        return [m for m in (self.embedding, *self.blocks, self.head) if m is not None]
+
     def layer_inputs(self, s: int, position_ids_bs: Tensor | None, document_ids_bs: Tensor | None) -> LayerInputs:
         """Rotary table and attention mask of a micro-batch."""
         config, device = self.config, self.context.device

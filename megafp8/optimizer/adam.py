@@ -9,7 +9,15 @@ that is installed. Both are ordinary torch optimizers over the masters; the grad
 gradient buffer, and never move. Masters and moments exist from the start rather than from the first step, so a
 checkpoint always has a place to load into.
 
-Memory: 12 bytes a parameter (8 where the parameter is fp32), on top of the model and its fp32 gradients.
+It works on fragments: flat runs of elements of the parameters, whose state alone exists here. A fragment is a whole
+parameter, or under ZeRO what this rank owns of it; Adam works on single elements and cannot tell.
+
+Moments may be kept in bf16, as DeepSeek-V3 does (arXiv:2412.19437, section 3.3.3). The kernels want all they read in
+one dtype, so a batch of fragments at a time gets fp32 moments, is updated, and has them rounded back. A moment that a
+step shrinks by less than 1/256 of itself could be rounded to what it was for ever; so betas are at most 1 - 1/256 then.
+
+Memory: 12 bytes an element (8 where the parameter is fp32; 4 fewer with moments in bf16), on top of the model and its
+fp32 gradients.
 """
 
 from __future__ import annotations
@@ -21,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from megafp8.optimizer.grad_buffer import main_grad_of
-from megafp8.sharding import spec_of
+from megafp8.optimizer.grad_buffer import gradient_of
+from megafp8.sharding import Fragment, spec_of
 
 
 def _apex_fused_adam() -> tuple[type[Optimizer] | None, str]:
@@ -49,44 +57,73 @@ def choose_adam(device: torch.device) -> tuple[type[Optimizer], str]:
     return apex_class, f"apex FusedAdam: {found}"
 
 
+BATCH = 1 << 24
+"""Elements whose moments are fp32 at a time where they are kept in bf16; or one fragment, if it has more."""
+
+
+def _batches(masters: Sequence[Tensor], elements: int) -> list[list[Tensor]]:
+    """`masters` in order, in lists of up to `elements` elements; one that has more is a list of its own."""
+    batches: list[list[Tensor]] = [[]]
+    free = elements
+    for master in masters:
+        if batches[-1] and master.numel() > free:
+            batches.append([])
+            free = elements
+        batches[-1].append(master)
+        free -= master.numel()
+    return batches
+
+
 class MixedPrecisionAdamW:
-    """AdamW (Loshchilov & Hutter 2019) over `params`, which must already be in a `GradBuffer`.
+    """AdamW (Loshchilov & Hutter 2019) over `fragments`, at most one of each parameter, as a `GradBuffer` gives them.
 
     `weight_decay` holds for parameters whose `spec.weight_decay` is set; the others (norms, biases) have none. `reason`
     says in one line which implementation runs and why; `step_count` is the number of updates made so far.
+    `moments_dtype`: fp32 or bf16.
     """
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
+        fragments: Sequence[Fragment],
         *,
+        device: torch.device,
         weight_decay: float,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        moments_dtype: torch.dtype = torch.float32,
     ) -> None:
-        assert params
-        self._masters = {param: self._make_master(param) for param in params}
-        self._low_precision: list[Tensor] = [param for param in params if param.dtype != torch.float32]
-        self._their_masters = [master for param, master in self._masters.items() if param.dtype != torch.float32]
-        implementation, self.reason = choose_adam(params[0].device)
+        self.fragments = list(fragments)
+        self._masters = {fragment.param: self._make_master(fragment) for fragment in fragments}
+        low_precision = [fragment for fragment in fragments if fragment.param.dtype != torch.float32]
+        self._low_precision = [fragment.of(fragment.param.detach()) for fragment in low_precision]
+        self._their_masters = [self._masters[fragment.param] for fragment in low_precision]
+        implementation, self.reason = choose_adam(device)
         self._apex = implementation is not AdamW
-        groups = [
-            {"params": masters, "weight_decay": weight_decay if decays else 0.0, "decays": decays}
-            for decays in (True, False)
-            if (masters := [self._masters[param] for param in params if spec_of(param).weight_decay is decays])
-        ]
         options: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps}
         options |= {"adam_w_mode": True} if self._apex else {"fused": True}
-        self._adam = implementation(groups, **options)
-        for master in self._masters.values():
-            self._adam.state[master] = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+        self._moments = {
+            master: {key: torch.zeros_like(master, dtype=moments_dtype) for key in ("exp_avg", "exp_avg_sq")}
+            for master in self._masters.values()
+        }
+        self._rounds = moments_dtype != torch.float32
+        decaying = {master for param, master in self._masters.items() if spec_of(param).weight_decay}
+        self._adams: list[Optimizer] = []
+        for masters in _batches(list(self._moments), BATCH) if self._rounds else [list(self._moments)]:
+            groups = [
+                {"params": [m for m in masters if m in decaying], "weight_decay": weight_decay, "decays": True},
+                {"params": [m for m in masters if m not in decaying], "weight_decay": 0.0, "decays": False},
+            ]
+            adam = implementation(groups, **options)
+            for master in masters:
+                adam.state[master] = {} if self._rounds else {**self._moments[master]}
+            self._adams.append(adam)
         self.step_count = 0
 
     @staticmethod
-    def _make_master(param: nn.Parameter) -> Tensor:
+    def _make_master(fragment: Fragment) -> Tensor:
         """An fp32 tensor for the optimizer to update; it shares the memory of a parameter that is fp32 already."""
-        master = param.detach().float()
-        master.grad = main_grad_of(param)
+        master = fragment.of(fragment.param.detach()).float()
+        master.grad = gradient_of(fragment)
         return master
 
     @property
@@ -97,36 +134,59 @@ class MixedPrecisionAdamW:
     @step_count.setter
     def step_count(self, count: int) -> None:
         self._step_count = count
-        if self._apex:
-            for group in self._adam.param_groups:
-                group["step"] = count
-        else:
-            for master in self._masters.values():
-                step = torch.full((), float(count), dtype=torch.float32, device=master.device)
-                self._adam.state[master]["step"] = step
+        for adam in self._adams:
+            for group in adam.param_groups:
+                if self._apex:
+                    group["step"] = count
+                    continue
+                for master in group["params"]:
+                    step = torch.full((), float(count), dtype=torch.float32, device=master.device)
+                    adam.state[master]["step"] = step
 
     def state_tensors(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """The fp32 state of `param`, each tensor shaped like it: `exp_avg`, `exp_avg_sq`, and `master` if separate.
+        """The state of the fragment of `param`, flat: `exp_avg`, `exp_avg_sq`, and the fp32 `master` if separate.
 
         These are the live tensors: a checkpoint loads into them in place, then calls `copy_masters_to_params`.
         """
         master = self._masters[param]
-        moments = self._adam.state[master]
-        state = {"exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
-        return state if param.dtype == torch.float32 else {"master": master, **state}
+        moments = self._moments[master]
+        return {**moments} if param.dtype == torch.float32 else {"master": master, **moments}
+
+    def state(self) -> dict[str, list[tuple[Fragment, Tensor]]]:
+        """`state_tensors` of all fragments, by their names."""
+        found: dict[str, list[tuple[Fragment, Tensor]]] = {}
+        for fragment in self.fragments:
+            for key, tensor in self.state_tensors(fragment.param).items():
+                found.setdefault(key, []).append((fragment, tensor))
+        return found
 
     @torch.no_grad()
     def copy_masters_to_params(self) -> None:
-        """Round the masters into the model's parameters."""
+        """Round the masters into the model's parameters, as far as the fragments go."""
         if self._low_precision:
             torch._foreach_copy_(self._low_precision, self._their_masters)
 
     def step(self, lr: float, weight_decay: float | None = None) -> None:
         """One update from the gradients in the buffer. `weight_decay` replaces the decay from here on."""
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-            if weight_decay is not None and group["decays"]:
-                group["weight_decay"] = weight_decay
-        self._adam.step()
+        for adam in self._adams:
+            for group in adam.param_groups:
+                group["lr"] = lr
+                if weight_decay is not None and group["decays"]:
+                    group["weight_decay"] = weight_decay
+            if self._rounds:
+                self._step_rounding(adam)
+            else:
+                adam.step()
         self._step_count += 1
         self.copy_masters_to_params()
+
+    @torch.no_grad()
+    def _step_rounding(self, adam: Optimizer) -> None:
+        """`adam.step()` with moments in fp32, which are then rounded to what is kept."""
+        masters = [master for group in adam.param_groups for master in group["params"]]
+        for master in masters:
+            adam.state[master] |= {key: moment.float() for key, moment in self._moments[master].items()}
+        adam.step()
+        for master in masters:
+            for key, moment in self._moments[master].items():
+                moment.copy_(adam.state[master].pop(key))

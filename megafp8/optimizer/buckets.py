@@ -9,12 +9,18 @@ A bucket is never cut inside a parameter, so one large parameter makes one large
 multiple of `align` elements (64 fp32 elements are 256 bytes, what CUDA's allocator, vector loads and cuBLASLt like to
 see), and the gaps stay zero.
 
+Sharded over the `ranks` of data parallelism (ZeRO stage 1), every bucket is padded so that each rank owns an equal
+slice of it, on the same alignment: rank r sums, updates and hands out the r-th. Slices know nothing of parameters; what
+a rank owns of one, if anything, is a single run of its elements. A parameter that other layouts share, as the tied
+weights of the first and last pipeline stage, lies in a bucket of its own (`alone`): then it is cut at the same elements
+in all of them, and its owners in each can talk to each other.
+
 Pure arithmetic: the layout of a model that fits on no single machine can be computed and checked anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -36,36 +42,81 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Elements `[start, end)` of parameter `param`, counted row by row."""
+
+    param: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class BufferLayout:
-    """`slots[i]` is the place of parameter `i`; `buckets` follow each other without a gap and cover the buffer."""
+    """`slots[i]` is the place of parameter `i`; `buckets` follow each other without a gap and cover the buffer.
+
+    The length of each bucket is a multiple of `ranks`, over which it is cut into equal slices.
+    """
 
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
+    ranks: int = 1
 
     @property
     def numel(self) -> int:
         """Elements of the whole buffer."""
         return self.buckets[-1].end if self.buckets else 0
 
+    def owned(self, rank: int) -> list[Slot]:
+        """What `rank` owns: one slice of each bucket, padding included."""
+        assert 0 <= rank < self.ranks
+        lengths = [(bucket.end - bucket.start) // self.ranks for bucket in self.buckets]
+        starts = [bucket.start + rank * length for bucket, length in zip(self.buckets, lengths)]
+        return [Slot(start, start + length) for start, length in zip(starts, lengths)]
 
-def bucket_layout(numels: Sequence[int], bucket_elements: int, align: int = 64) -> BufferLayout:
+    def runs(self, rank: int) -> list[Run]:
+        """What `rank` owns of the parameters, in buffer order."""
+        found = []
+        for bucket, own in zip(self.buckets, self.owned(rank)):
+            for index in bucket.params:
+                slot = self.slots[index]
+                start, end = max(own.start, slot.start), min(own.end, slot.end)
+                if start < end:
+                    found.append(Run(index, start - slot.start, end - slot.start))
+        return found
+
+
+def bucket_layout(
+    numels: Sequence[int],
+    bucket_elements: int,
+    align: int = 64,
+    *,
+    ranks: int = 1,
+    alone: Collection[int] = (),
+) -> BufferLayout:
     """Lay out parameters of `numels` elements, given in forward order, in backward order.
 
-    A bucket closes as soon as it holds `bucket_elements` or more; only the last may hold fewer. Raises ValueError where
-    `bucket_elements` is not positive.
+    A bucket closes as soon as it holds `bucket_elements` or more; only the last, and those next to a parameter in
+    `alone`, may hold fewer. Its length is a multiple of `align * ranks`. Raises ValueError where `bucket_elements` is
+    not positive.
     """
     if bucket_elements < 1:
         raise ValueError(f"bucket_elements is {bucket_elements}; a gradient bucket needs at least 1 element")
-    assert min([align, *numels]) >= 1
+    assert min([align, ranks, *numels]) >= 1
     slots = [Slot(0, 0)] * len(numels)
     buckets: list[Bucket] = []
     members: list[int] = []
     bucket_start = end = 0
     for index in reversed(range(len(numels))):
         slots[index] = Slot(end, end + numels[index])
-        end = -(-slots[index].end // align) * align
+        end = _round_up(slots[index].end, align)
         members.append(index)
-        if end - bucket_start >= bucket_elements or index == 0:
+        full = end - bucket_start >= bucket_elements
+        if full or index == 0 or index in alone or index - 1 in alone:
+            end = bucket_start + _round_up(end - bucket_start, align * ranks)
             buckets.append(Bucket(bucket_start, end, tuple(members)))
             bucket_start, members = end, []
-    return BufferLayout(tuple(slots), tuple(buckets))
+    return BufferLayout(tuple(slots), tuple(buckets), ranks)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

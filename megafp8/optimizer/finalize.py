@@ -2,11 +2,16 @@
 
 Two kinds of parameters live on several ranks of one model, and each rank has seen only a part of their gradient: norms
 under sequence parallelism (each tensor-parallel rank has its share of the sequence) and the tied embedding (the first
-stage looks words up in it, the last multiplies by it). Their gradients are summed here, once a step.
+stage looks words up in it, the last multiplies by it; where a rank holds both, still as two parameters, so that their
+gradients are summed in one order under every pipeline schedule). Their gradients are summed here, once a step.
 
 The norm of the whole model's gradient then has to count each distinct parameter once. Parameters that this rank must
 not count still enter, times zero: zero times a non-finite number is NaN, so a broken gradient on any rank shows on
 all of them and all take the same decision.
+
+Where gradients are sharded over data parallelism, all of this is about the fragments a rank owns: their sums over
+tensor parallel and between the stages meet the same fragments there (`buckets` sees to that), and the norm is summed
+over data parallelism too.
 
 Nothing here waits for the device.
 """
@@ -20,12 +25,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8 import collectives
-from megafp8.optimizer.grad_buffer import main_grad_of
-from megafp8.sharding import spec_of
+from megafp8.optimizer.grad_buffer import gradient_of
+from megafp8.sharding import Fragment, spec_of
 
 
 def finalize_gradients(
-    params: Sequence[nn.Parameter],
+    fragments: Sequence[Fragment],
     *,
     tensor_group: ProcessGroup | None,
     embedding_group: ProcessGroup | None,
@@ -34,31 +39,44 @@ def finalize_gradients(
     """Complete, in place, the gradients of parameters that several ranks of one model hold.
 
     Sums those with `spec.reduce_over_tp` over `tensor_group`, and those of `shared_params` (this stage's side of the
-    tied weights, in the same order on the first and last stage; empty elsewhere) over `embedding_group`.
+    tied weights; empty elsewhere) over `embedding_group`, or with each other where one rank holds both sides.
     """
-    partial = [main_grad_of(param) for param in params if spec_of(param).reduce_over_tp]
+    partial = [gradient_of(fragment) for fragment in fragments if spec_of(fragment.param).reduce_over_tp]
     collectives.coalesced_all_reduce(partial, tensor_group)
-    collectives.coalesced_all_reduce([main_grad_of(param) for param in shared_params], embedding_group)
+    shared = [gradient_of(f) for param in shared_params for f in fragments if f.param is param]
+    if len(shared_params) == 2:  # cut alike
+        sides = len(shared) // 2
+        for first, last in zip(shared[:sides], shared[sides:], strict=True):
+            last.copy_(first.add_(last))
+    else:
+        collectives.coalesced_all_reduce(shared, embedding_group)
 
 
 def global_norm(
-    params: Sequence[nn.Parameter], *, tensor_group: ProcessGroup | None, model_group: ProcessGroup | None
+    fragments: Sequence[Fragment],
+    *,
+    tensor_group: ProcessGroup | None,
+    model_group: ProcessGroup | None,
+    shard_group: ProcessGroup | None = None,
+    device: torch.device,
 ) -> Tensor:
     """The 2-norm of the whole model's gradient, the same on every rank: fp32 scalar on the device of the gradients.
 
-    `model_group` spans pipeline × tensor. Parameters replicated over tensor parallel count on its rank 0 only, copies
+    `model_group` spans pipeline × tensor; `shard_group` those who share the gradients of one model among themselves,
+    None where each has them all. Two sums of eight bytes: one over both would take a communicator of the whole job.
+    Parameters replicated over tensor parallel count on its rank 0 only, copies
     of tied weights never. Squares are summed in float64, so the result depends on the layout only in its last bit.
     A NaN or infinity in any gradient of any rank makes the norm non-finite on all.
     """
     first_tensor_rank = tensor_group is None or tensor_group.rank() == 0
     counted: list[Tensor] = []
     uncounted: list[Tensor] = []
-    for param in params:
-        spec = spec_of(param)
+    for fragment in fragments:
+        spec = spec_of(fragment.param)
         counts = not spec.is_copy and (first_tensor_rank or not spec.replicated_over_tp)
-        (counted if counts else uncounted).append(main_grad_of(param))
-    device = main_grad_of(params[0]).device
+        (counted if counts else uncounted).append(gradient_of(fragment))
     total = _sum_of_squares(counted, device) + 0 * _sum_of_squares(uncounted, device)
+    collectives.all_reduce(total, shard_group)
     return collectives.all_reduce(total, model_group).sqrt().float()
 
 
@@ -69,9 +87,11 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum()
 
 
-def clip_(flat: Tensor, norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients in `flat` by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
+def clip_(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale `gradients` by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
 
     `norm` stays on the device. A NaN norm makes all gradients NaN: do not step on them.
     """
-    flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)

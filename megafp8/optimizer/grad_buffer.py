@@ -17,6 +17,15 @@ buckets in another order, or leave a layer unused that its peers use, starting t
 unrelated gradients. The price is that one late parameter delays the buckets behind it.
 
 Gradients are summed, not averaged: the loss has been divided by the global number of tokens.
+
+*Sharded* (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054; Megatron-LM's distributed optimizer). A rank that
+updates only a share of the parameters needs only that share of the sums. Then each bucket is reduce-scattered, half the
+traffic, in place: the sum lands in the rank's own slice of the bucket (`owned`; in terms of parameters `fragments`),
+and the other slices keep what is of no more use. Unsharded is the same with one slice, the bucket.
+
+*Travelling in bf16* (`reduce_dtype`) halves the traffic again. Micro-batches are still summed in fp32; a bucket is
+rounded once when it leaves, and with each addition on its way. The rounded copies live until `finish`, 2 bytes a
+parameter at the end of the backward pass, where activations have gone.
 """
 
 from __future__ import annotations
@@ -29,19 +38,22 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8 import collectives
+from megafp8.fp8.deferred import WgradStore
 from megafp8.optimizer.buckets import bucket_layout
-from megafp8.sharding import spec_of
+from megafp8.sharding import Fragment, spec_of
 
 
 class GradSink:
     """Where a layer hands in the weight gradients that it computes itself.
 
-    Call it with a gradient; or accumulate into `main_grad` in a GEMM and report that with `added()`.
+    Call it with a gradient; or accumulate into `main_grad` in a GEMM and report that with `added()`. `wgrads`: where
+    linear layers leave their gradients for later while it is open, if there is a later.
     """
 
-    def __init__(self, main_grad: Tensor, count: Callable[[], None]) -> None:
+    def __init__(self, main_grad: Tensor, count: Callable[[], None], wgrads: WgradStore | None) -> None:
         self.main_grad = main_grad
         self.added = count
+        self.wgrads = wgrads
 
     def __call__(self, grad: Tensor) -> None:
         """Add `grad`, shaped like the parameter and of any floating dtype, to `main_grad` in fp32."""
@@ -57,11 +69,32 @@ def main_grad_of(param: nn.Parameter) -> Tensor:
     return grad
 
 
+def gradient_of(fragment: Fragment) -> Tensor:
+    """The fp32 gradient of a fragment, flat."""
+    return fragment.of(main_grad_of(fragment.param))
+
+
+class _Widening:
+    """A reduction in another dtype, whose result goes into the buffer once it is there."""
+
+    def __init__(self, work: collectives.Work, result: Tensor, into: Tensor) -> None:
+        self.work, self.result, self.into = work, result, into
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.into.copy_(self.result)
+
+
 class GradBuffer:
     """The gradients of `params`, given in forward order and all on `device`.
 
     Gives every parameter `main_grad` (fp32 view of the buffer, shaped like the parameter) and `grad_sink` (`GradSink`).
     `flat` is the whole buffer, padding included. `bucket_elements`: fp32 elements of a bucket (see `bucket_layout`).
+    `wgrads`: what the sinks offer linear layers for weight gradients to be computed later.
+
+    `sharded`: each rank of the group gets its share of the sums alone. `alone`: parameters that lie in buckets of their
+    own. `reduce_dtype`: in which gradients travel. `owned`: the views of `flat` that hold sums after `finish`;
+    `fragments`: which elements of which parameters.
 
     One step: `zero`, the backward passes with `start_overlap` at any point among them (or never), `finish`.
     """
@@ -73,12 +106,25 @@ class GradBuffer:
         data_parallel_group: ProcessGroup | None,
         bucket_elements: int,
         device: torch.device,
+        sharded: bool = False,
+        alone: Sequence[nn.Parameter] = (),
+        reduce_dtype: torch.dtype = torch.float32,
+        wgrads: WgradStore | None = None,
     ) -> None:
         assert len({id(p) for p in params}) == len(params), "a tied parameter belongs into the list once"
         self.params = list(params)
-        self.layout = bucket_layout([p.numel() for p in params], bucket_elements)
+        self.layout = bucket_layout(
+            [p.numel() for p in params],
+            bucket_elements,
+            ranks=collectives.size(data_parallel_group) if sharded else 1,
+            alone=[i for i, param in enumerate(params) if any(param is other for other in alone)],
+        )
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         self._group = data_parallel_group
+        self._reduce_dtype = reduce_dtype if collectives.size(data_parallel_group) > 1 else torch.float32
+        self._rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
+        self.owned = [self.flat[own.start : own.end] for own in self.layout.owned(self._rank)]
+        self.fragments = [Fragment(self.params[r.param], r.start, r.end) for r in self.layout.runs(self._rank)]
         self._bucket_of = {i: b for b, bucket in enumerate(self.layout.buckets) for i in bucket.params}
         self._works: list[collectives.Work] = []
         self._started = 0  # buckets [0, _started) are being, or have been, reduced
@@ -86,9 +132,9 @@ class GradBuffer:
         self._expected: list[int] = []  # per parameter: how often it is still to be handed in
         self._unready: list[int] = []  # per bucket: how many of its parameters are still expected
         for index, param in enumerate(self.params):
-            self._attach(index, param)
+            self._attach(index, param, wgrads)
 
-    def _attach(self, index: int, param: nn.Parameter) -> None:
+    def _attach(self, index: int, param: nn.Parameter, wgrads: WgradStore | None) -> None:
         slot = self.layout.slots[index]
         buffer = weakref.ref(self)  # a strong one would close a cycle through autograd's hooks, which gc cannot see
 
@@ -97,7 +143,7 @@ class GradBuffer:
             if owner is not None:  # without it nobody reduces, and there is nothing to count for
                 owner._count(index)
 
-        sink = GradSink(self.flat[slot.start : slot.end].view(param.shape), count)
+        sink = GradSink(self.flat[slot.start : slot.end].view(param.shape), count, wgrads)
 
         def take_autograd_gradient(param: nn.Parameter) -> None:
             if param.grad is not None:  # None: every layer that used it handed its gradient to the sink
@@ -118,9 +164,9 @@ class GradBuffer:
     def start_overlap(self, micro_batches: int = 1) -> None:
         """From here on reduce each bucket as soon as it is complete.
 
-        `micro_batches`: how many backward passes each parameter still takes part in. Call it before the last backward
-        pass; or, under a schedule in which the gradients of the last pass mix with those of earlier ones (interleaved
-        stages, deferred weight gradients), before the first one with the number of all of them.
+        `micro_batches`: how many backward passes each parameter still takes part in. Under a pipeline schedule, where
+        the gradients of the last micro-batch may mix with those of earlier ones (interleaved stages, deferred weight
+        gradients), call it before the first with the number of all of them.
         """
         assert self._started == 0, "start_overlap() after the reduction began: zero() first"
         self._expected = [spec_of(param).num_uses * micro_batches for param in self.params]
@@ -128,7 +174,7 @@ class GradBuffer:
         self._overlap = True
 
     def finish(self) -> None:
-        """Start what is not started yet and wait until `flat` holds the sum over the data-parallel group."""
+        """Start what is not started yet and wait until `owned` holds the sums over the data-parallel group."""
         while self._started < len(self.layout.buckets):
             self._start_next()
         for work in self._works:
@@ -152,5 +198,16 @@ class GradBuffer:
 
     def _start_next(self) -> None:
         bucket = self.layout.buckets[self._started]
-        self._works.append(collectives.all_reduce_async(self.flat[bucket.start : bucket.end], self._group))
+        self._works.append(self._reduce(self.flat[bucket.start : bucket.end], self.owned[self._started]))
         self._started += 1
+
+    def _reduce(self, bucket: Tensor, own: Tensor) -> collectives.Work:
+        """Start summing `bucket` into `own`, a part of it or all."""
+        sent, sharded = bucket.to(self._reduce_dtype), self.layout.ranks > 1
+        if sharded:
+            work = collectives.reduce_scatter_in_place_async(sent, self._group)
+        else:
+            work = collectives.all_reduce_async(sent, self._group)
+        if sent.dtype == bucket.dtype:
+            return work
+        return _Widening(work, collectives.own_slice(sent, self._group) if sharded else sent, own)

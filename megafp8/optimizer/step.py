@@ -1,6 +1,8 @@
 """The end of a training step: from the gradients of the micro-batches to new weights.
 
-    finish the data-parallel sum -> complete shared gradients -> scale -> norm -> clip -> update
+    finish the data-parallel sum -> complete shared gradients -> scale -> norm -> clip -> update -> gather the weights
+
+(the last only where each data-parallel rank updates a share of them).
 
 Everything is queued on the device before the host looks at anything; the one wait is for the norm, which decides
 whether there is an update at all. A norm that is not finite skips it: one bad batch costs one step and not the run.
@@ -19,6 +21,7 @@ from torch.distributed import ProcessGroup
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.finalize import clip_, finalize_gradients, global_norm
 from megafp8.optimizer.grad_buffer import GradBuffer
+from megafp8.optimizer.param_buffer import ParamBuffer
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class OptimizerStep:
     """Everything a step needs that stays the same from step to step.
 
     `shared_params`: this stage's side of the tied weights (see `finalize_gradients`). `max_norm`: clip the gradient to
-    this 2-norm; None leaves it as it is.
+    this 2-norm; None leaves it as it is. `shard_group` and `weights`: over whom gradients are sharded, and where the
+    updated weights are gathered; None for both where each rank updates everything.
     """
 
     buffer: GradBuffer
@@ -44,29 +48,41 @@ class OptimizerStep:
     embedding_group: ProcessGroup | None
     shared_params: Sequence[nn.Parameter]
     max_norm: float | None
+    shard_group: ProcessGroup | None = None
+    weights: ParamBuffer | None = None
 
     def __call__(self, lr: float, *, grad_scale: Tensor | float | None = None) -> StepResult:
         """Update the weights with learning rate `lr`; call when all backward passes of the step are done.
 
         `grad_scale`, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where masks
         made them differ. The buffer keeps the clipped gradients until its `zero`, which the caller owes before the
-        next backward pass. A skipped step changes neither the weights nor the optimizer's state.
+        next backward pass. A skipped step changes neither the weights nor the optimizer's state. Where weights are
+        gathered, that is under way when the call returns.
         """
-        params = self.buffer.params
+        fragments, gradients = self.buffer.fragments, self.buffer.owned
         self.buffer.finish()
         finalize_gradients(
-            params,
+            fragments,
             tensor_group=self.tensor_group,
             embedding_group=self.embedding_group,
             shared_params=self.shared_params,
         )
         if grad_scale is not None:
-            self.buffer.flat.mul_(grad_scale)
-        norm = global_norm(params, tensor_group=self.tensor_group, model_group=self.model_group)
+            for gradient in gradients:
+                gradient.mul_(grad_scale)
+        norm = global_norm(
+            fragments,
+            tensor_group=self.tensor_group,
+            model_group=self.model_group,
+            shard_group=self.shard_group,
+            device=self.buffer.flat.device,
+        )
         if self.max_norm is not None:
-            clip_(self.buffer.flat, norm, self.max_norm)
+            clip_(gradients, norm, self.max_norm)
         grad_norm = norm.item()
         if not math.isfinite(grad_norm):
             return StepResult(grad_norm, skipped=True)
         self.optimizer.step(lr)
+        if self.weights is not None:
+            self.weights.start_gather()
         return StepResult(grad_norm, skipped=False)

@@ -1,167 +1,31 @@
-"""Check a schedule and time it, without a process group.
+"""When each action of a schedule runs, and what it holds in memory meanwhile, without a process group.
 
-`check_schedule` takes what the engine takes, a schedule with its communication, and proves it fit to run: the right
-actions in a right order on each rank, neighbours that agree on the order of what passes between them, and an execution
-that comes to its end. It assumes the least that any backend grants: a rank's transfers in one direction are one queue
-in issue order, a transfer happens when both ends have reached the head of their queues, a compute action waits for what
-it receives, and a send waits until the one before it in that direction is through (the engine keeps one send in flight
-a direction). A schedule that ends under these rules also ends where transfers may overtake one another.
-
-`simulate` is a model for planning and plots: uniform stages, and transfers that take a fixed time and occupy nobody.
+A model for planning and plots: uniform stages, and transfers that take a fixed time and occupy nobody. What is held is
+counted in micro-batches of one stage: a forward's activations live until the backward, and where that leaves weight
+gradients for later, a part of them (the operands of the linear layers) until these are done.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
-from megafp8.pipeline_parallel.schedules import RECEIVE_BEFORE, SEND_AFTER, Action, Kind, Schedule, peer
-
-_COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
-_ORDER = (
-    (Kind.FORWARD, Kind.BACKWARD, "a backward comes after its forward"),
-    (Kind.RECV_FORWARD, Kind.FORWARD, "the input must be received before the forward that needs it"),
-    (Kind.RECV_BACKWARD, Kind.BACKWARD, "the gradient must be received before the backward that needs it"),
-    (Kind.FORWARD, Kind.SEND_FORWARD, "an activation is sent after the forward that makes it"),
-    (Kind.BACKWARD, Kind.SEND_BACKWARD, "a gradient is sent after the backward that makes it"),
-)
+from megafp8.pipeline_parallel.schedules import COMPUTE, RECEIVE_BEFORE, Action, Kind, Placement, Schedule, splits
 
 
-def check_schedule(schedule: Schedule) -> None:
-    """Raise ValueError, naming rank, position, action and the rule, where `schedule` is not fit to run.
+@dataclass(frozen=True)
+class Times:
+    """Durations for one micro-batch on one stage, in any one unit: of a forward, of the gradient of its input, of those
+    of its weights; and of sending one tensor to another rank. A backward that is not split takes the last two."""
 
-    `schedule` includes communication. Without any backward it is an evaluation: forwards only. With backwards, rank r
-    may hold at most p - r micro-batches at a time, the promise of 1F1B on which memory is planned.
-    """
-    everything = [action for actions in schedule for action in actions]
-    if not everything:
-        raise ValueError("the schedule has no actions")
-    num_microbatches = max(action.microbatch for action in everything) + 1
-    trains = any(action.kind is Kind.BACKWARD for action in everything)
-    for rank, actions in enumerate(schedule):
-        _check_once_each(rank, actions, len(schedule), num_microbatches, trains)
-        _check_order(rank, actions)
-        if trains:
-            _check_in_flight(rank, actions, len(schedule) - rank)
-    for rank in range(len(schedule) - 1):
-        _check_neighbours(schedule, Kind.FORWARD, sender=rank, receiver=rank + 1)
-        _check_neighbours(schedule, Kind.BACKWARD, sender=rank + 1, receiver=rank)
-    _check_ends(schedule)
-
-
-def _error(rank: int, position: int, action: Action, rule: str) -> ValueError:
-    return ValueError(f"rank {rank}, position {position}, {action}: {rule}")
-
-
-def _check_once_each(rank: int, actions: list[Action], num_stages: int, num_microbatches: int, trains: bool) -> None:
-    """Exactly the actions that stage `rank` must take, once each."""
-    kinds = [compute for compute in _COMPUTE if trains or compute is Kind.FORWARD]
-    transfers = [table[compute] for compute in kinds for table in (RECEIVE_BEFORE, SEND_AFTER)]
-    kinds += [kind for kind in transfers if 0 <= peer(kind, rank) < num_stages]
-    seen = set()
-    for position, action in enumerate(actions):
-        if action.kind not in kinds and not 0 <= peer(action.kind, rank) < num_stages:
-            raise _error(rank, position, action, f"stage {rank} of {num_stages} has no neighbour on that side")
-        if action.kind not in kinds:
-            raise _error(rank, position, action, "an evaluation has no backward, so no gradient to pass")
-        if action.chunk != 0:
-            raise _error(rank, position, action, f"chunk is {action.chunk}, but a rank holds one stage: chunk 0")
-        if action.microbatch < 0:
-            raise _error(rank, position, action, "micro-batches are numbered from 0")
-        if action in seen:
-            raise _error(rank, position, action, "every micro-batch has exactly one of these on a stage, not two")
-        seen.add(action)
-    for microbatch in range(num_microbatches):
-        for kind in kinds:
-            if (missing := Action(kind, microbatch)) not in seen:
-                raise _error(rank, len(actions), missing, "missing at the end: every micro-batch has exactly one")
-
-
-def _check_order(rank: int, actions: list[Action]) -> None:
-    position = {(action.kind, action.microbatch): i for i, action in enumerate(actions)}
-    for earlier, later, rule in _ORDER:
-        for i, action in enumerate(actions):
-            if action.kind is later and position.get((earlier, action.microbatch), -1) > i:
-                raise _error(rank, i, action, rule)
-
-
-def _in_flight(actions: list[Action]) -> list[int]:
-    """Micro-batches held for their backward after each action."""
-    held, counts = 0, []
-    for action in actions:
-        held += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
-        counts.append(held)
-    return counts
-
-
-def _check_in_flight(rank: int, actions: list[Action], limit: int) -> None:
-    for position, (action, held) in enumerate(zip(actions, _in_flight(actions), strict=True)):
-        if held > limit:
-            raise _error(rank, position, action, f"{held} micro-batches in flight; at most p - r = {limit} may be")
-
-
-def _check_neighbours(schedule: Schedule, compute: Kind, sender: int, receiver: int) -> None:
-    """What follows `compute` from `sender` to `receiver` is the same micro-batches in the same order at both ends."""
-    sent = [action.microbatch for action in schedule[sender] if action.kind is SEND_AFTER[compute]]
-    received = [(i, a) for i, a in enumerate(schedule[receiver]) if a.kind is RECEIVE_BEFORE[compute]]
-    for microbatch, (position, action) in zip(sent, received, strict=True):
-        if microbatch != action.microbatch:
-            rule = f"rank {sender} sends micro-batch {microbatch} here; receives follow the order of the sends"
-            raise _error(receiver, position, action, rule)
-
-
-def _check_ends(schedule: Schedule) -> None:
-    """Run the schedule under the assumptions of the module docstring until it ends or nobody can move."""
-    positions = [0] * len(schedule)
-    queues = {(rank, compute): deque[Action]() for rank in range(len(schedule)) for compute in _COMPUTE}
-    through: set[tuple[int, Action]] = set()  # transfers that have happened, by the rank that took part
-
-    def can_pass(rank: int, action: Action) -> bool:
-        if action.kind in _COMPUTE:
-            receive = RECEIVE_BEFORE[action.kind]
-            has_input = (rank, Action(receive, action.microbatch)) in through
-            return has_input or not 0 <= peer(receive, rank) < len(schedule)
-        sends = action.kind in SEND_AFTER.values()
-        return not (sends and any(a.kind is action.kind for a in queues[rank, _direction(action)]))
-
-    def advance(rank: int) -> bool:
-        start = positions[rank]
-        while positions[rank] < len(schedule[rank]):
-            action = schedule[rank][positions[rank]]
-            if not can_pass(rank, action):
-                break
-            if action.kind not in _COMPUTE:
-                queues[rank, _direction(action)].append(action)
-            positions[rank] += 1
-        return positions[rank] > start
-
-    def transfer(sender: int, receiver: int, compute: Kind) -> bool:
-        out, into = queues[sender, compute], queues[receiver, compute]
-        ready = out and into and out[0].kind is SEND_AFTER[compute] and into[0].kind is RECEIVE_BEFORE[compute]
-        if ready:
-            through.update({(sender, out.popleft()), (receiver, into.popleft())})
-        return bool(ready)
-
-    moved = True
-    while moved:
-        moves = [advance(rank) for rank in range(len(schedule))]
-        for rank in range(len(schedule) - 1):
-            moves += [transfer(rank, rank + 1, Kind.FORWARD), transfer(rank + 1, rank, Kind.BACKWARD)]
-        moved = any(moves)
-    for rank, (position, actions) in enumerate(zip(positions, schedule, strict=True)):
-        if position < len(actions):
-            waiting = [str(action) for compute in _COMPUTE for action in queues[rank, compute]]
-            rule = f"deadlock: waits for ever; transfers issued and not through: {', '.join(waiting) or 'none'}"
-            raise _error(rank, position, actions[position], rule)
-
-
-def _direction(transfer: Action) -> Kind:
-    return Kind.FORWARD if transfer.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD) else Kind.BACKWARD
+    forward: float = 1.0
+    backward: float = 1.0
+    weight: float = 1.0
+    p2p: float = 0.0
 
 
 @dataclass(frozen=True)
 class Span:
-    """One compute action and when it runs, in the unit of the times given to `simulate`."""
+    """One compute action and when it runs."""
 
     action: Action
     start: float
@@ -170,17 +34,21 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated schedule: for each rank its compute actions in time, and what they hold in memory.
+    """For each rank its compute actions in time, simulated or measured, and what they hold in memory.
 
-    `peak_in_flight` counts, for each rank, the most micro-batches held for their backward; 0 in an evaluation.
+    `peak_in_flight` counts, for each rank, the most micro-batches × stages held for their backward, and `peak_held`
+    those held for their last gradient: the same unless backwards are split. Both are 0 in an evaluation.
     """
 
     spans: list[list[Span]]
-    peak_in_flight: list[int]
 
     @property
     def duration(self) -> float:
-        return max(span.end for spans in self.spans for span in spans)
+        return max(span.end for spans in self.spans for span in spans) - self.start
+
+    @property
+    def start(self) -> float:
+        return min(span.start for spans in self.spans for span in spans)
 
     @property
     def bubble_fraction(self) -> float:
@@ -188,43 +56,103 @@ class Timeline:
         busy = sum(span.end - span.start for spans in self.spans for span in spans)
         return 1.0 - busy / (len(self.spans) * self.duration)
 
+    @property
+    def peak_in_flight(self) -> list[int]:
+        return [_peak(actions, whole=False) for actions in self._actions()]
 
-def simulate(
-    schedule: Schedule, forward_time: float = 1.0, backward_time: float = 2.0, p2p_time: float = 0.0
-) -> Timeline:
+    @property
+    def peak_held(self) -> list[int]:
+        return [_peak(actions, whole=True) for actions in self._actions()]
+
+    def _actions(self) -> list[list[Action]]:
+        return [[span.action for span in spans] for spans in self.spans]
+
+
+def _peak(actions: list[Action], *, whole: bool) -> int:
+    if all(action.kind is Kind.FORWARD for action in actions):
+        return 0
+    later = splits(actions) if whole else set()
+    held = peak = 0
+    for action in actions:
+        ends = action.kind is Kind.BACKWARD and (action.microbatch, action.chunk) not in later
+        held += (action.kind is Kind.FORWARD) - (ends or (whole and action.kind is Kind.WEIGHT))
+        peak = max(peak, held)
+    return peak
+
+
+def simulate(schedule: Schedule, placement: Placement, times: Times | None = None) -> Timeline:
     """When every compute action of `schedule` runs, each as early as its rank and its input allow.
 
-    `forward_time` and `backward_time` are for one micro-batch on one stage, `p2p_time` for one tensor to the next
-    stage, in any one unit; transfers overlap with compute. Communication actions are not needed and not looked at.
-    Raises ValueError where the compute actions wait for one another for ever.
+    Communication actions are not needed and not looked at. Raises ValueError where compute actions wait for one another
+    for ever.
     """
-    compute = [[action for action in actions if action.kind in _COMPUTE] for actions in schedule]
-    times = {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time}
+    times = times or Times()
+    compute = [[action for action in actions if action.kind in COMPUTE] for actions in schedule]
+    durations = [_durations(actions, times) for actions in compute]
     spans: list[list[Span]] = [[] for _ in schedule]
-    ends: dict[tuple[int, Kind, int], float] = {}
+    ends: dict[tuple[int, Action], float] = {}
 
     def arrival(rank: int, action: Action) -> float | None:
-        source = peer(RECEIVE_BEFORE[action.kind], rank)
-        if not 0 <= source < len(schedule):
-            return 0.0
-        end = ends.get((source, action.kind, action.microbatch))
-        return None if end is None else end + p2p_time
+        """When the action's input is there; None while nobody has made it."""
+        needed = _needed(rank, action, placement)
+        if any(other not in ends for other in needed):
+            return None
+        return max((ends[other] + times.p2p * (other[0] != rank) for other in needed), default=0.0)
 
     def advance(rank: int) -> bool:
         done = len(spans[rank])
-        for action in compute[rank][done:]:
+        for action, duration in zip(compute[rank][done:], durations[rank][done:]):
             arrived = arrival(rank, action)
             if arrived is None:
                 break
             start = max(arrived, spans[rank][-1].end if spans[rank] else 0.0)
-            spans[rank].append(Span(action, start, start + times[action.kind]))
-            ends[rank, action.kind, action.microbatch] = spans[rank][-1].end
+            spans[rank].append(Span(action, start, start + duration))
+            ends[rank, action] = start + duration
         return len(spans[rank]) > done
 
-    while any(advance(rank) for rank in range(len(schedule))):
+    while sum(advance(rank) for rank in range(len(schedule))):
         pass
-    for rank, actions in enumerate(compute):
-        if len(spans[rank]) < len(actions):
-            raise _error(rank, len(spans[rank]), actions[len(spans[rank])], "deadlock: its input never comes")
-    trains = any(action.kind is Kind.BACKWARD for actions in compute for action in actions)
-    return Timeline(spans, [max(_in_flight(actions)) if trains else 0 for actions in compute])
+    _raise_where_stuck(compute, [len(done) for done in spans], placement)
+    return Timeline(spans)
+
+
+def _needed(rank: int, action: Action, placement: Placement) -> list[tuple[int, Action]]:
+    """The compute actions, with their ranks, that must have ended before `action` of `rank`."""
+    microbatch, chunk = action.microbatch, action.chunk
+    if action.kind is Kind.WEIGHT:
+        return [(rank, Action(Kind.BACKWARD, microbatch, chunk))]
+    needed = [(rank, Action(Kind.FORWARD, microbatch, chunk))] if action.kind is Kind.BACKWARD else []
+    source = placement.neighbour(RECEIVE_BEFORE[action.kind], rank, chunk)
+    return needed if source is None else [*needed, (source[0], Action(action.kind, microbatch, source[1]))]
+
+
+def _raise_where_stuck(compute: Schedule, positions: list[int], placement: Placement) -> None:
+    """ValueError where a rank has not come to its end; about one that waits for what stands later in its own list, if
+    there is one: that is surely wrong."""
+    stuck = [rank for rank, actions in enumerate(compute) if positions[rank] < len(actions)]
+    found: list[tuple[bool, int, int, Action]] = []
+    for rank in stuck:
+        for source, awaited in _needed(rank, compute[rank][positions[rank]], placement):
+            if awaited not in compute[source][: positions[source]]:
+                found.append((source != rank, rank, source, awaited))
+    if found:
+        _, rank, source, awaited = min(found, key=lambda entry: entry[:3])
+        action, other = (compute[r][positions[r]] for r in (rank, source))
+        at = "which comes later" if source == rank else f"and rank {source} never gets beyond {other}"
+        raise schedule_error(rank, positions[rank], action, f"deadlock: waits for {awaited} of rank {source}, {at}")
+
+
+def _durations(actions: list[Action], times: Times) -> list[float]:
+    later = splits(actions)
+    whole = {Kind.FORWARD: times.forward, Kind.BACKWARD: times.backward + times.weight, Kind.WEIGHT: times.weight}
+    return [
+        times.backward
+        if action.kind is Kind.BACKWARD and (action.microbatch, action.chunk) in later
+        else whole[action.kind]
+        for action in actions
+    ]
+
+
+def schedule_error(rank: int, position: int, action: Action, rule: str) -> ValueError:
+    """`rule` is broken by `action`, the one at `position` of the list of `rank`."""
+    return ValueError(f"rank {rank}, position {position}, {action}: {rule}")

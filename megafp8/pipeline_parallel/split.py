@@ -19,8 +19,8 @@ def stage_layers(num_layers: int, num_stages: int, explicit: Sequence[int] | Non
         raise ValueError(f"parallel.pipeline is {num_stages}; it must be at least 1")
     if num_layers < num_stages:
         raise ValueError(
-            f"parallel.pipeline is {num_stages} but the model has {num_layers} layers: that leaves a stage with no "
-            f"layers; use at most {num_layers} stages"
+            f"parallel.pipeline (× virtual_pipeline) is {num_stages} but the model has {num_layers} layers: that "
+            f"leaves a stage with no layers; use at most {num_layers} stages"
         )
     counts = _even(num_layers, num_stages)
     if explicit is not None:

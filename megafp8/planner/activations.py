@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from megafp8.config import Config
 from megafp8.fp8 import Fp8Manager
-from megafp8.fp8.matrix import BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, Granularity
+from megafp8.fp8.matrix import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, ROW, TENSOR, Granularity
 from megafp8.fp8.recipe import PerGemm
+from megafp8.models.gpt import fp8_layer_sizes
 from megafp8.models.recompute import BlockMemory
 
 ELEMENT = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -88,8 +89,9 @@ def precision(fp8: Fp8Manager, layer: str) -> LinearPrecision:
 
 
 def codes(granularity: Granularity, r: int, c: int) -> int:
-    """Bytes of an `[r, c]` matrix of codes with its factors."""
-    return r * c + FACTOR * math.prod(granularity.grid(r, c))
+    """Bytes of an `[r, c]` matrix of codes with its factors; NVFP4 has one for the tensor too."""
+    own = FACTOR if granularity in (BLOCK_1X16, BLOCK_16X16) else 0
+    return r * c + FACTOR * math.prod(granularity.grid(r, c)) + own
 
 
 def _column_parallel_input(layer: LinearPrecision, x: Sizes) -> int:
@@ -163,3 +165,15 @@ def block_backward(config: Config, fp8: Fp8Manager, index: int) -> int:
     makes_codes = precision(fp8, f"layers.{index}.mlp.{up_name}").takes_codes
     activation = x.m * x.f * x.e + x.m * x.up * (2 if makes_codes else x.e)
     return activation + x.m_own * x.h * x.e + x.m * x.h * x.e
+
+
+def block_leaves_for_later(config: Config, fp8: Fp8Manager, index: int) -> int:
+    """Bytes of what the weight gradients of block `index` need where a schedule computes them apart: of each linear
+    layer its input and its output's gradient, as columns in FP8."""
+    x, total = sizes(config), 0
+    for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor).items():
+        if int(name.split(".")[1]) == index:
+            layer = precision(fp8, name)
+            of_element = 1 if layer.fp8_wgrad else x.e
+            total += x.m * (k + n) * of_element
+    return total

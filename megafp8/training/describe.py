@@ -1,4 +1,4 @@
-"""What a run will be, before it is: the resolved config, the layout of ranks, parameters per rank.
+"""What a run will be, before it is: the resolved config, the layout of ranks, parameters and their state per rank.
 
 Parameters are counted by building each stage on torch's meta device with stand-ins for the groups, so the figure is
 that of the real constructors and costs neither memory nor a process group, at any world size.
@@ -19,8 +19,9 @@ from megafp8.models.context import BuildContext
 from megafp8.models.flops import flops_per_token
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import rank_groups
-from megafp8.pipeline_parallel.split import stage_layers
+from megafp8.planner.memory import state_memory
 from megafp8.sharding import spec_of
+from megafp8.training.pipeline import describe_schedule, num_microbatches, plan_pipeline, stages_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class _PlannedGroup:
 
 
 def planned_stage(config: Config, stage: int) -> GPTStage:
-    """Pipeline stage `stage` as the first tensor rank will hold it, on the meta device."""
+    """Stage `stage` of the model as the first tensor rank will hold it, on the meta device."""
     context = BuildContext(
         tensor=cast(ProcessGroup, _PlannedGroup(config.parallel.tensor)),
         fp8=Fp8Manager(None, amax_group=None),
@@ -45,7 +46,7 @@ def planned_stage(config: Config, stage: int) -> GPTStage:
         device=torch.device("meta"),
         sequence_parallel=config.parallel.sequence_parallel,
     )
-    layers = stage_layers(config.model.num_layers, config.parallel.pipeline, config.parallel.layers_per_stage)
+    _, layers = stages_of(config)
     return GPTStage(config.model, context, layers=layers[stage], positions=position_rows(config))
 
 
@@ -59,7 +60,9 @@ def describe(config: Config, world_size: int) -> str:
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline)
     groups = rank_groups(world_size, p.tensor, p.pipeline)
-    stages = [planned_stage(config, stage) for stage in range(p.pipeline)]
+    microbatches = num_microbatches(config, world_size)
+    plan = plan_pipeline(config, microbatches)
+    stages = [planned_stage(config, stage) for stage in range(plan.placement.num_stages)]
     counts = [sum(x.numel() for x in stage.parameters()) for stage in stages]
     params = [param for stage in stages for param in stage.parameters() if not spec_of(param).is_copy]
     total = sum(x.numel() * (1 if spec_of(x).replicated_over_tp else p.tensor) for x in params)
@@ -68,19 +71,32 @@ def describe(config: Config, world_size: int) -> str:
         "",
         f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data} × tensor {p.tensor}"
         f"{' with sequence parallelism' if p.sequence_parallel and p.tensor > 1 else ''}",
-        f"micro-batches per step and rank: {t.global_batch_size // (t.micro_batch_size * data)}"
+        f"micro-batches per step and rank: {microbatches}"
         f" of {t.micro_batch_size} × {t.seq_length} tokens; {t.global_batch_size * t.seq_length:,} tokens a step",
         f"parameters: {total:,} in the model; {flops_per_token(config.model, t.seq_length) / 1e9:.3f} GFLOP per token",
+        *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
         "",
-        "stage  layers    parameters/rank  ranks",
+        "                                   GiB/rank of",
+        "stage  layers    parameters/rank  weights  gradients  optimizer  ranks",
     ]
-    layers = stage_layers(config.model.num_layers, p.pipeline, p.layers_per_stage)
-    per_stage = data * p.tensor
-    for stage, (count, span) in enumerate(zip(counts, layers)):
-        first = stage * per_stage
-        lines.append(f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {count:>16,}  {first}-{first + per_stage - 1}")
+    per_rank = data * p.tensor
+    for stage, (count, span) in enumerate(zip(counts, plan.layers)):
+        rank, chunk = plan.placement.homes[stage]
+        shown = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}" + (
+            f", chunk {chunk}" if p.virtual_pipeline > 1 else ""
+        )
+        params = list(stages[stage].parameters())
+        shared = [i for i, x in enumerate(params) if x is stages[stage].shared_weight and p.pipeline > 1]
+        memory = state_memory(config, [x.numel() for x in params], data, shared)
+        in_all = (memory.weights, memory.gradients, memory.masters + memory.moments)
+        weights, gradients, optimizer = (x / 2**30 for x in in_all)
+        lines.append(
+            f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {count:>16,} {weights:>8.2f} {gradients:>10.2f} "
+            f"{optimizer:>10.2f}  {shown}"
+        )
     lines += ["", "groups of rank 0:"]
-    for name in ("tensor", "data", "pipeline", "amax", "model", "embedding"):
+    # In a V the first and the last stage are on one rank, which needs no group for the embedding.
+    for name in ("tensor", "data", "pipeline", "amax", "model", *(() if p.in_a_v else ("embedding",))):
         ranks = next(g for g in groups[name] if 0 in g)
         shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
         lines.append(f"  {name:<10} {len(ranks):>5} ranks: {shown}  ({len(groups[name])} such groups)")

@@ -25,6 +25,7 @@ from megafp8.parallel_state import (
     initialize_distributed,
     initialize_model_parallel,
 )
+from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.training import auto_filter
 from megafp8.training.cuda_graphs import silent
 from megafp8.training.inputs import Inputs
@@ -66,7 +67,11 @@ def train(inputs: Inputs) -> None:
     config = inputs.config
     device = initialize_distributed(choose_device(config), config.timeout_seconds)
     parallel = initialize_model_parallel(
-        config.parallel.tensor, config.parallel.pipeline, device=device, timeout_seconds=config.timeout_seconds
+        config.parallel.tensor,
+        config.parallel.pipeline,
+        config.parallel.virtual_pipeline,
+        device=device,
+        timeout_seconds=config.timeout_seconds,
     )
     Job(inputs, parallel).run()
     destroy_model_parallel()
@@ -119,6 +124,7 @@ class Job:
         stopped = False
         while self.step < steps and not stopped:
             metrics = self._one_step(stream)
+            self._write_timeline()
             for writer in writers:
                 writer.write(metrics, self.trainer.fp8_records)
             stopped = self.stop.agreed(self.parallel.world.group)
@@ -140,6 +146,15 @@ class Job:
         if self.trainer.fp8.recorder is None:
             return writers
         return [*writers, Fp8ReportWriter(self.folder / FILE_NAME, self.step)]
+
+    def _write_timeline(self) -> None:
+        """Once a step has been traced."""
+        timeline, self.trainer.timeline = self.trainer.timeline, None
+        if timeline is not None and self.is_main:
+            path = self.folder / "pipeline_trace.json"
+            write_timeline(timeline, self.trainer.plan.placement, path)
+            draw = f"python tools/plot_schedule.py --measured {path} --png schedule.png"
+            self.say(f"pipeline trace of step {self.step}: {path}; to draw it: {draw}")
 
     def _batches(self, dataset: Blend, consumed_samples: int) -> Iterator[list[Batch]]:
         t, d = self.config.training, self.config.data

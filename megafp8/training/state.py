@@ -1,7 +1,8 @@
 """What a checkpoint of a run holds, by global name, and how a run continues from it.
 
     model.<name>                                   weights, in the model's dtype
-    optimizer.{master,exp_avg,exp_avg_sq}.<name>   fp32, cut like the weight; master only where the weight is not fp32
+    optimizer.{exp_avg,exp_avg_sq}.<name>          Adam's moments, in optimizer.moments_dtype
+    optimizer.master.<name>                        fp32, only where the weight is not
     fp8.<layer>.<operand>.{amax_history,scale}     delayed scaling's state; static's {amax,calibrated_steps}
     fp8.<layer>.input.channel_scale                smooth SwiGLU's, of all channels
 
@@ -19,7 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint import Rectangles, clean_incomplete, collect, latest, load, read_metadata, save
+from megafp8.checkpoint import (
+    Rectangles,
+    clean_incomplete,
+    collect,
+    collect_fragments,
+    latest,
+    load,
+    read_metadata,
+    save,
+)
 from megafp8.collectives import all_gather_objects
 from megafp8.config import Config
 from megafp8.parallel_state import ParallelState
@@ -34,10 +44,10 @@ def checkpoint_folder(run: Path) -> Path:
 
 def tensors(trainer: Trainer) -> dict[str, Rectangles | Tensor]:
     """Views of all state of this rank, by global name."""
-    params, optimizer = trainer.params, trainer.optimizer
-    state: dict[str, Rectangles | Tensor] = {**collect(params, lambda p: p.detach(), "model.")}
-    for key in optimizer.state_tensors(params[0]):
-        state |= collect(params, lambda p, key=key: optimizer.state_tensors(p)[key], f"optimizer.{key}.")  # type: ignore[misc]
+    trainer.wait_for_weights()
+    state: dict[str, Rectangles | Tensor] = {**collect(trainer.params, lambda p: p.detach(), "model.")}
+    for key, fragments in trainer.optimizer.state().items():
+        state |= collect_fragments(fragments, f"optimizer.{key}.")
     return state | trainer.fp8.state_dict()
 
 

@@ -12,32 +12,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.collectives import all_gather_objects, all_reduce, broadcast
 from megafp8.config import Config, Fp8Config
 from megafp8.data.samples import Batch
 from megafp8.fp8 import RECIPES, CustomScaling, Fp8Manager, Fp8Recipe, Rule
+from megafp8.fp8.deferred import WgradStore
 from megafp8.fp8.report import Record, Recorder
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage, fp8_layer_names
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.grad_buffer import GradBuffer
+from megafp8.optimizer.param_buffer import ParamBuffer
 from megafp8.optimizer.schedule import learning_rate
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from megafp8.parallel_state import ParallelState
-from megafp8.pipeline_parallel.engine import PipelineEngine, StageOutput
-from megafp8.pipeline_parallel.schedules import Action, forward_only, one_f_one_b, with_communication
-from megafp8.pipeline_parallel.split import stage_layers
+from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction, StageOutput
+from megafp8.pipeline_parallel.schedules import Action, one_f_one_b
+from megafp8.pipeline_parallel.simulate import Timeline
+from megafp8.pipeline_parallel.trace import Stopwatch
 from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs, silent
 from megafp8.training.describe import position_rows
+from megafp8.training.pipeline import plan_pipeline
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -118,8 +123,10 @@ class Loss:
 
 
 class Trainer:
-    """One rank's stage of the model with all that drives it. Collective: build it on every rank.
+    """One rank's stages of the model with all that drives them. Collective: build it on every rank.
 
+    `stages`: one for each chunk of the pipeline's placement; `model`: all of them. `timeline`: of the step that
+    `logging.pipeline_trace_step` names, once it is done.
     `choice`: what fp8.auto_filter chose earlier in this run; None lets it choose now.
     `fp8_records`: FP8 health of the latest `train_step` in all stages, on rank 0, if that step was sampled; else empty.
     `say` is told what a user may want to know of in between.
@@ -141,58 +148,91 @@ class Trainer:
         self.fp8.leave_out(self.auto_filter.layers)
         self.fp8_records: list[Record] = []
         context = BuildContext(parallel.tensor.group, self.fp8, dtype, parallel.device, p.sequence_parallel)
-        layers = stage_layers(config.model.num_layers, p.pipeline, p.layers_per_stage)[parallel.pipeline.rank]
-        self.stage = GPTStage(
-            config.model,
-            context,
-            layers=layers,
-            positions=position_rows(config),
-            memory=block_memory(p, len(layers)),
-            z_loss=t.z_loss,
-        )
-        initialize_parameters(self.stage, config.seed)
+        self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
+        self.plan = plan_pipeline(config, self.num_microbatches)
+        self.stages = [self._build(stage, context) for stage in self.plan.placement.stages[parallel.pipeline.rank]]
+        self.model = nn.ModuleList(self.stages)
+        initialize_parameters(self.model, config.seed)
         self.fp8.materialize(parallel.device)
-        self.params = list(self.stage.parameters())
-        self.gradients = GradBuffer(
-            self.params,
-            data_parallel_group=parallel.data_context.group,
-            bucket_elements=int(p.bucket_mib * 2**20 / 4),
-            device=parallel.device,
-        )
-        o = config.optimizer
-        self.optimizer = MixedPrecisionAdamW(
-            self.params, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps
-        )
-        shared = self.stage.shared_weight
-        self.update = OptimizerStep(
-            buffer=self.gradients,
-            optimizer=self.optimizer,
-            tensor_group=parallel.tensor.group,
-            model_group=parallel.model.group,
-            embedding_group=parallel.embedding.group if parallel.embedding is not None else None,
-            shared_params=[shared] if shared is not None and p.pipeline > 1 else [],
-            max_norm=o.clip_grad_norm or None,
-        )
+        self.params = list(self.model.parameters())
+        wgrads = WgradStore()
+        self.update = self._build_update(wgrads)
+        self.gradients, self.optimizer = self.update.buffer, self.update.optimizer
         s = t.seq_length // parallel.tensor.size if context.cuts_sequence else t.seq_length
         self.engine = PipelineEngine(
             parallel.pipeline,
             parallel.pipeline_backward,
+            self.plan.placement,
             (s, t.micro_batch_size, config.model.hidden_size),
             dtype,
             parallel.device,
+            wgrads,
         )
-        self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.nominal_tokens = t.global_batch_size * t.seq_length
-        self.train_actions = self._actions(with_communication(one_f_one_b(p.pipeline, self.num_microbatches)))
-        self.last_actions = self._actions(with_communication(one_f_one_b(p.pipeline, 1)))
-        self.eval_actions = self._actions(with_communication(forward_only(p.pipeline, self.num_microbatches)))
+        self.timeline: Timeline | None = None
         self.graphs: MicrobatchGraphs | None = None
         if t.cuda_graphs:
             eager_steps = config.fp8.calibration_steps + EAGER_STEPS
             self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=say)
 
-    def _actions(self, schedule: list[list[Action]]) -> list[Action]:
-        return schedule[self.parallel.pipeline.rank]
+    def _build_update(self, wgrads: WgradStore) -> OptimizerStep:
+        """What turns gradients into new weights, and the buffers of both."""
+        parallel, p, o = self.parallel, self.config.parallel, self.config.optimizer
+        data_parallel = parallel.data_context.group
+        tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
+        shared = tied if p.pipeline > 1 else []
+        sharded = p.zero == 1
+        gradients = GradBuffer(
+            self.params,
+            data_parallel_group=data_parallel,
+            bucket_elements=int(p.bucket_mib * 2**20 / 4),
+            device=parallel.device,
+            sharded=sharded,
+            alone=shared,
+            reduce_dtype=DTYPES[o.reduce_dtype],
+            wgrads=wgrads,
+        )
+        weights = ParamBuffer(self.params, gradients.layout, data_parallel) if sharded else None
+        if weights is not None and p.overlap_param_gather:
+            weights.wait_before([unit for stage in self.stages for unit in stage.units])
+        return OptimizerStep(
+            buffer=gradients,
+            optimizer=MixedPrecisionAdamW(
+                gradients.fragments,
+                device=parallel.device,
+                weight_decay=o.weight_decay,
+                betas=(o.beta1, o.beta2),
+                eps=o.eps,
+                moments_dtype=DTYPES[o.moments_dtype],
+            ),
+            tensor_group=parallel.tensor.group,
+            model_group=parallel.model.group,
+            embedding_group=parallel.embedding.group if parallel.embedding is not None else None,
+            shared_params=shared,
+            max_norm=o.clip_grad_norm or None,
+            shard_group=data_parallel if sharded else None,
+            weights=weights,
+        )
+
+    def wait_for_weights(self) -> None:
+        """Wait until the parameters are those of the last update, for whoever reads them outside a forward pass."""
+        if self.update.weights is not None:
+            self.update.weights.wait()
+
+    def _build(self, stage: int, context: BuildContext) -> GPTStage:
+        layers = self.plan.layers[stage]
+        return GPTStage(
+            self.config.model,
+            context,
+            layers=layers,
+            positions=position_rows(self.config),
+            memory=block_memory(self.config.parallel, len(layers)),
+            z_loss=self.config.training.z_loss,
+        )
+
+    @property
+    def _has_loss(self) -> bool:
+        return self.parallel.pipeline.rank == self.plan.last_rank
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0."""
@@ -207,10 +247,10 @@ class Trainer:
             decay_steps=min(o.decay_steps or max(1, steps // 10), steps - o.warmup_steps) if o.schedule == "wsd" else 0,
         )
 
-    def _forward(self, x: Tensor | None, microbatch: Batch) -> StageOutput:
-        """This stage's forward of one micro-batch; on the last stage the report is `[sum of losses, tokens]`."""
-        y = self.stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.document_ids)
-        if not self.parallel.is_last_stage:
+    def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
+        """A stage's forward of one micro-batch; on the last stage the report is `[sum of losses, tokens]`."""
+        y = stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.document_ids)
+        if stage.head is None:
             return StageOutput(y)
         if microbatch.loss_mask is None:
             loss, tokens = y.sum(), torch.full((), float(y.numel()), device=y.device)
@@ -222,12 +262,12 @@ class Trainer:
 
     def _total(self, reports: Sequence[Tensor]) -> Tensor:
         """`[sum of losses, tokens]` of the global batch, float64, the same on every rank. No host synchronisation."""
-        if self.parallel.is_last_stage:
+        if self._has_loss:
             total = torch.stack(list(reports)).sum(dim=0)
             all_reduce(total, self.parallel.data_context.group)
         else:
             total = torch.zeros(2, dtype=torch.float64, device=self.parallel.device)
-        return broadcast(total, self.parallel.pipeline.group, self.parallel.pipeline.size - 1)
+        return broadcast(total, self.parallel.pipeline.group, self.plan.last_rank)
 
     def to_device(self, batches: Sequence[Batch]) -> list[Batch]:
         """The micro-batches of a step on this rank's device."""
@@ -240,23 +280,35 @@ class Trainer:
         if self.graphs is not None:
             self.graphs.begin_step()
         replays = self.graphs is not None and self.graphs.ready and not sampled
-        total = self._total(self._replay(batches) if replays else self._run(self.train_actions, batches))
+        if replays:
+            self.wait_for_weights()  # a graph holds no waiting for what began outside
+        traced = step + 1 == self.config.logging.pipeline_trace_step
+        stopwatch = Stopwatch(self.parallel.pipeline, self.parallel.device) if traced and not replays else None
+        actions = self.plan.train[self.parallel.pipeline.rank]
+        total = self._total(self._replay(batches) if replays else self._run(actions, batches, stopwatch))
+        if stopwatch is not None:
+            self.timeline = stopwatch.timeline()
         masked = batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
         result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
+        if not self.config.parallel.overlap_param_gather:
+            self.wait_for_weights()
         self.fp8.end_step()
         self.fp8_records = self._gather_fp8_records() if sampled else []
         return self._loss(total), result
 
-    def _run(self, actions: Sequence[Action], batches: Sequence[Batch]) -> list[Tensor]:
+    def _run(
+        self, actions: Sequence[Action], batches: Sequence[Batch], stopwatch: Stopwatch | None = None
+    ) -> list[Tensor]:
         """Forward and backward of micro-batches, of which the last is the step's last; their reports."""
+        if self.config.parallel.overlap_grad_reduce:
+            self.gradients.start_overlap(len(batches))
         return self.engine.run(
-            actions,
-            self._forward,
-            self.to_device(batches),
-            backward=True,
-            before_last_backward=self.gradients.start_overlap if self.config.parallel.overlap_grad_reduce else None,
+            actions, self._stage_functions(), self.to_device(batches), backward=True, stopwatch=stopwatch
         )
+
+    def _stage_functions(self) -> list[StageFunction]:
+        return [partial(self._forward, stage) for stage in self.stages]
 
     def _replay(self, batches: Sequence[Batch]) -> list[Tensor]:
         """A step's micro-batches from CUDA graphs, but the last where its backward overlaps with reduction; reports."""
@@ -267,11 +319,12 @@ class Trainer:
         for i, batch in enumerate(batches[:replayed]):
             parts = [getattr(batch, part.name) for part in fields(batch)]
             reports.append(self.graphs.run(self._forward_and_backward, parts, first=i == 0).clone())
-        return reports + (self._run(self.last_actions, batches[replayed:]) if overlaps else [])
+        last = one_f_one_b(self.plan.placement, 1)[0]  # graphs are for one stage alone
+        return reports + (self._run(last, batches[replayed:]) if overlaps else [])
 
     def _forward_and_backward(self, *parts: Any) -> Tensor:
         """A micro-batch, given by the parts of its `Batch`, through a stage that is the whole model; its report."""
-        result = self._forward(None, Batch(*parts))
+        result = self._forward(self.stages[0], None, Batch(*parts))
         result.output.backward()
         return result.report
 
@@ -288,7 +341,8 @@ class Trainer:
     def evaluate(self, batches: Sequence[Batch]) -> Loss:
         """Loss of a global batch without training; leaves no trace in the FP8 statistics."""
         with self.fp8.recording(False):
-            reports = self.engine.run(self.eval_actions, self._forward, self.to_device(batches), backward=False)
+            actions = self.plan.evaluate[self.parallel.pipeline.rank]
+            reports = self.engine.run(actions, self._stage_functions(), self.to_device(batches), backward=False)
         return self._loss(self._total(reports))
 
     @staticmethod

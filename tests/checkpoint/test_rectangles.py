@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megafp8.checkpoint import Rectangle, Rectangles, collect, load, save
+from megafp8.checkpoint import Rectangle, Rectangles, collect, collect_fragments, load, save
 from megafp8.checkpoint.dcp import read_index
-from megafp8.sharding import Init, ParamSpec, cut, set_spec, stack
+from megafp8.checkpoint.rectangles import boxes
+from megafp8.sharding import Fragment, Init, ParamSpec, cut, set_spec, stack
 from tests.checkpoint import toy
 
 
@@ -71,3 +72,37 @@ def test_the_same_rectangle_twice_on_a_rank_is_saved_once_and_loaded_twice(tmp_p
     copies = toy.Toy([embedding, tied], [], {}).zeroed().params
     load(path, collect(copies, lambda p: p, ""))
     assert all(torch.equal(copy, toy.truth("embedding", (16, 4), torch.float32)) for copy in copies)
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 5), (4, 3), (3, 1), (2, 3, 4)])
+def test_boxes_cover_a_run_of_elements_in_order(shape: tuple[int, ...]) -> None:
+    index = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start, end in itertools.combinations(range(index.numel() + 1), 2):
+        found = list(boxes(shape, start, end))
+        assert len(found) <= 2 * len(shape) - 1
+        parts = [index[tuple(slice(a, a + n) for a, n in zip(low, box))] for low, box in found]
+        assert all(part.shape == box for part, (_, box) in zip(parts, found))
+        assert torch.cat([part.flatten() for part in parts]).tolist() == list(range(start, end))
+    assert list(boxes(shape, 1, 1)) == []
+
+
+@pytest.mark.parametrize("ends", [(7,), (1, 2, 17), (11, 12)])
+def test_fragments_of_a_fused_parameter_load_into_the_whole(tmp_path: Path, ends: tuple[int, ...]) -> None:
+    q, k = torch.arange(24.0).view(8, 3), torch.arange(100.0, 112.0).view(4, 3)
+    saved = []
+    for t in range(2):  # tensor parallel
+        pieces = stack([cut("q", (8, 3), 0, t, 2), cut("k", (4, 3), 0, t, 2)])
+        local = torch.cat([q.chunk(2)[t], k.chunk(2)[t]])
+        param = set_spec(nn.Parameter(local), ParamSpec(pieces, Init("zeros"), False))
+        fragments = [Fragment(param, a, b) for a, b in itertools.pairwise((0, *ends, 18))]
+        saved += [collect_fragments([(f, f.of(local).clone())], "exp_avg.") for f in fragments]
+    state = {}
+    for name, shape in {"exp_avg.q": (8, 3), "exp_avg.k": (4, 3)}.items():
+        parts = [part for rank in saved if name in rank for part in rank[name].parts]
+        assert all(len(rank[name].parts) <= 3 for rank in saved if name in rank)
+        state[name] = Rectangles(shape, torch.float32, parts)
+    path = save(tmp_path, 1, state, {})
+    loaded = {"exp_avg.q": torch.zeros(8, 3), "exp_avg.k": torch.zeros(4, 3)}
+    load(path, loaded)
+    assert torch.equal(loaded["exp_avg.q"], q)
+    assert torch.equal(loaded["exp_avg.k"], k)

@@ -84,6 +84,9 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     assert "not valid YAML" in messages(tmp_path / "broken.yaml")
 
 
+TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size", "expected"),
     [
@@ -97,6 +100,55 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
         ),
         (["parallel.pipeline=2", "parallel.layers_per_stage=[2, 3]"], 2, "adds up to 5, model.num_layers is 4"),
         (["parallel.pipeline=2", "parallel.layers_per_stage=[4]"], 2, "1 entries for parallel.pipeline = 2 stages"),
+        (
+            ["parallel.pipeline=2", "parallel.virtual_pipeline=3", "parallel.schedule=interleaved"],
+            2,
+            "parallel.virtual_pipeline = 3: with parallel.pipeline = 2 that makes 6 stages, and a stage would have no "
+            "layers: model.num_layers is 4; try 2 or less",
+        ),
+        (
+            [*TWO_BY_TWO, "parallel.schedule=interleaved", "parallel.layers_per_stage=[2, 2]"],
+            2,
+            "2 entries for parallel.pipeline = 2 × parallel.virtual_pipeline = 2 stages; try [1, 1, 1, 1]",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.schedule=zb-v"],
+            2,
+            "parallel.schedule = 'zb-v': it is for 2 stages a rank, and parallel.virtual_pipeline is 1; try "
+            "parallel.virtual_pipeline=2, or parallel.schedule=1f1b",
+        ),
+        (
+            TWO_BY_TWO,
+            2,
+            "parallel.schedule = '1f1b': it is for 1 stage a rank, and parallel.virtual_pipeline is 2; try "
+            "parallel.virtual_pipeline=1, or parallel.schedule=interleaved",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.schedule=interleaved"],
+            2,
+            "parallel.schedule = 'interleaved': it is for 2 or more stages a rank",
+        ),
+        (
+            ["parallel.schedule=zbh1"],
+            1,
+            "none of 1f1b, interleaved, zb-h1, zb-v, dualpipev, and neither a .csv file nor",
+        ),
+        (["parallel.schedule=zbh1"], 1, "try zb-h1"),
+        (
+            [*TWO_BY_TWO, "parallel.schedule=zb-v", "parallel.placement=turns"],
+            2,
+            "parallel.placement = 'turns': parallel.schedule zb-v needs v; try parallel.placement=v, or leave it out",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.schedule=mine.csv", "parallel.placement=v"],
+            2,
+            "parallel.placement = 'v': a V has two stages a rank, and parallel.virtual_pipeline is 1",
+        ),
+        (
+            ["parallel.virtual_pipeline=2", "parallel.schedule=interleaved"],
+            1,
+            "parallel.virtual_pipeline = 2: parallel.pipeline is 1, so there is no bubble to make smaller",
+        ),
         (
             ["parallel.tensor=2", "training.seq_length=33"],
             2,
@@ -161,6 +213,12 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
             ["training.cuda_graphs=true", "parallel.pipeline=2"],
             2,
             "and parallel.pipeline is 2; try parallel.pipeline=1",
+        ),
+        (
+            ["optimizer.moments_dtype=bf16", "optimizer.beta2=0.999"],
+            1,
+            "optimizer.beta2 = 0.999: optimizer.moments_dtype is bf16, which has 8 bits, and a moment that shrinks by "
+            "0.001 of itself would be rounded to what it was; try 0.95, or optimizer.moments_dtype=fp32",
         ),
         (["training.cuda_graphs=true", "fp8.recipe=nvfp4"], 1, "the gradients of nvfp4 with the same noise"),
         (

@@ -52,14 +52,19 @@ def by_chance(x: float, noise: float) -> float:
     return math.copysign(high if up else low, x)
 
 
+def tensor_scale_by_hand(x: NDArray[np.float32]) -> np.float32:
+    """S: 1 for zeros and what is not finite."""
+    whole = np.abs(x).max(initial=0)
+    if not np.isfinite(whole) or whole == 0:
+        return np.float32(1)
+    with np.errstate(over="ignore"):
+        return min(np.float32(2688) / whole, np.finfo(np.float32).max)
+
+
 def by_hand(x: NDArray[np.float32], weight: bool, key: Key | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Values, and the factor of each element, from the definition in fp32."""
     r, c = x.shape
-    whole = np.abs(x).max(initial=0)
-    tensor_scale = np.float32(1)
-    if np.isfinite(whole) and whole > 0:
-        with np.errstate(over="ignore"):
-            tensor_scale = min(np.float32(2688) / whole, np.finfo(np.float32).max)
+    tensor_scale = tensor_scale_by_hand(x)
     noise = uniform_by_hand(r, c, key) if key else None
     values, factors = np.zeros_like(x), np.zeros_like(x)
     height = 16 if weight else 1
@@ -83,6 +88,8 @@ def check(x: Tensor, *, weight: bool, key: Key | None = None, device: str = "cpu
     assert scaled.data.dtype == torch.float8_e4m3fn
     assert scaled.scale_inv.dtype == torch.float32
     assert scaled.granularity.name == ("16x16" if weight else "1x16")
+    assert scaled.tensor_scale is not None
+    assert scaled.tensor_scale.item() == tensor_scale_by_hand(x.float().numpy())
     assert tuple(scaled.scale_inv.shape) == (-(-x.shape[0] // (16 if weight else 1)), -(-x.shape[1] // 16))
     np.testing.assert_array_equal(scaled.data.float().cpu().numpy(), values)
     np.testing.assert_array_equal(scaled.dequantize().cpu().numpy(), values * factors)

@@ -105,7 +105,7 @@ def test_transpose_is_a_row_major_copy() -> None:
 @FORMATS
 def test_current_scale_is_from_the_tensor_itself(fmt: Format, power_of_two: bool) -> None:
     x = torch.randn(6, 10) * 3
-    x8, scale_inv, _ = rows_of(CurrentQuantizer(fmt, None, eps=0.0, power_of_two=power_of_two), x)
+    x8, scale_inv, *_ = rows_of(CurrentQuantizer(fmt, None, eps=0.0, power_of_two=power_of_two), x)
     scale = np.float32(scale_of(x.abs().max().item(), fmt.max, power_of_two=power_of_two))
     assert scale_inv.item() == np.float32(1) / scale
     np.testing.assert_array_equal(bytes_of(x8), encode(x.numpy() * scale, fmt))
@@ -114,7 +114,7 @@ def test_current_scale_is_from_the_tensor_itself(fmt: Format, power_of_two: bool
 def test_current_scale_of_zeros_and_of_a_broken_tensor_is_one() -> None:
     quantizer = CurrentQuantizer(E4M3, None, eps=0.0, power_of_two=False)
     for value in (0.0, torch.inf, torch.nan):
-        x8, scale_inv, _ = rows_of(quantizer, torch.tensor([[value, 0.0]]))
+        x8, scale_inv, *_ = rows_of(quantizer, torch.tensor([[value, 0.0]]))
         assert scale_inv.item() == 1
         assert x8.float()[0, 1] == 0
 
@@ -128,7 +128,7 @@ def test_current_scale_with_an_epsilon() -> None:
 def test_delayed_casts_with_the_given_scale_and_raises_the_amax() -> None:
     scale, newest = torch.tensor(2.0), torch.tensor(3.0)
     quantizer = DelayedQuantizer(E4M3, scale, scale.reciprocal(), newest)
-    x8, scale_inv, _ = rows_of(quantizer, torch.tensor([[1.0, -2.5]]))
+    x8, scale_inv, *_ = rows_of(quantizer, torch.tensor([[1.0, -2.5]]))
     assert x8.float().tolist() == [[2.0, -5.0]]
     assert scale_inv.item() == 0.5
     assert newest.item() == 3

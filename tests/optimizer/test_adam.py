@@ -36,7 +36,10 @@ def _model(dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> tuple[list
         make_param("norm", rng.normal(size=5), device=device),
     ]
     buffer = GradBuffer(params, data_parallel_group=None, bucket_elements=1, device=torch.device(device))
-    return params, buffer, MixedPrecisionAdamW(params, weight_decay=DECAY, betas=BETAS, eps=EPS)
+    optimizer = MixedPrecisionAdamW(
+        buffer.fragments, device=torch.device(device), weight_decay=DECAY, betas=BETAS, eps=EPS
+    )
+    return params, buffer, optimizer
 
 
 def _gradients(steps: int) -> list[list[np.ndarray]]:
@@ -66,6 +69,7 @@ def _check_against_the_paper(dtype: torch.dtype, device: str = "cpu") -> None:
         expected = _adamw(start[i], [g[i].astype(np.float64) for g in gradients], lrs, decay)
         master = optimizer.state_tensors(params[i]).get("master", params[i].detach())
         assert master.dtype == torch.float32
+        master = master.view(params[i].shape)
         np.testing.assert_allclose(master.cpu().numpy(), expected, rtol=2e-6, atol=2e-7)
         assert torch.equal(params[i].detach(), master.to(params[i].dtype))
 
@@ -83,8 +87,8 @@ def test_equals_the_paper_on_cuda(dtype: torch.dtype) -> None:
 
 def test_updates_below_the_precision_of_bf16_add_up() -> None:
     param = make_param("norm", [1.0], torch.bfloat16)
-    GradBuffer([param], data_parallel_group=None, bucket_elements=1, device=torch.device("cpu"))
-    optimizer = MixedPrecisionAdamW([param], weight_decay=0.0)
+    buffer = GradBuffer([param], data_parallel_group=None, bucket_elements=1, device=torch.device("cpu"))
+    optimizer = MixedPrecisionAdamW(buffer.fragments, device=buffer.flat.device, weight_decay=0.0)
     main_grad_of(param).fill_(1.0)  # a constant gradient moves by lr a step
     for _ in range(100):
         optimizer.step(lr=1e-4)  # bf16 below 1.0 is 0.0039 apart
@@ -107,7 +111,7 @@ def test_state_is_there_before_the_first_step(dtype: torch.dtype) -> None:
     assert list(state) == (["exp_avg", "exp_avg_sq"] if dtype == torch.float32 else ["master", "exp_avg", "exp_avg_sq"])
     for tensor in state.values():
         assert tensor.dtype == torch.float32
-        assert tensor.shape == params[0].shape
+        assert tensor.shape == (params[0].numel(),)
     assert optimizer.step_count == 0
 
 
@@ -159,6 +163,53 @@ def test_the_way_through_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "choose_adam", lambda device: (_LikeApex, "apex FusedAdam: for a test"))
     _check_against_the_paper(torch.bfloat16)
     test_restored_state_continues_bit_for_bit(torch.bfloat16)
+
+
+def _to_bf16(values: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(values).float().bfloat16().double().numpy()
+
+
+@pytest.mark.parametrize("batch", [1, 20, 1000])
+def test_moments_in_bf16_are_rounded_after_each_step(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Held against the paper's formulas with moments that are rounded as a step ends; the step itself sees fp32."""
+    monkeypatch.setattr(adam, "BATCH", batch)
+    params = [make_param("weight", np.linspace(-1, 1, 24).reshape(4, 6)), make_param("norm", np.ones(5))]
+    buffer = GradBuffer(params, data_parallel_group=None, bucket_elements=1, device=torch.device("cpu"))
+    optimizer = MixedPrecisionAdamW(
+        buffer.fragments, device=torch.device("cpu"), weight_decay=DECAY, moments_dtype=torch.bfloat16
+    )
+    expected = [param.detach().double().numpy().copy() for param in params]
+    moments = [[np.zeros_like(weight), np.zeros_like(weight)] for weight in expected]
+    for t, gradients in enumerate(_gradients(5), start=1):
+        _run(params, buffer, optimizer, [gradients], [0.01])
+        for i, (g, decay) in enumerate(zip(gradients, [DECAY, 0.0])):
+            m, v = moments[i]
+            m, v = BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g.astype(np.float64) ** 2
+            m_hat, v_hat = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
+            expected[i] -= 0.01 * (m_hat / (np.sqrt(v_hat) + EPS) + decay * expected[i])
+            moments[i] = [_to_bf16(m), _to_bf16(v)]
+    for param, weight, (m, v) in zip(params, expected, moments):
+        state = optimizer.state_tensors(param)
+        assert {key: tensor.dtype for key, tensor in state.items()} == dict.fromkeys(state, torch.bfloat16)
+        np.testing.assert_allclose(param.detach().numpy(), weight, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(state["exp_avg"].float().numpy(), m.ravel(), rtol=2**-7, atol=0)
+        np.testing.assert_allclose(state["exp_avg_sq"].float().numpy(), v.ravel(), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("moments_dtype", DTYPES)
+def test_a_rank_that_owns_nothing(moments_dtype: torch.dtype) -> None:
+    optimizer = MixedPrecisionAdamW([], device=torch.device("cpu"), weight_decay=0.1, moments_dtype=moments_dtype)
+    optimizer.step(0.1)
+    assert optimizer.step_count == 1
+    assert optimizer.state() == {}
+
+
+def test_batches_hold_everything_once_in_order() -> None:
+    sizes = [5, 7, 30, 1, 19, 4]
+    masters = [torch.zeros(n) for n in sizes]
+    batches = adam._batches(masters, 20)
+    assert [[len(m) for m in batch] for batch in batches] == [[5, 7], [30], [1, 19], [4]]
+    assert [id(m) for batch in batches for m in batch] == [id(m) for m in masters]
 
 
 def _fake_apex(monkeypatch: pytest.MonkeyPatch, available: bool | None) -> None:

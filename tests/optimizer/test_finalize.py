@@ -61,8 +61,10 @@ def _stage(state: ParallelState) -> tuple[dict[str, nn.Parameter], GradBuffer]:
     return params, buffer
 
 
-def _norm(state: ParallelState, params: dict[str, nn.Parameter]) -> float:
-    return global_norm(list(params.values()), tensor_group=state.tensor.group, model_group=state.model.group).item()
+def _norm(state: ParallelState, buffer: GradBuffer) -> float:
+    return global_norm(
+        buffer.fragments, tensor_group=state.tensor.group, model_group=state.model.group, device=state.device
+    ).item()
 
 
 def _gradients_case() -> tuple[int, int, dict[str, Any], float]:
@@ -71,13 +73,13 @@ def _gradients_case() -> tuple[int, int, dict[str, Any], float]:
     buffer.finish()
     assert state.embedding is not None
     finalize_gradients(
-        buffer.params,
+        buffer.fragments,
         tensor_group=state.tensor.group,
         embedding_group=state.embedding.group,
         shared_params=[params["embedding"]],
     )
     gradients = {name: main_grad_of(param).numpy() for name, param in params.items()}
-    return state.pipeline.rank, state.tensor.rank, gradients, _norm(state, params)
+    return state.pipeline.rank, state.tensor.rank, gradients, _norm(state, buffer)
 
 
 def test_shared_gradients_and_norm_equal_the_whole_model(world4: World) -> None:
@@ -96,11 +98,11 @@ def _non_finite_case(value: float) -> list[float]:
     norms = []
     for rank in range(state.world_size):
         for place in range(3):
-            params, _ = _stage(state)
+            params, buffer = _stage(state)
             names = list(params)
             if rank == state.rank and place < len(names):
                 main_grad_of(params[names[place]]).view(-1)[1] = value
-            norms.append(_norm(state, params))
+            norms.append(_norm(state, buffer))
     return norms
 
 
@@ -118,7 +120,7 @@ def _step_case() -> dict[str, Any]:
     assert state.embedding is not None
     step = OptimizerStep(
         buffer,
-        MixedPrecisionAdamW(buffer.params, weight_decay=0.1),
+        MixedPrecisionAdamW(buffer.fragments, device=state.device, weight_decay=0.1),
         tensor_group=state.tensor.group,
         model_group=state.model.group,
         embedding_group=state.embedding.group,
@@ -152,8 +154,8 @@ def test_clip_equals_torch(max_norm: float) -> None:
         other.grad = torch.randn_like(param) * 3
         param.grad_sink(other.grad)  # type: ignore[attr-defined]
     expected_norm = torch.nn.utils.clip_grad_norm_(plain, max_norm)
-    norm = global_norm(params, tensor_group=None, model_group=None)
-    clip_(buffer.flat, norm, max_norm)
+    norm = global_norm(buffer.fragments, tensor_group=None, model_group=None, device=torch.device("cpu"))
+    clip_(buffer.owned, norm, max_norm)
     assert norm.dtype == torch.float32
     torch.testing.assert_close(norm, expected_norm.detach(), rtol=2e-7, atol=0)
     for param, other in zip(params, plain):

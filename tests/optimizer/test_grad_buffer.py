@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megafp8 import collectives
-from megafp8.optimizer.grad_buffer import GradBuffer, main_grad_of
+from megafp8.optimizer.grad_buffer import GradBuffer, gradient_of, main_grad_of
+from megafp8.sharding import spec_of
 from tests.optimizer.tiny import batch, initial_values, loss_sum, make_param, tiny_params
 from tests.world import World
 
@@ -188,3 +189,69 @@ def test_a_buffer_and_its_parameters_are_freed() -> None:
     del param, buffer
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
+
+
+def _rounded_case(sharded: bool) -> list[float]:
+    """Micro-batches of 256 and 1 on each rank: 257 travels as 256, and 512 comes back."""
+    param = make_param("p", np.zeros(200))
+    buffer = GradBuffer(
+        [param],
+        data_parallel_group=dist.group.WORLD,
+        bucket_elements=64,
+        device=CPU,
+        sharded=sharded,
+        reduce_dtype=torch.bfloat16,
+    )
+    for gradient in (256.0, 1.0):
+        param.grad_sink(torch.full((200,), gradient))
+    assert main_grad_of(param)[0] == 257.0
+    buffer.finish()
+    return [x for fragment in buffer.fragments for x in gradient_of(fragment).tolist()]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_that_travel_in_bf16(world2: World, sharded: bool) -> None:
+    a, b = world2.run(_rounded_case, sharded)
+    assert (a + b if sharded else a) == [512.0] * 200
+    assert sharded or a == b
+
+
+def test_alone_nothing_travels_and_nothing_is_rounded() -> None:
+    param = make_param("p", [0.0])
+    buffer = GradBuffer(
+        [param], data_parallel_group=None, bucket_elements=1, device=CPU, sharded=True, reduce_dtype=torch.bfloat16
+    )
+    param.grad_sink(torch.tensor([257.0]))
+    buffer.finish()
+    assert [gradient_of(fragment).tolist() for fragment in buffer.fragments] == [[257.0]]
+
+
+def _sharded_case(overlap: bool) -> tuple[list[tuple[str, int, int]], list[list[float]], bool]:
+    """Each rank hands in 1 + rank times 1, 2, 3, ... for every parameter; what it then owns of them."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    params = [make_param(f"p{i}", np.zeros(n)) for i, n in enumerate([100, 64, 300, 5])]
+    buffer = GradBuffer(
+        params, data_parallel_group=group, bucket_elements=64, device=CPU, sharded=True, alone=[params[2]]
+    )
+    for _ in range(2):
+        buffer.zero()
+        if overlap:
+            buffer.start_overlap()
+        for param in reversed(params):
+            param.grad_sink((1.0 + rank) * torch.arange(1, 1 + param.numel()))
+        buffer.finish()
+    runs = [(spec_of(f.param).pieces[0].name, f.start, f.end) for f in buffer.fragments]
+    alone = all(bucket.params == (2,) or 2 not in bucket.params for bucket in buffer.layout.buckets)
+    return runs, [gradient_of(f).tolist() for f in buffer.fragments], alone
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_sharded_each_rank_has_its_share_of_the_sums(world4: World, overlap: bool) -> None:
+    seen: dict[str, list[int]] = {f"p{i}": [] for i in range(4)}
+    for runs, sums, alone in world4.run(_sharded_case, overlap):
+        assert alone
+        for (name, start, end), values in zip(runs, sums, strict=True):
+            assert values == [10.0 * (i + 1) for i in range(start, end)]  # 1 + 2 + 3 + 4
+            seen[name] += range(start, end)
+    assert {name: len(set(places)) == len(places) for name, places in seen.items()} == dict.fromkeys(seen, True)
+    assert [len(places) for places in seen.values()] == [100, 64, 300, 5]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.finalize import clip_, finalize_gradients, global_norm
 from megafp8.optimizer.grad_buffer import GradBuffer, main_grad_of
+from megafp8.optimizer.param_buffer import ParamBuffer
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from tests.optimizer.tiny import batch, loss_sum, make_param, reference, tiny_params
 from tests.world import World
@@ -18,24 +19,31 @@ STEPS, ROWS = 3, 8
 HYPER = {"lr": 0.02, "weight_decay": 0.1, "max_norm": 0.7}
 
 
-def _optimizer_step(params: Any, group: Any, weight_decay: float, max_norm: float | None) -> OptimizerStep:
+def _optimizer_step(
+    params: Any, group: Any, weight_decay: float, max_norm: float | None, sharded: bool = False
+) -> OptimizerStep:
     params = list(params)
-    buffer = GradBuffer(params, data_parallel_group=group, bucket_elements=100, device=params[0].device)
+    buffer = GradBuffer(
+        params, data_parallel_group=group, bucket_elements=100, device=params[0].device, sharded=sharded
+    )
+    weights = ParamBuffer(params, buffer.layout, group) if sharded else None
     return OptimizerStep(
         buffer,
-        MixedPrecisionAdamW(params, weight_decay=weight_decay),
+        MixedPrecisionAdamW(buffer.fragments, device=buffer.flat.device, weight_decay=weight_decay),
         tensor_group=None,
         model_group=None,
         embedding_group=None,
         shared_params=[],
         max_norm=max_norm,
+        shard_group=group if sharded else None,
+        weights=weights,
     )
 
 
-def _train(overlap: bool, scale: float = 1.0) -> tuple[dict[str, Any], list[float]]:
+def _train(overlap: bool, scale: float = 1.0, sharded: bool = False) -> tuple[dict[str, Any], list[float]]:
     """Train the tiny model on this rank's rows; `scale` shrinks the loss and `grad_scale` takes it back."""
     p = tiny_params()
-    step = _optimizer_step(p.values(), dist.group.WORLD, HYPER["weight_decay"], HYPER["max_norm"])
+    step = _optimizer_step(p.values(), dist.group.WORLD, HYPER["weight_decay"], HYPER["max_norm"], sharded)
     assert len(step.buffer.layout.buckets) > 1
     norms = []
     for i in range(STEPS):
@@ -48,6 +56,8 @@ def _train(overlap: bool, scale: float = 1.0) -> tuple[dict[str, Any], list[floa
             (loss_sum(p, row) * (scale / tokens[:, 1:].numel())).backward()
         result = step(HYPER["lr"], grad_scale=None if scale == 1.0 else torch.tensor(1 / scale))
         assert not result.skipped
+        if step.weights is not None:
+            step.weights.wait()
         norms.append(result.grad_norm)
     return {name: param.detach().numpy() for name, param in p.items()}, norms
 
@@ -57,7 +67,7 @@ def test_data_parallel_training_equals_one_plain_process(world4: World, ranks: i
     expected, expected_norms = reference(STEPS, ROWS, **HYPER)
     assert min(expected_norms) > HYPER["max_norm"]  # so clipping is part of the comparison
     without, with_overlap = (world4.run(_train, overlap, ranks=ranks) for overlap in (False, True))
-    for weights, norms in without:
+    for weights, norms in [*without, *world4.run(_train, True, 1.0, True, ranks=ranks)]:
         np.testing.assert_allclose(norms, expected_norms, rtol=1e-6)
         for name, value in weights.items():
             np.testing.assert_allclose(value, expected[name], rtol=2e-5, atol=2e-6)
@@ -79,15 +89,14 @@ def test_grad_scale_takes_back_a_wrong_token_count(world2: World) -> None:
 def _state(p: dict[str, Any], optimizer: MixedPrecisionAdamW) -> list[list[float]]:
     return [
         t.detach().float().flatten().tolist()
-        for param in p.values()
-        for t in (param, *optimizer.state_tensors(param).values())
+        for t in (*p.values(), *(t for fragments in optimizer.state().values() for _, t in fragments))
     ]
 
 
-def _nan_case(value: float, dtype: torch.dtype) -> tuple[StepResult, bool, int, StepResult, bool]:
+def _nan_case(value: float, dtype: torch.dtype, sharded: bool) -> tuple[StepResult, bool, int, StepResult, bool]:
     """A good step, a step with `value` in a gradient of rank 1, another good step."""
     p = {name: make_param(name, np.ones((3, 4)), dtype) for name in ("a", "b", "c")}
-    step = _optimizer_step(p.values(), dist.group.WORLD, 0.1, 1.0)
+    step = _optimizer_step(p.values(), dist.group.WORLD, 0.1, 1.0, sharded)
     states, results = [_state(p, step.optimizer)], []
     for i in range(3):
         step.buffer.zero()
@@ -96,14 +105,19 @@ def _nan_case(value: float, dtype: torch.dtype) -> tuple[StepResult, bool, int, 
             bad = (i, name, dist.get_rank()) == (1, "b", 1)
             param.grad_sink(torch.full((3, 4), value if bad else 1.0))  # type: ignore[attr-defined]
         results.append(step(0.1))
+        if step.weights is not None:
+            step.weights.wait()
         states.append(_state(p, step.optimizer))
     return results[1], states[2] == states[1], step.optimizer.step_count, results[2], states[3] != states[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_non_finite_gradient_skips_the_step_on_all_ranks(world2: World, value: float, dtype: torch.dtype) -> None:
-    for bad, unchanged, count, good, moved in world2.run(_nan_case, value, dtype):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
+    world2: World, value: float, dtype: torch.dtype, sharded: bool
+) -> None:
+    for bad, unchanged, count, good, moved in world2.run(_nan_case, value, dtype, sharded):
         assert bad.skipped
         assert not np.isfinite(bad.grad_norm)
         assert unchanged
@@ -132,9 +146,10 @@ def test_nothing_waits_for_the_device_before_the_norm() -> None:
         for param in params:
             param.grad_sink(torch.ones(64, 64, dtype=torch.bfloat16, device="cuda"))  # type: ignore[attr-defined]
         step.buffer.finish()
-        finalize_gradients(params, tensor_group=None, embedding_group=None, shared_params=[])
-        norm = global_norm(params, tensor_group=None, model_group=None)
-        clip_(step.buffer.flat, norm, 1.0)
+        fragments, device = step.buffer.fragments, step.buffer.flat.device
+        finalize_gradients(fragments, tensor_group=None, embedding_group=None, shared_params=[])
+        norm = global_norm(fragments, tensor_group=None, model_group=None, device=device)
+        clip_(step.buffer.owned, norm, 1.0)
         step.optimizer.step(0.1)
     finally:
         torch.cuda.set_sync_debug_mode("default")

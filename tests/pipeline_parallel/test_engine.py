@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import socket
 from pathlib import Path
@@ -12,13 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megafp8.fp8.deferred import WgradStore
 from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
+from megafp8.pipeline_parallel.catalogue import BUILT_IN
+from megafp8.pipeline_parallel.communication import with_communication
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageOutput
-from megafp8.pipeline_parallel.schedules import forward_only, one_f_one_b, with_communication
+from megafp8.pipeline_parallel.schedules import COMPUTE, Placement, forward_only, in_a_v, in_turns, one_f_one_b
 from megafp8.pipeline_parallel.split import stage_layers
+from megafp8.pipeline_parallel.trace import Stopwatch
 from tests.world import World
 
-LAYERS, ROWS, WIDTH = 5, 3, 4
+LAYERS, ROWS, WIDTH = 12, 3, 4
 CPU = torch.device("cpu")
 
 
@@ -54,15 +60,13 @@ def _gradients(layers: list[nn.Linear]) -> list[Tensor]:
 
 
 class _Stage:
-    """This rank's part of the chain; keeps a diary of what happened when."""
+    """One part of the chain; notes which of its outputs are alive."""
 
-    def __init__(self, rank: int, p: int, m: int, device: torch.device = CPU) -> None:
-        self.layers = [_layers()[i].to(device) for i in stage_layers(LAYERS, p)[rank]]
-        self.is_last, self.m = rank == p - 1, m
+    def __init__(self, stage: int, stages: int, m: int, device: torch.device = CPU) -> None:
+        self.layers = [_layers()[i].to(device) for i in stage_layers(LAYERS, stages)[stage]]
+        self.is_last, self.m = stage == stages - 1, m
         self.outputs: list[StorageWeakRef] = []
         self.alive: list[int] = []  # outputs there, at each forward
-        self.diary: list[str] = []
-        self.layers[0].weight.register_post_accumulate_grad_hook(lambda _: self.diary.append("backward"))
 
     def __call__(self, x: Tensor | None, microbatch: Tensor) -> StageOutput:
         self.alive.append(sum(not storage.expired() for storage in self.outputs))
@@ -77,72 +81,103 @@ class _Stage:
         return StageOutput(loss, report=loss.item())
 
 
-def _train(p: int, m: int, rows: int = ROWS, device: torch.device = CPU) -> dict[str, Any]:
-    state = initialize_model_parallel(pipeline_model_parallel_size=p, device=device)
-    engine = PipelineEngine(state.pipeline, state.pipeline_backward, (rows, WIDTH), torch.float64, device)
+def _train(name: str, placement: Placement, m: int, rows: int = ROWS, device: torch.device = CPU) -> dict[str, Any]:
+    state = initialize_model_parallel(pipeline_model_parallel_size=placement.num_ranks, device=device)
+    groups, wgrads = (state.pipeline, state.pipeline_backward), WgradStore()
+    engine = PipelineEngine(*groups, placement, (rows, WIDTH), torch.float64, device, wgrads)
     rank = state.pipeline.rank
-    stage = _Stage(rank, p, m, device)
+    stages = [_Stage(stage, placement.num_stages, m, device) for stage in placement.stages[rank]]
+    schedule = with_communication(BUILT_IN[name](placement, m), placement)
+    stopwatch = Stopwatch(state.pipeline, device)
     reports = engine.run(
-        with_communication(one_f_one_b(p, m))[rank],
-        stage,
+        schedule[rank],
+        stages,
         [microbatch.to(device) for microbatch in _microbatches(m, state.data.rank, rows)],
         backward=True,
-        before_last_backward=lambda: stage.diary.append("last"),
+        stopwatch=stopwatch,
     )
-    return {"reports": reports, "gradients": _gradients(stage.layers), "diary": stage.diary, "alive": stage.alive}
+    return {
+        "reports": reports,
+        "gradients": {stage: _gradients(s.layers) for stage, s in zip(placement.stages[rank], stages)},
+        "alive": stages[0].alive,
+        "spans": stopwatch.timeline().spans,
+        "compute": [[a for a in actions if a.kind in COMPUTE] for actions in schedule],
+    }
 
 
-def _assert_equals_whole_model(ranks: list[dict[str, Any]], m: int, seed: int = 0, rows: int = ROWS) -> None:
-    losses, gradients = _whole_model(m, seed, rows)
-    assert [rank["reports"] for rank in ranks[:-1]] == [[]] * (len(ranks) - 1)
-    torch.testing.assert_close(ranks[-1]["reports"], losses, rtol=0, atol=1e-12)
-    torch.testing.assert_close([g for rank in ranks for g in rank["gradients"]], gradients, rtol=0, atol=1e-12)
+def _assert_equals_whole_model(
+    ranks: list[dict[str, Any]], placement: Placement, m: int, seed: int = 0, rows: int = ROWS
+) -> None:
+    losses, expected = _whole_model(m, seed, rows)
+    last = placement.homes[-1][0]
+    assert [rank["reports"] for r, rank in enumerate(ranks) if r != last] == [[]] * (len(ranks) - 1)
+    torch.testing.assert_close(ranks[last]["reports"], losses, rtol=0, atol=1e-12)
+    found = {stage: gradients for rank in ranks for stage, gradients in rank["gradients"].items()}
+    flat = [g for stage in sorted(found) for g in found[stage]]
+    torch.testing.assert_close(flat, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("m", [1, 2, 7])
-@pytest.mark.parametrize("p", [1, 2, 4])
-def test_losses_and_gradients_are_those_of_the_whole_model(world4: World, p: int, m: int) -> None:
-    ranks = world4.run(_train, p, m, ranks=p, timeout=60)
-    _assert_equals_whole_model(ranks, m)
-    for rank in ranks:
-        assert rank["diary"].count("last") == 1
-        assert rank["diary"].count("backward") == m
-        assert rank["diary"][-2:] == ["last", "backward"]
+CASES = [
+    *(("1f1b", in_turns(p), m) for p in (1, 2, 4) for m in (1, 2, 7)),
+    *(("interleaved", in_turns(p, v), m) for p, v in ((2, 2), (2, 3), (4, 2), (4, 3)) for m in (1, 3, 8)),
+    *(("zb-h1", in_turns(p), m) for p in (1, 2, 4) for m in (1, 7)),
+    *((name, in_a_v(p), m) for name in ("zb-v", "dualpipev") for p in (1, 2, 4) for m in (1, 3, 9)),
+]
+
+
+@pytest.mark.parametrize(("name", "placement", "m"), CASES, ids=lambda x: str(getattr(x, "stages", x)))
+def test_losses_and_gradients_are_those_of_the_whole_model(
+    world4: World, name: str, placement: Placement, m: int
+) -> None:
+    ranks = world4.run(_train, name, placement, m, ranks=placement.num_ranks, timeout=60)
+    _assert_equals_whole_model(ranks, placement, m)
+    for rank in ranks:  # the stopwatch has seen every rank do what its list says, one thing after another
+        assert [[span.action for span in spans] for spans in rank["spans"]] == rank["compute"]
+        for spans in rank["spans"]:
+            assert all(a.start < a.end <= b.start for a, b in itertools.pairwise(spans))
+            assert spans[0].start >= 0
 
 
 def test_a_sent_output_is_freed_before_its_backward(world4: World) -> None:
     """The first of four stages runs four forwards before any backward; only the last output is still being sent."""
-    first, *_ = world4.run(_train, 4, 4, timeout=60)
+    first, *_ = world4.run(_train, "1f1b", in_turns(4), 4, timeout=60)
     assert first["alive"] == [0, 1, 1, 1]
 
 
 def test_two_pipelines_side_by_side(world4: World) -> None:
     """Ranks 0, 2 and 1, 3 are two pipelines with different data: stages count inside their group."""
-    ranks = world4.run(_train, 2, 3, timeout=60)
-    _assert_equals_whole_model([ranks[0], ranks[2]], 3, seed=0)
-    _assert_equals_whole_model([ranks[1], ranks[3]], 3, seed=1)
+    placement = in_a_v(2)
+    ranks = world4.run(_train, "zb-v", placement, 3, timeout=60)
+    _assert_equals_whole_model([ranks[0], ranks[2]], placement, 3, seed=0)
+    _assert_equals_whole_model([ranks[1], ranks[3]], placement, 3, seed=1)
 
 
-def _evaluate(p: int, m: int) -> tuple[list[Any], bool]:
-    state = initialize_model_parallel(pipeline_model_parallel_size=p)
-    engine = PipelineEngine(state.pipeline, state.pipeline_backward, (ROWS, WIDTH), torch.float64, CPU)
+def _evaluate(placement: Placement, m: int) -> tuple[list[Any], bool]:
+    state = initialize_model_parallel(pipeline_model_parallel_size=placement.num_ranks)
+    engine = PipelineEngine(state.pipeline, state.pipeline_backward, placement, (ROWS, WIDTH), torch.float64, CPU)
     rank = state.pipeline.rank
-    stage = _Stage(rank, p, m)
     with_grad: list[bool] = []
 
-    def watched(x: Tensor | None, microbatch: Tensor) -> StageOutput:
+    def watched(stage: _Stage, x: Tensor | None, microbatch: Tensor) -> StageOutput:
         result = stage(x, microbatch)
         with_grad.append(result.output.requires_grad)
         return result
 
-    actions = with_communication(forward_only(p, m))[rank]
-    return engine.run(actions, watched, _microbatches(m), backward=False), any(with_grad)
+    stages = [functools.partial(watched, _Stage(s, placement.num_stages, m)) for s in placement.stages[rank]]
+    actions = with_communication(forward_only(placement, m), placement)[rank]
+    return engine.run(actions, stages, _microbatches(m), backward=False), any(with_grad)
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (4, 2), (4, 7)])
-def test_an_evaluation_reports_in_order_and_builds_no_graph(world4: World, p: int, m: int) -> None:
-    *others, (reports, with_grad) = world4.run(_evaluate, p, m, ranks=p, timeout=60)
-    assert others == [([], False)] * (p - 1)
+@pytest.mark.parametrize("m", [1, 3, 7])
+@pytest.mark.parametrize(
+    "placement",
+    [in_turns(1), in_turns(4), in_turns(2, 3), in_turns(4, 2), in_a_v(2), in_a_v(4)],
+    ids=lambda x: x.stages,
+)
+def test_an_evaluation_reports_in_order_and_builds_no_graph(world4: World, placement: Placement, m: int) -> None:
+    ranks = world4.run(_evaluate, placement, m, ranks=placement.num_ranks, timeout=60)
+    reports, with_grad = ranks.pop(placement.homes[-1][0])
+    assert ranks == [([], False)] * (placement.num_ranks - 1)
     assert not with_grad
     torch.testing.assert_close(reports, _whole_model(m)[0], rtol=0, atol=1e-12)
 
@@ -150,7 +185,7 @@ def test_an_evaluation_reports_in_order_and_builds_no_graph(world4: World, p: in
 def _train_twice(m: int) -> list[Tensor]:
     """Two runs of one engine, gradients accumulating, in bfloat16 as training sends it."""
     state = initialize_model_parallel(pipeline_model_parallel_size=2)
-    engine = PipelineEngine(state.pipeline, state.pipeline_backward, (2,), torch.bfloat16, CPU)
+    engine = PipelineEngine(state.pipeline, state.pipeline_backward, in_turns(2), (2,), torch.bfloat16, CPU)
     rank = state.pipeline.rank
     weight = nn.Parameter(torch.tensor([2.0, 4.0], dtype=torch.bfloat16))
 
@@ -160,7 +195,8 @@ def _train_twice(m: int) -> list[Tensor]:
 
     for _ in range(2):
         data = [torch.tensor([1.0, float(i)], dtype=torch.bfloat16) for i in range(m)]
-        engine.run(with_communication(one_f_one_b(2, m))[rank], stage, data, backward=True)
+        actions = with_communication(one_f_one_b(in_turns(2), m), in_turns(2))[rank]
+        engine.run(actions, [stage], data, backward=True)
     assert weight.grad is not None
     return [weight.grad]
 
@@ -174,13 +210,18 @@ def test_bfloat16_and_accumulation_over_runs(world2: World) -> None:
 def _alone() -> PipelineEngine:
     """An engine of one stage; it never touches its process group."""
     group = Group(cast(Any, None), (0,), 0)
-    return PipelineEngine(group, group, (ROWS, WIDTH), torch.float64, CPU)
+    return PipelineEngine(group, group, in_turns(1), (ROWS, WIDTH), torch.float64, CPU)
 
 
 @pytest.mark.parametrize(("m", "backward", "message"), [(1, True, "a micro-batch for every"), (2, False, "backward=")])
 def test_arguments_that_do_not_fit_the_schedule(m: int, backward: bool, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        _alone().run(one_f_one_b(1, 2)[0], _Stage(0, 1, 2), _microbatches(m), backward=backward)
+        _alone().run(one_f_one_b(in_turns(1), 2)[0], [_Stage(0, 1, 2)], _microbatches(m), backward=backward)
+
+
+def test_weight_gradients_apart_need_a_store() -> None:
+    with pytest.raises(AssertionError, match="need a store"):
+        _alone().run(BUILT_IN["zb-h1"](in_turns(1), 2)[0], [_Stage(0, 1, 2)], _microbatches(2), backward=True)
 
 
 def test_an_error_in_a_stage_propagates() -> None:
@@ -188,27 +229,43 @@ def test_an_error_in_a_stage_propagates() -> None:
         raise ZeroDivisionError("the user's own")
 
     with pytest.raises(ZeroDivisionError, match="the user's own"):
-        _alone().run(one_f_one_b(1, 2)[0], stage, _microbatches(2), backward=True)
+        _alone().run(one_f_one_b(in_turns(1), 2)[0], [stage], _microbatches(2), backward=True)
 
 
-def _nccl_rank(local_rank: int, ranks: int, port: int, p: int, m: int, rows: int, folder: Path) -> None:
-    os.environ.update(RANK=str(local_rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(local_rank))
+def _nccl_rank(local_rank: int, port: int, name: str, placement: Placement, m: int, rows: int, folder: Path) -> None:
+    os.environ.update(RANK=str(local_rank), WORLD_SIZE=str(placement.num_ranks), LOCAL_RANK=str(local_rank))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     device = initialize_distributed("cuda", timeout_seconds=60)
-    torch.save(_train(p, m, rows, device), folder / f"{local_rank}.pt")
+    torch.save(_train(name, placement, m, rows, device), folder / f"{local_rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [2, 7])
-@pytest.mark.parametrize("p", [2, 4])
-def test_over_nccl(tmp_path: Path, p: int, m: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        (name, place(p))
+        for p in (2, 4)
+        for name, place in (
+            ("1f1b", in_turns),
+            ("interleaved", functools.partial(in_turns, num_chunks=2)),
+            ("zb-h1", in_turns),
+            ("zb-v", in_a_v),
+            ("dualpipev", in_a_v),
+        )
+    ],
+    ids=lambda x: str(getattr(x, "stages", x)),
+)
+def test_over_nccl(tmp_path: Path, name: str, placement: Placement, m: int) -> None:
     """Tensors of 10 MB: a send of that size ends only when its receive runs, so a wrong order would hang here."""
+    p = placement.num_ranks
     if torch.cuda.device_count() < p:
         pytest.skip(f"needs {p} GPUs")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     rows = 300_000
-    torch.multiprocessing.spawn(_nccl_rank, (p, port, p, m, rows, tmp_path), nprocs=p)
-    _assert_equals_whole_model([torch.load(tmp_path / f"{rank}.pt") for rank in range(p)], m, rows=rows)
+    torch.multiprocessing.spawn(_nccl_rank, (port, name, placement, m, rows, tmp_path), nprocs=p)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(p)]
+    _assert_equals_whole_model(ranks, placement, m, rows=rows)

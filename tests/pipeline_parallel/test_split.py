@@ -47,7 +47,12 @@ def test_an_explicit_split() -> None:
         (16, 4, [8, 8], "parallel.layers_per_stage [8, 8] has 2 entries for 4 pipeline stages; [4, 4, 4, 4] would"),
         (16, 4, [], "parallel.layers_per_stage [] has 0 entries for 4 pipeline stages"),
         (16, 4, [0, 5, 6, 5], "parallel.layers_per_stage [0, 5, 6, 5] has a stage with no layers"),
-        (3, 4, None, "parallel.pipeline is 4 but the model has 3 layers: that leaves a stage with no layers; use at"),
+        (
+            3,
+            4,
+            None,
+            "parallel.pipeline (× virtual_pipeline) is 4 but the model has 3 layers: that leaves",
+        ),
         (3, 0, None, "parallel.pipeline is 0"),
     ],
 )

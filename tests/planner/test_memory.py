@@ -16,16 +16,18 @@ from megafp8.config import Config, load_config
 from megafp8.fp8 import Fp8Linear
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.parallel_state import initialize_model_parallel
+from megafp8.pipeline_parallel.schedules import Action, Kind
 from megafp8.planner.activations import block_keeps
 from megafp8.planner.memory import (
-    StageMemory,
+    RankMemory,
     fp8_weight_bytes,
     memory_table,
-    optimizer_bytes,
     parameter_sizes,
-    stage_memory,
+    pipeline_memory,
+    rank_memory,
 )
 from megafp8.training.describe import planned_stage
+from megafp8.training.pipeline import num_microbatches, plan_pipeline, stages_of
 from megafp8.training.trainer import Trainer, build_fp8
 from tests.quickstart_data import CONFIG
 from tests.training.test_equivalence import GPT2
@@ -89,7 +91,7 @@ def _kept(trainer: Trainer, forward: Any) -> int:
         found[storage.data_ptr()] = size, tensor
         return tensor
 
-    inputs = trainer.stage.layer_inputs(trainer.config.training.seq_length, None, None)
+    inputs = trainer.stages[0].layer_inputs(trainer.config.training.seq_length, None, None)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward(inputs)
     assert y[0].requires_grad
@@ -111,9 +113,9 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
         training = config.training
         shape = training.seq_length // t, training.micro_batch_size, config.model.hidden_size
         x = torch.randn(shape, dtype=trainer.params[0].dtype).requires_grad_()
-        memory = block_memory(config.parallel, len(trainer.stage.blocks))
+        memory = block_memory(config.parallel, len(trainer.stages[0].blocks))
         planned = sum(sum(block_keeps(config, trainer.fp8, i, own).values()) for i, own in enumerate(memory))
-        found.append((_kept(trainer, lambda inputs, t=trainer, x=x: t.stage.run_blocks(x, inputs)), planned))
+        found.append((_kept(trainer, lambda inputs, t=trainer, x=x: t.stages[0].run_blocks(x, inputs)), planned))
     return found
 
 
@@ -165,29 +167,33 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
     """Bytes of a rank's parameters, gradients, masters, moments and FP8 weights, as they are and as planned."""
     config = _config(*overrides)
     trainer = _trainer(config)
-    stage = trainer.parallel.pipeline.rank
-    for module in trainer.stage.modules():
+    for module in trainer.model.modules():
         if isinstance(op := getattr(module, "op", None), Fp8Linear):
             op.weight8(module.weight, columns=not op.high_precision.dgrad)
     weights = [part for kept in trainer.fp8.kept_weights if kept is not None for part in kept[:2] if part is not None]
-    states = [trainer.optimizer.state_tensors(param) for param in trainer.params]
+    state = trainer.optimizer.state()
+    sizes = {key: sum(x.numel() * x.element_size() for _, x in found) for key, found in state.items()}
     measured = [
-        sum(p.nbytes for p in trainer.params),
+        sum(p.nbytes for p in trainer.params) if trainer.update.weights is None else trainer.update.weights.flat.nbytes,
         trainer.gradients.flat.nbytes,
-        sum(state["master"].nbytes for state in states if "master" in state),
-        sum(state[key].nbytes for state in states for key in ("exp_avg", "exp_avg_sq")),
+        sizes.get("master", 0),
+        sizes["exp_avg"] + sizes["exp_avg_sq"],
         sum(part.data.nbytes + 4 * part.scale_inv.numel() for part in weights),
     ]
-    world_size = trainer.parallel.world_size
-    p = stage_memory(config, world_size, stage, trainer.fp8)
-    return measured, [p.parameters, p.gradients, p.masters, p.moments, p.fp8_weights]
+    p = _plans(config, trainer.parallel.world_size)[trainer.parallel.pipeline.rank]
+    return measured, [p.weights, p.gradients, p.masters, p.moments, p.fp8_weights]
+
+
+def _plans(config: Config, world_size: int) -> list[RankMemory]:
+    plan = plan_pipeline(config, num_microbatches(config, world_size))
+    return pipeline_memory(config, build_fp8(config, None), world_size, plan.placement, plan.train)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_state_of_a_rank(world4: World, ranks: int) -> None:
     layout = ["parallel.tensor=2", "parallel.pipeline=2"] if ranks == 4 else ALONE
     for options in (
-        ["fp8.recipe=blockwise", "training.precision=bf16"],
+        ["fp8.recipe=blockwise", "training.precision=bf16", "optimizer.moments_dtype=bf16"],
         ["fp8.recipe=delayed", "fp8.wgrad_in_bf16=true", "model.tie_embeddings=true", *GPT2],
         ["fp8.recipe=rowwise", "fp8.override_linear_precision=[false, true, false]", "fp8.last_blocks_bf16=1"],
     ):
@@ -201,21 +207,20 @@ def test_parameters_are_those_of_the_constructors(model: str) -> None:
         config = load_config(CONFIG.parent / f"{model}.yaml", ["model.vocab_size=50257", *options])
         for stage in {0, config.parallel.pipeline // 2, config.parallel.pipeline - 1}:
             expected = [param.numel() for param in planned_stage(config, stage).parameters()]
-            assert sorted(parameter_sizes(config, stage)) == sorted(expected)
+            assert parameter_sizes(config, stages_of(config)[1][stage]) == expected
 
 
-def _plan(*overrides: str, stage: int = 0, world_size: int = 8) -> StageMemory:
-    config = load_config(CONFIG.parent / "llama3-8b.yaml", list(overrides))
-    return stage_memory(config, world_size, stage, build_fp8(config, None))
+def _plan(*overrides: str, rank: int = 0, world_size: int = 8) -> RankMemory:
+    return _plans(load_config(CONFIG.parent / "llama3-8b.yaml", list(overrides)), world_size)[rank]
 
 
 def test_llama_3_8b() -> None:
     """Figures that can be had by hand: bytes a parameter, an FP8 pair for each weight of a block; and those measured on
     an H200, 0.92 GiB a layer."""
-    first, last = _plan(stage=0), _plan(stage=1)
+    first, last = _plan(rank=0), _plan(rank=1)
     block_weights = 16 * 218_103_808 // 2
     numbers = block_weights + 16 * 2 * 4096 + 128_256 * 4096 // 2
-    assert first.parameters == 2 * numbers
+    assert first.weights == 2 * numbers
     assert first.masters == 4 * numbers
     assert first.moments == 8 * numbers
     assert first.gradients == pytest.approx(4 * numbers, rel=1e-6)
@@ -230,13 +235,13 @@ def test_llama_3_8b() -> None:
 
 def test_the_table_of_a_dry_run() -> None:
     config = load_config(CONFIG.parent / "llama3-8b.yaml", ["parallel.offload=4"])
-    head, _, *rows = memory_table(config, 8, build_fp8(config, None)).splitlines()
+    plans = _plans(config, 8)
+    head, _, *rows = memory_table(plans).splitlines()
     assert head.startswith("memory of a rank in GiB")
     assert len(rows) == 2
-    for stage, row in enumerate(rows):
+    for rank, (row, plan) in enumerate(zip(rows, plans)):
         number, *columns, total, host = row.split()
-        plan = _plan("parallel.offload=4", stage=stage)
-        assert int(number) == stage
+        assert int(number) == rank
         assert sum(map(float, columns)) == pytest.approx(float(total), abs=0.06)
         assert float(total) == pytest.approx(plan.total / 2**30, abs=0.006)
         assert float(host) == pytest.approx(plan.host / 2**30, abs=0.006)
@@ -258,6 +263,29 @@ def test_what_a_knob_changes() -> None:
     assert offloaded.activations == pytest.approx(3 * blocks, rel=0.01)  # two last blocks, and one that has come back
     assert plain.host == 0
     assert _plan("training.global_batch_size=2").activations == pytest.approx(plain.activations / 2)  # one micro-batch
-    assert optimizer_bytes([100, 60], "bf16", shards=8) == (4 * 20, 8 * 20)
     config = _config("fp8.recipe=none")
     assert fp8_weight_bytes(config, build_fp8(config, None), range(2)) == 0
+
+
+def test_schedules_hold_what_they_hold() -> None:
+    """Micro-batches in flight from the schedule: 1F1B's first rank holds two of a stage, interleaving a half more."""
+    plain = _plan()
+    per_chunk = plain.activations / 4  # 1F1B holds two micro-batches of two chunks' blocks
+    interleaved = _plan("parallel.schedule=interleaved", "parallel.virtual_pipeline=2")
+    assert interleaved.activations == pytest.approx(5 * per_chunk, rel=0.01)
+
+
+def test_operands_of_weight_gradients_wait() -> None:
+    config = load_config(CONFIG.parent / "llama3-8b.yaml", ["model.num_layers=1", "parallel.tensor=1"])
+    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "W": Kind.WEIGHT}
+
+    def activations(*actions: str) -> int:
+        taken = [Action(kinds[kind], int(microbatch)) for kind, microbatch in actions]
+        return rank_memory(config, build_fp8(config, None), 1, [range(1)], taken).activations
+
+    whole = activations("F0", "B0", "F1", "B1")
+    assert activations("F0", "B0", "W0", "F1", "B1", "W1") == whole
+    h, f, kv = 4096, 14336, 1024
+    operands = (h + h + 2 * kv) + (h + h) + (h + 2 * f) + (f + h)
+    assert activations("F0", "B0", "F1", "B1", "W0", "W1") == whole + 8192 * operands
+    assert activations("F0", "F1", "B0", "B1") == 2 * whole

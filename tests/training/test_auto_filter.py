@@ -97,7 +97,7 @@ def _train(overrides: list[str], fake: Ceilings) -> tuple[list[str], tuple[str, 
     """Kinds of this rank's layers that are FP8, all layers that were left out, and losses of two steps."""
     trainer = _trainer(overrides, fake)
     kinds = set()
-    for name, module in linears(trainer.stage).items():
+    for name, module in linears(trainer.stages[0]).items():
         fp8 = isinstance(module.op, Fp8Linear)
         assert fp8 or module.op is high_precision_linear
         if fp8:

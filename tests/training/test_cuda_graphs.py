@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megafp8.config import Config, ConfigError
 from megafp8.data.samples import Batch, next_token_batch
 from megafp8.fp8.matrix import Operand
+from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -27,6 +28,7 @@ from megafp8.parallel_state import (
     initialize_model_parallel,
 )
 from megafp8.pipeline_parallel.engine import StageOutput
+from megafp8.pipeline_parallel.schedules import in_turns, one_f_one_b
 from megafp8.training.cuda_graphs import Captured, MicrobatchGraphs
 from megafp8.training.job import choose_device
 from megafp8.training.trainer import Trainer
@@ -148,8 +150,8 @@ def _leaves_left(settings: Config) -> int:
     def leaf(param: nn.Parameter) -> Any:
         return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
-    def marking(x: Tensor | None, microbatch: Batch) -> StageOutput:
-        result = forward(x, microbatch)
+    def marking(stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
+        result = forward(stage, x, microbatch)
         for param in trainer.params:
             leaf(param).metadata["marked"] = True
         assert all(leaf(param).metadata for param in trainer.params), "they live as long as the micro-batch's graph"
@@ -299,7 +301,7 @@ def test_an_eager_micro_batch_takes_the_weights_of_the_graph(monkeypatch: pytest
         reports = replay(trainer, found[:-1])
         assert all(operand is not None for operand in trainer.fp8.kept_weights)
         eager_last.append(True)
-        return reports + trainer._run(trainer.last_actions, found[-1:])
+        return reports + trainer._run(one_f_one_b(in_turns(1), 1)[0], found[-1:])
 
     replay = Trainer._replay
     monkeypatch.setattr(Trainer, "_replay", last_is_eager)

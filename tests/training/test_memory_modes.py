@@ -23,6 +23,17 @@ LAYOUTS = {
     "tp2-sp": (2, ["parallel.tensor=2", "parallel.pipeline=1"]),
     "tp2": (2, ["parallel.tensor=2", "parallel.pipeline=1", "parallel.sequence_parallel=false"]),
     "pp2": (2, ["parallel.tensor=1", "parallel.pipeline=2"]),
+    "pp2-zb": (2, ["parallel.tensor=1", "parallel.pipeline=2", "parallel.schedule=zb-h1"]),
+    "pp2-interleaved": (
+        2,
+        [
+            "parallel.tensor=1",
+            "parallel.pipeline=2",
+            "parallel.schedule=interleaved",
+            "parallel.virtual_pipeline=2",
+            "model.num_layers=4",
+        ],
+    ),
 }
 SELECTIVE = "parallel.recompute=selective"
 MODES = {
@@ -68,8 +79,9 @@ def _run(common: list[str], modes: dict[str, list[str]]) -> dict[str, list[Any]]
     found: dict[str, list[Any]] = {}
     for name, options in modes.items():
         trainer, stream = _trainer([*common, *options])
-        if trainer.stage.offload is not None:
-            trainer.stage.offload.smallest = 0
+        for stage in trainer.stages:
+            if stage.offload is not None:
+                stage.offload.smallest = 0
         found[name] = []
         for step in range(STEPS):
             loss, result = trainer.train_step(step, next(stream))
@@ -113,6 +125,9 @@ def test_every_mode_changes_no_bit(world2: World, common: list[str], recipe: str
         ("nvfp4", "tp2-sp"),
         ("nvfp4", "pp2"),
         ("report", "pp2"),
+        ("none", "pp2-zb"),
+        ("delayed", "pp2-zb"),
+        ("current", "pp2-interleaved"),
         ("gpt2", "tp2-sp"),
         ("gpt2-none", "tp2-sp"),
         ("gelu", "tp2-sp"),

@@ -206,7 +206,7 @@ def _histories(overrides: list[str], steps: int) -> list[tuple[float, dict[str, 
     trainer, stream = _trainer(overrides)
     found = []
     for step in range(steps):
-        weights = {name: p.detach().abs().max().item() for name, p in trainer.stage.named_parameters()}
+        weights = {name: p.detach().abs().max().item() for name, p in trainer.stages[0].named_parameters()}
         loss, result = trainer.train_step(step, next(stream))
         assert not result.skipped
         state = {name: torch.Tensor.tolist(tensor) for name, tensor in trainer.fp8.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Launches of the tile kernel: the functions of `megafp8.fp8.plain`, with the same results bit for bit.
+"""Launches of the kernels: the functions of `megafp8.fp8.plain`, with the same results bit for bit.
 
 Shapes: r rows, c columns of the source.
 """
@@ -13,48 +13,48 @@ from torch import Tensor
 from megafp8.fp8.formats import Format
 from megafp8.fp8.kernels.arithmetic import INTERPRETED, ceil_div, readable
 from megafp8.fp8.kernels.cast import tile_kernel
+from megafp8.fp8.kernels.reductions import maxima_kernel, sums_kernel
 from megafp8.fp8.matrix import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Operand, Scaled
 from megafp8.fp8.scaling import scale_from_amax
 from megafp8.fp8.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, ScaledColumns, Source, SwiGLU, SwiGLUGrad
 
 
 class Tile(NamedTuple):
-    """Rows, columns and warps of a program."""
+    """Rows, columns and warps of a program, and a limit on a thread's registers where more programs at a time are worth
+    it."""
 
     rows: int
     columns: int
     warps: int
+    registers: int | None = None
 
 
-# Measured on H200 (`tools/bench_casts.py --sweep`); GELU has SwiGLU's, which has the same arithmetic to hold.
-_TILES = {
-    "plain": Tile(128, 64, 4),
-    "rmsnorm": Tile(128, 64, 4),
-    "layernorm": Tile(128, 64, 4),
-    "swiglu": Tile(32, 64, 4),
-    "swiglu_grad": Tile(32, 64, 4),
-    "gelu": Tile(32, 64, 4),
-    "gelu_grad": Tile(32, 64, 4),
-    "qkv_grad": Tile(32, 64, 4),
-}
-_ELEMENTS = 2048  # of a qkv gradient's tile, whose width is half a head
-_ROW_TILES = dict.fromkeys(("plain", "rmsnorm", "layernorm"), Tile(128, 128, 4))
-_ROW_TILES |= dict.fromkeys(("swiglu", "swiglu_grad", "gelu", "gelu_grad", "qkv_grad"), Tile(32, 128, 4))
-_AMAX_TILE = Tile(16, 256, 8)
+def _of(matrices: Tile, *, swiglu: Tile, swiglu_grad: Tile, **others: Tile) -> dict[str, Tile]:
+    """By source. GELU has SwiGLU's tiles, which has the same arithmetic to hold."""
+    return {
+        **dict.fromkeys(("plain", "rmsnorm", "layernorm"), matrices),
+        **dict.fromkeys(("swiglu", "gelu"), swiglu),
+        **dict.fromkeys(("swiglu_grad", "gelu_grad"), swiglu_grad),
+        **others,
+    }
+
+
 _SUM_TILE = Tile(32, 128, 4)
-_DEFAULTS: dict[str, Any] = {
-    "ROWS": False, "COLUMNS": False, "RECORD": False, "WORDS": False, "FORMAT": "e4m3", "FP8_MAX": 448.0,
-    "POWER_OF_TWO": False, "eps": 0.0,
-}  # fmt: skip
-_BLOCK_WARPS = {"plain": 4, "rmsnorm": 4, "layernorm": 4, "swiglu": 8, "swiglu_grad": 8, "gelu": 8, "gelu_grad": 8}
 
 
-def _tile(kind: str, scales: str) -> Tile:
-    if scales == "128x128":
-        return Tile(128, 128, 8)
-    if scales == "1x128":
-        return Tile(128, 128, _BLOCK_WARPS[kind])
-    return _ROW_TILES[kind] if scales in ("maxima", "vectors") else _TILES[kind]
+# By pass, then by the source's name in the kernels. Measured on H200 (`tools/bench_casts.py --sweep`). A head's columns
+# are at most half a head.
+TILES = {
+    "one factor": _of(Tile(128, 64, 4), swiglu=Tile(64, 128, 8), swiglu_grad=Tile(64, 64, 4), qkv_grad=Tile(32, 64, 4)),
+    "amax": _of(Tile(64, 256, 8), swiglu=Tile(32, 256, 8), swiglu_grad=Tile(32, 128, 4), qkv_grad=Tile(32, 64, 4)),
+    "maxima": _of(Tile(128, 64, 4), swiglu=Tile(128, 64, 4), swiglu_grad=Tile(256, 64, 4), qkv_grad=Tile(128, 64, 4)),
+    "vectors": _of(Tile(64, 128, 4), swiglu=Tile(64, 128, 8), swiglu_grad=Tile(32, 128, 4), qkv_grad=Tile(64, 64, 4)),
+    "1x128": _of(
+        Tile(128, 128, 8, 128), swiglu=Tile(128, 128, 8, 128), swiglu_grad=Tile(128, 128, 8), qkv_grad=Tile(128, 64, 4)
+    ),
+    "sums": _of(_SUM_TILE, swiglu=_SUM_TILE, swiglu_grad=_SUM_TILE),
+    "128x128": _of(Tile(128, 128, 8), swiglu=Tile(128, 128, 8), swiglu_grad=Tile(128, 128, 16)),
+}
 
 
 class _Inputs(NamedTuple):
@@ -66,7 +66,7 @@ class _Inputs(NamedTuple):
     tensors: tuple[Tensor | None, ...]
     width: int
     heads: tuple[int, int, int, int, int] = (0, 0, 1, 0, 0)
-    half_head: int | None = None
+    half_head: int = 0
 
 
 def _inputs(source: Source) -> _Inputs:
@@ -101,24 +101,26 @@ def _inputs(source: Source) -> _Inputs:
     return _Inputs(source.kind, (x, x, x, x, None, None), c)
 
 
-def _launch(source: Source, scales: str, outputs: tuple[Tensor, ...], tile: Tile | None = None, **options: Any) -> None:
-    """`outputs`: rows, columns, scale, column scale, amax, column amax; any tensor where one is not used."""
+def _launch(kernel: Any, what: str, source: Source, outputs: tuple[Tensor, ...], *numbers: Any, **options: Any) -> None:
+    """Launch `kernel` on tiles for the pass `what`. `outputs`: its pointers behind those of the source; any tensor
+    where one is not used. `numbers`: its arguments behind the source's."""
     if isinstance(source, QKVGrad) and source.dq_sbad.shape[3] & (source.dq_sbad.shape[3] - 1):
         source = Plain(source.values())  # tiles are powers of two wide, and this head is not
-    kind, inputs, width, heads, half_head = _inputs(source)
+    kind, inputs, width, heads, half = _inputs(source)
     r = source.shape[0]
-    if tile is None:
-        tile = _tile(kind, scales)
-    if half_head is not None:
-        tile = Tile(_ELEMENTS // half_head, half_head, tile.warps)
-    tile_kernel[(ceil_div(width, tile.columns), ceil_div(r, tile.rows))](
-        *inputs, *outputs, r, width, r // 4, *heads, SOURCE=kind, SCALES=scales, INTERPRETED=INTERPRETED,
-        TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps, enable_fp_fusion=False, **_DEFAULTS | options,
+    tile = TILES[what][kind]
+    columns = min(tile.columns, half) if half else tile.columns
+    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
+    kernel[(ceil_div(width, columns), ceil_div(r, tile.rows))](
+        *inputs, *outputs, r, width, *heads, *numbers, SOURCE=kind, HALF=half, INTERPRETED=INTERPRETED,
+        TILE_R=tile.rows, TILE_C=columns, num_warps=tile.warps, enable_fp_fusion=False, **options, **limit,
     )  # fmt: skip
 
 
-def _cast(source: Source, scales: str, fmt: Format, outputs: tuple[Tensor, ...], rows: Tensor | None,
-          columns: Tensor | None, **options: Any) -> None:  # fmt: skip
+def _cast(
+    source: Source, scales: str, fmt: Format, outputs: tuple[Tensor, ...], rows: Tensor | None,
+    columns: Tensor | None, *, record: bool = False, power_of_two: bool = False, eps: float = 0.0,
+) -> None:  # fmt: skip
     """Launch a cast. `outputs`: scale, column scale, amax, column amax."""
     if 0 in source.shape:
         return
@@ -127,8 +129,9 @@ def _cast(source: Source, scales: str, fmt: Format, outputs: tuple[Tensor, ...],
     by_columns = None if columns is None else columns.view(torch.int32 if words else torch.uint8)
     codes = (outputs[0] if by_rows is None else by_rows, outputs[0] if by_columns is None else by_columns)
     _launch(
-        source, scales, codes + outputs, ROWS=rows is not None, COLUMNS=columns is not None, WORDS=words,
-        FORMAT=fmt.name, FP8_MAX=fmt.max, **options,
+        tile_kernel, "one factor" if scales in ("tensor", "current") else scales, source, codes + outputs,
+        source.shape[0] // 4, eps, SCALES=scales, ROWS=rows is not None, COLUMNS=columns is not None, RECORD=record,
+        WORDS=words, FORMAT=fmt.name, FP8_MAX=fmt.max, POWER_OF_TWO=power_of_two,
     )  # fmt: skip
 
 
@@ -153,20 +156,25 @@ def _operand(
 def materialize(source: Source) -> Tensor:
     values = torch.empty(source.shape, dtype=source.dtype, device=source.device)
     if values.numel():
-        _launch(source, "none", (values,) * 6)
+        _launch(
+            tile_kernel, "one factor", source, (values,) * 6, 0, 0.0, SCALES="none", ROWS=True, COLUMNS=False,
+            RECORD=False, WORDS=False, FORMAT="e4m3", FP8_MAX=448.0, POWER_OF_TWO=False,
+        )  # fmt: skip
     return values
 
 
 def amax(source: Source) -> Tensor:
     result = torch.zeros((), dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
-        _launch(source, "amax", (result,) * 6, _AMAX_TILE, RECORD=True)
+        outputs = (result.view(torch.int32),) * 3
+        _launch(maxima_kernel, "amax", source, outputs, WHOLE=True, ROWS=False, COLUMNS=False)
     return result
 
 
 def raise_column_amax(source: Source, amax_c: Tensor) -> None:
     if 0 not in source.shape:
-        _launch(source, "maxima", (amax_c,) * 6, COLUMNS=True)
+        bits = amax_c.view(torch.int32)
+        _launch(maxima_kernel, "maxima", source, (bits,) * 3, WHOLE=False, ROWS=False, COLUMNS=True)
 
 
 def column_sums(source: Source) -> Tensor:
@@ -174,7 +182,7 @@ def column_sums(source: Source) -> Tensor:
     r, c = source.shape
     sums = torch.zeros((ceil_div(r, _SUM_TILE.rows), c), dtype=torch.float64, device=source.device)
     if sums.numel():
-        _launch(source, "sums", (sums,) * 6, _SUM_TILE)
+        _launch(sums_kernel, "sums", source, (sums,))
     return sums.sum(dim=0).float()
 
 
@@ -184,7 +192,8 @@ def cast_tensor(
 ) -> Operand:  # fmt: skip
     by_rows, by_columns = _empty(source, fmt, rows, columns)
     noted = scale if newest_amax is None else newest_amax
-    _cast(source, "tensor", fmt, (scale, scale, noted, noted), by_rows, by_columns, RECORD=newest_amax is not None)
+    outputs = (scale, scale, noted.view(torch.int32), noted)
+    _cast(source, "tensor", fmt, outputs, by_rows, by_columns, record=newest_amax is not None)
     return _operand(by_rows, by_columns, scale_inv, scale_inv, TENSOR)
 
 
@@ -193,8 +202,8 @@ def cast_current(
 ) -> Operand:
     by_rows, by_columns = _empty(source, fmt, rows, columns)
     scale_inv = torch.empty_like(whole_amax) if 0 not in source.shape else torch.ones_like(whole_amax)
-    outputs = (scale_inv, scale_inv, whole_amax, whole_amax)
-    _cast(source, "current", fmt, outputs, by_rows, by_columns, POWER_OF_TWO=power_of_two, eps=eps)
+    outputs = (scale_inv, scale_inv, whole_amax.view(torch.int32), whole_amax)
+    _cast(source, "current", fmt, outputs, by_rows, by_columns, power_of_two=power_of_two, eps=eps)
     return _operand(by_rows, by_columns, scale_inv, scale_inv, TENSOR)
 
 
@@ -207,7 +216,8 @@ def _amaxes(source: Source, *, rows: bool, columns: bool) -> tuple[Tensor, Tenso
     r, c = source.shape
     maxima = torch.zeros(r + c, dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
-        _launch(source, "maxima", (maxima,) * 5 + (maxima[r:],), ROWS=rows, COLUMNS=columns)
+        bits = maxima.view(torch.int32)
+        _launch(maxima_kernel, "maxima", source, (bits, bits, bits[r:]), WHOLE=False, ROWS=rows, COLUMNS=columns)
     return maxima[:r], maxima[r:]
 
 
@@ -222,8 +232,8 @@ def cast_rows(
     inverse = torch.empty(start + c, dtype=torch.float32, device=source.device)
     if 0 in source.shape:
         inverse = scale_from_amax(inverse.zero_(), fmt.max, eps=eps, power_of_two=power_of_two).reciprocal()
-    outputs = (inverse, inverse[start:], row_amax, column_amax)
-    _cast(source, "vectors", fmt, outputs, by_rows, by_columns, POWER_OF_TWO=power_of_two, eps=eps)
+    outputs = (inverse, inverse[start:], row_amax.view(torch.int32), column_amax.view(torch.int32))
+    _cast(source, "vectors", fmt, outputs, by_rows, by_columns, power_of_two=power_of_two, eps=eps)
     return _operand(by_rows, by_columns, inverse[:r].unsqueeze(-1), inverse[start:].unsqueeze(-1), ROW)
 
 
@@ -234,8 +244,8 @@ def cast_1x128(source: Source, fmt: Format, *, rows: bool, columns: bool, power_
     scale_inv = torch.empty((-(-c // 128), r), dtype=torch.float32, device=source.device)
     column_scale_inv = torch.empty((-(-r // 128), c), dtype=torch.float32, device=source.device)
     outputs = (scale_inv, column_scale_inv, scale_inv, scale_inv)
-    _cast(_whole_blocks(source), "1x128", fmt, outputs, by_rows, by_columns,
-          POWER_OF_TWO=power_of_two, eps=eps)  # fmt: skip
+    _cast(_whole_blocks(source, head=128), "1x128", fmt, outputs, by_rows, by_columns,
+          power_of_two=power_of_two, eps=eps)  # fmt: skip
     return _operand(by_rows, by_columns, scale_inv.t(), column_scale_inv.t(), BLOCK_1X128)
 
 
@@ -247,12 +257,13 @@ def cast_128x128(source: Source, fmt: Format, *, rows: bool, columns: bool, powe
     scale_inv = torch.empty((down, across + -across % 4), dtype=torch.float32, device=source.device)
     column_scale_inv = torch.empty((across, down + -down % 4), dtype=torch.float32, device=source.device)
     outputs = (scale_inv, column_scale_inv, scale_inv, scale_inv)
-    _cast(_whole_blocks(source), "128x128", fmt, outputs, by_rows, by_columns,
-          POWER_OF_TWO=power_of_two, eps=eps)  # fmt: skip
+    _cast(_whole_blocks(source, head=None), "128x128", fmt, outputs, by_rows, by_columns,
+          power_of_two=power_of_two, eps=eps)  # fmt: skip
     return _operand(by_rows, by_columns, scale_inv[:, :across], column_scale_inv[:, :down], BLOCK_128X128)
 
 
-def _whole_blocks(source: Source) -> Source:
-    """`source`, or its values where its two parts would share a block."""
-    split = isinstance(source, QKVGrad) or (isinstance(source, SwiGLUGrad) and source.shape[1] % 256)
+def _whole_blocks(source: Source, *, head: int | None) -> Source:
+    """`source`, or its values where its two parts would share a block; those of a head `head` wide may."""
+    split = isinstance(source, SwiGLUGrad) and source.shape[1] % 256
+    split = split or (isinstance(source, QKVGrad) and source.dq_sbad.shape[3] != head)
     return Plain(source.values()) if split else source

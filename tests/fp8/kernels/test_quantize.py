@@ -122,10 +122,13 @@ def test_rows_and_columns_of_a_larger_tensor(shape: tuple[int, int], kind: str) 
         torch.testing.assert_close(part.scale_inv.squeeze(-1), torch.where(amax > 0, amax / 448, 1.0))
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 3, 1, 8), (17, 1, 2, 2, 32), (4, 3, 4, 1, 6), (0, 1, 1, 1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 2, 3, 1, 8), (17, 1, 2, 2, 32), (4, 3, 4, 1, 6), (132, 1, 1, 1, 128), (0, 1, 1, 1, 4)], ids=str
+)
 @pytest.mark.parametrize("own_angles", [False, True])
 def test_gradient_of_qkv(shape: tuple[int, ...], own_angles: bool) -> None:
-    """Heads of q, k and v gathered, turned back and cast; a head of 6 fits no tile and takes the plain way."""
+    """Heads of q, k and v gathered, turned back and cast. A head of 6 fits no tile and takes the plain way; only one of
+    128 is a block wide."""
     s, b, a, g, d = shape
     dq, dk, dv = (noise(s, b, heads, d, seed=i) for i, heads in enumerate((a, g, g)))
     angles = noise(s, b if own_angles else 1, 1, d // 2, seed=3)

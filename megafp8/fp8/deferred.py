@@ -1,0 +1,61 @@
+"""Weight gradients that a backward pass leaves for later.
+
+Nobody waits for a weight's gradient before the optimizer steps, so a pipeline schedule may compute it where a rank
+would otherwise idle. While a `WgradStore` is open, linear layers whose gradient sink knows it compute the gradient of
+their input as ever and put into the store how theirs is computed: a closure over the operands that backward had in hand
+anyway (FP8 codes where the layer is in FP8). Norms, biases and embeddings are cheap and stay in the backward pass.
+
+A gradient begins and finishes in two calls. Under sequence parallelism it begins by gathering columns over the
+tensor-parallel ranks, and `run` begins the next one before it finishes the one at hand, so that the gather runs beside
+a GEMM. All tensor-parallel ranks run the same schedule, so their gathers meet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+Wgrad = Callable[[], Callable[[], object]]
+"""Begins a weight gradient; what it returns computes it and hands it to the weight's sink."""
+
+
+class WgradStore:
+    """Where linear layers leave weight gradients while it is open. One for all layers of a rank."""
+
+    def __init__(self) -> None:
+        self._open: deque[Wgrad] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    @contextmanager
+    def collect(self) -> Iterator[deque[Wgrad]]:
+        """Open the store; the weight gradients of the backward passes within, for `run`."""
+        assert self._open is None, "the store is open already"
+        self._open = found = deque[Wgrad]()
+        try:
+            yield found
+        finally:
+            self._open = None
+
+    def put(self, wgrad: Wgrad) -> None:
+        """Leave one for later."""
+        assert self._open is not None
+        self._open.append(wgrad)
+
+
+@torch.no_grad()
+def run(wgrads: deque[Wgrad]) -> None:
+    """Compute `wgrads` in order; each is taken out, so that its operands are freed."""
+    finish: Callable[[], object] | None = None
+    while wgrads:
+        following = wgrads.popleft()()
+        if finish is not None:
+            finish()
+        finish = following
+    if finish is not None:
+        finish()

@@ -1,0 +1,174 @@
+"""Draw pipeline schedules, simulated or measured: a PNG, and a trace for https://ui.perfetto.dev or chrome://tracing.
+
+    python tools/plot_schedule.py 1f1b zb-h1 zb-v --pipeline 4 --micro-batches 8 --png schedules.png --trace trace.json
+    python tools/plot_schedule.py interleaved --pipeline 4 --chunks 2 --times 1,1.1,0.9 --p2p 0.1 --png schedule.png
+    python tools/plot_schedule.py zb-v --measured runs/mine/pipeline_trace.json --png schedule.png
+
+Schedules are what `parallel.schedule` takes: names, .csv files, module:function. A row is a rank; forwards are blue,
+backwards green, those that leave their weight gradients for later are lighter, and these are orange. Later chunks of a
+rank are darker and their numbers white. For each the tool prints and writes above the drawing how long a step is, the
+bubble, and the micro-batches held by the rank that holds most.
+
+`--times` are F,B,W: a rank's forward, input gradients and weight gradients of one micro-batch, in any unit, whatever
+the number of stages it is cut into; so schedules can be compared.
+
+`--measured` draws what ranks really did in the step that `logging.pipeline_trace_step` named, which takes the number of
+ranks from the run; schedules named beside it are simulated with the mean times that were measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from megafp8.pipeline_parallel.catalogue import BUILT_IN, cell, training_schedule
+from megafp8.pipeline_parallel.schedules import Kind, Placement, in_a_v, in_turns, splits
+from megafp8.pipeline_parallel.simulate import Timeline, Times, simulate
+from megafp8.pipeline_parallel.trace import chrome_trace, read_timeline
+
+COLOURS = {"F": "#6baed6", "whole": "#41ab5d", "B": "#a1d99b", "W": "#fd8d3c"}
+CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2, "dualpipev": 2}
+LABELLED = 1200  # more cells than that are too small for numbers
+
+
+def placed(source: str, pipeline: int, chunks: int, v: bool) -> Placement:
+    """Where the stages of a schedule are."""
+    if v or source in ("zb-v", "dualpipev"):
+        return in_a_v(pipeline)
+    return in_turns(pipeline, CHUNKS.get(source, chunks))
+
+
+def measured_times(timeline: Timeline) -> Times:
+    """Mean durations, in seconds, of one stage's work. A backward that was never split is taken for halves of two."""
+    found: dict[str, list[float]] = {"F": [], "B": [], "W": [], "whole": []}
+    for spans in timeline.spans:
+        later = splits(span.action for span in spans)
+        for span in spans:
+            split = (span.action.microbatch, span.action.chunk) in later
+            name = "whole" if span.action.kind is Kind.BACKWARD and not split else cell(span.action)[0]
+            found[name].append(span.end - span.start)
+    mean = {name: statistics.fmean(values) for name, values in found.items() if values}
+    half = mean.get("whole", 0.0) / 2
+    return Times(mean["F"], mean.get("B", half), mean.get("W", half))
+
+
+def summary(name: str, timeline: Timeline, placement: Placement, unit: str) -> str:
+    """A line of figures."""
+    v = placement.num_chunks
+    held, flight = max(timeline.peak_held) / v, max(timeline.peak_in_flight) / v
+    return (
+        f"{name}: {timeline.duration:.4g}{unit}, bubble {timeline.bubble_fraction:.1%}, "
+        f"micro-batches held {held:g} (until their backward {flight:g})"
+    )
+
+
+def draw(timelines: dict[str, tuple[Timeline, Placement]], titles: dict[str, str], path: Path) -> None:
+    """All timelines below each other, those of one unit on one scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [len(timeline.spans) for timeline, _ in timelines.values()]
+    figure, axes = plt.subplots(
+        len(rows), 1, figsize=(16, 0.9 * len(rows) + 0.42 * sum(rows)), height_ratios=rows, layout="constrained",
+        squeeze=False, sharex=True,
+    )  # fmt: skip
+    for axis, (name, (timeline, placement)) in zip(axes[:, 0], timelines.items()):
+        for rank in range(len(timeline.spans)):
+            _draw_rank(axis, rank, timeline, placement)
+        axis.set_ylim(len(timeline.spans) - 0.5, -0.5)
+        axis.set_yticks(range(len(timeline.spans)), [f"rank {rank}" for rank in range(len(timeline.spans))])
+        axis.set_title(titles[name], loc="left", fontsize=10)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    axes[-1, 0].set_xlabel("time")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_rank(axis: Any, rank: int, timeline: Timeline, placement: Placement) -> None:
+    spans = timeline.spans[rank]
+    later = splits(span.action for span in spans)
+    labelled = sum(len(spans) for spans in timeline.spans) <= LABELLED
+    for span in spans:
+        action = span.action
+        split = (action.microbatch, action.chunk) in later
+        name = "whole" if action.kind is Kind.BACKWARD and not split else cell(action)[0]
+        shade = 1 - 0.45 * action.chunk / max(1, placement.num_chunks - 1)
+        colour = tuple(shade * int(COLOURS[name][i : i + 2], 16) / 255 for i in (1, 3, 5))
+        start, width = span.start - timeline.start, span.end - span.start
+        axis.barh(rank, width, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.4)
+        if labelled:
+            text = {"ha": "center", "va": "center", "fontsize": 6, "color": "white" if action.chunk else "black"}
+            axis.text(start + width / 2, rank, str(action.microbatch), clip_on=True, **text)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "schedules", nargs="*", metavar="schedule", help=f"{', '.join(BUILT_IN)}, *.csv, module:function"
+    )
+    parser.add_argument("--pipeline", type=int, default=4, help="ranks")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--chunks", type=int, default=2, help="stages a rank, where the schedule leaves it open")
+    parser.add_argument("--v", action="store_true", help="stages of a schedule of your own lie in a V")
+    parser.add_argument("--times", default="1,1,1", help="F,B,W of a rank's share of one micro-batch")
+    parser.add_argument("--p2p", type=float, default=0.0, help="time of a transfer between ranks")
+    parser.add_argument("--measured", type=Path, help="pipeline_trace.json of a run")
+    parser.add_argument("--png", type=Path)
+    parser.add_argument("--trace", type=Path, help="Chrome trace JSON")
+    found = parser.parse_intermixed_args(arguments)
+    if not found.schedules and not found.measured:
+        parser.error("name a schedule, or give --measured")
+    try:
+        found.times = [float(part) for part in found.times.split(",")]
+    except ValueError:
+        found.times = []
+    if len(found.times) != 3 or min(found.times) <= 0:
+        parser.error("--times are three positive numbers, such as 1,1,1")
+    return found
+
+
+def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, Placement]]:
+    """What is to be drawn, by name."""
+    found: dict[str, tuple[Timeline, Placement]] = {}
+    pipeline, m, share, p2p = arguments.pipeline, arguments.micro_batches, arguments.times, arguments.p2p
+    if arguments.measured:
+        measured, placement = read_timeline(arguments.measured)
+        found["measured"] = (measured, placement)
+        pipeline = placement.num_ranks
+        m = 1 + max(span.action.microbatch for spans in measured.spans for span in spans)
+        stage = measured_times(measured)
+        share = [placement.num_chunks * time for time in (stage.forward, stage.backward, stage.weight)]
+    for source in arguments.schedules:
+        placement = placed(source, pipeline, arguments.chunks, arguments.v)
+        schedule = training_schedule(source, placement, m)
+        times = Times(*(time / placement.num_chunks for time in share), p2p)
+        found[source] = (simulate(schedule, placement, times), placement)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        found = timelines(arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    seconds = arguments.measured is not None
+    titles = {name: summary(name, *drawn, " s" if seconds else "") for name, drawn in found.items()}
+    print("\n".join(titles.values()))
+    if arguments.png:
+        draw(found, titles, arguments.png)
+    if arguments.trace:
+        unit = 1.0 if seconds else 1e-3  # a time of 1 is shown as a millisecond
+        arguments.trace.write_text(json.dumps(chrome_trace(found, unit=unit)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
