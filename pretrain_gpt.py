@@ -47,7 +47,8 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     config = load_config(arguments.config, arguments.overrides)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if arguments.dry_run:
-        world_size = arguments.world_size or max(world_size, config.parallel.tensor * config.parallel.pipeline)
+        p = config.parallel
+        world_size = arguments.world_size or max(world_size, p.tensor * p.pipeline * p.context)
     check_layout(config, world_size, arguments.config)
     if arguments.dry_run:
         plan = plan_pipeline(config, num_microbatches(config, world_size))

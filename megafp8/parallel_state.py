@@ -33,6 +33,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _JOINT_GROUPS = {
     "data_context": ("data", "context"),  # gradients: a context rank holds other tokens of the same weights
     "model": ("pipeline", "tensor"),  # gradient norm: together they hold one whole model
+    "tensor_context": ("context", "tensor"),  # one micro-batch: they hold slices of the same activations
     "amax": ("data", "context", "tensor"),  # delayed scaling: everyone who runs the same layers
 }
 
@@ -45,9 +46,9 @@ def rank_groups(
 ) -> dict[str, list[list[int]]]:
     """Every group of a layout as lists of global ranks, in group order. Pure; builds no process group.
 
-    Keys: `tensor`, `context`, `data`, `pipeline` (the axes), `data_context`, `model` (pipeline × tensor), `amax`
-    (data × context × tensor), `embedding` (first and last stage of each pipeline). The data-parallel size is what
-    remains of the world. Raises ValueError where the sizes do not multiply up to the world.
+    Keys: `tensor`, `context`, `data`, `pipeline` (the axes), `data_context`, `model` (pipeline × tensor),
+    `tensor_context`, `amax` (data × context × tensor), `embedding` (first and last stage of each pipeline). The
+    data-parallel size is what remains of the world. Raises ValueError where the sizes do not multiply up to the world.
     """
     sizes = {
         "tensor_model_parallel_size": tensor_model_parallel_size,
@@ -121,6 +122,7 @@ class ParallelState:
     pipeline_backward: Group
     data_context: Group
     model: Group
+    tensor_context: Group
     amax: Group
     embedding: Group | None
     virtual_pipeline_size: int
@@ -208,6 +210,7 @@ def initialize_model_parallel(
         pipeline_backward=group("pipeline"),
         data_context=joint("data_context"),
         model=joint("model"),
+        tensor_context=joint("tensor_context"),
         amax=joint("amax"),
         embedding=group("embedding") if mine["embedding"] else None,
         virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,

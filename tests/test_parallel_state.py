@@ -22,6 +22,15 @@ def test_groups_of_sixteen_ranks_by_hand() -> None:
     assert groups["amax"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert groups["embedding"] == [[0, 12], [1, 13], [2, 14], [3, 15]]
     assert groups["context"] == [[i] for i in range(16)]
+    assert groups["tensor_context"] == groups["tensor"]
+
+
+def test_groups_of_eight_ranks_with_context_by_hand() -> None:
+    groups = rank_groups(8, tensor_model_parallel_size=2, context_parallel_size=2)
+    assert groups["context"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert groups["tensor_context"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert groups["data"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups["data_context"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 sizes = st.integers(1, 3)
@@ -58,9 +67,10 @@ def test_sizes_that_do_not_fit(world: int, tp: int, pp: int, message: str) -> No
         rank_groups(world, tp, pp)
 
 
-def _sums(tp: int, pp: int) -> dict[str, tuple[float, int]]:
-    state = initialize_model_parallel(tp, pp)
-    names = ("tensor", "data", "pipeline", "pipeline_backward", "model", "amax", "data_context")
+def _sums(tp: int, pp: int, cp: int) -> dict[str, tuple[float, int]]:
+    state = initialize_model_parallel(tp, pp, context_parallel_size=cp)
+    names = ("tensor", "context", "data", "pipeline", "pipeline_backward")
+    names += ("model", "amax", "data_context", "tensor_context")
     found = {}
     for name in names:
         group = getattr(state, name)
@@ -74,10 +84,13 @@ def _sums(tp: int, pp: int) -> dict[str, tuple[float, int]]:
     return found
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
-def test_process_groups_are_the_lists(world4: World, tp: int, pp: int) -> None:
-    expected = rank_groups(4, tp, pp)
-    for rank, found in enumerate(world4.run(_sums, tp, pp)):
+@pytest.mark.parametrize(
+    ("tp", "pp", "cp"),
+    [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4)],
+)
+def test_process_groups_are_the_lists(world4: World, tp: int, pp: int, cp: int) -> None:
+    expected = rank_groups(4, tp, pp, cp)
+    for rank, found in enumerate(world4.run(_sums, tp, pp, cp)):
         for name, (total, place) in found.items():
             ranks = next(g for g in expected[name.removesuffix("_backward")] if rank in g)
             assert (total, place) == (sum(ranks), ranks.index(rank)), name

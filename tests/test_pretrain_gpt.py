@@ -228,9 +228,19 @@ def test_dry_run_of_a_v() -> None:
     assert done.returncode == 0, done.stderr
     # 2 micro-batches a rank: three parts of each on 4 stages; rank 1 waits for one stage, and at the end one for rank 0
     assert "schedule: zb-v, stages a rank: 2; simulated" in done.stdout
-    stages = [line.split()[0::3] for line in done.stdout.splitlines() if "chunk" in line]
-    assert [(stage[0], stage[2]) for stage in stages] == [("0", "0-3,"), ("1", "4-7,"), ("2", "4-7,"), ("3", "0-3,")]
+    stages = [line.split()[0::6] for line in done.stdout.splitlines() if ", chunk" in line]
+    assert [(stage[0], stage[1]) for stage in stages] == [("0", "0-3,"), ("1", "4-7,"), ("2", "4-7,"), ("3", "0-3,")]
     assert "embedding " not in done.stdout.partition("groups of rank 0:")[2]
+
+
+def test_dry_run_with_long_sequences() -> None:
+    layout = ["parallel.tensor=4", "parallel.pipeline=1", "parallel.context=2", "training.seq_length=131072"]
+    done = script("--config", "configs/llama3-8b.yaml", "--dry-run", "--world-size", "16", *layout)
+    assert done.returncode == 0, done.stderr
+    assert "layout: 16 ranks = pipeline 1 × data 2 × context 2 × tensor 4 with sequence parallelism" in done.stdout
+    assert "of 1 × 65536 tokens;" in done.stdout
+    assert "context        2 ranks: 0, 4  (8 such groups)" in done.stdout
+    assert "0-15" in done.stdout
 
 
 def test_schema_is_json() -> None:

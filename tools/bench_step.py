@@ -143,7 +143,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     device = initialize_distributed(choose_device(config), config.timeout_seconds)
-    parallel = initialize_model_parallel(config.parallel.tensor, config.parallel.pipeline, device=device)
+    p = config.parallel
+    parallel = initialize_model_parallel(p.tensor, p.pipeline, context_parallel_size=p.context, device=device)
     results: dict[str, dict] = {}
     for _ in range(arguments.rounds):
         for variant in variants:
@@ -151,12 +152,11 @@ def main() -> int:
             results.setdefault(variant, result | {"seconds": []})["seconds"] += result["seconds"]
             release()
     if parallel.rank == 0:
-        p = config.parallel
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         print(
             f"{config.name}: {config.model.num_layers} layers, s = {config.training.seq_length}, "
-            f"{parallel.world_size} × {name}, tensor {p.tensor} × pipeline {p.pipeline} × data {parallel.data.size}, "
-            f"torch {torch.__version__}"
+            f"{parallel.world_size} × {name}, tensor {p.tensor} × context {p.context} × pipeline {p.pipeline} × "
+            f"data {parallel.data.size}, torch {torch.__version__}"
         )
         rows = table(config, results, parallel.world_size, device)
         print_table(rows)

@@ -157,7 +157,7 @@ def build_megafp8(problem: Problem, graphed: bool = False, **fp8: Any) -> Layers
             "data": {"train": ["none"]},
         }
     )
-    manager = build_fp8(config, parallel.amax.group)
+    manager = build_fp8(config, parallel)
     context = BuildContext(parallel.tensor.group, manager, torch.bfloat16, problem.device, sequence_parallel=True)
     stage = GPTStage(config.model, context, layers=range(1, n + 1), positions=0)
     parameters = dict(stage.named_parameters())

@@ -160,12 +160,25 @@ def _recompute(config: Config) -> Iterator[Problem]:
 
 
 def _sequence(config: Config) -> Iterator[Problem]:
-    s, t = config.training.seq_length, config.parallel.tensor
-    if config.parallel.sequence_parallel and t > 1 and s % t:
+    p, m, s = config.parallel, config.model, config.training.seq_length
+    t = p.tensor if p.sequence_parallel else 1
+    if p.context > 1 and s % (2 * p.context * t):
+        shards = f"context parallelism cuts it into two chunks for each of parallel.context ({p.context}) ranks"
+        more = f", and sequence parallelism each rank's share into parallel.tensor ({t}) equal parts" if t > 1 else ""
+        parts = 2 * p.context * t
+        yield Problem("training.seq_length", s, shards + more, f"try {-(-s // parts) * parts}, or parallel.context=1")
+    elif s % t:
         yield Problem(
             "training.seq_length", s,
             f"sequence parallelism cuts it into parallel.tensor ({t}) equal parts",
             f"try {-(-s // t) * t}, or parallel.sequence_parallel=false",
+        )  # fmt: skip
+    by_cudnn = config.device != "cpu" and config.training.precision == "bf16"
+    if p.context > 1 and by_cudnn and (m.channels % 8 or m.channels > 256):
+        yield Problem(
+            "parallel.context", p.context,
+            f"its attention is cuDNN's, for heads of a multiple of 8, at most 256, and model.head_dim is {m.channels}",
+            "try parallel.context=1, or model.head_dim=128",
         )  # fmt: skip
 
 
@@ -243,13 +256,13 @@ def _smooth_swiglu(config: Config) -> Iterator[Problem]:
 
 def _batch(config: Config, world_size: int) -> Iterator[Problem]:
     p, training = config.parallel, config.training
-    model_ranks = p.tensor * p.pipeline
+    model_ranks = p.tensor * p.pipeline * p.context
     if world_size % model_ranks:
         yield Problem(
-            "parallel", f"tensor {p.tensor} × pipeline {p.pipeline}",
+            "parallel", f"tensor {p.tensor} × pipeline {p.pipeline} × context {p.context}",
             f"the world has {world_size} ranks, not a multiple of {model_ranks}",
-            f"start {model_ranks * max(1, -(-world_size // model_ranks))} processes, or set parallel.tensor and "
-            f"parallel.pipeline so that their product divides {world_size}",
+            f"start {model_ranks * max(1, -(-world_size // model_ranks))} processes, or set parallel.tensor, "
+            f"parallel.pipeline and parallel.context so that their product divides {world_size}",
         )  # fmt: skip
         return
     data = world_size // model_ranks
@@ -269,14 +282,15 @@ def _cuda_graphs(config: Config, world_size: int) -> Iterator[Problem]:
     path, eager = "training.cuda_graphs", "or training.cuda_graphs=false"
     if config.device == "cpu":
         yield Problem(path, True, "device is cpu, which has no CUDA graphs", f"try device=cuda, {eager}")
-    for name, size in (("parallel.tensor", p.tensor), ("parallel.pipeline", p.pipeline)):
+    for axis in ("tensor", "pipeline", "context"):
+        name, size = f"parallel.{axis}", getattr(p, axis)
         if size > 1:
             rule = f"a graph holds no communication, and {name} is {size}"
             yield Problem(path, True, rule, f"try {name}=1, {eager}")
     if f.recipe == "nvfp4" or (f.recipe == "custom" and any(rule.grad_output == "nvfp4" for rule in f.custom)):
         rule = "a graph would round the gradients of nvfp4 with the same noise in every step"
         yield Problem(path, True, rule, f"try another fp8.recipe, {eager}")
-    data = world_size // (p.tensor * p.pipeline)
+    data = world_size // (p.tensor * p.pipeline * p.context)
     if p.overlap_grad_reduce and data > 1 and training.global_batch_size == training.micro_batch_size * data:
         rule = (
             "the last micro-batch of a step runs eagerly where its backward overlaps with the reduction of gradients, "

@@ -122,6 +122,9 @@ class ParallelConfig(Section):
     placement: Literal["turns", "v"] | None = None
     """Where stage s of S is. turns: on rank s mod pipeline; v: down the ranks and back, so that the last stage is on
     the first rank. Default: what the schedule needs, and turns for one of your own."""
+    context: PositiveInt = 1
+    """Context-parallel size: ranks that share each sequence, for sequences too long for one. Each has two chunks, one
+    from either end, and gathers the others' keys and values; weights are on all of them."""
     sequence_parallel: bool = True
     """Cut activations along the sequence between tensor-parallel regions. Without effect when tensor is 1."""
     layers_per_stage: list[int] | None = None
@@ -255,7 +258,8 @@ class TrainingConfig(Section):
     for holding one layout against another without the noise of summation order."""
     cuda_graphs: bool = False
     """Record a micro-batch's forward and backward as CUDA graphs and replay them: for models so small that the GPU
-    waits for the host. The same losses, more memory. Not with tensor or pipeline parallelism, nor with nvfp4."""
+    waits for the host. The same losses, more memory. Not with tensor, pipeline or context parallelism, nor
+    with nvfp4."""
     z_loss: NonNegative = 0.0
     """Weight of log²Z in the loss; 1e-4 is usual."""
     eval_interval: Count = 0

@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megafp8.context_parallel.cut import cut
 from megafp8.data.indexed_dataset import IndexedDataset
 
 
@@ -168,6 +169,17 @@ class Batch:
     def pin_memory(self) -> Batch:
         """This batch in page-locked memory."""
         return self._each(Tensor.pin_memory)
+
+    def shard(self, rank: int, ranks: int) -> Batch:
+        """The tokens of context-parallel `rank`, with their positions `[1 or b, s/ranks]`.
+
+        The ids of documents stay those of whole sequences: this rank's queries look at everybody's keys.
+        """
+        if ranks == 1:
+            return self
+        positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
+        whole = replace(self, position_ids=positions if self.position_ids is None else self.position_ids)
+        return replace(whole._each(lambda x: cut(x, rank, ranks, dim=1)), document_ids=self.document_ids)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -7,7 +7,7 @@ from megafp8.fp8.describe import describe_path
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.handover import Computed, GradSlot, Input, InputCast, Quantized, carrier
 from megafp8.fp8.linear import Fp8Linear, LinearOp
-from megafp8.fp8.manager import Fp8Manager
+from megafp8.fp8.manager import ContextGroups, Fp8Manager
 from megafp8.fp8.recipe import (
     BlockwiseScaling,
     CurrentScaling,
@@ -25,6 +25,7 @@ __all__ = [
     "RECIPES",
     "BlockwiseScaling",
     "Computed",
+    "ContextGroups",
     "CurrentScaling",
     "CustomScaling",
     "DelayedScaling",

@@ -54,11 +54,13 @@ RECIPES: dict[str, type[Fp8Recipe]] = {
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """An operand of a layer that is FP8. `group`: the ranks that hold slices of it, None where each has it whole."""
+    """An operand of a layer that is FP8. `group`: the ranks that hold slices of it, None where each has it whole.
+    `token_group`: those over which its tokens are cut; None where this rank has all, and for weights."""
 
     layer: str
     operand: OperandName
     group: ProcessGroup | None
+    token_group: ProcessGroup | None
 
     @property
     def name(self) -> str:
@@ -131,9 +133,10 @@ def _current(recipe: CurrentScaling, tensors: Sequence[Fp8Tensor], device: torch
 @build.register
 def _rowwise(recipe: RowwiseScaling, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
     eps, power_of_two = recipe.amax_epsilon, recipe.power_of_two
-    return Built(
-        {t.name: RowQuantizer(recipe.format_of(t.operand), None, eps=eps, power_of_two=power_of_two) for t in tensors}
-    )
+    return Built({
+        t.name: RowQuantizer(recipe.format_of(t.operand), t.token_group, eps=eps, power_of_two=power_of_two)
+        for t in tensors
+    })  # fmt: skip
 
 
 @build.register

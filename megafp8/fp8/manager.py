@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,14 @@ class _Layer:
     groups: dict[str, ProcessGroup | None]
 
 
+class ContextGroups(NamedTuple):
+    """Where the tokens of a micro-batch are cut over ranks: those that hold the others of the same sequences, and
+    together with these all tensor-parallel ranks of each."""
+
+    context: ProcessGroup
+    tensor_context: ProcessGroup
+
+
 class Fp8Manager:
     """Hands out linear operations and owns their FP8 state.
 
@@ -48,7 +57,8 @@ class Fp8Manager:
     (tensor × context × data), over which delayed scaling reduces its amaxes; None for one rank. `include`, `exclude`:
     shell-style patterns of layer names; a layer is FP8 if some of the first and none of the second match. `recorder`:
     looks at what FP8 layers quantize, in the steps it samples. `seed` and `data_parallel`, this rank and how many there
-    are, decide the noise of stochastic rounding.
+    are, decide the noise of stochastic rounding. `context`: None where each rank has whole sequences; an amax is that
+    of a whole micro-batch, however its tokens are cut.
     `smooth_swiglu`: smooth the inputs that `smooth_input` names (`megafp8.fp8.smoothing`).
     """
 
@@ -64,6 +74,7 @@ class Fp8Manager:
         recorder: Recorder | None = None,
         seed: int = 0,
         data_parallel: tuple[int, int] = (0, 1),
+        context: ContextGroups | None = None,
         smooth_swiglu: bool = False,
     ) -> None:
         self.recipe = recipe
@@ -72,6 +83,7 @@ class Fp8Manager:
         self.gemm_backend, self.gemm_autotune = gemm_backend, gemm_autotune
         self.recorder = recorder
         self.seed, self.data_parallel = seed, data_parallel
+        self.context = context
         self._left_out: frozenset[str] = frozenset()
         self.smooth_swiglu = smooth_swiglu
         self._layers: dict[str, _Layer] = {}
@@ -102,15 +114,25 @@ class Fp8Manager:
             high_precision=PerGemm(*self.recipe.override_linear_precision),
             fast_accum=PerGemm(*self.recipe.use_fast_accum),
         )
+        slices = None if tp_group is None else self.slices(tp_group)
         self._layers[name] = _Layer(
             op,
             {
-                "input": tp_group if input_sharded else None,
+                "input": slices if input_sharded else self.token_group,
                 "weight": tp_group,
-                "grad_output": tp_group if grad_output_sharded else None,
+                "grad_output": slices if grad_output_sharded else self.token_group,
             },
         )
         return op
+
+    @property
+    def token_group(self) -> ProcessGroup | None:
+        """The ranks over which the tokens of whole activations are cut; None where this rank has them all."""
+        return None if self.context is None else self.context.context
+
+    def slices(self, tp_group: ProcessGroup) -> ProcessGroup:
+        """The ranks that hold slices of an activation which is cut over `tp_group`, and over `token_group`."""
+        return tp_group if self.context is None else self.context.tensor_context
 
     def smooth_input(self, name: str, channels: int) -> None:
         """Let SwiGLU in front of the layer `name`, the only one to make its input, smooth it; `channels` of all ranks.
@@ -157,7 +179,15 @@ class Fp8Manager:
         quantizers: dict[str, Quantizer] = {}
         clock = NoiseClock(self.seed, *self.data_parallel)
         for recipe, operands in by_recipe(self.recipe, self._layers).items():
-            tensors = [Fp8Tensor(layer, operand, self._layers[layer].groups[operand]) for layer, operand in operands]
+            tensors = [
+                Fp8Tensor(
+                    layer,
+                    operand,
+                    self._layers[layer].groups[operand],
+                    None if operand == "weight" else self.token_group,
+                )
+                for layer, operand in operands
+            ]
             made, state = build(recipe, tensors, device, clock)
             quantizers |= made
             if state is not None and state not in self._states:

@@ -2,7 +2,8 @@
 
 The core is torch's scaled_dot_product_attention. On CUDA the cuDNN kernel is asked for first: on Hopper it is about
 twice as fast as the flash kernel that torch ships. A plain causal mask is a flag and costs nothing; a sliding window or
-document boundaries are an explicit boolean mask, which is right everywhere and costs s² bytes a sample.
+document boundaries are an explicit boolean mask, which is right everywhere and costs s² bytes a sample. Sequences that
+are cut over ranks have a core of their own (`megafp8.context_parallel`); which it is, a layer is told.
 
 q, k and v are one column-parallel product; the rows of its weight are [this rank's q heads | k heads | v heads], each
 under its own global name.
@@ -23,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
+from megafp8.context_parallel.blocks import visible
 from megafp8.fp8 import Input, InputCast
 from megafp8.fp8.fused import rotate_and_split
 from megafp8.models.context import BuildContext
@@ -31,6 +33,8 @@ from megafp8.models.rotary import apply_rotary
 from megafp8.sharding import Init
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From q `[s, b, a, d]`, k and v `[s, b, g, d]` to what the values come to, `[s, b, a, d]`."""
 _CUDA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -43,13 +47,7 @@ def attention_mask(s: int, window: int | None, document_ids_bs: Tensor | None, d
     """Which tokens each token may attend to, bool `[1 or b, 1, s, s]`, or None where plain causal attention will do."""
     if document_ids_bs is None and (window is None or window >= s):
         return None
-    distance = torch.arange(s, device=device)[:, None] - torch.arange(s, device=device)[None, :]
-    mask = (distance >= 0)[None, None]
-    if window is not None:
-        mask = mask & (distance < window)
-    if document_ids_bs is not None:
-        mask = mask & (document_ids_bs[:, None, :, None] == document_ids_bs[:, None, None, :])
-    return mask
+    return visible(range(s), range(s), window, document_ids_bs, device)
 
 
 def core_attention(q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: Tensor | None) -> Tensor:
@@ -112,26 +110,26 @@ class Attention(nn.Module):
     def input_cast(self) -> InputCast | None:
         return self.qkv.input_cast
 
-    def forward(self, x_sbh: Input, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x_sbh: Input, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
         if rotary is not None and self.q_norm is None:
             slot = self.qkv.grad_slot()
             if slot is not None and not slot.quantizer.one_factor:
                 slot = None  # blocks of 128 do not fit the tiles of a head
             heads, groups, _ = (size // self.d for size in self.split)
             q, k, v = rotate_and_split(self.qkv(x_sbh, slot), heads, groups, *rotary, slot)
-            return self.proj(self._run(core_attention, q, k, v, mask).flatten(-2))
-        return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, mask).flatten(-2))
+            return self.proj(self._run(core, q, k, v).flatten(-2))
+        return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core).flatten(-2))
 
     def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         if not self.remade:
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
-    def _attend(self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    def _attend(self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
         """Attention of packed heads [q | k | v], normed and turned where the model has that."""
         q, k, v = (part.unflatten(-1, (-1, self.d)) for part in qkv_sbc.split(self.split, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
-        return core_attention(q, k, v, mask)
+        return core(q, k, v)

@@ -1,4 +1,4 @@
-"""What every layer of the model is built with: the tensor-parallel group, the FP8 manager, dtype and device."""
+"""What every layer of the model is built with: the groups it is cut over, the FP8 manager, dtype and device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megafp8.fp8 import Fp8Manager
 class BuildContext:
     """Handed down through the constructors; layers read nothing else of the job.
 
-    `sequence_parallel` is what the config says; with a tensor group of one rank it has no effect.
+    `sequence_parallel` is what the config says; with a tensor group of one rank it has no effect. `context_parallel`:
+    the ranks that hold the tokens of the same sequences between them; None where this rank has whole ones.
     """
 
     tensor: ProcessGroup
@@ -22,6 +23,7 @@ class BuildContext:
     dtype: torch.dtype
     device: torch.device
     sequence_parallel: bool
+    context_parallel: ProcessGroup | None = None
 
     @property
     def cuts_sequence(self) -> bool:

@@ -18,13 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
-from megafp8.models.attention import Attention, attention_mask
+from megafp8.context_parallel.attention import context_attention
+from megafp8.models.attention import Attention, CoreAttention, attention_mask, core_attention
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
 from megafp8.models.norms import Norm
@@ -42,7 +44,8 @@ class LayerInputs:
     """What every block of a micro-batch reads besides the residual stream."""
 
     rotary: tuple[Tensor, Tensor] | None
-    mask: Tensor | None
+    core: CoreAttention
+    mask: Tensor | None = None  # what `core` has of it
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -76,7 +79,7 @@ class Block(nn.Module):
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
         remade = self.norms_remade
         x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_cast, remade=remade)
-        attention = self.attention(normed, inputs.rotary, inputs.mask)
+        attention = self.attention(normed, inputs.rotary, inputs.core)
         between = None if self.parallel else attention
         x_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.input_cast, remade=remade)
         mlp = self.mlp(normed)
@@ -211,7 +214,7 @@ class GPTStage(nn.Module):
         return [m for m in (self.embedding, *self.blocks, self.head) if m is not None]
 
     def layer_inputs(self, s: int, position_ids_bs: Tensor | None, document_ids_bs: Tensor | None) -> LayerInputs:
-        """Rotary table and attention mask of a micro-batch."""
+        """Rotary table and core attention of a micro-batch, of whose sequences this rank has s tokens."""
         config, device = self.config, self.context.device
         rotary = None
         if config.position_embedding == "rope":
@@ -219,7 +222,12 @@ class GPTStage(nn.Module):
                 self._frequencies = inverse_frequencies(config.channels, config.rope_theta, config.rope_scaling, device)
             positions = torch.arange(s, device=device) if position_ids_bs is None else position_ids_bs
             rotary = rotary_table(positions, self._frequencies, self.context.dtype)
-        return LayerInputs(rotary, attention_mask(s, config.sliding_window, document_ids_bs, device))
+        group = self.context.context_parallel
+        if group is None or group.size() == 1:
+            mask = attention_mask(s, config.sliding_window, document_ids_bs, device)
+            return LayerInputs(rotary, partial(core_attention, mask=mask), mask)
+        whole, window = s * group.size(), config.sliding_window
+        return LayerInputs(rotary, context_attention(group, whole, window=window, document_ids_bs=document_ids_bs))
 
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after the blocks, and what is still to be added to it."""
@@ -249,7 +257,8 @@ class GPTStage(nn.Module):
     ) -> Tensor:
         """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`.
 
-        `x_sbh` is None on the first stage.
+        `x_sbh` is None on the first stage. Where sequences are cut over ranks, tokens and labels are this rank's,
+        `position_ids_bs` `[1 or b, s]` says where they stand, and `document_ids_bs` is of the whole sequences.
         """
         inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, document_ids_bs)
         if self.embedding is not None:

@@ -47,7 +47,8 @@ class Sizes:
 def sizes(config: Config) -> Sizes:
     """What `config` makes of a block on each rank."""
     model, t, training = config.model, config.parallel.tensor, config.training
-    m, e = training.seq_length * training.micro_batch_size, ELEMENT[training.precision]
+    m = training.seq_length // config.parallel.context * training.micro_batch_size
+    e = ELEMENT[training.precision]
     return Sizes(
         m=m,
         m_own=m // t if config.parallel.sequence_parallel else m,
@@ -143,7 +144,8 @@ def _attention_keeps(config: Config, proj: LinearPrecision, memory: BlockMemory)
         kept["attention log-sums"] = x.m * x.a * x.w
         if model.qk_norm:
             kept["normed q and k"] = x.m * (x.a + x.g) * (x.d * x.e + x.w)
-        if model.sliding_window is not None or config.data.reset_at_documents:
+        masked = model.sliding_window is not None or config.data.reset_at_documents
+        if masked and config.parallel.context == 1:  # ranks of one sequence make masks as they need them
             samples = training.micro_batch_size if config.data.reset_at_documents else 1
             kept["attention mask"] = samples * training.seq_length**2 * x.e
     elif not proj.fp8_wgrad:

@@ -71,8 +71,8 @@ class RankMemory(StateMemory):
 
 
 def state_memory(config: Config, numels: Sequence[int], data: int, alone: Sequence[int] = ()) -> StateMemory:
-    """Of parameters of `numels` elements, of which `alone` have buckets of their own, on one of `data` data-parallel
-    ranks; under ZeRO the most that any of them holds."""
+    """Of parameters of `numels` elements, of which `alone` have buckets of their own, on one of `data` that sum
+    their gradients; under ZeRO the most that any of them holds."""
     p, dtype = config.parallel, config.training.precision
     ranks, count = data if p.zero else 1, sum(numels)
     layout = bucket_layout(numels, max(1, int(p.bucket_mib * 2**20 / 4)), ranks=ranks, alone=alone)
@@ -115,8 +115,8 @@ def fp8_weight_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
 def rank_memory(
     config: Config, fp8: Fp8Manager, data: int, stages: Sequence[range], actions: Sequence[Action]
 ) -> RankMemory:
-    """What a rank holds that has the layers `stages`, a range for each chunk, and takes `actions` in a step, on one of
-    `data` data-parallel ranks. `fp8`: which layers are FP8, as the config says."""
+    """What a rank holds that has the layers `stages`, a range for each chunk, and takes `actions` in a step, one of
+    `data` that sum their gradients. `fp8`: which layers are FP8, as the config says."""
     p, x = config.parallel, sizes(config)
     numels: list[int] = []
     alone: list[int] = []
@@ -194,7 +194,7 @@ def pipeline_memory(
     """Of a rank of each pipeline rank; `schedule` is a step's, on `world_size` ranks in all."""
     p = config.parallel
     layers = stage_layers(config.model.num_layers, placement.num_stages, p.layers_per_stage)
-    data = world_size // (p.tensor * p.pipeline)
+    data = world_size // (p.tensor * p.pipeline)  # context-parallel ranks among them
     return [
         rank_memory(config, fp8, data, [layers[stage] for stage in stages], actions)
         for stages, actions in zip(placement.stages, schedule, strict=True)

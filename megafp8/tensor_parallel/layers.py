@@ -95,6 +95,7 @@ class ColumnParallelLinear(nn.Module):
         t, rank = group.size(), group.rank()
         self.group, self.gather_output, self.skip_bias_add = group, gather_output, skip_bias_add
         self.sequence_parallel = sequence_parallel and t > 1
+        self.slices = fp8.slices(group)
         self.op = fp8.linear_op(
             name,
             tp_group=group,
@@ -119,7 +120,7 @@ class ColumnParallelLinear(nn.Module):
         cast = _input_cast(self.op)
         if cast is None or not self.sequence_parallel:
             return cast
-        quantizer = cast.quantizer.for_slices(self.group)
+        quantizer = cast.quantizer.for_slices(self.slices)
         if quantizer is None:
             return None
         return InputCast(quantizer, columns=not quantizer.one_factor, token_block=quantizer.token_block)
@@ -182,6 +183,7 @@ class RowParallelLinear(nn.Module):
         t, rank = group.size(), group.rank()
         self.group, self.input_is_parallel, self.skip_bias_add = group, input_is_parallel, skip_bias_add
         self.sequence_parallel = sequence_parallel and t > 1
+        self.slices = fp8.slices(group)
         self.op = fp8.linear_op(
             name, tp_group=group, input_sharded=t > 1, grad_output_sharded=False, fp8=not high_precision
         )
@@ -208,7 +210,7 @@ class RowParallelLinear(nn.Module):
     def _slice_slot(self) -> GradSlot | None:
         """A place for the gradient of the output, quantized from this rank's slice of s; None where it stays values."""
         slot = _grad_slot(self.op)
-        quantizer = None if slot is None else slot.quantizer.for_slices(self.group)
+        quantizer = None if slot is None else slot.quantizer.for_slices(self.slices)
         return None if quantizer is None else GradSlot(quantizer)
 
     def forward(self, x: Input) -> Tensor | tuple[Tensor, Tensor | None]:

@@ -104,7 +104,7 @@ def _measurement(fp8: Fp8Manager, device: torch.device, micro_batches: int, dtyp
 def compare(config: Config, fp8: Fp8Manager, timing: Timing) -> list[Comparison]:
     """The layers of the whole model that `fp8` selects, by size and recipe, each of these timed once."""
     assert fp8.recipe is not None
-    m = config.training.micro_batch_size * config.training.seq_length
+    m = config.training.micro_batch_size * config.training.seq_length // config.parallel.context
     alike: dict[tuple[LinearSize, OperandRecipes | None], list[str]] = {}
     for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor).items():
         if fp8.selects(name):

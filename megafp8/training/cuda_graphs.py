@@ -9,9 +9,10 @@ a step also quantizes the weights and the later ones find that done, so there ar
 and share a pool of memory in which the second reuses what the first has left, all but the weights' FP8 copies.
 
 *What is not.* Communication: then no rank can replay what another does not, and no communicator outlives a graph. So a
-stage has to be the whole model, its layers uncut (`parallel.tensor` = `parallel.pipeline` = 1), which suits models this
-small. Over data parallelism gradients are reduced as ever: where that overlaps with the last backward pass of a step,
-the last micro-batch runs eagerly; without overlap it is replayed too. Optimizer, end of step and evaluation are eager.
+stage has to be the whole model, its layers and sequences uncut (`parallel.tensor` = `parallel.pipeline` =
+`parallel.context` = 1), which suits models this small. Over data parallelism gradients are reduced as ever: where that
+overlaps with the last backward pass of a step, the last micro-batch runs eagerly; without overlap it is replayed too.
+Optimizer, end of step and evaluation are eager.
 
 *What must not change* is what a graph has in it: addresses, and numbers of the host.
     inputs             are copied into buffers of their own before each replay

@@ -58,8 +58,8 @@ def position_rows(config: Config) -> int:
 def describe(config: Config, world_size: int) -> str:
     """The text of --dry-run."""
     p, t = config.parallel, config.training
-    data = world_size // (p.tensor * p.pipeline)
-    groups = rank_groups(world_size, p.tensor, p.pipeline)
+    data = world_size // (p.tensor * p.pipeline * p.context)
+    groups = rank_groups(world_size, p.tensor, p.pipeline, p.context)
     microbatches = num_microbatches(config, world_size)
     plan = plan_pipeline(config, microbatches)
     stages = [planned_stage(config, stage) for stage in range(plan.placement.num_stages)]
@@ -69,17 +69,19 @@ def describe(config: Config, world_size: int) -> str:
     lines = [
         yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
         "",
-        f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data} × tensor {p.tensor}"
+        f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data}"
+        f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
         f"{' with sequence parallelism' if p.sequence_parallel and p.tensor > 1 else ''}",
         f"micro-batches per step and rank: {microbatches}"
-        f" of {t.micro_batch_size} × {t.seq_length} tokens; {t.global_batch_size * t.seq_length:,} tokens a step",
+        f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
+        f" {t.global_batch_size * t.seq_length:,} tokens a step",
         f"parameters: {total:,} in the model; {flops_per_token(config.model, t.seq_length) / 1e9:.3f} GFLOP per token",
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
         "",
         "                                   GiB/rank of",
         "stage  layers    parameters/rank  weights  gradients  optimizer  ranks",
     ]
-    per_rank = data * p.tensor
+    per_rank = data * p.context * p.tensor
     for stage, (count, span) in enumerate(zip(counts, plan.layers)):
         rank, chunk = plan.placement.homes[stage]
         shown = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}" + (
@@ -87,7 +89,7 @@ def describe(config: Config, world_size: int) -> str:
         )
         params = list(stages[stage].parameters())
         shared = [i for i, x in enumerate(params) if x is stages[stage].shared_weight and p.pipeline > 1]
-        memory = state_memory(config, [x.numel() for x in params], data, shared)
+        memory = state_memory(config, [x.numel() for x in params], data * p.context, shared)
         in_all = (memory.weights, memory.gradients, memory.masters + memory.moments)
         weights, gradients, optimizer = (x / 2**30 for x in in_all)
         lines.append(
@@ -96,7 +98,8 @@ def describe(config: Config, world_size: int) -> str:
         )
     lines += ["", "groups of rank 0:"]
     # In a V the first and the last stage are on one rank, which needs no group for the embedding.
-    for name in ("tensor", "data", "pipeline", "amax", "model", *(() if p.in_a_v else ("embedding",))):
+    context, embedding = ("context",) if p.context > 1 else (), () if p.in_a_v else ("embedding",)
+    for name in ("tensor", *context, "data", "pipeline", "amax", "model", *embedding):
         ranks = next(g for g in groups[name] if 0 in g)
         shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
         lines.append(f"  {name:<10} {len(ranks):>5} ranks: {shown}  ({len(groups[name])} such groups)")

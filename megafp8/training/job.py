@@ -70,6 +70,7 @@ def train(inputs: Inputs) -> None:
         config.parallel.tensor,
         config.parallel.pipeline,
         config.parallel.virtual_pipeline,
+        context_parallel_size=config.parallel.context,
         device=device,
         timeout_seconds=config.timeout_seconds,
     )

@@ -31,7 +31,7 @@ class PipelinePlan:
 def num_microbatches(config: Config, world_size: int) -> int:
     """Of a step, on each data-parallel rank of `world_size` ranks in all."""
     p, t = config.parallel, config.training
-    return t.global_batch_size * p.tensor * p.pipeline // (t.micro_batch_size * world_size)
+    return t.global_batch_size * p.tensor * p.pipeline * p.context // (t.micro_batch_size * world_size)
 
 
 def stages_of(config: Config) -> tuple[Placement, list[range]]:

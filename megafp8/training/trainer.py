@@ -1,9 +1,9 @@
 """Everything a rank needs to train, built once from the config, and the training step.
 
 The loss that is differentiated is the sum over a micro-batch's tokens divided by the *nominal* number of tokens in the
-global batch, so gradients are summed over micro-batches and data-parallel ranks and are those of the mean over the
-whole batch, in any layout. Where masks leave fewer tokens, the true number is known only after all ranks have counted,
-and the gradients are multiplied by nominal / true once, before clipping.
+global batch, so gradients are summed over micro-batches, data- and context-parallel ranks and are those of the mean
+over the whole batch, in any layout. Where masks leave fewer tokens, the true number is known only after all ranks have
+counted, and the gradients are multiplied by nominal / true once, before clipping.
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megafp8.collectives import all_gather_objects, all_reduce, broadcast
 from megafp8.config import Config, Fp8Config
 from megafp8.data.samples import Batch
-from megafp8.fp8 import RECIPES, CustomScaling, Fp8Manager, Fp8Recipe, Rule
+from megafp8.fp8 import RECIPES, ContextGroups, CustomScaling, Fp8Manager, Fp8Recipe, Rule
 from megafp8.fp8.deferred import WgradStore
 from megafp8.fp8.report import Record, Recorder
 from megafp8.models.context import BuildContext
@@ -92,22 +91,26 @@ def _kept_blocks(config: Config) -> list[str]:
     return [f"layers.{i}.*" for i in range(n) if i < f.first_blocks_bf16 or i >= n - f.last_blocks_bf16]
 
 
-def build_fp8(config: Config, amax_group: ProcessGroup | None, data_parallel: tuple[int, int] = (0, 1)) -> Fp8Manager:
-    """The manager that `fp8` in the config describes, on this rank of how many data-parallel ones.
+def build_fp8(config: Config, parallel: ParallelState | None) -> Fp8Manager:
+    """The manager that `fp8` in the config describes; None: on one rank.
 
     ValueError for a pattern that no layer of the model matches, and for what the recipe refuses.
     """
     interval = config.fp8.report_interval
+    context = None
+    if parallel is not None and parallel.context.size > 1:
+        context = ContextGroups(parallel.context.group, parallel.tensor_context.group)
     manager = Fp8Manager(
         fp8_recipe(config),
-        amax_group=amax_group,
+        amax_group=None if parallel is None else parallel.amax.group,
+        context=context,
         include=tuple(config.fp8.include),
         exclude=(*config.fp8.exclude, *_kept_blocks(config)),
         gemm_backend=config.fp8.gemm_backend,
         gemm_autotune=config.fp8.gemm_autotune,
         recorder=Recorder(interval) if interval and config.fp8.recipe != "none" else None,
         seed=config.seed,
-        data_parallel=data_parallel,
+        data_parallel=(0, 1) if parallel is None else (parallel.data.rank, parallel.data.size),
         smooth_swiglu=config.fp8.smooth_swiglu,
     )
     manager.check_patterns(list(fp8_layer_names(config.model)))
@@ -143,11 +146,13 @@ class Trainer:
         self.config, self.parallel = config, parallel
         p, t = config.parallel, config.training
         dtype = DTYPES[t.precision]
-        self.fp8 = build_fp8(config, parallel.amax.group, (parallel.data.rank, parallel.data.size))
+        self.fp8 = build_fp8(config, parallel)
         self.auto_filter = choose(config, self.fp8, parallel, dtype) if choice is None else choice
         self.fp8.leave_out(self.auto_filter.layers)
         self.fp8_records: list[Record] = []
-        context = BuildContext(parallel.tensor.group, self.fp8, dtype, parallel.device, p.sequence_parallel)
+        context = BuildContext(
+            parallel.tensor.group, self.fp8, dtype, parallel.device, p.sequence_parallel, parallel.context.group
+        )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.plan = plan_pipeline(config, self.num_microbatches)
         self.stages = [self._build(stage, context) for stage in self.plan.placement.stages[parallel.pipeline.rank]]
@@ -158,7 +163,7 @@ class Trainer:
         wgrads = WgradStore()
         self.update = self._build_update(wgrads)
         self.gradients, self.optimizer = self.update.buffer, self.update.optimizer
-        s = t.seq_length // parallel.tensor.size if context.cuts_sequence else t.seq_length
+        s = t.seq_length // p.context // (parallel.tensor.size if context.cuts_sequence else 1)
         self.engine = PipelineEngine(
             parallel.pipeline,
             parallel.pipeline_backward,
@@ -270,8 +275,9 @@ class Trainer:
         return broadcast(total, self.parallel.pipeline.group, self.plan.last_rank)
 
     def to_device(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The micro-batches of a step on this rank's device."""
-        return [batch.to(self.parallel.device) for batch in batches]
+        """The micro-batches of a step on this rank's device, of their tokens those that are this rank's."""
+        context = self.parallel.context
+        return [batch.to(self.parallel.device).shard(context.rank, context.size) for batch in batches]
 
     def train_step(self, step: int, batches: Sequence[Batch]) -> tuple[Loss, StepResult]:
         """One optimizer step, counted from 0, on this rank's micro-batches of the global batch."""

@@ -154,6 +154,29 @@ TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
             2,
             "training.seq_length = 33: sequence parallelism cuts it into parallel.tensor (2) equal parts; try 34",
         ),
+        (
+            ["parallel.context=2", "training.seq_length=34"],
+            2,
+            "training.seq_length = 34: context parallelism cuts it into two chunks for each of parallel.context (2) "
+            "ranks; try 36, or parallel.context=1",
+        ),
+        (
+            ["parallel.context=2", "parallel.tensor=2", "training.seq_length=28"],
+            4,
+            "ranks, and sequence parallelism each rank's share into parallel.tensor (2) equal parts; try 32",
+        ),
+        (
+            ["parallel.context=2", "model.head_dim=12"],
+            2,
+            "parallel.context = 2: its attention is cuDNN's, for heads of a multiple of 8, at most 256, and "
+            "model.head_dim is 12; try parallel.context=1",
+        ),
+        (
+            ["parallel.context=2", "parallel.tensor=2"],
+            6,
+            "parallel = 'tensor 2 × pipeline 1 × context 2': the world has 6 ranks, not a multiple of 4; start 8",
+        ),
+        (["parallel.context=2", "training.global_batch_size=6"], 8, "(1) × 4 data-parallel ranks; try 8"),
         (["training.global_batch_size=6"], 4, "training.global_batch_size = 6: not a multiple of"),
         (["model.num_query_groups=3"], 1, "model.num_attention_heads (8) is not a multiple of it; try 1 or 2"),
         (["model.hidden_size=66"], 1, "model.hidden_size = 66: not a multiple of model.num_attention_heads (8)"),
@@ -220,6 +243,7 @@ TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
             "optimizer.beta2 = 0.999: optimizer.moments_dtype is bf16, which has 8 bits, and a moment that shrinks by "
             "0.001 of itself would be rounded to what it was; try 0.95, or optimizer.moments_dtype=fp32",
         ),
+        (["training.cuda_graphs=true", "parallel.context=2"], 2, "and parallel.context is 2; try parallel.context=1"),
         (["training.cuda_graphs=true", "fp8.recipe=nvfp4"], 1, "the gradients of nvfp4 with the same noise"),
         (
             [

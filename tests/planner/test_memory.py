@@ -33,6 +33,7 @@ from tests.quickstart_data import CONFIG
 from tests.training.test_equivalence import GPT2
 from tests.world import World
 
+_CPU = torch.device("cpu")
 ALONE = ["parallel.tensor=1", "parallel.pipeline=1"]
 TINY = [
     "model.num_layers=2",
@@ -77,7 +78,8 @@ def _config(*overrides: str) -> Config:
 
 
 def _trainer(config: Config) -> Trainer:
-    parallel = initialize_model_parallel(config.parallel.tensor, config.parallel.pipeline, device=torch.device("cpu"))
+    p = config.parallel
+    parallel = initialize_model_parallel(p.tensor, p.pipeline, context_parallel_size=p.context, device=_CPU)
     return Trainer(config, parallel)
 
 
@@ -91,7 +93,8 @@ def _kept(trainer: Trainer, forward: Any) -> int:
         found[storage.data_ptr()] = size, tensor
         return tensor
 
-    inputs = trainer.stages[0].layer_inputs(trainer.config.training.seq_length, None, None)
+    s = trainer.config.training.seq_length // trainer.config.parallel.context
+    inputs = trainer.stages[0].layer_inputs(s, None, None)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward(inputs)
     assert y[0].requires_grad
@@ -109,7 +112,7 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
     for options in overrides:
         config = _config(*options)
         trainer = _trainer(config)
-        t = config.parallel.tensor if config.parallel.sequence_parallel else 1
+        t = config.parallel.context * (config.parallel.tensor if config.parallel.sequence_parallel else 1)
         training = config.training
         shape = training.seq_length // t, training.micro_batch_size, config.model.hidden_size
         x = torch.randn(shape, dtype=trainer.params[0].dtype).requires_grad_()
@@ -132,6 +135,7 @@ LAYOUTS = {
     "tp2-sp": ["parallel.tensor=2", "parallel.pipeline=1"],
     "tp2-sp-slices": ["parallel.tensor=2", "parallel.pipeline=1", "training.seq_length=128"],  # whole blocks of 128
     "tp2": ["parallel.tensor=2", "parallel.pipeline=1", "parallel.sequence_parallel=false"],
+    "cp2": [*ALONE, "parallel.context=2"],
 }
 
 

@@ -73,7 +73,8 @@ def curve(overrides: list[str], steps: int) -> Curve:
     check_layout(config, dist.get_world_size())
     inputs = open_inputs(config, "test")
     device = initialize_distributed("cpu")
-    parallel = initialize_model_parallel(config.parallel.tensor, config.parallel.pipeline, device=device)
+    p = config.parallel
+    parallel = initialize_model_parallel(p.tensor, p.pipeline, context_parallel_size=p.context, device=device)
     trainer = Trainer(inputs.config, parallel)
     stream = batches(
         inputs.train,

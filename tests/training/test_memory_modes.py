@@ -23,6 +23,7 @@ LAYOUTS = {
     "tp2-sp": (2, ["parallel.tensor=2", "parallel.pipeline=1"]),
     "tp2": (2, ["parallel.tensor=2", "parallel.pipeline=1", "parallel.sequence_parallel=false"]),
     "pp2": (2, ["parallel.tensor=1", "parallel.pipeline=2"]),
+    "cp2": (2, ["parallel.tensor=1", "parallel.pipeline=1", "parallel.context=2"]),
     "pp2-zb": (2, ["parallel.tensor=1", "parallel.pipeline=2", "parallel.schedule=zb-h1"]),
     "pp2-interleaved": (
         2,
@@ -125,6 +126,9 @@ def test_every_mode_changes_no_bit(world2: World, common: list[str], recipe: str
         ("nvfp4", "tp2-sp"),
         ("nvfp4", "pp2"),
         ("report", "pp2"),
+        ("none", "cp2"),
+        ("delayed", "cp2"),
+        ("current", "cp2"),
         ("none", "pp2-zb"),
         ("delayed", "pp2-zb"),
         ("current", "pp2-interleaved"),

@@ -40,6 +40,15 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "tp2-dp2": (4, {"parallel": {"tensor": 2}}),
     "tp2-dp2-delayed": (4, {"parallel": {"tensor": 2}, "fp8": {"recipe": "delayed", "amax_history_len": 4}}),
     "tp2-dp2-tied": (4, {"parallel": {"tensor": 2, "sequence_parallel": False}, "model": {"tie_embeddings": True}}),
+    "cp2": (2, {"parallel": {"context": 2}}),
+    "pp2-dp2-zb-h1": (4, {"parallel": {"pipeline": 2, "schedule": "zb-h1"}}),
+    "pp2-dp2-v-tied": (
+        4,
+        {
+            "parallel": {"pipeline": 2, "schedule": "zb-v", "virtual_pipeline": 2},
+            "model": {"tie_embeddings": True, "num_layers": 4},
+        },
+    ),
     "pp2-dp2": (4, {"parallel": {"pipeline": 2}}),
     "pp2-dp2-tied": (4, {"parallel": {"pipeline": 2}, "model": {"tie_embeddings": True}}),
     "pp2-dp2-tied-one-bucket": (
@@ -105,8 +114,10 @@ def test_zero_1_trains_what_zero_0_trains_bit_for_bit(world4: World, case: str) 
     assert len({loss for loss, _ in answers[0][0][0]}) == STEPS
 
 
-def test_four_data_parallel_ranks(world4: World) -> None:
-    answers = world4.run(_both, settings({}), settings({}, zero=1), False)
+@pytest.mark.parametrize("context", [1, 2])
+def test_four_data_parallel_ranks(world4: World, context: int) -> None:
+    changes = {"parallel": {"context": context}}
+    answers = world4.run(_both, settings(changes), settings(changes, zero=1), False)
     for (expected, _, whole), (found, _, held) in answers:
         for (a_loss, a_norm), (b_loss, b_norm) in zip(found, expected, strict=True):
             assert a_loss == pytest.approx(b_loss, rel=1e-6)

@@ -1,0 +1,156 @@
+"""Causal attention of sequences that are cut over context-parallel ranks.
+
+A rank computes the outputs of its own queries and needs everybody's keys and values. It gathers them, in forward and
+again in backward, and returns their gradients by a reduce-scatter; what it keeps in between is its own shard of q, k, v
+and the output, as without the cut.
+
+*Why not a ring*, in which blocks of k and v are passed on while others are computed with? It moves the same bytes. It
+holds two blocks instead of the whole k and v; but with grouped queries these are small: in Llama-3-8B at s = 131,072,
+512 MiB for the one layer that is running, over the tensor-parallel size. And it hides the transfer, which an all-gather
+does in part: the triangles of a rank's own chunks, 1/2n of its work, run meanwhile. Counted for that model over 8
+ranks, not measured: the gather takes 1.6 ms at 300 GB/s, a layer's attention forward 29 ms at 600 TFLOP/s, of which the
+triangles are 1.8 ms. For the rest a ring needs a schedule, n small kernels in place of each large one, and for masks a
+case distinction a block. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783, section
+3.3.2). The count is in docs/decisions/0009-context-parallelism.md.
+
+Where two calls share queries, or keys, they are added up: outputs through their log-sum-exps (`kernels`), dk and dv in
+fp32 on this rank and in the model's dtype over ranks.
+
+Shapes: s sequence, n ranks, r = s/n tokens of this rank's shard; b micro-batch, a query heads, g key-value heads of
+width d.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megafp8.collectives import all_gather_async, reduce_scatter
+from megafp8.context_parallel import kernels
+from megafp8.context_parallel.blocks import Block, plan, visible
+from megafp8.context_parallel.cut import by_rank, in_sequence
+
+MOST_OF_A_MASK = 2**26
+"""Elements: 64 MiB as booleans, 128 as cuDNN wants them."""
+
+
+@dataclass(frozen=True)
+class ContextAttention:
+    """softmax(q·kᵀ/√d + mask)·v of a micro-batch on this rank of `group`; collective over `group`, as is its backward.
+
+    `blocks` are what this rank computes (`blocks.plan`). `document_ids_bs` of the whole sequence; None where a document
+    does not end another.
+    """
+
+    group: ProcessGroup
+    blocks: tuple[Block, ...]
+    window: int | None
+    document_ids_bs: Tensor | None
+
+    def __call__(self, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor) -> Tensor:
+        """`[r, b, a, d]` from this rank's shards of q, k and v."""
+        return _ContextAttention.apply(q_rbad, k_rbgd, v_rbgd, self)
+
+    def mask(self, block: Block, device: torch.device) -> Tensor | None:
+        if block.kind != "masked":
+            return None
+        return visible(block.queries, block.keys, self.window, self.document_ids_bs, device)
+
+
+def context_attention(
+    group: ProcessGroup, s: int, *, window: int | None, document_ids_bs: Tensor | None
+) -> ContextAttention:
+    """The attention of a micro-batch of sequences of s tokens that are cut over `group`."""
+    blocks = plan(
+        s,
+        group.rank(),
+        group.size(),
+        window=window,
+        documents=document_ids_bs is not None,
+        most=MOST_OF_A_MASK // (1 if document_ids_bs is None else document_ids_bs.shape[0]),
+    )
+    return ContextAttention(group, blocks, window, document_ids_bs)
+
+
+class _KeysAndValues:
+    """k and v of this rank, and those of all ranks, which are under way until first asked for."""
+
+    def __init__(self, k_rbgd: Tensor, v_rbgd: Tensor, group: ProcessGroup) -> None:
+        self.group = group
+        self.own = k_rbgd.contiguous(), v_rbgd.contiguous()
+        self._arriving, self._work = all_gather_async(self.own, group)
+        self._all: list[Tensor] | None = None
+
+    def of(self, block: Block) -> list[Tensor]:
+        """k and v `[keys, b, g, d]` of a block."""
+        if block.kind == "causal":
+            return [x[_span(block.rows)] for x in self.own]
+        if self._all is None:
+            self._work.wait()
+            self._all = [in_sequence(x, self.group.size()) for x in self._arriving]
+            self._arriving = []
+        return [x[_span(block.keys)] for x in self._all]
+
+
+def _span(r: range) -> slice:
+    return slice(r.start, r.stop)
+
+
+class _ContextAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, attention: ContextAttention) -> Tensor:
+        keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, attention.group)
+        r, b, a, _ = q_rbad.shape
+        o_rbad = torch.empty_like(q_rbad, memory_format=torch.contiguous_format)
+        lse_bar1 = q_rbad.new_empty(b, a, r, 1, dtype=torch.promote_types(q_rbad.dtype, torch.float32))
+        for block in attention.blocks:
+            rows, mask = _span(block.rows), attention.mask(block, q_rbad.device)
+            k, v = keys_and_values.of(block)
+            o, lse = kernels.forward(q_rbad[rows].contiguous(), k, v, mask, causal=block.kind == "causal")
+            if block.kind == "whole":
+                o, lse = kernels.merge(o_rbad[rows], lse_bar1[:, :, rows], o, lse)
+            o_rbad[rows], lse_bar1[:, :, rows] = o, lse
+        ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_bar1)
+        ctx.attention = attention
+        return o_rbad
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_rbad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_rbad, k_rbgd, v_rbgd, o_rbad, lse_bar1 = ctx.saved_tensors
+        attention: ContextAttention = ctx.attention
+        group = attention.group
+        keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, group)
+        do_rbad = do_rbad.contiguous()
+        dq_rbad = torch.zeros_like(q_rbad, memory_format=torch.contiguous_format)
+        wide = torch.promote_types(k_rbgd.dtype, torch.float32)
+        r, *rest = k_rbgd.shape
+        own = [k_rbgd.new_zeros(r, *rest) for _ in range(2)]
+        everyones = [k_rbgd.new_zeros(r * group.size(), *rest, dtype=wide) for _ in range(2)]
+        for block in attention.blocks:
+            rows, causal = _span(block.rows), block.kind == "causal"
+            k, v = keys_and_values.of(block)
+            dq, *dkv = kernels.backward(
+                do_rbad[rows],
+                q_rbad[rows].contiguous(),
+                k,
+                v,
+                o_rbad[rows],
+                lse_bar1[:, :, rows].contiguous(),
+                attention.mask(block, q_rbad.device),
+                causal=causal,
+            )
+            dq_rbad[rows] += dq
+            for total, share in zip(own if causal else everyones, dkv, strict=True):
+                total[rows if causal else _span(block.keys)] += share
+        dk, dv = (
+            reduce_scatter(by_rank(total.to(k_rbgd.dtype), group.size()), group).add_(mine)
+            for total, mine in zip(everyones, own, strict=True)
+        )
+        return dq_rbad, dk, dv, None

@@ -1,0 +1,85 @@
+"""Which parts of the causal square a context-parallel rank computes, and in how many calls of a kernel.
+
+Plain causal attention needs no mask. A chunk of queries sees its own chunk through the square triangle that kernels
+have as a flag, and every earlier key without exception: two calls, whose results are merged. The first needs nobody
+else's keys, so it runs while they arrive.
+
+A sliding window or document boundaries need a mask. A whole one would be s²/n booleans a sample, so the rows are taken
+some at a time, each with all the keys it could see: every row then finds its own key there, and no softmax is empty.
+Keys that lie before the window of all of them are left out; which documents are where the host does not know.
+
+Shapes: s sequence, n ranks, b micro-batch; q queries and k keys of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megafp8.context_parallel.cut import chunks_of
+
+STEP = 128  # what kernels like lengths to be multiples of
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries and the keys they are shown.
+
+    `rows` are the queries' places in the rank's shard; `queries` and `keys` are positions in the sequence. `kind`:
+    `causal`: the keys are the queries' own tokens; `whole`: every key is seen by every query, and the queries have had
+    their own keys in an earlier block; `masked`: `visible` says.
+    """
+
+    rows: range
+    queries: range
+    keys: range
+    kind: Literal["causal", "whole", "masked"]
+
+
+def plan(s: int, rank: int, ranks: int, *, window: int | None, documents: bool, most: int) -> tuple[Block, ...]:
+    """The blocks of `rank` in the order to compute them. Pure.
+
+    `window`: a token sees so many latest tokens, itself included. `documents`: boundaries are to be minded. `most`:
+    elements of a mask for one sample, as near as whole rows allow.
+    """
+    c = s // (2 * ranks)
+    chunks = [(range(place * c, (place + 1) * c), i * c) for place, i in enumerate(chunks_of(rank, ranks))]
+    if documents or (window is not None and window < s):
+        return tuple(block for rows, first in chunks for block in _masked(rows, first, window, most))
+    own = [Block(rows, range(first, first + c), range(first, first + c), "causal") for rows, first in chunks]
+    earlier = [Block(rows, range(first, first + c), range(first), "whole") for rows, first in chunks if first]
+    return (*own, *earlier)
+
+
+def _masked(rows: range, first: int, window: int | None, most: int) -> list[Block]:
+    """The blocks of a chunk whose first token has the position `first`."""
+    end = first + len(rows)
+    keys = end if window is None else min(end, window + len(rows))
+    height = max(1, most // keys)
+    if height >= STEP:
+        height -= height % STEP
+    blocks = []
+    for start in range(0, len(rows), height):
+        part = rows[start : start + height]
+        queries = range(first + start, first + start + len(part))
+        oldest = 0 if window is None else max(0, queries.start + 1 - window) // STEP * STEP
+        blocks.append(Block(part, queries, range(oldest, queries.stop), "masked"))
+    return blocks
+
+
+def visible(
+    queries: range, keys: range, window: int | None, document_ids_bs: Tensor | None, device: torch.device
+) -> Tensor:
+    """Which of `keys` each of `queries` may attend to, bool `[1 or b, 1, q, k]`; `document_ids_bs` of the sequence."""
+    q, k = (torch.arange(part.start, part.stop, device=device) for part in (queries, keys))
+    distance = q[:, None] - k[None, :]
+    mask = (distance >= 0)[None, None]
+    if window is not None:
+        mask = mask & (distance < window)
+    if document_ids_bs is not None:
+        ids_bq, ids_bk = (document_ids_bs[:, part.start : part.stop] for part in (queries, keys))
+        mask = mask & (ids_bq[:, None, :, None] == ids_bk[:, None, None, :])
+    return mask
