@@ -16,10 +16,12 @@ import os
 import sys
 
 from megafp8.config import Config, check_layout, load_config
+from megafp8.planner.memory import memory_table, pipeline_memory
 from megafp8.training.describe import describe
 from megafp8.training.inputs import Inputs, open_inputs
 from megafp8.training.job import check_run, train
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
+from megafp8.training.trainer import build_fp8
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -27,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", help="the YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. parallel.tensor=2")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print config, rank layout and parameters per rank; stop"
+        "--dry-run", action="store_true", help="print config, rank layout, parameters and memory per rank; stop"
     )
     parser.add_argument("--world-size", type=int, help="with --dry-run: the number of ranks to plan for")
     parser.add_argument("--print-schema", action="store_true", help="print the JSON schema of the config; stop")
@@ -49,7 +51,9 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
         world_size = arguments.world_size or max(world_size, p.tensor * p.pipeline * p.context)
     check_layout(config, world_size, arguments.config)
     if arguments.dry_run:
-        print(describe(config, world_size))
+        plan = plan_pipeline(config, num_microbatches(config, world_size))
+        memories = pipeline_memory(config, build_fp8(config, None), world_size, plan.placement, plan.train)
+        print(describe(config, world_size), memory_table(memories), sep="\n\n")
         return None
     plan_pipeline(config, num_microbatches(config, world_size))
     inputs = open_inputs(config, arguments.config)

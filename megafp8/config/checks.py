@@ -17,7 +17,7 @@ from megafp8.config.tree import V_SCHEDULES, Config
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
     by_ranks = (lambda c: _batch(c, world_size), lambda c: _cuda_graphs(c, world_size))
-    rules = (_model, _tensor, _stages, _schedule, _sequence, _optimizer, _fp8, _smooth_swiglu, *by_ranks)
+    rules = (_model, _tensor, _stages, _schedule, _recompute, _sequence, _optimizer, _fp8, _smooth_swiglu, *by_ranks)
     problems = [problem for rule in rules for problem in rule(config)]
     if problems:
         raise ConfigError(source, problems)
@@ -136,6 +136,27 @@ def _schedule(config: Config) -> Iterator[Problem]:
             "parallel.virtual_pipeline", p.virtual_pipeline, "parallel.pipeline is 1, so there is no bubble to make "
             "smaller", "try parallel.virtual_pipeline=1 and parallel.schedule=1f1b, or parallel.pipeline=2",
         )  # fmt: skip
+
+
+def _recompute(config: Config) -> Iterator[Problem]:
+    p, layers = config.parallel, config.model.num_layers
+    largest = max(p.layers_per_stage or [-(-layers // (p.pipeline * p.virtual_pipeline))])
+    if p.recompute == "none" and p.recompute_blocks is not None:
+        rule = "parallel.recompute is none, so no block is computed again"
+        yield Problem("parallel.recompute_blocks", p.recompute_blocks, rule, "try parallel.recompute=full")
+    if p.recompute != "selective" and p.recompute_ops != type(p)().recompute_ops:
+        rule = f"parallel.recompute is {p.recompute}, and only selective looks at it"
+        yield Problem("parallel.recompute_ops", p.recompute_ops, rule, "try parallel.recompute=selective")
+    if p.recompute == "selective" and not p.recompute_ops:
+        rule = "parallel.recompute is selective, and nothing is selected"
+        yield Problem("parallel.recompute_ops", [], rule, "try [norms, activation], or parallel.recompute=none")
+    for path, value in (("recompute_blocks", p.recompute_blocks or 0), ("offload", int(p.offload))):
+        if value > largest:
+            rule = f"no stage has more than {largest} blocks"
+            yield Problem(f"parallel.{path}", value, rule, f"try {largest} or less")
+    if p.offload and config.training.cuda_graphs:
+        rule = "a CUDA graph holds no copies to the host that last from one replay to the next"
+        yield Problem("parallel.offload", p.offload, rule, "try training.cuda_graphs=false, or parallel.offload=false")
 
 
 def _sequence(config: Config) -> Iterator[Problem]:

@@ -130,8 +130,18 @@ class ParallelConfig(Section):
     layers_per_stage: list[int] | None = None
     """Layers of each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. Default: as even as
     possible."""
-    recompute: Literal["none", "full"] = "none"
-    """full: keep only each block's input and run its forward again in the backward pass."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Less memory for activations, for computing them again in the backward pass. full: keep only a block's input and
+    run its forward again; selective: leave out what recompute_ops names."""
+    recompute_blocks: PositiveInt | None = None
+    """So many blocks of each stage, its first ones. Default: all."""
+    recompute_ops: list[Literal["norms", "activation", "attention"]] = ["norms", "activation"]
+    """selective: norms (Megatron-LM's layernorm) and activation (moe_act): inputs of linear layers are made again from
+    what norms and activations keep anyway, which costs a pass over that. attention (core_attn): its output is made
+    again, which costs its forward and pays only in front of an FP8 projection."""
+    offload: bool | PositiveInt = False
+    """Copy what backward needs to pinned memory of the host and back, beside the computation: of all blocks (true), or
+    of so many of each stage, its first ones. The last ones are needed again at once. The host needs room for it."""
     overlap_grad_reduce: bool = True
     """Reduce gradients over data parallelism while the backward pass still runs."""
     bucket_mib: PositiveFloat = 160.0

@@ -5,7 +5,8 @@ from megafp8.fp8.convert import autocast, convert, end_step, load_state_dict, st
 from megafp8.fp8.custom import CustomScaling, Rule
 from megafp8.fp8.describe import describe_path
 from megafp8.fp8.formats import E4M3, E5M2, Format
-from megafp8.fp8.linear import Fp8Linear, GradSlot, InputCast, LinearOp, Quantized, carrier
+from megafp8.fp8.handover import Computed, GradSlot, Input, InputCast, Quantized, carrier
+from megafp8.fp8.linear import Fp8Linear, LinearOp
 from megafp8.fp8.manager import ContextGroups, Fp8Manager
 from megafp8.fp8.recipe import (
     BlockwiseScaling,
@@ -23,6 +24,7 @@ __all__ = [
     "E5M2",
     "RECIPES",
     "BlockwiseScaling",
+    "Computed",
     "ContextGroups",
     "CurrentScaling",
     "CustomScaling",
@@ -32,6 +34,7 @@ __all__ = [
     "Fp8Manager",
     "Fp8Recipe",
     "GradSlot",
+    "Input",
     "InputCast",
     "LinearOp",
     "MXFP8Scaling",

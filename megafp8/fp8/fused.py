@@ -3,7 +3,8 @@
 A linear layer that runs in FP8 wants its input as codes, rows and columns, and never looks at the bf16 values; so a
 norm or an activation in front of it hands over the codes (`Quantized`) and the values are not stored at all. Backward
 of an activation likewise leaves the gradient of the layer before it as codes in that layer's `GradSlot`. In front of a
-layer in high precision the same Functions compute the values, in x's dtype.
+layer in high precision the same Functions compute the values, in x's dtype. Either can be handed over with what it is
+made of, so that the layer need not keep it (`megafp8.fp8.handover`).
 
 Kept for backward: the norm's input and a statistic of each row; the activation's input. What follows from those is
 computed again in the kernel that needs it.
@@ -17,6 +18,7 @@ heads, g key-value heads of width d.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from megafp8.fp8 import normalization
-from megafp8.fp8.linear import GradSlot, InputCast, Quantized, carrier
+from megafp8.fp8.handover import Again, Computed, GradSlot, Input, InputCast, Quantized, again, carrier
 from megafp8.fp8.matrix import Operand
 from megafp8.fp8.quantizers import casts
 from megafp8.fp8.sources import GELU, GELUGrad, Normalized, QKVGrad, Source, SwiGLU, SwiGLUGrad, rotate
@@ -36,15 +38,35 @@ def _matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _hand_over(
-    source: Source, like: Tensor, cast: InputCast | None, grad_enabled: bool, operands: list[Operand]
-) -> Tensor:
-    """The source's values shaped like `like` but for the last dim; or a carrier, its operand put into `operands`."""
-    shape = (*like.shape[:-1], source.shape[1])
-    if cast is None or source.shape[0] % cast.token_block:
-        return casts(source).materialize(source).view(shape)
-    operands.append(cast.quantizer(source, rows=True, columns=cast.columns and grad_enabled))
-    return carrier(like, shape)
+@dataclass
+class _Handed:
+    """How the next layer wants what a Function computes, and what the Function hands over beside a tensor.
+
+    `remade`: that layer is to make its input again in backward.
+    """
+
+    cast: InputCast | None
+    grad_enabled: bool  # torch itself says that gradients are needed within no_grad too
+    remade: bool
+    operand: Operand | None = None
+    again: Again | None = None
+
+    def hand_over(self, source: Source, like: Tensor) -> Tensor:
+        """The source's values shaped like `like` but for the last dim; or a carrier, its operand put here."""
+        shape, cast = (*like.shape[:-1], source.shape[1]), self.cast
+        by_values = cast is None or source.shape[0] % cast.token_block != 0
+        if self.remade and self.grad_enabled:
+            self.again = again(source, None if cast is None or by_values else cast.quantizer)
+        if cast is None or by_values:
+            return casts(source).materialize(source).view(shape)
+        columns = cast.columns and self.grad_enabled and not self.remade
+        self.operand = cast.quantizer(source, rows=True, columns=columns)
+        return carrier(like, shape)
+
+    def result(self, y: Tensor) -> Input:
+        if self.operand is not None:
+            return Quantized(y, self.operand, self.again)
+        return y if self.again is None else Computed(y, self.again)
 
 
 def _gradient(source: Source, like: Tensor, slot: GradSlot | None) -> Tensor:
@@ -56,50 +78,41 @@ def _gradient(source: Source, like: Tensor, slot: GradSlot | None) -> Tensor:
     return carrier(like, shape)
 
 
-def _quantized(y: Tensor, operands: list[Operand]) -> Tensor | Quantized:
-    return Quantized(y, operands[0]) if operands else y
-
-
 class _SwiGLU(Function):
     @staticmethod
-    def forward(
-        ctx: Any, gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None, operands: list[Operand],
-        grad_enabled: bool,
-    ) -> Tensor:  # fmt: skip
-        x_rc, smoothing = _matrix(gate_up), None if cast is None else cast.smoothing
+    def forward(ctx: Any, gate_up: Tensor, slot: GradSlot | None, handed: _Handed) -> Tensor:
+        x_rc, smoothing = _matrix(gate_up), None if handed.cast is None else handed.cast.smoothing
         if smoothing is not None:
             smoothing.note(SwiGLU(x_rc))
         scale_f = None if smoothing is None else smoothing.scale_f
         ctx.save_for_backward(gate_up, scale_f)
         ctx.slot = slot
-        return _hand_over(SwiGLU(x_rc, scale_f), gate_up, cast, grad_enabled, operands)
+        return handed.hand_over(SwiGLU(x_rc, scale_f), gate_up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, scale_f = ctx.saved_tensors
         source = SwiGLUGrad(_matrix(gate_up), _matrix(dy), scale_f)
-        return _gradient(source, gate_up, ctx.slot), None, None, None, None
+        return _gradient(source, gate_up, ctx.slot), None, None
 
 
-def swiglu(gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None) -> Tensor | Quantized:
+def swiglu(gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None, *, remade: bool = False) -> Input:
     """`silu(gate) · up` of `[..., 2f]`: values `[..., f]`, or codes where the layer that takes them has a `cast`.
 
-    `slot`: where the layer that made `gate_up`, its only other user, looks for the gradient.
+    `slot`: where the layer that made `gate_up`, its only other user, looks for the gradient. `remade`: the layer that
+    takes them makes them again in backward.
     """
-    operands: list[Operand] = []
-    return _quantized(_SwiGLU.apply(gate_up, cast, slot, operands, torch.is_grad_enabled()), operands)
+    handed = _Handed(cast, torch.is_grad_enabled(), remade)
+    return handed.result(_SwiGLU.apply(gate_up, slot, handed))
 
 
 class _GELU(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, cast: InputCast | None, slot: GradSlot | None,
-        operands: list[Operand], grad_enabled: bool,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, slot: GradSlot | None, handed: _Handed) -> Tensor:
         ctx.save_for_backward(x, bias)
         ctx.slot = slot
-        return _hand_over(GELU(_matrix(x), bias), x, cast, grad_enabled, operands)
+        return handed.hand_over(GELU(_matrix(x), bias), x)
 
     @staticmethod
     @once_differentiable
@@ -107,14 +120,16 @@ class _GELU(Function):
         x, bias = ctx.saved_tensors
         source = GELUGrad(_matrix(x), bias, dy_rc=_matrix(dy))
         dbias = casts(source).column_sums(source).to(bias.dtype) if ctx.needs_input_grad[1] else None
-        return _gradient(source, x, ctx.slot), dbias, None, None, None, None
+        return _gradient(source, x, ctx.slot), dbias, None, None
 
 
-def gelu(x: Tensor, bias: Tensor | None, cast: InputCast | None, slot: GradSlot | None) -> Tensor | Quantized:
+def gelu(
+    x: Tensor, bias: Tensor | None, cast: InputCast | None, slot: GradSlot | None, *, remade: bool = False
+) -> Input:
     """GELU's tanh form of x + bias, x `[..., f]`, bias `[f]`: values, or codes where the layer that takes them has a
-    `cast`. `slot`: as for `swiglu`."""
-    operands: list[Operand] = []
-    return _quantized(_GELU.apply(x, bias, cast, slot, operands, torch.is_grad_enabled()), operands)
+    `cast`. `slot`, `remade`: as for `swiglu`."""
+    handed = _Handed(cast, torch.is_grad_enabled(), remade)
+    return handed.result(_GELU.apply(x, bias, slot, handed))
 
 
 class _RotateAndSplit(Function):
@@ -158,13 +173,12 @@ def rotate_and_split(
 class _Norm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-        cast: InputCast | None, operands: list[Operand], grad_enabled: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, handed: _Handed
+    ) -> tuple[Tensor, Tensor]:
         x_rc, branch_rc = _matrix(x), None if branch is None else _matrix(branch)
         total_rc, mean_r, rstd_r = _statistics(x_rc, branch_rc, eps, centered=bias is not None)
         source = Normalized(total_rc, rstd_r, weight, mean_r, bias)
-        y = _hand_over(source, x, cast, grad_enabled, operands)
+        y = handed.hand_over(source, x)
         ctx.save_for_backward(total_rc, rstd_r, mean_r, weight)
         ctx.set_materialize_grads(False)
         return total_rc.view(x.shape), y
@@ -174,13 +188,13 @@ class _Norm(Function):
     def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         total_rc, rstd_r, mean_r, weight = ctx.saved_tensors
         if dy is None:  # only the sum was used
-            return dtotal, dtotal if ctx.needs_input_grad[1] else None, *[None] * 6
+            return dtotal, dtotal if ctx.needs_input_grad[1] else None, *[None] * 4
         dresidual = None if dtotal is None else _matrix(dtotal)
         dx_rc, dweight, dbias = _backward(_matrix(dy), total_rc, mean_r, rstd_r, weight, dresidual)
         dx = dx_rc.view(dy.shape)
         dweight = dweight.to(weight.dtype)
         dbias = None if dbias is None else dbias.to(weight.dtype)
-        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None, None, None
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None
 
 
 def _statistics(
@@ -205,12 +219,13 @@ def _backward(
 
 
 def norm(
-    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, cast: InputCast | None
-) -> tuple[Tensor, Tensor | Quantized]:
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, cast: InputCast | None, *,
+    remade: bool = False,
+) -> tuple[Tensor, Input]:  # fmt: skip
     """`x + branch` (x where there is no branch), and its norm over the last dim: values, or codes as `cast` says.
 
-    RMSNorm without a bias, LayerNorm with one; weight and bias `[c]`.
+    RMSNorm without a bias, LayerNorm with one; weight and bias `[c]`. `remade`: as for `swiglu`.
     """
-    operands: list[Operand] = []
-    total, y = _Norm.apply(x, branch, weight, bias, eps, cast, operands, torch.is_grad_enabled())
-    return total, _quantized(y, operands)
+    handed = _Handed(cast, torch.is_grad_enabled(), remade)
+    total, y = _Norm.apply(x, branch, weight, bias, eps, handed)
+    return total, handed.result(y)

@@ -81,7 +81,7 @@ def gather_columns(own: Scaled, group: ProcessGroup | None) -> Columns:
     """Start gathering the whole's columns from each rank's `own` `[c, r]`; they are whole where there is no group."""
     if group is None:
         return Columns(own, 1, DONE)
-    same_factors = own.granularity is ROW  # of whole columns
+    same_factors = own.granularity in (ROW, TENSOR)  # of whole columns, or of all
     wanted = [own.data] if same_factors else [own.data, own.scale_inv.t().contiguous()]
     gathered, work = all_gather_async(wanted, group)
     factors = own.scale_inv if same_factors else gathered[1].t()

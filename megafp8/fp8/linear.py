@@ -10,9 +10,8 @@ optimizer step and keeps both copies until `invalidate_weight`. Backward keeps t
 bf16. Under sequence parallelism it may keep this rank's tokens of them alone, and gathers them while dgrad runs; those
 of dy may come cut likewise (`megafp8.fp8.gathering`).
 
-What enters a layer may be quantized already, by a norm or an activation that was fused with the cast (`Quantized`); and
-what comes back into it too: an activation's backward may leave its gradient in a `GradSlot`, quantized, instead of
-returning it. Autograd then carries a tensor of the right shape without storage.
+What enters a layer may be quantized already, by a norm or an activation that was fused with the cast; and what comes
+back into it too. What is kept for wgrad may be made again instead (`megafp8.fp8.handover` has both).
 
 A layer behind SwiGLU may have its input smoothed (`megafp8.fp8.smoothing`): then its weight's columns are divided
 before they are cast, and so is dw.
@@ -29,7 +28,7 @@ Shapes: m tokens (all leading dims), k inputs, n outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +41,7 @@ from torch.distributed import ProcessGroup
 from megafp8.fp8.deferred import WgradStore
 from megafp8.fp8.gathering import gather_columns
 from megafp8.fp8.gemm import Fp8Gemm, gemm
+from megafp8.fp8.handover import Again, Computed, GradSlot, Input, Quantized, Remake
 from megafp8.fp8.matrix import Operand, Scaled
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.recipe import PerGemm
@@ -64,50 +64,25 @@ class GradSink(Protocol):
     def added(self) -> None: ...
 
 
-class Quantized(NamedTuple):
-    """A quantized activation: its operand, and a `carrier` of its shape `[..., c]` that has no values.
-
-    The carrier is one element seen as many; it takes the activation's place in autograd's graph, and its gradient is
-    the activation's.
-    """
-
-    carrier: Tensor
-    operand: Operand
-
-
-def carrier(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of `shape` without values or memory, of the dtype and device of `like`."""
-    return like.new_empty(1).expand(shape)
-
-
-class GradSlot:
-    """Where the consumer of a layer's output leaves the output's gradient if it has quantized it itself."""
-
-    def __init__(self, quantizer: Quantizer) -> None:
-        self.quantizer = quantizer
-        self.operand: Operand | None = None
-
-    def take(self) -> Operand | None:
-        operand, self.operand = self.operand, None
-        return operand
-
-
 class LinearOp(Protocol):
     """`x wᵀ + bias`: x `[..., k]`, weight `[n, k]`, bias `[n]` -> `[..., n]` in x's dtype."""
 
-    def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor: ...
+    def __call__(self, x: Tensor | Computed, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor: ...
 
 
-class StandIn(LinearOp, Protocol):
+class StandIn(Protocol):
     """What runs instead of an FP8 layer, on values, while it is `active`."""
 
     @property
     def active(self) -> bool: ...
 
+    def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor: ...
 
-def high_precision_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
+
+def high_precision_linear(x: Tensor | Computed, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
     """The `LinearOp` that computes in x's dtype; a weight of another dtype is converted first."""
-    y = _HighPrecisionLinear.apply(x, weight)
+    values, again = x if isinstance(x, Computed) else (x, None)
+    y = _HighPrecisionLinear.apply(values, weight, again)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -117,19 +92,6 @@ class Quantizers(NamedTuple):
     input: Quantizer
     weight: Quantizer
     grad_output: Quantizer
-
-
-class InputCast(NamedTuple):
-    """How a layer wants its input quantized: rows, and columns too unless the layer makes them itself; but as values
-    where the tokens are no multiple of `token_block`.
-
-    `smoothing`: by what its channels are to be multiplied before.
-    """
-
-    quantizer: Quantizer
-    columns: bool = True
-    token_block: int = 1
-    smoothing: ChannelScales | None = None
 
 
 class Fp8Linear:
@@ -176,15 +138,17 @@ class Fp8Linear:
         self._quantizers = Quantizers(*(ObservedQuantizer(named[k], recorder, name, k) for k in Quantizers._fields))
 
     def __call__(
-        self, x: Tensor | Quantized, weight: nn.Parameter, bias: Tensor | None = None, grad_slot: GradSlot | None = None
+        self, x: Input, weight: nn.Parameter, bias: Tensor | None = None, grad_slot: GradSlot | None = None
     ) -> Tensor:
         """`x wᵀ + bias`. `Quantized` input and `grad_slot` are for `fusible` layers; a slot excludes a bias."""
         if (stand_in := self._running_stand_in) is not None:
-            assert isinstance(x, Tensor)
-            return stand_in(x, weight, bias)
+            assert not isinstance(x, Quantized)
+            return stand_in(x.values if isinstance(x, Computed) else x, weight, bias)
         assert self.smoothing is None or isinstance(x, Quantized), "a smoothed layer cannot cast its input itself"
-        values, operand = (x.carrier, x.operand) if isinstance(x, Quantized) else (x, None)
-        y = _Fp8LinearFunction.apply(values, weight, self, operand, grad_slot, torch.is_grad_enabled())
+        again = None if isinstance(x, Tensor) else x.again
+        operand = x.operand if isinstance(x, Quantized) else None
+        values = x if isinstance(x, Tensor) else x[0]
+        y = _Fp8LinearFunction.apply(values, weight, self, operand, grad_slot, torch.is_grad_enabled(), again)
         assert bias is None or grad_slot is None
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -263,24 +227,36 @@ def _shaped(y_mn: Tensor, x: Tensor) -> Tensor:
 
 class _HighPrecisionLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        needs_dx, needs_dw = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, again: Again | None) -> Tensor:
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
+        kept_x = () if not needs_dw else (x,) if again is None else again.tensors
+        ctx.save_for_backward(weight if needs_dx else None, *kept_x)
+        ctx.remake = None if again is None else again.how
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
         y_mn = gemm(_matrix(x), weight.to(x.dtype).t(), x.dtype)
         return _shaped(y_mn, x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        weight, *kept_x = ctx.saved_tensors
         dy_mn = _matrix(dy)
         dx = dw = None
+        x = _values(kept_x, ctx.remake) if kept_x else None  # under way until wgrad
         if weight is not None:
             dx = gemm(dy_mn, weight.to(dy.dtype), dy.dtype).view(ctx.x_shape)
         if x is not None:
-            dw = _wgrad_now_or_later(ctx.weight, dy_mn, _matrix(x))
-        return dx, dw
+            dw = _wgrad_now_or_later(ctx.weight, dy_mn, x())
+        return dx, dw, None
+
+
+def _values(kept_x: Sequence[Tensor | None], remake: Remake | None) -> Callable[[], Tensor]:
+    """What gives x `[m, k]`, kept or made again."""
+    if remake is not None:
+        return remake.values(kept_x)
+    (x,) = kept_x
+    assert x is not None
+    return lambda: _matrix(x)
 
 
 class _Fp8LinearFunction(Function):
@@ -293,18 +269,21 @@ class _Fp8LinearFunction(Function):
         x8: Operand | None,
         grad_slot: GradSlot | None,
         grad_enabled: bool,  # torch itself says that gradients are needed within no_grad too
+        again: Again | None,
     ) -> Tensor:
         needs_dx, needs_dw, *_ = (needed and grad_enabled for needed in ctx.needs_input_grad)
         high = op.high_precision
         w8: Operand | None = None
-        columns_wanted = needs_dw and not high.wgrad
+        columns_wanted = needs_dw and not high.wgrad and again is None
         if x8 is None and (not high.fprop or columns_wanted):
             x8 = op.quantizers.input(Plain(_matrix(x)), rows=not high.fprop, columns=columns_wanted)
         if not high.fprop or (needs_dx and not high.dgrad):
             w8 = op.weight8(weight, columns=needs_dx and not high.dgrad)
 
         kept_x: Any = ()
-        if needs_dw and high.wgrad:
+        if needs_dw and again is not None:
+            kept_x = again.tensors
+        elif needs_dw and high.wgrad:
             kept_x = (_matrix(x),)
         elif needs_dw:
             x_km = _columns(x8)
@@ -314,6 +293,7 @@ class _Fp8LinearFunction(Function):
         ctx.save_for_backward(weight if needs_dx and high.dgrad else None, *kept_x)
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
         ctx.op, ctx.w8, ctx.grad_slot = op, w8, grad_slot
+        ctx.remake = None if again is None else again.how
 
         if high.fprop:
             y_mn = gemm(_matrix(x), weight.to(x.dtype).t(), x.dtype)
@@ -332,8 +312,7 @@ class _Fp8LinearFunction(Function):
         dw: Tensor | None = None
         store = _open_store(ctx.weight)
         if dw_in_fp8:
-            codes, factors, tensor_scale = kept_x
-            own_x, x_group = Scaled(codes, factors, ctx.granularity, tensor_scale), ctx.columns_group
+            own_x, x_group = _kept_columns(ctx, kept_x)
             x_km = None if store is not None else gather_columns(own_x, x_group)  # under way until wgrad
         dy8: Operand | None = None if ctx.grad_slot is None else ctx.grad_slot.take()
         if dy8 is None and (dx_in_fp8 or dw_in_fp8):
@@ -353,8 +332,18 @@ class _Fp8LinearFunction(Function):
             assert x_km is not None
             dw = _fp8_wgrad(op, ctx.weight, dy_nm.wait(), x_km.wait())
         elif needs_dw:
-            dw = _wgrad_now_or_later(ctx.weight, _matrix(dy), kept_x[0])
-        return None if dx is None else dx.view(ctx.x_shape), dw, None, None, None, None
+            dw = _wgrad_now_or_later(ctx.weight, _matrix(dy), _values(kept_x, ctx.remake)())
+        return None if dx is None else dx.view(ctx.x_shape), dw, *[None] * 5
+
+
+def _kept_columns(ctx: Any, kept_x: Sequence[Tensor | None]) -> tuple[Scaled, ProcessGroup | None]:
+    """The input's columns, kept or made again, and the group to gather them over."""
+    if ctx.remake is not None:
+        return ctx.remake.columns(kept_x, ctx.op.quantizers.input)
+    codes, factors, tensor_scale = kept_x
+    assert codes is not None
+    assert factors is not None
+    return Scaled(codes, factors, ctx.granularity, tensor_scale), ctx.columns_group
 
 
 def _begin_wgrad(

@@ -82,6 +82,12 @@ class Operand(NamedTuple):
     columns: Scaled | None
     columns_group: ProcessGroup | None = None
 
+    @property
+    def required_columns(self) -> Scaled:
+        """The columns, which were asked for."""
+        assert self.columns is not None
+        return self.columns
+
 
 def expand(factors: Tensor, granularity: Granularity, r: int, c: int) -> Tensor:
     """One factor an element (or a shape that broadcasts to that) from one a block, for an `[r, c]` matrix."""

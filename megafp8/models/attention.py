@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
 from megafp8.context_parallel.blocks import visible
-from megafp8.fp8 import InputCast, Quantized
+from megafp8.fp8 import Input, InputCast
 from megafp8.fp8.fused import rotate_and_split
 from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm
@@ -62,10 +63,14 @@ def core_attention(q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: Tensor 
 
 
 class Attention(nn.Module):
-    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape."""
+    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape.
 
-    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
+    `remade`: what lies between the two products keeps its inputs only, and is computed again in backward.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext, *, remade: bool = False) -> None:
         super().__init__()
+        self.remade = remade
         t, d = context.tensor.size(), config.channels
         q_size, kv_size = config.num_attention_heads * d, config.query_groups * d
         self.split = [q_size // t, kv_size // t, kv_size // t]
@@ -105,17 +110,26 @@ class Attention(nn.Module):
     def input_cast(self) -> InputCast | None:
         return self.qkv.input_cast
 
-    def forward(self, x_sbh: Tensor | Quantized, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
+    def forward(self, x_sbh: Input, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
         if rotary is not None and self.q_norm is None:
             slot = self.qkv.grad_slot()
             if slot is not None and not slot.quantizer.one_factor:
                 slot = None  # blocks of 128 do not fit the tiles of a head
             heads, groups, _ = (size // self.d for size in self.split)
             q, k, v = rotate_and_split(self.qkv(x_sbh, slot), heads, groups, *rotary, slot)
-        else:
-            q, k, v = (part.unflatten(-1, (-1, self.d)) for part in self.qkv(x_sbh).split(self.split, dim=-1))
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
-            if rotary is not None:
-                q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
-        return self.proj(core(q, k, v).flatten(-2))
+            return self.proj(self._run(core, q, k, v).flatten(-2))
+        return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core).flatten(-2))
+
+    def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        if not self.remade:
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    def _attend(self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
+        """Attention of packed heads [q | k | v], normed and turned where the model has that."""
+        q, k, v = (part.unflatten(-1, (-1, self.d)) for part in qkv_sbc.split(self.split, dim=-1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        return core(q, k, v)

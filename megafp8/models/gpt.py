@@ -6,18 +6,19 @@ layer and the loss. What flows between stages is the residual stream `[s/t, b, h
 With tied embeddings and more than one stage, the last stage holds a copy of the embedding: it starts from the same
 (seed, name), its gradient is summed with the first stage's, so the copies stay equal bit for bit (`is_copy`).
 
-Recompute wraps whole blocks in torch's checkpoint: only the block's input is kept. That is safe with FP8 because what
-a forward pass leaves behind, an amax maximum and a cached weight, is the same the second time.
+What a block keeps for its backward pass is its `BlockMemory`. Recomputed in full it is wrapped in torch's checkpoint
+and only its input is kept. That is safe with FP8 because what a forward pass leaves behind, an amax maximum and a
+cached weight, is the same the second time.
 
 Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,8 @@ from megafp8.models.attention import Attention, CoreAttention, attention_mask, c
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
 from megafp8.models.norms import Norm
+from megafp8.models.offload import ActivationOffload
+from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.sharding import Init, ParamSpec, cut, set_spec, whole
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -42,6 +45,11 @@ class LayerInputs:
 
     rotary: tuple[Tensor, Tensor] | None
     core: CoreAttention
+    mask: Tensor | None = None  # what `core` has of it
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*(self.rotary or ()), *([] if self.mask is None else [self.mask])]
 
 
 def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
@@ -58,20 +66,22 @@ def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
 class Block(nn.Module):
     """Pre-norm transformer block; `parallel_block` feeds attention and MLP the same input and adds both."""
 
-    def __init__(self, index: int, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.parallel = config.parallel_block
+        self.parallel, self.norms_remade = config.parallel_block, memory.norms
         self.attention_norm = _norm(f"{name}.attention_norm", config, context)
-        self.attention = Attention(f"{name}.attention", config, context)
+        self.attention = Attention(f"{name}.attention", config, context, remade=memory.attention)
         self.mlp_norm = _norm(f"{name}.mlp_norm", config, context)
-        self.mlp = MLP(f"{name}.mlp", config, context)
+        self.mlp = MLP(f"{name}.mlp", config, context, remade=memory.activation)
 
     def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
-        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_cast)
+        remade = self.norms_remade
+        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_cast, remade=remade)
         attention = self.attention(normed, inputs.rotary, inputs.core)
-        x_sbh, normed = self.mlp_norm.residual(x_sbh, None if self.parallel else attention, self.mlp.input_cast)
+        between = None if self.parallel else attention
+        x_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.input_cast, remade=remade)
         mlp = self.mlp(normed)
         return x_sbh, mlp + attention if self.parallel else mlp
 
@@ -160,8 +170,8 @@ class Head(nn.Module):
 class GPTStage(nn.Module):
     """The blocks `layers` of the model and what belongs to the first and last stage.
 
-    `positions` is the number of rows of a learned position table. Parameters are allocated, not initialised:
-    `tensor_parallel.random.initialize_parameters` fills them.
+    `positions` is the number of rows of a learned position table; `memory` is that of each block, by default all keep
+    everything. Parameters are allocated, not initialised: `tensor_parallel.random.initialize_parameters` fills them.
     """
 
     def __init__(
@@ -171,16 +181,18 @@ class GPTStage(nn.Module):
         *,
         layers: range,
         positions: int,
-        recompute: Literal["none", "full"] = "none",
+        memory: Sequence[BlockMemory] | None = None,
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
-        self.config, self.context, self.recompute = config, context, recompute
+        self.config, self.context = config, context
+        self.memory = [KEEP_ALL] * len(layers) if memory is None else list(memory)
         first, last = layers.start == 0, layers.stop == config.num_layers
         self.embedding = Embedding(config, context, positions) if first else None
-        self.blocks = nn.ModuleList(Block(index, config, context) for index in layers)
+        self.blocks = nn.ModuleList(Block(i, config, context, own) for i, own in zip(layers, self.memory, strict=True))
         self.shared_weight = self._shared_weight() if config.tie_embeddings and (first or last) else None
         self.head = Head(config, context, self.shared_weight, z_loss) if last else None
+        self.offload = ActivationOffload(context.device) if any(own.offload for own in self.memory) else None
         self._frequencies: Tensor | None = None
 
     def _shared_weight(self) -> nn.Parameter:
@@ -213,22 +225,26 @@ class GPTStage(nn.Module):
         group = self.context.context_parallel
         if group is None or group.size() == 1:
             mask = attention_mask(s, config.sliding_window, document_ids_bs, device)
-            return LayerInputs(rotary, partial(core_attention, mask=mask))
+            return LayerInputs(rotary, partial(core_attention, mask=mask), mask)
         whole, window = s * group.size(), config.sliding_window
         return LayerInputs(rotary, context_attention(group, whole, window=window, document_ids_bs=document_ids_bs))
 
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after the blocks, and what is still to be added to it."""
         branch_sbh: Tensor | None = None
-        for block in self.blocks:
-            if self.recompute == "full" and torch.is_grad_enabled():
-                if branch_sbh is not None:  # one tensor is kept for a block, not two
-                    x_sbh = x_sbh + branch_sbh
-                x_sbh, branch_sbh = checkpoint(
-                    block, x_sbh, None, inputs, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                x_sbh, branch_sbh = block(x_sbh, branch_sbh, inputs)
+        trains = torch.is_grad_enabled()
+        held = [x_sbh, *inputs.tensors] if x_sbh.is_leaf else inputs.tensors  # a leaf is what the engine received
+        offload = self.offload.forward(held) if self.offload is not None and trains else None
+        for block, memory in zip(self.blocks, self.memory, strict=True):
+            with offload.block() if offload is not None and memory.offload else nullcontext():
+                if memory.full and trains:
+                    if branch_sbh is not None:  # one tensor is kept for a block, not two
+                        x_sbh = x_sbh + branch_sbh
+                    x_sbh, branch_sbh = checkpoint(
+                        block, x_sbh, None, inputs, use_reentrant=False, preserve_rng_state=False
+                    )
+                else:
+                    x_sbh, branch_sbh = block(x_sbh, branch_sbh, inputs)
         return x_sbh, branch_sbh
 
     def forward(

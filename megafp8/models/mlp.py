@@ -11,23 +11,33 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
-from megafp8.fp8 import InputCast, Quantized
+from megafp8.fp8 import Computed, Input, InputCast
 from megafp8.fp8.fused import gelu, swiglu
+from megafp8.fp8.handover import Again, Remake
+from megafp8.fp8.sources import Plain
 from megafp8.models.context import BuildContext
 from megafp8.sharding import Init
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
-class MLP(nn.Module):
-    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape."""
+def _exact_gelu(x: Tensor) -> Plain:
+    return Plain(F.gelu(x).flatten(0, -2))
 
-    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
+
+class MLP(nn.Module):
+    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape.
+
+    `remade`: the activation's output is not kept, and made again in backward.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext, *, remade: bool = False) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.activation, self.remade = config.activation, remade
         f, gated = config.ffn_size, config.activation == "swiglu"
         common: dict[str, Any] = {
             "group": context.tensor,
@@ -60,11 +70,14 @@ class MLP(nn.Module):
     def input_cast(self) -> InputCast | None:
         return self.up.input_cast
 
-    def forward(self, x_sbh: Tensor | Quantized) -> Tensor:
+    def forward(self, x_sbh: Input) -> Tensor:
         if self.activation == "gelu":
-            return self.down(F.gelu(self.up(x_sbh)))
-        slot = self.up.grad_slot()
+            y_sbf = self.up(x_sbh)
+            activated = F.gelu(y_sbf)
+            remade = self.remade and torch.is_grad_enabled()
+            return self.down(Computed(activated, Again((y_sbf,), Remake(_exact_gelu))) if remade else activated)
+        slot, cast = self.up.grad_slot(), self.down.input_cast
         if self.activation == "swiglu":
-            return self.down(swiglu(self.up(x_sbh, slot), self.down.input_cast, slot))
+            return self.down(swiglu(self.up(x_sbh, slot), cast, slot, remade=self.remade))
         y_sbf, bias = self.up(x_sbh, slot)
-        return self.down(gelu(y_sbf, bias, self.down.input_cast, slot))
+        return self.down(gelu(y_sbf, bias, cast, slot, remade=self.remade))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.fp8 import InputCast, Quantized, fused
+from megafp8.fp8 import Input, InputCast, fused
 from megafp8.models.context import BuildContext
 from megafp8.sharding import Init, ParamSpec, set_spec, whole
 
@@ -50,6 +50,11 @@ class Norm(nn.Module):
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
 
-    def residual(self, x: Tensor, branch: Tensor | None, cast: InputCast | None) -> tuple[Tensor, Tensor | Quantized]:
-        """`x + branch`, and its norm as the layer behind it wants it: all in one pass, in both directions."""
-        return fused.norm(x, branch, self.weight, self.bias, self.eps, cast)
+    def residual(
+        self, x: Tensor, branch: Tensor | None, cast: InputCast | None, *, remade: bool = False
+    ) -> tuple[Tensor, Input]:
+        """`x + branch`, and its norm as the layer behind it wants it: all in one pass, in both directions.
+
+        `remade`: that layer does not keep its input, and makes it again in backward.
+        """
+        return fused.norm(x, branch, self.weight, self.bias, self.eps, cast, remade=remade)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megafp8.fp8 import Fp8Linear, Fp8Manager, GradSlot, InputCast, LinearOp, Quantized
+from megafp8.fp8 import Computed, Fp8Linear, Fp8Manager, GradSlot, Input, InputCast, LinearOp, Quantized
 from megafp8.sharding import Init, ParamSpec, cut, set_spec, stack, whole
 from megafp8.tensor_parallel.mappings import (
     copy_to_tensor_parallel,
@@ -54,10 +54,10 @@ def _grad_slot(op: LinearOp) -> GradSlot | None:
     return GradSlot(op.quantizers.grad_output) if isinstance(op, Fp8Linear) and op.fusible else None
 
 
-def _apply(op: LinearOp, x: Tensor | Quantized, weight: nn.Parameter, grad_slot: GradSlot | None = None) -> Tensor:
+def _apply(op: LinearOp, x: Input, weight: nn.Parameter, grad_slot: GradSlot | None = None) -> Tensor:
     if isinstance(op, Fp8Linear):
         return op(x, weight, grad_slot=grad_slot)
-    assert isinstance(x, Tensor), "codes for a layer in high precision"
+    assert not isinstance(x, Quantized), "codes for a layer in high precision"
     return op(x, weight)
 
 
@@ -130,14 +130,17 @@ class ColumnParallelLinear(nn.Module):
         adds_bias = self.bias is not None and not self.skip_bias_add  # whose gradient needs values
         return None if adds_bias or self.gather_output else _grad_slot(self.op)
 
-    def forward(
-        self, x: Tensor | Quantized, grad_slot: GradSlot | None = None
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Input, grad_slot: GradSlot | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
         if isinstance(x, Quantized):
             if self.sequence_parallel:
                 x = gather_quantized(x, self.group)
             else:
-                x = Quantized(copy_to_tensor_parallel(x.carrier, self.group), x.operand)
+                x = x._replace(carrier=copy_to_tensor_parallel(x.carrier, self.group))
+        elif isinstance(x, Computed):
+            if self.sequence_parallel:
+                x = Computed(gather_from_sequence_parallel(x.values, self.group), x.again.over(self.group))
+            else:
+                x = x._replace(values=copy_to_tensor_parallel(x.values, self.group))
         elif self.sequence_parallel:
             x = gather_from_sequence_parallel(x, self.group)
         else:
@@ -210,7 +213,7 @@ class RowParallelLinear(nn.Module):
         quantizer = None if slot is None else slot.quantizer.for_slices(self.slices)
         return None if quantizer is None else GradSlot(quantizer)
 
-    def forward(self, x: Tensor | Quantized) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Input) -> Tensor | tuple[Tensor, Tensor | None]:
         if not self.input_is_parallel:
             assert isinstance(x, Tensor)
             x = scatter_to_tensor_parallel(x, self.group)

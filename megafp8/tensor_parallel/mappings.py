@@ -166,12 +166,14 @@ def gather_from_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
 def gather_quantized(x: Quantized, group: ProcessGroup) -> Quantized:
     """`gather_from_sequence_parallel` of codes, half the bytes of bf16: see `megafp8.fp8.gathering`.
 
-    The slice has columns where a backward will follow, unless it has one factor. Backward sums and scatters gradients
-    in their own dtype.
+    The slice has columns where a backward will follow, unless it has one factor or is made again. Backward sums and
+    scatters gradients in their own dtype.
     """
     if group.size() == 1:
         return x
     whole = _GatherQuantized.apply(x.carrier, group)
+    if x.again is not None:
+        return Quantized(whole, gather_tokens(x.operand, group, columns=False), x.again.over(group))
     return Quantized(whole, gather_tokens(x.operand, group, columns=whole.requires_grad))
 
 

@@ -18,8 +18,8 @@ from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.flops import flops_per_token
 from megafp8.models.gpt import GPTStage
-from megafp8.optimizer.buckets import bucket_layout
 from megafp8.parallel_state import rank_groups
+from megafp8.planner.memory import state_memory
 from megafp8.sharding import spec_of
 from megafp8.training.pipeline import describe_schedule, num_microbatches, plan_pipeline, stages_of
 
@@ -55,33 +55,6 @@ def position_rows(config: Config) -> int:
     return config.model.max_position_embeddings or config.training.seq_length
 
 
-@dataclass(frozen=True)
-class StateMemory:
-    """Bytes that a rank holds from the first step to the last, without activations and FP8 copies."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-
-def state_memory(config: Config, stage: GPTStage, data: int) -> StateMemory:
-    """Of a rank of `stage` among `data` data-parallel ones; under ZeRO the most that any of them holds."""
-    p, o, precision = config.parallel, config.optimizer, config.training.precision
-    params = list(stage.parameters())
-    count = sum(param.numel() for param in params)
-    shared = [i for i, param in enumerate(params) if param is stage.shared_weight and p.pipeline > 1]
-    ranks = data if p.zero else 1
-    layout = bucket_layout(
-        [param.numel() for param in params], int(p.bucket_mib * 2**20 / 4), ranks=ranks, alone=shared
-    )
-    master, moment = 0 if precision == "fp32" else 4, {"fp32": 4, "bf16": 2}[o.moments_dtype]
-    return StateMemory(
-        weights=(layout.numel if p.zero else count) * {"bf16": 2, "fp32": 4, "fp64": 8}[precision],
-        gradients=layout.numel * 4,
-        optimizer=min(count, layout.numel // ranks) * (master + 2 * moment),
-    )
-
-
 def describe(config: Config, world_size: int) -> str:
     """The text of --dry-run."""
     p, t = config.parallel, config.training
@@ -114,8 +87,11 @@ def describe(config: Config, world_size: int) -> str:
         shown = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}" + (
             f", chunk {chunk}" if p.virtual_pipeline > 1 else ""
         )
-        memory = state_memory(config, stages[stage], data * p.context)
-        weights, gradients, optimizer = (x / 2**30 for x in (memory.weights, memory.gradients, memory.optimizer))
+        params = list(stages[stage].parameters())
+        shared = [i for i, x in enumerate(params) if x is stages[stage].shared_weight and p.pipeline > 1]
+        memory = state_memory(config, [x.numel() for x in params], data * p.context, shared)
+        in_all = (memory.weights, memory.gradients, memory.masters + memory.moments)
+        weights, gradients, optimizer = (x / 2**30 for x in in_all)
         lines.append(
             f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {count:>16,} {weights:>8.2f} {gradients:>10.2f} "
             f"{optimizer:>10.2f}  {shown}"

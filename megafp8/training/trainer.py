@@ -26,6 +26,7 @@ from megafp8.fp8.deferred import WgradStore
 from megafp8.fp8.report import Record, Recorder
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage, fp8_layer_names
+from megafp8.models.recompute import block_memory
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.grad_buffer import GradBuffer
 from megafp8.optimizer.param_buffer import ParamBuffer
@@ -224,12 +225,13 @@ class Trainer:
             self.update.weights.wait()
 
     def _build(self, stage: int, context: BuildContext) -> GPTStage:
+        layers = self.plan.layers[stage]
         return GPTStage(
             self.config.model,
             context,
-            layers=self.plan.layers[stage],
+            layers=layers,
             positions=position_rows(self.config),
-            recompute=self.config.parallel.recompute,
+            memory=block_memory(self.config.parallel, len(layers)),
             z_loss=self.config.training.z_loss,
         )
 

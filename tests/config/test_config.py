@@ -259,6 +259,28 @@ TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
             8,
             "over 8 data-parallel ranks a step has only one; try parallel.overlap_grad_reduce=false",
         ),
+        (
+            ["parallel.recompute_blocks=2"],
+            1,
+            "parallel.recompute_blocks = 2: parallel.recompute is none, so no block is computed again; try",
+        ),
+        (
+            ["parallel.recompute=full", "parallel.recompute_ops=[norms]"],
+            1,
+            "parallel.recompute_ops = ['norms']: parallel.recompute is full, and only selective looks at it; try",
+        ),
+        (["parallel.recompute=selective", "parallel.recompute_ops=[]"], 1, "and nothing is selected; try [norms,"),
+        (
+            ["parallel.recompute=full", "parallel.recompute_blocks=3", "parallel.pipeline=2"],
+            2,
+            "parallel.recompute_blocks = 3: no stage has more than 2 blocks; try 2 or less",
+        ),
+        (["parallel.offload=5"], 1, "parallel.offload = 5: no stage has more than 4 blocks; try 4 or less"),
+        (
+            ["parallel.offload=true", "training.cuda_graphs=true"],
+            1,
+            "parallel.offload = True: a CUDA graph holds no copies to the host",
+        ),
     ],
 )
 def test_sections_against_each_other(tmp_path: Path, overrides: list[str], world_size: int, expected: str) -> None:
@@ -269,6 +291,26 @@ def test_sections_against_each_other(tmp_path: Path, overrides: list[str], world
 def test_what_cuda_graphs_can_do(tmp_path: Path, overrides: list[str], world_size: int) -> None:
     config = load_config(write(tmp_path), ["training.cuda_graphs=true", "fp8.recipe=delayed", *overrides])
     check_layout(config, world_size)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.recompute=selective"],
+        ["parallel.recompute=full", "parallel.recompute_blocks=4", "parallel.offload=1"],
+        ["parallel.recompute=full", "parallel.pipeline=2", "parallel.layers_per_stage=[1, 3]",
+         "parallel.recompute_blocks=3"],
+    ],
+)  # fmt: skip
+def test_what_recompute_and_offload_can_do(tmp_path: Path, overrides: list[str]) -> None:
+    config = load_config(write(tmp_path), overrides)
+    check_layout(config, config.parallel.pipeline)
+
+
+def test_a_number_of_offloaded_blocks_is_no_truth_value(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path), ["parallel.offload=1"])
+    assert config.parallel.offload is not True
+    assert load_config(write(tmp_path), ["parallel.offload=true"]).parallel.offload is True
 
 
 def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:

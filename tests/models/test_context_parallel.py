@@ -16,7 +16,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.sharding import Piece, pieces_of, spec_of
-from tests.models.test_gpt import MODELS, B, _value
+from tests.models.test_gpt import MEMORY, MODELS, B, _value
 from tests.models.twin import twin_loss
 from tests.world import World
 
@@ -28,7 +28,7 @@ def _compare(model: dict[str, Any], tp: int, cp: int, documents: bool, recompute
     state = initialize_model_parallel(tp, context_parallel_size=cp)
     manager = Fp8Manager(None, amax_group=None)
     context = BuildContext(state.tensor.group, manager, torch.float64, state.device, True, state.context.group)
-    stage = GPTStage(config, context, layers=range(config.num_layers), positions=S, recompute=recompute)
+    stage = GPTStage(config, context, layers=range(config.num_layers), positions=S, memory=MEMORY[recompute])
     with torch.no_grad():
         for param in stage.parameters():
             for piece, local in pieces_of(param, param):

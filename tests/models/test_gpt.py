@@ -18,6 +18,7 @@ from megafp8.config import ModelConfig, RopeScaling
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
+from megafp8.models.recompute import BlockMemory
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.sharding import Init, Piece, pieces_of, spec_of
 from megafp8.tensor_parallel.random import fill_
@@ -52,6 +53,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none"},
 }
 B, S = 2, 8
+SELECTIVE = BlockMemory(norms=True, activation=True, attention=True)
+MEMORY = {
+    "none": None,
+    "full": [BlockMemory(full=True)] * 2,
+    "first": [BlockMemory(full=True), BlockMemory()],
+    "selective": [SELECTIVE] * 2,
+}
 
 
 def _value(piece: Piece, seed: int) -> Tensor:
@@ -65,7 +73,9 @@ def _stage(config: ModelConfig, tp: int, sequence_parallel: bool, z_loss: float,
     context = BuildContext(
         state.tensor.group, Fp8Manager(None, amax_group=None), torch.float64, state.device, sequence_parallel
     )
-    stage = GPTStage(config, context, layers=range(config.num_layers), positions=S, recompute=recompute, z_loss=z_loss)
+    stage = GPTStage(
+        config, context, layers=range(config.num_layers), positions=S, memory=MEMORY[recompute], z_loss=z_loss
+    )
     with torch.no_grad():
         for param in stage.parameters():
             for piece, local in pieces_of(param, param):
@@ -114,6 +124,13 @@ def _compare(model: dict, tp: int, sequence_parallel: bool, documents: bool, z_l
 def test_loss_and_gradients_equal_the_twin(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     counts = world4.run(_compare, MODELS[name], tp, sequence_parallel, False, 0.0, "none", ranks=tp)
     assert min(counts) > 10
+
+
+@pytest.mark.parametrize("recompute", ["first", "selective"])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt2-untied-gelu", "qwen", "parallel-block"])
+def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
+    world4.run(_compare, MODELS[name], tp, sequence_parallel, False, 0.0, recompute, ranks=tp)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -154,7 +154,8 @@ def _trainer(overrides: list[str]) -> tuple[Trainer, Iterator[list[Batch]]]:
     check_layout(config, dist.get_world_size())
     inputs = open_inputs(config, "test")
     device = initialize_distributed("cpu")
-    parallel = initialize_model_parallel(config.parallel.tensor, config.parallel.pipeline, device=device)
+    p = config.parallel
+    parallel = initialize_model_parallel(p.tensor, p.pipeline, context_parallel_size=p.context, device=device)
     stream = batches(
         inputs.train, consumed_samples=0, global_batch_size=config.training.global_batch_size,
         micro_batch_size=config.training.micro_batch_size, data_parallel_rank=0, data_parallel_size=1, num_workers=0,

@@ -1,0 +1,215 @@
+"""Memory of each rank, from the config alone.
+
+What a rank holds at its fullest moment, in bytes of torch's allocator (`torch.cuda.max_memory_allocated`): what stays
+from step to step, and what is there at that point of the schedule where most is alive. CUDA's context and NCCL's
+buffers, one to three GB, come on top, and so does what the allocator cannot use between its blocks.
+
+The schedule says which micro-batches are held: between its forward and its backward a micro-batch holds its
+activations, and between its backward and its weight gradients, where these are apart, their operands. Backward frees
+what it passes, so the fullest moment within it is one of these:
+
+- the loss: all blocks' activations, the logits (their gradient overwrites them), and the output layer's input and its
+  gradient;
+- the backward of block i: the activations of blocks up to i, those that i makes again if it is recomputed, and what
+  backward itself needs. Offloaded blocks count where they are on the device: i and the one before.
+
+Shapes as in `activations`; n parameters of a rank, v vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+from megafp8.config import Config
+from megafp8.fp8 import Fp8Manager
+from megafp8.models.gpt import fp8_layer_sizes
+from megafp8.models.recompute import block_memory
+from megafp8.optimizer.buckets import bucket_layout
+from megafp8.pipeline_parallel.schedules import Action, Kind, Placement, Schedule, splits
+from megafp8.pipeline_parallel.split import stage_layers
+from megafp8.planner.activations import (
+    ELEMENT,
+    block_backward,
+    block_keeps,
+    block_leaves_for_later,
+    codes,
+    precision,
+    sizes,
+)
+
+_WORKSPACES = 2 * 32 * 2**20
+"""cuBLAS's and cuBLASLt's on Hopper, a stream each."""
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """Bytes of parameters, and of what exists for each of them from the first step to the last, on a rank."""
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+
+
+@dataclass(frozen=True)
+class RankMemory(StateMemory):
+    """Bytes of a rank at its fullest moment. `host` is pinned memory of the host and not in the total."""
+
+    fp8_weights: int = 0
+    activations: int = 0
+    loss: int = 0
+    backward: int = 0
+    communication: int = 0
+    workspace: int = 0
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self)) - self.host
+
+
+def state_memory(config: Config, numels: Sequence[int], data: int, alone: Sequence[int] = ()) -> StateMemory:
+    """Of parameters of `numels` elements, of which `alone` have buckets of their own, on one of `data` that sum
+    their gradients; under ZeRO the most that any of them holds."""
+    p, dtype = config.parallel, config.training.precision
+    ranks, count = data if p.zero else 1, sum(numels)
+    layout = bucket_layout(numels, max(1, int(p.bucket_mib * 2**20 / 4)), ranks=ranks, alone=alone)
+    owned = min(count, layout.numel // ranks)
+    return StateMemory(
+        weights=(layout.numel if p.zero else count) * ELEMENT[dtype],
+        gradients=layout.numel * 4,
+        masters=0 if dtype == "fp32" else owned * 4,
+        moments=owned * 2 * {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype],
+    )
+
+
+def parameter_sizes(config: Config, layers: range) -> list[int]:
+    """Elements of each parameter of a stage of `layers` on a rank, in the order of its constructor."""
+    model, t, x = config.model, config.parallel.tensor, sizes(config)
+    norm = [x.h] * (2 if model.normalization == "layernorm" else 1)
+    qkv = (x.a + 2 * x.g) * x.d
+    block = [*norm, qkv * x.h, *[qkv] * (model.linear_bias or model.qkv_bias)]
+    block += [x.h * x.a * x.d, *[x.h] * model.linear_bias, *[x.d, x.d] * model.qk_norm]
+    block += [*norm, x.up * x.h, *[x.up] * model.linear_bias, x.h * x.f, *[x.h] * model.linear_bias]
+    table = model.padded_vocab_size // t * x.h
+    first, last = layers.start == 0, layers.stop == model.num_layers
+    positions = (model.max_position_embeddings or config.training.seq_length) * x.h
+    embedding = [*[table] * (first or (last and model.tie_embeddings))]
+    embedding += [positions] * (first and model.position_embedding == "learned")
+    return [*embedding, *block * len(layers), *norm * last, *[table] * (last and not model.tie_embeddings)]
+
+
+def fp8_weight_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
+    """The FP8 copies of the weights of `layers`: rows, and columns for dgrad."""
+    total = 0
+    for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor).items():
+        layer = precision(fp8, name)
+        if int(name.split(".")[1]) not in layers or layer.weight is None or (layer.high.fprop and layer.high.dgrad):
+            continue
+        total += codes(layer.weight, n, k) + (0 if layer.high.dgrad else codes(layer.weight, k, n))
+    return total
+
+
+def rank_memory(
+    config: Config, fp8: Fp8Manager, data: int, stages: Sequence[range], actions: Sequence[Action]
+) -> RankMemory:
+    """What a rank holds that has the layers `stages`, a range for each chunk, and takes `actions` in a step, one of
+    `data` that sum their gradients. `fp8`: which layers are FP8, as the config says."""
+    p, x = config.parallel, sizes(config)
+    numels: list[int] = []
+    alone: list[int] = []
+    for layers in stages:
+        at_an_end = layers.start == 0 or layers.stop == config.model.num_layers
+        if config.model.tie_embeddings and p.pipeline > 1 and at_an_end:
+            alone.append(len(numels))
+        numels += parameter_sizes(config, layers)
+    state = state_memory(config, numels, data, alone)
+    static = RankMemory(
+        **vars(state),
+        fp8_weights=sum(fp8_weight_bytes(config, fp8, layers) for layers in stages),
+        # In flight: an activation and a gradient each way, of which the received activation is the first block's input.
+        communication=0 if p.pipeline == 1 else 3 * x.m_own * x.h * x.e,
+        workspace=_WORKSPACES,
+    )
+    return _fullest(static, [_chunk(config, fp8, layers) for layers in stages], actions)
+
+
+class _Chunk(NamedTuple):
+    """Of a micro-batch in a chunk: bytes kept on the device and on the host, those left for weight gradients, and in
+    its backward's fullest moment those of activations, loss and backward."""
+
+    kept: int
+    away: int
+    left: int
+    fullest: tuple[int, int, int]
+
+
+def _fullest(static: RankMemory, chunks: Sequence[_Chunk], actions: Sequence[Action]) -> RankMemory:
+    """The rank's memory at the fullest moment of a step."""
+    later = splits(list(actions))
+    held = away = host = 0
+    found = [static]
+    for action in actions:
+        chunk = chunks[action.chunk]
+        if action.kind is Kind.FORWARD:
+            held, away = held + chunk.kept, away + chunk.away
+            host = max(host, away)
+        elif action.kind is Kind.BACKWARD:
+            held, away = held - chunk.kept, away - chunk.away
+            activations, loss, backward = chunk.fullest
+            found.append(replace(static, activations=held + activations, loss=loss, backward=backward))
+            held += chunk.left if (action.microbatch, action.chunk) in later else 0
+        elif action.kind is Kind.WEIGHT:
+            held -= chunk.left
+    return replace(max(found, key=lambda moment: moment.total), host=host)
+
+
+def _chunk(config: Config, fp8: Fp8Manager, layers: range) -> _Chunk:
+    x = sizes(config)
+    memory = block_memory(config.parallel, len(layers))
+    kept = [sum(block_keeps(config, fp8, i, own).values()) for i, own in zip(layers, memory)]
+    on_device = [0 if own.offload else size for size, own in zip(kept, memory)]
+    away = [size if own.offload else 0 for size, own in zip(kept, memory)]
+    moments = []
+    for at, index in enumerate(layers):
+        made_again = 0
+        if memory[at].full:
+            everything = block_keeps(config, fp8, index, replace(memory[at], full=False))
+            made_again = sum(everything.values()) - kept[at]  # whose input is part of it
+        activations = sum(on_device[: at + 1]) + sum(away[max(0, at - 1) : at + 1])
+        moments.append((activations, 0, made_again + block_backward(config, fp8, index)))
+    if layers.stop == config.model.num_layers:
+        logits = x.m * (config.model.padded_vocab_size // config.parallel.tensor) * x.e
+        ends = (x.m_own + 2 * x.m) * x.h * x.e  # the final norm's input; the output layer's, and its gradient
+        moments.append((sum(on_device) + sum(away[-1:]), logits + ends, 0))
+    left = sum(block_leaves_for_later(config, fp8, index) for index in layers)
+    return _Chunk(sum(on_device), sum(away), left, max(moments, key=sum))
+
+
+def pipeline_memory(
+    config: Config, fp8: Fp8Manager, world_size: int, placement: Placement, schedule: Schedule
+) -> list[RankMemory]:
+    """Of a rank of each pipeline rank; `schedule` is a step's, on `world_size` ranks in all."""
+    p = config.parallel
+    layers = stage_layers(config.model.num_layers, placement.num_stages, p.layers_per_stage)
+    data = world_size // (p.tensor * p.pipeline)  # context-parallel ranks among them
+    return [
+        rank_memory(config, fp8, data, [layers[stage] for stage in stages], actions)
+        for stages, actions in zip(placement.stages, schedule, strict=True)
+    ]
+
+
+def memory_table(memories: Sequence[RankMemory]) -> str:
+    """`pipeline_memory` in words and GiB."""
+    names = [field.name for field in fields(RankMemory)]
+    columns = [*names[:-1], "total", names[-1]]
+    lines = [
+        "memory of a rank in GiB, by formula; CUDA's context and NCCL's buffers come on top; host: pinned, not in it",
+        "pipeline rank  " + "  ".join(column.replace("_", " ") for column in columns),
+    ]
+    for rank, memory in enumerate(memories):
+        cells = (f"{getattr(memory, column) / 2**30:>{len(column)}.2f}" for column in columns)
+        lines.append(f"{rank:>13}  " + "  ".join(cells))
+    return "\n".join(lines)

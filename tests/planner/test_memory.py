@@ -1,0 +1,295 @@
+"""The formula against what real models, buffers, optimizers and autograd hold on a CPU, byte for byte.
+
+What only a GPU shows (the fullest moment, workspaces) is held to measurements elsewhere; here it is held to what must
+follow when a knob is turned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megafp8.config import Config, load_config
+from megafp8.fp8 import Fp8Linear
+from megafp8.models.recompute import BlockMemory, block_memory
+from megafp8.parallel_state import initialize_model_parallel
+from megafp8.pipeline_parallel.schedules import Action, Kind
+from megafp8.planner.activations import block_keeps
+from megafp8.planner.memory import (
+    RankMemory,
+    fp8_weight_bytes,
+    memory_table,
+    parameter_sizes,
+    pipeline_memory,
+    rank_memory,
+)
+from megafp8.training.describe import planned_stage
+from megafp8.training.pipeline import num_microbatches, plan_pipeline, stages_of
+from megafp8.training.trainer import Trainer, build_fp8
+from tests.quickstart_data import CONFIG
+from tests.training.test_equivalence import GPT2
+from tests.world import World
+
+_CPU = torch.device("cpu")
+ALONE = ["parallel.tensor=1", "parallel.pipeline=1"]
+TINY = [
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=96",
+    "training.seq_length=32",
+    "training.micro_batch_size=2",
+    "training.global_batch_size=8",
+]
+SELECTIVE = "parallel.recompute=selective"
+MODES = {
+    "plain": [],
+    "norms": [SELECTIVE, "parallel.recompute_ops=[norms]"],
+    "activation": [SELECTIVE, "parallel.recompute_ops=[activation]"],
+    "attention": [SELECTIVE, "parallel.recompute_ops=[attention]"],
+    "all-first": [SELECTIVE, "parallel.recompute_ops=[norms, activation, attention]", "parallel.recompute_blocks=1"],
+    "full": ["parallel.recompute=full"],
+    "full-first": ["parallel.recompute=full", "parallel.recompute_blocks=1"],
+}
+FORMATS = {
+    "none": ["fp8.recipe=none"],
+    "delayed": ["fp8.recipe=delayed"],
+    "current": ["fp8.recipe=current"],
+    "rowwise": ["fp8.recipe=rowwise"],
+    "rowwise-wgrad": ["fp8.recipe=rowwise", "fp8.wgrad_in_bf16=true"],
+    "blockwise": ["fp8.recipe=blockwise"],
+    "mxfp8": ["fp8.recipe=mxfp8"],
+    "nvfp4": ["fp8.recipe=nvfp4"],
+    "one-block": ["fp8.recipe=current", "fp8.first_blocks_bf16=1"],
+    "no-down": ["fp8.recipe=current", 'fp8.exclude=["*.mlp.down"]'],
+}
+MODELS: dict[str, list[str]] = {
+    "llama": [],
+    "gpt2": GPT2,
+    "gelu": [*GPT2, "model.activation=gelu"],
+    "parallel-block": ["model.parallel_block=true"],
+}
+
+
+def _config(*overrides: str) -> Config:
+    return load_config(CONFIG, [*TINY, *overrides])
+
+
+def _trainer(config: Config) -> Trainer:
+    p = config.parallel
+    parallel = initialize_model_parallel(p.tensor, p.pipeline, context_parallel_size=p.context, device=_CPU)
+    return Trainer(config, parallel)
+
+
+def _kept(trainer: Trainer, forward: Any) -> int:
+    """Bytes that autograd keeps of `forward`, parameters and rotary tables aside."""
+    found: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        size = storage.nbytes() if tensor.numel() > 1 else tensor.element_size()  # a factor lies among others
+        found[storage.data_ptr()] = size, tensor
+        return tensor
+
+    s = trainer.config.training.seq_length // trainer.config.parallel.context
+    inputs = trainer.stages[0].layer_inputs(s, None, None)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = forward(inputs)
+    assert y[0].requires_grad
+    ours = {tensor.untyped_storage().data_ptr() for tensor in inputs.tensors}
+    return sum(
+        size
+        for address, (size, tensor) in found.items()
+        if address not in ours and not isinstance(tensor, nn.Parameter)
+    )
+
+
+def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
+    """Of each config, bytes kept by a stage's blocks as autograd tells, and as planned."""
+    found = []
+    for options in overrides:
+        config = _config(*options)
+        trainer = _trainer(config)
+        t = config.parallel.context * (config.parallel.tensor if config.parallel.sequence_parallel else 1)
+        training = config.training
+        shape = training.seq_length // t, training.micro_batch_size, config.model.hidden_size
+        x = torch.randn(shape, dtype=trainer.params[0].dtype).requires_grad_()
+        memory = block_memory(config.parallel, len(trainer.stages[0].blocks))
+        planned = sum(sum(block_keeps(config, trainer.fp8, i, own).values()) for i, own in enumerate(memory))
+        found.append((_kept(trainer, lambda inputs, t=trainer, x=x: t.stages[0].run_blocks(x, inputs)), planned))
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_activations_that_autograd_keeps(world2: World, model: str) -> None:
+    formats = FORMATS if model == "llama" else {name: FORMATS[name] for name in ("none", "delayed", "blockwise")}
+    cases = {(f, m): [*ALONE, *MODELS[model], *FORMATS[f], *MODES[m]] for f in formats for m in MODES}
+    (found,) = world2.run(_measured, list(cases.values()), ranks=1)
+    for case, (measured, planned) in zip(cases, found, strict=True):
+        assert measured == planned, case
+
+
+LAYOUTS = {
+    "tp2-sp": ["parallel.tensor=2", "parallel.pipeline=1"],
+    "tp2-sp-slices": ["parallel.tensor=2", "parallel.pipeline=1", "training.seq_length=128"],  # whole blocks of 128
+    "tp2": ["parallel.tensor=2", "parallel.pipeline=1", "parallel.sequence_parallel=false"],
+    "cp2": [*ALONE, "parallel.context=2"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_activations_of_a_rank_of_two(world2: World, layout: str) -> None:
+    formats = ["none", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "rowwise-wgrad"]
+    cases = {
+        (f, m): [*LAYOUTS[layout], *FORMATS[f], *MODES[m]] for f in formats for m in ("plain", "norms", "all-first")
+    }
+    for found in world2.run(_measured, list(cases.values()), ranks=2):
+        for case, (measured, planned) in zip(cases, found, strict=True):
+            assert measured == planned, case
+
+
+def test_modes_spare_what_the_documentation_says(world2: World) -> None:
+    """Bytes a token and block, from the table in `megafp8.models.recompute`; measured, not planned."""
+    h, f, ad, a = 64, 96, 64, 8
+    tokens = 2 * 64  # of two blocks
+    for recipe, spared in {
+        "delayed": {"norms": 2 * h, "activation": f, "attention": 4 * ad + 4 * a},
+        "none": {"norms": 2 * 4 * h, "activation": 4 * f, "attention": 4 * a},
+    }.items():
+        modes = ["plain", *spared, "full"]
+        cases = [[*ALONE, *FORMATS[recipe], *MODES[mode]] for mode in modes]
+        ((plain, *less, full),) = [[kept for kept, _ in found] for found in world2.run(_measured, cases, ranks=1)]
+        factors = {"norms": 16, "activation": 8, "attention": 0} if recipe == "delayed" else {}
+        for (mode, bytes_a_token), kept in zip(spared.items(), less, strict=True):
+            assert plain - kept == tokens * bytes_a_token + factors.get(mode, 0), (recipe, mode)
+        assert full == tokens * 4 * h
+
+
+def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
+    """Bytes of a rank's parameters, gradients, masters, moments and FP8 weights, as they are and as planned."""
+    config = _config(*overrides)
+    trainer = _trainer(config)
+    for module in trainer.model.modules():
+        if isinstance(op := getattr(module, "op", None), Fp8Linear):
+            op.weight8(module.weight, columns=not op.high_precision.dgrad)
+    weights = [part for kept in trainer.fp8.kept_weights if kept is not None for part in kept[:2] if part is not None]
+    state = trainer.optimizer.state()
+    sizes = {key: sum(x.numel() * x.element_size() for _, x in found) for key, found in state.items()}
+    measured = [
+        sum(p.nbytes for p in trainer.params) if trainer.update.weights is None else trainer.update.weights.flat.nbytes,
+        trainer.gradients.flat.nbytes,
+        sizes.get("master", 0),
+        sizes["exp_avg"] + sizes["exp_avg_sq"],
+        sum(part.data.nbytes + 4 * part.scale_inv.numel() for part in weights),
+    ]
+    p = _plans(config, trainer.parallel.world_size)[trainer.parallel.pipeline.rank]
+    return measured, [p.weights, p.gradients, p.masters, p.moments, p.fp8_weights]
+
+
+def _plans(config: Config, world_size: int) -> list[RankMemory]:
+    plan = plan_pipeline(config, num_microbatches(config, world_size))
+    return pipeline_memory(config, build_fp8(config, None), world_size, plan.placement, plan.train)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_state_of_a_rank(world4: World, ranks: int) -> None:
+    layout = ["parallel.tensor=2", "parallel.pipeline=2"] if ranks == 4 else ALONE
+    for options in (
+        ["fp8.recipe=blockwise", "training.precision=bf16", "optimizer.moments_dtype=bf16"],
+        ["fp8.recipe=delayed", "fp8.wgrad_in_bf16=true", "model.tie_embeddings=true", *GPT2],
+        ["fp8.recipe=rowwise", "fp8.override_linear_precision=[false, true, false]", "fp8.last_blocks_bf16=1"],
+    ):
+        for measured, planned in world4.run(_state, [*layout, *options], ranks=ranks):
+            assert measured == planned, options
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "llama3-405b", "gpt2-125m"])
+def test_parameters_are_those_of_the_constructors(model: str) -> None:
+    for options in ([], ["model.tie_embeddings=true", "model.qk_norm=true", "model.qkv_bias=true"]):
+        config = load_config(CONFIG.parent / f"{model}.yaml", ["model.vocab_size=50257", *options])
+        for stage in {0, config.parallel.pipeline // 2, config.parallel.pipeline - 1}:
+            expected = [param.numel() for param in planned_stage(config, stage).parameters()]
+            assert parameter_sizes(config, stages_of(config)[1][stage]) == expected
+
+
+def _plan(*overrides: str, rank: int = 0, world_size: int = 8) -> RankMemory:
+    return _plans(load_config(CONFIG.parent / "llama3-8b.yaml", list(overrides)), world_size)[rank]
+
+
+def test_llama_3_8b() -> None:
+    """Figures that can be had by hand: bytes a parameter, an FP8 pair for each weight of a block; and those measured on
+    an H200, 0.92 GiB a layer."""
+    first, last = _plan(rank=0), _plan(rank=1)
+    block_weights = 16 * 218_103_808 // 2
+    numbers = block_weights + 16 * 2 * 4096 + 128_256 * 4096 // 2
+    assert first.weights == 2 * numbers
+    assert first.masters == 4 * numbers
+    assert first.moments == 8 * numbers
+    assert first.gradients == pytest.approx(4 * numbers, rel=1e-6)
+    assert first.fp8_weights == pytest.approx(2 * block_weights, rel=1e-6)
+    config = load_config(CONFIG.parent / "llama3-8b.yaml", ["parallel.tensor=1"])
+    alone = block_keeps(config, build_fp8(config, None), 0, BlockMemory())
+    assert sum(alone.values()) / 2**30 == pytest.approx(0.92, abs=0.005)
+    assert first.loss == 0
+    assert last.total < first.total  # which has two micro-batches in flight
+    assert first.activations == 2 * last.activations
+
+
+def test_the_table_of_a_dry_run() -> None:
+    config = load_config(CONFIG.parent / "llama3-8b.yaml", ["parallel.offload=4"])
+    plans = _plans(config, 8)
+    head, _, *rows = memory_table(plans).splitlines()
+    assert head.startswith("memory of a rank in GiB")
+    assert len(rows) == 2
+    for rank, (row, plan) in enumerate(zip(rows, plans)):
+        number, *columns, total, host = row.split()
+        assert int(number) == rank
+        assert sum(map(float, columns)) == pytest.approx(float(total), abs=0.06)
+        assert float(total) == pytest.approx(plan.total / 2**30, abs=0.006)
+        assert float(host) == pytest.approx(plan.host / 2**30, abs=0.006)
+
+
+def test_what_a_knob_changes() -> None:
+    plain = _plan()
+    for knob in (
+        ["parallel.recompute=full"],
+        ["parallel.recompute=selective"],
+        ["parallel.recompute=full", "parallel.recompute_blocks=8"],
+        ["parallel.offload=15"],
+    ):
+        assert _plan(*knob).activations < plain.activations, knob
+    assert _plan("parallel.recompute=full").backward > plain.backward  # a whole block is made again
+    offloaded = _plan("parallel.offload=15")
+    blocks = plain.activations / 32  # two micro-batches of 16 blocks
+    assert offloaded.host == pytest.approx(30 * blocks)
+    assert offloaded.activations == pytest.approx(3 * blocks, rel=0.01)  # two last blocks, and one that has come back
+    assert plain.host == 0
+    assert _plan("training.global_batch_size=2").activations == pytest.approx(plain.activations / 2)  # one micro-batch
+    config = _config("fp8.recipe=none")
+    assert fp8_weight_bytes(config, build_fp8(config, None), range(2)) == 0
+
+
+def test_schedules_hold_what_they_hold() -> None:
+    """Micro-batches in flight from the schedule: 1F1B's first rank holds two of a stage, interleaving a half more."""
+    plain = _plan()
+    per_chunk = plain.activations / 4  # 1F1B holds two micro-batches of two chunks' blocks
+    interleaved = _plan("parallel.schedule=interleaved", "parallel.virtual_pipeline=2")
+    assert interleaved.activations == pytest.approx(5 * per_chunk, rel=0.01)
+
+
+def test_operands_of_weight_gradients_wait() -> None:
+    config = load_config(CONFIG.parent / "llama3-8b.yaml", ["model.num_layers=1", "parallel.tensor=1"])
+    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "W": Kind.WEIGHT}
+
+    def activations(*actions: str) -> int:
+        taken = [Action(kinds[kind], int(microbatch)) for kind, microbatch in actions]
+        return rank_memory(config, build_fp8(config, None), 1, [range(1)], taken).activations
+
+    whole = activations("F0", "B0", "F1", "B1")
+    assert activations("F0", "B0", "W0", "F1", "B1", "W1") == whole
+    h, f, kv = 4096, 14336, 1024
+    operands = (h + h + 2 * kv) + (h + h) + (h + 2 * f) + (f + h)
+    assert activations("F0", "B0", "F1", "B1", "W0", "W1") == whole + 8192 * operands
+    assert activations("F0", "F1", "B0", "B1") == 2 * whole
