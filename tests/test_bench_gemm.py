@@ -156,7 +156,7 @@ def test_what_adding_in_place_is_worth(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_casts_are_held_against_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels need a GPU; what is made of their times does not."""
-    case = bench_casts.Case("plain -> tensor", "plain", lambda: None, bytes=4 * 10**9)
+    case = bench_casts.Case("plain -> tensor", "plain", ("one factor",), lambda: None, bytes=4 * 10**9)
     monkeypatch.setattr(bench_casts, "cases", lambda: [case])
     monkeypatch.setattr(bench_casts, "milliseconds", lambda run: 2.0)
     monkeypatch.setattr(bench_casts, "copy_bandwidth", lambda: 4.0)

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import sdpa_kernel
 
 from megafp8.fp8.gemm import Fp8Gemm
-from megafp8.models import attention
+from megafp8.models.attention import CUDA_BACKENDS
 from tools.layers import Layers
 
 Call = Callable[[], object]
@@ -29,13 +31,19 @@ Call = Callable[[], object]
 def _attention(calls: list[Call], attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`attend`, which notes itself in `calls`, and its backward when that comes."""
 
-    def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        y = attend(q, k, v, mask)
+    def again(*inputs: Tensor, **options: Any) -> Tensor:
+        if not inputs[0].is_cuda:
+            return attend(*inputs, **options)
+        with sdpa_kernel(CUDA_BACKENDS, set_priority=True):
+            return attend(*inputs, **options)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        y = attend(q, k, v, **options)
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         outputs: list[Tensor] = []
 
         def forward() -> None:
-            outputs[:] = [attend(*inputs, mask)]
+            outputs[:] = [again(*inputs, **options)]
 
         def note_backward(dy: Tensor) -> None:
             calls.append(lambda: torch.autograd.grad(outputs, inputs, dy))
@@ -52,7 +60,7 @@ def recorded() -> Iterator[list[Call]]:
     """FP8 products and attention that run within, as calls that do the same again."""
     calls: list[Call] = []
     originals = {name: getattr(Fp8Gemm, name) for name in ("tn", "accumulate_tn")}
-    attend = attention.core_attention
+    attend = F.scaled_dot_product_attention
 
     within: list[bool] = []  # a product may be made of another
 
@@ -71,12 +79,12 @@ def recorded() -> Iterator[list[Call]]:
     try:
         for name, product in originals.items():
             setattr(Fp8Gemm, name, noted(product))
-        attention.core_attention = _attention(calls, attend)
+        F.scaled_dot_product_attention = _attention(calls, attend)
         yield calls
     finally:
         for name, product in originals.items():
             setattr(Fp8Gemm, name, product)
-        attention.core_attention = attend
+        F.scaled_dot_product_attention = attend
 
 
 @dataclass(frozen=True)

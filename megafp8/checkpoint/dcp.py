@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,17 @@ _INDEX_CLASSES = {
 }
 
 
+def _enum_member(cls: Any, name: str) -> Any:
+    """What `getattr` is for in an index: some releases of Python write members of enumerations so."""
+    if not (isinstance(cls, type) and issubclass(cls, Enum)):
+        raise pickle.UnpicklingError(f"it takes {name} of {cls!r}, which is no enumeration")
+    return cls[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)

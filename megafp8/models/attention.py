@@ -35,7 +35,7 @@ from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLine
 
 CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From q `[s, b, a, d]`, k and v `[s, b, g, d]` to what the values come to, `[s, b, a, d]`."""
-_CUDA_BACKENDS = [
+CUDA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -55,7 +55,7 @@ def core_attention(q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: Tensor 
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbad, k_sbgd, v_sbgd))
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": q.shape[1] != k.shape[1]}
     if q.is_cuda:
-        with sdpa_kernel(_CUDA_BACKENDS, set_priority=True):
+        with sdpa_kernel(CUDA_BACKENDS, set_priority=True):
             y = F.scaled_dot_product_attention(q, k, v, **options)
     else:
         y = F.scaled_dot_product_attention(q, k, v, **options)

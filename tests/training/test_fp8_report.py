@@ -72,8 +72,15 @@ class Run:
         return read_report(self.folder / FILE_NAME)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        pytest.param(recipe, layout, marks=[] if some else [pytest.mark.slow])
+        for recipe in ("delayed", "current", "blockwise")
+        for layout in LAYOUTS
+        for some in [(recipe, layout) in (("delayed", "tp2-sp-pp2"), ("blockwise", "alone"))]
+    ],
+)
 def test_all_tensors_once_and_the_same_training(
     tmp_path: Path, world4: World, quickstart_data: QuickstartData, recipe: str, layout: str
 ) -> None:
