@@ -18,7 +18,7 @@ import sys
 from megafp8.config import Config, check_layout, load_config
 from megafp8.planner.memory import memory_table, pipeline_memory
 from megafp8.training.describe import describe
-from megafp8.training.inputs import Inputs, open_inputs
+from megafp8.training.inputs import Inputs, open_inputs, with_vocabulary
 from megafp8.training.job import check_run, train
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 from megafp8.training.trainer import build_fp8
@@ -51,6 +51,7 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
         world_size = arguments.world_size or max(world_size, p.tensor * p.pipeline * p.context)
     check_layout(config, world_size, arguments.config)
     if arguments.dry_run:
+        config = with_vocabulary(config, arguments.config)
         plan = plan_pipeline(config, num_microbatches(config, world_size))
         memories = pipeline_memory(config, build_fp8(config, None), world_size, plan.placement, plan.train)
         print(describe(config, world_size), memory_table(memories), sep="\n\n")

@@ -243,6 +243,19 @@ def test_dry_run_with_long_sequences() -> None:
     assert "0-15" in done.stdout
 
 
+def test_dry_run_reads_the_vocabulary_or_says_what_it_lacks(tmp_path: Path) -> None:
+    done = script(
+        "--config", "configs/gpt2-125m.yaml", "--dry-run", "--world-size", "8", f"data.tokenizer.path={tmp_path}/none"
+    )
+    assert done.returncode == 2
+    assert f"{tmp_path}/none" in done.stderr
+    assert "Traceback" not in done.stderr
+    tokenizer = ["data.tokenizer={kind: bytes}"]
+    done = script("--config", "configs/gpt2-125m.yaml", "--dry-run", "--world-size", "8", *tokenizer)
+    assert done.returncode == 0, done.stderr
+    assert "vocab_size: 257" in done.stdout
+
+
 def test_schema_is_json() -> None:
     schema = json.loads(script("--print-schema").stdout)
     assert schema["$defs"]["ParallelConfig"]["properties"]["tensor"]["description"].startswith("Tensor-parallel size")

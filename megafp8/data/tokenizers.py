@@ -151,7 +151,14 @@ class TiktokenTokenizer:
             if path not in tiktoken.list_encoding_names():
                 names = ", ".join(tiktoken.list_encoding_names())
                 raise ValueError(f"data.tokenizer.path = {path}: neither a file nor a tiktoken encoding ({names})")
-            self._model = tiktoken.get_encoding(path)
+            try:
+                self._model = tiktoken.get_encoding(path)  # from its cache, or else from the network
+            except OSError as error:
+                raise ValueError(
+                    f"data.tokenizer.path = {path}: tiktoken has no copy of this encoding and cannot fetch it "
+                    f"({type(error).__name__}); run once where there is a network and copy the folder "
+                    "TIKTOKEN_CACHE_DIR, or give the path of a ranks file"
+                ) from None
             content = path.encode()
         self.vocab_size: int = self._model.n_vocab
         self.eod_id: int = self._model.eot_token

@@ -54,6 +54,14 @@ def open_inputs(config: Config, source: str) -> Inputs:
     return Inputs(config, tokenizer, train, validation)
 
 
+def with_vocabulary(config: Config, source: str) -> Config:
+    """`config` with `model.vocab_size` resolved, of all inputs reading the tokenizer only. Raises ValueError."""
+    given = config.data.tokenizer
+    if config.model.vocab_size is not None:
+        return config
+    return _resolve_vocabulary(config, None if given is None else build_tokenizer(given.kind, given.path), source)
+
+
 def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str) -> Config:
     given = config.model.vocab_size
     if tokenizer is None:

@@ -95,3 +95,14 @@ def test_no_end_of_document_token(tmp_path: Path) -> None:
     Library(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "t.json"))
     with pytest.raises(ValueError, match=r"has no end-of-document token; looked for <\|endoftext\|>"):
         build_tokenizer("huggingface", str(tmp_path / "t.json"))
+
+
+def test_tiktoken_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+
+    def unreachable(name: str) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
+    with pytest.raises(ValueError, match="data.tokenizer.path = gpt2: tiktoken has no copy of this encoding"):
+        build_tokenizer("tiktoken", "gpt2")
