@@ -43,7 +43,9 @@ class Blend:
         """For each sample of a block its data set and the index in it."""
         before, after = self._given(block * BLOCK), self._given((block + 1) * BLOCK)
         sources = np.repeat(np.arange(len(self.datasets)), after - before)
-        np.random.Generator(np.random.Philox(key=[self.seed & (2**64 - 1), block])).shuffle(sources)
+        np.random.Generator(np.random.Philox(key=np.array([self.seed & (2**64 - 1), block], dtype=np.uint64))).shuffle(
+            sources
+        )
         indices = np.empty(BLOCK, np.int64)
         for k in range(len(self.datasets)):
             own = sources == k

@@ -132,7 +132,8 @@ class PackedDataset:
         return epoch if tuple(map(len, epoch)) == lengths else None
 
     def _make(self, number: int) -> _Epoch:
-        generator = np.random.Generator(np.random.Philox(key=[self.seed & (2**64 - 1), number]))
+        key = np.array([self.seed & (2**64 - 1), number], dtype=np.uint64)
+        generator = np.random.Generator(np.random.Philox(key=key))
         small = np.uint32 if max(len(self._lengths), self.samples_per_epoch) < 2**32 else np.int64
         documents = generator.permutation(len(self._lengths)).astype(small)
         starts = np.concatenate([[0], np.cumsum(self._lengths[documents])[:-1]]).astype(np.int64)

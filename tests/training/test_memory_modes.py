@@ -107,7 +107,7 @@ def _compare(world: World, common: list[str], layout: str, changed: str, modes: 
 
 
 @pytest.mark.parametrize("layout", ["alone", "tp2-sp", "pp2"])
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "blockwise"])
+@pytest.mark.parametrize("recipe", ["none", "delayed", pytest.param("current", marks=pytest.mark.slow), "blockwise"])
 def test_every_mode_changes_no_bit(world2: World, common: list[str], recipe: str, layout: str) -> None:
     modes = list(MODES) if layout == "alone" else ["full", "norms", "activation", "offload", "offload-all"]
     _compare(world2, common, layout, recipe, modes)
