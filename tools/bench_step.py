@@ -1,13 +1,23 @@
-"""Time whole training steps: tokens/s, TFLOP/s and MFU of each precision of a config, in one run, interleaved.
+"""Time whole training steps: one table over layouts and precisions, all in one run.
 
-    python tools/bench_step.py --config configs/llama3-8b.yaml --variants bf16,current,delayed \
-        parallel.tensor=1 parallel.pipeline=1 model.num_layers=4 training.global_batch_size=4
-    torchrun --nproc-per-node 4 tools/bench_step.py --config ... parallel.tensor=2 parallel.pipeline=2
+    torchrun --nproc-per-node 4 tools/bench_step.py --config configs/llama3-8b.yaml --micro-batches 8 \
+        --layouts "tensor=1 pipeline=1 zero=1" "tensor=2 pipeline=2 schedule=zb-h1" --variants bf16,delayed,delayed+fast
 
-The tokens are random: no data set is read. Each variant is built, warmed up and timed in turn, `--rounds` times over,
-so that a drift of the clock touches all alike; the table gives the median step. TFLOP/s are model FLOPs,
-6·N_matmul + 6·L·s·h_attn per token (causal attention as half, output layer in, embedding look-up out); MFU is against
-the dense peak of the precision named, 989 TFLOP/s bf16 and 1979 fp8 on H100 and H200.
+A layout is a list of keys of `parallel`; what it does not name is as in the config. A variant is bf16, fp32 or an FP8
+recipe, with +fast (fast accumulation in all three GEMMs) and +graphs (training.cuda_graphs) where wanted. The tokens
+are random: no data set is read. `--micro-batches` is the number on each data-parallel rank, whatever the layout.
+
+Each variant of each layout is built, warmed up and timed in turn, `--rounds` times over, so that a drift of the clock
+touches all alike; the table gives
+
+    step ms     the median
+    tok/s/gpu   and TFLOP/s: model FLOPs, 6·N_matmul + 6·L·s·h_attn per token (causal attention as half, output layer
+                in, embedding look-up out); MFU against the precision's dense peak, 989 bf16, 1979 fp8 on H100 and H200
+    exposed     communication that nothing hides, of a step (see tools/step_profile.py), mean of all ranks
+    bubble      of pipelines: measured in a traced step, and simulated with the mean times of each stage's actions
+    GiB         the fullest rank's peak of torch's allocator, and what megafp8.planner.memory predicts
+
+What cannot run (a layout that does not fit, memory) is a line that says so, and the others go on.
 """
 
 from __future__ import annotations
@@ -19,10 +29,14 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from megafp8.collectives import all_gather_objects
 from megafp8.config import Config, check_layout, load_config
 from megafp8.data.samples import Batch
 from megafp8.models.flops import PEAK_FLOPS, flops_per_token
@@ -32,24 +46,65 @@ from megafp8.parallel_state import (
     initialize_distributed,
     initialize_model_parallel,
 )
+from megafp8.pipeline_parallel.schedules import Kind
+from megafp8.pipeline_parallel.simulate import Timeline, Times, simulate
+from megafp8.planner.memory import pipeline_memory
 from megafp8.training.job import choose_device
 from megafp8.training.metrics import memory_gib
-from megafp8.training.trainer import Trainer
+from megafp8.training.pipeline import PipelinePlan
+from megafp8.training.trainer import Trainer, build_fp8
+from tools.step_profile import StepProfile, profile_step
 
-VARIANTS = {
-    "fp32": {"precision": "fp32", "recipe": "none"},
-    "bf16": {"precision": "bf16", "recipe": "none"},
-    "current": {"precision": "bf16", "recipe": "current"},
-    "delayed": {"precision": "bf16", "recipe": "delayed"},
+OPTIONS = {
+    "fast": "fp8.fast_accumulation=[true,true,true]",
+    "graphs": "training.cuda_graphs=true",
 }
 
 
-def variant_config(config: Config, variant: str) -> Config:
-    """`config` in the precision of `variant`."""
-    choice = VARIANTS[variant]
-    training = config.training.model_copy(update={"precision": choice["precision"]})
-    fp8 = config.fp8.model_copy(update={"recipe": choice["recipe"]})
-    return config.model_copy(update={"training": training, "fp8": fp8})
+@dataclass
+class Result:
+    """What was measured of one variant of one layout; `failure` where it could not run."""
+
+    layout: str
+    variant: str
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    memory_gib: float = 0.0
+    predicted_gib: float = 0.0
+    bubble: float | None = None
+    simulated_bubble: float | None = None
+    profile: StepProfile | None = None
+    failure: str = ""
+
+
+def variant_overrides(variant: str) -> list[str]:
+    """Of `recipe+option+option`. Raises ValueError for an option there is none of."""
+    name, *options = variant.split("+")
+    unknown = [option for option in options if option not in OPTIONS]
+    if unknown:
+        raise ValueError(
+            f"--variants: {variant!r} has the option {unknown[0]!r}, which is none of {', '.join(OPTIONS)}"
+        )
+    precision, recipe = (name, "none") if name in ("bf16", "fp32") else ("bf16", name)
+    return [f"training.precision={precision}", f"fp8.recipe={recipe}", *(OPTIONS[option] for option in options)]
+
+
+def layout_overrides(layout: str) -> list[str]:
+    """Of `key=value key=value`; keys without a section are those of `parallel`."""
+    return [part if "." in part.split("=")[0] else f"parallel.{part}" for part in layout.split()]
+
+
+def resolve(arguments: argparse.Namespace, layout: str, variant: str, world_size: int) -> Config:
+    """The config of one line of the table. Raises ValueError where it cannot run."""
+    overrides = [*arguments.overrides, *layout_overrides(layout), *variant_overrides(variant)]
+    config = load_config(arguments.config, overrides)
+    if arguments.micro_batches:
+        p = config.parallel
+        data = max(1, world_size // (p.tensor * p.pipeline * p.context))
+        size = arguments.micro_batches * config.training.micro_batch_size * data
+        config = load_config(arguments.config, [*overrides, f"training.global_batch_size={size}"])
+    check_layout(config, world_size, arguments.config)
+    return config
 
 
 def random_batches(config: Config, parallel: ParallelState) -> list[Batch]:
@@ -63,20 +118,51 @@ def random_batches(config: Config, parallel: ParallelState) -> list[Batch]:
     return [Batch(tokens=r[:, :-1].contiguous(), labels=r[:, 1:].contiguous()) for r in rows]
 
 
-def time_steps(config: Config, parallel: ParallelState, warmup: int, steps: int) -> dict[str, list[float] | float]:
-    """Build a trainer, run it, and give back the seconds of each timed step, losses and peak memory."""
+def simulated_bubble(plan: PipelinePlan, measured: Timeline) -> float:
+    """What `plan` would lose if each action took the mean time of its kind on its stage in `measured`."""
+    spent: dict[tuple[int, Kind], list[float]] = {}
+    for rank, spans in enumerate(measured.spans):
+        for span in spans:
+            stage = plan.placement.stages[rank][span.action.chunk]
+            spent.setdefault((stage, span.action.kind), []).append(span.end - span.start)
+    mean = {key: statistics.fmean(times) for key, times in spent.items()}
+    times = []
+    for stage in range(plan.placement.num_stages):
+        backward, weight = mean[stage, Kind.BACKWARD], mean.get((stage, Kind.WEIGHT), 0.0)  # 0: one backward does both
+        times.append(Times(mean[stage, Kind.FORWARD], backward, weight))
+    return simulate(plan.train, plan.placement, times).bubble_fraction
+
+
+def measure(config: Config, parallel: ParallelState, warmup: int, steps: int, result: Result) -> None:
+    """Build a trainer, run it, and add to `result` the seconds of its timed steps, losses, memory, and its profile."""
     if parallel.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(parallel.device)
+    trace_step = warmup + steps + 1  # steps count from 1 in the config
+    if config.parallel.pipeline > 1:
+        logging = config.logging.model_copy(update={"pipeline_trace_step": trace_step})
+        config = config.model_copy(update={"logging": logging})
     trainer = Trainer(config, parallel)
     batches = random_batches(config, parallel)
-    seconds, losses = [], []
     for step in range(warmup + steps):
         start = time.perf_counter()
         loss, _ = trainer.train_step(step, batches)  # ends with a host synchronisation
         if step >= warmup:
-            seconds.append(time.perf_counter() - start)
-        losses.append(loss.mean)
-    return {"seconds": seconds, "losses": losses, "memory_gib": memory_gib(parallel.device)}
+            result.seconds.append(time.perf_counter() - start)
+        result.losses.append(loss.mean)
+    result.memory_gib = max(all_gather_objects(memory_gib(parallel.device), parallel.world.group))
+    trainer.train_step(trace_step - 1, batches)
+    if trainer.timeline is not None:
+        result.bubble = trainer.timeline.bubble_fraction
+        result.simulated_bubble = simulated_bubble(trainer.plan, trainer.timeline)
+    own = profile_step(lambda: trainer.train_step(trace_step, batches))
+    profiles = [p for p in all_gather_objects(own, parallel.world.group) if p is not None]
+    if profiles:
+        result.profile = StepProfile(*(statistics.fmean(x) for x in zip(*(asdict(p).values() for p in profiles))))
+    trainer.wait_for_weights()  # a gathering that nobody waits for keeps them alive
+    memories = pipeline_memory(
+        config, build_fp8(config, None), parallel.world_size, trainer.plan.placement, trainer.plan.train
+    )
+    result.predicted_gib = max(memory.total for memory in memories) / 2**30
 
 
 def release() -> None:
@@ -86,82 +172,137 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def table(config: Config, results: dict[str, dict], world_size: int, device: torch.device) -> list[dict]:
-    """One row a variant."""
-    t = config.training
-    tokens = t.global_batch_size * t.seq_length
+class Groups:
+    """The groups of each layout, built once. They are kept to the end: torch gives a group that is built a second time
+    over the same ranks the name of the first, and with it the addresses that the first left in the store."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._built: dict[tuple[int, int, int, int], ParallelState] = {}
+
+    def of(self, config: Config) -> ParallelState:
+        """Collective."""
+        p = config.parallel
+        sizes = (p.tensor, p.pipeline, p.virtual_pipeline, p.context)
+        if sizes not in self._built:
+            tensor, pipeline, virtual, context = sizes
+            self._built[sizes] = initialize_model_parallel(
+                tensor,
+                pipeline,
+                virtual,
+                context_parallel_size=context,
+                device=self._device,
+                timeout_seconds=config.timeout_seconds,
+            )
+        return self._built[sizes]
+
+
+def rows_of(results: Sequence[Result], configs: dict[tuple[str, str], Config], world_size: int) -> list[dict]:
+    """One row a line of the table."""
     rows = []
-    for variant, result in results.items():
-        seconds = statistics.median(result["seconds"])
-        rate = tokens / seconds / world_size
+    for result in results:
+        if result.failure:
+            rows.append({"layout": result.layout, "variant": result.variant, "failure": result.failure})
+            continue
+        config = configs[result.layout, result.variant]
+        t = config.training
+        seconds = statistics.median(result.seconds)
+        rate = t.global_batch_size * t.seq_length / seconds / world_size
         flops = rate * flops_per_token(config.model, t.seq_length)
-        peak = PEAK_FLOPS["bf16" if variant == "bf16" else "fp8"] if device.type == "cuda" else None
-        rows.append(
-            {
-                "variant": variant,
-                "step_ms": seconds * 1e3,
-                "tokens_per_second_per_gpu": rate,
-                "tflops_per_gpu": flops / 1e12,
-                "mfu": flops / peak if peak else None,
-                "memory_gib": result["memory_gib"],
-                "first_loss": result["losses"][0],
-                "last_loss": result["losses"][-1],
-            }
-        )
+        peak = PEAK_FLOPS["bf16" if config.fp8.recipe == "none" else "fp8"] if torch.cuda.is_available() else None
+        rows.append({
+            "layout": result.layout,
+            "variant": result.variant,
+            "step_ms": seconds * 1e3,
+            "tokens_per_second_per_gpu": rate,
+            "tflops_per_gpu": flops / 1e12,
+            "mfu": flops / peak if peak else None,
+            "exposed": result.profile and result.profile.exposed,
+            "bubble": result.bubble,
+            "simulated_bubble": result.simulated_bubble,
+            "memory_gib": result.memory_gib,
+            "predicted_gib": result.predicted_gib,
+            "first_loss": result.losses[0],
+            "last_loss": result.losses[-1],
+        })  # fmt: skip
     return rows
 
 
-def print_table(rows: list[dict]) -> None:
-    print(f"{'variant':<10}{'step ms':>10}{'tok/s/gpu':>12}{'TFLOP/s':>10}{'MFU':>8}{'peak GiB':>10}{'loss':>20}")
-    for row in rows:
-        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
-        loss = f"{row['first_loss']:.4f} -> {row['last_loss']:.4f}"
-        print(
-            f"{row['variant']:<10}{row['step_ms']:>10.1f}{row['tokens_per_second_per_gpu']:>12,.0f}"
-            f"{row['tflops_per_gpu']:>10.1f}{mfu:>8}{row['memory_gib']:>10.2f}{loss:>20}"
-        )
+def line(row: dict, width: int) -> str:
+    """A row as text."""
+    label = f"{row['layout']:<{width}}  {row['variant']:<14}"
+    if "failure" in row:
+        return f"{label} {row['failure']}"
+    share = {
+        key: "-" if row[key] is None else f"{row[key]:.1%}" for key in ("mfu", "exposed", "bubble", "simulated_bubble")
+    }
+    return (
+        f"{label}{row['step_ms']:>9.1f}{row['tokens_per_second_per_gpu']:>11,.0f}{row['tflops_per_gpu']:>9.1f}"
+        f"{share['mfu']:>7}{share['exposed']:>9}{share['bubble']:>8}{share['simulated_bubble']:>11}"
+        f"{row['memory_gib']:>8.2f}{row['predicted_gib']:>11.2f}  {row['first_loss']:.4f} -> {row['last_loss']:.4f}"
+    )
 
 
-def main() -> int:
+def heading(width: int) -> str:
+    names = f"{'layout':<{width}}  {'variant':<14}{'step ms':>9}{'tok/s/gpu':>11}{'TFLOP/s':>9}{'MFU':>7}"
+    return f"{names}{'exposed':>9}{'bubble':>8}{'simulated':>11}{'GiB':>8}{'predicted':>11}  loss"
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
-    parser.add_argument("--variants", default="bf16,current,delayed", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--layouts", nargs="+", default=[""], metavar='"key=value ..."', help="keys of `parallel`")
+    parser.add_argument("--variants", default="bf16,current,delayed", help="recipe+option, by commas")
+    parser.add_argument("--micro-batches", type=int, help="of each data-parallel rank; default: as in the config")
     parser.add_argument("--warmup", type=int, default=4, help="steps before timing, in each round")
     parser.add_argument("--steps", type=int, default=8, help="timed steps in each round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="also write the table and all samples here")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_intermixed_args()
-    variants = arguments.variants.split(",")
-    unknown = [v for v in variants if v not in VARIANTS]
-    if unknown:
-        parser.error(f"--variants: {unknown[0]!r} is none of {', '.join(VARIANTS)}")
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        check_layout(config, int(os.environ.get("WORLD_SIZE", "1")), arguments.config)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+    parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="key=value", help="of the config")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    lines = [(layout, variant) for layout in arguments.layouts for variant in arguments.variants.split(",")]
+    results, configs = {key: Result(*key) for key in lines}, {}
+    for key in lines:
+        try:
+            configs[key] = resolve(arguments, *key, world_size)
+        except ValueError as error:
+            results[key].failure = " ".join(str(error).split())
+    if not configs:
+        print(f"error: {results[lines[0]].failure}", file=sys.stderr)
         return 2
-    device = initialize_distributed(choose_device(config), config.timeout_seconds)
-    p = config.parallel
-    parallel = initialize_model_parallel(p.tensor, p.pipeline, context_parallel_size=p.context, device=device)
-    results: dict[str, dict] = {}
-    for _ in range(arguments.rounds):
-        for variant in variants:
-            result = time_steps(variant_config(config, variant), parallel, arguments.warmup, arguments.steps)
-            results.setdefault(variant, result | {"seconds": []})["seconds"] += result["seconds"]
+    some = next(iter(configs.values()))
+    device = initialize_distributed(choose_device(some), some.timeout_seconds)
+    say = print if dist.get_rank() == 0 else lambda *_, **__: None
+    groups = Groups(device)
+    width = max(len(layout) for layout, _ in lines)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    m, t = some.model, some.training
+    say(f"{some.name}: {m.num_layers} layers, s = {t.seq_length}, {world_size} × {name}, torch {torch.__version__}")
+    say(heading(width))
+    for round_ in range(arguments.rounds):
+        for key, config in configs.items():
+            if results[key].failure:
+                continue
+            try:
+                measure(config, groups.of(config), arguments.warmup, arguments.steps, results[key])
+            except torch.cuda.OutOfMemoryError as error:  # on some ranks only: the others would wait for ever
+                print(f"rank {dist.get_rank()}, {' '.join(key)}: out of memory: {str(error)[:200]}", flush=True)
+                os._exit(1)
             release()
-    if parallel.rank == 0:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        print(
-            f"{config.name}: {config.model.num_layers} layers, s = {config.training.seq_length}, "
-            f"{parallel.world_size} × {name}, tensor {p.tensor} × context {p.context} × pipeline {p.pipeline} × "
-            f"data {parallel.data.size}, torch {torch.__version__}"
-        )
-        rows = table(config, results, parallel.world_size, device)
-        print_table(rows)
-        if arguments.json:
-            arguments.json.write_text(json.dumps({"rows": rows, "samples": results}, indent=1))
+            if round_ == arguments.rounds - 1:
+                say(line(rows_of([results[key]], configs, world_size)[0], width), flush=True)
+    rows = rows_of(list(results.values()), configs, world_size)
+    for row in rows:
+        if "failure" in row:
+            say(line(row, width))
+    if arguments.json and dist.get_rank() == 0:
+        samples = [asdict(result) for result in results.values()]
+        arguments.json.write_text(json.dumps({"rows": rows, "samples": samples}, indent=1))
     destroy_model_parallel()
     return 0
 

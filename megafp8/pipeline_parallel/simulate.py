@@ -1,12 +1,14 @@
 """When each action of a schedule runs, and what it holds in memory meanwhile, without a process group.
 
-A model for planning and plots: uniform stages, and transfers that take a fixed time and occupy nobody. What is held is
-counted in micro-batches of one stage: a forward's activations live until the backward, and where that leaves weight
-gradients for later, a part of them (the operands of the linear layers) until these are done.
+A model for planning and plots: stages that are alike, or each with times of its own, and transfers that take a fixed
+time and occupy nobody. What is held is counted in micro-batches of one stage: a forward's activations live until the
+backward, and where that leaves weight gradients for later, a part of them (the operands of the linear layers) until
+these are done.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megafp8.pipeline_parallel.schedules import COMPUTE, RECEIVE_BEFORE, Action, Kind, Placement, Schedule, splits
@@ -80,15 +82,19 @@ def _peak(actions: list[Action], *, whole: bool) -> int:
     return peak
 
 
-def simulate(schedule: Schedule, placement: Placement, times: Times | None = None) -> Timeline:
+def simulate(schedule: Schedule, placement: Placement, times: Times | Sequence[Times] | None = None) -> Timeline:
     """When every compute action of `schedule` runs, each as early as its rank and its input allow.
 
-    Communication actions are not needed and not looked at. Raises ValueError where compute actions wait for one another
+    `times`: of every stage, or a sequence with those of each. Communication actions are not needed and not looked at.
+    Raises ValueError where compute actions wait for one another
     for ever.
     """
-    times = times or Times()
+    by_stage = [times or Times()] * placement.num_stages if times is None or isinstance(times, Times) else times
     compute = [[action for action in actions if action.kind in COMPUTE] for actions in schedule]
-    durations = [_durations(actions, times) for actions in compute]
+    durations = [
+        _durations(actions, [by_stage[stage] for stage in placement.stages[rank]])
+        for rank, actions in enumerate(compute)
+    ]
     spans: list[list[Span]] = [[] for _ in schedule]
     ends: dict[tuple[int, Action], float] = {}
 
@@ -97,7 +103,8 @@ def simulate(schedule: Schedule, placement: Placement, times: Times | None = Non
         needed = _needed(rank, action, placement)
         if any(other not in ends for other in needed):
             return None
-        return max((ends[other] + times.p2p * (other[0] != rank) for other in needed), default=0.0)
+        sent = {(r, a): by_stage[placement.stages[r][a.chunk]].p2p if r != rank else 0.0 for r, a in needed}
+        return max((ends[other] + sent[other] for other in needed), default=0.0)
 
     def advance(rank: int) -> bool:
         done = len(spans[rank])
@@ -142,15 +149,19 @@ def _raise_where_stuck(compute: Schedule, positions: list[int], placement: Place
         raise schedule_error(rank, positions[rank], action, f"deadlock: waits for {awaited} of rank {source}, {at}")
 
 
-def _durations(actions: list[Action], times: Times) -> list[float]:
+def _durations(actions: list[Action], by_chunk: list[Times]) -> list[float]:
     later = splits(actions)
-    whole = {Kind.FORWARD: times.forward, Kind.BACKWARD: times.backward + times.weight, Kind.WEIGHT: times.weight}
-    return [
-        times.backward
-        if action.kind is Kind.BACKWARD and (action.microbatch, action.chunk) in later
-        else whole[action.kind]
-        for action in actions
-    ]
+    found = []
+    for action in actions:
+        times = by_chunk[action.chunk]
+        if action.kind is Kind.FORWARD:
+            found.append(times.forward)
+        elif action.kind is Kind.WEIGHT:
+            found.append(times.weight)
+        else:
+            apart = (action.microbatch, action.chunk) in later
+            found.append(times.backward if apart else times.backward + times.weight)
+    return found
 
 
 def schedule_error(rank: int, position: int, action: Action, rule: str) -> ValueError:

@@ -185,6 +185,8 @@ def _chunk(config: Config, fp8: Fp8Manager, layers: range) -> _Chunk:
         ends = (x.m_own + 2 * x.m) * x.h * x.e  # the final norm's input; the output layer's, and its gradient
         moments.append((sum(on_device) + sum(away[-1:]), logits + ends, 0))
     left = sum(block_leaves_for_later(config, fp8, index) for index in layers)
+    if layers.stop == config.model.num_layers:  # the output layer's input, and the logits' gradient
+        left += x.m * (x.h + config.model.padded_vocab_size // config.parallel.tensor) * x.e
     return _Chunk(sum(on_device), sum(away), left, max(moments, key=sum))
 
 

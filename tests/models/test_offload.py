@@ -117,6 +117,8 @@ def test_backward_reads_the_copies(device: str) -> None:
         x = torch.linspace(-1, 1, TOKENS * WIDTH, device=device).view(TOKENS, WIDTH).requires_grad_()
         y = _offloaded(offload, BLOCKS)(blocks, x)
         if scribbled:
+            if device == "cuda":
+                torch.cuda.synchronize()  # the copies into the buffers come first
             for buffer in taken:
                 buffer.zero_()
         gradients += torch.autograd.grad(y.sum(), [x, blocks[0].weight])

@@ -28,6 +28,13 @@ def test_one_f_one_b_meets_its_closed_forms(p: int, m: int, f: float, b: float, 
     assert timeline.peak_in_flight == timeline.peak_held == [min(m, p - rank) for rank in range(p)]
 
 
+def test_each_stage_takes_its_own_time() -> None:
+    """Drawn by hand: the last of two stages is twice as slow in all it does, and the first waits for it."""
+    slow = simulate(one_f_one_b(in_turns(2), 2), in_turns(2), [Times(1.0, 1.0, 0.0, p2p=0.5), Times(2.0, 1.0, 1.0)])
+    assert [(s.start, s.end) for s in slow.spans[0]] == [(0, 1), (1, 2), (5.5, 6.5), (9.5, 10.5)]
+    assert [(s.start, s.end) for s in slow.spans[1]] == [(1.5, 3.5), (3.5, 5.5), (5.5, 7.5), (7.5, 9.5)]
+
+
 @settings(max_examples=40, deadline=None)
 @given(p=stages, v=st.integers(2, 4), n=st.integers(1, 4), f=durations)
 def test_interleaving_divides_the_bubble(p: int, v: int, n: int, f: float) -> None:

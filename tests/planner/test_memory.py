@@ -291,5 +291,6 @@ def test_operands_of_weight_gradients_wait() -> None:
     assert activations("F0", "B0", "W0", "F1", "B1", "W1") == whole
     h, f, kv = 4096, 14336, 1024
     operands = (h + h + 2 * kv) + (h + h) + (h + 2 * f) + (f + h)
-    assert activations("F0", "B0", "F1", "B1", "W0", "W1") == whole + 8192 * operands
+    output_layer = 2 * (h + 128256)  # its input and the logits' gradient, in bf16
+    assert activations("F0", "B0", "F1", "B1", "W0", "W1") == whole + 8192 * (operands + output_layer)
     assert activations("F0", "F1", "B0", "B1") == 2 * whole

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Validation loss of the FP8 recipes against bf16 on real text: four H200 of one host, about eight minutes.
 #   docs/measurements/2026-11-21-h200-convergence/run.sh 125m|350m OUTPUT_FOLDER
+# Of 350m, STEPS and RUNS (recipes, one GPU each) may be given, and LIMIT, the seconds a run may take.
 # All runs of a size see the same data in the same order from the same initial weights.
 set -uo pipefail
 size=$1 out=$2
@@ -35,7 +36,7 @@ else # 350M parameters
 fi
 
 train() { # gpu name recipe
-    CUDA_VISIBLE_DEVICES=$1 timeout 280 python3 pretrain_gpt.py --config configs/quickstart.yaml $common $model name="$2" fp8.recipe="$3" \
+    CUDA_VISIBLE_DEVICES=$1 timeout ${LIMIT:-280} python3 pretrain_gpt.py --config configs/quickstart.yaml $common $model name="$2" fp8.recipe="$3" \
         >"$out/$2.log" 2>&1 || { echo "$2 failed"; tail -n 25 "$out/$2.log"; }
     tail -n 1 "runs/$size/$2/metrics.jsonl" | cut -c1-420
 }
@@ -44,6 +45,11 @@ if [[ $size == 125m ]]; then
     (train 0 bf16 none; train 0 bf16-again none) & (train 1 delayed delayed; train 1 rowwise rowwise) &
     (train 2 current current; train 2 current-again current) & (train 3 blockwise blockwise; train 3 blockwise-again blockwise) & wait
 else
-    train 0 bf16 none & train 1 delayed delayed & train 2 blockwise blockwise & train 3 current current & wait
+    gpu=0
+    for recipe in ${RUNS:-none delayed blockwise current}; do
+        train $gpu "${recipe/none/bf16}" "$recipe" &
+        gpu=$((gpu + 1))
+    done
+    wait
 fi
 tar -C runs --exclude=checkpoints -czf "$out/$size.tgz" "$size"
