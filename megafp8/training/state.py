@@ -92,9 +92,11 @@ def contents(state: Mapping[str, Rectangles | Tensor], parallel: ParallelState) 
 def save_state(trainer: Trainer, run: Path, step: int, fingerprint: str | None) -> Path:
     """Save everything after `step` steps. Collective."""
     config, state = trainer.config, tensors(trainer)
-    about = contents(state, trainer.parallel)
-    about |= metadata(config, trainer.parallel, step, trainer.optimizer.step_count, fingerprint)
-    about["fp8_left_out"] = trainer.auto_filter.layers
+    about = {
+        **contents(state, trainer.parallel),
+        **metadata(config, trainer.parallel, step, trainer.optimizer.step_count, fingerprint),
+        "fp8_left_out": trainer.auto_filter.layers,
+    }
     return save(checkpoint_folder(run), step, state, about, keep_last=config.checkpoint.keep_last)
 
 
