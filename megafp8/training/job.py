@@ -94,13 +94,10 @@ class Job:
         self.stop = StopRequest()
         self.stop.install()
         resume = self.config.checkpoint.resume
-        self.trainer = Trainer(
-            self.config,
-            parallel,
-            saved_choice(self.config, parallel, self.folder) if resume else None,
-            say=_print if self.is_main else silent,
-        )
-        self.step = load_latest(self.trainer, self.folder) if resume else 0
+        say = _print if self.is_main else silent
+        choice = saved_choice(self.config, parallel, self.folder) if resume else None
+        self.trainer = Trainer(self.config, parallel, choice, say=say)
+        self.step = load_latest(self.trainer, self.folder, say=say) if resume else 0
         self.say(f"run folder: {self.folder}")
         if self.step:
             self.say(f"resumed from step {self.step}")

@@ -9,11 +9,16 @@
 The position in the data is a number of samples, and there is no random-number state: order and initial values are
 functions of the seed (`data.samples`, `tensor_parallel.random`), which is in the metadata with the config.
 
-A run that resumes with another FP8 recipe, or with other layers in FP8, starts those scales afresh and says so.
+A run that resumes with another FP8 recipe, or with other layers in FP8, starts those scales afresh. Which keys of the
+config are others than in the checkpoint, the log says.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,7 @@ from megafp8.collectives import all_gather_objects
 from megafp8.config import Config
 from megafp8.parallel_state import ParallelState
 from megafp8.training.auto_filter import Choice, kept_choice
+from megafp8.training.cuda_graphs import silent
 from megafp8.training.trainer import Trainer
 
 
@@ -51,24 +57,47 @@ def tensors(trainer: Trainer) -> dict[str, Rectangles | Tensor]:
     return state | trainer.fp8.state_dict()
 
 
-def metadata(config: Config, step: int, optimizer_steps: int, fingerprint: str | None) -> dict[str, Any]:
-    """What metadata.json says besides format, step, date and versions."""
+def config_hash(config: Mapping[str, Any]) -> str:
+    """SHA-256 of a config as JSON: keys sorted, no spaces, ASCII. Where in a file a key stood makes no difference."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def metadata(
+    config: Config, parallel: ParallelState, step: int, optimizer_steps: int, fingerprint: str | None
+) -> dict[str, Any]:
+    """What metadata.json says besides format, step, date, versions and `contents`."""
     samples = step * config.training.global_batch_size
+    settings = config.model_dump(mode="json")
     return {
         "consumed_samples": samples,
         "tokens": samples * config.training.seq_length,
         "optimizer_steps": optimizer_steps,
         "tokenizer_fingerprint": fingerprint,
-        "layout": config.parallel.model_dump(mode="json"),
-        "config": config.model_dump(mode="json"),
+        "layout": {"ranks": parallel.world_size, "data": parallel.data.size, **settings["parallel"]},
+        "config_hash": config_hash(settings),
+        "config": settings,
     }
+
+
+def contents(state: Mapping[str, Rectangles | Tensor], parallel: ParallelState) -> dict[str, int]:
+    """How many tensors all ranks' `state` comes to, and how many bytes. Collective."""
+    own = {}
+    for name, value in state.items():
+        shape = tuple(value.shape) if isinstance(value, Tensor) else value.global_shape
+        own[name] = math.prod(shape) * value.dtype.itemsize
+    sizes = {name: size for names in all_gather_objects(own, parallel.world.group) for name, size in names.items()}
+    return {"tensors": len(sizes), "bytes": sum(sizes.values())}
 
 
 def save_state(trainer: Trainer, run: Path, step: int, fingerprint: str | None) -> Path:
     """Save everything after `step` steps. Collective."""
-    about = metadata(trainer.config, step, trainer.optimizer.step_count, fingerprint)
-    about["fp8_left_out"] = trainer.auto_filter.layers
-    return save(checkpoint_folder(run), step, tensors(trainer), about, keep_last=trainer.config.checkpoint.keep_last)
+    config, state = trainer.config, tensors(trainer)
+    about = {
+        **contents(state, trainer.parallel),
+        **metadata(config, trainer.parallel, step, trainer.optimizer.step_count, fingerprint),
+        "fp8_left_out": trainer.auto_filter.layers,
+    }
+    return save(checkpoint_folder(run), step, state, about, keep_last=config.checkpoint.keep_last)
 
 
 def check_resume(config: Config, run: Path, fingerprint: str | None) -> None:
@@ -97,6 +126,21 @@ def check_resume(config: Config, run: Path, fingerprint: str | None) -> None:
         )
 
 
+def changed_keys(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Where two configs differ, as `parallel.tensor 1 -> 2`. A key that one of them does not know is `unset` there."""
+    old, new = dict(_leaves(then)), dict(_leaves(now))
+    keys = [key for key in {**old, **new} if (key in old, old.get(key)) != (key in new, new.get(key))]
+    return [f"{key} {old.get(key, 'unset')} -> {new.get(key, 'unset')}" for key in keys]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
 def saved_choice(config: Config, parallel: ParallelState, run: Path) -> Choice | None:
     """What fp8.auto_filter chose when `run` began; None where that was never saved, or the fp8 section is another now.
 
@@ -119,8 +163,11 @@ def _find(run: Path) -> Path | None:
 
 
 @torch.no_grad()
-def load_latest(trainer: Trainer, run: Path) -> int:
-    """Continue from the newest complete checkpoint of `run`, if there is one; the steps done. Collective."""
+def load_latest(trainer: Trainer, run: Path, *, say: Callable[[str], None] = silent) -> int:
+    """Continue from the newest complete checkpoint of `run`, if there is one; the steps done. Collective.
+
+    `say` is told which keys of the config are others now.
+    """
     # One rank looks and tells the others: on a lagging network file system they might see different folders.
     world = trainer.parallel.world
     path = all_gather_objects(_find(run) if world.is_first else None, world.group)[0]
@@ -130,4 +177,7 @@ def load_latest(trainer: Trainer, run: Path) -> int:
     trainer.optimizer.copy_masters_to_params()
     trainer.optimizer.step_count = saved["optimizer_steps"]
     trainer.fp8.invalidate_weights()
+    changes = changed_keys(saved["config"], trainer.config.model_dump(mode="json"))
+    if changes:
+        say(f"changed in the config since {path.name}: {'; '.join(changes)}")
     return int(saved["step"])

@@ -1,0 +1,271 @@
+"""Look into a checkpoint: where it comes from, its tensors, and how it differs from another one.
+
+    python tools/inspect_checkpoint.py runs/quickstart/checkpoints/step_00000150 --tensors 'model.layers.0.*' --norms
+    python tools/inspect_checkpoint.py .../step_00000100 --diff .../step_00000150
+
+One process, whatever layout wrote it. Values are read in blocks of rows, so memory does not depend on the model.
+Exit code: 0; with --diff 1 where tensors differ (other configs are listed, and are no difference); 2 for an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megafp8.checkpoint import CheckpointReader, latest
+from megafp8.training.state import changed_keys, checkpoint_folder
+
+_BLOCK = 1 << 22  # elements
+_AXES = ("data", "tensor", "pipeline", "virtual_pipeline", "context", "zero")
+
+Record = dict[str, Any]
+
+
+def open_checkpoint(path: Path) -> CheckpointReader:
+    """ValueError for what is no checkpoint; for a run folder it names the newest one in it."""
+    inside = latest(checkpoint_folder(path)) or latest(path)
+    if inside is not None:
+        raise ValueError(f"{path} is a folder of checkpoints; the newest of them is {inside}")
+    return CheckpointReader(path)
+
+
+def nbytes(kind: tuple[tuple[int, ...], torch.dtype]) -> int:
+    return math.prod(kind[0]) * kind[1].itemsize
+
+
+def blocks(source: CheckpointReader, name: str) -> Iterator[Tensor]:
+    """A tensor's values, flat, float64, some rows at a time."""
+    shape, _ = source.tensors[name]
+    if not shape:
+        yield source.read(name).double().view(1)
+        return
+    rest = shape[1:]
+    rows = max(1, _BLOCK // max(1, math.prod(rest)))
+    for first in range(0, shape[0], rows):
+        size = (min(rows, shape[0] - first), *rest)
+        yield source.read(name, (first, *(0 for _ in rest)), size).flatten().double()
+
+
+def statistics(source: CheckpointReader, name: str) -> Record:
+    """L2 norm, least and largest value of what is not NaN, and how many are NaN."""
+    squares, least, largest, nans = 0.0, math.inf, -math.inf, 0
+    for x in blocks(source, name):
+        x = x[~x.isnan()]
+        nans -= x.numel()
+        if x.numel():
+            squares += x.square().sum().item()
+            least, largest = min(least, x.min().item()), max(largest, x.max().item())
+    nans += math.prod(source.tensors[name][0])
+    return {"norm": math.sqrt(squares), "min": least, "max": largest, "nan": nans}
+
+
+def difference(source: CheckpointReader, other: CheckpointReader, name: str) -> Record:
+    """Largest |a - b|, and ‖a - b‖ / ‖b‖, b from `other`. NaN where only one of them is NaN; two NaN are no difference.
+
+    Equal infinities are no difference either.
+    """
+    largest, squares, reference = [0.0], 0.0, 0.0
+    for a, b in zip(blocks(source, name), blocks(other, name), strict=True):
+        same = (a == b) | (a.isnan() & b.isnan())
+        apart = torch.where(same, 0.0, a - b).abs()
+        if apart.numel():
+            largest.append(apart.max().item())
+        squares += apart.square().sum().item()
+        reference += b.nan_to_num(0.0, 0.0, 0.0).square().sum().item()
+    relative = math.sqrt(squares / reference) if reference else math.inf
+    return {
+        "max_abs": torch.tensor(largest, dtype=torch.float64).max().item(),
+        "relative": relative if squares else 0.0,
+    }
+
+
+def about(source: CheckpointReader) -> Record:
+    """What the checkpoint is: metadata without the config, and sizes by group of tensors."""
+    groups: dict[str, Record] = {}
+    for name, kind in source.tensors.items():
+        parts = name.split(".")
+        group = groups.setdefault(".".join(parts[: 1 + (parts[0] == "optimizer")]), {"tensors": 0, "bytes": 0})
+        group["tensors"] += 1
+        group["bytes"] += nbytes(kind)
+    files = {rectangle.file for rectangles in source.rectangles.values() for rectangle in rectangles}
+    return {
+        "path": str(source.path),
+        "metadata": {key: value for key, value in source.metadata.items() if key != "config"},
+        "groups": groups,
+        "data_files": len(files),
+        "data_file_bytes": sum(file.stat().st_size for file in files),
+    }
+
+
+def table(source: CheckpointReader, names: list[str], norms: bool) -> list[Record]:
+    """A record for each tensor of `names`."""
+    records = []
+    with _progress(source, names if norms else []) as bar:
+        for name in names:
+            shape, dtype = source.tensors[name]
+            record: Record = {"name": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+            record["rectangles"] = len(source.rectangles[name])
+            records.append(record | (statistics(source, name) if norms else {}))
+            bar.update(nbytes((shape, dtype)) if norms else 0)
+    return records
+
+
+def compare(source: CheckpointReader, other: CheckpointReader, names: list[str], others: list[str]) -> Record:
+    """Where tensors `names` of `source` and `others` of `other` differ, and the configs."""
+    common = [name for name in names if name in set(others)]
+    alike = [name for name in common if source.tensors[name] == other.tensors[name]]
+    values = {}
+    with _progress(source, alike) as bar:
+        for name in alike:
+            apart = difference(source, other, name)
+            if apart["max_abs"] != 0.0:
+                values[name] = apart
+            bar.update(nbytes(source.tensors[name]))
+    return {
+        "only_here": [name for name in names if name not in other.tensors],
+        "only_there": [name for name in others if name not in source.tensors],
+        "shape_or_dtype": {
+            name: [_kind(side.tensors[name]) for side in (source, other)] for name in common if name not in set(alike)
+        },
+        "values": values,
+        "equal": len(alike) - len(values),
+        "config": changed_keys(source.metadata.get("config", {}), other.metadata.get("config", {})),
+    }
+
+
+def differs(found: Record) -> bool:
+    return any(found[key] for key in ("only_here", "only_there", "shape_or_dtype", "values"))
+
+
+def _progress(source: CheckpointReader, names: list[str]) -> tqdm:
+    total = sum(nbytes(source.tensors[name]) for name in names)
+    return tqdm(total=total, unit="B", unit_scale=True, disable=None if names else True, leave=False)
+
+
+def _kind(kind: tuple[tuple[int, ...], torch.dtype]) -> str:
+    return f"{list(kind[0])} {str(kind[1]).removeprefix('torch.')}"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.4g} {unit}"
+        count /= 1024
+    return f"{count:,.4g} TiB"
+
+
+# --- what is printed -------------------------------------------------------------------------------------------------
+
+
+def print_about(facts: Record) -> None:
+    meta, groups = facts["metadata"], facts["groups"]
+    print(facts["path"])
+    tokens = f", {meta['tokens']:,} tokens" if "tokens" in meta else ""
+    print(f"step {meta['step']:,}{tokens}; saved {meta.get('date', 'at an unknown time')}")
+    layout = meta.get("layout")
+    if layout:
+        axes = "  ".join(f"{axis} {layout[axis]}" for axis in _AXES if axis in layout)
+        print(f"layout: {layout.get('ranks', 'unknown')} ranks  {axes}  schedule {layout.get('schedule')}")
+    print(f"format {meta['format_version']}, megafp8 {meta.get('megafp8_version')}, torch {meta.get('torch_version')}")
+    print(f"config hash {meta.get('config_hash')}, tokenizer fingerprint {meta.get('tokenizer_fingerprint')}")
+    print(f"data files: {facts['data_files']}, {_size(facts['data_file_bytes'])}")
+    for group, size in groups.items():
+        print(f"  {group:<24}{size['tensors']:>8,} tensors {_size(size['bytes']):>18}")
+
+
+def print_table(records: list[Record], norms: bool) -> None:
+    width = max((len(record["name"]) for record in records), default=4)
+    head = f"\n{'tensor':<{width}}  {'shape':>18}  {'dtype':<9}{'rectangles':>11}"
+    print(head + (f"{'L2 norm':>13}{'min':>13}{'max':>13}{'NaN':>8}" if norms else ""))
+    for r in records:
+        shape = "×".join(map(str, r["shape"])) or "scalar"
+        line = f"{r['name']:<{width}}  {shape:>18}  {r['dtype']:<9}{r['rectangles']:>11}"
+        print(line + (f"{r['norm']:>13.5g}{r['min']:>13.5g}{r['max']:>13.5g}{r['nan']:>8}" if norms else ""))
+
+
+def print_difference(found: Record, here: Path, there: Path) -> None:
+    for key, path in (("only_here", here), ("only_there", there)):
+        if found[key]:
+            print(f"\nonly in {path}: {len(found[key])}")
+            print("\n".join(f"  {name}" for name in found[key]))
+    if found["shape_or_dtype"]:
+        print(f"\nof another shape or dtype: {len(found['shape_or_dtype'])}")
+        print("\n".join(f"  {name}  {a} -> {b}" for name, (a, b) in found["shape_or_dtype"].items()))
+    if found["values"]:
+        width = max(map(len, found["values"]))
+        print(f"\n{'of other values':<{width}}  {'max |a - b|':>13}{'‖a - b‖/‖b‖':>14}")
+        for name, apart in found["values"].items():
+            print(f"{name:<{width}}  {apart['max_abs']:>13.5g}{apart['relative']:>14.5g}")
+    print(f"\nequal tensors: {found['equal']}")
+    if found["config"]:
+        print("config:")
+        print("\n".join(f"  {change}" for change in found["config"]))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become text."""
+    if isinstance(value, dict):
+        return {key: _finite(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Print what was asked for; the exit code."""
+    source = open_checkpoint(arguments.path)
+    other = open_checkpoint(arguments.diff) if arguments.diff else None
+    names = [name for name in source.tensors if fnmatchcase(name, arguments.tensors)]
+    others = [name for name in other.tensors if fnmatchcase(name, arguments.tensors)] if other else []
+    if not names and not others:
+        raise ValueError(f"no tensor is called {arguments.tensors}; the first is {next(iter(source.tensors), 'none')}")
+    facts = about(source)
+    if other is None:
+        records = table(source, names, arguments.norms)
+        if arguments.json:
+            print(json.dumps(_finite(facts | {"tensors": records}), indent=2))
+        else:
+            print_about(facts)
+            print_table(records, arguments.norms)
+        return 0
+    found = compare(source, other, names, others)
+    if arguments.json:
+        print(json.dumps(_finite({"here": facts, "there": about(other), "difference": found}), indent=2))
+    else:
+        print_about(facts)
+        print_about(about(other))
+        print_difference(found, source.path, other.path)
+    return int(differs(found))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint folder, such as …/step_00000150")
+    parser.add_argument("--tensors", default="*", metavar="PATTERN", help="only tensors of such names, e.g. 'model.*'")
+    parser.add_argument(
+        "--norms", action="store_true", help="read the values: L2 norm, min, max and NaN of each tensor"
+    )
+    parser.add_argument("--diff", type=Path, metavar="OTHER", help="compare with this checkpoint instead")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    arguments = parser.parse_args(argv)
+    if arguments.norms and arguments.diff:
+        parser.error("--norms is of one checkpoint, --diff of two: choose one of them")
+    try:
+        return inspect(arguments)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
