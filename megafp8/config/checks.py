@@ -17,8 +17,8 @@ from megafp8.config.tree import V_SCHEDULES, Config
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
     by_ranks = (lambda c: _batch(c, world_size), lambda c: _cuda_graphs(c, world_size))
-    rules = (_model, _tensor, _stages, _schedule, _recompute, _sequence, _optimizer, _fp8, _smooth_swiglu, *by_ranks)
-    problems = [problem for rule in rules for problem in rule(config)]
+    rules = (_model, _tensor, _stages, _schedule, _recompute, _sequence, _optimizer, _fp8, _smooth_swiglu)
+    problems = [problem for rule in (*rules, _deterministic, *by_ranks) for problem in rule(config)]
     if problems:
         raise ConfigError(source, problems)
 
@@ -252,6 +252,21 @@ def _smooth_swiglu(config: Config) -> Iterator[Problem]:
     else:
         return
     yield Problem("fp8.smooth_swiglu", True, rule, "try fp8.smooth_swiglu=false")
+
+
+def _deterministic(config: Config) -> Iterator[Problem]:
+    p, f, off = config.parallel, config.fp8, "or deterministic=false"
+    if not config.deterministic:
+        return
+    if f.auto_filter == "measured":
+        rule = "deterministic, and which layers are faster in FP8 may be measured otherwise in the next run"
+        yield Problem("fp8.auto_filter", f.auto_filter, rule, f"try fp8.auto_filter=predicted, {off}")
+    if f.gemm_autotune:
+        rule = "deterministic, and another algorithm, which rounds otherwise, may be the fastest in the next run"
+        yield Problem("fp8.gemm_autotune", True, rule, f"leave it out, {off}")
+    if p.context > 1 and config.device != "cpu" and config.training.precision == "bf16":
+        rule = "deterministic, and its attention is cuDNN's, whose backward adds up in any order"
+        yield Problem("parallel.context", p.context, rule, f"try parallel.context=1, {off}")
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Problem]:

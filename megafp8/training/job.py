@@ -28,6 +28,7 @@ from megafp8.parallel_state import (
 from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.training import auto_filter
 from megafp8.training.cuda_graphs import silent
+from megafp8.training.determinism import describe_determinism
 from megafp8.training.init_from import check_init, load_init
 from megafp8.training.inputs import Inputs
 from megafp8.training.metrics import Fp8ReportWriter, StepMetrics, Writer, memory_gib, open_writers, read_metrics
@@ -110,6 +111,8 @@ class Job:
         self.say(describe_path(self.trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
         for reason in self.trainer.auto_filter.reasons:
             self.say(reason)
+        if self.config.deterministic:
+            self.say(describe_determinism(parallel.device.type))
         self.saved_step = self.step
 
     def say(self, text: str) -> None:
