@@ -133,7 +133,8 @@ class TorchFile:
 
     def read_rows(self, tensor: StoredTensor, name: str, first: int, out: Tensor) -> None:
         """Fill `out`, contiguous, with rows of `tensor` from row `first` on. `name` is for messages."""
-        assert tensor.is_contiguous and out.is_contiguous(), name
+        assert tensor.is_contiguous, name
+        assert out.is_contiguous(), name
         assert out.dtype == tensor.dtype, name
         row = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
         begin, record = tensor.start + first * row, self._records.get(tensor.record)
