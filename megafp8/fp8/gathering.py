@@ -6,8 +6,8 @@ half the bytes travel, a rank casts its slice only, and a norm fuses with its ca
 
 Rows, a token each, belong to one rank with all their factors, so rows follow rows. Columns run along the tokens: with
 one factor for the tensor they are the gathered rows transposed, but with finer factors they are another cast of the
-same values, and have to be gathered too. Nobody needs them before wgrad. So they stay cut (`Operand.columns_group`):
-the input's are kept for backward as a slice, 1/t of the memory, and backward sends them while dgrad runs. A column's
+same values, and have to be gathered too. Nobody needs them before wgrad. So they stay cut: the
+input's are kept for backward as a slice, 1/t of the memory, and backward sends them while dgrad runs. A column's
 factors must be those of the whole: blocks along the tokens begin anew on every rank, which is right where a slice is a
 multiple of a block, and else the values are gathered as before (`Quantizer.token_block`); a factor for the whole
 column is made from the amax over all ranks (`Quantizer.for_slices`). Every cast is then, bit for bit, a slice of the
