@@ -17,7 +17,19 @@ from megafp8.config.tree import V_SCHEDULES, Config
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
     by_ranks = (lambda c: _batch(c, world_size), lambda c: _cuda_graphs(c, world_size))
-    rules = (_model, _tensor, _stages, _schedule, _recompute, _sequence, _optimizer, _fp8, _smooth_swiglu, *by_ranks)
+    rules = (
+        _model,
+        _tensor,
+        _stages,
+        _schedule,
+        _recompute,
+        _sequence,
+        _optimizer,
+        _fp8,
+        _smooth_swiglu,
+        _overlap,
+        *by_ranks,
+    )
     problems = [problem for rule in rules for problem in rule(config)]
     if problems:
         raise ConfigError(source, problems)
@@ -180,6 +192,16 @@ def _sequence(config: Config) -> Iterator[Problem]:
             f"its attention is cuDNN's, for heads of a multiple of 8, at most 256, and model.head_dim is {m.channels}",
             "try parallel.context=1, or model.head_dim=128",
         )  # fmt: skip
+
+
+def _overlap(config: Config) -> Iterator[Problem]:
+    p, path = config.parallel, "parallel.overlap_tensor"
+    if p.overlap_tensor != "none" and p.tensor > 1 and not p.sequence_parallel:
+        rule = "parallel.sequence_parallel is false, so every rank has all tokens and none are gathered"
+        yield Problem(path, p.overlap_tensor, rule, f"try parallel.sequence_parallel=true, or {path}=none")
+    if p.overlap_tensor == "symmetric" and config.device == "cpu":
+        rule = "symmetric memory is that of GPUs, and device is cpu"
+        yield Problem(path, p.overlap_tensor, rule, f"try {path}=chunked, or device=cuda")
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:

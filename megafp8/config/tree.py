@@ -128,6 +128,11 @@ class ParallelConfig(Section):
     from either end, and gathers the others' keys and values; weights are on all of them."""
     sequence_parallel: bool = True
     """Cut activations along the sequence between tensor-parallel regions. Without effect when tensor is 1."""
+    overlap_tensor: Literal["none", "chunked", "symmetric"] = "none"
+    """Hide sequence parallelism's communication behind the layers' GEMMs (Megatron-LM's tp_comm_overlap). none: only
+    the sums of input gradients, behind weight gradients. chunked: all of it, GEMMs cut into as many parts as tensor,
+    which travel by NCCL (gloo on CPU). symmetric: by the GPUs' copy engines, for GPUs of one host; chunked, with a line
+    in the log, where that cannot be set up. It uses no NVLink multicast. Without effect when tensor is 1."""
     layers_per_stage: list[int] | None = None
     """Layers of each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. Default: as even as
     possible."""

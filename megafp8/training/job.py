@@ -44,6 +44,9 @@ def choose_device(config: Config) -> str:
         raise ConfigError("config", [Problem("device", "cuda", rule, "try device=cpu or device=auto")])
     if config.training.cuda_graphs and not found:
         raise ConfigError("config", [Problem("training.cuda_graphs", True, rule, "try training.cuda_graphs=false")])
+    if config.parallel.overlap_tensor == "symmetric" and not found:
+        works = "try parallel.overlap_tensor=chunked"
+        raise ConfigError("config", [Problem("parallel.overlap_tensor", "symmetric", rule, works)])
     return "cuda" if config.device != "cpu" and found else "cpu"
 
 

@@ -41,6 +41,7 @@ from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs, silent
 from megafp8.training.describe import position_rows
+from megafp8.training.overlap import token_exchange
 from megafp8.training.pipeline import plan_pipeline
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -151,7 +152,13 @@ class Trainer:
         self.fp8.leave_out(self.auto_filter.layers)
         self.fp8_records: list[Record] = []
         context = BuildContext(
-            parallel.tensor.group, self.fp8, dtype, parallel.device, p.sequence_parallel, parallel.context.group
+            parallel.tensor.group,
+            self.fp8,
+            dtype,
+            parallel.device,
+            p.sequence_parallel,
+            parallel.context.group,
+            token_exchange(p, parallel, say),
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.plan = plan_pipeline(config, self.num_microbatches)
