@@ -45,7 +45,9 @@ def checkpoint_folder(run: Path) -> Path:
 def tensors(trainer: Trainer) -> dict[str, Rectangles | Tensor]:
     """Views of all state of this rank, by global name."""
     trainer.wait_for_weights()
-    state: dict[str, Rectangles | Tensor] = {**collect(trainer.params, lambda p: p.detach(), "model.")}
+    filled = [param for param in trainer.params if param not in trainer.hollow]
+    state: dict[str, Rectangles | Tensor] = {**collect(filled, lambda p: p.detach(), "model.")}
+    state |= collect_fragments(trainer.optimizer.hollow_values(), "model.")
     for key, fragments in trainer.optimizer.state().items():
         state |= collect_fragments(fragments, f"optimizer.{key}.")
     return state | trainer.fp8.state_dict()
@@ -130,4 +132,5 @@ def load_latest(trainer: Trainer, run: Path) -> int:
     trainer.optimizer.copy_masters_to_params()
     trainer.optimizer.step_count = saved["optimizer_steps"]
     trainer.fp8.invalidate_weights()
+    trainer.publish_weights()
     return int(saved["step"])

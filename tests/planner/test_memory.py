@@ -178,7 +178,7 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
     state = trainer.optimizer.state()
     sizes = {key: sum(x.numel() * x.element_size() for _, x in found) for key, found in state.items()}
     measured = [
-        sum(p.nbytes for p in trainer.params) if trainer.update.weights is None else trainer.update.weights.flat.nbytes,
+        sum(p.nbytes for p in trainer.params) if trainer.weights is None else trainer.weights.nbytes,
         trainer.gradients.flat.nbytes,
         sizes.get("master", 0),
         sizes["exp_avg"] + sizes["exp_avg_sq"],
