@@ -244,6 +244,7 @@ class Trainer:
         Call it when they, or the FP8 scales, have changed. With `parallel.overlap_param_gather` it is under way when
         this returns.
         """
+        self.wait_for_weights()
         self.fp8.cast_weights()
         if self.weights is not None:
             self.weights.start_gather()
