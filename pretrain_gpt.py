@@ -54,8 +54,9 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     if arguments.dry_run:
         config = with_vocabulary(config, arguments.config)
         plan = plan_pipeline(config, num_microbatches(config, world_size))
-        memories = pipeline_memory(config, build_fp8(config, None), world_size, plan.placement, plan.train)
-        print(describe(config, world_size), memory_table(memories), sep="\n\n")
+        fp8 = build_fp8(config, None)
+        memories = pipeline_memory(config, fp8, world_size, plan.placement, plan.train)
+        print(describe(config, world_size, fp8), memory_table(memories), sep="\n\n")
         return None
     plan_pipeline(config, num_microbatches(config, world_size))
     inputs = open_inputs(config, arguments.config)

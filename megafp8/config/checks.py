@@ -28,6 +28,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _fp8,
         _smooth_swiglu,
         _overlap,
+        _param_gather,
         *by_ranks,
     )
     problems = [problem for rule in rules for problem in rule(config)]
@@ -253,6 +254,10 @@ def _fp8(config: Config) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+_ONE_SCALE = {"delayed", "current", "static"}
+"""Recipes with one scale for a tensor."""
+
+
 def _smooth_swiglu(config: Config) -> Iterator[Problem]:
     f, activation = config.fp8, config.model.activation
     if not f.smooth_swiglu:
@@ -262,7 +267,7 @@ def _smooth_swiglu(config: Config) -> Iterator[Problem]:
         rule = f"model.activation is {activation}, which has no such outliers"
     elif f.recipe == "none":
         rule = "fp8.recipe is none, and only a cast needs it"
-    elif not inputs & {"delayed", "current", "static"}:
+    elif not inputs & _ONE_SCALE:
         rule = f"fp8.recipe {f.recipe} has finer factors for an MLP's input than one for the tensor, which it is for"
     elif f.wgrad_in_bf16 or any(f.override_linear_precision):
         yield Problem(
@@ -274,6 +279,39 @@ def _smooth_swiglu(config: Config) -> Iterator[Problem]:
     else:
         return
     yield Problem("fp8.smooth_swiglu", True, rule, "try fp8.smooth_swiglu=false")
+
+
+def _param_gather(config: Config) -> Iterator[Problem]:
+    f, zero = config.fp8, config.parallel.zero
+    path, off = "fp8.param_gather", "or fp8.param_gather=false"
+    if not f.param_gather:
+        return
+    weights = {rule.weight for rule in f.custom} if f.recipe == "custom" else {f.recipe}
+    if zero != 1:
+        rule = f"parallel.zero is {zero}: each rank updates all weights itself, and none are gathered"
+        yield Problem(path, True, rule, f"try parallel.zero=1, {off}")
+    if f.recipe == "none":
+        yield Problem(
+            path, True, "fp8.recipe is none, so there are no codes to gather", f"try fp8.recipe=delayed, {off}"
+        )
+    elif not weights & _ONE_SCALE:
+        rule = (
+            f"fp8.recipe {f.recipe} has finer scales for weights than one for the tensor: ranks' shares cut through "
+            "its blocks, or rows and columns would both have to travel, which is no less than bf16"
+        )
+        yield Problem(path, True, rule, f"try fp8.recipe=current, {off}")
+    if f.override_linear_precision[0] or f.override_linear_precision[1]:
+        yield Problem(
+            "fp8.override_linear_precision", f.override_linear_precision,
+            "fprop or dgrad in high precision multiplies by the weight's values, and with fp8.param_gather only its "
+            "codes exist", f"try [false, false, {str(f.override_linear_precision[2]).lower()}], {off}",
+        )  # fmt: skip
+    if f.calibration_steps:
+        yield Problem(
+            "fp8.calibration_steps", f.calibration_steps,
+            "layers that calibrate run in high precision, on the weights' values, and with fp8.param_gather only their "
+            "codes exist", f"try fp8.calibration_steps=0 and fp8.static_amax, {off}",
+        )  # fmt: skip
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Problem]:

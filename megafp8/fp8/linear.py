@@ -92,7 +92,8 @@ class Quantizers(NamedTuple):
 class Fp8Linear:
     """The `LinearOp` that computes in FP8 the GEMMs that `high_precision` does not claim.
 
-    It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight` (`kept_weight`). Its
+    It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight` (`kept_weight`). With
+    `gathered_weight`, codes `[n, k]` that others keep up to date, it casts none and never reads the weight. Its
     quantizers and its GEMM come once all layers are known (`set_up`). With `smoothing` it takes `Quantized` input only,
     with channels multiplied as that says, and divides its weight's columns.
     """
@@ -104,6 +105,7 @@ class Fp8Linear:
         self._quantizers: Quantizers | None = None
         self._gemm: Fp8Gemm | None = None
         self.kept_weight: Operand | None = None
+        self.gathered_weight: Scaled | None = None
 
     @property
     def quantizers(self) -> Quantizers:
@@ -159,9 +161,12 @@ class Fp8Linear:
         Rows alone until a call that wants `columns` too, as the first one that a backward will follow does.
         """
         if self.kept_weight is None or (columns and self.kept_weight.columns is None):
-            w = weight.detach()
-            source = Plain(w) if self.smoothing is None else ScaledColumns(w, self.smoothing.scale_inv_f)
-            self.kept_weight = self.quantizers.weight(source, rows=True, columns=columns)
+            rows, w = self.gathered_weight, weight.detach()
+            if rows is not None:
+                self.kept_weight = Operand(rows, rows.t() if columns else None)
+            else:
+                source = Plain(w) if self.smoothing is None else ScaledColumns(w, self.smoothing.scale_inv_f)
+                self.kept_weight = self.quantizers.weight(source, rows=True, columns=columns)
         return self.kept_weight
 
     def invalidate_weight(self) -> None:

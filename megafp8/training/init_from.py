@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from megafp8.checkpoint import collect, collect_fragments, latest, read_metadata
+from megafp8.checkpoint import collect_fragments, latest, read_metadata
 from megafp8.config import Config, ConfigError, ModelConfig, Problem
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.load import load_weights
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
-from megafp8.training.state import checkpoint_folder
+from megafp8.training.state import checkpoint_folder, weights
 from megafp8.training.trainer import Trainer
 
 _PROBE = "The 3 quick brown foxes' été: naïve Straße, 東京! def f(x_1):\n\treturn x_1 ** 2 != 0x1F  # ~3.14\n"
@@ -84,13 +84,13 @@ def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
 
 @torch.no_grad()
 def load_init(trainer: Trainer, folder: str) -> None:
-    """Give the trainer, as yet untrained, the weights in `folder`. Every rank calls it; there is no communication."""
+    """Give the trainer, as yet untrained, the weights in `folder`. Collective where weights are FP8 codes."""
     source = _open(trainer.config, folder)
-    trainer.wait_for_weights()
-    load_weights(source, collect(trainer.params, lambda param: param.detach(), "model."))
+    load_weights(source, weights(trainer))
     masters = trainer.optimizer.state().get("master", [])
     load_weights(source, collect_fragments(masters, "model."))
     trainer.fp8.invalidate_weights()
+    trainer.publish_weights()
 
 
 def _open(config: Config, folder: str) -> HfSource:

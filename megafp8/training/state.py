@@ -48,10 +48,17 @@ def checkpoint_folder(run: Path) -> Path:
     return run / "checkpoints"
 
 
+def weights(trainer: Trainer) -> dict[str, Rectangles]:
+    """Views of this rank's weights; of those that are FP8 codes on all ranks, of its share of the masters."""
+    trainer.wait_for_weights()
+    filled = [param for param in trainer.params if param not in trainer.hollow]
+    values = collect(filled, lambda p: p.detach(), "model.")
+    return values | collect_fragments(trainer.optimizer.hollow_values(), "model.")
+
+
 def tensors(trainer: Trainer) -> dict[str, Rectangles | Tensor]:
     """Views of all state of this rank, by global name."""
-    trainer.wait_for_weights()
-    state: dict[str, Rectangles | Tensor] = {**collect(trainer.params, lambda p: p.detach(), "model.")}
+    state: dict[str, Rectangles | Tensor] = {**weights(trainer)}
     for key, fragments in trainer.optimizer.state().items():
         state |= collect_fragments(fragments, f"optimizer.{key}.")
     return state | trainer.fp8.state_dict()
@@ -177,6 +184,7 @@ def load_latest(trainer: Trainer, run: Path, *, say: Callable[[str], None] = sil
     trainer.optimizer.copy_masters_to_params()
     trainer.optimizer.step_count = saved["optimizer_steps"]
     trainer.fp8.invalidate_weights()
+    trainer.publish_weights()
     changes = changed_keys(saved["config"], trainer.config.model_dump(mode="json"))
     if changes:
         say(f"changed in the config since {path.name}: {'; '.join(changes)}")

@@ -119,6 +119,15 @@ def test_the_first_loss_is_theirs_in_any_layout(
             assert losses == pytest.approx(alone, rel=1e-5)
 
 
+def test_weights_that_are_codes_start_from_it_too(
+    world4: World, tmp_path: Path, quickstart_data: QuickstartData
+) -> None:
+    save_model(tmp_path, "llama3")
+    options = overrides(quickstart_data, tmp_path, *ALONE, "parallel.zero=1", "fp8.recipe=current")
+    values = world4.run(_losses, options, ranks=2)
+    assert world4.run(_losses, [*options, "fp8.param_gather=true"], ranks=2) == values
+
+
 def _masters_and_weights(options: list[str], folder: Path) -> int:
     """Hold both to the folder's tensors, bit for bit; how many elements this rank has masters of."""
     trainer = _trainer(options)
