@@ -51,7 +51,8 @@ def save_model(folder: Path, name: str, **changes: Any) -> None:
 
 def overrides(data: QuickstartData, folder: Path, *more: str) -> list[str]:
     """The quickstart's config with nothing said of the model but its vocabulary."""
-    return ["model={}", *data.overrides, f"checkpoint.init_from={folder}", *SMALL, *more]
+    runs = f"run_dir={folder}-runs"  # not where a developer may have a run of the same name
+    return ["model={}", *data.overrides, f"checkpoint.init_from={folder}", runs, *SMALL, *more]
 
 
 def _stream(config: Config, rank: int = 0, ranks: int = 1) -> Any:
