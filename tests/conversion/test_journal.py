@@ -1,0 +1,93 @@
+"""A journal says no more than what is safe, and belongs to one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megafp8.conversion.journal import FILE_NAME, Journal
+
+
+def test_what_was_flushed_is_there_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "a → b", seconds=1000)
+    journal.add("x")
+    journal.add("y")
+    assert journal.done == set()
+    journal.flush()
+    journal.add("z")  # and the process dies: the lock goes, the name too
+    journal._stream.close()
+    assert Journal(tmp_path, "a → b").done == {"x", "y"}
+
+
+def test_every_name_is_safe_at_once_where_asked_for(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, seconds=0)
+    journal.add("x")
+    assert journal.done == {"x"}
+
+
+def test_data_come_before_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path, seconds=1000)
+    (tmp_path / "sub").mkdir()
+    for name in ("one", "sub/two"):
+        (tmp_path / name).write_text("data")
+    order: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (order.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
+    journal.add("x")
+    journal.flush()
+    assert order[-1] == str(tmp_path / FILE_NAME)
+    assert {str(tmp_path / "one"), str(tmp_path / "sub/two")} <= set(order[:-1])
+
+
+@pytest.mark.parametrize("damage", [b"", b"half a na"])
+def test_a_torn_line_does_not_count(tmp_path: Path, damage: bytes) -> None:
+    journal = Journal(tmp_path, "key")
+    journal.add("x")
+    journal.close()
+    with (tmp_path / FILE_NAME).open("ab") as stream:
+        stream.write(damage)
+    again = Journal(tmp_path, "key", seconds=0)
+    assert again.done == {"x"}
+    again.add("y")
+    again.close()
+    assert Journal(tmp_path, "key").done == {"x", "y"}
+
+
+def test_another_key_begins_anew(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "one", seconds=0)
+    journal.add("x")
+    journal.close()
+    journal = Journal(tmp_path, "two")
+    assert journal.done == set()
+    journal.close()
+    assert Journal(tmp_path, "one").done == set()
+
+
+def test_removed_it_leaves_the_folder_to_others(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.add("x")
+    journal.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_process_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    program = f"""
+import sys
+from megafp8.conversion.journal import Journal
+journal = Journal({str(tmp_path)!r}, seconds=0)
+journal.add("x")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    with pytest.raises(ValueError, match="written by another process"):
+        Journal(tmp_path)
+    process.kill()
+    process.communicate()
+    assert Journal(tmp_path).done == {"x"}
