@@ -31,6 +31,8 @@ import megafp8
 
 FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"
+OWN_KEYS = ("format_version", "step", "date", "megafp8_version", "torch_version")
+"""What a save itself writes into metadata.json."""
 
 _COMPLETE = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(incomplete|removed)")
@@ -84,26 +86,30 @@ def begin(folder: str | Path, step: int, metadata: dict[str, Any]) -> Path | Non
     if final.exists():
         _check_same_step(final, metadata)
         return None
-    about = {
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "megafp8_version": megafp8.__version__,
-        "torch_version": str(torch.__version__),
-    }
-    clash = sorted(about.keys() & metadata.keys())
-    if clash:
-        raise ValueError(f"metadata of a checkpoint may not set {', '.join(clash)}: save() writes these itself")
-    try:
-        text = json.dumps({**about, **metadata}, indent=2, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"metadata of {final} cannot be written as JSON: {error}") from error
+    text = metadata_text(final, step, metadata)
     Path(folder).mkdir(parents=True, exist_ok=True)
     clean_incomplete(folder)
     hidden = incomplete_folder(folder, step)
     hidden.mkdir()
-    _write(hidden / METADATA_FILE, text)
+    write_text(hidden / METADATA_FILE, text)
     return hidden
+
+
+def metadata_text(path: Path, step: int, metadata: dict[str, Any]) -> str:
+    """What metadata.json of the checkpoint `path` is to say: `metadata`, and which step, format and versions.
+
+    Raises ValueError where `metadata` sets one of these or is not JSON.
+    """
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    own = (FORMAT_VERSION, step, date, megafp8.__version__, str(torch.__version__))
+    about = dict(zip(OWN_KEYS, own))
+    clash = sorted(about.keys() & metadata.keys())
+    if clash:
+        raise ValueError(f"metadata of a checkpoint may not set {', '.join(clash)}: save() writes these itself")
+    try:
+        return json.dumps({**about, **metadata}, indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata of {path} cannot be written as JSON: {error}") from error
 
 
 def publish(folder: str | Path, step: int, keep_last: int | None) -> Path:
@@ -160,7 +166,8 @@ def sync_folder(folder: str | Path) -> None:
         os.close(handle)
 
 
-def _write(file: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
+    """Write a file, flushed to disk."""
     with file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

@@ -1,0 +1,47 @@
+"""The formats by name, and which of them a path is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from megafp8.checkpoint import complete_checkpoints
+from megafp8.conversion.base import Source
+from megafp8.conversion.native import NativeSource
+
+
+class Format(NamedTuple):
+    """How a format is recognised, in words and as a function, and opened."""
+
+    sign: str
+    has_sign: Callable[[Path], bool]
+    open: Callable[[Path], Source]
+
+
+def _is_native(path: Path) -> bool:
+    is_one = (path / ".metadata").is_file() or (path / "metadata.json").is_file()
+    return is_one or bool(complete_checkpoints(path) or complete_checkpoints(path / "checkpoints"))
+
+
+FORMATS = {
+    "native": Format("a file .metadata, or folders step_<number>", _is_native, NativeSource),
+}
+
+
+def open_source(path: str | Path, format: str | None = None) -> Source:
+    """The checkpoint at `path`, of the format of that name or, None, of the one that is recognised.
+
+    Raises ValueError where there is nothing, or nothing that is recognised, and where it is damaged.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"there is no {path}")
+    if format is not None:
+        return FORMATS[format].open(path)
+    found = [name for name, one in FORMATS.items() if one.has_sign(path)]
+    if len(found) != 1:
+        signs = "; ".join(f"{name}: {one.sign}" for name, one in FORMATS.items())
+        what = f"might be {' or '.join(found)}; say which" if found else "is of no format that is known"
+        raise ValueError(f"{path} {what}. Looked for {signs}")
+    return FORMATS[found[0]].open(path)
