@@ -1,0 +1,85 @@
+"""Our names and Hugging Face's: where each tensor of ours lies in a tensor of theirs.
+
+The rotary embedding of both turns the first half of a head against the second, so q and k need no permutation (files
+in Meta's own format or GGUF would). GPT-2 is the odd one: its linear layers store the transpose, `[k, n]` for our
+`[n, k]`, and q, k and v lie side by side in one tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megafp8.sharding import Shape
+
+_LAYER = re.compile(r"(?<=layers\.)\d+")
+
+
+class Place(NamedTuple):
+    """A tensor of theirs, and which of its equal `parts` along our dim 0 is meant; `transposed`: stored as `[k, n]`."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+    transposed: bool = False
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Shape of the tensor of theirs that holds one of ours of `shape` (without padding of the vocabulary)."""
+        whole = (shape[0] * self.parts, *shape[1:])
+        return whole[::-1] if self.transposed else whole
+
+
+_LLAMA = {
+    "embedding.word": Place("model.embed_tokens"),
+    "layers.*.attention_norm": Place("model.layers.*.input_layernorm"),
+    "layers.*.attention.q": Place("model.layers.*.self_attn.q_proj"),
+    "layers.*.attention.k": Place("model.layers.*.self_attn.k_proj"),
+    "layers.*.attention.v": Place("model.layers.*.self_attn.v_proj"),
+    "layers.*.attention.q_norm": Place("model.layers.*.self_attn.q_norm"),
+    "layers.*.attention.k_norm": Place("model.layers.*.self_attn.k_norm"),
+    "layers.*.attention.proj": Place("model.layers.*.self_attn.o_proj"),
+    "layers.*.mlp_norm": Place("model.layers.*.post_attention_layernorm"),
+    "layers.*.mlp.gate": Place("model.layers.*.mlp.gate_proj"),
+    "layers.*.mlp.up": Place("model.layers.*.mlp.up_proj"),
+    "layers.*.mlp.down": Place("model.layers.*.mlp.down_proj"),
+    "final_norm": Place("model.norm"),
+    "output": Place("lm_head"),
+}
+_GPT2 = {
+    "embedding.word": Place("transformer.wte"),
+    "embedding.position": Place("transformer.wpe"),
+    "layers.*.attention_norm": Place("transformer.h.*.ln_1"),
+    "layers.*.attention.q": Place("transformer.h.*.attn.c_attn", 0, 3, transposed=True),
+    "layers.*.attention.k": Place("transformer.h.*.attn.c_attn", 1, 3, transposed=True),
+    "layers.*.attention.v": Place("transformer.h.*.attn.c_attn", 2, 3, transposed=True),
+    "layers.*.attention.proj": Place("transformer.h.*.attn.c_proj", transposed=True),
+    "layers.*.mlp_norm": Place("transformer.h.*.ln_2"),
+    "layers.*.mlp.up": Place("transformer.h.*.mlp.c_fc", transposed=True),
+    "layers.*.mlp.down": Place("transformer.h.*.mlp.c_proj", transposed=True),
+    "final_norm": Place("transformer.ln_f"),
+    "output": Place("lm_head"),
+}
+_MODULES: Mapping[str, Mapping[str, Place]] = {"gpt2": _GPT2}
+
+_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
+"""Constants that older releases of `transformers` saved among the weights."""
+
+
+def place(model_type: str, name: str) -> Place:
+    """Where the tensor `name` (`model.layers.3.attention.q.weight`) of a model of `model_type` lies."""
+    module, _, parameter = name.removeprefix("model.").rpartition(".")
+    layer = _LAYER.search(module)
+    found = _MODULES.get(model_type, _LLAMA)[_LAYER.sub("*", module)]
+    theirs = found.name.replace("*", layer[0]) if layer else found.name
+    return found._replace(name=f"{theirs}.{parameter}", transposed=found.transposed and parameter == "weight")
+
+
+def base_prefix(model_type: str) -> str:
+    """What the names of all weights but the output layer's begin with; files saved without an output layer lack it."""
+    return _MODULES.get(model_type, _LLAMA)["embedding.word"].name.partition(".")[0] + "."
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor of theirs is no weight."""
+    return _BUFFERS.search(name) is not None

@@ -1,0 +1,137 @@
+"""Tiny models of each Hugging Face family with random weights, and sources of random tensors of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megafp8.config import ModelConfig, RopeScaling
+from megafp8.conversion.base import TensorInfo
+from megafp8.conversion.model import model_tensors
+from megafp8.sharding import Init, Piece
+from megafp8.tensor_parallel.random import fill_
+
+V, S, B = 101, 12, 2
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+GPT2: dict[str, Any] = {
+    "vocab_size": V,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4}),
+    "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3_ROPE}),
+    "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", LLAMA | {"sliding_window": 5, "head_dim": 16}),
+    "mistral-no-window": ("Mistral", LLAMA | {"sliding_window": None}),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen2-window-tied": (
+        "Qwen2",
+        LLAMA | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
+    "qwen3-tied": ("Qwen3", LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2", GPT2),
+    "gpt2-untied": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
+}
+"""Class prefix and config of `transformers`."""
+
+SMALL: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 48,
+    "vocab_size": V,
+    "vocab_multiple": 8,
+}
+SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
+OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", SMALL | {"rope_scaling": SCALING, "rope_theta": 500.0}),
+    "llama-tied": ("llama", SMALL | {"tie_embeddings": True, "num_query_groups": None, "head_dim": 6}),
+    "llama-biases": ("llama", SMALL | {"linear_bias": True}),
+    "mistral": ("mistral", SMALL | {"sliding_window": 5}),
+    "qwen2": ("qwen2", SMALL | {"qkv_bias": True}),
+    "qwen2-window": ("qwen2", SMALL | {"qkv_bias": True, "sliding_window": 5, "tie_embeddings": True}),
+    "qwen3": ("qwen3", SMALL | {"qk_norm": True, "head_dim": 16}),
+    "gpt2": (
+        "gpt2",
+        SMALL
+        | {
+            "num_query_groups": None,
+            "position_embedding": "learned",
+            "max_position_embeddings": 16,
+            "normalization": "layernorm",
+            "activation": "gelu_tanh",
+            "linear_bias": True,
+            "tie_embeddings": True,
+        },
+    ),
+}
+"""The family that each is written as, and our config."""
+
+
+def make_theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of `transformers` in which no weight is trivially zero or one."""
+    import transformers
+
+    kind, options = THEIRS[name]
+    torch.manual_seed(len(name))
+    model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
+        getattr(transformers, f"{kind}Config")(**options)
+    )
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            centre = 1.0 if "norm" in key and key.endswith("weight") else 0.0
+            param.copy_(centre + 0.2 * torch.randn(param.shape))
+    return model.to(dtype).eval()
+
+
+def tokens() -> Tensor:
+    """`[b, s]`."""
+    return torch.randint(V, (B, S), generator=torch.Generator().manual_seed(3))
+
+
+class RandomSource:
+    """A model of ours with random weights, made when they are asked for; any slice of a name has the same values."""
+
+    def __init__(self, model: ModelConfig, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.model, self.path, self.dtype = model, path, dtype
+        self.about: dict[str, Any] = {}
+        self.tokenizer_files: list[Path] = []
+        self.tensors = {name: TensorInfo(shape, dtype) for name, shape in model_tensors(model).items()}
+
+    def read(self, name: str) -> Tensor:
+        shape = self.tensors[name].shape
+        centre = 1.0 if "norm.weight" in name else 0.0
+        piece = Piece(name, shape, (0,) * len(shape), shape)
+        return (centre + fill_(torch.empty(shape), piece, Init("normal", 0.2), 7)).to(self.dtype)

@@ -1,0 +1,122 @@
+"""config.json both ways: what is read, what is refused and how, and which family a model of ours is written as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megafp8.config import ModelConfig
+from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
+from tests.conversion.families import GPT2, LLAMA, OURS, SMALL, THEIRS
+
+L = LLAMA | {"model_type": "llama"}
+M, Q2, Q3 = ({**L, "model_type": kind} for kind in ("mistral", "qwen2", "qwen3"))
+G = GPT2 | {"model_type": "gpt2"}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another family": (L | {"model_type": "mixtral"}, "model_type = 'mixtral': .*supported: gpt2, llama, mistral"),
+    "no family": (LLAMA, "model_type = None"),
+    "bias on attention alone": (L | {"attention_bias": True}, r"attention_bias = True: .*\(mlp_bias = true too\)"),
+    "bias on the MLP alone": (L | {"mlp_bias": True}, "mlp_bias = True"),
+    "bias in Qwen3": (Q3 | {"attention_bias": True}, "attention_bias = True: .*supported: False"),
+    "yarn": (L | {"rope_scaling": YARN}, "rope_scaling.rope_type = 'yarn': .*supported: default, llama3"),
+    "yarn, version 5": (Q2 | {"rope_parameters": YARN}, "rope_parameters.rope_type = 'yarn'"),
+    "dynamic, old name": (L | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+    "linear": (L | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+    "a key of llama3": (L | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no key low_freq_factor"),
+    "rope by layer": (L | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one rotary embedding"),
+    "half a head turned": (L | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5: .*supported: 1.0"),
+    "gelu in Llama": (L | {"hidden_act": "gelu"}, "hidden_act = 'gelu': .*supported: silu, swish"),
+    "relu in GPT-2": (G | {"activation_function": "relu"}, "activation_function = 'relu': .*supported: gelu_new"),
+    "unscaled attention": (G | {"scale_attn_weights": False}, "scale_attn_weights = False: .*supported: True"),
+    "scaled by layer": (G | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+    "mixed layers": (
+        Q3 | {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        r"layer_types = \['full_attention', 'sliding_attention'\]: .*all layers full_attention, or all",
+    ),
+    "mixed layers, old name": (
+        Q2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        r"max_window_layers = 1: .*0, or num_hidden_layers \(3\)",
+    ),
+    "quantized": (L | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config = 'gptq'"),
+    "no hidden size": ({k: v for k, v in L.items() if k != "hidden_size"}, "has no key hidden_size"),
+    "no number": (L | {"hidden_size": "wide"}, "hidden_size"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_we_cannot_express_is_refused(case: str) -> None:
+    config, expected = REFUSED[case]
+    with pytest.raises(ValueError, match=expected) as caught:
+        read_config(config)
+    assert "\n" not in str(caught.value)
+
+
+ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "defaults of Llama 1": ({k: v for k, v in L.items() if k != "num_key_value_heads"}, {"query_groups": 4}),
+    "Mistral's window by default": (M, {"sliding_window": 4096}),
+    "Mistral without one": (M | {"sliding_window": None}, {"sliding_window": None}),
+    "Qwen2's is off": (Q2 | {"sliding_window": 8, "max_window_layers": 1}, {"sliding_window": None, "qkv_bias": True}),
+    "Qwen2's is in no layer": (
+        Q2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 28},
+        {"sliding_window": None},
+    ),
+    "Qwen3's head": (Q3, {"channels": 128, "qk_norm": True}),
+    "dropout": (G | {"attn_pdrop": 0.1}, {"ffn_size": 128, "activation": "gelu_tanh", "tie_embeddings": True}),
+    "theta, version 4": (L | {"rope_theta": 5e5}, {"rope_theta": 5e5}),
+    "theta, version 5": (L | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5}),
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_what_is_read(case: str) -> None:
+    config, expected = ACCEPTED[case]
+    _, model = read_config(config)
+    assert {key: getattr(model, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_model_of_ours_finds_its_family_and_comes_back(name: str) -> None:
+    family, options = OURS[name]
+    model = ModelConfig(**options)
+    chosen = choose(model)
+    assert chosen.model_type == family
+    assert differences(read_config(write_config(chosen, model))[1], model) == []
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_transformers_reads_our_config_as_its_own(name: str) -> None:
+    import transformers
+
+    kind, options = THEIRS[name]
+    theirs = getattr(transformers, f"{kind}Config")(**options).to_dict()
+    family, model = read_config(theirs)
+    ours = getattr(transformers, f"{kind}Config")(**write_config(family, model)).to_dict()
+    ignored = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id", "max_window_layers"}
+    resolved = {"n_inner": 128}  # GPT-2's default in words
+    compared = theirs.keys() - ignored
+    assert {key: ours[key] for key in compared} == {
+        key: resolved[key] if key in resolved else theirs[key] for key in compared
+    }
+    assert read_config(ours)[1] == model.model_copy(update={"head_dim": model.head_dim or read_config(ours)[1].head_dim,
+        "ffn_hidden_size": model.ffn_size})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"parallel_block": True}, r"nearest, llama, lacks model.parallel_block = True \(there False\)"),
+        ({"position_embedding": "none"}, "nearest, llama, lacks model.position_embedding = 'none'"),
+        ({"qkv_bias": True, "qk_norm": True}, "nearest, qwen2, lacks model.qk_norm = True"),
+        ({"normalization": "layernorm"}, "nearest, llama, lacks model.normalization = 'layernorm'"),
+    ],
+)
+def test_a_model_of_no_family_is_refused(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        choose(ModelConfig(**SMALL | options))
+
+
+def test_every_family_is_tested() -> None:
+    assert {family for family, _ in OURS.values()} == set(FAMILIES)

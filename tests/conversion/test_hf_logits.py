@@ -1,0 +1,108 @@
+"""Our logits against those of `transformers`, for each family, in both directions, in several layouts.
+
+Theirs to ours: a model of theirs is saved by `transformers` itself, and each of our ranks loads its slices from there.
+Ours to theirs: our sink writes random weights of ours, and `transformers` loads and runs what it wrote.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megafp8.checkpoint import collect
+from megafp8.config import ModelConfig
+from megafp8.conversion.base import Sink, Source
+from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.hf_source import HfSource
+from megafp8.conversion.load import load_weights
+from megafp8.fp8 import Fp8Manager
+from megafp8.models.context import BuildContext
+from megafp8.models.gpt import GPTStage
+from megafp8.parallel_state import initialize_model_parallel
+from megafp8.tensor_parallel.mappings import gather_from_tensor_parallel
+from tests.conversion.families import OURS, SMALL, THEIRS, RandomSource, make_theirs, tokens
+from tests.world import World
+
+LAYOUTS = {"tp1": (1, 1), "tp2-sp": (2, 1), "pp2": (1, 2)}
+
+
+@torch.no_grad()
+def our_logits(source: Source, tp: int, pp: int) -> Tensor | None:
+    """Logits `[b, s, v]` of `tokens()` by the model in `source` over the ranks of this job; on the last stage."""
+    state = initialize_model_parallel(tp, pp)
+    model, ids_bs = source.model, tokens()
+    context = BuildContext(state.tensor.group, Fp8Manager(None, amax_group=None), torch.float32, state.device, True)
+    middle = model.num_layers // 2 + 1
+    layers = (
+        range(model.num_layers) if pp == 1 else (range(middle), range(middle, model.num_layers))[state.pipeline.rank]
+    )
+    stage = GPTStage(model, context, layers=stages[state.pipeline.rank], positions=model.max_position_embeddings or 1)
+    load_weights(source, collect(stage.parameters(), lambda param: param.detach(), "model."))
+    b, s = ids_bs.shape
+    if stage.embedding is not None:
+        x_sbh = stage.embedding(ids_bs, None)
+    else:
+        x_sbh = torch.empty(s, b, model.hidden_size)
+        dist.recv(x_sbh, 0)
+    x_sbh, branch_sbh = stage.run_blocks(x_sbh, stage.layer_inputs(s, None, None))
+    if stage.head is None:
+        assert branch_sbh is not None
+        dist.send(x_sbh + branch_sbh, 1)
+        return None
+    logits_sbv = gather_from_tensor_parallel(stage.head.logits(x_sbh, branch_sbh), state.tensor.group)
+    return logits_sbv.transpose(0, 1)[..., : model.vocab_size].contiguous()
+
+
+def _from_folder(path: Path, tp: int, pp: int) -> Tensor | None:
+    return our_logits(HfSource(path, vocab_multiple=8), tp, pp)
+
+
+def _from_random(model: ModelConfig, path: Path, tp: int, pp: int) -> Tensor | None:
+    return our_logits(RandomSource(model, path), tp, pp)
+
+
+def convert(source: Source, sink: Sink) -> None:
+    """The loop of every conversion."""
+    for name in sink.begin(source):
+        sink.write(name, source.read(name))
+    sink.finish()
+
+
+def _hold(ours: Tensor, theirs: Tensor) -> None:
+    assert theirs.std() > 0.1, "logits that say nothing"
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_theirs_to_ours(world2: World, tmp_path: Path, name: str) -> None:
+    model = make_theirs(name)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        theirs = model(tokens()).logits
+    for tp, pp in LAYOUTS.values():
+        _hold(world2.run(_from_folder, tmp_path, tp, pp, ranks=tp * pp)[-1], theirs)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours_to_theirs(world2: World, tmp_path: Path, name: str) -> None:
+    import transformers
+
+    family, options = OURS[name]
+    model = ModelConfig(**options)
+    convert(RandomSource(model, tmp_path), HfSink(tmp_path / "hf", shard_size=20_000))
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert loaded.config.model_type == family
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        theirs = loaded(tokens()).logits
+    assert theirs.shape[-1] == SMALL["vocab_size"]
+    for tp, pp in LAYOUTS.values():
+        _hold(world2.run(_from_random, model, tmp_path, tp, pp, ranks=tp * pp)[-1], theirs)
+    generated = loaded.generate(tokens()[:1, :4], max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert generated[0, 4] == theirs[0, 3].argmax()
+    assert generated.shape == (1, 7)
