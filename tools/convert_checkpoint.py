@@ -17,10 +17,8 @@ from pathlib import Path
 
 import torch
 
-from megafp8.conversion.base import Sink
 from megafp8.conversion.convert import Note, Selected, convert, verify
 from megafp8.conversion.formats import FORMATS, open_source
-from megafp8.conversion.native import NativeSink
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -42,18 +40,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def make_sink(arguments: argparse.Namespace) -> Sink:
-    return NativeSink(arguments.save)
-
-
 def run(arguments: argparse.Namespace) -> None:
     dtype = DTYPES.get(arguments.dtype)
+    weights_only = arguments.weights_only or dtype is not None or FORMATS[arguments.to].weights_only
     opened = open_source(arguments.load, arguments.source)
-    source = Selected(opened, weights_only=arguments.weights_only or dtype is not None, dtype=dtype)
+    source = Selected(opened, weights_only=weights_only, dtype=dtype)
     options = ("to", "tensor", "pipeline", "dtype", "weights_only")
     note = Note(arguments.save, source, {name: getattr(arguments, name) for name in options})
     if note.check():
-        print(f"{arguments.save}: {convert(source, make_sink(arguments), note)}")
+        print(f"{arguments.save}: {convert(source, FORMATS[arguments.to].sink(arguments.save), note)}")
     if arguments.verify:
         print(f"{arguments.save}: equal to {source.path}: {verify(source, open_source(arguments.save, arguments.to))}")
     note.remove()

@@ -101,25 +101,19 @@ def is_weight(name: str) -> bool:
 
 
 def convert(source: Source, sink: Sink, note: Note) -> Moved:
-    """Move what `sink` can hold, and is not there yet.
+    """Move what is not there yet.
 
     Raises ValueError where the sink cannot hold this model, and where the disk has too little room.
     """
     start = time.monotonic()
+    _check_room(source, sink.path)
     names = list(sink.begin(source))
     sizes = {name: num_bytes(source.tensors[name]) for name in names}
-    total = sum(sizes.values())
-    free = shutil.disk_usage(sink.path.parent).free
-    if total + _SPARE_BYTES > free:
-        raise ValueError(
-            f"{sink.path.parent} has {free / 1e9:.2f} GB free, and {(total + _SPARE_BYTES) / 1e9:.2f} GB are needed; "
-            "make room and repeat the command, or save elsewhere"
-        )
     note.write()  # only now: what cannot begin leaves no claim
     for name in _with_progress(names, sizes, "convert"):
         sink.write(name, source.read(name))
     sink.finish()
-    return Moved(len(names), total, time.monotonic() - start)
+    return Moved(len(names), sum(sizes.values()), time.monotonic() - start)
 
 
 def verify(source: Source, target: Source) -> Moved:
@@ -144,6 +138,21 @@ def verify(source: Source, target: Source) -> Moved:
 
 def num_bytes(info: TensorInfo) -> int:
     return torch.Size(info.shape).numel() * info.dtype.itemsize
+
+
+def _check_room(source: Source, path: Path) -> None:
+    """Raise ValueError where the disk of `path` has no room for what is still to come."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    needed = sum(num_bytes(info) for info in source.tensors.values()) + _SPARE_BYTES
+    begun = (
+        file.stat().st_blocks * 512 for folder in path.parent.glob(f".{path.name}.*/") for file in folder.rglob("*")
+    )
+    needed, free = needed - sum(begun), shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise ValueError(
+            f"{path.parent} has {free / 1e9:.2f} GB free, and {needed / 1e9:.2f} GB are needed; make room "
+            "and repeat the command, or save elsewhere"
+        )
 
 
 def _with_progress(names: list[str], sizes: Mapping[str, int], what: str) -> Iterable[str]:

@@ -7,16 +7,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megafp8.checkpoint import complete_checkpoints
-from megafp8.conversion.base import Source
-from megafp8.conversion.native import NativeSource
+from megafp8.conversion import consolidated, hf_source
+from megafp8.conversion.base import Sink, Source
+from megafp8.conversion.consolidated import ConsolidatedSink, ConsolidatedSource
+from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.hf_source import HfSource
+from megafp8.conversion.native import NativeSink, NativeSource
 
 
 class Format(NamedTuple):
-    """How a format is recognised, in words and as a function, and opened."""
+    """How a format is recognised, in words and as a function, read and written."""
 
     sign: str
     has_sign: Callable[[Path], bool]
-    open: Callable[[Path], Source]
+    source: Callable[[Path], Source]
+    sink: Callable[[Path], Sink]
+    weights_only: bool
+    """It has no place for optimizer state."""
 
 
 def _is_native(path: Path) -> bool:
@@ -25,7 +32,17 @@ def _is_native(path: Path) -> bool:
 
 
 FORMATS = {
-    "native": Format("a file .metadata, or folders step_<number>", _is_native, NativeSource),
+    "native": Format(
+        "metadata.json and .metadata, or folders step_<number> of these", _is_native, NativeSource, NativeSink, False
+    ),
+    "hf": Format("config.json", lambda path: (path / hf_source.CONFIG_FILE).is_file(), HfSource, HfSink, True),
+    "consolidated": Format(
+        consolidated.WEIGHTS_FILE,
+        lambda path: (path / consolidated.WEIGHTS_FILE).is_file(),
+        ConsolidatedSource,
+        ConsolidatedSink,
+        True,
+    ),
 }
 
 
@@ -38,10 +55,10 @@ def open_source(path: str | Path, format: str | None = None) -> Source:
     if not path.exists():
         raise ValueError(f"there is no {path}")
     if format is not None:
-        return FORMATS[format].open(path)
+        return FORMATS[format].source(path)
     found = [name for name, one in FORMATS.items() if one.has_sign(path)]
     if len(found) != 1:
         signs = "; ".join(f"{name}: {one.sign}" for name, one in FORMATS.items())
         what = f"might be {' or '.join(found)}; say which" if found else "is of no format that is known"
         raise ValueError(f"{path} {what}. Looked for {signs}")
-    return FORMATS[found[0]].open(path)
+    return FORMATS[found[0]].source(path)

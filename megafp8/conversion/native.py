@@ -11,26 +11,22 @@ is found and named. That is a second pass over bytes that the first has brought 
 
 from __future__ import annotations
 
-import shutil
-import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from pydantic import ValidationError
 from torch import Tensor
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from megafp8.checkpoint import CheckpointReader, latest
+from megafp8.checkpoint.archives import find_damage
 from megafp8.checkpoint.dcp import INDEX_FILE
 from megafp8.checkpoint.reader import StoredRectangle
 from megafp8.checkpoint.store import METADATA_FILE, OWN_KEYS, metadata_text, write_text
 from megafp8.checkpoint.writer import CheckpointWriter
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo
-from megafp8.conversion.target import Target
-
-TOKENIZER_FOLDER = "tokenizer"
+from megafp8.conversion.target import Target, tokenizer_files
 
 
 class NativeSource:
@@ -50,8 +46,17 @@ class NativeSource:
     def read(self, name: str) -> Tensor:
         """A whole tensor. Raises ValueError naming file and tensor where its data are damaged."""
         for rectangle in self._reader.rectangles.get(name, ()):
-            _check_crc(name, rectangle)
+            _check(name, rectangle)
         return self._reader.read(name)
+
+    def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows `[first, last)` of `read(name)`, of which nothing else is read from the disk."""
+        for rectangle in self._reader.rectangles.get(name, ()):
+            row, rows = rectangle.offset[0], rectangle.shape[0]
+            if first < row + rows and row < last:
+                _check(name, rectangle)
+        rest = self.tensors[name].shape[1:]
+        return self._reader.read(name, (first, *(0 for _ in rest)), (last - first, *rest))
 
 
 class NativeSink:
@@ -63,8 +68,8 @@ class NativeSink:
 
     def begin(self, source: Source) -> Collection[str]:
         self._source = source
-        folder, self._journal = self._target.begin(source, "native")
-        self._writer = CheckpointWriter(folder, self._journal.done)
+        self._journal = self._target.begin(source, "native")
+        self._writer = CheckpointWriter(self._target.hidden, self._journal.done)
         return [name for name in source.tensors if name not in self._writer.names]
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -77,11 +82,7 @@ class NativeSink:
         about["converted_from"] = str(self._source.path)
         step = int(self._source.about.get("step", 0))
         write_text(self._target.hidden / METADATA_FILE, metadata_text(self.path, step, about))
-        if self._source.tokenizer_files:
-            (self._target.hidden / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-        for file in self._source.tokenizer_files:
-            shutil.copyfile(file, self._target.hidden / TOKENIZER_FOLDER / file.name)
-        self._target.publish()
+        self._target.publish(self._source.tokenizer_files)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -101,26 +102,14 @@ def _model(config: Mapping[str, Any]) -> ModelConfig:
     return model.model_copy(update={"max_position_embeddings": positions})
 
 
-def _check_crc(name: str, rectangle: StoredRectangle) -> None:
+def _check(name: str, rectangle: StoredRectangle) -> None:
     """Raise ValueError where the values of `rectangle` are not those that were saved."""
-    with rectangle.file.open("rb") as stream:
-        view = cast(IO[bytes], _create_file_view(stream, rectangle.start, rectangle.length))
-        try:
-            with zipfile.ZipFile(view) as archive:
-                damaged = archive.testzip()
-        except OSError:
-            raise
-        except Exception as error:  # a damaged archive raises nearly anything
-            damaged = f"{type(error).__name__}: {error}"
-    if damaged is not None:
-        where = f"{rectangle.file} is damaged at {name} (from byte {rectangle.start} on)"
-        raise ValueError(f"{where}: its bytes are not those that were saved ({damaged})")
+    damage = find_damage(rectangle.file, rectangle.start, rectangle.length)
+    if damage is not None:
+        raise ValueError(f"{rectangle.file} is damaged at {name} (from byte {rectangle.start} on): {damage}")
 
 
 def _tokenizer_files(path: Path, config: Mapping[str, Any]) -> list[Path]:
     """What was converted with the checkpoint, or else the file that the run's config names, if it is still there."""
-    folder = path / TOKENIZER_FOLDER
-    if folder.is_dir():
-        return sorted(file for file in folder.iterdir() if file.is_file())
     file = ((config.get("data") or {}).get("tokenizer") or {}).get("path")
-    return [Path(file)] if file and Path(file).is_file() else []
+    return tokenizer_files(path) or ([Path(file)] if file and Path(file).is_file() else [])
