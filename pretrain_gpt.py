@@ -18,6 +18,7 @@ import sys
 from megafp8.config import Config, check_layout, load_config
 from megafp8.planner.memory import memory_table, pipeline_memory
 from megafp8.training.describe import describe
+from megafp8.training.init_from import complete_model
 from megafp8.training.inputs import Inputs, open_inputs, with_vocabulary
 from megafp8.training.job import check_run, train
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
@@ -44,7 +45,7 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     if arguments.print_schema:
         print(json.dumps(Config.model_json_schema(), indent=2))
         return None
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides, complete_model)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if arguments.dry_run:
         p = config.parallel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,12 @@ from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.tree import Config
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply overrides such as `parallel.tensor=2` (values are YAML), and validate.
+Completion = Callable[[dict[str, Any], str], None]
+"""Fills in, in place, what a tree of sections leaves out; the second argument is the file that it came from."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Completion | None = None) -> Config:
+    """Read `path`, apply overrides such as `parallel.tensor=2` (values are YAML), `complete` the tree, and validate.
 
     Raises ConfigError for a file that cannot be read or parsed, an override that is not `key=value`, an unknown key
     (with the nearest valid name) and a wrong type or range (with the rule).
@@ -36,6 +40,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(source, [problem])
     for override in overrides:
         _apply(tree, override, source)
+    if complete is not None:
+        complete(tree, source)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

@@ -54,7 +54,8 @@ class ModelConfig(Section):
     """The embedding is padded to a multiple of this; it must be divisible by parallel.tensor. Independent of the
     layout, so that a checkpoint fits every layout."""
     max_position_embeddings: PositiveInt | None = None
-    """Rows of the learned position table. Default: training.seq_length."""
+    """Rows of the learned position table. Default: training.seq_length. With rope: what a conversion to Hugging Face
+    says is the longest context, nothing else."""
     position_embedding: Literal["rope", "learned", "none"] = "rope"
     """rope (Llama), learned (GPT-2) or none."""
     rope_theta: PositiveFloat = 10000.0
@@ -335,6 +336,9 @@ class CheckpointConfig(Section):
     """Complete checkpoints to keep. Default: all."""
     resume: bool = True
     """Continue from the newest complete checkpoint of the run folder, if there is one."""
+    init_from: str | None = None
+    """A Hugging Face folder whose weights a new run starts from. The model section may then be left out, in all or in
+    part; what it says must be what the folder's config.json says."""
 
 
 class LoggingConfig(Section):

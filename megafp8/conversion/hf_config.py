@@ -58,7 +58,7 @@ def same(field: str, key: str, default: Any = _REQUIRED, values: Mapping[str, st
     def write(model: ModelConfig) -> dict[str, Any]:
         value = canonical(model)[field]
         if values is None:
-            return {key: value}
+            return {} if value is None else {key: value}
         return {key: next((theirs for theirs, ours in values.items() if ours == value), next(iter(values)))}
 
     return Trait(read, write)

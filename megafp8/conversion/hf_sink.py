@@ -33,7 +33,7 @@ from megafp8.conversion.hf_source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from megafp8.conversion.journal import Journal, sync
 from megafp8.conversion.model import model_tensors
 from megafp8.conversion.safetensors_format import header, write_at
-from megafp8.data.tokenizers import build_tokenizer
+from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 from megafp8.sharding import Shape
 
 _BLOCK = 1 << 25  # bytes of a tensor that are converted at a time
@@ -65,11 +65,10 @@ class HfSink:
         holds something, or another process is writing it; OSError where the disk has no room.
         """
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise ValueError(
-                f"{self.path} is there already; nothing was overwritten. Give another folder, or remove it"
-            )
+            raise ValueError(f"{self.path} is there already, and was left as it is; give another folder, or remove it")
         self._source, model = source, _resolved(source)
-        self._config = _config(model, source.about, self._weights_dtype(source), source.tokenizer_files)
+        self._tokenizer = _tokenizer(source.tokenizer_files)
+        self._config = _config(model, source.about, self._weights_dtype(source), self._tokenizer)
         self._tensors = _check(model, source)
         self._rows = model.vocab_size
         self._places = {name: place(self._config["model_type"], name) for name in self._tensors}
@@ -142,7 +141,10 @@ class HfSink:
         _write(hidden / CONFIG_FILE, self._config)
         for file in self._source.tokenizer_files:
             shutil.copyfile(file, hidden / file.name)
-        _describe_tokenizer(hidden)
+        about = hidden / "tokenizer_config.json"
+        if (hidden / "tokenizer.json").is_file() and self._tokenizer is not None and not about.is_file():
+            end = self._tokenizer.decode([self._tokenizer.eod_id])
+            _write(about, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
         self._journal.remove()
         try:
             os.rename(hidden, self.path)
@@ -178,8 +180,20 @@ def _check(model: ModelConfig, source: Source) -> dict[str, Shape]:
     return tensors
 
 
+def _tokenizer(files: Collection[Path]) -> Tokenizer | None:
+    """The tokenizer among `files`; None where there is none that we read, such as one without an end of documents."""
+    kinds: dict[str, TokenizerKind] = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece"}
+    for file in files:
+        if file.name in kinds:
+            try:
+                return build_tokenizer(kinds[file.name], str(file))
+            except ValueError:
+                return None
+    return None
+
+
 def _config(
-    model: ModelConfig, about: Mapping[str, Any], dtype: torch.dtype, tokenizer_files: Collection[Path]
+    model: ModelConfig, about: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     """config.json. Raises ValueError where no family has such a model."""
     named = {"torch_dtype": _TORCH_DTYPES[dtype]} if dtype in _TORCH_DTYPES else {}
@@ -187,28 +201,9 @@ def _config(
     if theirs is not None and not differences(model, read_config(theirs)[1]):
         return {key: value for key, value in theirs.items() if key not in ("dtype", "torch_dtype")} | named
     written = write_config(choose(model), model)
-    end = _end_of_document(tokenizer_files)
-    tokens = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
-    return {key: value for key, value in (written | tokens | named).items() if value is not None}
-
-
-def _describe_tokenizer(folder: Path) -> None:
-    """Say how `transformers` should load a tokenizer.json that came alone, as that of a run does."""
-    file, about = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    if file.is_file() and not about.is_file():
-        tokenizer = build_tokenizer("huggingface", str(file))
-        end = tokenizer.decode([tokenizer.eod_id])
-        _write(about, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
-
-
-def _end_of_document(files: Collection[Path]) -> int | None:
-    """The token that ends a document, after which generation stops; None where no tokenizer is known."""
-    for file in files:
-        if file.name == "tokenizer.json":
-            return build_tokenizer("huggingface", str(file)).eod_id
-        if file.suffix == ".model":
-            return build_tokenizer("sentencepiece", str(file)).eod_id
-    return None
+    # A document of ours begins after the end of another.
+    tokens = {} if tokenizer is None else {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
+    return written | tokens | named
 
 
 def _allocate(folder: Path, headers: Mapping[str, tuple[bytes, int]]) -> None:

@@ -28,6 +28,7 @@ from megafp8.parallel_state import (
 from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.training import auto_filter
 from megafp8.training.cuda_graphs import silent
+from megafp8.training.init_from import check_init, load_init
 from megafp8.training.inputs import Inputs
 from megafp8.training.metrics import Fp8ReportWriter, StepMetrics, Writer, memory_gib, open_writers, read_metrics
 from megafp8.training.plots import plot_loss, print_loss
@@ -55,6 +56,7 @@ def check_run(inputs: Inputs) -> None:
     """Refuse what cannot train, or would harm an earlier run, before any process group exists. Raises ValueError."""
     config, folder = inputs.config, run_folder(inputs.config)
     auto_filter.check(config, build_fp8(config, None), torch.device(choose_device(config)))
+    check_init(config, folder, inputs.tokenizer)
     if config.checkpoint.resume:
         check_resume(config, folder, inputs.fingerprint)
     elif (folder / "metrics.jsonl").exists():
@@ -102,6 +104,9 @@ class Job:
         )
         self.step = load_latest(self.trainer, self.folder) if resume else 0
         self.say(f"run folder: {self.folder}")
+        if not self.step and self.config.checkpoint.init_from is not None:
+            load_init(self.trainer, self.config.checkpoint.init_from)
+            self.say(f"weights from {self.config.checkpoint.init_from}")
         if self.step:
             self.say(f"resumed from step {self.step}")
         self.say(f"optimizer: {self.trainer.optimizer.reason}")

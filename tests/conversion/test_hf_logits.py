@@ -37,10 +37,9 @@ def our_logits(source: Source, tp: int, pp: int) -> Tensor | None:
     model, ids_bs = source.model, tokens()
     context = BuildContext(state.tensor.group, Fp8Manager(None, amax_group=None), torch.float32, state.device, True)
     middle = model.num_layers // 2 + 1
-    layers = (
-        range(model.num_layers) if pp == 1 else (range(middle), range(middle, model.num_layers))[state.pipeline.rank]
-    )
-    stage = GPTStage(model, context, layers=stages[state.pipeline.rank], positions=model.max_position_embeddings or 1)
+    stages = [range(model.num_layers)] if pp == 1 else [range(middle), range(middle, model.num_layers)]
+    layers, positions = stages[state.pipeline.rank], model.max_position_embeddings or 1
+    stage = GPTStage(model, context, layers=layers, positions=positions)
     load_weights(source, collect(stage.parameters(), lambda param: param.detach(), "model."))
     b, s = ids_bs.shape
     if stage.embedding is not None:

@@ -1,0 +1,97 @@
+"""A new run that starts from the weights of a Hugging Face model (`checkpoint.init_from`).
+
+The folder's config.json is the model; the config's model section may be left out, or say a part of it, and what it
+says must agree. So before the config is validated the section is completed from the folder, and compared. Once the run
+has checkpoints of its own these take precedence in everything: the section is completed from the newest one, and the
+folder is no longer needed.
+
+All of this needs no process group. Then each rank reads the rows that it holds slices of, under any layout. fp32
+masters are read as well as weights, not made of them, so nothing is lost where the folder is more precise than
+training.precision.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from megafp8.checkpoint import collect, collect_fragments, latest, read_metadata
+from megafp8.config import Config, ConfigError, ModelConfig, Problem
+from megafp8.conversion.hf_config import canonical, differences
+from megafp8.conversion.hf_source import HfSource
+from megafp8.conversion.load import load_weights
+from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
+from megafp8.training.state import checkpoint_folder
+from megafp8.training.trainer import Trainer
+
+_PROBE = "The 3 quick brown foxes' été: naïve Straße, 東京! def f(x_1):\n\treturn x_1 ** 2 != 0x1F  # ~3.14\n"
+_FILES: dict[TokenizerKind, str] = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+_RESOLVED = ("vocab_size", "max_position_embeddings")
+"""Keys for which null means that something else decides: the folder, in such a run."""
+
+
+def complete_model(tree: dict[str, Any], source: str) -> None:
+    """Complete the model section of the config `tree`, in place, where `checkpoint.init_from` is set.
+
+    Raises ConfigError with every key of the section that says something else than the folder, or the run's own newest
+    checkpoint; ValueError where that cannot be read.
+    """
+    section, given = tree.get("checkpoint"), tree.get("model") or {}
+    folder = section.get("init_from") if isinstance(section, dict) else None
+    if not isinstance(folder, str) or not isinstance(given, dict):
+        return  # nothing to do, or validation says what is wrong
+    own = latest(checkpoint_folder(Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name"))))
+    if own is None:
+        model, where = HfSource(folder).model, f"{folder}/config.json"
+    else:
+        model, where = ModelConfig(**read_metadata(own)["config"]["model"]), str(own)
+    said = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
+    tree["model"] = model.model_dump(mode="json") | said
+    try:
+        wanted = ModelConfig.model_validate(tree["model"])
+    except ValidationError:
+        return  # validation of the whole says it better
+    ours, theirs = canonical(wanted), canonical(model)
+    problems = [
+        Problem(f"model.{key}", ours[key], f"checkpoint.init_from starts from {where}, where it is {theirs[key]!r}",
+                f"leave it out, or set {theirs[key]!r}")
+        for key in differences(wanted, model)
+    ]  # fmt: skip
+    if problems:
+        raise ConfigError(source, problems)
+
+
+def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
+    """ValueError where `config.checkpoint.init_from` cannot be loaded, or has another vocabulary. Needs no group."""
+    folder = config.checkpoint.init_from
+    if folder is None or latest(checkpoint_folder(run)) is not None:
+        return
+    _open(config, folder)
+    given = config.data.tokenizer
+    if tokenizer is None or given is None or given.kind not in _FILES:
+        return
+    file = Path(folder) / _FILES[given.kind]
+    if file.is_file():
+        theirs = build_tokenizer(given.kind, str(file))
+        if theirs.fingerprint != tokenizer.fingerprint and theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
+            rule = f"gives other tokens than {file}, which the weights of checkpoint.init_from were trained with"
+            works = f"write the data with that tokenizer, and set data.tokenizer.path={file}"
+            raise ConfigError("config", [Problem("data.tokenizer.path", given.path, rule, works)])
+
+
+@torch.no_grad()
+def load_init(trainer: Trainer, folder: str) -> None:
+    """Give the trainer, as yet untrained, the weights in `folder`. Every rank calls it; there is no communication."""
+    source = _open(trainer.config, folder)
+    trainer.wait_for_weights()
+    load_weights(source, collect(trainer.params, lambda param: param.detach(), "model."))
+    masters = trainer.optimizer.state().get("master", [])
+    load_weights(source, collect_fragments(masters, "model."))
+    trainer.fp8.invalidate_weights()
+
+
+def _open(config: Config, folder: str) -> HfSource:
+    return HfSource(folder, config.model.vocab_multiple)
