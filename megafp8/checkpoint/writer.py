@@ -12,15 +12,15 @@ is followed by another. Data files are not flushed to disk here: that is the cal
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -30,8 +30,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megafp8.checkpoint.checksums import EMPTY, Checksum, ChecksummedFile
+from megafp8.checkpoint.dcp import SaveParts, write_index
 from megafp8.sharding import Shape
 
 RECTANGLE_BYTES = 64 * 2**20
@@ -55,15 +58,17 @@ class _Record(NamedTuple):
     shape: Shape
     dtype: torch.dtype
     rectangles: list[_Rectangle]
+    sums: dict[str, Checksum]
+    """Of the data files that hold it, up to where it ends."""
 
     def __str__(self) -> str:
-        return json.dumps([self.name, self.shape, str(self.dtype).removeprefix("torch."), self.rectangles])
+        return json.dumps([self.name, self.shape, str(self.dtype).removeprefix("torch."), self.rectangles, self.sums])
 
     @classmethod
     def of(cls, text: str) -> _Record:
-        name, shape, dtype, rectangles = json.loads(text)
+        name, shape, dtype, rectangles, sums = json.loads(text)
         found = [_Rectangle(tuple(offset), tuple(size), *where) for offset, size, *where in rectangles]
-        return cls(name, tuple(shape), getattr(torch, dtype), found)
+        return cls(name, tuple(shape), getattr(torch, dtype), found, {file: Checksum(*s) for file, s in sums.items()})
 
 
 class CheckpointWriter:
@@ -84,18 +89,16 @@ class CheckpointWriter:
     ) -> None:
         self.folder, self.rectangle_bytes, self.file_bytes = folder, rectangle_bytes, file_bytes
         self._records = {record.name: record for record in map(_Record.of, records)}
-        ends: dict[str, int] = {}
+        self._sums: dict[str, Checksum] = {}
         for record in self._records.values():
-            for rectangle in record.rectangles:
-                end = rectangle.start + rectangle.length
-                ends[rectangle.file] = max(ends.get(rectangle.file, 0), end)
+            for name, checksum in record.sums.items():
+                self._sums[name] = max(checksum, self._sums.get(name, checksum))  # the one that goes further
         for file in folder.glob(f"*{DEFAULT_SUFFIX}"):
-            if file.name in ends:
-                os.truncate(file, ends[file.name])
+            if file.name in self._sums:
+                os.truncate(file, self._sums[file.name].size)
             else:
                 file.unlink()
-        self._number = max(0, len(ends) - 1)
-        self._data = self._open()
+        self._open(max(0, len(self._sums) - 1))
 
     @property
     def names(self) -> set[str]:
@@ -110,21 +113,22 @@ class CheckpointWriter:
         assert name not in self._records, f"{name} is written already"
         rectangles = []
         for offset, view in self._rows(tensor):
-            if self._data.tell() >= self.file_bytes:
-                self._data.close()
-                self._number += 1
-                self._data = self._open()
-            start = self._data.tell()
-            torch.save(view if view.untyped_storage().nbytes() == view.nbytes else view.clone(), self._data)
-            file = Path(self._data.name).name
-            rectangles.append(_Rectangle(offset, tuple(view.shape), file, start, self._data.tell() - start))
-        self._data.flush()
-        record = self._records[name] = _Record(name, tuple(tensor.shape), tensor.dtype, rectangles)
+            if self._stream.tell() >= self.file_bytes:
+                self._flush()
+                self._stream.close()
+                self._open(self._number + 1)
+            start = self._stream.tell()
+            torch.save(view if view.untyped_storage().nbytes() == view.nbytes else view.clone(), self._stream)
+            length = self._stream.tell() - start
+            rectangles.append(_Rectangle(offset, tuple(view.shape), self._file.name, start, length))
+        self._flush()
+        sums = {rectangle.file: self._sums[rectangle.file] for rectangle in rectangles}
+        record = self._records[name] = _Record(name, tuple(tensor.shape), tensor.dtype, rectangles, sums)
         return str(record)
 
-    def finish(self) -> None:
-        """Write the index, flushed to disk."""
-        self._data.close()
+    def finish(self) -> dict[str, Checksum]:
+        """Write the index, flushed to disk; checksums of it and of the data files, by name."""
+        self._stream.close()
         tensors: dict[str, STORAGE_TYPES] = {}
         stored = []
         for record in self._records.values():
@@ -134,10 +138,17 @@ class CheckpointWriter:
             for r in record.rectangles:
                 index = MetadataIndex(record.name, torch.Size(r.offset))
                 stored.append(WriteResult(index, r.length, _StorageInfo(r.file, r.start, r.length)))
-        FileSystemWriter(self.folder, sync_files=True).finish(Metadata(tensors), [stored])
+        return self._sums | write_index(self.folder, SaveParts(SavePlan([]), Metadata(tensors)), [stored])
 
-    def _open(self) -> IO[bytes]:
-        return (self.folder / f"__0_{self._number}{DEFAULT_SUFFIX}").open("ab")
+    def _open(self, number: int) -> None:
+        """Go on with the data file of this number, or begin it."""
+        self._number, self._file = number, self.folder / f"__0_{number}{DEFAULT_SUFFIX}"
+        self._raw = ChecksummedFile(self._file, "ab", self._sums.get(self._file.name, EMPTY))
+        self._stream = io.BufferedWriter(self._raw, 1 << 20)
+
+    def _flush(self) -> None:
+        self._stream.flush()
+        self._sums[self._file.name] = self._raw.checksum
 
     def _rows(self, tensor: Tensor) -> Iterator[tuple[Shape, Tensor]]:
         """`tensor` in rectangles of whole rows, each its first index and its view."""

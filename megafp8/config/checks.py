@@ -17,7 +17,19 @@ from megafp8.config.tree import V_SCHEDULES, Config
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
     by_ranks = (lambda c: _batch(c, world_size), lambda c: _cuda_graphs(c, world_size))
-    rules = (_model, _tensor, _stages, _schedule, _recompute, _sequence, _optimizer, _fp8, _smooth_swiglu, *by_ranks)
+    rules = (
+        _model,
+        _tensor,
+        _stages,
+        _schedule,
+        _recompute,
+        _sequence,
+        _optimizer,
+        _fp8,
+        _smooth_swiglu,
+        _checkpoint,
+        *by_ranks,
+    )
     problems = [problem for rule in rules for problem in rule(config)]
     if problems:
         raise ConfigError(source, problems)
@@ -252,6 +264,15 @@ def _smooth_swiglu(config: Config) -> Iterator[Problem]:
     else:
         return
     yield Problem("fp8.smooth_swiglu", True, rule, "try fp8.smooth_swiglu=false")
+
+
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    c = config.checkpoint
+    if c.keep_every is not None and c.keep_last is None:
+        yield Problem(
+            "checkpoint.keep_every", c.keep_every, "without checkpoint.keep_last every checkpoint is kept",
+            "set checkpoint.keep_last too, for example to 2",
+        )  # fmt: skip
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Problem]:

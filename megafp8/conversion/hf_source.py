@@ -16,7 +16,7 @@ transposed tensor; that is read whole for each of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,9 @@ class HfSource:
             raise ValueError(f"{self.path / CONFIG_FILE}: {error}") from None
         self.model = model.model_copy(update={"vocab_multiple": vocab_multiple})
         self.about: Mapping[str, Any] = {"huggingface": config}
-        self.tokenizer_files = [self.path / name for name in OTHER_FILES if (self.path / name).is_file()]
+        self.tokenizer_files: Collection[Path] = [
+            self.path / name for name in OTHER_FILES if (self.path / name).is_file()
+        ]
         self._model_type = family.model_type
         self._entries = self._with_prefix(_entries(self.path))
         self.tensors: Mapping[str, TensorInfo] = self._check()

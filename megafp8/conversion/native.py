@@ -18,8 +18,8 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor
 
-from megafp8.checkpoint import CheckpointReader, latest
-from megafp8.checkpoint.archives import find_damage
+from megafp8.checkpoint import CheckpointReader, archives, latest
+from megafp8.checkpoint.checksums import CHECKSUMS_FILE, checksums_text
 from megafp8.checkpoint.dcp import INDEX_FILE
 from megafp8.checkpoint.reader import StoredRectangle
 from megafp8.checkpoint.store import METADATA_FILE, OWN_KEYS, metadata_text, write_text
@@ -76,12 +76,14 @@ class NativeSink:
         self._journal.add(self._writer.add(name, tensor))
 
     def finish(self) -> None:
-        self._writer.finish()
+        sums = self._writer.finish()
         about = {key: value for key, value in self._source.about.items() if key not in OWN_KEYS}
         about.setdefault("config", {"model": self._source.model.model_dump(mode="json")})
         about["converted_from"] = str(self._source.path)
         step = int(self._source.about.get("step", 0))
-        write_text(self._target.hidden / METADATA_FILE, metadata_text(self.path, step, about))
+        text = metadata_text(self.path, step, about)
+        sums[METADATA_FILE] = write_text(self._target.hidden / METADATA_FILE, text)
+        write_text(self._target.hidden / CHECKSUMS_FILE, checksums_text(sums))
         self._target.publish(self._source.tokenizer_files)
 
 
@@ -104,7 +106,7 @@ def _model(config: Mapping[str, Any]) -> ModelConfig:
 
 def _check(name: str, rectangle: StoredRectangle) -> None:
     """Raise ValueError where the values of `rectangle` are not those that were saved."""
-    damage = find_damage(rectangle.file, rectangle.start, rectangle.length)
+    damage = archives.find_damage(rectangle.file, rectangle.start, rectangle.length)
     if damage is not None:
         raise ValueError(f"{rectangle.file} is damaged at {name} (from byte {rectangle.start} on): {damage}")
 

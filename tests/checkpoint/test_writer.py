@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, load
+from megafp8.checkpoint.checksums import CHECKSUMS_FILE, Checksum, checksums_text, find_damage
 from megafp8.checkpoint.store import METADATA_FILE, metadata_text, write_text
 from megafp8.checkpoint.writer import CheckpointWriter
 
@@ -29,8 +30,11 @@ def small(folder: Path, records: list[str] | None = None) -> CheckpointWriter:
     return CheckpointWriter(folder, records or [], rectangle_bytes=64, file_bytes=2000)
 
 
-def describe(folder: Path) -> Path:
-    write_text(folder / METADATA_FILE, metadata_text(folder, 5, {}))
+def describe(folder: Path, sums: dict[str, Checksum]) -> Path:
+    sums[METADATA_FILE] = write_text(folder / METADATA_FILE, metadata_text(folder, 5, {}))
+    assert sums.keys() == {file.name for file in folder.iterdir()}
+    assert all(find_damage(folder / name, checksum) is None for name, checksum in sums.items())
+    write_text(folder / CHECKSUMS_FILE, checksums_text(sums))
     return folder
 
 
@@ -55,8 +59,7 @@ def test_everything_reads_it(tmp_path: Path) -> None:
     writer = small(tmp_path)
     for name, tensor in tensors().items():
         writer.add(name, tensor)
-    writer.finish()
-    check(describe(tmp_path))
+    check(describe(tmp_path, writer.finish()))
     data = list(tmp_path.glob("*.distcp"))
     assert len(data) > 3
     assert all(file.stat().st_size < 2000 + 2000 for file in data)
@@ -67,13 +70,12 @@ def test_everything_reads_it(tmp_path: Path) -> None:
 def test_a_second_writer_goes_on(tmp_path: Path, safe: int) -> None:
     first, state = small(tmp_path), tensors()
     records = [first.add(name, tensor) for name, tensor in state.items()]
-    first._data.write(b"torn")
-    first._data.close()
+    first._stream.write(b"torn")
+    first._stream.close()
     second = small(tmp_path, records[:safe])
     assert second.names == set(list(state)[:safe])
     for name in list(state)[safe:]:
         second.add(name, state[name])
-    second.finish()
-    check(describe(tmp_path))
+    check(describe(tmp_path, second.finish()))
     sizes = sum(rectangle.length for all_ in CheckpointReader(tmp_path).rectangles.values() for rectangle in all_)
     assert sizes == sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
