@@ -25,6 +25,7 @@ from tqdm import tqdm
 from megafp8.checkpoint.store import write_text
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Sink, Source, TensorInfo
+from megafp8.conversion.hf_config import canonical, differences
 
 _SPARE_BYTES = 64 * 2**20  # indices, headers, journals
 
@@ -123,7 +124,10 @@ def verify(source: Source, target: Source) -> Moved:
     Raises ValueError at the first difference.
     """
     start = time.monotonic()
-    _compare_models(source, target)
+    if fields := differences(source.model, target.model):
+        theirs, ours = canonical(target.model), canonical(source.model)
+        said = ", ".join(f"{field} is {theirs[field]}, not {ours[field]}" for field in fields)
+        raise ValueError(f"{target.path} describes another model than {source.path}: {said}")
     missing = [name for name in source.tensors if is_weight(name) and name not in target.tensors]
     unknown = [name for name in target.tensors if name not in source.tensors]
     if missing or unknown:
@@ -167,22 +171,6 @@ def _files_digest(path: Path) -> str:
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()
-
-
-def _compare_models(source: Source, target: Source) -> None:
-    """What decides the logits must be equal; how it was initialised and padded need not be."""
-    ours, theirs = (_resolved(one.model) for one in (source, target))
-    differing = [f"{key} is {theirs[key]}, not {ours[key]}" for key in ours if ours[key] != theirs[key]]
-    if differing:
-        raise ValueError(f"{target.path} describes another model than {source.path}: {', '.join(differing)}")
-
-
-def _resolved(model: ModelConfig) -> dict[str, Any]:
-    """The fields that decide the logits, with defaults worked out."""
-    left_out = {"vocab_multiple", "init_std", "max_position_embeddings"}
-    tree = model.model_dump(mode="json", exclude=left_out)
-    resolved = {"num_query_groups": model.query_groups, "head_dim": model.channels, "ffn_hidden_size": model.ffn_size}
-    return tree | resolved
 
 
 def _fingerprint(name: str, tensor: Tensor, model: ModelConfig) -> str:
