@@ -14,7 +14,6 @@ from pydantic_core import ErrorDetails
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.tree import Config
 
-
 Completion = Callable[[dict[str, Any], str], None]
 """Fills in, in place, what a tree of sections leaves out; the second argument is the file that it came from."""
 

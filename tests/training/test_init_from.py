@@ -1,0 +1,226 @@
+"""A run that starts from a Hugging Face model: the first loss is the model's, as `transformers` computes it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.config import Config, ConfigError, check_layout, load_config
+from megafp8.conversion.hf_source import HfSource
+from megafp8.data.sampler import batches
+from megafp8.data.tokenizers import build_tokenizer
+from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.sharding import pieces_of, spec_of
+from megafp8.training.init_from import check_init, complete_model, load_init
+from megafp8.training.inputs import open_inputs
+from megafp8.training.metrics import read_metrics
+from megafp8.training.trainer import Trainer
+from tests.conversion import families
+from tests.quickstart_data import CONFIG, ROOT, VOCABULARY, QuickstartData
+from tests.world import World
+
+SMALL = [
+    "training.seq_length=16",
+    "training.micro_batch_size=2",
+    "training.global_batch_size=4",
+    "training.eval_interval=0",
+    "training.steps=4",
+    "optimizer.warmup_steps=0",
+    "fp8.recipe=none",
+]
+LAYOUTS = {
+    "tp2-sp-pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2"]),
+    "tp2-dp2-zero": (4, ["parallel.tensor=2", "parallel.pipeline=1", "parallel.zero=1", "parallel.bucket_mib=0.02"]),
+}
+ALONE = ["parallel.tensor=1", "parallel.pipeline=1"]
+
+
+def save_model(folder: Path, name: str, **changes: Any) -> None:
+    """A tiny model of family `name` with the quickstart's vocabulary."""
+    kind, options = families.THEIRS[name]
+    families.THEIRS["here"] = kind, options | {"vocab_size": VOCABULARY, **changes}
+    families.make_theirs("here").save_pretrained(folder)
+
+
+def overrides(data: QuickstartData, folder: Path, *more: str) -> list[str]:
+    """The quickstart's config with nothing said of the model but its vocabulary."""
+    return ["model={}", *data.overrides, f"checkpoint.init_from={folder}", *SMALL, *more]
+
+
+def _stream(config: Config, rank: int = 0, ranks: int = 1) -> Any:
+    t = config.training
+    return batches(
+        open_inputs(config, "test").train,
+        consumed_samples=0,
+        global_batch_size=t.global_batch_size,
+        micro_batch_size=t.micro_batch_size,
+        data_parallel_rank=rank,
+        data_parallel_size=ranks,
+        num_workers=0,
+        eod_id=None,
+        reset_at_documents=False,
+        mask_eod_loss=False,
+        pin_memory=False,
+    )
+
+
+def _trainer(options: list[str]) -> Trainer:
+    config = load_config(CONFIG, options, complete_model)
+    device = initialize_distributed("cpu")
+    p = config.parallel
+    parallel = initialize_model_parallel(p.tensor, p.pipeline, device=device)
+    check_layout(config, parallel.world_size)
+    trainer = Trainer(config, parallel)
+    assert config.checkpoint.init_from is not None
+    load_init(trainer, config.checkpoint.init_from)
+    return trainer
+
+
+def _losses(options: list[str]) -> list[float]:
+    """Of two steps: the second one's weights are made of the masters."""
+    trainer = _trainer(options)
+    data = trainer.parallel.data
+    stream = _stream(trainer.config, data.rank, data.size)
+    return [trainer.train_step(step, next(stream))[0].mean for step in range(2)]
+
+
+def their_loss(folder: Path, config: Config) -> float:
+    """Mean loss over the first global batch, by `transformers`."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    found = []
+    with torch.no_grad():
+        for batch in next(_stream(config)):
+            logits = model(batch.tokens).logits
+            found.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()))
+    return float(torch.stack(found).mean())
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2", "qwen2-window-tied"])
+def test_the_first_loss_is_theirs_in_any_layout(
+    world4: World, tmp_path: Path, quickstart_data: QuickstartData, name: str
+) -> None:
+    save_model(tmp_path, name)
+    options = overrides(quickstart_data, tmp_path)
+    expected = their_loss(tmp_path, load_config(CONFIG, options, complete_model))
+    alone = world4.run(_losses, [*options, *ALONE], ranks=1)[0]
+    assert alone[0] == pytest.approx(expected, rel=1e-6)
+    assert alone[1] != pytest.approx(alone[0], rel=1e-3), "the step changed nothing"
+    for ranks, layout in LAYOUTS.values():
+        for losses in world4.run(_losses, [*options, *layout], ranks=ranks):
+            assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def _masters_and_weights(options: list[str], folder: Path) -> int:
+    """Hold both to the folder's tensors, bit for bit; how many elements this rank has masters of."""
+    trainer = _trainer(options)
+    source = HfSource(folder)
+    expected = {}
+    for param in trainer.params:
+        expected[param] = torch.empty(param.shape)
+        for piece, view in pieces_of(param, expected[param]):
+            box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
+            view.copy_(source.read(f"model.{piece.name}")[box])
+        assert torch.equal(param, expected[param].bfloat16()), spec_of(param).pieces[0].name
+    masters = trainer.optimizer.state()["master"]
+    for fragment, master in masters:
+        assert torch.equal(master, fragment.of(expected[fragment.param]))
+    return sum(master.numel() for _, master in masters)
+
+
+def test_masters_have_all_the_precision_there_is(
+    world4: World, tmp_path: Path, quickstart_data: QuickstartData
+) -> None:
+    save_model(tmp_path, "llama-tied")
+    options = overrides(quickstart_data, tmp_path, "training.precision=bf16", *LAYOUTS["tp2-dp2-zero"][1])
+    counts = world4.run(_masters_and_weights, options, tmp_path)
+    assert sum(counts) > sum(math.prod(info.shape) for info in HfSource(tmp_path).tensors.values())
+
+
+def _train(*options: str) -> str:
+    """A run of one process; what it says."""
+    command = [sys.executable, "pretrain_gpt.py", "--config", str(CONFIG), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_run_starts_from_it_and_then_goes_on_from_its_own(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    folder = tmp_path / "model"
+    save_model(folder, "llama3")
+    options = overrides(quickstart_data, folder, *ALONE, f"run_dir={tmp_path}")
+    expected = their_loss(folder, load_config(CONFIG, options, complete_model))
+    assert f"weights from {folder}" in _train(*options, "training.steps=2")
+    shutil.rmtree(folder)  # what the run has saved is enough
+    said = _train(*options, "training.steps=3")
+    assert "resumed from step 2" in said
+    assert "weights from" not in said
+    metrics = read_metrics(tmp_path / "quickstart" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert metrics[0]["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_the_model_section_says_must_agree(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    save_model(tmp_path, "llama3")
+    said = ["model.hidden_size=64", "model.rope_theta=1e6", "model.sliding_window=8", "model.num_layers=3"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(CONFIG, overrides(quickstart_data, tmp_path, *said), complete_model)
+    problems = {problem.path: str(problem) for problem in caught.value.problems}
+    assert problems.keys() == {"model.hidden_size", "model.rope_theta", "model.sliding_window"}
+    expected = f"checkpoint.init_from starts from {tmp_path}/config.json, where it is 32; leave it out, or set 32"
+    assert problems["model.hidden_size"] == f"model.hidden_size = 64: {expected}"
+
+
+def test_null_is_the_folders_word_only_where_null_means_elsewhere(
+    tmp_path: Path, quickstart_data: QuickstartData
+) -> None:
+    save_model(tmp_path, "mistral")
+    options = overrides(quickstart_data, tmp_path, "model.vocab_size=null", "model.max_position_embeddings=null")
+    config = load_config(CONFIG, options, complete_model)
+    assert (config.model.vocab_size, config.model.sliding_window) == (VOCABULARY, 5)
+    with pytest.raises(ConfigError, match=r"model\.sliding_window = None: .*where it is 5"):
+        load_config(CONFIG, [*options, "model.sliding_window=null"], complete_model)
+
+
+def test_without_it_the_section_is_required_as_ever() -> None:
+    with pytest.raises(ConfigError, match=r"model\.num_layers = None: this key is required"):
+        load_config(CONFIG, ["model={}"], complete_model)
+
+
+def test_a_wrong_key_is_still_explained(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    save_model(tmp_path, "llama3")
+    with pytest.raises(ConfigError, match=r"did you mean model\.hidden_size"):
+        load_config(CONFIG, overrides(quickstart_data, tmp_path, "model.hidden_sise=32"), complete_model)
+
+
+def test_a_folder_that_is_none(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    with pytest.raises(ValueError, match=r"absent is no folder; a Hugging Face model is one"):
+        load_config(CONFIG, overrides(quickstart_data, tmp_path / "absent"), complete_model)
+
+
+def test_another_tokenizer(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    save_model(tmp_path, "llama3")
+    config = load_config(CONFIG, overrides(quickstart_data, tmp_path), complete_model)
+    mine = quickstart_data.folder / "tokenizer.model"
+    tokenizer = build_tokenizer("sentencepiece", str(mine))
+    check_init(config, tmp_path, tokenizer)  # a folder without one
+    shutil.copy(mine, tmp_path / "tokenizer.model")
+    check_init(config, tmp_path, tokenizer)
+
+    from sentencepiece import SentencePieceTrainer
+
+    text = quickstart_data.folder / "other.txt"
+    text.write_text("\n".join(f"some {i} other words {i * i} to learn from" for i in range(200)))
+    SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "tokenizer"), vocab_size=80, minloglevel=2, hard_vocab_limit=False
+    )
+    with pytest.raises(ConfigError, match=r"gives other tokens than .*tokenizer\.model, which the weights"):
+        check_init(config, tmp_path, tokenizer)
