@@ -342,8 +342,8 @@ class CheckpointConfig(Section):
     resume: bool = True
     """Continue from the newest complete checkpoint of the run folder, if there is one."""
     init_from: str | None = None
-    """A Hugging Face folder whose weights a new run starts from. The model section may then be left out, in all or in
-    part; what it says must be what the folder's config.json says."""
+    """A Hugging Face folder, or any other checkpoint that tools/convert_checkpoint.py reads, whose weights a new run
+    starts from. The model section may then be left out, in all or in part; what it says must be what is said there."""
     verify: bool = True
     """Hold every file against its checksum before loading. A damaged checkpoint is set aside for an older one."""
 
