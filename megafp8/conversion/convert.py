@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -160,7 +161,9 @@ def _check_room(source: Source, path: Path) -> None:
 
 
 def _with_progress(names: list[str], sizes: Mapping[str, int], what: str) -> Iterable[str]:
-    with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc=what, dynamic_ncols=True) as bar:
+    seconds = 0.2 if sys.stderr.isatty() else 30  # in a file each update is a line
+    total = sum(sizes[name] for name in names)
+    with tqdm(total=total, unit="B", unit_scale=True, desc=what, dynamic_ncols=True, mininterval=seconds) as bar:
         for name in names:
             yield name
             bar.update(sizes[name])
