@@ -20,7 +20,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megafp8.conversion.base import TensorInfo
@@ -116,13 +115,8 @@ class HfSource:
         if there.transposed:
             stored = read_rows(entry, there.name, 0, entry.shape[0])
             return stored[:, start + first : start + last].t().contiguous()
-        filled = max(first, min(last, shape[0]))
-        values = read_rows(entry, there.name, start + min(first, shape[0]), start + min(last, shape[0]))
-        if filled == last:
-            return values
-        padded = torch.zeros(last - first, *shape[1:], dtype=values.dtype)
-        padded[: filled - first] = values
-        return padded
+        begin, end = min(first, shape[0]), min(last, shape[0])
+        return read_rows(entry, there.name, start + begin, start + end, padding=last - first - (end - begin))
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -86,12 +86,17 @@ def header(tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> tuple[bytes, dic
     return first, {name: len(first) + start for name, start in starts.items()}
 
 
-def read_rows(entry: Entry, name: str, first: int, last: int) -> Tensor:
-    """Rows `[first, last)` along dim 0 of the tensor at `entry`. Raises ValueError naming file and tensor."""
+def read_rows(entry: Entry, name: str, first: int, last: int, padding: int = 0) -> Tensor:
+    """Rows `[first, last)` along dim 0 of the tensor at `entry`, and `padding` rows of zeros.
+
+    Raises ValueError naming file and tensor.
+    """
     dtype, rest = DTYPES[entry.dtype], entry.shape[1:]
     row = math.prod(rest) * dtype.itemsize
-    bytes_ = torch.empty((last - first) * row, dtype=torch.uint8)
-    view, done = bytes_.numpy().data, 0
+    size = (last - first) * row
+    bytes_ = torch.empty(size + padding * row, dtype=torch.uint8)
+    bytes_[size:] = 0
+    view, done = bytes_[:size].numpy().data, 0
     try:
         with entry.file.open("rb", buffering=0) as stream:
             stream.seek(entry.start + first * row)
@@ -102,7 +107,7 @@ def read_rows(entry: Entry, name: str, first: int, last: int) -> Tensor:
                 done += got
     except OSError as error:
         raise ValueError(f"{entry.file}: {name} cannot be read: {error.strerror}") from error
-    return bytes_.view(dtype).view(last - first, *rest)
+    return bytes_.view(dtype).view(last - first + padding, *rest)
 
 
 def write_at(stream: BinaryIO, start: int, values: Tensor) -> None:
