@@ -14,13 +14,18 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megafp8.conversion.convert import Note, Selected, convert, verify
-from megafp8.conversion.formats import FORMATS, open_source
+from megafp8.conversion.formats import FORMATS, recognise
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+SOURCE_OPTIONS, SINK_OPTIONS = ("unsafe", "vocab_size"), ("tensor", "pipeline", "virtual_pipeline", "implementation")
+"""Megatron-LM's: keywords of its source and its sink."""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -29,28 +34,46 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make")
     parser.add_argument("--to", required=True, choices=list(FORMATS))
     parser.add_argument("--from", dest="source", choices=list(FORMATS), help="default: what the files look like")
-    parser.add_argument("--tensor", type=int, metavar="N", help="megatron: tensor-parallel size of the target")
-    parser.add_argument("--pipeline", type=int, metavar="N", help="megatron: pipeline-parallel size of the target")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="convert weights; implies --weights-only")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="of weights; implies --weights-only")
     parser.add_argument("--weights-only", action="store_true", help="leave optimizer state and FP8 scales out")
     parser.add_argument("--verify", action="store_true", help="read the target back and compare every value")
+    to = parser.add_argument_group("to Megatron-LM")
+    to.add_argument("--tensor", type=int, metavar="N", help="tensor-parallel size")
+    to.add_argument("--pipeline", type=int, metavar="N", help="pipeline-parallel size")
+    to.add_argument("--virtual-pipeline", type=int, metavar="N", help="stages a pipeline rank")
+    names = ("transformer_engine", "local")
+    to.add_argument("--transformer-impl", dest="implementation", choices=names, help="default: transformer_engine")
+    of = parser.add_argument_group("from Megatron-LM")
+    of.add_argument("--unsafe", action="store_true", default=None, help="run the code in its files; you trust them")
+    of.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding, where its files do not say")
     arguments = parser.parse_args(argv)
-    if arguments.to != "megatron" and (arguments.tensor or arguments.pipeline):
-        parser.error(f"--tensor and --pipeline are for --to megatron; a {arguments.to} checkpoint has no layout")
+    if arguments.to != "megatron" and given(arguments, SINK_OPTIONS):
+        parser.error(
+            f"a checkpoint of the format {arguments.to} has no layout: give {', '.join(SINK_OPTIONS)} to megatron"
+        )
     return arguments
 
 
+def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+
+
 def run(arguments: argparse.Namespace) -> None:
-    dtype = DTYPES.get(arguments.dtype)
-    weights_only = arguments.weights_only or dtype is not None or FORMATS[arguments.to].weights_only
-    opened = open_source(arguments.load, arguments.source)
-    source = Selected(opened, weights_only=weights_only, dtype=dtype)
-    options = ("to", "tensor", "pipeline", "dtype", "weights_only")
+    load, to = arguments.source or recognise(arguments.load), FORMATS[arguments.to]
+    source_options = given(arguments, SOURCE_OPTIONS)
+    if source_options and load != "megatron":
+        raise ValueError(f"{arguments.load} is of the format {load}; {', '.join(source_options)} is for megatron")
+    source = Selected(
+        FORMATS[load].source(arguments.load, **source_options),
+        weights_only=arguments.weights_only or arguments.dtype is not None or to.weights_only,
+        dtype=DTYPES.get(arguments.dtype),
+    )
+    options = ("to", "dtype", "weights_only", *SINK_OPTIONS, *SOURCE_OPTIONS)
     note = Note(arguments.save, source, {name: getattr(arguments, name) for name in options})
     if note.check():
-        print(f"{arguments.save}: {convert(source, FORMATS[arguments.to].sink(arguments.save), note)}")
+        print(f"{arguments.save}: {convert(source, to.sink(arguments.save, **given(arguments, SINK_OPTIONS)), note)}")
     if arguments.verify:
-        print(f"{arguments.save}: equal to {source.path}: {verify(source, open_source(arguments.save, arguments.to))}")
+        print(f"{arguments.save}: equal to {source.path}: {verify(source, to.source(arguments.save))}")
     note.remove()
 
 

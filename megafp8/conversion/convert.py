@@ -72,8 +72,11 @@ class Note:
     def check(self) -> bool:
         """Whether there is anything to convert: False where it is done, and was only not yet compared.
 
-        Raises ValueError where the target is another conversion's, half done, or was there before.
+        Raises ValueError where the target is another conversion's, half done, was there before, or would lie inside its
+        source.
         """
+        if self.target.resolve().is_relative_to(self._content["source"]):
+            raise ValueError(f"{self.target} lies inside {self._content['source']}, its source; choose another path")
         if not self.path.exists():
             if self.target.exists():
                 raise ValueError(f"{self.target} exists already, and nothing is overwritten; choose another path")

@@ -11,6 +11,7 @@ is found and named. That is a second pass over bytes that the first has brought 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,8 @@ class NativeSink:
         about = {key: value for key, value in self._source.about.items() if key not in OWN_KEYS}
         about.setdefault("config", {"model": self._source.model.model_dump(mode="json")})
         about["converted_from"] = str(self._source.path)
+        about["tensors"] = len(self._source.tensors)
+        about["bytes"] = sum(info.dtype.itemsize * math.prod(info.shape) for info in self._source.tensors.values())
         step = int(self._source.about.get("step", 0))
         text = metadata_text(self.path, step, about)
         sums[METADATA_FILE] = write_text(self._target.hidden / METADATA_FILE, text)

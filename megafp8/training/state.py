@@ -114,8 +114,8 @@ def check_resume(config: Config, run: Path, fingerprint: str | None) -> None:
     then, now = saved["config"], config.model_dump(mode="json")
     if "training" not in then:
         raise ValueError(
-            f"{path} was converted from {saved.get('converted_from')}, which is no checkpoint of a run; start a run from "
-            f"its weights with checkpoint.init_from={path} and another name"
+            f"{path} was converted from {saved.get('converted_from')}, which is no checkpoint of a run; start "
+            f"a run from its weights with checkpoint.init_from={path} and another name"
         )
     for section, key in (("", "seed"), ("training", "seq_length"), ("training", "global_batch_size")):
         old, new = (tree[section][key] if section else tree[key] for tree in (then, now))

@@ -164,6 +164,12 @@ def test_an_existing_target_is_refused(tmp_path: Path, run: Run, format: str) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "target"]
 
 
+def test_a_target_in_its_source_is_refused(tmp_path: Path, run: Run) -> None:
+    path = checkpoints.make(tmp_path)
+    assert "lies inside" in run(tmp_path, path / "target", "native", fails=True)
+    run(tmp_path, tmp_path / "target", "native")  # beside it in the run's folder is fine
+
+
 def test_a_full_disk_is_seen_before(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.make(tmp_path / "run")
     real = shutil.disk_usage
@@ -214,7 +220,7 @@ def damage(path: Path) -> tuple[Path, str]:
     raise AssertionError("not found")
 
 
-@pytest.mark.parametrize("format", ["native", "consolidated"])
+@pytest.mark.parametrize("format", ["native", "megatron", "consolidated"])
 def test_a_flipped_bit_of_the_source_is_named(tmp_path: Path, run: Run, format: str) -> None:
     checkpoints.make(tmp_path / "run")
     run(tmp_path / "run", tmp_path / "a", format)
@@ -231,7 +237,8 @@ def test_a_cut_or_missing_file_is_named(tmp_path: Path, run: Run, format: str) -
     largest = max((file for file in (tmp_path / "a").rglob("*") if file.is_file()), key=lambda f: f.stat().st_size)
     with largest.open("r+b") as stream:
         stream.truncate(largest.stat().st_size - 100)
-    assert f"{largest} is truncated" in run(tmp_path / "a", tmp_path / "b", "native", "--from", format, fails=True)
+    said = run(tmp_path / "a", tmp_path / "b", "native", "--from", format, fails=True)
+    assert f"{largest} is truncated" in said or f"{largest} is damaged" in said
     largest.unlink()
     assert largest.name in run(tmp_path / "a", tmp_path / "b", "native", "--from", format, fails=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "run"]
@@ -240,4 +247,17 @@ def test_a_cut_or_missing_file_is_named(tmp_path: Path, run: Run, format: str) -
 def test_layouts_are_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         convert_checkpoint.main(["--load", "a", "--save", "b", "--to", "hf", "--tensor", "2"])
-    assert "a hf checkpoint has no layout" in capsys.readouterr().err
+    assert "format hf has no layout" in capsys.readouterr().err
+
+
+def test_megatrons_options(tmp_path: Path, run: Run) -> None:
+    checkpoints.make(tmp_path / "run")
+    layout = ["--tensor", "2", "--pipeline", "2", "--transformer-impl", "local"]
+    run(tmp_path / "run", tmp_path / "a", "megatron", "--verify", *layout)
+    assert len(list((tmp_path / "a").glob("iter_0000030/mp_rank_*"))) == 4
+    run(tmp_path / "a", tmp_path / "b", "native", "--verify", "--unsafe", "--vocab-size", "100")
+    check_weights(tmp_path / "b", checkpoints.weights())
+    assert "unsafe is for megatron" in run(tmp_path / "run", tmp_path / "c", "native", "--unsafe", fails=True)
+    said = run(tmp_path / "run", tmp_path / "c", "megatron", "--tensor", "3", fails=True)
+    assert "TP 3 does not divide" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "run"]

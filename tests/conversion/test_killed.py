@@ -34,7 +34,7 @@ def complete(folder: Path, format: str) -> None:
     """Repeat the command, if need be; then there is the target, with every value, and nothing else."""
     target = folder / "target"
     if target.exists():
-        open_source(target, format)  # a visible target is whole
+        FORMATS[format].source(target)  # a visible target is whole
     if not target.exists() or len(list(folder.iterdir())) > 1:
         assert convert_checkpoint.main(command(folder, format)) == 0
     assert [path.name for path in folder.iterdir()] == ["target"]
