@@ -11,6 +11,7 @@ checkpoint's size is needed (8B: 32 GB).
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -142,6 +143,15 @@ def measure(model: ModelConfig, folder: Path, rounds: int) -> Figures:
     return Figures(sum(sizes), 2 * sum(sizes), 2 * max(sizes), statistics.median(copies), medians)
 
 
+def read_figures(file: Path | None) -> dict[str, Figures]:
+    if file is None or not file.exists():
+        return {}
+    return {
+        shape: Figures(*of, Conversion(*conversion))
+        for shape, (*of, conversion) in json.loads(file.read_text()).items()
+    }
+
+
 def table(found: dict[str, Figures]) -> str:
     lines = [
         "| shape | parameters | GB | copy s | copy GB/s | convert s | convert GB/s | with start s | largest tensor GiB "
@@ -186,12 +196,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="where to write, on the disk to be measured")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.1B", "1B"])
     parser.add_argument("--rounds", type=int, default=1, help="figures are medians over so many")
+    parser.add_argument("--json", type=Path, help="keep the figures, beside those of shapes measured before")
     parser.add_argument("--png", type=Path, help="draw the figures")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    found = {}
+    found = read_figures(arguments.json)
     for shape in arguments.shapes:
         found[shape] = measure(ModelConfig.model_validate(SHAPES[shape]), arguments.folder, arguments.rounds)
+    found = {shape: found[shape] for shape in SHAPES if shape in found}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     print(table(found))
     if arguments.png:
         plot(found, arguments.png)

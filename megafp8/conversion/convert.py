@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,7 +154,9 @@ def _check_room(source: Source, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     needed = sum(num_bytes(info) for info in source.tensors.values()) + _SPARE_BYTES
     begun = (
-        file.stat().st_blocks * 512 for folder in path.parent.glob(f".{path.name}.*/") for file in folder.rglob("*")
+        file.stat().st_blocks * 512
+        for folder in path.parent.glob(f".{escape(path.name)}.*/")
+        for file in folder.rglob("*")
     )
     needed, free = needed - sum(begun), shutil.disk_usage(path.parent).free
     if needed > free:
