@@ -15,6 +15,7 @@ files are read by `torch.load(weights_only=True)`.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import warnings
@@ -34,7 +35,6 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
 from megafp8 import collectives
@@ -123,15 +123,15 @@ def tensors_in(index: Metadata, name: str) -> list[str]:
 def damaged_tensors(path: Path, index: Metadata, name: str) -> list[str]:
     """Which tensors a damaged data file, `name` in the folder `path`, has lost; all it holds where none stands out.
 
-    Each rectangle is a zip archive, with a checksum of its own.
+    Each rectangle is a zip archive, with a checksum of its own. One at a time is held in memory.
     """
     damaged = set()
     with (path / name).open("rb") as stream:
         for where, stored in index.storage_data.items():
             if stored.relative_path == name:
+                stream.seek(stored.offset)
                 try:
-                    archive = zipfile.ZipFile(_create_file_view(stream, stored.offset, stored.length))
-                    intact = archive.testzip() is None
+                    intact = zipfile.ZipFile(io.BytesIO(stream.read(stored.length))).testzip() is None
                 except Exception:  # a damaged archive raises nearly anything
                     intact = False
                 if not intact:
