@@ -58,7 +58,7 @@ class _RawFile(io.FileIO):
         try:
             written = super().write(view)
         except OSError as error:
-            error.filename = self.name
+            error.filename = str(self.name)
             self.failure = error
             raise
         size, crc = self.checksum
