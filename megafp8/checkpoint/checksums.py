@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from megafp8.checkpoint.failures import DamagedCheckpoint
 
 CHECKSUMS_FILE = "checksums.json"
+ALGORITHM = "crc32"
 
 _BUFFER_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 24
@@ -50,7 +51,12 @@ EMPTY = Checksum(0, 0)
 
 
 class ChecksummedFile(io.FileIO):
-    """A file that is written from its beginning to its end, and its checksum so far: `checksum` at the start."""
+    """A file that is written from its beginning to its end, its checksum so far, and why it could not be written.
+
+    `checksum`: of what is in the file already, where it is opened to append.
+    """
+
+    failure: OSError | None = None
 
     def __init__(self, path: str | os.PathLike, mode: str = "wb", checksum: Checksum = EMPTY) -> None:
         super().__init__(path, mode)
@@ -58,7 +64,12 @@ class ChecksummedFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        written = super().write(view)
+        try:
+            written = super().write(view)
+        except OSError as error:
+            error.filename = str(self.name)
+            self.failure = error
+            raise
         size, crc = self.checksum
         self.checksum = Checksum(size + written, zlib.crc32(view[:written], crc))
         return written
@@ -87,8 +98,13 @@ class ChecksummedFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb", mode
         raw = ChecksummedFile(path)
-        with _File(raw, _BUFFER_BYTES) as stream:
-            yield stream
+        try:
+            with _File(raw, _BUFFER_BYTES) as stream:
+                yield stream
+        except Exception as error:
+            if raw.failure is not None:  # torch.save says something of positions in an archive instead
+                raise raw.failure from error
+            raise
         self.sums[Path(path).name] = raw.checksum
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
@@ -103,7 +119,7 @@ def _canonical(files: dict[str, Any]) -> bytes:
 def checksums_text(sums: dict[str, Checksum]) -> str:
     """The content of checksums.json."""
     files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sums.items())}
-    whole = {"algorithm": "crc32", "files": files, "crc32_of_files": f"{zlib.crc32(_canonical(files)):08x}"}
+    whole = {"algorithm": ALGORITHM, "files": files, "crc32_of_files": f"{zlib.crc32(_canonical(files)):08x}"}
     return json.dumps(whole, indent=2) + "\n"
 
 
@@ -117,11 +133,12 @@ def read_checksums(path: Path) -> dict[str, Checksum] | None:
         return None
     try:
         whole = json.loads(file.read_bytes())
+        algorithm = whole["algorithm"]
         intact = int(whole["crc32_of_files"], 16) == zlib.crc32(_canonical(whole["files"]))
         sums = {name: Checksum(one["bytes"], int(one["crc32"], 16)) for name, one in whole["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    if not intact:
+    if not intact or algorithm != ALGORITHM:
         raise DamagedCheckpoint(f"{file} is damaged: its own checksum does not fit")
     return sums
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megafp8 import collectives
 from megafp8.checkpoint import dcp, store
-from megafp8.checkpoint.checksums import CHECKSUMS_FILE, find_damage, read_checksums
+from megafp8.checkpoint.checksums import CHECKSUMS_FILE, Checksum, find_damage, read_checksums
 from megafp8.checkpoint.failures import LISTED, DamagedCheckpoint, listing, on_first, rank_in, together, whole_job
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
 from megafp8.sharding import Shape
@@ -102,31 +102,32 @@ def newest_good(folder: str | Path, *, verify: bool = True, group: ProcessGroup 
 
 def _open(path: Path, verify: bool, group: ProcessGroup | None) -> tuple[dict[str, Any], Metadata]:
     """Metadata and index of a checkpoint whose files are as they were written, so far as `verify` lets look."""
+    rank, small = rank_in(group), (store.METADATA_FILE, dcp.INDEX_FILE)
 
-    def look() -> tuple[dict[str, Any], Metadata]:
-        metadata, index = store.read_metadata(path), dcp.read_index(path)
-        if rank_in(group) == 0:
+    def look() -> tuple[dict[str, Any], Metadata, dict[str, Checksum]]:
+        metadata = store.read_metadata(path)  # another format may have other checksums
+        sums = read_checksums(path) if verify else {}
+        _compare(path, {name: sums[name] for name in small if sums and name in sums})
+        index = dcp.read_index(path)
+        if rank == 0:
             dcp.check_data_files(path, index)
-        return metadata, index
+        if rank == 0 and sums is None:
+            _log.warning("%s has no %s: only the sizes of its files were checked", path, CHECKSUMS_FILE)
+        return metadata, index, sums or {}
 
-    metadata, index = together(look, group)
-    if verify:
-        together(lambda: _verify(path, index, rank_in(group), collectives.size(group)), group)
+    metadata, index, sums = together(look, group)
+    others = sorted(sums.keys() - {*small}, key=lambda name: (-sums[name].size, name))  # each rank has as much to read
+    own = {name: sums[name] for name in others[rank :: collectives.size(group)]}
+    together(lambda: _compare(path, own, index), group)
     return metadata, index
 
 
-def _verify(path: Path, index: Metadata, rank: int, ranks: int) -> None:
-    """Raise DamagedCheckpoint where a file of this rank's share of the files is not what was written."""
-    sums = read_checksums(path)
-    if sums is None:
-        if rank == 0:
-            _log.warning("%s has no %s: only the sizes of its files were checked", path, CHECKSUMS_FILE)
-        return
-    by_size = sorted(sums, key=lambda name: (-sums[name].size, name))
+def _compare(path: Path, sums: dict[str, Checksum], index: Metadata | None = None) -> None:
+    """Raise DamagedCheckpoint where one of the files `sums` is not what was written, with the tensors it holds."""
     problems = []
-    for name in by_size[rank::ranks]:
-        problem = find_damage(path / name, sums[name])
-        if problem and (path / name).is_file() and dcp.tensors_in(index, name):
+    for name, expected in sums.items():
+        problem = find_damage(path / name, expected)
+        if problem and index is not None and (path / name).is_file():
             problem += f"; damaged in it: {listing(dcp.damaged_tensors(path, index, name))}"
         if problem:
             problems.append(problem)

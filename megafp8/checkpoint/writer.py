@@ -118,7 +118,12 @@ class CheckpointWriter:
                 self._stream.close()
                 self._open(self._number + 1)
             start = self._stream.tell()
-            torch.save(view if view.untyped_storage().nbytes() == view.nbytes else view.clone(), self._stream)
+            try:
+                torch.save(view if view.untyped_storage().nbytes() == view.nbytes else view.clone(), self._stream)
+            except Exception as error:
+                if self._raw.failure is not None:  # torch.save says something of positions in an archive instead
+                    raise self._raw.failure from error
+                raise
             length = self._stream.tell() - start
             rectangles.append(_Rectangle(offset, tuple(view.shape), self._file.name, start, length))
         self._flush()

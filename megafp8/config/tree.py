@@ -337,7 +337,7 @@ class CheckpointConfig(Section):
     keep_every: PositiveInt | None = None
     """Of older checkpoints, keep those of every so many steps. Needs keep_last."""
     async_save: bool = True
-    """Copy what is saved to host memory, and write it while training goes on. The copy takes as much host memory as this
+    """Copy what is saved to host memory, and write it while training goes on. The copy takes as much host memory as the
     rank writes: 14 bytes a parameter in bf16, over the number of ranks. The last save of a run is written at once."""
     resume: bool = True
     """Continue from the newest complete checkpoint of the run folder, if there is one."""

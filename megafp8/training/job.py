@@ -212,8 +212,7 @@ class Job:
 
     def _one_step(self, stream: Iterator[list[Batch]]) -> StepMetrics:
         start = time.perf_counter()
-        copied = {} if self.saver is None else {"before_update": self.saver.wait_copied}
-        loss, result = self.trainer.train_step(self.step, next(stream), **copied)
+        loss, result = self.trainer.train_step(self.step, next(stream), before_update=self._before_update)
         seconds = time.perf_counter() - start
         learning_rate = self.trainer.learning_rate(self.step)
         self.step += 1
@@ -252,6 +251,10 @@ class Job:
         stream = self._batches(self.inputs.validation, 0)
         losses = [self.trainer.evaluate(next(stream)) for _ in range(self.config.training.eval_steps)]
         return math.fsum(x.mean * x.tokens for x in losses) / max(1, sum(x.tokens for x in losses))
+
+    def _before_update(self) -> None:
+        if self.saver is not None:
+            self.saver.wait_copied()
 
     def _save(self, ends: bool) -> None:
         """Save this step; at once where the run `ends`, as there is nothing left to do meanwhile."""

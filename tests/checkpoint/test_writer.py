@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,19 @@ def test_a_second_writer_goes_on(tmp_path: Path, safe: int) -> None:
     check(describe(tmp_path, second.finish()))
     sizes = sum(rectangle.length for all_ in CheckpointReader(tmp_path).rectangles.values() for rectangle in all_)
     assert sizes == sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
+
+
+def test_a_disk_that_is_full_names_the_file_and_the_next_writer_goes_on(tmp_path: Path) -> None:
+    records, state, limits = [], tensors(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    first = CheckpointWriter(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"__0_0\.distcp"):
+            records.extend(first.add(name, tensor) for name, tensor in state.items())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert 0 < len(records) < len(state)
+    second = CheckpointWriter(tmp_path, records)
+    for name in list(state)[len(records) :]:
+        second.add(name, state[name])
+    check(describe(tmp_path, second.finish()))
