@@ -150,6 +150,26 @@ def all_gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     return values
 
 
+def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any] | None:
+    """Every rank's picklable `value`, in group order, on the first rank of `group`; None on the others."""
+    if size(group) == 1:
+        return [value]
+    assert group is not None
+    values: list[Any] | None = [None] * size(group) if group.rank() == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values
+
+
+def scatter_objects(values: list[Any] | None, group: ProcessGroup | None) -> Any:
+    """This rank's of the picklable `values` that the first rank of `group` hands in, in group order."""
+    if size(group) == 1:
+        assert values is not None
+        return values[0]
+    own = [None]
+    dist.scatter_object_list(own, values, group=group, group_src=0)
+    return own[0]
+
+
 def barrier(group: ProcessGroup | None) -> None:
     """Wait until every rank of `group` is here."""
     if size(group) > 1:

@@ -29,6 +29,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _smooth_swiglu,
         _overlap,
         _param_gather,
+        _checkpoint,
         *by_ranks,
     )
     problems = [problem for rule in rules for problem in rule(config)]
@@ -311,6 +312,15 @@ def _param_gather(config: Config) -> Iterator[Problem]:
             "fp8.calibration_steps", f.calibration_steps,
             "layers that calibrate run in high precision, on the weights' values, and with fp8.param_gather only their "
             "codes exist", f"try fp8.calibration_steps=0 and fp8.static_amax, {off}",
+        )  # fmt: skip
+
+
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    c = config.checkpoint
+    if c.keep_every is not None and c.keep_last is None:
+        yield Problem(
+            "checkpoint.keep_every", c.keep_every, "without checkpoint.keep_last every checkpoint is kept",
+            "set checkpoint.keep_last too, for example to 2",
         )  # fmt: skip
 
 

@@ -343,12 +343,19 @@ class CheckpointConfig(Section):
     interval: Count = 0
     """Steps between saves; 0: only at the end and on SIGTERM or Ctrl-C."""
     keep_last: PositiveInt | None = None
-    """Complete checkpoints to keep. Default: all."""
+    """Complete checkpoints to keep: so many of the newest. Default: all."""
+    keep_every: PositiveInt | None = None
+    """Of older checkpoints, keep those of every so many steps. Needs keep_last."""
+    async_save: bool = True
+    """Copy what is saved to host memory, and write it while training goes on. The copy takes as much host memory as the
+    rank writes: 14 bytes a parameter in bf16, over the number of ranks. The last save of a run is written at once."""
     resume: bool = True
     """Continue from the newest complete checkpoint of the run folder, if there is one."""
     init_from: str | None = None
-    """A Hugging Face folder whose weights a new run starts from. The model section may then be left out, in all or in
-    part; what it says must be what the folder's config.json says."""
+    """A Hugging Face folder, or any other checkpoint that tools/convert_checkpoint.py reads, whose weights a new run
+    starts from. The model section may then be left out, in all or in part; what it says must be what is said there."""
+    verify: bool = True
+    """Hold every file against its checksum before loading. A damaged checkpoint is set aside for an older one."""
 
 
 class LoggingConfig(Section):

@@ -318,8 +318,13 @@ class Trainer:
         context = self.parallel.context
         return [batch.to(self.parallel.device).shard(context.rank, context.size) for batch in batches]
 
-    def train_step(self, step: int, batches: Sequence[Batch]) -> tuple[Loss, StepResult]:
-        """One optimizer step, counted from 0, on this rank's micro-batches of the global batch."""
+    def train_step(
+        self, step: int, batches: Sequence[Batch], *, before_update: Callable[[], None] = lambda: None
+    ) -> tuple[Loss, StepResult]:
+        """One optimizer step, counted from 0, on this rank's micro-batches of the global batch.
+
+        `before_update` is called when gradients are queued, and weights and optimizer state still what they were.
+        """
         self.gradients.zero()
         sampled = self.fp8.begin_step(step + 1)
         if self.graphs is not None:
@@ -335,6 +340,7 @@ class Trainer:
             self.timeline = stopwatch.timeline()
         masked = batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
+        before_update()
         result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
         self.fp8.end_step()
         self.publish_weights()
