@@ -15,6 +15,7 @@ files are read by `torch.load(weights_only=True)`.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import warnings
@@ -30,7 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -203,6 +204,12 @@ class SaveParts:
 
     plan: SavePlan
     index: Metadata | None
+
+    def contents(self) -> dict[str, int]:
+        """How many tensors all ranks write, and how many bytes of values, on the first rank."""
+        assert self.index is not None
+        found = [x for x in self.index.state_dict_metadata.values() if isinstance(x, TensorStorageMetadata)]
+        return {"tensors": len(found), "bytes": sum(math.prod(x.size) * x.properties.dtype.itemsize for x in found)}
 
 
 def share_out(items: list[WriteItem], group: ProcessGroup | None) -> SaveParts:

@@ -82,9 +82,10 @@ def save(
     """Save `tensors` of all ranks as the checkpoint of `step` under `folder`, and return its path. Collective.
 
     A plain tensor is one that is not cut: every rank that names it holds the same values. `metadata` must be JSON; rank
-    0's is written, with format version, step, date and versions added. `group` None means the whole job, or this
-    process where torch.distributed is not initialised. `keep_last`: how many complete checkpoints may stay, this one
-    included; older ones are removed once this one is visible, but for multiples of `keep_every` steps (None: none).
+    0's is written, with format version, step, date, versions, and the number of tensors and bytes added. `group` None
+    means the whole job, or this process where torch.distributed is not initialised. `keep_last`: how many complete
+    checkpoints may stay, this one included; older ones are removed once this one is visible, but for multiples of
+    `keep_every` steps (None: none).
     `lock`: the folder's, which is asked before the folder is changed.
 
     A step that is there already is never overwritten. If its consumed samples, tokens and tokenizer fingerprint are
@@ -203,7 +204,7 @@ def _write(
     def begin() -> Checksum | None:
         if to.lock is not None:
             to.lock.check()
-        return store.begin(folder, step, metadata)
+        return store.begin(folder, step, {**parts.contents(), **metadata})
 
     def publish() -> None:
         assert about is not None

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
 def metadata(
     config: Config, parallel: ParallelState, step: int, optimizer_steps: int, fingerprint: str | None
 ) -> dict[str, Any]:
-    """What metadata.json says besides format, step, date, versions and `contents`."""
+    """What metadata.json says besides what `save` itself says."""
     samples = step * config.training.global_batch_size
     settings = config.model_dump(mode="json")
     return {
@@ -91,34 +90,19 @@ def metadata(
     }
 
 
-def contents(state: Mapping[str, Rectangles | Tensor], parallel: ParallelState) -> dict[str, int]:
-    """How many tensors all ranks' `state` comes to, and how many bytes. Collective."""
-    own = {}
-    for name, value in state.items():
-        shape = tuple(value.shape) if isinstance(value, Tensor) else value.global_shape
-        own[name] = math.prod(shape) * value.dtype.itemsize
-    sizes = {name: size for names in all_gather_objects(own, parallel.world.group) for name, size in names.items()}
-    return {"tensors": len(sizes), "bytes": sum(sizes.values())}
-
-
-def _about(
-    trainer: Trainer, state: Mapping[str, Rectangles | Tensor], step: int, fingerprint: str | None
-) -> dict[str, Any]:
-    return {
-        **contents(state, trainer.parallel),
-        **metadata(trainer.config, trainer.parallel, step, trainer.optimizer.step_count, fingerprint),
-        "fp8_left_out": trainer.auto_filter.layers,
-    }
+def _about(trainer: Trainer, step: int, fingerprint: str | None) -> dict[str, Any]:
+    about = metadata(trainer.config, trainer.parallel, step, trainer.optimizer.step_count, fingerprint)
+    return {**about, "fp8_left_out": trainer.auto_filter.layers}
 
 
 def save_state(trainer: Trainer, run: Path, step: int, fingerprint: str | None, lock: FolderLock | None = None) -> Path:
     """Save everything after `step` steps. Collective."""
-    keep, state = trainer.config.checkpoint, tensors(trainer)
+    keep = trainer.config.checkpoint
     return save(
         checkpoint_folder(run),
         step,
-        state,
-        _about(trainer, state, step, fingerprint),
+        tensors(trainer),
+        _about(trainer, step, fingerprint),
         keep_last=keep.keep_last,
         keep_every=keep.keep_every,
         lock=lock,
@@ -127,12 +111,11 @@ def save_state(trainer: Trainer, run: Path, step: int, fingerprint: str | None, 
 
 def begin_save(trainer: Trainer, saver: BackgroundSaver, step: int, fingerprint: str | None) -> None:
     """The same in the background; the next update of the weights has to come after `saver.wait_copied`. Collective."""
-    state = tensors(trainer)
     # A forward pass records amaxes; weights, masters and moments change in updates only.
     saver.save(
         step,
-        state,
-        _about(trainer, state, step, fingerprint),
+        tensors(trainer),
+        _about(trainer, step, fingerprint),
         changes_early=lambda name: name.startswith("fp8."),
     )
     if trainer.graphs is not None:
