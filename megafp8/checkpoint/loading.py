@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
 from megafp8.sharding import Shape
 
 Kind = tuple[Shape, torch.dtype]
+
+_MISSING, _UNWANTED = "missing in the checkpoint", "in the checkpoint but not in this model"
+_MISFIT, _HOLES = "of another shape or dtype", "only partly in the checkpoint"
+_KINDS = (_MISSING, _UNWANTED, _MISFIT, _HOLES)
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +61,11 @@ def load(
     path, group = Path(path), whole_job(group)
     state = as_rectangles(tensors)
     metadata, index = _open(path, verify, group)
-    wanted = collectives.all_gather_objects({name: (r.global_shape, r.dtype) for name, r in state.items()}, group)
-    problems = _differences(wanted, index, optional)
+    own = _differences({name: (r.global_shape, r.dtype) for name, r in state.items()}, index, optional)
+    unwanted = [name for name in _wanted_by_nobody(state.keys(), index, group) if not optional(name)]
+    found = [*collectives.all_gather_objects(own, group), {_UNWANTED: unwanted}]
+    names = {kind: sorted({name for one in found for name in one.get(kind, ())}) for kind in _KINDS}
+    problems = [_count(kind, wrong) for kind, wrong in names.items() if wrong]
     if problems:
         raise ValueError(f"{path} does not fit: " + "; ".join(problems))
     state = {name: rectangles for name, rectangles in state.items() if name in index.state_dict_metadata}
@@ -135,32 +142,30 @@ def _compare(path: Path, sums: dict[str, Checksum], index: Metadata | None = Non
         raise DamagedCheckpoint("; ".join(problems[:LISTED]))
 
 
-def _differences(wanted_by_rank: list[dict[str, Kind]], index: Metadata, optional: Callable[[str], bool]) -> list[str]:
-    """What is wrong between the tensors all ranks want and those of the index, one string a kind of problem."""
-    wanted: dict[str, Kind] = {}
-    for names in wanted_by_rank:
-        wanted.update(names)
-    saved = index.state_dict_metadata
-    misfits, holes = [], []
-    for names in wanted_by_rank:
-        for name, (shape, dtype) in names.items():
-            entry = saved.get(name)
-            if entry is None:
-                continue
-            if not isinstance(entry, TensorStorageMetadata):
-                misfits.append(f"{name} (no tensor in the checkpoint)")
-            elif (tuple(entry.size), entry.properties.dtype) != (shape, dtype):
-                there = f"{_kind(tuple(entry.size), entry.properties.dtype)} in the checkpoint"
-                misfits.append(f"{name} ({there}, {_kind(shape, dtype)} here)")
-            elif sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(shape):
-                holes.append(name)
-    found = {
-        "missing in the checkpoint": [n for n in wanted if n not in saved and not optional(n)],
-        "in the checkpoint but not in this model": [n for n in saved if n not in wanted and not optional(n)],
-        "of another shape or dtype": misfits,
-        "only partly in the checkpoint": holes,
-    }
-    return [_count(what, sorted(set(names))) for what, names in found.items() if names]
+def _differences(wanted: Mapping[str, Kind], index: Metadata, optional: Callable[[str], bool]) -> dict[str, list[str]]:
+    """What this rank wants and the checkpoint does not have, by kind of problem; kinds without any are left out."""
+    found: dict[str, list[str]] = {}
+    for name, (shape, dtype) in wanted.items():
+        entry = index.state_dict_metadata.get(name)
+        if entry is None:
+            if not optional(name):
+                found.setdefault(_MISSING, []).append(name)
+        elif not isinstance(entry, TensorStorageMetadata):
+            found.setdefault(_MISFIT, []).append(f"{name} (no tensor in the checkpoint)")
+        elif (tuple(entry.size), entry.properties.dtype) != (shape, dtype):
+            there = f"{_kind(tuple(entry.size), entry.properties.dtype)} in the checkpoint"
+            found.setdefault(_MISFIT, []).append(f"{name} ({there}, {_kind(shape, dtype)} here)")
+        elif sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(shape):
+            found.setdefault(_HOLES, []).append(name)
+    return found
+
+
+def _wanted_by_nobody(own: Collection[str], index: Metadata, group: ProcessGroup | None) -> list[str]:
+    """Tensors of the checkpoint that no rank asks for. Collective; a byte a tensor travels, however many ranks."""
+    names = sorted(index.state_dict_metadata)
+    asked = torch.tensor([name in own for name in names], dtype=torch.uint8)
+    collectives.all_reduce(asked, group, "max")
+    return [name for name, wanted in zip(names, asked.tolist()) if not wanted]
 
 
 def _kind(shape: Shape, dtype: torch.dtype) -> str:
