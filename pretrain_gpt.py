@@ -15,6 +15,7 @@ import json
 import os
 import sys
 
+from megafp8.checkpoint import DamagedCheckpoint, FolderInUse
 from megafp8.config import Config, check_layout, load_config
 from megafp8.planner.memory import memory_table, pipeline_memory
 from megafp8.training.describe import describe
@@ -55,8 +56,9 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     if arguments.dry_run:
         config = with_vocabulary(config, arguments.config)
         plan = plan_pipeline(config, num_microbatches(config, world_size))
-        memories = pipeline_memory(config, build_fp8(config, None), world_size, plan.placement, plan.train)
-        print(describe(config, world_size), memory_table(memories), sep="\n\n")
+        fp8 = build_fp8(config, None)
+        memories = pipeline_memory(config, fp8, world_size, plan.placement, plan.train)
+        print(describe(config, world_size, fp8), memory_table(memories), sep="\n\n")
         return None
     plan_pipeline(config, num_microbatches(config, world_size))
     inputs = open_inputs(config, arguments.config)
@@ -66,16 +68,25 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     return inputs
 
 
+def _refuse(error: ValueError) -> int:
+    """Say why there is no training; the exit code."""
+    # One voice: under torchrun every rank finds the same fault. LOCAL_RANK, so that a fault of one node is heard.
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
 def main() -> int:
     try:
         inputs = prepare(parse_arguments())
     except ValueError as error:
-        # One voice: under torchrun every rank finds the same fault. LOCAL_RANK, so that a fault of one node is heard.
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    if inputs is not None:
+        return _refuse(error)
+    if inputs is None:
+        return 0
+    try:
         train(inputs)
+    except (FolderInUse, DamagedCheckpoint) as error:  # met by all ranks alike, before anything was changed
+        return _refuse(error)
     return 0
 
 

@@ -45,7 +45,7 @@ def size(group: ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """FP8 tensors as uint8 (no backend moves FP8); every other tensor as it is."""
     return x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
 
@@ -71,7 +71,7 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
         return x
     x = x.contiguous()
     out = torch.empty((x.shape[0] * size(group), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    _ALL_GATHER(_as_bytes(out), _as_bytes(x), group=group)
+    _ALL_GATHER(as_bytes(out), as_bytes(x), group=group)
     return out
 
 
@@ -89,13 +89,21 @@ def all_gather_async(tensors: Sequence[Tensor], group: ProcessGroup | None) -> t
 
 def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum `x` over `group` and keep this rank's slice of dim 0: `[n, ...]` -> `[n / ranks, ...]`."""
+    out, work = reduce_scatter_async(x, group)
+    work.wait()
+    return out
+
+
+def reduce_scatter_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Work]:
+    """Start a `reduce_scatter`, and where its result will be; keep `x` alive until waited for."""
     ranks = size(group)
     if ranks == 1:
-        return x
+        return x, DONE
     assert x.shape[0] % ranks == 0, f"dim 0 of {tuple(x.shape)} is not a multiple of {ranks} ranks"
     out = torch.empty((x.shape[0] // ranks, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    _REDUCE_SCATTER(out, x.contiguous(), group=group)
-    return out
+    work = _REDUCE_SCATTER(out, x.contiguous(), group=group, async_op=True)
+    assert work is not None
+    return out, work
 
 
 def own_slice(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -151,6 +159,26 @@ def all_gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     return values
 
 
+def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any] | None:
+    """Every rank's picklable `value`, in group order, on the first rank of `group`; None on the others."""
+    if size(group) == 1:
+        return [value]
+    assert group is not None
+    values: list[Any] | None = [None] * size(group) if group.rank() == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values
+
+
+def scatter_objects(values: list[Any] | None, group: ProcessGroup | None) -> Any:
+    """This rank's of the picklable `values` that the first rank of `group` hands in, in group order."""
+    if size(group) == 1:
+        assert values is not None
+        return values[0]
+    own = [None]
+    dist.scatter_object_list(own, values, group=group, group_src=0)
+    return own[0]
+
+
 def barrier(group: ProcessGroup | None) -> None:
     """Wait until every rank of `group` is here."""
     if size(group) > 1:
@@ -159,16 +187,41 @@ def barrier(group: ProcessGroup | None) -> None:
 
 def send_async(x: Tensor, group: ProcessGroup, group_dst: int) -> Work:
     """Start sending `x` (contiguous; keep it alive until waited for) to the rank `group_dst` of the group."""
-    work = dist.isend(_as_bytes(x), group=group, group_dst=group_dst)
+    work = dist.isend(as_bytes(x), group=group, group_dst=group_dst)
     assert work is not None
     return work
 
 
 def recv_async(x: Tensor, group: ProcessGroup, group_src: int) -> Work:
     """Start receiving into `x` from the rank `group_src` of the group."""
-    work = dist.irecv(_as_bytes(x), group=group, group_src=group_src)
+    work = dist.irecv(as_bytes(x), group=group, group_src=group_src)
     assert work is not None
     return work
+
+
+class _Swap:
+    """Messages under way, both ways; holds what is being sent."""
+
+    def __init__(self, works: list[Any], sent: list[Tensor]) -> None:
+        self._works, self._sent = works, sent
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._sent = [], []
+
+
+def swap_async(
+    sent: Sequence[Tensor], group_dst: int, received: Sequence[Tensor], group_src: int, group: ProcessGroup
+) -> Work:
+    """Start sending tensors to one rank of the group and receiving (contiguous) ones from another, all in one launch.
+
+    All ranks of the group call it together, so that messages meet.
+    """
+    outgoing = [as_bytes(x.contiguous()) for x in sent]
+    ops = [dist.P2POp(dist.isend, x, group=group, group_peer=group_dst) for x in outgoing]
+    ops += [dist.P2POp(dist.irecv, as_bytes(x), group=group, group_peer=group_src) for x in received]
+    return _Swap(dist.batch_isend_irecv(ops), outgoing)
 
 
 def coalesced_all_reduce(tensors: Sequence[Tensor], group: ProcessGroup | None, op: ReduceOp = "sum") -> None:

@@ -246,6 +246,11 @@ def initialize_model_parallel(
     return _STATE
 
 
+def host_group(timeout_seconds: float = 600.0) -> ProcessGroup:
+    """A gloo group of the whole job, for a thread that talks beside training. Collective."""
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+
+
 def destroy_model_parallel() -> None:
     """Forget the groups and leave the job."""
     global _STATE

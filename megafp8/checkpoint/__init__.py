@@ -1,20 +1,30 @@
 """Saving and resuming: tensors as rectangles under global names, so that one checkpoint fits every layout."""
 
+from megafp8.checkpoint.failures import DamagedCheckpoint, FolderInUse
+from megafp8.checkpoint.loading import load, newest_good
+from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.reader import CheckpointReader
 from megafp8.checkpoint.rectangles import Rectangle, Rectangles, collect, collect_fragments
-from megafp8.checkpoint.save_load import load, save
+from megafp8.checkpoint.saving import BackgroundSaver, Destination, Saved, save
 from megafp8.checkpoint.store import clean_incomplete, complete_checkpoints, latest, read_metadata
 
 __all__ = [
+    "BackgroundSaver",
     "CheckpointReader",
+    "DamagedCheckpoint",
+    "Destination",
+    "FolderInUse",
+    "FolderLock",
     "Rectangle",
     "Rectangles",
+    "Saved",
     "clean_incomplete",
     "collect",
     "collect_fragments",
     "complete_checkpoints",
     "latest",
     "load",
+    "newest_good",
     "read_metadata",
     "save",
 ]

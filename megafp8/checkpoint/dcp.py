@@ -4,6 +4,10 @@ DCP plans on rank 0 who writes and reads which rectangle of which tensor. Its pl
 values that are not tensors; ours only add that a value is a `Rectangles`. Names are global and flat, so DCP's
 flattening of nested dictionaries is off.
 
+Saving does not go through `dcp.save`, which plans and writes in one go, but through the planner and the writer that it
+calls: a save in the background plans first and copies to the host only what the rank will write (`SaveParts`), where
+`dcp.async_save` copies all that the rank holds, so under data parallelism the whole state on every rank.
+
 DCP's index file `.metadata` is a pickle. An ordinary pickle can run any code when it is read, and checkpoints are
 passed around, so the index is read by an unpickler that knows the dozen classes of an index and nothing else. The data
 files are read by `torch.load(weights_only=True)`.
@@ -11,12 +15,13 @@ files are read by `torch.load(weights_only=True)`.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -26,10 +31,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megafp8 import collectives
+from megafp8.checkpoint import archives
+from megafp8.checkpoint.checksums import Checksum, ChecksummedFiles
+from megafp8.checkpoint.failures import DamagedCheckpoint, listing, rank_in, together
 from megafp8.checkpoint.rectangles import Rectangles
 
 INDEX_FILE = ".metadata"
@@ -71,24 +81,24 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(path: Path) -> Metadata:
-    """DCP's index of the checkpoint folder `path`. Raises ValueError naming the file where it is missing or damaged."""
+    """DCP's index of the checkpoint folder `path`. Raises DamagedCheckpoint, naming the file."""
     file = path / INDEX_FILE
     if not file.is_file():
-        raise ValueError(f"{path} is no checkpoint: it has no file {INDEX_FILE}")
+        raise DamagedCheckpoint(f"{path} is no checkpoint: it has no file {INDEX_FILE}")
     try:
         with file.open("rb") as stream:
             index = _IndexUnpickler(stream).load()
     except OSError:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+        raise DamagedCheckpoint(f"{file} is damaged: {type(error).__name__}: {error}") from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-        raise ValueError(f"{file} is damaged: it holds no index of a checkpoint")
+        raise DamagedCheckpoint(f"{file} is damaged: it holds no index of a checkpoint")
     return index
 
 
 def check_data_files(path: Path, index: Metadata) -> None:
-    """Raise ValueError where a data file of the index is missing or shorter than the index says."""
+    """Raise DamagedCheckpoint where a data file of the index is missing or shorter than the index says."""
     ends: dict[str, int] = {}
     for stored in index.storage_data.values():
         ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
@@ -96,12 +106,30 @@ def check_data_files(path: Path, index: Metadata) -> None:
     for name, end in sorted(ends.items()):
         file = path / name
         if not file.is_file():
-            problems.append(f"{file} is missing")
+            problems.append(f"{file} is missing; it held {listing(tensors_in(index, name))}")
         elif os.path.getsize(file) < end:
-            problems.append(f"{file} is truncated: {os.path.getsize(file)} bytes of at least {end}")
+            size = f"{os.path.getsize(file)} bytes of at least {end}"
+            problems.append(f"{file} is truncated: {size}; it held {listing(tensors_in(index, name))}")
     if problems:
         more = f" (and {len(problems) - 5} more files)" if len(problems) > 5 else ""
-        raise ValueError("; ".join(problems[:5]) + more)
+        raise DamagedCheckpoint("; ".join(problems[:5]) + more)
+
+
+def tensors_in(index: Metadata, name: str) -> list[str]:
+    """The tensors of which parts lie in the data file `name`."""
+    return sorted({where.fqn for where, stored in index.storage_data.items() if stored.relative_path == name})
+
+
+def damaged_tensors(path: Path, index: Metadata, name: str) -> list[str]:
+    """Which tensors a damaged data file, `name` in the folder `path`, has lost; all it holds where none stands out.
+
+    Each rectangle is a zip archive, with a checksum of its own.
+    """
+    damaged = set()
+    for where, stored in index.storage_data.items():
+        if stored.relative_path == name and archives.find_damage(path / name, stored.offset, stored.length):
+            damaged.add(where.fqn)
+    return sorted(damaged) or tensors_in(index, name)
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -165,16 +193,62 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def write(path: Path, state: dict[str, Rectangles], group: ProcessGroup | None) -> None:
-    """Write `state` of all ranks of `group` (None: this process alone) into the folder `path`, flushed to disk."""
-    with _quiet():
-        dcp.save(
-            state,
-            storage_writer=FileSystemWriter(path, sync_files=True, overwrite=False),
-            planner=_SavePlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
+def write_items(state: dict[str, Rectangles]) -> list[WriteItem]:
+    """All rectangles of `state`, without their values."""
+    return [item for name, rectangles in state.items() for item in rectangles.__create_write_items__(name, None)]
+
+
+@dataclass(frozen=True)
+class SaveParts:
+    """Who writes what: `plan` is this rank's share, `index` all ranks', on the first rank and None elsewhere."""
+
+    plan: SavePlan
+    index: Metadata | None
+
+    def contents(self) -> dict[str, int]:
+        """How many tensors all ranks write, and how many bytes of values, on the first rank."""
+        assert self.index is not None
+        found = [x for x in self.index.state_dict_metadata.values() if isinstance(x, TensorStorageMetadata)]
+        return {"tensors": len(found), "bytes": sum(math.prod(x.size) * x.properties.dtype.itemsize for x in found)}
+
+
+def share_out(items: list[WriteItem], group: ProcessGroup | None) -> SaveParts:
+    """Share out the rectangles that the ranks of `group` hold, so that each is written once. Collective."""
+    held = collectives.gather_objects(SavePlan(items), group)
+
+    def plan() -> tuple[list[SavePlan], Metadata]:
+        assert held is not None
+        plans, index = _SavePlanner().create_global_plan(held)
+        return FileSystemWriter(".").prepare_global_plan(plans), index
+
+    plans, index = together(lambda: plan() if rank_in(group) == 0 else (None, None), group)
+    return SaveParts(collectives.scatter_objects(plans, group), index)
+
+
+def write_data(
+    path: Path, state: dict[str, Rectangles], parts: SaveParts
+) -> tuple[list[WriteResult], dict[str, Checksum]]:
+    """Write this rank's share of `state` into the folder `path`, flushed to disk: where it lies, and files' checksums.
+
+    Of `state` no more is read than this rank's share.
+    """
+    on_gpu = any(part.view.is_cuda for rectangles in state.values() for part in rectangles.parts)
+    files, planner = ChecksummedFiles(), _SavePlanner()
+    planner.set_up_planner(state)
+    writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=10_000_000 if on_gpu else 0)
+    writer.fs = files
+    results = writer.write_data(parts.plan, planner).wait()
+    return results, files.sums
+
+
+def write_index(path: Path, parts: SaveParts, results: list[list[WriteResult]]) -> dict[str, Checksum]:
+    """Write the index of what all ranks wrote, flushed to disk; its checksum. On the first rank alone."""
+    assert parts.index is not None
+    files = ChecksummedFiles()
+    writer = FileSystemWriter(path, sync_files=False)
+    writer.fs = files
+    writer.finish(replace(parts.index), results)
+    return files.sums
 
 
 def read(path: Path, index: Metadata, state: dict[str, Rectangles], group: ProcessGroup | None) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import pickle
 import re
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -118,7 +117,9 @@ def _copy(name: str, rectangle: StoredRectangle, low: Shape, part: Tensor) -> No
             if not contiguous:  # by somebody else's hand
                 archive.seek(0)
                 values = torch.load(archive, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # a damaged archive raises nearly anything
             raise ValueError(f"{where}: {type(error).__name__}") from error
         if (tuple(header.shape), header.dtype) != (rectangle.shape, part.dtype):
             raise ValueError(f"{where}: it is {list(header.shape)} {header.dtype}")

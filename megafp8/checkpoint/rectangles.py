@@ -21,7 +21,7 @@ by the rank with the least to write, and loaded by all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +95,11 @@ class Rectangles:
         if index.index is not None and index.index < len(self.parts) and self.parts[index.index].offset == wanted:
             return self.parts[index.index].view
         return next(view for offset, view in self.parts if offset == wanted)
+
+
+def as_rectangles(tensors: Mapping[str, Rectangles | Tensor]) -> dict[str, Rectangles]:
+    """`tensors` with those that are not cut wrapped."""
+    return {name: Rectangles.whole(value) if isinstance(value, Tensor) else value for name, value in tensors.items()}
 
 
 def collect(

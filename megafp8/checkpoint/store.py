@@ -3,12 +3,18 @@
     <folder>/step_00000010/               complete, by definition of its name
         metadata.json                     what it is, for people and for the resuming run
         .metadata, __<rank>_<n>.distcp    torch.distributed.checkpoint's index and data
+        checksums.json                    of all the others (`checksums`)
     <folder>/.step_00000020.incomplete/   a save under way, or one that was cut off
+    <folder>/step_00000030.damaged/       a checkpoint that was found damaged when a run resumed
+    <folder>/.lock                        of the job that works here (`lock`)
 
 A save writes into the hidden folder, flushes every file and the folder to disk, and then renames it, which a file
 system does at once or not at all. So whatever kills the job, and whenever, every visible checkpoint is complete.
 Removal runs backwards: first hidden by a rename, then deleted. What a killed job leaves behind is hidden, and
 `clean_incomplete` deletes it at the next start or save.
+
+A damaged checkpoint is never deleted, as most of its tensors may be good. A run that resumes from an older one moves it
+out of the way, by a name that is no checkpoint's; so the run can save that step again when it gets there.
 
 All functions here belong to one process; rank 0 calls those that change anything. The price of the scheme is that it
 needs a file system whose rename is atomic and that all ranks see (local disk for one node, NFS, Lustre), so object
@@ -18,19 +24,25 @@ stores need a mount.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import megafp8
+from megafp8.checkpoint.checksums import CHECKSUMS_FILE, Checksum, checksums_text
+from megafp8.checkpoint.failures import DamagedCheckpoint
 
 FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"
+OWN_KEYS = ("format_version", "step", "date", "megafp8_version", "torch_version")
+"""What a save itself writes into metadata.json."""
 
 _COMPLETE = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(incomplete|removed)")
@@ -74,8 +86,8 @@ def clean_incomplete(folder: str | Path) -> list[Path]:
     return leftovers
 
 
-def begin(folder: str | Path, step: int, metadata: dict[str, Any]) -> Path | None:
-    """Make the hidden folder for `step`, with its metadata.json, and return it; None where the step is saved already.
+def begin(folder: str | Path, step: int, metadata: dict[str, Any]) -> Checksum | None:
+    """Make the hidden folder for `step`, with its metadata.json; the checksum of that; None where the step is saved.
 
     Raises ValueError where the step was saved by another run or another history of this one, and where `metadata` is
     not JSON.
@@ -84,39 +96,66 @@ def begin(folder: str | Path, step: int, metadata: dict[str, Any]) -> Path | Non
     if final.exists():
         _check_same_step(final, metadata)
         return None
-    about = {
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "megafp8_version": megafp8.__version__,
-        "torch_version": str(torch.__version__),
-    }
-    clash = sorted(about.keys() & metadata.keys())
-    if clash:
-        raise ValueError(f"metadata of a checkpoint may not set {', '.join(clash)}: save() writes these itself")
-    try:
-        text = json.dumps({**about, **metadata}, indent=2, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"metadata of {final} cannot be written as JSON: {error}") from error
+    text = metadata_text(final, step, metadata)
     Path(folder).mkdir(parents=True, exist_ok=True)
     clean_incomplete(folder)
     hidden = incomplete_folder(folder, step)
     hidden.mkdir()
-    _write(hidden / METADATA_FILE, text)
-    return hidden
+    return write_text(hidden / METADATA_FILE, text)
 
 
-def publish(folder: str | Path, step: int, keep_last: int | None) -> Path:
-    """Make the finished checkpoint of `step` visible, then remove older ones so that `keep_last` stay (None: all)."""
+def metadata_text(path: Path, step: int, metadata: dict[str, Any]) -> str:
+    """What metadata.json of the checkpoint `path` is to say: `metadata`, and which step, format and versions.
+
+    Raises ValueError where `metadata` sets one of these or is not JSON.
+    """
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    own = (FORMAT_VERSION, step, date, megafp8.__version__, str(torch.__version__))
+    about = dict(zip(OWN_KEYS, own))
+    clash = sorted(about.keys() & metadata.keys())
+    if clash:
+        raise ValueError(f"metadata of a checkpoint may not set {', '.join(clash)}: save() writes these itself")
+    try:
+        return json.dumps({**about, **metadata}, indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata of {path} cannot be written as JSON: {error}") from error
+
+
+def publish(folder: str | Path, step: int, sums: dict[str, Checksum]) -> None:
+    """Make the checkpoint of `step`, of whose files `sums` are the checksums, visible."""
     final, hidden = step_folder(folder, step), incomplete_folder(folder, step)
+    write_text(hidden / CHECKSUMS_FILE, checksums_text(sums))
     sync_folder(hidden)
     os.rename(hidden, final)
     sync_folder(folder)
-    if keep_last is not None:
-        older = [path for other, path in complete_checkpoints(folder) if other < step]
-        for path in older[: max(0, len(older) + 1 - keep_last)]:
-            remove(path)
-    return final
+
+
+def give_up(folder: str | Path, step: int) -> None:
+    """Delete what there is of a save that failed, so that it takes no space; as far as that is possible."""
+    shutil.rmtree(incomplete_folder(folder, step), ignore_errors=True)
+
+
+def remove_older(folder: str | Path, step: int, keep_last: int | None, keep_every: int | None) -> None:
+    """Remove checkpoints older than that of `step`, as `superfluous` says."""
+    steps = [other for other, _ in complete_checkpoints(folder) if other <= step]
+    for other in superfluous(steps, keep_last, keep_every):
+        remove(step_folder(folder, other))
+
+
+def superfluous(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Which of `steps`, in rising order, need not stay: neither the last `keep_last` nor a multiple of `keep_every`."""
+    if keep_last is None:
+        return []
+    return [step for step in steps[: max(0, len(steps) - keep_last)] if keep_every is None or step % keep_every]
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that it is seen as none, whatever was set aside before; its new path."""
+    names = itertools.chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{n}" for n in itertools.count(2)))
+    aside = next(target for target in map(path.with_name, names) if not target.exists())
+    os.rename(path, aside)
+    sync_folder(path.parent)
+    return aside
 
 
 def remove(path: Path) -> None:
@@ -128,21 +167,24 @@ def remove(path: Path) -> None:
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """What `metadata.json` of the checkpoint folder `path` says. Raises ValueError naming the file that is at fault."""
+    """What `metadata.json` of the checkpoint folder `path` says. Raises ValueError naming the file that is at fault.
+
+    DamagedCheckpoint, which is one, where the folder is there but the file is not what was written.
+    """
     path = Path(path)
     if not path.is_dir():
         found = ", ".join(other.name for _, other in complete_checkpoints(path.parent)[-3:]) or "none"
         raise ValueError(f"there is no checkpoint {path}; newest complete ones in {path.parent}: {found}")
     file = path / METADATA_FILE
     if not file.is_file():
-        raise ValueError(f"{path} is no checkpoint: it has no {METADATA_FILE}")
+        raise DamagedCheckpoint(f"{path} is no checkpoint: it has no {METADATA_FILE}")
     try:
         metadata = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+        raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
     if not isinstance(version, int) or not isinstance(metadata.get("step"), int):
-        raise ValueError(f"{file} is damaged: it has no whole numbers format_version and step")
+        raise DamagedCheckpoint(f"{file} is damaged: it has no whole numbers format_version and step")
     if version > FORMAT_VERSION:
         raise ValueError(
             f"{file} has format version {version}; megafp8 {megafp8.__version__} reads up to {FORMAT_VERSION}. "
@@ -160,11 +202,14 @@ def sync_folder(folder: str | Path) -> None:
         os.close(handle)
 
 
-def _write(file: Path, text: str) -> None:
-    with file.open("w", encoding="utf-8") as stream:
-        stream.write(text)
+def write_text(file: Path, text: str) -> Checksum:
+    """Write a file, flushed to disk, and return its checksum."""
+    content = text.encode()
+    with file.open("wb") as stream:
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
+    return Checksum.of(content)
 
 
 def _check_same_step(path: Path, metadata: dict[str, Any]) -> None:

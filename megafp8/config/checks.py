@@ -17,8 +17,23 @@ from megafp8.config.tree import V_SCHEDULES, Config
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
     by_ranks = (lambda c: _batch(c, world_size), lambda c: _cuda_graphs(c, world_size))
-    rules = (_model, _tensor, _stages, _schedule, _recompute, _sequence, _optimizer, _fp8, _smooth_swiglu)
-    problems = [problem for rule in (*rules, _deterministic, *by_ranks) for problem in rule(config)]
+    rules = (
+        _model,
+        _tensor,
+        _stages,
+        _schedule,
+        _recompute,
+        _sequence,
+        _optimizer,
+        _fp8,
+        _smooth_swiglu,
+        _overlap,
+        _param_gather,
+        _checkpoint,
+        _deterministic,
+        *by_ranks,
+    )
+    problems = [problem for rule in rules for problem in rule(config)]
     if problems:
         raise ConfigError(source, problems)
 
@@ -182,6 +197,16 @@ def _sequence(config: Config) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def _overlap(config: Config) -> Iterator[Problem]:
+    p, path = config.parallel, "parallel.overlap_tensor"
+    if p.overlap_tensor != "none" and p.tensor > 1 and not p.sequence_parallel:
+        rule = "parallel.sequence_parallel is false, so every rank has all tokens and none are gathered"
+        yield Problem(path, p.overlap_tensor, rule, f"try parallel.sequence_parallel=true, or {path}=none")
+    if p.overlap_tensor == "symmetric" and config.device == "cpu":
+        rule = "symmetric memory is that of GPUs, and device is cpu"
+        yield Problem(path, p.overlap_tensor, rule, f"try {path}=chunked, or device=cuda")
+
+
 def _optimizer(config: Config) -> Iterator[Problem]:
     o, steps = config.optimizer, config.training.steps
     if o.min_learning_rate > o.learning_rate:
@@ -231,6 +256,10 @@ def _fp8(config: Config) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+_ONE_SCALE = {"delayed", "current", "static"}
+"""Recipes with one scale for a tensor."""
+
+
 def _smooth_swiglu(config: Config) -> Iterator[Problem]:
     f, activation = config.fp8, config.model.activation
     if not f.smooth_swiglu:
@@ -240,7 +269,7 @@ def _smooth_swiglu(config: Config) -> Iterator[Problem]:
         rule = f"model.activation is {activation}, which has no such outliers"
     elif f.recipe == "none":
         rule = "fp8.recipe is none, and only a cast needs it"
-    elif not inputs & {"delayed", "current", "static"}:
+    elif not inputs & _ONE_SCALE:
         rule = f"fp8.recipe {f.recipe} has finer factors for an MLP's input than one for the tensor, which it is for"
     elif f.wgrad_in_bf16 or any(f.override_linear_precision):
         yield Problem(
@@ -252,6 +281,48 @@ def _smooth_swiglu(config: Config) -> Iterator[Problem]:
     else:
         return
     yield Problem("fp8.smooth_swiglu", True, rule, "try fp8.smooth_swiglu=false")
+
+
+def _param_gather(config: Config) -> Iterator[Problem]:
+    f, zero = config.fp8, config.parallel.zero
+    path, off = "fp8.param_gather", "or fp8.param_gather=false"
+    if not f.param_gather:
+        return
+    weights = {rule.weight for rule in f.custom} if f.recipe == "custom" else {f.recipe}
+    if zero != 1:
+        rule = f"parallel.zero is {zero}: each rank updates all weights itself, and none are gathered"
+        yield Problem(path, True, rule, f"try parallel.zero=1, {off}")
+    if f.recipe == "none":
+        yield Problem(
+            path, True, "fp8.recipe is none, so there are no codes to gather", f"try fp8.recipe=delayed, {off}"
+        )
+    elif not weights & _ONE_SCALE:
+        rule = (
+            f"fp8.recipe {f.recipe} has finer scales for weights than one for the tensor: ranks' shares cut through "
+            "its blocks, or rows and columns would both have to travel, which is no less than bf16"
+        )
+        yield Problem(path, True, rule, f"try fp8.recipe=current, {off}")
+    if f.override_linear_precision[0] or f.override_linear_precision[1]:
+        yield Problem(
+            "fp8.override_linear_precision", f.override_linear_precision,
+            "fprop or dgrad in high precision multiplies by the weight's values, and with fp8.param_gather only its "
+            "codes exist", f"try [false, false, {str(f.override_linear_precision[2]).lower()}], {off}",
+        )  # fmt: skip
+    if f.calibration_steps:
+        yield Problem(
+            "fp8.calibration_steps", f.calibration_steps,
+            "layers that calibrate run in high precision, on the weights' values, and with fp8.param_gather only their "
+            "codes exist", f"try fp8.calibration_steps=0 and fp8.static_amax, {off}",
+        )  # fmt: skip
+
+
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    c = config.checkpoint
+    if c.keep_every is not None and c.keep_last is None:
+        yield Problem(
+            "checkpoint.keep_every", c.keep_every, "without checkpoint.keep_last every checkpoint is kept",
+            "set checkpoint.keep_last too, for example to 2",
+        )  # fmt: skip
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:

@@ -128,6 +128,11 @@ class ParallelConfig(Section):
     from either end, and gathers the others' keys and values; weights are on all of them."""
     sequence_parallel: bool = True
     """Cut activations along the sequence between tensor-parallel regions. Without effect when tensor is 1."""
+    overlap_tensor: Literal["none", "chunked", "symmetric"] = "none"
+    """Hide sequence parallelism's communication behind the layers' GEMMs (Megatron-LM's tp_comm_overlap). none: only
+    the sums of input gradients, behind weight gradients. chunked: all of it, GEMMs cut into as many parts as tensor,
+    which travel by NCCL (gloo on CPU). symmetric: by the GPUs' copy engines, for GPUs of one host; chunked, with a line
+    in the log, where that cannot be set up. It uses no NVLink multicast. Without effect when tensor is 1."""
     layers_per_stage: list[int] | None = None
     """Layers of each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. Default: as even as
     possible."""
@@ -231,6 +236,11 @@ class Fp8Config(Section):
     """Layers that FP8 would slow down, as casts do small ones, stay in training.precision. predicted: by a model of the
     GPU's speeds (H200 only); measured: by running a layer of each size before the first step. What counts is a rank's
     slice, so the choice depends on parallel.tensor; a run that resumes keeps its own."""
+    param_gather: bool = False
+    """With parallel.zero 1: weights of FP8 layers are cast by the ranks that update them, gathered as codes, and exist
+    in FP8 alone (Megatron-LM's fp8-param-gather). Half the bytes travel, and 2 bytes a weight become none. The same
+    losses, bit for bit. For recipes with one scale a weight: delayed, current, static; layers of custom with another
+    gather values. Weights are then missing in the FP8 report."""
     report_interval: Count = 0
     """Steps between samples of the FP8 health report (what casting loses in each tensor), fp8_report.jsonl in the run
     folder; 100 is usual. 0: never."""
@@ -333,12 +343,19 @@ class CheckpointConfig(Section):
     interval: Count = 0
     """Steps between saves; 0: only at the end and on SIGTERM or Ctrl-C."""
     keep_last: PositiveInt | None = None
-    """Complete checkpoints to keep. Default: all."""
+    """Complete checkpoints to keep: so many of the newest. Default: all."""
+    keep_every: PositiveInt | None = None
+    """Of older checkpoints, keep those of every so many steps. Needs keep_last."""
+    async_save: bool = True
+    """Copy what is saved to host memory, and write it while training goes on. The copy takes as much host memory as the
+    rank writes: 14 bytes a parameter in bf16, over the number of ranks. The last save of a run is written at once."""
     resume: bool = True
     """Continue from the newest complete checkpoint of the run folder, if there is one."""
     init_from: str | None = None
-    """A Hugging Face folder whose weights a new run starts from. The model section may then be left out, in all or in
-    part; what it says must be what the folder's config.json says."""
+    """A Hugging Face folder, or any other checkpoint that tools/convert_checkpoint.py reads, whose weights a new run
+    starts from. The model section may then be left out, in all or in part; what it says must be what is said there."""
+    verify: bool = True
+    """Hold every file against its checksum before loading. A damaged checkpoint is set aside for an older one."""
 
 
 class LoggingConfig(Section):

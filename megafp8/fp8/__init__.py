@@ -5,6 +5,7 @@ from megafp8.fp8.convert import autocast, convert, end_step, load_state_dict, st
 from megafp8.fp8.custom import CustomScaling, Rule
 from megafp8.fp8.describe import describe_path
 from megafp8.fp8.formats import E4M3, E5M2, Format
+from megafp8.fp8.gathering import Ends
 from megafp8.fp8.handover import Computed, GradSlot, Input, InputCast, Quantized, carrier
 from megafp8.fp8.linear import Fp8Linear, LinearOp
 from megafp8.fp8.manager import ContextGroups, Fp8Manager
@@ -29,6 +30,7 @@ __all__ = [
     "CurrentScaling",
     "CustomScaling",
     "DelayedScaling",
+    "Ends",
     "Format",
     "Fp8Linear",
     "Fp8Manager",

@@ -6,8 +6,8 @@ half the bytes travel, a rank casts its slice only, and a norm fuses with its ca
 
 Rows, a token each, belong to one rank with all their factors, so rows follow rows. Columns run along the tokens: with
 one factor for the tensor they are the gathered rows transposed, but with finer factors they are another cast of the
-same values, and have to be gathered too. Nobody needs them before wgrad. So they stay cut (`Operand.columns_group`):
-the input's are kept for backward as a slice, 1/t of the memory, and backward sends them while dgrad runs. A column's
+same values, and have to be gathered too. Nobody needs them before wgrad. So they stay cut: the
+input's are kept for backward as a slice, 1/t of the memory, and backward sends them while dgrad runs. A column's
 factors must be those of the whole: blocks along the tokens begin anew on every rank, which is right where a slice is a
 multiple of a block, and else the values are gathered as before (`Quantizer.token_block`); a factor for the whole
 column is made from the amax over all ranks (`Quantizer.for_slices`). Every cast is then, bit for bit, a slice of the
@@ -17,9 +17,11 @@ What it costs beyond the bytes that travel: gathered columns are t matrices `[c,
 wants one `[c, t·r]`, a copy. Summing t GEMMs instead would pass over the fp32 weight gradient t - 1 times more, which
 is up to seven times those bytes in Llama-3-8B. The count is in docs/decisions/0005-gathering-codes.md.
 
+How tokens travel, at once or part by part while a GEMM runs, is the layer's `Exchange`s' business (`Ends`).
+
 Factors travel as they lie in memory, block after block of the dim summed over, all rows of a block together (see
 `cublaslt_problem`). So those of gathered columns arrive in place, and those of rows, a 32nd of the codes' bytes where
-blocks are 1×128, are put in order by a copy.
+blocks are 1×128, are put in order by a copy, unless each rank's rows are multiplied on their own.
 
 Shapes: r rows (tokens) of a rank's slice, c columns, t ranks.
 """
@@ -32,8 +34,25 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.collectives import DONE, Work, all_gather, all_gather_async
-from megafp8.fp8.matrix import ROW, TENSOR, Operand, Scaled
+from megafp8.collectives import DONE, Work, all_gather_async
+from megafp8.exchange import ALONE, Exchange
+from megafp8.fp8.matrix import ROW, TENSOR, Scaled
+from megafp8.fp8.quantizers import Quantizer
+
+
+class Ends(NamedTuple):
+    """Where a layer's tokens come from and where they go: x and dx pass `enter`, y and dy `leave`.
+
+    `grad_cast`: casts dy before it is gathered at `leave`, where its slices can be cast; None gathers values.
+    """
+
+    enter: Exchange = ALONE
+    leave: Exchange = ALONE
+    grad_cast: Quantizer | None = None
+
+
+LOCAL = Ends()
+"""Of a layer that has all its tokens, and all of its weight."""
 
 
 def _joined(gathered: Tensor, ranks: int) -> Tensor:
@@ -47,19 +66,32 @@ def _joined_codes(gathered: Tensor, ranks: int) -> Tensor:
     return _joined(gathered.view(word), ranks).view(gathered.dtype)
 
 
-def gather_tokens(own: Operand, group: ProcessGroup, *, columns: bool) -> Operand:
-    """Rows `[t·r, c]` from each rank's `own.rows` `[r, c]`, and `columns` if a wgrad will want them: whole where there
-    is one factor for all ranks, else `own.columns` `[c, r]`, left cut."""
-    assert own.rows is not None
-    codes, factors, granularity, tensor_scale = own.rows
-    assert tensor_scale is None, "slices are not cast under two levels of factors"
-    if granularity is TENSOR:
-        rows = Scaled(all_gather(codes, group), factors)
-        return Operand(rows, rows.t() if columns else None)
-    (codes, factors), work = all_gather_async([codes, factors.t().contiguous()], group)
-    work.wait()
-    rows = Scaled(codes, _joined(factors, group.size()).t(), granularity)
-    return Operand(rows, own.columns, group) if columns else Operand(rows, None)
+class Rows:
+    """Rows `[t·r, c]` on their way from each rank's `own` `[r, c]`. `arriving`: which of them are there."""
+
+    def __init__(self, own: Scaled, exchange: Exchange) -> None:
+        codes, factors, granularity, tensor_scale = own
+        self._own = own
+        self._cuts_factors = exchange.group is not None and granularity is not TENSOR
+        assert tensor_scale is None or not self._cuts_factors, "slices are not cast under two levels of factors"
+        self.arriving = exchange.gather([codes, factors.t().contiguous()] if self._cuts_factors else [codes])
+
+    def part(self, part: slice) -> Scaled:
+        """Some of them, which must have arrived; of all ranks or of one."""
+        own, codes = self._own, self.arriving.whole[0]
+        if self._cuts_factors:
+            r, blocks = own.data.shape[0], own.scale_inv.shape[1]
+            first, last = part.start // r, part.stop // r
+            factors = _joined(self.arriving.whole[1][first * blocks : last * blocks], last - first).t()
+        elif own.granularity is TENSOR or part == slice(0, codes.shape[0]):
+            factors = own.scale_inv
+        else:
+            factors = own.scale_inv[part].t().contiguous().t()
+        return own._replace(data=codes[part], scale_inv=factors)
+
+    def columns(self) -> Scaled:
+        """`[c, t·r]`, waited for; of one factor for all of them."""
+        return self._own._replace(data=self.arriving.wait()[0]).t()
 
 
 class Columns(NamedTuple):

@@ -74,19 +74,24 @@ class Fp8Gemm:
         if backend == "cublaslt":
             self._cublaslt = CublasLt(device, autotune=autotune, cache_file=algorithm_file() if autotune else None)
 
-    def tn(self, a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype, *, use_fast_accum: bool) -> Tensor:
-        """`a · bᵀ`, `[m, n]` in `out_dtype`, rounded to it once. `use_fast_accum` matters on Hopper only."""
+    def tn(
+        self, a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype, *, use_fast_accum: bool, out: Tensor | None = None
+    ) -> Tensor:
+        """`a · bᵀ`, `[m, n]` in `out_dtype`, rounded to it once; in `out`, contiguous, where there is one.
+        `use_fast_accum` matters on Hopper only."""
         assert a_mk.data.is_contiguous()
         assert b_nk.data.is_contiguous()
         if self._has_block_scaled and multiplies(a_mk, b_nk, out_dtype):
-            return block_scaled_mm(a_mk, b_nk, out_dtype)
+            return _into(out, block_scaled_mm(a_mk, b_nk, out_dtype))
         if self.backend == "emulated" or not {a_mk.granularity, b_nk.granularity} <= _SCALING.keys():
-            return _emulated(a_mk, b_nk, out_dtype)
+            return _into(out, _emulated(a_mk, b_nk, out_dtype))
         if self._cublaslt is not None and _fits(a_mk, b_nk):
-            y_mn = torch.empty((a_mk.data.shape[0], b_nk.data.shape[0]), dtype=out_dtype, device=a_mk.data.device)
-            self._cublaslt.matmul_tn(a_mk, b_nk, y_mn, accumulate=False, use_fast_accum=use_fast_accum)
-            return y_mn
-        return _scaled_mm(a_mk, b_nk, out_dtype, use_fast_accum)
+            if out is None:
+                shape = (a_mk.data.shape[0], b_nk.data.shape[0])
+                out = torch.empty(shape, dtype=out_dtype, device=a_mk.data.device)
+            self._cublaslt.matmul_tn(a_mk, b_nk, out, accumulate=False, use_fast_accum=use_fast_accum)
+            return out
+        return _into(out, _scaled_mm(a_mk, b_nk, out_dtype, use_fast_accum))
 
     def accumulate_tn(self, a_mk: Scaled, b_nk: Scaled, out_mn: Tensor, *, use_fast_accum: bool) -> None:
         """Add `a · bᵀ` to `out_mn`, fp32 and contiguous."""
@@ -94,6 +99,10 @@ class Fp8Gemm:
             self._cublaslt.matmul_tn(a_mk, b_nk, out_mn, accumulate=True, use_fast_accum=use_fast_accum)
         else:
             out_mn.add_(self.tn(a_mk, b_nk, out_mn.dtype, use_fast_accum=use_fast_accum))
+
+
+def _into(out: Tensor | None, y_mn: Tensor) -> Tensor:
+    return y_mn if out is None else out.copy_(y_mn)
 
 
 def _fits(a_mk: Scaled, b_nk: Scaled) -> bool:
@@ -137,8 +146,8 @@ def _scaled_mm(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype, use_fast_accu
     return y_mn[:, :n].contiguous() if pad_n else y_mn
 
 
-def gemm(a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`a · b` of two matrices of one dtype in any layout, `[m, n]` in `out_dtype`.
+def gemm(a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """`a · b` of two matrices of one dtype in any layout, `[m, n]` in `out_dtype`; in `out` where there is one.
 
     Sums are fp32 for 16-bit operands, and reach an fp32 result unrounded. On CPU those operands are widened first: the
     same products and sums, and far faster there.
@@ -147,5 +156,7 @@ def gemm(a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype) -> Tensor:
     if not a_mk.is_cuda:
         a_mk, b_kn = a_mk.to(wide), b_kn.to(wide)
     elif a_mk.dtype != wide and out_dtype == wide:
-        return torch.mm(a_mk, b_kn, out_dtype=wide)
-    return (a_mk @ b_kn).to(out_dtype)
+        return _into(out, torch.mm(a_mk, b_kn, out_dtype=wide))
+    elif out is not None and out_dtype == a_mk.dtype:
+        return torch.mm(a_mk, b_kn, out=out)
+    return _into(out, (a_mk @ b_kn).to(out_dtype))

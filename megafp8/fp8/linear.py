@@ -18,10 +18,8 @@ before they are cast, and so is dw.
 
 Each GEMM can be kept in high precision instead; then what it needs is kept unquantized.
 
-A weight may have an attribute `grad_sink`, set by whoever gathers gradients (`GradSink`): dw `[n, k]` is then added to
-its `main_grad`, by the GEMM itself where that can be. Autograd sees no gradient for the weight, which spares a bf16
-gradient and its rounding. Without a sink, dw is returned in the weight's dtype. A sink may have a store that, while it
-is open, takes wgrad for later (`megafp8.fp8.deferred`).
+Where dw goes says `megafp8.fp8.wgrad`. Where tokens are cut over ranks, or shares of a product are to be summed, the
+layer's `Ends` exchange them as the GEMMs run; dx is on its way while wgrad is computed (`megafp8.exchange`).
 
 Shapes: m tokens (all leading dims), k inputs, n outputs.
 """
@@ -38,8 +36,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megafp8.fp8.deferred import WgradStore
-from megafp8.fp8.gathering import gather_columns
+from megafp8.exchange import ALONE, Arriving, Exchange, Product, Summed
+from megafp8.fp8.deferred import Wgrad
+from megafp8.fp8.gathering import LOCAL, Ends, Rows, gather_columns
 from megafp8.fp8.gemm import Fp8Gemm, gemm
 from megafp8.fp8.handover import Again, Computed, GradSlot, Input, Quantized, Remake
 from megafp8.fp8.matrix import Operand, Scaled
@@ -48,26 +47,18 @@ from megafp8.fp8.recipe import PerGemm
 from megafp8.fp8.report import ObservedQuantizer, Recorder
 from megafp8.fp8.smoothing import ChannelScales
 from megafp8.fp8.sources import Plain, ScaledColumns
-
-
-class GradSink(Protocol):
-    """Where a weight's gradient goes: called with dw, or told that dw has been added to `main_grad`, its fp32 sum.
-
-    `wgrads` takes wgrad for later while it is open; None where there is no later.
-    """
-
-    main_grad: Tensor
-    wgrads: WgradStore | None
-
-    def __call__(self, grad: Tensor) -> None: ...
-
-    def added(self) -> None: ...
+from megafp8.fp8.wgrad import deliver, open_store, summed_in_place, wgrad_dtype, wgrad_now_or_later
 
 
 class LinearOp(Protocol):
-    """`x wᵀ + bias`: x `[..., k]`, weight `[n, k]`, bias `[n]` -> `[..., n]` in x's dtype."""
+    """`x wᵀ + bias`: x `[..., k]`, weight `[n, k]`, bias `[n]` -> `[..., n]` in x's dtype.
 
-    def __call__(self, x: Tensor | Computed, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor: ...
+    Through `ends` that exchange tokens, the first dim of y is not that of x.
+    """
+
+    def __call__(
+        self, x: Tensor | Computed, weight: nn.Parameter, bias: Tensor | None = None, *, ends: Ends = LOCAL
+    ) -> Tensor: ...
 
 
 class StandIn(Protocol):
@@ -76,13 +67,17 @@ class StandIn(Protocol):
     @property
     def active(self) -> bool: ...
 
-    def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None, *, ends: Ends = LOCAL
+    ) -> Tensor: ...
 
 
-def high_precision_linear(x: Tensor | Computed, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
+def high_precision_linear(
+    x: Tensor | Computed, weight: nn.Parameter, bias: Tensor | None = None, *, ends: Ends = LOCAL
+) -> Tensor:
     """The `LinearOp` that computes in x's dtype; a weight of another dtype is converted first."""
     values, again = x if isinstance(x, Computed) else (x, None)
-    y = _HighPrecisionLinear.apply(values, weight, again)
+    y = _HighPrecisionLinear.apply(values, weight, again, ends)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -97,7 +92,8 @@ class Quantizers(NamedTuple):
 class Fp8Linear:
     """The `LinearOp` that computes in FP8 the GEMMs that `high_precision` does not claim.
 
-    It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight` (`kept_weight`). Its
+    It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight` (`kept_weight`). With
+    `gathered_weight`, codes `[n, k]` that others keep up to date, it casts none and never reads the weight. Its
     quantizers and its GEMM come once all layers are known (`set_up`). With `smoothing` it takes `Quantized` input only,
     with channels multiplied as that says, and divides its weight's columns.
     """
@@ -109,6 +105,7 @@ class Fp8Linear:
         self._quantizers: Quantizers | None = None
         self._gemm: Fp8Gemm | None = None
         self.kept_weight: Operand | None = None
+        self.gathered_weight: Scaled | None = None
 
     @property
     def quantizers(self) -> Quantizers:
@@ -138,17 +135,23 @@ class Fp8Linear:
         self._quantizers = Quantizers(*(ObservedQuantizer(named[k], recorder, name, k) for k in Quantizers._fields))
 
     def __call__(
-        self, x: Input, weight: nn.Parameter, bias: Tensor | None = None, grad_slot: GradSlot | None = None
+        self,
+        x: Input,
+        weight: nn.Parameter,
+        bias: Tensor | None = None,
+        grad_slot: GradSlot | None = None,
+        *,
+        ends: Ends = LOCAL,
     ) -> Tensor:
         """`x wᵀ + bias`. `Quantized` input and `grad_slot` are for `fusible` layers; a slot excludes a bias."""
         if (stand_in := self._running_stand_in) is not None:
             assert not isinstance(x, Quantized)
-            return stand_in(x.values if isinstance(x, Computed) else x, weight, bias)
+            return stand_in(x.values if isinstance(x, Computed) else x, weight, bias, ends=ends)
         assert self.smoothing is None or isinstance(x, Quantized), "a smoothed layer cannot cast its input itself"
         again = None if isinstance(x, Tensor) else x.again
         operand = x.operand if isinstance(x, Quantized) else None
         values = x if isinstance(x, Tensor) else x[0]
-        y = _Fp8LinearFunction.apply(values, weight, self, operand, grad_slot, torch.is_grad_enabled(), again)
+        y = _Fp8LinearFunction.apply(values, weight, self, operand, grad_slot, torch.is_grad_enabled(), again, ends)
         assert bias is None or grad_slot is None
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -158,9 +161,12 @@ class Fp8Linear:
         Rows alone until a call that wants `columns` too, as the first one that a backward will follow does.
         """
         if self.kept_weight is None or (columns and self.kept_weight.columns is None):
-            w = weight.detach()
-            source = Plain(w) if self.smoothing is None else ScaledColumns(w, self.smoothing.scale_inv_f)
-            self.kept_weight = self.quantizers.weight(source, rows=True, columns=columns)
+            rows, w = self.gathered_weight, weight.detach()
+            if rows is not None:
+                self.kept_weight = Operand(rows, rows.t() if columns else None)
+            else:
+                source = Plain(w) if self.smoothing is None else ScaledColumns(w, self.smoothing.scale_inv_f)
+                self.kept_weight = self.quantizers.weight(source, rows=True, columns=columns)
         return self.kept_weight
 
     def invalidate_weight(self) -> None:
@@ -173,90 +179,57 @@ def _matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _wgrad_dtype(weight: Tensor) -> torch.dtype:
-    """What dtype `_deliver` wants dw in."""
-    has_sink = getattr(weight, "grad_sink", None) is not None
-    return torch.promote_types(weight.dtype, torch.float32) if has_sink else weight.dtype
-
-
-def _deliver(weight: Tensor, dw_nk: Tensor) -> Tensor | None:
-    """Give dw to the weight's sink and autograd nothing, or autograd dw."""
-    sink = getattr(weight, "grad_sink", None)
-    if sink is None:
-        return dw_nk
-    sink(dw_nk)
-    return None
-
-
-def _open_store(weight: Tensor) -> WgradStore | None:
-    """Where the weight's gradient is to be left for later, if it is."""
-    store = getattr(getattr(weight, "grad_sink", None), "wgrads", None)
-    return store if store is not None and store.is_open else None
-
-
-def _wgrad(weight: Tensor, dy_mn: Tensor, x_mk: Tensor) -> Tensor | None:
-    """dw in high precision, to its sink or back; on CUDA a sink's fp32 takes it in place."""
-    main_grad = _summed_in_place(weight)
-    if main_grad is None or not (dy_mn.is_cuda and dy_mn.dtype == x_mk.dtype == torch.bfloat16):
-        return _deliver(weight, gemm(dy_mn.t(), x_mk, _wgrad_dtype(weight)))
-    torch.addmm(main_grad, dy_mn.t(), x_mk, out_dtype=torch.float32, out=main_grad)
-    weight.grad_sink.added()  # type: ignore[attr-defined]
-    return None
-
-
-def _wgrad_now_or_later(weight: Tensor, dy_mn: Tensor, x_mk: Tensor) -> Tensor | None:
-    """`_wgrad`, or None and its operands in the open store."""
-    store = _open_store(weight)
-    if store is None:
-        return _wgrad(weight, dy_mn, x_mk)
-    finish = partial(_wgrad, weight, dy_mn.detach(), x_mk.detach())  # detached: the graph need not live on
-    store.put(lambda: finish)
-    return None
-
-
-def _summed_in_place(weight: Tensor) -> Tensor | None:
-    """The fp32 sum of the weight's gradients, if it has a sink with one."""
-    main_grad = getattr(getattr(weight, "grad_sink", None), "main_grad", None)
-    return main_grad if main_grad is not None and main_grad.dtype == torch.float32 == _wgrad_dtype(weight) else None
-
-
 def _shaped(y_mn: Tensor, x: Tensor) -> Tensor:
-    """`[m, n]` with the leading dims of x. Not as a view: what a Function returns as one cannot be changed in place."""
-    return torch.ops.aten._unsafe_view(y_mn, [*x.shape[:-1], y_mn.shape[1]])
+    """`[m, n]` with the leading dims of x, the first of which grew or shrank with m.
+
+    Not as a view: what a Function returns as one cannot be changed in place.
+    """
+    lead, tokens = list(x.shape[:-1]), x.shape[:-1].numel()
+    if y_mn.shape[0] != tokens:
+        lead[0] = lead[0] * y_mn.shape[0] // tokens
+    return torch.ops.aten._unsafe_view(y_mn, [*lead, y_mn.shape[1]])
+
+
+def _product(a: Arriving, b_kn: Tensor, dtype: torch.dtype) -> Product:
+    """`a · b` in high precision."""
+    return Product(a, b_kn.shape[1], dtype, lambda part, out: gemm(a.whole[0][part], b_kn, dtype, out))
 
 
 class _HighPrecisionLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, again: Again | None) -> Tensor:
-        needs_dx, needs_dw, _ = ctx.needs_input_grad
-        kept_x = () if not needs_dw else (x,) if again is None else again.tensors
+    def forward(ctx: Any, x: Tensor, weight: Tensor, again: Again | None, ends: Ends) -> Tensor:
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        arriving = ends.enter.gather([_matrix(x)])
+        y_mn = ends.leave.sum(_product(arriving, weight.to(x.dtype).t(), x.dtype)).wait()
+        kept_x = () if not needs_dw else arriving.whole if again is None else again.tensors
         ctx.save_for_backward(weight if needs_dx else None, *kept_x)
         ctx.remake = None if again is None else again.how
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
-        y_mn = gemm(_matrix(x), weight.to(x.dtype).t(), x.dtype)
+        ctx.ends = ends
         return _shaped(y_mn, x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         weight, *kept_x = ctx.saved_tensors
-        dy_mn = _matrix(dy)
-        dx = dw = None
+        arriving = ctx.ends.leave.gather([_matrix(dy)])
         x = _values(kept_x, ctx.remake) if kept_x else None  # under way until wgrad
+        dx = dw = None
         if weight is not None:
-            dx = gemm(dy_mn, weight.to(dy.dtype), dy.dtype).view(ctx.x_shape)
+            dx = ctx.ends.enter.sum(_product(arriving, weight.to(dy.dtype), dy.dtype))  # under way until wgrad is done
+        (dy_mn,) = arriving.wait()
         if x is not None:
-            dw = _wgrad_now_or_later(ctx.weight, dy_mn, x())
-        return dx, dw, None
+            dw = wgrad_now_or_later(ctx.weight, dy_mn, x())
+        return None if dx is None else dx.wait().view(ctx.x_shape), dw, None, None
 
 
 def _values(kept_x: Sequence[Tensor | None], remake: Remake | None) -> Callable[[], Tensor]:
     """What gives x `[m, k]`, kept or made again."""
     if remake is not None:
         return remake.values(kept_x)
-    (x,) = kept_x
-    assert x is not None
-    return lambda: _matrix(x)
+    (x_mk,) = kept_x
+    assert x_mk is not None
+    return lambda: x_mk
 
 
 class _Fp8LinearFunction(Function):
@@ -270,70 +243,108 @@ class _Fp8LinearFunction(Function):
         grad_slot: GradSlot | None,
         grad_enabled: bool,  # torch itself says that gradients are needed within no_grad too
         again: Again | None,
+        ends: Ends,
     ) -> Tensor:
         needs_dx, needs_dw, *_ = (needed and grad_enabled for needed in ctx.needs_input_grad)
         high = op.high_precision
-        w8: Operand | None = None
         columns_wanted = needs_dw and not high.wgrad and again is None
-        if x8 is None and (not high.fprop or columns_wanted):
-            x8 = op.quantizers.input(Plain(_matrix(x)), rows=not high.fprop, columns=columns_wanted)
+        entry = ends.enter if x8 is not None else ALONE  # values come before they are cast
+        if x8 is None:
+            (x_mk,) = ends.enter.gather([_matrix(x)]).wait()
+            if not high.fprop or columns_wanted:
+                x8 = op.quantizers.input(Plain(x_mk), rows=not high.fprop, columns=columns_wanted)
+        w8: Operand | None = None
         if not high.fprop or (needs_dx and not high.dgrad):
             w8 = op.weight8(weight, columns=needs_dx and not high.dgrad)
+
+        if high.fprop:
+            product = _product(ALONE.gather([x_mk]), weight.to(x.dtype).t(), x.dtype)
+        else:
+            assert x8 is not None
+            rows = Rows(x8.required_rows, entry)
+            product = _fp8_product(op, rows, _rows(w8), x.dtype, op.fast_accum.fprop)
+        y_mn = ends.leave.sum(product).wait()
 
         kept_x: Any = ()
         if needs_dw and again is not None:
             kept_x = again.tensors
         elif needs_dw and high.wgrad:
-            kept_x = (_matrix(x),)
+            kept_x = (x_mk,)
         elif needs_dw:
-            x_km = _columns(x8)
-            kept_x = (x_km.data, x_km.scale_inv, x_km.tensor_scale)
             assert x8 is not None
-            ctx.granularity, ctx.columns_group = x_km.granularity, x8.columns_group
+            x_km = rows.columns() if x8.columns is None else x8.columns
+            kept_x = (x_km.data, x_km.scale_inv, x_km.tensor_scale)
+            ctx.granularity, ctx.columns_group = x_km.granularity, None if x8.columns is None else entry.group
         ctx.save_for_backward(weight if needs_dx and high.dgrad else None, *kept_x)
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
-        ctx.op, ctx.w8, ctx.grad_slot = op, w8, grad_slot
+        ctx.op, ctx.w8, ctx.grad_slot, ctx.ends = op, w8, grad_slot, ends
         ctx.remake = None if again is None else again.how
-
-        if high.fprop:
-            y_mn = gemm(_matrix(x), weight.to(x.dtype).t(), x.dtype)
-        else:
-            y_mn = op.gemm.tn(_rows(x8), _rows(w8), x.dtype, use_fast_accum=op.fast_accum.fprop)
         return _shaped(y_mn, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
-        op, high = ctx.op, ctx.op.high_precision
+        op, high, ends = ctx.op, ctx.op.high_precision, ctx.ends
         weight, *kept_x = ctx.saved_tensors
         dx_in_fp8, dw_in_fp8 = needs_dx and not high.dgrad, needs_dw and not high.wgrad
-        dx: Tensor | None = None
-        dw: Tensor | None = None
-        store = _open_store(ctx.weight)
         if dw_in_fp8:
             own_x, x_group = _kept_columns(ctx, kept_x)
-            x_km = None if store is not None else gather_columns(own_x, x_group)  # under way until wgrad
-        dy8: Operand | None = None if ctx.grad_slot is None else ctx.grad_slot.take()
-        if dy8 is None and (dx_in_fp8 or dw_in_fp8):
-            dy8 = op.quantizers.grad_output(Plain(_matrix(dy)), rows=dx_in_fp8, columns=dw_in_fp8)
-        if dw_in_fp8:
-            assert dy8 is not None
-            own_dy, dy_group = _columns(dy8), dy8.columns_group
-            dy_nm = None if store is not None else gather_columns(own_dy, dy_group)
+        dy8, dy_mn, way = _grad_output(ctx, dy, rows=dx_in_fp8, columns=dw_in_fp8)
+        rows = None if dy8 is None or dy8.rows is None else Rows(dy8.rows, way)
+
+        begin: Wgrad | None = None
+        finish: Callable[[], Tensor | None] | None = None
+        store = open_store(ctx.weight)
+        if dw_in_fp8 and dy8 is not None and dy8.columns is not None:
+            begin = partial(_begin_wgrad, op, ctx.weight, dy8.columns, way.group, own_x, x_group)
+            finish = begin() if store is None else None  # columns that are cut travel while dgrad runs
+        dx: Summed | None = None
         if dx_in_fp8:
-            dx = op.gemm.tn(_rows(dy8), _columns(ctx.w8), dy.dtype, use_fast_accum=op.fast_accum.dgrad)
+            assert rows is not None
+            dx = ends.enter.sum(_fp8_product(op, rows, _columns(ctx.w8), dy.dtype, op.fast_accum.dgrad))
         elif needs_dx:
-            dx = gemm(_matrix(dy), weight.to(dy.dtype), dy.dtype)
-        if dw_in_fp8 and store is not None:
-            store.put(partial(_begin_wgrad, op, ctx.weight, own_dy, dy_group, own_x, x_group))
-        elif dw_in_fp8:
-            assert dy_nm is not None
-            assert x_km is not None
-            dw = _fp8_wgrad(op, ctx.weight, dy_nm.wait(), x_km.wait())
+            assert dy_mn is not None
+            dx = ends.enter.sum(_product(ALONE.gather([dy_mn]), weight.to(dy.dtype), dy.dtype))
+        if dw_in_fp8 and begin is None:
+            assert rows is not None
+            begin = partial(_begin_wgrad, op, ctx.weight, rows.columns(), None, own_x, x_group)
+            finish = begin() if store is None else None
+
+        dw: Tensor | None = None
+        if finish is not None:
+            dw = finish()
+        elif begin is not None:
+            assert store is not None
+            store.put(begin)
         elif needs_dw:
-            dw = _wgrad_now_or_later(ctx.weight, _matrix(dy), _values(kept_x, ctx.remake)())
-        return None if dx is None else dx.view(ctx.x_shape), dw, *[None] * 5
+            assert dy_mn is not None
+            dw = wgrad_now_or_later(ctx.weight, dy_mn, _values(kept_x, ctx.remake)())
+        return None if dx is None else dx.wait().view(ctx.x_shape), dw, *[None] * 6
+
+
+def _fp8_product(op: Fp8Linear, rows: Rows, b_nk: Scaled, dtype: torch.dtype, use_fast_accum: bool) -> Product:
+    """`a · bᵀ` in FP8, of the rows of a that arrive."""
+
+    def compute(part: slice, out: Tensor | None) -> Tensor:
+        return op.gemm.tn(rows.part(part), b_nk, dtype, use_fast_accum=use_fast_accum, out=out)
+
+    return Product(rows.arriving, b_nk.data.shape[0], dtype, compute)
+
+
+def _grad_output(ctx: Any, dy: Tensor, *, rows: bool, columns: bool) -> tuple[Operand | None, Tensor | None, Exchange]:
+    """dy in FP8, and how that is to be exchanged to be of all tokens; and in values, where it was gathered so."""
+    dy8: Operand | None = None if ctx.grad_slot is None else ctx.grad_slot.take()
+    if dy8 is not None:
+        return dy8, None, ALONE
+    ends, dy_mn = ctx.ends, _matrix(dy)
+    cast = ends.grad_cast
+    if cast is not None and dy_mn.shape[0] % cast.token_block == 0:
+        return cast(Plain(dy_mn), rows=True, columns=not cast.one_factor), None, ends.leave
+    (dy_mn,) = ends.leave.gather([dy_mn]).wait()
+    if rows or columns:
+        dy8 = ctx.op.quantizers.grad_output(Plain(dy_mn), rows=rows, columns=columns)
+    return dy8, dy_mn, ALONE
 
 
 def _kept_columns(ctx: Any, kept_x: Sequence[Tensor | None]) -> tuple[Scaled, ProcessGroup | None]:
@@ -371,14 +382,14 @@ def _fp8_wgrad(op: Fp8Linear, weight: Tensor, dy_nm: Scaled, x_km: Scaled) -> Te
     Not with smoothing, where dw is that of the weight that was cast, with divided columns.
     """
     if op.smoothing is not None:
-        dw_nk = op.gemm.tn(dy_nm, x_km, _wgrad_dtype(weight), use_fast_accum=op.fast_accum.wgrad)
-        return _deliver(weight, dw_nk.mul_(op.smoothing.scale_inv_f))
-    main_grad = _summed_in_place(weight)
+        dw_nk = op.gemm.tn(dy_nm, x_km, wgrad_dtype(weight), use_fast_accum=op.fast_accum.wgrad)
+        return deliver(weight, dw_nk.mul_(op.smoothing.scale_inv_f))
+    main_grad = summed_in_place(weight)
     if main_grad is not None:
         op.gemm.accumulate_tn(dy_nm, x_km, main_grad, use_fast_accum=op.fast_accum.wgrad)
         weight.grad_sink.added()  # type: ignore[attr-defined]
         return None
-    return _deliver(weight, op.gemm.tn(dy_nm, x_km, _wgrad_dtype(weight), use_fast_accum=op.fast_accum.wgrad))
+    return deliver(weight, op.gemm.tn(dy_nm, x_km, wgrad_dtype(weight), use_fast_accum=op.fast_accum.wgrad))
 
 
 def _rows(operand: Operand | None) -> Scaled:

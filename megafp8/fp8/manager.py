@@ -32,6 +32,7 @@ from megafp8.fp8.report import Recorder
 from megafp8.fp8.smoothing import SmoothingState
 from megafp8.fp8.static import Calibration
 from megafp8.fp8.stochastic import NoiseClock
+from megafp8.fp8.weight_shares import WeightShare, WeightShares
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Fp8Manager:
         self._smoothed: dict[str, int] = {}  # layers, and the channels of their input over all ranks
         self._states: list[State] | None = None
         self._noting: list[Noting] = []  # quantizers of activations and gradients
+        self._shares: WeightShares | None = None
 
     # --- building ---------------------------------------------------------------------------------------------------
 
@@ -214,6 +216,10 @@ class Fp8Manager:
             self._noting.append(scales)
         return state
 
+    def share_weights(self, shares: Sequence[WeightShare], device: torch.device) -> None:
+        """Let the weights of `shares` be codes that ranks cast in shares, by `cast_weights`, and gather."""
+        self._shares = WeightShares(shares, self.amax_group, device)
+
     # --- training ---------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> bool:
@@ -229,9 +235,20 @@ class Fp8Manager:
         Collective over `amax_group`: one all-reduce with delayed scaling, with static scaling while it calibrates, and
         for smoothing; purely local otherwise.
         """
+        if self._shares is not None:
+            self._shares.note_amaxes()
         for state in self._states or ():
             state.end_step(self.amax_group)
         self.forget_weights()
+
+    def cast_weights(self) -> None:
+        """Cast this rank's shares of the weights, where they are shared; they are to be gathered then.
+
+        Call it when weights or scales have changed: after `end_step`, or `invalidate_weights`. Collective over
+        `amax_group`: one all-reduce where a recipe scales weights by their own amax.
+        """
+        if self._shares is not None:
+            self._shares.cast()
 
     def invalidate_weights(self) -> None:
         """Forget what was derived from weights and scales: call when they changed without a step, as on loading."""

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 
@@ -72,15 +71,16 @@ class Scaled(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A tensor `[r, c]` as the GEMMs want it: `rows` `[r, c]` and `columns` `[c, r]`, whichever were asked for.
-
-    `columns_group`: the ranks over which r is cut in the columns still, so that a rank has `[c, r/ranks]` of them
-    (`megafp8.fp8.gathering`); None: they are whole.
-    """
+    """A tensor `[r, c]` as the GEMMs want it: `rows` `[r, c]` and `columns` `[c, r]`, whichever were asked for."""
 
     rows: Scaled | None
     columns: Scaled | None
-    columns_group: ProcessGroup | None = None
+
+    @property
+    def required_rows(self) -> Scaled:
+        """The rows, which were asked for."""
+        assert self.rows is not None
+        return self.rows
 
     @property
     def required_columns(self) -> Scaled:

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.collectives import all_reduce
 from megafp8.fp8.formats import Format
+from megafp8.fp8.gathering import LOCAL, Ends
 from megafp8.fp8.linear import Quantizers, high_precision_linear
 from megafp8.fp8.quantizers import Quantizer, StaticQuantizer
 from megafp8.fp8.recipe import StaticScaling
@@ -94,10 +95,10 @@ class Calibration:
     def active(self) -> bool:
         return any(isinstance(q, StaticQuantizer) and q.calibrating for q in self.quantizers)
 
-    def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None, *, ends: Ends = LOCAL) -> Tensor:
         _note(self.quantizers.input, x)
         _note(self.quantizers.weight, weight)
-        y = high_precision_linear(x, weight, bias)
+        y = high_precision_linear(x, weight, bias, ends=ends)
         if y.requires_grad:
             y.register_hook(partial(_note, self.quantizers.grad_output))
         return y

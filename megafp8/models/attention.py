@@ -90,6 +90,7 @@ class Attention(nn.Module):
             "dtype": context.dtype,
             "device": context.device,
             "sequence_parallel": context.sequence_parallel,
+            "exchange": context.exchange,
         }
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",

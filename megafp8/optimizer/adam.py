@@ -12,6 +12,9 @@ checkpoint always has a place to load into.
 It works on fragments: flat runs of elements of the parameters, whose state alone exists here. A fragment is a whole
 parameter, or under ZeRO what this rank owns of it; Adam works on single elements and cannot tell.
 
+A parameter may be hollow: its values are in the masters alone, and whoever needs them rounded takes them from there
+(FP8 parameters, `megafp8.fp8.weight_shares`).
+
 Moments may be kept in bf16, as DeepSeek-V3 does (arXiv:2412.19437, section 3.3.3). The kernels want all they read in
 one dtype, so a batch of fragments at a time gets fp32 moments, is updated, and has them rounded back. A moment that a
 step shrinks by less than 1/256 of itself could be rounded to what it was for ever; so betas are at most 1 - 1/256 then.
@@ -23,6 +26,7 @@ fp32 gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -79,7 +83,8 @@ class MixedPrecisionAdamW:
 
     `weight_decay` holds for parameters whose `spec.weight_decay` is set; the others (norms, biases) have none. `reason`
     says in one line which implementation runs and why; `step_count` is the number of updates made so far.
-    `moments_dtype`: fp32 or bf16.
+    `moments_dtype`: fp32 or bf16. `hollow`: parameters whose values, read here for the last time, are in the masters
+    from now on.
     """
 
     def __init__(
@@ -91,10 +96,13 @@ class MixedPrecisionAdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         moments_dtype: torch.dtype = torch.float32,
+        hollow: AbstractSet[nn.Parameter] = frozenset(),
     ) -> None:
         self.fragments = list(fragments)
+        self._hollow = hollow
         self._masters = {fragment.param: self._make_master(fragment) for fragment in fragments}
-        low_precision = [fragment for fragment in fragments if fragment.param.dtype != torch.float32]
+        filled = [fragment for fragment in fragments if fragment.param not in hollow]
+        low_precision = [fragment for fragment in filled if fragment.param.dtype != torch.float32]
         self._low_precision = [fragment.of(fragment.param.detach()) for fragment in low_precision]
         self._their_masters = [self._masters[fragment.param] for fragment in low_precision]
         implementation, self.reason = choose_adam(device)
@@ -119,10 +127,9 @@ class MixedPrecisionAdamW:
             self._adams.append(adam)
         self.step_count = 0
 
-    @staticmethod
-    def _make_master(fragment: Fragment) -> Tensor:
+    def _make_master(self, fragment: Fragment) -> Tensor:
         """An fp32 tensor for the optimizer to update; it shares the memory of a parameter that is fp32 already."""
-        master = fragment.of(fragment.param.detach()).float()
+        master = fragment.of(fragment.param.detach()).to(torch.float32, copy=fragment.param in self._hollow)
         master.grad = gradient_of(fragment)
         return master
 
@@ -160,9 +167,19 @@ class MixedPrecisionAdamW:
                 found.setdefault(key, []).append((fragment, tensor))
         return found
 
+    def master_of(self, fragment: Fragment) -> Tensor:
+        """The fp32 values of a fragment, flat, live."""
+        return self._masters[fragment.param].detach()
+
+    def hollow_values(self) -> list[tuple[Fragment, Tensor]]:
+        """The fragments of hollow parameters with their values, flat, in the parameters' dtype: the masters themselves
+        where that is theirs, so that a checkpoint loads into them, else a copy."""
+        hollow = [fragment for fragment in self.fragments if fragment.param in self._hollow]
+        return [(fragment, self.master_of(fragment).to(fragment.param.dtype)) for fragment in hollow]
+
     @torch.no_grad()
     def copy_masters_to_params(self) -> None:
-        """Round the masters into the model's parameters, as far as the fragments go."""
+        """Round the masters into the model's parameters, as far as the fragments go; not into hollow ones."""
         if self._low_precision:
             torch._foreach_copy_(self._low_precision, self._their_masters)
 

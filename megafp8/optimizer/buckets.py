@@ -15,6 +15,9 @@ a rank owns of one, if anything, is a single run of its elements. A parameter th
 weights of the first and last pipeline stage, lies in a bucket of its own (`alone`): then it is cut at the same elements
 in all of them, and its owners in each can talk to each other.
 
+A bucket's slices are equal in bytes only if all of it has one dtype. So parameters that travel in another (`apart`, FP8
+codes) fill buckets of their own. Two buckets are then open at a time, and they follow each other as they fill up.
+
 Pure arithmetic: the layout of a model that fits on no single machine can be computed and checked anywhere.
 """
 
@@ -92,30 +95,43 @@ def bucket_layout(
     *,
     ranks: int = 1,
     alone: Collection[int] = (),
+    apart: Collection[int] = (),
 ) -> BufferLayout:
     """Lay out parameters of `numels` elements, given in forward order, in backward order.
 
     A bucket closes as soon as it holds `bucket_elements` or more; only the last, and those next to a parameter in
-    `alone`, may hold fewer. Its length is a multiple of `align * ranks`. Raises ValueError where `bucket_elements` is
-    not positive.
+    `alone`, may hold fewer. Those in `apart` share buckets with each other only. The length of a bucket is a multiple
+    of `align * ranks`. Raises ValueError where `bucket_elements` is not positive.
     """
     if bucket_elements < 1:
         raise ValueError(f"bucket_elements is {bucket_elements}; a gradient bucket needs at least 1 element")
     assert min([align, ranks, *numels]) >= 1
     slots = [Slot(0, 0)] * len(numels)
     buckets: list[Bucket] = []
-    members: list[int] = []
-    bucket_start = end = 0
-    for index in reversed(range(len(numels))):
-        slots[index] = Slot(end, end + numels[index])
-        end = _round_up(slots[index].end, align)
-        members.append(index)
-        full = end - bucket_start >= bucket_elements
-        if full or index == 0 or index in alone or index - 1 in alone:
-            end = bucket_start + _round_up(end - bucket_start, align * ranks)
-            buckets.append(Bucket(bucket_start, end, tuple(members)))
-            bucket_start, members = end, []
+    for members in _members([_round_up(n, align) for n in numels], bucket_elements, set(alone), set(apart)):
+        start = end = buckets[-1].end if buckets else 0
+        for index in members:
+            slots[index] = Slot(end, end + numels[index])
+            end = _round_up(slots[index].end, align)
+        buckets.append(Bucket(start, start + _round_up(end - start, align * ranks), tuple(members)))
     return BufferLayout(tuple(slots), tuple(buckets), ranks)
+
+
+def _members(numels: Sequence[int], bucket_elements: int, alone: set[int], apart: set[int]) -> list[list[int]]:
+    """The parameters of each bucket, in the order in which backward completes them."""
+    closed: list[list[int]] = []
+    opened: dict[bool, list[int]] = {True: [], False: []}  # by whether its parameters stay apart
+    for index in reversed(range(len(numels))):
+        kind = index in apart
+        if index in alone and opened[kind]:
+            closed.append(opened[kind])
+            opened[kind] = []
+        opened[kind].append(index)
+        if index in alone or sum(numels[i] for i in opened[kind]) >= bucket_elements:
+            closed.append(opened[kind])
+            opened[kind] = []
+    closed += [members for members in opened.values() if members]
+    return sorted(closed, key=lambda members: -members[-1])
 
 
 def _round_up(number: int, multiple: int) -> int:

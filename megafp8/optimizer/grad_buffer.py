@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor, nn
@@ -93,8 +94,8 @@ class GradBuffer:
     `wgrads`: what the sinks offer linear layers for weight gradients to be computed later.
 
     `sharded`: each rank of the group gets its share of the sums alone. `alone`: parameters that lie in buckets of their
-    own. `reduce_dtype`: in which gradients travel. `owned`: the views of `flat` that hold sums after `finish`;
-    `fragments`: which elements of which parameters.
+    own; `apart`: those that share buckets with each other only. `reduce_dtype`: in which gradients travel. `owned`: the
+    views of `flat` that hold sums after `finish`; `fragments`: which elements of which parameters.
 
     One step: `zero`, the backward passes with `start_overlap` at any point among them (or never), `finish`.
     """
@@ -108,6 +109,7 @@ class GradBuffer:
         device: torch.device,
         sharded: bool = False,
         alone: Sequence[nn.Parameter] = (),
+        apart: AbstractSet[nn.Parameter] = frozenset(),
         reduce_dtype: torch.dtype = torch.float32,
         wgrads: WgradStore | None = None,
     ) -> None:
@@ -118,6 +120,7 @@ class GradBuffer:
             bucket_elements,
             ranks=collectives.size(data_parallel_group) if sharded else 1,
             alone=[i for i, param in enumerate(params) if any(param is other for other in alone)],
+            apart=[i for i, param in enumerate(params) if param in apart],
         )
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         self._group = data_parallel_group

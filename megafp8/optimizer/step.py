@@ -1,8 +1,9 @@
 """The end of a training step: from the gradients of the micro-batches to new weights.
 
-    finish the data-parallel sum -> complete shared gradients -> scale -> norm -> clip -> update -> gather the weights
+    finish the data-parallel sum -> complete shared gradients -> scale -> norm -> clip -> update
 
-(the last only where each data-parallel rank updates a share of them).
+Where each data-parallel rank updates a share of the weights, they are then gathered (`ParamBuffer`); that is the
+caller's, since those that travel in FP8 wait for the scales of the next step.
 
 Everything is queued on the device before the host looks at anything; the one wait is for the norm, which decides
 whether there is an update at all. A norm that is not finite skips it: one bad batch costs one step and not the run.
@@ -21,7 +22,6 @@ from torch.distributed import ProcessGroup
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.finalize import clip_, finalize_gradients, global_norm
 from megafp8.optimizer.grad_buffer import GradBuffer
-from megafp8.optimizer.param_buffer import ParamBuffer
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class OptimizerStep:
     """Everything a step needs that stays the same from step to step.
 
     `shared_params`: this stage's side of the tied weights (see `finalize_gradients`). `max_norm`: clip the gradient to
-    this 2-norm; None leaves it as it is. `shard_group` and `weights`: over whom gradients are sharded, and where the
-    updated weights are gathered; None for both where each rank updates everything.
+    this 2-norm; None leaves it as it is. `shard_group`: over whom gradients are sharded; None where each rank updates
+    everything.
     """
 
     buffer: GradBuffer
@@ -49,15 +49,13 @@ class OptimizerStep:
     shared_params: Sequence[nn.Parameter]
     max_norm: float | None
     shard_group: ProcessGroup | None = None
-    weights: ParamBuffer | None = None
 
     def __call__(self, lr: float, *, grad_scale: Tensor | float | None = None) -> StepResult:
         """Update the weights with learning rate `lr`; call when all backward passes of the step are done.
 
         `grad_scale`, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where masks
         made them differ. The buffer keeps the clipped gradients until its `zero`, which the caller owes before the
-        next backward pass. A skipped step changes neither the weights nor the optimizer's state. Where weights are
-        gathered, that is under way when the call returns.
+        next backward pass. A skipped step changes neither the weights nor the optimizer's state.
         """
         fragments, gradients = self.buffer.fragments, self.buffer.owned
         self.buffer.finish()
@@ -83,6 +81,4 @@ class OptimizerStep:
         if not math.isfinite(grad_norm):
             return StepResult(grad_norm, skipped=True)
         self.optimizer.step(lr)
-        if self.weights is not None:
-            self.weights.start_gather()
         return StepResult(grad_norm, skipped=False)

@@ -18,13 +18,14 @@ Shapes as in `activations`; n parameters of a rank, v vocabulary of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from megafp8.config import Config
 from megafp8.fp8 import Fp8Manager
-from megafp8.models.gpt import fp8_layer_sizes
+from megafp8.fp8.matrix import TENSOR
+from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.buckets import bucket_layout
 from megafp8.pipeline_parallel.schedules import Action, Kind, Placement, Schedule, splits
@@ -45,7 +46,10 @@ _WORKSPACES = 2 * 32 * 2**20
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Bytes of parameters, and of what exists for each of them from the first step to the last, on a rank."""
+    """Bytes of parameters, and of what exists for each of them from the first step to the last, on a rank.
+
+    `weights`: with fp8.param_gather codes where there are no values; then only their columns are copies.
+    """
 
     weights: int
     gradients: int
@@ -70,45 +74,82 @@ class RankMemory(StateMemory):
         return sum(getattr(self, field.name) for field in fields(self)) - self.host
 
 
-def state_memory(config: Config, numels: Sequence[int], data: int, alone: Sequence[int] = ()) -> StateMemory:
-    """Of parameters of `numels` elements, of which `alone` have buckets of their own, on one of `data` that sum
-    their gradients; under ZeRO the most that any of them holds."""
+def state_memory(
+    config: Config, numels: Sequence[int], data: int, alone: Sequence[int] = (), coded: Collection[int] = ()
+) -> StateMemory:
+    """Of parameters of `numels` elements, of which `alone` have buckets of their own and `coded` are FP8 codes, on one
+    of `data` that sum their gradients; under ZeRO the most that any of them holds."""
     p, dtype = config.parallel, config.training.precision
     ranks, count = data if p.zero else 1, sum(numels)
-    layout = bucket_layout(numels, max(1, int(p.bucket_mib * 2**20 / 4)), ranks=ranks, alone=alone)
+    layout = bucket_layout(numels, max(1, int(p.bucket_mib * 2**20 / 4)), ranks=ranks, alone=alone, apart=coded)
+    code_bytes = sum(bucket.end - bucket.start for bucket in layout.buckets if bucket.params[0] in coded)
     owned = min(count, layout.numel // ranks)
+    owned_codes = min(sum(numels[i] for i in coded), code_bytes // ranks)
     return StateMemory(
-        weights=(layout.numel if p.zero else count) * ELEMENT[dtype],
+        weights=((layout.numel if p.zero else count) - code_bytes) * ELEMENT[dtype] + code_bytes,
         gradients=layout.numel * 4,
-        masters=0 if dtype == "fp32" else owned * 4,
+        masters=4 * (owned_codes if dtype == "fp32" else owned),
         moments=owned * 2 * {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype],
     )
 
 
+class _Parameter(NamedTuple):
+    """Elements on a rank; the layer that it is the weight of, if FP8 patterns see that."""
+
+    elements: int
+    layer: str = ""
+
+
+def _norm(config: Config) -> list[_Parameter]:
+    return [_Parameter(config.model.hidden_size)] * (2 if config.model.normalization == "layernorm" else 1)
+
+
+def _block(config: Config, index: int) -> list[_Parameter]:
+    """The parameters of block `index`."""
+    model, x, norm = config.model, sizes(config), _norm(config)
+    layers = [name for name in fp8_layer_names(model) if name.startswith(f"layers.{index}.")]
+    width = (x.a + 2 * x.g) * x.d
+    qkv, proj, up, down = map(_Parameter, (width * x.h, x.h * x.a * x.d, x.up * x.h, x.h * x.f), layers)
+    output_bias, head_norms = [_Parameter(x.h)] * model.linear_bias, [_Parameter(x.d)] * (2 * model.qk_norm)
+    attention = [qkv, *[_Parameter(width)] * (model.linear_bias or model.qkv_bias), proj, *output_bias, *head_norms]
+    return [*norm, *attention, *norm, up, *[_Parameter(x.up)] * model.linear_bias, down, *output_bias]
+
+
+def _stage(config: Config, layers: range) -> list[_Parameter]:
+    """The parameters of a stage of `layers` on a rank, in the order of its constructor."""
+    model, h = config.model, config.model.hidden_size
+    table = [_Parameter(model.padded_vocab_size // config.parallel.tensor * h)]
+    first, last = layers.start == 0, layers.stop == model.num_layers
+    positions = _Parameter((model.max_position_embeddings or config.training.seq_length) * h)
+    embedding = [*table * (first or (last and model.tie_embeddings))]
+    embedding += [positions] * (first and model.position_embedding == "learned")
+    blocks = [parameter for index in layers for parameter in _block(config, index)]
+    return [*embedding, *blocks, *_norm(config) * last, *table * (last and not model.tie_embeddings)]
+
+
 def parameter_sizes(config: Config, layers: range) -> list[int]:
     """Elements of each parameter of a stage of `layers` on a rank, in the order of its constructor."""
-    model, t, x = config.model, config.parallel.tensor, sizes(config)
-    norm = [x.h] * (2 if model.normalization == "layernorm" else 1)
-    qkv = (x.a + 2 * x.g) * x.d
-    block = [*norm, qkv * x.h, *[qkv] * (model.linear_bias or model.qkv_bias)]
-    block += [x.h * x.a * x.d, *[x.h] * model.linear_bias, *[x.d, x.d] * model.qk_norm]
-    block += [*norm, x.up * x.h, *[x.up] * model.linear_bias, x.h * x.f, *[x.h] * model.linear_bias]
-    table = model.padded_vocab_size // t * x.h
-    first, last = layers.start == 0, layers.stop == model.num_layers
-    positions = (model.max_position_embeddings or config.training.seq_length) * x.h
-    embedding = [*[table] * (first or (last and model.tie_embeddings))]
-    embedding += [positions] * (first and model.position_embedding == "learned")
-    return [*embedding, *block * len(layers), *norm * last, *[table] * (last and not model.tie_embeddings)]
+    return [parameter.elements for parameter in _stage(config, layers)]
+
+
+def coded_parameters(config: Config, fp8: Fp8Manager, layers: range) -> list[int]:
+    """Which of these are FP8 codes and nothing else."""
+    if not config.fp8.param_gather:
+        return []
+    found = [precision(fp8, parameter.layer) if parameter.layer else None for parameter in _stage(config, layers)]
+    return [i for i, layer in enumerate(found) if layer is not None and layer.weight is TENSOR]
 
 
 def fp8_weight_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
-    """The FP8 copies of the weights of `layers`: rows, and columns for dgrad."""
+    """The FP8 copies of the weights of `layers`: rows, unless they are the weights, and columns for dgrad."""
     total = 0
     for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor).items():
         layer = precision(fp8, name)
         if int(name.split(".")[1]) not in layers or layer.weight is None or (layer.high.fprop and layer.high.dgrad):
             continue
-        total += codes(layer.weight, n, k) + (0 if layer.high.dgrad else codes(layer.weight, k, n))
+        rows_are_copies = not (config.fp8.param_gather and layer.weight is TENSOR)
+        total += codes(layer.weight, n, k) - (0 if rows_are_copies else n * k)
+        total += 0 if layer.high.dgrad else codes(layer.weight, k, n)
     return total
 
 
@@ -120,12 +161,14 @@ def rank_memory(
     p, x = config.parallel, sizes(config)
     numels: list[int] = []
     alone: list[int] = []
+    coded: list[int] = []
     for layers in stages:
         at_an_end = layers.start == 0 or layers.stop == config.model.num_layers
         if config.model.tie_embeddings and p.pipeline > 1 and at_an_end:
             alone.append(len(numels))
+        coded += [len(numels) + i for i in coded_parameters(config, fp8, layers)]
         numels += parameter_sizes(config, layers)
-    state = state_memory(config, numels, data, alone)
+    state = state_memory(config, numels, data, alone, coded)
     static = RankMemory(
         **vars(state),
         fp8_weights=sum(fp8_weight_bytes(config, fp8, layers) for layers in stages),

@@ -27,13 +27,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megafp8.fp8 import Computed, Fp8Linear, Fp8Manager, GradSlot, Input, InputCast, LinearOp, Quantized
+from megafp8.exchange import Exchange, collective_exchange
+from megafp8.fp8 import Ends, Fp8Linear, Fp8Manager, GradSlot, Input, InputCast, LinearOp, Quantized
+from megafp8.fp8.quantizers import Quantizer
 from megafp8.sharding import Init, ParamSpec, cut, set_spec, stack, whole
 from megafp8.tensor_parallel.mappings import (
-    copy_to_tensor_parallel,
-    gather_from_sequence_parallel,
     gather_from_tensor_parallel,
-    gather_quantized,
     reduce_from_tensor_parallel,
     reduce_scatter_to_sequence_parallel,
     scatter_to_tensor_parallel,
@@ -54,11 +53,11 @@ def _grad_slot(op: LinearOp) -> GradSlot | None:
     return GradSlot(op.quantizers.grad_output) if isinstance(op, Fp8Linear) and op.fusible else None
 
 
-def _apply(op: LinearOp, x: Input, weight: nn.Parameter, grad_slot: GradSlot | None = None) -> Tensor:
+def _apply(op: LinearOp, x: Input, weight: nn.Parameter, ends: Ends, grad_slot: GradSlot | None = None) -> Tensor:
     if isinstance(op, Fp8Linear):
-        return op(x, weight, grad_slot=grad_slot)
+        return op(x, weight, grad_slot=grad_slot, ends=ends)
     assert not isinstance(x, Quantized), "codes for a layer in high precision"
-    return op(x, weight)
+    return op(x, weight, ends=ends)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -67,7 +66,8 @@ class ColumnParallelLinear(nn.Module):
     x is `[s, b, k]`, or `[s/t, b, k]` with `sequence_parallel`; y is `[s, b, n/t]`, or `[s, b, n]` with
     `gather_output`. `parts` names the projections stacked in the output, default one part called `name`; under TP a
     rank's output holds its slice of each part in order. `skip_bias_add` returns `(y, bias)` instead of adding.
-    `weight`: use this parameter (tied embedding) rather than make one.
+    `weight`: use this parameter (tied embedding) rather than make one. `exchange`: how x is gathered and dx summed;
+    default one collective each.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class ColumnParallelLinear(nn.Module):
         parts: dict[str, int] | None = None,
         high_precision: bool = False,
         weight: nn.Parameter | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__()
         parts = parts or {name: output_size}
@@ -95,6 +96,7 @@ class ColumnParallelLinear(nn.Module):
         t, rank = group.size(), group.rank()
         self.group, self.gather_output, self.skip_bias_add = group, gather_output, skip_bias_add
         self.sequence_parallel = sequence_parallel and t > 1
+        self.exchange = exchange or collective_exchange(group, sequence_parallel=sequence_parallel)
         self.slices = fp8.slices(group)
         self.op = fp8.linear_op(
             name,
@@ -131,21 +133,9 @@ class ColumnParallelLinear(nn.Module):
         return None if adds_bias or self.gather_output else _grad_slot(self.op)
 
     def forward(self, x: Input, grad_slot: GradSlot | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
-        if isinstance(x, Quantized):
-            if self.sequence_parallel:
-                x = gather_quantized(x, self.group)
-            else:
-                x = x._replace(carrier=copy_to_tensor_parallel(x.carrier, self.group))
-        elif isinstance(x, Computed):
-            if self.sequence_parallel:
-                x = Computed(gather_from_sequence_parallel(x.values, self.group), x.again.over(self.group))
-            else:
-                x = x._replace(values=copy_to_tensor_parallel(x.values, self.group))
-        elif self.sequence_parallel:
-            x = gather_from_sequence_parallel(x, self.group)
-        else:
-            x = copy_to_tensor_parallel(x, self.group)
-        y = _apply(self.op, x, self.weight, grad_slot)
+        if self.sequence_parallel and not isinstance(x, Tensor) and x.again is not None:
+            x = x._replace(again=x.again.over(self.group))
+        y = _apply(self.op, x, self.weight, Ends(enter=self.exchange), grad_slot)
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         if self.gather_output:
@@ -159,7 +149,8 @@ class RowParallelLinear(nn.Module):
     x is this rank's `[s, b, k/t]`, or the whole `[s, b, k]` with `input_is_parallel=False`; y is `[s, b, n]`, or
     `[s/t, b, n]` with `sequence_parallel`. The bias is whole on every rank and added after the sum; under sequence
     parallelism each rank sees its slice of s only, so the bias gradient is summed over the group once a step
-    (`reduce_over_tp`). `skip_bias_add` returns `(y, bias)`.
+    (`reduce_over_tp`). `skip_bias_add` returns `(y, bias)`. `exchange`: how y is summed and dy gathered; default one
+    collective each.
     """
 
     def __init__(
@@ -178,11 +169,13 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         skip_bias_add: bool = False,
         high_precision: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__()
         t, rank = group.size(), group.rank()
         self.group, self.input_is_parallel, self.skip_bias_add = group, input_is_parallel, skip_bias_add
         self.sequence_parallel = sequence_parallel and t > 1
+        self.exchange = exchange or collective_exchange(group, sequence_parallel=sequence_parallel)
         self.slices = fp8.slices(group)
         self.op = fp8.linear_op(
             name, tp_group=group, input_sharded=t > 1, grad_output_sharded=False, fp8=not high_precision
@@ -207,22 +200,17 @@ class RowParallelLinear(nn.Module):
         """How the layer wants this rank's input quantized; None where it wants values."""
         return _input_cast(self.op) if self.input_is_parallel else None
 
-    def _slice_slot(self) -> GradSlot | None:
-        """A place for the gradient of the output, quantized from this rank's slice of s; None where it stays values."""
-        slot = _grad_slot(self.op)
-        quantizer = None if slot is None else slot.quantizer.for_slices(self.slices)
-        return None if quantizer is None else GradSlot(quantizer)
+    @property
+    def _grad_cast(self) -> Quantizer | None:
+        """Casts this rank's slice of the output's gradient; None where that stays values, or is whole."""
+        slot = _grad_slot(self.op) if self.sequence_parallel else None
+        return None if slot is None else slot.quantizer.for_slices(self.slices)
 
     def forward(self, x: Input) -> Tensor | tuple[Tensor, Tensor | None]:
         if not self.input_is_parallel:
             assert isinstance(x, Tensor)
             x = scatter_to_tensor_parallel(x, self.group)
-        if self.sequence_parallel:
-            slot = self._slice_slot()
-            y = _apply(self.op, x, self.weight, slot)
-            y = reduce_scatter_to_sequence_parallel(y, self.group, slot)
-        else:
-            y = reduce_from_tensor_parallel(_apply(self.op, x, self.weight), self.group)
+        y = _apply(self.op, x, self.weight, Ends(leave=self.exchange, grad_cast=self._grad_cast))
         if self.skip_bias_add:
             return y, self.bias
         return y if self.bias is None else y + self.bias

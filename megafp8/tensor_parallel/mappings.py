@@ -12,6 +12,9 @@ arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198):
     scatter_to_sequence_parallel          slice of s        all-gather s      every rank had the whole tensor
     gather_from_tensor_parallel           all-gather last   slice of last     ranks held slices of the last dim
 
+The layers of `megafp8.tensor_parallel.layers` have the first four inside their matrix products, where they overlap
+(`megafp8.exchange`); these are for what stands beside a product.
+
 The sequence is dim 0 (`[s, b, h]`), so its collectives need no copy. `scatter_to_sequence_parallel` is right only where
 every rank computed the same whole tensor and its gradient is the union of the slices.
 
@@ -28,9 +31,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megafp8.collectives import all_gather, all_reduce, reduce_scatter
-from megafp8.fp8 import GradSlot, Quantized, carrier
-from megafp8.fp8.gathering import gather_tokens
-from megafp8.fp8.sources import Plain
 
 
 def _slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -45,7 +45,7 @@ def _gather_last(x: Tensor, group: ProcessGroup) -> Tensor:
     return gathered.movedim(0, -2).flatten(-2)
 
 
-class _Copy(Function):  # of values and of carriers alike
+class _Copy(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -80,36 +80,16 @@ class _GatherSequence(Function):
         return reduce_scatter(dy, ctx.group), None
 
 
-class _GatherQuantized(Function):
-    """A carrier of this rank's slice of s to one of the whole sequence: `_GatherSequence` without values."""
-
+class _ReduceScatterSequence(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return carrier(x, (x.shape[0] * group.size(), *x.shape[1:]))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(dy, ctx.group), None
-
-
-class _ReduceScatterSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, slot: GradSlot | None) -> Tensor:
-        ctx.group, ctx.slot = group, slot
         return reduce_scatter(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        group, slot = ctx.group, ctx.slot
-        dy_rc = dy.flatten(0, -2).contiguous()
-        if slot is None or dy_rc.shape[0] % slot.quantizer.token_block:
-            return all_gather(dy, group), None, None
-        own = slot.quantizer(Plain(dy_rc), rows=True, columns=not slot.quantizer.one_factor)
-        slot.operand = gather_tokens(own, group, columns=True)
-        return carrier(dy, (dy.shape[0] * group.size(), *dy.shape[1:])), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_gather(dy, ctx.group), None
 
 
 class _ScatterSequence(Function):
@@ -163,24 +143,9 @@ def gather_from_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
     return _GatherSequence.apply(x_sbh, group) if group.size() > 1 else x_sbh
 
 
-def gather_quantized(x: Quantized, group: ProcessGroup) -> Quantized:
-    """`gather_from_sequence_parallel` of codes, half the bytes of bf16: see `megafp8.fp8.gathering`.
-
-    The slice has columns where a backward will follow, unless it has one factor or is made again. Backward sums and
-    scatters gradients in their own dtype.
-    """
-    if group.size() == 1:
-        return x
-    whole = _GatherQuantized.apply(x.carrier, group)
-    if x.again is not None:
-        return Quantized(whole, gather_tokens(x.operand, group, columns=False), x.again.over(group))
-    return Quantized(whole, gather_tokens(x.operand, group, columns=whole.requires_grad))
-
-
-def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup, slot: GradSlot | None = None) -> Tensor:
-    """Sum the ranks' shares `[s, b, h]` and keep `[s/t, b, h]`; backward gathers, and as codes that it leaves in `slot`
-    where there is one, whose quantizer is that of slices."""
-    return _ReduceScatterSequence.apply(x_sbh, group, slot) if group.size() > 1 else x_sbh
+def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum the ranks' shares `[s, b, h]` and keep `[s/t, b, h]`; backward gathers."""
+    return _ReduceScatterSequence.apply(x_sbh, group) if group.size() > 1 else x_sbh
 
 
 def scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:

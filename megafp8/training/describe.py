@@ -19,7 +19,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.flops import flops_per_token
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import rank_groups
-from megafp8.planner.memory import state_memory
+from megafp8.planner.memory import coded_parameters, state_memory
 from megafp8.sharding import spec_of
 from megafp8.training.pipeline import describe_schedule, num_microbatches, plan_pipeline, stages_of
 
@@ -55,8 +55,8 @@ def position_rows(config: Config) -> int:
     return config.model.max_position_embeddings or config.training.seq_length
 
 
-def describe(config: Config, world_size: int) -> str:
-    """The text of --dry-run."""
+def describe(config: Config, world_size: int, fp8: Fp8Manager) -> str:
+    """The text of --dry-run; `fp8`: which layers are FP8, as the config says."""
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline * p.context)
     groups = rank_groups(world_size, p.tensor, p.pipeline, p.context)
@@ -89,7 +89,8 @@ def describe(config: Config, world_size: int) -> str:
         )
         params = list(stages[stage].parameters())
         shared = [i for i, x in enumerate(params) if x is stages[stage].shared_weight and p.pipeline > 1]
-        memory = state_memory(config, [x.numel() for x in params], data * p.context, shared)
+        coded = coded_parameters(config, fp8, span)
+        memory = state_memory(config, [x.numel() for x in params], data * p.context, shared, coded)
         in_all = (memory.weights, memory.gradients, memory.masters + memory.moments)
         weights, gradients, optimizer = (x / 2**30 for x in in_all)
         lines.append(

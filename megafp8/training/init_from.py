@@ -1,9 +1,9 @@
-"""A new run that starts from the weights of a Hugging Face model (`checkpoint.init_from`).
+"""A new run that starts from the weights of another checkpoint (`checkpoint.init_from`), of any format that we read.
 
-The folder's config.json is the model; the config's model section may be left out, or say a part of it, and what it
-says must agree. So before the config is validated the section is completed from the folder, and compared. Once the run
-has checkpoints of its own these take precedence in everything: the section is completed from the newest one, and the
-folder is no longer needed.
+What its config.json or metadata says is the model; the config's model section may be left out, or say a part of it,
+and what it says must agree. So before the config is validated the section is completed from the folder, and compared.
+Once the run has checkpoints of its own these take precedence in everything: the section is completed from the newest
+one, and the folder is no longer needed.
 
 All of this needs no process group. Then each rank reads the rows that it holds slices of, under any layout. fp32
 masters are read as well as weights, not made of them, so nothing is lost where the folder is more precise than
@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from megafp8.checkpoint import collect, collect_fragments, latest, read_metadata
+from megafp8.checkpoint import collect_fragments, latest, read_metadata
 from megafp8.config import Config, ConfigError, ModelConfig, Problem
+from megafp8.conversion.base import Source
+from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.load import load_weights
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
-from megafp8.training.state import checkpoint_folder
+from megafp8.training.state import checkpoint_folder, weights
 from megafp8.training.trainer import Trainer
 
 _PROBE = "The 3 quick brown foxes' été: naïve Straße, 東京! def f(x_1):\n\treturn x_1 ** 2 != 0x1F  # ~3.14\n"
@@ -45,7 +47,7 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
         return  # nothing to do, or validation says what is wrong
     own = latest(checkpoint_folder(Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name"))))
     if own is None:
-        model, where = HfSource(folder).model, f"{folder}/config.json"
+        model, where = open_source(folder).model, folder
     else:
         model, where = ModelConfig(**read_metadata(own)["config"]["model"]), str(own)
     said = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
@@ -69,12 +71,12 @@ def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
     folder = config.checkpoint.init_from
     if folder is None or latest(checkpoint_folder(run)) is not None:
         return
-    _open(config, folder)
+    files = {path.name: path for path in _open(config, folder).tokenizer_files}
     given = config.data.tokenizer
     if tokenizer is None or given is None or given.kind not in _FILES:
         return
-    file = Path(folder) / _FILES[given.kind]
-    if file.is_file():
+    file = files.get(_FILES[given.kind])
+    if file is not None:
         theirs = build_tokenizer(given.kind, str(file))
         if theirs.fingerprint != tokenizer.fingerprint and theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
             rule = f"gives other tokens than {file}, which the weights of checkpoint.init_from were trained with"
@@ -84,14 +86,16 @@ def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
 
 @torch.no_grad()
 def load_init(trainer: Trainer, folder: str) -> None:
-    """Give the trainer, as yet untrained, the weights in `folder`. Every rank calls it; there is no communication."""
+    """Give the trainer, as yet untrained, the weights in `folder`. Collective where weights are FP8 codes."""
     source = _open(trainer.config, folder)
-    trainer.wait_for_weights()
-    load_weights(source, collect(trainer.params, lambda param: param.detach(), "model."))
+    load_weights(source, weights(trainer))
     masters = trainer.optimizer.state().get("master", [])
     load_weights(source, collect_fragments(masters, "model."))
     trainer.fp8.invalidate_weights()
+    trainer.publish_weights()
 
 
-def _open(config: Config, folder: str) -> HfSource:
-    return HfSource(folder, config.model.vocab_multiple)
+def _open(config: Config, folder: str) -> Source:
+    source = open_source(folder)
+    # Hugging Face's vocabularies are not padded, so theirs fit any multiple.
+    return HfSource(folder, config.model.vocab_multiple) if isinstance(source, HfSource) else source

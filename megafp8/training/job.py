@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from megafp8.checkpoint import BackgroundSaver, Destination, FolderLock, Saved
 from megafp8.config import Config, ConfigError, Problem
 from megafp8.data.blend import Blend
 from megafp8.data.sampler import batches as batch_stream
@@ -22,18 +24,27 @@ from megafp8.models.flops import PEAK_FLOPS, flops_per_token
 from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
+    host_group,
     initialize_distributed,
     initialize_model_parallel,
 )
 from megafp8.pipeline_parallel.trace import write_timeline
-from megafp8.training import auto_filter
+from megafp8.training import auto_filter, fp8_parameters
 from megafp8.training.cuda_graphs import silent
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.init_from import check_init, load_init
 from megafp8.training.inputs import Inputs
 from megafp8.training.metrics import Fp8ReportWriter, StepMetrics, Writer, memory_gib, open_writers, read_metrics
 from megafp8.training.plots import plot_loss, print_loss
-from megafp8.training.state import check_resume, load_latest, save_state, saved_choice
+from megafp8.training.state import (
+    begin_save,
+    check_resume,
+    checkpoint_folder,
+    find_checkpoint,
+    load_latest,
+    save_state,
+    saved_choice,
+)
 from megafp8.training.stopping import StopRequest
 from megafp8.training.trainer import Trainer, build_fp8
 
@@ -45,6 +56,9 @@ def choose_device(config: Config) -> str:
         raise ConfigError("config", [Problem("device", "cuda", rule, "try device=cpu or device=auto")])
     if config.training.cuda_graphs and not found:
         raise ConfigError("config", [Problem("training.cuda_graphs", True, rule, "try training.cuda_graphs=false")])
+    if config.parallel.overlap_tensor == "symmetric" and not found:
+        works = "try parallel.overlap_tensor=chunked"
+        raise ConfigError("config", [Problem("parallel.overlap_tensor", "symmetric", rule, works)])
     return "cuda" if config.device != "cpu" and found else "cpu"
 
 
@@ -66,7 +80,10 @@ def check_run(inputs: Inputs) -> None:
 
 
 def train(inputs: Inputs) -> None:
-    """Run the job to its last step, or to a clean stop. `check_run` comes first."""
+    """Run the job to its last step, or to a clean stop. `check_run` comes first.
+
+    Raises FolderInUse where another job is at work in the run folder, before anything in it is changed.
+    """
     config = inputs.config
     device = initialize_distributed(choose_device(config), config.timeout_seconds)
     parallel = initialize_model_parallel(
@@ -77,7 +94,8 @@ def train(inputs: Inputs) -> None:
         device=device,
         timeout_seconds=config.timeout_seconds,
     )
-    Job(inputs, parallel).run()
+    with FolderLock(checkpoint_folder(run_folder(config))) as lock:
+        Job(inputs, parallel, lock).run()
     destroy_model_parallel()
 
 
@@ -88,15 +106,17 @@ def _print(text: str) -> None:
 class Job:
     """The loop around the trainer."""
 
-    def __init__(self, inputs: Inputs, parallel: ParallelState) -> None:
+    def __init__(self, inputs: Inputs, parallel: ParallelState, lock: FolderLock) -> None:
         self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
-        self.folder = run_folder(self.config)
+        self.folder, self.lock = run_folder(self.config), lock
         self.is_main = parallel.rank == 0
         if self.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
         self.stop = StopRequest()
         self.stop.install()
         resume = self.config.checkpoint.resume
+        if resume:
+            find_checkpoint(self.config, self.folder, parallel)
         say = _print if self.is_main else silent
         choice = saved_choice(self.config, parallel, self.folder) if resume else None
         self.trainer = Trainer(self.config, parallel, choice, say=say)
@@ -109,18 +129,33 @@ class Job:
             self.say(f"resumed from step {self.step}")
         self.say(f"optimizer: {self.trainer.optimizer.reason}")
         self.say(describe_path(self.trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
+        weights = self.trainer.weights
+        if weights is not None and weights.codes:
+            self.say(fp8_parameters.report(weights, parallel.data_context.size))
         for reason in self.trainer.auto_filter.reasons:
             self.say(reason)
         if self.config.deterministic:
             self.say(describe_determinism(parallel.device.type))
         self.saved_step = self.step
+        self.saver = self._make_saver() if self.config.checkpoint.async_save else None
 
     def say(self, text: str) -> None:
         if self.is_main:
             _print(text)
 
+    def _make_saver(self) -> BackgroundSaver:
+        keep = self.config.checkpoint
+        group = host_group(self.config.timeout_seconds)
+        folder = checkpoint_folder(self.folder)
+        to = Destination(folder, group, keep.keep_last, keep.keep_every, self.lock)
+        return BackgroundSaver(to, self.parallel.device, self._say_saved)
+
     def run(self) -> None:
-        """Train from where the run stands to its end."""
+        """Train from where the run stands to its end, which comes once all is saved."""
+        with self.saver or contextlib.nullcontext():
+            self._run()
+
+    def _run(self) -> None:
         steps = self.config.training.steps
         if self.step >= steps:
             self.say(f"nothing to do: the run has done all {steps} steps")
@@ -133,10 +168,13 @@ class Job:
             self._write_timeline()
             for writer in writers:
                 writer.write(metrics, self.trainer.fp8_records)
+            if self.saver is not None:
+                self.saver.poll()
             stopped = self.stop.agreed(self.parallel.world.group)
             interval = self.config.checkpoint.interval
-            if stopped or self.step == steps or (interval and self.step % interval == 0):
-                self._save()
+            ends = stopped or self.step == steps
+            if ends or (interval and self.step % interval == 0):
+                self._save(ends)
         for writer in writers:
             writer.close()
         self._report(stopped)
@@ -180,7 +218,7 @@ class Job:
 
     def _one_step(self, stream: Iterator[list[Batch]]) -> StepMetrics:
         start = time.perf_counter()
-        loss, result = self.trainer.train_step(self.step, next(stream))
+        loss, result = self.trainer.train_step(self.step, next(stream), before_update=self._before_update)
         seconds = time.perf_counter() - start
         learning_rate = self.trainer.learning_rate(self.step)
         self.step += 1
@@ -220,13 +258,26 @@ class Job:
         losses = [self.trainer.evaluate(next(stream)) for _ in range(self.config.training.eval_steps)]
         return math.fsum(x.mean * x.tokens for x in losses) / max(1, sum(x.tokens for x in losses))
 
-    def _save(self) -> None:
+    def _before_update(self) -> None:
+        if self.saver is not None:
+            self.saver.wait_copied()
+
+    def _save(self, ends: bool) -> None:
+        """Save this step; at once where the run `ends`, as there is nothing left to do meanwhile."""
         if self.saved_step == self.step:
             return
-        start = time.perf_counter()
-        path = save_state(self.trainer, self.folder, self.step, self.inputs.fingerprint)
         self.saved_step = self.step
+        if self.saver is not None and not ends:
+            begin_save(self.trainer, self.saver, self.step, self.inputs.fingerprint)
+            return
+        if self.saver is not None:
+            self.saver.finish()
+        start = time.perf_counter()
+        path = save_state(self.trainer, self.folder, self.step, self.inputs.fingerprint, self.lock)
         self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
+
+    def _say_saved(self, saved: Saved) -> None:
+        self.say(f"saved {saved.path}: stalled {saved.stalled_seconds:.1f} s, {saved.total_seconds:.1f} s in all")
 
     def _report(self, stopped: bool) -> None:
         if not self.is_main:

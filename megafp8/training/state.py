@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,21 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint import (
+    BackgroundSaver,
+    DamagedCheckpoint,
+    FolderLock,
     Rectangles,
     clean_incomplete,
     collect,
     collect_fragments,
+    complete_checkpoints,
     latest,
     load,
+    newest_good,
     read_metadata,
     save,
 )
-from megafp8.collectives import all_gather_objects, broadcast_object
+from megafp8.collectives import broadcast_object
 from megafp8.config import Config
 from megafp8.parallel_state import ParallelState
 from megafp8.training.auto_filter import Choice, kept_choice
@@ -48,10 +52,17 @@ def checkpoint_folder(run: Path) -> Path:
     return run / "checkpoints"
 
 
+def weights(trainer: Trainer) -> dict[str, Rectangles]:
+    """Views of this rank's weights; of those that are FP8 codes on all ranks, of its share of the masters."""
+    trainer.wait_for_weights()
+    filled = [param for param in trainer.params if param not in trainer.hollow]
+    values = collect(filled, lambda p: p.detach(), "model.")
+    return values | collect_fragments(trainer.optimizer.hollow_values(), "model.")
+
+
 def tensors(trainer: Trainer) -> dict[str, Rectangles | Tensor]:
     """Views of all state of this rank, by global name."""
-    trainer.wait_for_weights()
-    state: dict[str, Rectangles | Tensor] = {**collect(trainer.params, lambda p: p.detach(), "model.")}
+    state: dict[str, Rectangles | Tensor] = {**weights(trainer)}
     for key, fragments in trainer.optimizer.state().items():
         state |= collect_fragments(fragments, f"optimizer.{key}.")
     return state | trainer.fp8.state_dict()
@@ -65,7 +76,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
 def metadata(
     config: Config, parallel: ParallelState, step: int, optimizer_steps: int, fingerprint: str | None
 ) -> dict[str, Any]:
-    """What metadata.json says besides format, step, date, versions and `contents`."""
+    """What metadata.json says besides what `save` itself says."""
     samples = step * config.training.global_batch_size
     settings = config.model_dump(mode="json")
     return {
@@ -79,25 +90,36 @@ def metadata(
     }
 
 
-def contents(state: Mapping[str, Rectangles | Tensor], parallel: ParallelState) -> dict[str, int]:
-    """How many tensors all ranks' `state` comes to, and how many bytes. Collective."""
-    own = {}
-    for name, value in state.items():
-        shape = tuple(value.shape) if isinstance(value, Tensor) else value.global_shape
-        own[name] = math.prod(shape) * value.dtype.itemsize
-    sizes = {name: size for names in all_gather_objects(own, parallel.world.group) for name, size in names.items()}
-    return {"tensors": len(sizes), "bytes": sum(sizes.values())}
+def _about(trainer: Trainer, step: int, fingerprint: str | None) -> dict[str, Any]:
+    about = metadata(trainer.config, trainer.parallel, step, trainer.optimizer.step_count, fingerprint)
+    return {**about, "fp8_left_out": trainer.auto_filter.layers}
 
 
-def save_state(trainer: Trainer, run: Path, step: int, fingerprint: str | None) -> Path:
+def save_state(trainer: Trainer, run: Path, step: int, fingerprint: str | None, lock: FolderLock | None = None) -> Path:
     """Save everything after `step` steps. Collective."""
-    config, state = trainer.config, tensors(trainer)
-    about = {
-        **contents(state, trainer.parallel),
-        **metadata(config, trainer.parallel, step, trainer.optimizer.step_count, fingerprint),
-        "fp8_left_out": trainer.auto_filter.layers,
-    }
-    return save(checkpoint_folder(run), step, state, about, keep_last=config.checkpoint.keep_last)
+    keep = trainer.config.checkpoint
+    return save(
+        checkpoint_folder(run),
+        step,
+        tensors(trainer),
+        _about(trainer, step, fingerprint),
+        keep_last=keep.keep_last,
+        keep_every=keep.keep_every,
+        lock=lock,
+    )
+
+
+def begin_save(trainer: Trainer, saver: BackgroundSaver, step: int, fingerprint: str | None) -> None:
+    """The same in the background; the next update of the weights has to come after `saver.wait_copied`. Collective."""
+    # A forward pass records amaxes; weights, masters and moments change in updates only.
+    saver.save(
+        step,
+        tensors(trainer),
+        _about(trainer, step, fingerprint),
+        changes_early=lambda name: name.startswith("fp8."),
+    )
+    if trainer.graphs is not None:
+        saver.wait_copied()  # while one thread captures a CUDA graph, the copies of another would break it
 
 
 def check_resume(config: Config, run: Path, fingerprint: str | None) -> None:
@@ -106,11 +128,16 @@ def check_resume(config: Config, run: Path, fingerprint: str | None) -> None:
     What decides the sequence of batches must be as it was: continuing elsewhere in other data is a mistake more often
     than a wish.
     """
-    path = latest(checkpoint_folder(run))
-    if path is None:
+    found = _newest_readable(run)
+    if found is None:
         return
-    saved = read_metadata(path)
+    path, saved = found
     then, now = saved["config"], config.model_dump(mode="json")
+    if "training" not in then:
+        raise ValueError(
+            f"{path} was converted from {saved.get('converted_from')}, which is no checkpoint of a run; start "
+            f"a run from its weights with checkpoint.init_from={path} and another name"
+        )
     for section, key in (("", "seed"), ("training", "seq_length"), ("training", "global_batch_size")):
         old, new = (tree[section][key] if section else tree[key] for tree in (then, now))
         if old != new:
@@ -141,6 +168,28 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + key, value
 
 
+def _newest_readable(run: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint of `run` whose metadata can be read, with these; `find_checkpoint` says what is damaged."""
+    for _, path in reversed(complete_checkpoints(checkpoint_folder(run))):
+        try:
+            return path, read_metadata(path)
+        except DamagedCheckpoint:
+            continue
+    return None
+
+
+def find_checkpoint(config: Config, run: Path, parallel: ParallelState) -> None:
+    """Make the newest complete checkpoint of `run` one that is good. Collective; for before anything looks at it.
+
+    What a killed save left behind is removed; damaged checkpoints are set aside, with a warning. Raises
+    DamagedCheckpoint where all are damaged.
+    """
+    folder, group = checkpoint_folder(run), parallel.world.group
+    if parallel.world.is_first:
+        clean_incomplete(folder)
+    newest_good(folder, verify=config.checkpoint.verify, group=group)
+
+
 def saved_choice(config: Config, parallel: ParallelState, run: Path) -> Choice | None:
     """What fp8.auto_filter chose when `run` began; None where that was never saved, or the fp8 section is another now.
 
@@ -156,27 +205,22 @@ def saved_choice(config: Config, parallel: ParallelState, run: Path) -> Choice |
     return None if layers is None else kept_choice(layers)
 
 
-def _find(run: Path) -> Path | None:
-    """The newest complete checkpoint of `run`; what a killed save left behind is removed."""
-    clean_incomplete(checkpoint_folder(run))
-    return latest(checkpoint_folder(run))
-
-
 @torch.no_grad()
 def load_latest(trainer: Trainer, run: Path, *, say: Callable[[str], None] = silent) -> int:
     """Continue from the newest complete checkpoint of `run`, if there is one; the steps done. Collective.
 
-    `say` is told which keys of the config are others now.
+    `say` is told which keys of the config are others now. That the checkpoint is good is what `find_checkpoint` saw to.
     """
     # One rank looks and tells the others: on a lagging network file system they might see different folders.
     world = trainer.parallel.world
-    path = broadcast_object(_find(run) if world.is_first else None, world.group)
+    path = broadcast_object(latest(checkpoint_folder(run)) if world.is_first else None, world.group)
     if path is None:
         return 0
-    saved = load(path, tensors(trainer), optional=lambda name: name.startswith("fp8."))
+    saved = load(path, tensors(trainer), optional=lambda name: name.startswith("fp8."), verify=False)
     trainer.optimizer.copy_masters_to_params()
     trainer.optimizer.step_count = saved["optimizer_steps"]
     trainer.fp8.invalidate_weights()
+    trainer.publish_weights()
     changes = changed_keys(saved["config"], trainer.config.model_dump(mode="json"))
     if changes:
         say(f"changed in the config since {path.name}: {'; '.join(changes)}")

@@ -41,6 +41,8 @@ from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs, silent
 from megafp8.training.describe import position_rows
+from megafp8.training.fp8_parameters import shares, weights_as_codes
+from megafp8.training.overlap import token_exchange
 from megafp8.training.pipeline import plan_pipeline
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -132,7 +134,8 @@ class Trainer:
     `logging.pipeline_trace_step` names, once it is done.
     `choice`: what fp8.auto_filter chose earlier in this run; None lets it choose now.
     `fp8_records`: FP8 health of the latest `train_step` in all stages, on rank 0, if that step was sampled; else empty.
-    `say` is told what a user may want to know of in between.
+    `say` is told what a user may want to know of in between. `hollow`: weights that are FP8 codes on all ranks, with
+    their layers (`megafp8.fp8.weight_shares`).
     """
 
     def __init__(
@@ -151,7 +154,13 @@ class Trainer:
         self.fp8.leave_out(self.auto_filter.layers)
         self.fp8_records: list[Record] = []
         context = BuildContext(
-            parallel.tensor.group, self.fp8, dtype, parallel.device, p.sequence_parallel, parallel.context.group
+            parallel.tensor.group,
+            self.fp8,
+            dtype,
+            parallel.device,
+            p.sequence_parallel,
+            parallel.context.group,
+            token_exchange(p, parallel, say),
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.plan = plan_pipeline(config, self.num_microbatches)
@@ -160,9 +169,15 @@ class Trainer:
         initialize_parameters(self.model, config.seed)
         self.fp8.materialize(parallel.device)
         self.params = list(self.model.parameters())
+        self.hollow = weights_as_codes(self.model) if config.fp8.param_gather else {}
         wgrads = WgradStore()
-        self.update = self._build_update(wgrads)
-        self.gradients, self.optimizer = self.update.buffer, self.update.optimizer
+        self.gradients, self.weights = self._build_buffers(wgrads)
+        self.update = self._build_update()
+        self.optimizer = self.update.optimizer
+        if self.weights is not None and self.hollow:
+            self.fp8.share_weights(shares(self.hollow, self.weights, self.optimizer), parallel.device)
+            self.weights.hollow_out()
+            self.publish_weights()
         s = t.seq_length // p.context // (parallel.tensor.size if context.cuts_sequence else 1)
         self.engine = PipelineEngine(
             parallel.pipeline,
@@ -180,49 +195,73 @@ class Trainer:
             eager_steps = config.fp8.calibration_steps + EAGER_STEPS
             self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=say)
 
-    def _build_update(self, wgrads: WgradStore) -> OptimizerStep:
-        """What turns gradients into new weights, and the buffers of both."""
-        parallel, p, o = self.parallel, self.config.parallel, self.config.optimizer
-        data_parallel = parallel.data_context.group
+    @property
+    def _tied_over_stages(self) -> list[nn.Parameter]:
         tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
-        shared = tied if p.pipeline > 1 else []
-        sharded = p.zero == 1
+        return tied if self.config.parallel.pipeline > 1 else []
+
+    def _build_buffers(self, wgrads: WgradStore) -> tuple[GradBuffer, ParamBuffer | None]:
+        """Where gradients lie, and under ZeRO the weights."""
+        p, data_parallel = self.config.parallel, self.parallel.data_context.group
         gradients = GradBuffer(
             self.params,
             data_parallel_group=data_parallel,
             bucket_elements=int(p.bucket_mib * 2**20 / 4),
-            device=parallel.device,
-            sharded=sharded,
-            alone=shared,
-            reduce_dtype=DTYPES[o.reduce_dtype],
+            device=self.parallel.device,
+            sharded=p.zero == 1,
+            alone=self._tied_over_stages,
+            apart=self.hollow.keys(),
+            reduce_dtype=DTYPES[self.config.optimizer.reduce_dtype],
             wgrads=wgrads,
         )
-        weights = ParamBuffer(self.params, gradients.layout, data_parallel) if sharded else None
-        if weights is not None and p.overlap_param_gather:
+        if p.zero == 0:
+            return gradients, None
+        weights = ParamBuffer(
+            self.params, gradients.layout, data_parallel, {w: fmt.dtype for w, (_, fmt) in self.hollow.items()}
+        )
+        if p.overlap_param_gather:
             weights.wait_before([unit for stage in self.stages for unit in stage.units])
+        return gradients, weights
+
+    def _build_update(self) -> OptimizerStep:
+        """What turns gradients into new weights."""
+        parallel, o = self.parallel, self.config.optimizer
         return OptimizerStep(
-            buffer=gradients,
+            buffer=self.gradients,
             optimizer=MixedPrecisionAdamW(
-                gradients.fragments,
+                self.gradients.fragments,
                 device=parallel.device,
                 weight_decay=o.weight_decay,
                 betas=(o.beta1, o.beta2),
                 eps=o.eps,
                 moments_dtype=DTYPES[o.moments_dtype],
+                hollow=self.hollow.keys(),
             ),
             tensor_group=parallel.tensor.group,
             model_group=parallel.model.group,
             embedding_group=parallel.embedding.group if parallel.embedding is not None else None,
-            shared_params=shared,
+            shared_params=self._tied_over_stages,
             max_norm=o.clip_grad_norm or None,
-            shard_group=data_parallel if sharded else None,
-            weights=weights,
+            shard_group=None if self.weights is None else parallel.data_context.group,
         )
+
+    def publish_weights(self) -> None:
+        """Under ZeRO, hand this rank's share of the weights, as values or as codes, to everyone else; collective.
+
+        Call it when they, or the FP8 scales, have changed. With `parallel.overlap_param_gather` it is under way when
+        this returns.
+        """
+        self.wait_for_weights()
+        self.fp8.cast_weights()
+        if self.weights is not None:
+            self.weights.start_gather()
+            if not self.config.parallel.overlap_param_gather:
+                self.weights.wait()
 
     def wait_for_weights(self) -> None:
         """Wait until the parameters are those of the last update, for whoever reads them outside a forward pass."""
-        if self.update.weights is not None:
-            self.update.weights.wait()
+        if self.weights is not None:
+            self.weights.wait()
 
     def _build(self, stage: int, context: BuildContext) -> GPTStage:
         layers = self.plan.layers[stage]
@@ -279,8 +318,13 @@ class Trainer:
         context = self.parallel.context
         return [batch.to(self.parallel.device).shard(context.rank, context.size) for batch in batches]
 
-    def train_step(self, step: int, batches: Sequence[Batch]) -> tuple[Loss, StepResult]:
-        """One optimizer step, counted from 0, on this rank's micro-batches of the global batch."""
+    def train_step(
+        self, step: int, batches: Sequence[Batch], *, before_update: Callable[[], None] = lambda: None
+    ) -> tuple[Loss, StepResult]:
+        """One optimizer step, counted from 0, on this rank's micro-batches of the global batch.
+
+        `before_update` is called when gradients are queued, and weights and optimizer state still what they were.
+        """
         self.gradients.zero()
         sampled = self.fp8.begin_step(step + 1)
         if self.graphs is not None:
@@ -296,10 +340,10 @@ class Trainer:
             self.timeline = stopwatch.timeline()
         masked = batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
+        before_update()
         result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
-        if not self.config.parallel.overlap_param_gather:
-            self.wait_for_weights()
         self.fp8.end_step()
+        self.publish_weights()
         self.fp8_records = self._gather_fp8_records() if sampled else []
         return self._loss(total), result
 

@@ -10,7 +10,7 @@ import torch
 
 import megafp8
 from megafp8.checkpoint import clean_incomplete, complete_checkpoints, latest, read_metadata, save
-from megafp8.checkpoint.store import FORMAT_VERSION, incomplete_folder
+from megafp8.checkpoint.store import FORMAT_VERSION, incomplete_folder, superfluous
 
 W = {"w": torch.ones(3)}
 
@@ -43,7 +43,7 @@ def test_a_save_deletes_leftovers_first(tmp_path: Path) -> None:
     hidden.mkdir()
     (hidden / "__9_0.distcp").write_text("of a killed job")
     path = save(tmp_path, 4, W, {})
-    assert sorted(p.name for p in path.iterdir()) == [".metadata", "__0_0.distcp", "metadata.json"]
+    assert sorted(p.name for p in path.iterdir()) == [".metadata", "__0_0.distcp", "checksums.json", "metadata.json"]
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -57,6 +57,22 @@ def test_keep_last_removes_the_oldest_and_never_the_newly_saved(tmp_path: Path) 
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000005"]
     with pytest.raises(ValueError, match="keep_last is 0"):
         save(tmp_path, 6, W, {}, keep_last=0)
+
+
+def test_which_checkpoints_may_go() -> None:
+    steps = [10, 20, 25, 30, 40, 45, 50]
+    assert superfluous(steps, None, None) == superfluous(steps, None, 20) == []
+    assert superfluous(steps, 2, None) == [10, 20, 25, 30, 40]
+    assert superfluous(steps, 2, 20) == [10, 25, 30]
+    assert superfluous(steps, 7, 20) == superfluous([], 1, 1) == []
+
+
+def test_keep_every_spares_its_multiples(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        save(tmp_path, step, W, {}, keep_last=2, keep_every=3)
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [3, 6, 7]
+    with pytest.raises(ValueError, match="keep_every is 0"):
+        save(tmp_path, 8, W, {}, keep_every=0)
 
 
 def test_metadata_can_be_read_by_a_person_and_come_back(tmp_path: Path) -> None:

@@ -222,6 +222,18 @@ TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
             "FP8; try at most 3 blocks in both together",
         ),
         (
+            ["parallel.overlap_tensor=symmetric", "device=cpu"],
+            1,
+            "parallel.overlap_tensor = 'symmetric': symmetric memory is that of GPUs, and device is cpu; try "
+            "parallel.overlap_tensor=chunked, or device=cuda",
+        ),
+        (
+            ["parallel.overlap_tensor=chunked", "parallel.tensor=2", "parallel.sequence_parallel=false"],
+            2,
+            "parallel.overlap_tensor = 'chunked': parallel.sequence_parallel is false, so every rank has all tokens "
+            "and none are gathered; try parallel.sequence_parallel=true, or parallel.overlap_tensor=none",
+        ),
+        (
             ["training.cuda_graphs=true", "device=cpu"],
             1,
             "training.cuda_graphs = True: device is cpu, which has no CUDA",

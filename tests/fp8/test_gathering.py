@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, group
 
+from megafp8.exchange import AtOnce, Chunked, Exchange
 from megafp8.fp8.blocks import quantize_1x128, quantize_rows
 from megafp8.fp8.cublaslt_problem import is_arranged
 from megafp8.fp8.formats import E4M3, E5M2
-from megafp8.fp8.gathering import gather_columns, gather_tokens
+from megafp8.fp8.gathering import Rows, gather_columns
 from megafp8.fp8.matrix import Operand, Scaled
 from megafp8.fp8.microscaling import quantize_mxfp8
 from megafp8.fp8.quantize import amax, quantize
@@ -96,19 +97,28 @@ def _cast(kind: str, r: int, c: int, dtype: torch.dtype, ordered: bool) -> None:
     assert r % own.token_block == 0
     made = own(Plain(x.chunk(world.size())[world.rank()]), rows=True, columns=not own.one_factor)
     made = _as_kernels_write(made) if ordered else made
-    gathered = gather_tokens(made, world, columns=True)
-    assert gathered.rows is not None
-    assert gathered.columns is not None
-    assert (gathered.columns_group is None) == own.one_factor
-    columns = gather_columns(gathered.columns, gathered.columns_group).wait()
-    _equal(gathered.rows, reference(x))
-    _equal(columns, reference(x.t().contiguous()))
-    if kind != "1x32":
-        assert is_arranged(gathered.rows)
-        assert is_arranged(columns)
+    for exchange in (AtOnce(world), Chunked(world)):
+        _gathered(made, exchange, own, x, reference)
+
+
+def _gathered(
+    made: Operand, exchange: Exchange, own: Quantizer, x: Tensor, reference: Callable[[Tensor], Scaled]
+) -> None:
+    assert exchange.group is not None
+    rows, whole = Rows(made.required_rows, exchange), reference(x)
+    for part in rows.arriving:
+        piece = rows.part(part)
+        factors = whole.scale_inv if own.one_factor else whole.scale_inv[part]
+        _equal(piece, whole._replace(data=whole.data[part], scale_inv=factors))
+        if whole.granularity.columns != 32:
+            assert is_arranged(piece)
     if own.one_factor:
-        return
-    assert gather_tokens(made._replace(columns=None), world, columns=False).columns is None
+        columns = rows.columns()
+    else:
+        columns = gather_columns(made.required_columns, exchange.group).wait()
+    _equal(columns, reference(x.t().contiguous()))
+    if whole.granularity.columns != 32:
+        assert is_arranged(columns)
 
 
 @pytest.mark.parametrize(

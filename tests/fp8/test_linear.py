@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megafp8.fp8 import E4M3, E5M2, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe, LinearOp, linear
+from megafp8.fp8 import E4M3, E5M2, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe, LinearOp, linear, wgrad
 from megafp8.fp8.linear import Fp8Linear, high_precision_linear
 from megafp8.fp8.quantize import quantize
 from megafp8.fp8.scaling import scale_from_amax
@@ -207,7 +207,8 @@ def test_only_wanted_gradients_are_computed(recipe: Fp8Recipe | None, monkeypatc
 
         return call
 
-    monkeypatch.setattr(linear, "gemm", counted("gemm", linear.gemm))
+    for module in (linear, wgrad):
+        monkeypatch.setattr(module, "gemm", counted("gemm", module.gemm))
     monkeypatch.setattr(linear.Fp8Gemm, "tn", counted("tn", linear.Fp8Gemm.tn))
     for x_wanted, w_wanted in ((True, False), (False, True), (True, True)):
         _, op = managed(recipe)

@@ -136,3 +136,34 @@ def test_shards_of_a_405b_model(tensor: int, layers: int, ranks: int) -> None:
 def test_no_bucket_size_is_an_error() -> None:
     with pytest.raises(ValueError, match="bucket_elements is 0"):
         bucket_layout([1], 0)
+
+
+@given(
+    numels=st.lists(st.integers(1, 5000), min_size=1, max_size=30),
+    bucket_elements=st.integers(1, 20000),
+    ranks=st.integers(1, 5),
+    data=st.data(),
+)
+def test_parameters_that_stay_apart(numels: list[int], bucket_elements: int, ranks: int, data: st.DataObject) -> None:
+    indices = st.sets(st.integers(0, len(numels) - 1))
+    apart, alone = data.draw(indices), data.draw(indices)
+    layout = bucket_layout(numels, bucket_elements, 64, ranks=ranks, alone=alone, apart=apart)
+    assert sorted(i for bucket in layout.buckets for i in bucket.params) == list(range(len(numels)))
+    assert [b.start for b in layout.buckets] == [0, *(b.end for b in layout.buckets)][: len(layout.buckets)]
+    completed = [bucket.params[-1] for bucket in layout.buckets]
+    assert completed == sorted(completed, reverse=True)
+    for bucket in layout.buckets:
+        assert len({i in apart for i in bucket.params}) == 1
+        assert len(bucket.params) == 1 or not alone & set(bucket.params)
+        assert list(bucket.params) == sorted(bucket.params, reverse=True)
+        assert all(layout.slots[a].end <= layout.slots[b].start for a, b in pairwise(bucket.params))
+        assert (bucket.end - bucket.start) % (64 * ranks) == 0
+    for kind in (True, False):  # each kind fills its buckets as if it were alone
+        sizes = [b.end - b.start for b in layout.buckets if (b.params[0] in apart) == kind and not alone]
+        assert all(size >= bucket_elements for size in sizes[:-1])
+
+
+def test_two_kinds_by_hand() -> None:
+    layout = bucket_layout([10, 64, 10, 64, 10], bucket_elements=192, apart={1, 3})
+    assert layout.buckets == (Bucket(0, 128, (3, 1)), Bucket(128, 320, (4, 2, 0)))
+    assert layout.slots == (Slot(256, 266), Slot(64, 128), Slot(192, 202), Slot(0, 64), Slot(128, 138))

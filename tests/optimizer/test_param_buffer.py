@@ -35,9 +35,10 @@ def test_parameters_stay_what_they_are_and_come_to_lie_together(dtype: torch.dty
         assert torch.equal(param.detach(), values)
         assert param.requires_grad
         assert param.is_leaf
-        assert param.untyped_storage().data_ptr() == buffer.flat.untyped_storage().data_ptr()
+        assert any(param.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() for b in buffer.buckets)
         assert param.storage_offset() % 64 == 0
-    buffer.flat.zero_()
+    for bucket in buffer.buckets:
+        bucket.zero_()
     assert not any(param.any() for param in params)
 
 
@@ -47,8 +48,8 @@ def _gather_case(dtype: torch.dtype) -> list[list[float]]:
     buffer = _buffer(params, dist.get_world_size())
     layers = [_Layer(params[0], params[3]), _Layer(params[1]), _Layer(params[2])]
     buffer.wait_before(layers)
-    for own in buffer._layout.owned(dist.get_rank()):
-        buffer.flat[own.start : own.end] = dist.get_rank() + 1
+    for bucket in buffer.buckets:
+        bucket.chunk(dist.get_world_size())[dist.get_rank()].fill_(dist.get_rank() + 1)
     buffer.start_gather()
     found = [layer() for layer in layers]
     buffer.start_gather()  # nothing is under way any more

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,14 @@ HYPER = {"lr": 0.02, "weight_decay": 0.1, "max_norm": 0.7}
 
 def _optimizer_step(
     params: Any, group: Any, weight_decay: float, max_norm: float | None, sharded: bool = False
-) -> OptimizerStep:
+) -> tuple[OptimizerStep, Callable[[], None]]:
+    """The step, and what brings the weights to all ranks after it."""
     params = list(params)
     buffer = GradBuffer(
         params, data_parallel_group=group, bucket_elements=100, device=params[0].device, sharded=sharded
     )
     weights = ParamBuffer(params, buffer.layout, group) if sharded else None
-    return OptimizerStep(
+    step = OptimizerStep(
         buffer,
         MixedPrecisionAdamW(buffer.fragments, device=buffer.flat.device, weight_decay=weight_decay),
         tensor_group=None,
@@ -36,14 +38,20 @@ def _optimizer_step(
         shared_params=[],
         max_norm=max_norm,
         shard_group=group if sharded else None,
-        weights=weights,
     )
+
+    def gather() -> None:
+        if weights is not None:
+            weights.start_gather()
+            weights.wait()
+
+    return step, gather
 
 
 def _train(overlap: bool, scale: float = 1.0, sharded: bool = False) -> tuple[dict[str, Any], list[float]]:
     """Train the tiny model on this rank's rows; `scale` shrinks the loss and `grad_scale` takes it back."""
     p = tiny_params()
-    step = _optimizer_step(p.values(), dist.group.WORLD, HYPER["weight_decay"], HYPER["max_norm"], sharded)
+    step, gather = _optimizer_step(p.values(), dist.group.WORLD, HYPER["weight_decay"], HYPER["max_norm"], sharded)
     assert len(step.buffer.layout.buckets) > 1
     norms = []
     for i in range(STEPS):
@@ -56,8 +64,7 @@ def _train(overlap: bool, scale: float = 1.0, sharded: bool = False) -> tuple[di
             (loss_sum(p, row) * (scale / tokens[:, 1:].numel())).backward()
         result = step(HYPER["lr"], grad_scale=None if scale == 1.0 else torch.tensor(1 / scale))
         assert not result.skipped
-        if step.weights is not None:
-            step.weights.wait()
+        gather()
         norms.append(result.grad_norm)
     return {name: param.detach().numpy() for name, param in p.items()}, norms
 
@@ -96,7 +103,7 @@ def _state(p: dict[str, Any], optimizer: MixedPrecisionAdamW) -> list[list[float
 def _nan_case(value: float, dtype: torch.dtype, sharded: bool) -> tuple[StepResult, bool, int, StepResult, bool]:
     """A good step, a step with `value` in a gradient of rank 1, another good step."""
     p = {name: make_param(name, np.ones((3, 4)), dtype) for name in ("a", "b", "c")}
-    step = _optimizer_step(p.values(), dist.group.WORLD, 0.1, 1.0, sharded)
+    step, gather = _optimizer_step(p.values(), dist.group.WORLD, 0.1, 1.0, sharded)
     states, results = [_state(p, step.optimizer)], []
     for i in range(3):
         step.buffer.zero()
@@ -105,8 +112,7 @@ def _nan_case(value: float, dtype: torch.dtype, sharded: bool) -> tuple[StepResu
             bad = (i, name, dist.get_rank()) == (1, "b", 1)
             param.grad_sink(torch.full((3, 4), value if bad else 1.0))  # type: ignore[attr-defined]
         results.append(step(0.1))
-        if step.weights is not None:
-            step.weights.wait()
+        gather()
         states.append(_state(p, step.optimizer))
     return results[1], states[2] == states[1], step.optimizer.step_count, results[2], states[3] != states[2]
 
@@ -128,7 +134,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
 
 def test_no_clipping_without_a_limit() -> None:
     param = make_param("p", np.ones(4))
-    step = _optimizer_step([param], None, 0.0, None)
+    step, _ = _optimizer_step([param], None, 0.0, None)
     param.grad_sink(torch.full((4,), 50.0))  # type: ignore[attr-defined]
     assert step(0.1) == StepResult(100.0, skipped=False)
     assert main_grad_of(param).tolist() == [50.0] * 4
@@ -137,7 +143,7 @@ def test_no_clipping_without_a_limit() -> None:
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device_before_the_norm() -> None:
     params = [make_param(f"p{i}", np.ones((64, 64)), torch.bfloat16, "cuda", is_copy=i == 2) for i in range(3)]
-    step = _optimizer_step(params, None, 0.1, 1.0)
+    step, _ = _optimizer_step(params, None, 0.1, 1.0)
     step(0.1)
     step.buffer.zero()
     torch.cuda.set_sync_debug_mode("error")

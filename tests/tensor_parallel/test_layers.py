@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.collectives import all_reduce
+from megafp8.exchange import Chunked
 from megafp8.fp8 import Fp8Manager
 from megafp8.parallel_state import Group, initialize_model_parallel
 from megafp8.sharding import Init, Piece, spec_of
@@ -54,8 +55,9 @@ def assert_gradient(param: nn.Parameter, expected: Tensor, tp: Group) -> None:
     torch.testing.assert_close(grad, torch.cat(slices), **CLOSE)
 
 
-def _column(tp_size: int, sequence_parallel: bool, gather: bool, skip: bool) -> None:
+def _column(tp_size: int, sequence_parallel: bool, gather: bool, skip: bool, chunked: bool = False) -> None:
     tp, common = setup_module_case(tp_size)
+    common["exchange"] = Chunked(tp.group) if chunked else None
     fp8 = Fp8Manager(None, amax_group=None)
     layer = ColumnParallelLinear(
         "lin", K, N, fp8=fp8, init=INIT, bias=True, gather_output=gather, sequence_parallel=sequence_parallel,
@@ -90,6 +92,11 @@ def test_column_parallel(world4: World, tp: int, sequence_parallel: bool, gather
     world4.run(_column, tp, sequence_parallel, gather, skip, ranks=tp)
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_chunks_of_a_column_parallel_product(world4: World, tp: int) -> None:
+    world4.run(_column, tp, True, False, False, True, ranks=tp)
+
+
 def _fused(tp_size: int) -> None:
     """Three projections in one weight: each keeps its own global tensor, cut on its own."""
     tp, common = setup_module_case(tp_size)
@@ -115,8 +122,9 @@ def test_fused_projections(world4: World, tp: int) -> None:
     world4.run(_fused, tp, ranks=tp)
 
 
-def _row(tp_size: int, sequence_parallel: bool, input_is_parallel: bool, skip: bool) -> None:
+def _row(tp_size: int, sequence_parallel: bool, input_is_parallel: bool, skip: bool, chunked: bool = False) -> None:
     tp, common = setup_module_case(tp_size)
+    common["exchange"] = Chunked(tp.group) if chunked else None
     layer = RowParallelLinear(
         "row", K, N, fp8=Fp8Manager(None, amax_group=None), init=INIT, bias=True, skip_bias_add=skip,
         input_is_parallel=input_is_parallel, sequence_parallel=sequence_parallel, **common,
@@ -147,6 +155,11 @@ def _row(tp_size: int, sequence_parallel: bool, input_is_parallel: bool, skip: b
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
 def test_row_parallel(world4: World, tp: int, sequence_parallel: bool, input_is_parallel: bool, skip: bool) -> None:
     world4.run(_row, tp, sequence_parallel, input_is_parallel, skip, ranks=tp)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_chunks_of_a_row_parallel_product(world4: World, tp: int) -> None:
+    world4.run(_row, tp, True, True, False, True, ranks=tp)
 
 
 def _embedding(tp_size: int, sequence_parallel: bool) -> None:

@@ -1,7 +1,8 @@
 """Norm, column-parallel, SwiGLU, row-parallel under sequence parallelism in FP8: gathering codes changes no bit.
 
 What it is held to is the way through values, spelt out with the plain mappings: gather, then let the layer's operation
-cast the whole. And, where factors do not depend on how features are cut, to one rank alone with float64 sums.
+cast the whole. That holds too where products are cut into the ranks' parts, which travel one by one. And, where factors
+do not depend on how features are cut, to one rank alone with float64 sums.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from megafp8 import collectives
+from megafp8.exchange import AtOnce, Chunked
 from megafp8.fp8 import (
     BlockwiseScaling,
     CurrentScaling,
@@ -56,13 +58,16 @@ RECIPES: dict[str, Fp8Recipe] = {
 class Pair(nn.Module):
     """The two layers on this rank; `codes=False` goes through values."""
 
-    def __init__(self, recipe: Fp8Recipe, group: ProcessGroup, dtype: torch.dtype, *, codes: bool) -> None:
+    def __init__(
+        self, recipe: Fp8Recipe, group: ProcessGroup, dtype: torch.dtype, *, codes: bool, chunked: bool = False
+    ) -> None:
         super().__init__()
         self.group, self.codes = group, codes
         self.fp8 = Fp8Manager(recipe, amax_group=group)
         common: dict[str, Any] = {
             "group": group, "fp8": self.fp8, "init": Init("normal", 0.1), "dtype": dtype,
             "device": torch.device("cpu"), "sequence_parallel": True,
+            "exchange": Chunked(group) if chunked else AtOnce(group),
         }  # fmt: skip
         self.norm_weight = nn.Parameter(torch.linspace(0.5, 1.5, H, dtype=dtype))
         parts = {"gate": F, "up": F}
@@ -175,6 +180,38 @@ def test_codes_give_what_values_give(
         assert sum(forward) == elements * (1 + per_token)
         rows, columns = elements * (1 + per_token), 2 * elements * (1 + per_block)  # dy's rows; dy's and x's columns
         assert sum(backward) == (rows if name in ("current", "delayed") else rows + columns)
+
+
+def _in_chunks(name: str, s: int, b: int, recompute: bool) -> None:
+    """Sums of float64 products of few bits are nearly exact, so no value crosses a rounding boundary of FP8."""
+    group = initialize_model_parallel(torch.distributed.get_world_size()).tensor.group
+    x, dy = _slices(s, b, group, torch.float64)
+    chunked = Pair(RECIPES[name], group, torch.float64, codes=True, chunked=True)
+    found, sizes = _run(chunked, x, dy, recompute)
+    expected, _ = _run(Pair(RECIPES[name], group, torch.float64, codes=False), x, dy, False)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert sizes[0] == [], "codes were gathered at once"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("name", "s", "b", "ranks"),
+    [
+        ("rowwise", 32, 2, 4),
+        ("rowwise-wgrad", 16, 1, 2),
+        ("blockwise", 512, 1, 4),
+        ("blockwise", 128, 1, 2),
+        ("mxfp8", 64, 1, 2),
+        ("nvfp4", 32, 1, 2),
+        ("current", 6, 1, 2),
+        ("delayed", 32, 2, 4),
+    ],
+)
+def test_chunks_give_what_the_whole_gives(
+    world4: World, name: str, s: int, b: int, ranks: int, recompute: bool
+) -> None:
+    world4.run(_in_chunks, name, s, b, recompute, ranks=ranks)
 
 
 def _kept(name: str) -> int:

@@ -35,6 +35,10 @@ LAYOUTS = {
     "tp2-sp-pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2"]),
     "dp2-pp2": (4, ["parallel.tensor=1", "parallel.pipeline=2"]),
 }
+CHUNKED = {
+    "tp2-sp-chunked": (2, ["parallel.tensor=2", "parallel.pipeline=1", "parallel.overlap_tensor=chunked"]),
+    "tp4-sp-chunked": (4, ["parallel.tensor=4", "parallel.pipeline=1", "parallel.overlap_tensor=chunked"]),
+}
 UNEVEN = {
     "pp2-uneven": (2, ["parallel.tensor=1", "parallel.pipeline=2", "parallel.layers_per_stage=[1, 3]"]),
     "tp2-sp-pp2-uneven": (4, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.layers_per_stage=[3, 1]"]),
@@ -143,6 +147,14 @@ def test_uneven_stages_equal_one_process(runs: Runs, model: str, layout: str) ->
     ranks, options = UNEVEN[layout]
     expected = runs.alone((*FP32, *MODELS[model]), 10)
     assert_close(runs.on(ranks, [*FP32, *MODELS[model], *options], 10), expected, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp-chunked", pytest.param("tp4-sp-chunked", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [["fp8.recipe=none"], ["fp8.recipe=delayed", "parallel.recompute=selective"]])
+def test_products_in_chunks_equal_one_process(runs: Runs, options: list[str], layout: str) -> None:
+    ranks, chunked = CHUNKED[layout]
+    exact = (*options, "training.precision=fp64")
+    assert_close(runs.on(ranks, [*exact, *chunked], 10), runs.alone(exact, 10), 1e-8, 1e-6)
 
 
 @pytest.mark.parametrize("option", [

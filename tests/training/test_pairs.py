@@ -1,7 +1,7 @@
 """Every way to train, alone and with every other, gives the losses and gradient norms of the plain run.
 
-One table of options, one run of one process without any of them as the reference (with those alone that decide what is
-computed: the FP8 recipe, the moments' dtype). Two options are run together on at most four ranks, or refused by the
+One table of options; the reference is one process without any of them but those keys that decide what is computed
+(`COMPUTING`: the FP8 recipe, the moments' dtype). Two options are run together on at most four ranks, or refused by the
 config with a reason, which `REFUSED` lists. To add an option, add a line to `OPTIONS`, and what cannot go with it to
 `REFUSED`.
 
@@ -41,6 +41,7 @@ from tests.world import World
 
 FAST_STEPS, SLOW_STEPS = 4, 10
 ALL = SLOW_STEPS
+COMPUTING = ("fp8.recipe", "fp8.smooth_swiglu", "training.precision", "optimizer.moments_dtype")
 BASE: dict[str, Any] = {
     "name": "pairs", "device": "auto",
     "model": {
@@ -59,15 +60,14 @@ BASE: dict[str, Any] = {
 class Option:
     """What one option `sets` in the config, and what it `needs` where the other of a pair does not say otherwise.
 
-    Two options of one `choice` exclude each other. `data`: data-parallel ranks. `computes`: the reference has it too.
-    `sharp`: of how many steps losses, and norms, are the same but for the order of sums.
+    Two options of one `choice` exclude each other. `data`: data-parallel ranks. `sharp`: of how many steps losses, and
+    norms, are the same but for the order of sums.
     """
 
     sets: Mapping[str, Any] = field(default_factory=dict)
     needs: Mapping[str, Any] = field(default_factory=dict)
     choice: str | None = None
     data: int = 1
-    computes: bool = False
     sharp: tuple[int, int] = (ALL, ALL)
 
 
@@ -77,10 +77,11 @@ def _schedule(name: str, chunks: int = 1) -> Option:
 
 
 def _recipe(name: str, sharp: tuple[int, int] = (2, 2)) -> Option:
-    sets = {"fp8.recipe": name, "training.precision": "fp64"}
-    return Option(sets, choice="recipe", computes=True, sharp=sharp)
+    sets = {**FP8, "fp8.recipe": name}
+    return Option(sets, choice="recipe", sharp=sharp)
 
 
+FP8 = {"training.precision": "fp64"}
 SELECTED = ["norms", "activation", "attention"]
 OPTIONS = {
     "1f1b": _schedule("1f1b"),
@@ -93,9 +94,10 @@ OPTIONS = {
     "zero": Option({"parallel.zero": 1}, data=2, choice="zero"),
     "zero-late": Option({"parallel.zero": 1, "parallel.overlap_param_gather": False}, data=2, choice="zero"),
     "bf16-reduce": Option({"optimizer.reduce_dtype": "bf16"}, data=2, sharp=(1, 0)),
-    "bf16-moments": Option({"optimizer.moments_dtype": "bf16"}, computes=True, sharp=(2, 2)),
+    "bf16-moments": Option({"optimizer.moments_dtype": "bf16"}, sharp=(2, 2)),
     "tensor": Option({"parallel.tensor": 2, "parallel.sequence_parallel": False}, choice="tensor"),
     "tensor-sequence": Option({"parallel.tensor": 2}, choice="tensor"),
+    "tensor-overlap": Option({"parallel.overlap_tensor": "chunked"}, {"parallel.tensor": 2}),
     "context": Option({"parallel.context": 2}),
     "full": Option({"parallel.recompute": "full"}, choice="recompute"),
     "selective": Option({"parallel.recompute": "selective", "parallel.recompute_ops": SELECTED}, choice="recompute"),
@@ -104,9 +106,9 @@ OPTIONS = {
     "delayed": _recipe("delayed"),
     "current": _recipe("current"),
     "blockwise": _recipe("blockwise", sharp=(2, 1)),
-    "smooth": Option(
-        {"fp8.smooth_swiglu": True}, {"fp8.recipe": "delayed", "training.precision": "fp64"}, computes=True,
-        sharp=(2, 2),
+    "smooth": Option({"fp8.smooth_swiglu": True}, {**FP8, "fp8.recipe": "delayed"}, sharp=(2, 2)),
+    "fp8-parameters": Option(
+        {"fp8.param_gather": True}, {**FP8, "fp8.recipe": "current", "parallel.zero": 1}, data=2, sharp=(2, 2)
     ),
 }  # fmt: skip
 REFUSED = {
@@ -116,9 +118,12 @@ REFUSED = {
     },
     ("graphs", "tensor"): "a graph holds no communication, and parallel.tensor is 2",
     ("graphs", "tensor-sequence"): "a graph holds no communication, and parallel.tensor is 2",
+    ("graphs", "tensor-overlap"): "a graph holds no communication, and parallel.tensor is 2",
+    ("tensor", "tensor-overlap"): "parallel.sequence_parallel is false, so every rank has all tokens",
     ("graphs", "context"): "a graph holds no communication, and parallel.context is 2",
     ("graphs", "offload"): "a CUDA graph holds no copies to the host that last from one replay to the next",
     ("blockwise", "smooth"): "fp8.recipe blockwise has finer factors for an MLP's input than one for the tensor",
+    ("blockwise", "fp8-parameters"): "fp8.recipe blockwise has finer scales for weights than one for the tensor",
 }
 FAST = [
     ("1f1b", "offload"),
@@ -134,6 +139,8 @@ FAST = [
     ("current", "zero"),
     ("delayed", "zb-v"),
     ("selective", "blockwise"),
+    ("tensor-overlap", "1f1b"),
+    ("fp8-parameters", "zb-v"),
 ]
 
 Names = tuple[str, ...]
@@ -151,19 +158,23 @@ PAIRS = [
 RUN = [pair for pair in PAIRS if _key(pair) not in map(_key, REFUSED)]
 
 
-def settings(names: Names, **more: Any) -> Config:
-    """The base with these options; a later `sets` never meets an earlier one of the same key."""
+def keys_of(names: Names) -> dict[str, Any]:
+    """What these options set. An option of a later line never sets a key of another otherwise, as `choice` sees to."""
+    needed = [OPTIONS[name].needs for name in names]
+    return {key: value for part in (*needed, *(OPTIONS[name].sets for name in names)) for key, value in part.items()}
+
+
+def settings(keys: Mapping[str, Any], **more: Any) -> Config:
+    """The base with these keys."""
     sections = {key: dict(value) if isinstance(value, dict) else value for key, value in BASE.items()}
-    for part in ("needs", "sets"):
-        for name in names:
-            for path, value in getattr(OPTIONS[name], part).items():
-                section, key = path.split(".")
-                sections[section][key] = value
+    for path, value in keys.items():
+        section, key = path.split(".")
+        sections[section][key] = value
     return Config.model_validate({**sections, **more})
 
 
 def ranks_of(names: Names) -> int:
-    p = settings(names).parallel
+    p = settings(keys_of(names)).parallel
     return p.tensor * p.pipeline * p.context * max([1, *(OPTIONS[name].data for name in names)])
 
 
@@ -177,11 +188,11 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     return [next_token_batch(x, 0, reset_at_documents=False, mask_eod_loss=True) for x in micro_batches]
 
 
-def _train(names: Names, steps: int) -> Curve:
-    config = settings(names)
+def _train(keys: Mapping[str, Any], steps: int) -> Curve:
+    config = settings(keys)
     check_layout(config, dist.get_world_size())
     graphs = config.training.cuda_graphs
-    config = settings(names, training={**config.training.model_dump(), "cuda_graphs": False})
+    config = settings({**keys, "training.cuda_graphs": False})
     p = config.parallel
     parallel = initialize_model_parallel(
         p.tensor, p.pipeline, p.virtual_pipeline, p.context, device=initialize_distributed("cpu")
@@ -205,15 +216,19 @@ class Runs:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._plain = functools.lru_cache(maxsize=None)(self.of)
+        self._plain = functools.lru_cache(maxsize=None)(lambda keys, steps: self._curve(dict(keys), steps, ranks=1))
 
-    def of(self, names: Names, steps: int) -> Curve:
-        curves = self.world.run(_train, names, steps, ranks=ranks_of(names), timeout=240)
+    def _curve(self, keys: Mapping[str, Any], steps: int, ranks: int) -> Curve:
+        curves = self.world.run(_train, keys, steps, ranks=ranks, timeout=240)
         assert all(other == curves[0] for other in curves), "ranks report different losses"
         return curves[0]
 
+    def of(self, names: Names, steps: int) -> Curve:
+        return self._curve(keys_of(names), steps, ranks_of(names))
+
     def plain(self, names: Names, steps: int) -> Curve:
-        return self._plain(tuple(name for name in names if OPTIONS[name].computes), steps)
+        found = keys_of(names)
+        return self._plain(tuple((key, found[key]) for key in COMPUTING if key in found), steps)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +240,7 @@ def _compare(runs: Runs, names: Names, steps: int) -> None:
     expected, found = runs.plain(names, steps), runs.of(names, steps)
     assert expected[-1][0] < 0.99 * expected[0][0], "the reference does not learn"
     sharp_losses, sharp_norms = (min(OPTIONS[name].sharp[i] for name in names) for i in range(2))
-    exact = 1e-5 if settings(names).training.precision == "fp32" else 1e-6
+    exact = 1e-5 if settings(keys_of(names)).training.precision == "fp32" else 1e-6
     for step, ((loss, norm), (expected_loss, expected_norm)) in enumerate(zip(found, expected, strict=True)):
         assert loss == pytest.approx(expected_loss, rel=exact if step < sharp_losses else 2e-3), f"loss of step {step}"
         assert norm == pytest.approx(expected_norm, rel=1e-5 if step < sharp_norms else 2e-2), f"norm of step {step}"
@@ -259,14 +274,14 @@ def test_what_cannot_work_is_refused_before_any_process_group(pair: Names) -> No
     assert not dist.is_initialized()
     reasons = {_key(names): reason for names, reason in REFUSED.items()}
     if _key(pair) not in reasons:
-        check_layout(settings(pair), ranks_of(pair))
+        check_layout(settings(keys_of(pair)), ranks_of(pair))
         return
     with pytest.raises(ConfigError) as error:
-        check_layout(settings(pair), ranks_of(pair))
+        check_layout(settings(keys_of(pair)), ranks_of(pair))
     assert reasons[_key(pair)] in str(error.value)
     assert "try " in str(error.value)
 
 
 def test_graphs_on_a_cpu_are_refused() -> None:
     with pytest.raises(ConfigError, match="device is cpu, which has no CUDA graphs"):
-        check_layout(settings(("graphs",), device="cpu"), 1)
+        check_layout(settings(keys_of(("graphs",)), device="cpu"), 1)

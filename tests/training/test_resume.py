@@ -84,6 +84,14 @@ class Job:
             time.sleep(0.002)
         raise AssertionError(f"step {step} did not come")
 
+    def wait_for_save(self, step: int, process: subprocess.Popen[bytes]) -> None:
+        """Until the checkpoint of `step`, written in the background, is visible."""
+        deadline = time.monotonic() + 60
+        while step not in self.saved():
+            assert time.monotonic() < deadline
+            assert process.poll() is None, f"the run ended before step {step} was saved"
+            time.sleep(0.002)
+
     def lines(self) -> str:
         path = self.run / "metrics.jsonl"
         return path.read_text() if path.exists() else ""
@@ -106,7 +114,8 @@ def test_killed_and_resumed_is_bit_identical(tmp_path: Path, quickstart_data: Qu
 
     killed = Job(tmp_path / "killed", quickstart_data, processes, options)
     process = killed.start()
-    killed.wait_for_step(7, process)
+    killed.wait_for_step(6, process)
+    killed.wait_for_save(5, process)
     for pid in reversed(family(process.pid)):
         os.kill(pid, signal.SIGKILL)
     process.communicate()

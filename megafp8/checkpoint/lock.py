@@ -1,0 +1,200 @@
+"""One job at a time: a lock file in the folder of a run's checkpoints.
+
+    <folder>/.lock   {"host": ..., "pid": ..., "pid_namespace": ..., "process_start": ..., "job": ..., "restart": ...,
+                      "since": ..., "token": ...}
+
+Two jobs in one folder would each clean up the other's half-written checkpoints. So rank 0 makes this file before
+anything else is changed, with O_EXCL, which on local disks and on NFS (since version 3) one of many succeeds in.
+
+A job that was killed leaves the file behind. While a job lives, a thread touches the file every 15 seconds; so its age
+says whether the owner lives. Both times come from the file system's clock, that of the server on NFS: clocks of two
+hosts need not agree. A lock is taken over
+
+- at once where the owner ran on this host and its process is gone (process numbers are reused, so the process' start
+  is compared too, and they mean nothing outside their PID namespace, e.g. a container's);
+- at once where the owner was an earlier attempt of this very job, which Slurm or torchrun started anew;
+- otherwise when its heartbeat has been still for 2 minutes.
+
+What it gives up: an owner that stood still for longer (a suspended process, a file system that hung) may lose the lock
+while it lives. It notices by the token in the file, before it changes the folder the next time, and stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import tempfile
+import threading
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from megafp8.checkpoint.failures import FolderInUse, rank_in, together, whole_job
+
+LOCK_FILE = ".lock"
+HEARTBEAT_SECONDS = 15.0
+STALE_SECONDS = 120.0
+
+
+def _process_start(pid: int | str) -> str | None:
+    """When process `pid` started, in the kernel's ticks; None where no such process runs, or there is no /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()  # the name in brackets may hold anything
+    return None if state in "ZX" else fields[18]
+
+
+def _pid_namespace() -> str | None:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+
+
+def describe_this_process() -> dict[str, Any]:
+    """What the lock file says of its owner."""
+    environment = os.environ
+    elastic = environment.get("TORCHELASTIC_RUN_ID", "")
+    job = environment.get("SLURM_JOB_ID") or ("" if elastic == "none" else elastic)
+    restarts = (environment.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "pid_namespace": _pid_namespace(),
+        "process_start": _process_start("self"),
+        "job": job,
+        "restart": sum(int(number) for number in restarts if number.isdigit()),
+        "since": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "token": uuid.uuid4().hex,
+    }
+
+
+def is_over(owner: dict[str, Any], us: dict[str, Any]) -> bool:
+    """Whether `owner`, as a lock file describes it, is known to have ended, by a process that is `us`."""
+    if us["job"] and owner.get("job") == us["job"] and owner.get("restart", us["restart"]) < us["restart"]:
+        return True
+    here = (us["host"], us["pid_namespace"])
+    if us["pid_namespace"] is None or (owner.get("host"), owner.get("pid_namespace")) != here:
+        return False
+    return _process_start(owner["pid"]) != owner.get("process_start")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The owner that a lock file names; empty where it cannot be made out. FileNotFoundError where there is none."""
+    try:
+        owner = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise
+    except (ValueError, OSError):
+        return {}
+    return owner if isinstance(owner, dict) and {"host", "pid", "token"} <= owner.keys() else {}
+
+
+def _age(file: Path) -> float:
+    """Seconds since `file` was touched, both by the file system's clock."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".now-") as probe:
+        return max(0.0, os.fstat(probe.fileno()).st_mtime - file.stat().st_mtime)
+
+
+class FolderLock:
+    """Holds the lock of `folder` while it is entered. Collective over `group` (None: the whole job); rank 0 does it.
+
+    Entering raises FolderInUse where another job holds it, naming owner and age, with nothing changed; RuntimeError
+    where the folder cannot be written to.
+    """
+
+    def __init__(self, folder: str | Path, group: ProcessGroup | None = None) -> None:
+        self.file = Path(folder) / LOCK_FILE
+        self._group = whole_job(group)
+        self._is_first = rank_in(self._group) == 0
+        self._us = describe_this_process()
+        self._released = threading.Event()
+
+    def __enter__(self) -> FolderLock:
+        together(lambda: self._take() if self._is_first else None, self._group)
+        if self._is_first:
+            threading.Thread(target=self._beat, name="checkpoint lock", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._released.set()
+        if self._is_first:
+            with contextlib.suppress(OSError):
+                if self.is_ours():
+                    self.file.unlink()
+
+    def check(self) -> None:
+        """RuntimeError on rank 0 where somebody else took the lock, or removed it; for before the folder is changed."""
+        if not self._is_first or self.is_ours():
+            return
+        try:
+            owner = _read(self.file)
+        except FileNotFoundError:
+            owner = {}
+        who = f"host {owner['host']}, process {owner['pid']}, took it over" if owner else "it was removed"
+        raise RuntimeError(
+            f"{self.file} is no longer ours: {who}. Two jobs must not write to one folder, so this one stops"
+        )
+
+    def is_ours(self) -> bool:
+        """Whether the lock file is still the one that this rank, the first, made."""
+        try:
+            return bool(_read(self.file).get("token") == self._us["token"])
+        except FileNotFoundError:
+            return False
+
+    def _take(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        while not self._create():
+            with contextlib.suppress(FileNotFoundError):  # it was released in between
+                owner, age = _read(self.file), _age(self.file)
+                if not (owner and is_over(owner, self._us)) and age < STALE_SECONDS:
+                    raise FolderInUse(self._refusal(owner, age))
+                self._remove(owner)
+
+    def _create(self) -> bool:
+        try:
+            handle = os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        with open(handle, "w", encoding="utf-8") as stream:
+            stream.write(json.dumps(self._us, indent=2) + "\n")
+            stream.flush()
+            os.fsync(handle)
+        return True
+
+    def _remove(self, owner: dict[str, Any]) -> None:
+        """Remove the lock of `owner`: by renaming it first, which one of several that try it succeeds in."""
+        aside = self.file.with_name(f"{LOCK_FILE}.{self._us['token']}")
+        os.rename(self.file, aside)
+        try:
+            if _read(aside).get("token") != owner.get("token"):  # somebody took it over before us: give it back
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, self.file)
+        finally:
+            aside.unlink()
+
+    def _refusal(self, owner: dict[str, Any], age: float) -> str:
+        who = "an owner that it does not name"
+        if owner:
+            job = f" of job {owner['job']}" if owner.get("job") else ""
+            who = f"process {owner['pid']} on {owner['host']}{job}, since {owner.get('since')}"
+        return (
+            f"{self.file.parent} is in use by another job: {who}; last sign of life {age:.0f} s ago. Choose another "
+            f"name for this run, or stop that job. If it is dead, its lock is taken over {STALE_SECONDS:.0f} s after "
+            f"its last sign of life; or remove {self.file} yourself"
+        )
+
+    def _beat(self) -> None:
+        while not self._released.wait(HEARTBEAT_SECONDS):
+            with contextlib.suppress(OSError):  # the next one may succeed, and check() tells
+                if self.is_ours():
+                    os.utime(self.file)

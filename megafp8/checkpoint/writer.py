@@ -1,0 +1,165 @@
+"""Writing a checkpoint tensor by tensor in one process, in the memory of one tensor, going on after a kill.
+
+A training job saves from all ranks at once and knows everything beforehand. A tool has one tensor after the other, each
+whole, and may be killed in between. So data files are only appended to, and each tensor gives a record of where it
+lies. Who goes on hands in the records of what is safe on disk (the caller keeps a journal), and everything else is cut
+off the files. The index, which torch.distributed.checkpoint wants in one piece, is made from the records at the end.
+
+What comes out is what `save` writes: rectangles under global names, each as `torch.save` writes it. Large tensors are
+cut into several rectangles of whole rows, so that a reader's memory is bounded too, and a file that has become large
+is followed by another. Data files are not flushed to disk here: that is the caller's, who knows when it matters.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megafp8.checkpoint.checksums import EMPTY, Checksum, ChecksummedFile
+from megafp8.checkpoint.dcp import SaveParts, write_index
+from megafp8.sharding import Shape
+
+RECTANGLE_BYTES = 64 * 2**20
+FILE_BYTES = 4 * 2**30
+
+
+class _Rectangle(NamedTuple):
+    """A rectangle, and the bytes of a data file that hold it."""
+
+    offset: Shape
+    shape: Shape
+    file: str
+    start: int
+    length: int
+
+
+class _Record(NamedTuple):
+    """Where a tensor lies. Its text is JSON on one line."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    rectangles: list[_Rectangle]
+    sums: dict[str, Checksum]
+    """Of the data files that hold it, up to where it ends."""
+
+    def __str__(self) -> str:
+        return json.dumps([self.name, self.shape, str(self.dtype).removeprefix("torch."), self.rectangles, self.sums])
+
+    @classmethod
+    def of(cls, text: str) -> _Record:
+        name, shape, dtype, rectangles, sums = json.loads(text)
+        found = [_Rectangle(tuple(offset), tuple(size), *where) for offset, size, *where in rectangles]
+        return cls(name, tuple(shape), getattr(torch, dtype), found, {file: Checksum(*s) for file, s in sums.items()})
+
+
+class CheckpointWriter:
+    """Appends tensors to data files in the existing folder `folder`.
+
+    `records`: what `add` returned to an earlier writer that never came to `finish`, of the tensors that are to stay.
+    Other data in the folder are deleted. `rectangle_bytes`, `file_bytes`: how much of a tensor goes into one rectangle,
+    and from which size on a data file gets no further rectangle.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        records: Iterable[str] = (),
+        *,
+        rectangle_bytes: int = RECTANGLE_BYTES,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        self.folder, self.rectangle_bytes, self.file_bytes = folder, rectangle_bytes, file_bytes
+        self._records = {record.name: record for record in map(_Record.of, records)}
+        self._sums: dict[str, Checksum] = {}
+        for record in self._records.values():
+            for name, checksum in record.sums.items():
+                self._sums[name] = max(checksum, self._sums.get(name, checksum))  # the one that goes further
+        for file in folder.glob(f"*{DEFAULT_SUFFIX}"):
+            if file.name in self._sums:
+                os.truncate(file, self._sums[file.name].size)
+            else:
+                file.unlink()
+        self._open(max(0, len(self._sums) - 1))
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors that are written."""
+        return set(self._records)
+
+    def add(self, name: str, tensor: Tensor) -> str:
+        """Append a whole tensor, contiguous and on the CPU, and return its record, a line of text.
+
+        No buffer of this process holds any of it afterwards.
+        """
+        assert name not in self._records, f"{name} is written already"
+        rectangles = []
+        for offset, view in self._rows(tensor):
+            if self._stream.tell() >= self.file_bytes:
+                self._flush()
+                self._stream.close()
+                self._open(self._number + 1)
+            start = self._stream.tell()
+            try:
+                torch.save(view if view.untyped_storage().nbytes() == view.nbytes else view.clone(), self._stream)
+            except Exception as error:
+                if self._raw.failure is not None:  # torch.save says something of positions in an archive instead
+                    raise self._raw.failure from error
+                raise
+            length = self._stream.tell() - start
+            rectangles.append(_Rectangle(offset, tuple(view.shape), self._file.name, start, length))
+        self._flush()
+        sums = {rectangle.file: self._sums[rectangle.file] for rectangle in rectangles}
+        record = self._records[name] = _Record(name, tuple(tensor.shape), tensor.dtype, rectangles, sums)
+        return str(record)
+
+    def finish(self) -> dict[str, Checksum]:
+        """Write the index, flushed to disk; checksums of it and of the data files, by name."""
+        self._stream.close()
+        tensors: dict[str, STORAGE_TYPES] = {}
+        stored = []
+        for record in self._records.values():
+            chunks = [ChunkStorageMetadata(torch.Size(r.offset), torch.Size(r.shape)) for r in record.rectangles]
+            properties = TensorProperties(dtype=record.dtype)
+            tensors[record.name] = TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+            for r in record.rectangles:
+                index = MetadataIndex(record.name, torch.Size(r.offset))
+                stored.append(WriteResult(index, r.length, _StorageInfo(r.file, r.start, r.length)))
+        return self._sums | write_index(self.folder, SaveParts(SavePlan([]), Metadata(tensors)), [stored])
+
+    def _open(self, number: int) -> None:
+        """Go on with the data file of this number, or begin it."""
+        self._number, self._file = number, self.folder / f"__0_{number}{DEFAULT_SUFFIX}"
+        self._raw = ChecksummedFile(self._file, "ab", self._sums.get(self._file.name, EMPTY))
+        self._stream = io.BufferedWriter(self._raw, 1 << 20)
+
+    def _flush(self) -> None:
+        self._stream.flush()
+        self._sums[self._file.name] = self._raw.checksum
+
+    def _rows(self, tensor: Tensor) -> Iterator[tuple[Shape, Tensor]]:
+        """`tensor` in rectangles of whole rows, each its first index and its view."""
+        if tensor.dim() == 0:
+            yield (), tensor
+            return
+        rows = max(1, self.rectangle_bytes * len(tensor) // max(1, tensor.nbytes))
+        for i, view in enumerate(tensor.split(rows)):
+            yield (i * rows, *(0 for _ in tensor.shape[1:])), view

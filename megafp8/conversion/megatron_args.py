@@ -1,0 +1,196 @@
+"""Megatron-LM's arguments, which it keeps in every checkpoint, and our ModelConfig, both ways.
+
+Reading takes the arguments that decide what a model computes. One that asks for something we do not have is refused by
+its name; those that no table here knows are ignored, as they concern the run. Old checkpoints lack arguments that came
+later; what Megatron-LM did then is the default.
+
+Writing needs no rules of its own: a model can be written if what is written reads back as the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from megafp8.config import ModelConfig, RopeScaling
+from megafp8.conversion.hf_config import differences
+
+Args = Mapping[str, Any]
+Implementation = Literal["transformer_engine", "local"]
+
+_ROPE_SCALING = RopeScaling()  # Megatron-LM has these numbers in its code, all but the factor
+_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "num_experts": ("a mixture of experts", ()),
+    "multi_latent_attention": ("latent attention", ()),
+    "mtp_num_layers": ("multi-token prediction", ()),
+    "hybrid_override_pattern": ("layers of several kinds", ()),
+    "hybrid_layer_pattern": ("layers of several kinds", ()),
+    "heterogeneous_layers_config_path": ("layers of several shapes", ()),
+    "apply_layernorm_1p": ("norms whose weights are stored minus one", ()),
+    "layernorm_zero_centered_gamma": ("norms whose weights are stored minus one", ()),
+    "apply_residual_connection_post_layernorm": ("norms behind the residual connection", ()),
+    "squared_relu": ("squared ReLU", ()),
+    "quick_geglu": ("quick GEGLU", ()),
+    "qk_l2_norm": ("an L2 norm of queries and keys", ()),
+    "attention_output_gate": ("gated attention", ()),
+    "rotary_interleaved": ("interleaved rotary embedding", ()),
+    "rotary_percent": ("rotary embedding of a part of each head", (1,)),
+    "rotary_seq_len_interpolation_factor": ("interpolated positions", (1,)),
+    "no_rope_freq": ("layers without rotary embedding", ()),
+    "window_attn_skip_freq": ("windows in some layers only", ()),
+    "softmax_type": ("another softmax", ("vanilla",)),
+    "glu_linear_offset": ("an offset in SwiGLU", ()),
+    "activation_func_clamp_value": ("a clamped activation", ()),
+    "use_mup": ("maximal-update scaling", ()),
+}
+"""What we do not have, by argument, with the values besides nothing at all that mean it is not used."""
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+
+def read_args(args: Args, vocab_size: int, vocab_multiple: int) -> ModelConfig:
+    """The model. Raises ValueError naming the argument where we have no such model, or something is missing."""
+    for key, (meaning, harmless) in _REFUSED.items():
+        value = args.get(key)
+        if value and value not in harmless:
+            raise ValueError(f"{key} = {value!r}, {meaning}, which megafp8 does not have")
+    norm = _word(args, "normalization", "LayerNorm", _NORMS)
+    if args.get("qk_layernorm") and norm != "rmsnorm":
+        raise ValueError("qk_layernorm with normalization = 'LayerNorm': megafp8 has RMSNorm of queries and keys only")
+    window = tuple(args.get("window_size") or (-1, 0))
+    if len(window) != 2 or window[1] not in (0, -1):
+        raise ValueError(f"window_size = {window}: megafp8 has causal windows only, (n, 0)")
+    fields = {
+        "num_layers": _required(args, "num_layers"),
+        "hidden_size": _required(args, "hidden_size"),
+        "num_attention_heads": _required(args, "num_attention_heads"),
+        "num_query_groups": args.get("num_query_groups") if args.get("group_query_attention") else None,
+        "head_dim": args.get("kv_channels"),
+        "ffn_hidden_size": args.get("ffn_hidden_size"),
+        "vocab_size": vocab_size,
+        "vocab_multiple": vocab_multiple,
+        "max_position_embeddings": args.get("max_position_embeddings"),
+        "position_embedding": _positions(args),
+        "rope_theta": args.get("rotary_base") or 10000,
+        "rope_scaling": _rope_scaling(args),
+        "normalization": norm,
+        "norm_eps": args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
+        "activation": _activation(args),
+        "linear_bias": bool(args.get("add_bias_linear", True)),
+        "qkv_bias": bool(args.get("add_qkv_bias", False)),
+        "qk_norm": bool(args.get("qk_layernorm", False)),
+        "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+        "sliding_window": None if window[0] < 0 else window[0] + 1,  # theirs does not count the token itself
+        "init_std": args.get("init_method_std") or 0.02,
+    }
+    return ModelConfig.model_validate(fields)
+
+
+def _required(args: Args, key: str) -> Any:
+    if args.get(key) is None:
+        raise ValueError(f"the arguments have no {key}")
+    return args[key]
+
+
+def _word(args: Args, key: str, default: str, words: Mapping[str, str]) -> str:
+    value = args.get(key) or default
+    if value not in words:
+        raise ValueError(f"{key} = {value!r}: megafp8 has no such model; supported: {', '.join(words)}")
+    return words[value]
+
+
+def _positions(args: Args) -> str:
+    if "position_embedding_type" not in args and args.get("use_rotary_position_embeddings"):
+        return "rope"
+    default = "learned_absolute" if args.get("add_position_embedding", True) else "none"
+    return _word(args, "position_embedding_type", default, _POSITIONS)
+
+
+def _rope_scaling(args: Args) -> RopeScaling | None:
+    if not args.get("use_rope_scaling"):
+        return None
+    return _ROPE_SCALING.model_copy(update={"factor": float(args.get("rope_scaling_factor") or _ROPE_SCALING.factor)})
+
+
+def _activation(args: Args) -> str:
+    if args.get("swiglu"):
+        return "swiglu"
+    # Megatron-LM's kernel that adds the bias computes the tanh form; without it torch's exact one runs.
+    fused = args.get("bias_gelu_fusion", True) and args.get("add_bias_linear", True)
+    return "gelu_tanh" if fused or args.get("openai_gelu") else "gelu"
+
+
+def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
+    """The arguments that say what `model` is. Raises ValueError where Megatron-LM has no such model."""
+    assert model.vocab_size is not None
+    words = {ours: theirs for table in (_POSITIONS, _NORMS) for theirs, ours in table.items()}
+    bias = model.linear_bias
+    args: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "encoder_num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_size,
+        "num_attention_heads": model.num_attention_heads,
+        "group_query_attention": model.query_groups != model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "kv_channels": model.channels,
+        "seq_length": seq_length,
+        "max_position_embeddings": model.max_position_embeddings,
+        "position_embedding_type": words[model.position_embedding],
+        "add_position_embedding": True,  # out of use, but compared at load: what nobody sets is True
+        "use_rotary_position_embeddings": model.position_embedding == "rope",
+        "rotary_base": int(model.rope_theta) if model.rope_theta == int(model.rope_theta) else model.rope_theta,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": model.rope_scaling is not None,
+        "rope_scaling_factor": (model.rope_scaling or _ROPE_SCALING).factor,
+        "normalization": words[model.normalization],
+        "norm_epsilon": model.norm_eps,
+        "layernorm_epsilon": model.norm_eps,
+        "apply_layernorm_1p": False,
+        "swiglu": model.activation == "swiglu",
+        "squared_relu": False,
+        "bias_gelu_fusion": model.activation == "gelu_tanh" and bias,
+        "add_bias_linear": bias,
+        "add_qkv_bias": model.qkv_bias,
+        "qk_layernorm": model.qk_norm,
+        "untie_embeddings_and_output_weights": not model.tie_embeddings,
+        "window_size": None if model.sliding_window is None else (model.sliding_window - 1, 0),
+        "init_method_std": model.init_std,
+        "apply_query_key_layer_scaling": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "num_experts": None,
+        "vocab_size": model.vocab_size,
+        "make_vocab_size_divisible_by": model.vocab_multiple,
+    }
+    differing = differences(model, read_args(args, model.vocab_size, model.vocab_multiple))
+    if differing:
+        said = ", ".join(f"{key} = {getattr(model, key)!r}" for key in differing)
+        raise ValueError(f"Megatron-LM has no model with {said}")
+    return args
+
+
+def layout_args(
+    t: int, p: int, virtual: int, layers_per_stage: int, padded_vocab: int, dtype: torch.dtype, implementation: str
+) -> dict[str, Any]:
+    """The arguments that say how the checkpoint is cut, and what its numbers are."""
+    return {
+        "tensor_model_parallel_size": t,
+        "pipeline_model_parallel_size": p,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": layers_per_stage if virtual > 1 else None,
+        "expert_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "world_size": t * p,
+        "padded_vocab_size": padded_vocab,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "transformer_impl": implementation,
+        "ckpt_format": "torch",
+        "use_dist_ckpt": False,
+        "data_parallel_random_init": False,
+    }

@@ -1,0 +1,185 @@
+"""Megatron-LM's names, and where in its per-rank tensors one of ours lies.
+
+Megatron core's GPTModel, its layers counted from 0 on each pipeline stage:
+
+    embedding.word_embeddings.weight                  [v/t, h]        first stage
+    embedding.position_embeddings.weight              [positions, h]  first stage
+    decoder.layers.0.input_layernorm.weight           [h]
+    decoder.layers.0.self_attention.linear_qkv.weight [n/t, h]
+    decoder.layers.0.self_attention.linear_proj.weight [h, a·d/t]
+    decoder.layers.0.self_attention.q_layernorm.weight [d]
+    decoder.layers.0.pre_mlp_layernorm.weight         [h]
+    decoder.layers.0.mlp.linear_fc1.weight            [f/t or 2f/t, h]
+    decoder.layers.0.mlp.linear_fc2.weight            [h, f/t]
+    decoder.final_layernorm.weight                    [h]             last stage
+    output_layer.weight                               [v/t, h]        last stage; of tied weights a copy
+
+With Transformer Engine the first norms belong to the layers behind them (`linear_qkv.layer_norm_weight`), and models
+from before Megatron core have other names for the same tensors; `canonical` turns both into the above.
+
+Three of these are cut along dim 0 and are more than one tensor of ours. Seen as the concatenation of all ranks'
+tensors along the cut dim, each tensor of ours is a few `Run`s in there:
+
+    linear_qkv   by query group: its query heads, its key head, its value head; then the next group
+    linear_fc1   by rank: this rank's rows of gate, then its rows of up
+    vocabulary   one run; rows past it are padding
+
+Shapes: v vocabulary, h hidden, a query heads, g query groups, d head width, f MLP width, t tensor-parallel size,
+n = (a + 2g)·d.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megafp8.config import ModelConfig
+from megafp8.sharding import Shape
+
+_OUTER = {
+    "embedding.word": "embedding.word_embeddings",
+    "embedding.position": "embedding.position_embeddings",
+    "final_norm": "decoder.final_layernorm",
+    "output": "output_layer",
+}
+_LAYER = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attention.linear_qkv",
+    "attention.k": "self_attention.linear_qkv",
+    "attention.v": "self_attention.linear_qkv",
+    "attention.q_norm": "self_attention.q_layernorm",
+    "attention.k_norm": "self_attention.k_layernorm",
+    "attention.proj": "self_attention.linear_proj",
+    "mlp_norm": "pre_mlp_layernorm",
+    "mlp.gate": "mlp.linear_fc1",
+    "mlp.up": "mlp.linear_fc1",
+    "mlp.down": "mlp.linear_fc2",
+}
+OUTPUT = "output_layer.weight"
+_VOCABULARY = ("embedding.word_embeddings.weight", OUTPUT)
+_CUT_ROWS = (*_VOCABULARY, "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
+_CUT_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+
+_TRANSFORMER_ENGINE = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+_LEGACY = (
+    (r"^language_model\.embedding\.", "embedding."),
+    (r"^language_model\.(encoder|transformer)\.", "decoder."),
+    (r"^(language_model\.output_layer|word_embeddings_for_head)\.", "output_layer."),
+    (r"\.input_norm\.", ".input_layernorm."),
+    (r"\.(post_attention_norm|post_attention_layernorm)\.", ".pre_mlp_layernorm."),
+    (r"\.(self_attention|attention)\.query_key_value\.", ".self_attention.linear_qkv."),
+    (r"\.(self_attention|attention)\.dense\.", ".self_attention.linear_proj."),
+    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+    (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
+)
+
+
+class Place(NamedTuple):
+    """A tensor of theirs: its key in the layer `layer` of the model, or outside of layers (None)."""
+
+    layer: int | None
+    key: str
+
+    def named(self, layer: int) -> str:
+        """The key on a stage where the layer is number `layer`."""
+        return self.key if self.layer is None else f"decoder.layers.{layer}.{self.key}"
+
+    @property
+    def dim(self) -> int | None:
+        """Along which dim ranks cut it; None where all have the whole."""
+        if self.key.endswith(_CUT_ROWS):
+            return 0
+        return 1 if self.key.endswith(_CUT_COLUMNS) else None
+
+
+class Run(NamedTuple):
+    """`length` rows (or columns) of one tensor of ours from `ours` on, which rank `rank` has from `theirs` on."""
+
+    rank: int
+    ours: int
+    theirs: int
+    length: int
+
+
+def place(name: str) -> Place:
+    """Where our tensor `name`, such as model.layers.3.attention.q.weight, is."""
+    module, _, kind = name.removeprefix("model.").rpartition(".")
+    if module in _OUTER:
+        return Place(None, f"{_OUTER[module]}.{kind}")
+    _, index, module = module.split(".", 2)
+    return Place(int(index), f"{_LAYER[module]}.{kind}")
+
+
+def canonical(key: str) -> str:
+    """A key of Transformer Engine's or of legacy models as a key of Megatron core's own layers."""
+    for core, fused in _TRANSFORMER_ENGINE:
+        key = key.replace(fused, core)
+    for pattern, core in _LEGACY:
+        key = re.sub(pattern, core, key)
+    return key
+
+
+def with_transformer_engine(key: str) -> str:
+    """A canonical key as Transformer Engine's layers have it."""
+    for core, fused in _TRANSFORMER_ENGINE:
+        key = key.replace(core, fused)
+    return key
+
+
+def their_shape(name: str, shape: Shape, model: ModelConfig, t: int, padded_vocab: int) -> Shape:
+    """The shape of a rank's tensor that has (a part of) our tensor `name` of `shape`."""
+    there = place(name)
+    if there.dim is None:
+        return shape
+    if there.key in _VOCABULARY:
+        size = padded_vocab
+    elif "linear_qkv" in there.key:
+        size = (model.num_attention_heads + 2 * model.query_groups) * model.channels
+    elif "linear_fc1" in there.key:
+        size = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+    else:
+        size = shape[1]
+    return tuple(size // t if dim == there.dim else n for dim, n in enumerate(shape))
+
+
+def runs(name: str, shape: Shape, model: ModelConfig, t: int, padded_vocab: int) -> list[Run]:
+    """Where our tensor `name` of `shape` lies in the tensors of t ranks, along the dim of its place.
+
+    A tensor that is not cut is one run for each rank. Padding that the other side does not have is in no run.
+    """
+    there = place(name)
+    if there.dim is None:
+        return [Run(rank, 0, 0, shape[0]) for rank in range(t)]
+    part = their_shape(name, shape, model, t, padded_vocab)[there.dim]
+    found = []
+    for ours, theirs, length in _blocks(name, shape[there.dim], model, t, padded_vocab):
+        while length:
+            rank, start = divmod(theirs, part)
+            here = min(length, part - start)
+            found.append(Run(rank, ours, start, here))
+            ours, theirs, length = ours + here, theirs + here, length - here
+    return found
+
+
+def _blocks(name: str, size: int, model: ModelConfig, t: int, padded_vocab: int) -> Iterator[tuple[int, int, int]]:
+    """`(ours, theirs, length)` of each run of a tensor of ours in the concatenation of all ranks' tensors."""
+    there, part = place(name), name.split(".")[-2]
+    if "linear_qkv" in there.key:
+        d, queries = model.channels, model.num_attention_heads // model.query_groups
+        length = queries * d if part == "q" else d
+        start = {"q": 0, "k": queries * d, "v": (queries + 1) * d}[part]
+        for group in range(model.query_groups):
+            yield group * length, group * (queries + 2) * d + start, length
+    elif "linear_fc1" in there.key and model.activation == "swiglu":
+        length = model.ffn_size // t
+        for rank in range(t):
+            yield rank * length, (2 * rank + (part == "up")) * length, length
+    elif there.key in _VOCABULARY:
+        yield 0, 0, min(size, padded_vocab)
+    else:
+        yield 0, 0, size

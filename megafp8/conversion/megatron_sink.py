@@ -1,0 +1,284 @@
+"""Megatron-LM's classic checkpoints as a sink: folders for its `--load`, one file a rank, of any TP, PP, virtual PP.
+
+A file's size, names and arguments are known before the first tensor, so `begin` writes all files with the space for
+their tensors left empty (`torch_file.reserve`), in the hidden folder `.<name>.incomplete`. Then tensors may come in any
+order; each goes to its rows or columns of each rank's tensor, in blocks. In memory are the tensor being written and a
+block of 32 MiB. The journal notes what is safe (`journal`): a conversion that was killed and is started again with the
+same source and layout goes on; with anything else it begins anew. `finish` puts in checksums, for which the files are
+read once more, and renames the folder.
+
+Names are those of Transformer Engine's layers, Megatron-LM's default, or of its own ("local"). There is no optimizer
+state and no random-number state in the files. Where the source knows its step the folder is `iter_<step>`, to be
+loaded with --finetune, or with --no-load-optim --no-load-rng to keep the count; else it is `release`, which Megatron-LM
+takes as weights alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megafp8.config import ModelConfig
+from megafp8.conversion.base import Source
+from megafp8.conversion.journal import Journal, sync
+from megafp8.conversion.megatron_args import Implementation, layout_args, write_args
+from megafp8.conversion.megatron_names import OUTPUT, Place, place, runs, their_shape, with_transformer_engine
+from megafp8.conversion.megatron_source import FILES, TOKENIZER_FOLDER, TRACKER
+from megafp8.conversion.model import model_tensors
+from megafp8.conversion.safetensors_format import write_at
+from megafp8.conversion.torch_file import reserve, seal, tensor_starts
+from megafp8.sharding import Shape
+
+_BLOCK = 1 << 25  # bytes of a tensor that are written at a time
+_WITH_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+
+
+class _Target(NamedTuple):
+    """A tensor of theirs: key of the file's dictionary of a stage, key in there, and the stage's pipeline rank."""
+
+    pipeline_rank: int
+    stage: str
+    key: str
+
+
+class MegatronSink:
+    """The folder `path`, which must not exist or be empty, for TP `tensor`, PP `pipeline`.
+
+    `virtual_pipeline`: stages a pipeline rank, None for one. `implementation`: what Megatron-LM will be started with as
+    --transformer-impl.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tensor: int = 1,
+        pipeline: int = 1,
+        virtual_pipeline: int | None = None,
+        implementation: Implementation = "transformer_engine",
+    ) -> None:
+        self.path, self.tensor, self.pipeline, self.implementation = Path(path), tensor, pipeline, implementation
+        self.virtual = virtual_pipeline or 1
+
+    def begin(self, source: Source) -> Collection[str]:
+        """Prepare the hidden folder; which weights of `source` are yet to be written.
+
+        Raises ValueError where Megatron-LM has no such model or the layout does not divide it, a tensor is missing or
+        of another shape, `path` holds something, or another process writes it; OSError where the disk has no room.
+        """
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ValueError(
+                f"{self.path} is there already; nothing was overwritten. Give another folder, or remove it"
+            )
+        self._source, self._model = source, _resolved(source)
+        self._check_layout(self._model)
+        self._shapes = _check_source(source, self._model)
+        multiple = self._model.vocab_multiple * self.tensor
+        assert self._model.vocab_size is not None
+        self._padded_vocab = -(-self._model.vocab_size // multiple) * multiple
+        about = self._about()
+        hidden = self.path.with_name(f".{self.path.name}.incomplete")
+        hidden.mkdir(parents=True, exist_ok=True)
+        infos = {name: [list(source.tensors[name].shape), str(source.tensors[name].dtype)] for name in self._shapes}
+        text = json.dumps([str(source.path.resolve()), self.virtual, vars(about["args"]), infos], default=str)
+        self._journal = Journal(hidden, hashlib.sha256(text.encode()).hexdigest())
+        step = about["iteration"]
+        self._tracker = f"{step}" if step else "release"
+        self._folder = hidden / (f"iter_{step:07d}" if step else "release")
+        self._reserve(about)
+        return [name for name in self._shapes if name not in self._journal.done]
+
+    def _check_layout(self, model: ModelConfig) -> None:
+        t, stages = self.tensor, self.pipeline * self.virtual
+        if min(t, self.pipeline, self.virtual) < 1:
+            raise ValueError(f"a layout of TP {t}, PP {self.pipeline}, virtual PP {self.virtual}: sizes are 1 or more")
+        sizes = {
+            "num_attention_heads": model.num_attention_heads,
+            "num_query_groups": model.query_groups,
+            "ffn_hidden_size": model.ffn_size,
+        }
+        for key, size in sizes.items():
+            if size % t:
+                raise ValueError(f"TP {t} does not divide the model's {key} = {size}; take a divisor of it")
+        if model.num_layers % stages:
+            raise ValueError(
+                f"Megatron-LM gives each stage the same number of layers, and {self.pipeline} × {self.virtual} stages "
+                f"(PP × virtual PP) do not divide {model.num_layers} layers"
+            )
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError(f"virtual PP {self.virtual} with PP 1: Megatron-LM has virtual stages from PP 2 on")
+
+    def _about(self) -> dict[str, Any]:
+        """What a file has besides weights."""
+        source, model = self._source, self._model
+        said = source.about
+        step = said.get("step") if isinstance(said.get("step"), int) else 0
+        dtypes = Counter(source.tensors[name].dtype for name in self._shapes)
+        layers = model.num_layers // (self.pipeline * self.virtual)
+        args = write_args(model, _seq_length(source) or model.max_position_embeddings)
+        args |= layout_args(
+            self.tensor,
+            self.pipeline,
+            self.virtual,
+            layers,
+            self._padded_vocab,
+            dtypes.most_common(1)[0][0],
+            self.implementation,
+        )
+        args |= {
+            "iteration": step,
+            "consumed_train_samples": said.get("consumed_samples", 0),
+            "skipped_train_samples": 0,
+            "consumed_valid_samples": 0,
+            "tokenizer_type": _tokenizer_type(source.tokenizer_files),
+        }
+        return {
+            "args": argparse.Namespace(**args),
+            "checkpoint_version": 3.0,
+            "iteration": step,
+            "num_floating_point_operations_so_far": 0,
+        }
+
+    def _targets(self, name: str) -> Iterator[tuple[Place, _Target]]:
+        """Where our tensor `name` goes: one place, or two for tied weights on two stages."""
+        there = place(name)
+        last = self.pipeline * self.virtual - 1
+        if there.layer is None:
+            first = there.key.startswith("embedding.")
+            yield there, self._target(0 if first else last, there, 0)
+            if self._model.tie_embeddings and name == "model.embedding.word.weight" and last > 0:
+                copy = Place(None, OUTPUT)
+                yield copy, self._target(last, copy, 0)
+        else:
+            stage, layer = divmod(there.layer, self._model.num_layers // (last + 1))
+            yield there, self._target(stage, there, layer)
+
+    def _target(self, stage: int, there: Place, layer: int) -> _Target:
+        v, p = divmod(stage, self.pipeline)
+        key = there.named(layer)
+        if self.implementation == "transformer_engine":
+            key = with_transformer_engine(key)
+        return _Target(p, f"model{v}" if self.virtual > 1 else "model", key)
+
+    def _reserve(self, about: dict[str, Any]) -> None:
+        """Write the files, or find them where a conversion goes on; where their tensors lie goes to `self._starts`."""
+        fresh = not self._journal.done
+        if fresh:  # what lies there is of an attempt at something else, or was cut off before anything was safe
+            for old in (path for path in self._journal.folder.iterdir() if path.is_dir()):
+                shutil.rmtree(old)
+        self._starts: dict[tuple[int, _Target], int] = {}
+        for p in range(self.pipeline):
+            content: dict[str, Any] = dict(about)
+            content |= {f"model{v}": {} for v in range(self.virtual)} if self.virtual > 1 else {"model": {}}
+            tensors = {}
+            for name in self._shapes:
+                for _, target in self._targets(name):
+                    if target.pipeline_rank == p:
+                        tensors[target.stage, target.key] = self._their_shape(name), self._source.tensors[name].dtype
+                        if self.implementation == "transformer_engine" and target.key.endswith(_WITH_STATE):
+                            # FP8 state that Transformer Engine looks for, and that may be nothing.
+                            content[target.stage][target.key.removesuffix("weight") + "_extra_state"] = None
+            for rank in range(self.tensor):
+                file = self._file(rank, p)
+                if fresh:
+                    file.parent.mkdir(parents=True)
+                    reserve(file, content, tensors)
+                    sync(file.parent)
+                starts = tensor_starts(file)
+                self._starts |= {(rank, _Target(p, *keys)): start for keys, start in starts.items()}
+        sync(self._folder)
+
+    def _file(self, rank: int, pipeline_rank: int) -> Path:
+        folder = f"mp_rank_{rank:02d}" + (f"_{pipeline_rank:03d}" if self.pipeline > 1 else "")
+        return self._folder / folder / FILES[0]
+
+    def _their_shape(self, name: str) -> Shape:
+        return their_shape(name, self._shapes[name], self._model, self.tensor, self._padded_vocab)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Store the whole tensor `name` on all ranks that have of it."""
+        assert tuple(tensor.shape) == self._shapes[name], f"{name}: {tuple(tensor.shape)}"
+        row_bytes = math.prod(self._their_shape(name)[1:]) * tensor.element_size()
+        for there, target in self._targets(name):
+            for run in runs(name, self._shapes[name], self._model, self.tensor, self._padded_vocab):
+                start = self._starts[run.rank, target]
+                if there.dim == 1:
+                    values, first = tensor.narrow(1, run.ours, run.length), 0
+                else:
+                    values, first = tensor.narrow(0, run.ours, run.length), run.theirs
+                with self._file(run.rank, target.pipeline_rank).open("r+b", buffering=0) as stream:
+                    most = max(1, _BLOCK // row_bytes)
+                    for at in range(0, values.shape[0], most):
+                        write_at(stream, start + (first + at) * row_bytes, values[at : at + most].contiguous())
+        self._journal.add(name)
+
+    def finish(self) -> None:
+        """Put in checksums, write what lies beside, flush everything, and show the folder under its name."""
+        hidden = self._journal.folder
+        self._journal.flush()
+        missing = sorted(self._shapes.keys() - self._journal.done)
+        assert not missing, f"finish() before {missing[0]} was written"
+        for p in range(self.pipeline):
+            for rank in range(self.tensor):
+                seal(self._file(rank, p))
+        if self._source.tokenizer_files:
+            (hidden / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+        for file in self._source.tokenizer_files:
+            shutil.copyfile(file, hidden / TOKENIZER_FOLDER / file.name)
+        (hidden / TRACKER).write_text(self._tracker, encoding="utf-8")
+        self._journal.remove()
+        try:
+            os.rename(hidden, self.path)
+        except OSError as error:
+            raise ValueError(f"{hidden} is complete, but cannot become {self.path}: {error.strerror}") from error
+        sync(self.path.parent)
+
+
+def _seq_length(source: Source) -> int | None:
+    run = source.about.get("config", {}).get("training", {})
+    return run.get("seq_length")
+
+
+def _resolved(source: Source) -> ModelConfig:
+    """The source's model with its number of positions, which ours may leave to the run."""
+    model = source.model
+    if model.vocab_size is None:
+        raise ValueError(f"{source.path} does not say model.vocab_size")
+    if model.max_position_embeddings is not None:
+        return model
+    table = source.tensors.get("model.embedding.position.weight")
+    rows = _seq_length(source) if table is None else table.shape[0]
+    return model.model_copy(update={"max_position_embeddings": rows})
+
+
+def _check_source(source: Source, model: ModelConfig) -> dict[str, Shape]:
+    """The tensors to write. Raises ValueError where the source lacks one, or has it with another shape or dtype."""
+    shapes = model_tensors(model)
+    for name, shape in shapes.items():
+        info = source.tensors.get(name)
+        if info is None:
+            raise ValueError(f"{source.path} has no tensor {name}, which its model has")
+        if tuple(info.shape) != shape or not info.dtype.is_floating_point:
+            raise ValueError(
+                f"{source.path}: {name} is {info.dtype} {list(info.shape)}, and its model has {list(shape)}"
+            )
+    return shapes
+
+
+def _tokenizer_type(files: Collection[Path]) -> str | None:
+    """Megatron-LM's word for the tokenizer in `files`; it compares that at load only where it reads a vocab file."""
+    names = {file.name for file in files}
+    if "tokenizer.json" in names:
+        return "HuggingFaceTokenizer"
+    if any(name.endswith(".model") for name in names):
+        return "SentencePieceTokenizer"
+    return "GPT2BPETokenizer" if {"vocab.json", "merges.txt"} <= names else None

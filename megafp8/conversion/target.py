@@ -1,0 +1,56 @@
+"""The folder that a sink of ours makes: hidden while it is written, visible in one step.
+
+    <parent>/.<name>.converting/     with the journal of what is done in it
+    <parent>/<name>/                 complete, by definition of its name
+
+The rename is atomic, so whatever kills a conversion, and whenever, there is a whole target or none. The name is none
+that the clean-up of a run's checkpoints knows, so a job that starts there leaves it alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from megafp8.conversion.base import Source
+from megafp8.conversion.journal import Journal, sync
+
+TOKENIZER_FOLDER = "tokenizer"
+
+
+class Target:
+    """The folder `path`, which is yet to be made; `hidden` is where it grows, once `begin` was called."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.hidden = path.with_name(f".{path.name}.converting")
+
+    def begin(self, source: Source, format: str) -> Journal:
+        """Make the hidden folder, or go on with that of a conversion that was killed; its journal says how far it is.
+
+        Raises ValueError where `path` exists, or another process is at it.
+        """
+        if self.path.exists():
+            raise ValueError(f"{self.path} exists already, and nothing is overwritten; choose another path")
+        self.hidden.mkdir(parents=True, exist_ok=True)
+        names = "".join(f"{name} {info}\n" for name, info in source.tensors.items())
+        self._journal = Journal(self.hidden, f"{format} {hashlib.sha256(names.encode()).hexdigest()}")
+        return self._journal
+
+    def publish(self, tokenizer_files: Iterable[Path]) -> None:
+        """Copy what belongs to the model, flush everything and give the folder its name."""
+        for file in tokenizer_files:
+            (self.hidden / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+            shutil.copyfile(file, self.hidden / TOKENIZER_FOLDER / file.name)
+        self._journal.remove()
+        os.rename(self.hidden, self.path)
+        sync(self.path.parent)
+
+
+def tokenizer_files(path: Path) -> list[Path]:
+    """What was copied into the target `path`."""
+    folder = path / TOKENIZER_FOLDER
+    return sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []

@@ -1,0 +1,263 @@
+"""The loop, the tool, and what they refuse."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megafp8.conversion import convert
+from megafp8.conversion.formats import FORMATS, open_source
+from megafp8.conversion.hf_config import differences
+from megafp8.conversion.journal import Journal
+from tests.conversion import checkpoints
+from tools import convert_checkpoint
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the tool; what it printed, and its error where it failed with 2."""
+
+    def call(load: Path, save: Path, to: str, *options: str, fails: bool = False) -> str:
+        code = convert_checkpoint.main(["--load", str(load), "--save", str(save), "--to", to, *options])
+        out, err = capsys.readouterr()
+        assert code == (2 if fails else 0), err
+        return err if fails else out
+
+    return call
+
+
+def check_weights(path: Path, expected: dict[str, torch.Tensor]) -> None:
+    source, vocabulary = open_source(path), checkpoints.MODEL.vocab_size
+    assert source.tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        found = source.read(name)
+        assert (tuple(found.shape), found.dtype) == source.tensors[name]
+        if len(tensor) > 100:
+            found, tensor = found[:vocabulary], tensor[:vocabulary]
+        assert torch.equal(found, tensor), name
+
+
+@pytest.mark.parametrize("first", FORMATS)
+@pytest.mark.parametrize("second", FORMATS)
+def test_there_and_further_and_back(tmp_path: Path, run: Run, first: str, second: str) -> None:
+    checkpoints.make(tmp_path / "run")
+    run(tmp_path / "run", tmp_path / "a", first, "--weights-only", "--verify")
+    printed = run(tmp_path / "a", tmp_path / "b", second, "--verify")
+    run(tmp_path / "b", tmp_path / "c", "native", "--verify", "--from", second)
+    for name in "abc":
+        check_weights(tmp_path / name, checkpoints.weights())
+    assert "21 tensors, 0.00 GB in" in printed
+    assert "equal to" in printed
+    assert not differences(open_source(tmp_path / "c").model, checkpoints.MODEL)
+
+
+def test_everything_of_a_run(tmp_path: Path, run: Run) -> None:
+    path = checkpoints.make(tmp_path / "run")
+    run(tmp_path / "run", tmp_path / "a", "native", "--verify")
+    source, target = open_source(path), open_source(tmp_path / "a")
+    assert target.tensors == source.tensors
+    assert all(torch.equal(target.read(name), source.read(name)) for name in source.tensors)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_another_dtype(tmp_path: Path, run: Run, format: str) -> None:
+    checkpoints.make(tmp_path / "run", checkpoints.weights(torch.float32))
+    run(tmp_path / "run", tmp_path / "a", format, "--dtype", "bf16", "--verify")
+    check_weights(tmp_path / "a", checkpoints.weights(torch.bfloat16))
+
+
+def test_a_consolidated_file_needs_none_of_our_code(tmp_path: Path, run: Run) -> None:
+    checkpoints.make(tmp_path / "run")
+    run(tmp_path / "run", tmp_path / "a", "consolidated")
+    found = load_file(tmp_path / "a" / "consolidated.safetensors")
+    assert found.keys() == checkpoints.weights().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in checkpoints.weights().items())
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    """Let a conversion end after its third tensor."""
+
+    class Stopping(convert.Selected):
+        count = 0
+
+        def read(self, name: str) -> torch.Tensor:
+            self.count += 1
+            if self.count > 3:
+                raise Interrupted
+            return super().read(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_checkpoint, "Selected", Stopping)
+        with pytest.raises(Interrupted):
+            call()
+
+
+def other_source(folder: Path) -> tuple[Path, list[str]]:
+    checkpoints.make(folder / "other")
+    return folder / "other", []
+
+
+def newer_checkpoint(folder: Path) -> tuple[Path, list[str]]:
+    shutil.copytree(folder / "run/checkpoints/step_00000030", folder / "run/checkpoints/step_00000031")
+    return folder / "run", []
+
+
+def touched(folder: Path) -> tuple[Path, list[str]]:
+    (folder / "run/checkpoints/step_00000030/__0_0.distcp").touch()
+    return folder / "run", []
+
+
+class Change(NamedTuple):
+    make: Callable[[Path], tuple[Path, list[str]]]
+    says: str
+
+
+CHANGES = {
+    "source": Change(other_source, "source was"),
+    "step": Change(newer_checkpoint, "step_00000030 and is"),
+    "files": Change(touched, "source_files was"),
+    "dtype": Change(lambda folder: (folder / "run", ["--dtype", "fp32"]), "dtype was None and is fp32"),
+    "weights": Change(lambda folder: (folder / "run", ["--weights-only"]), "weights_only was False and is True"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_half_done_target_goes_on_with_the_same_alone(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    checkpoints.make(tmp_path / "run")
+    target = tmp_path / "target"
+    interrupt(monkeypatch, lambda: run(tmp_path / "run", target, "native"))
+    assert not target.exists()
+    source, options = CHANGES[change].make(tmp_path)
+    said = run(source, target, "native", *options, fails=True)
+    assert "is half done by another conversion" in said
+    assert CHANGES[change].says in said
+    assert not target.exists()
+
+
+def test_what_is_done_is_not_read_again(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.make(tmp_path / "run")
+    monkeypatch.setitem(Journal.__init__.__kwdefaults__, "seconds", 0)
+    interrupt(monkeypatch, lambda: run(tmp_path / "run", tmp_path / "target", "native"))
+    printed = run(tmp_path / "run", tmp_path / "target", "native")
+    assert f"{len(checkpoints.everything()) - 3} tensors" in printed
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_existing_target_is_refused(tmp_path: Path, run: Run, format: str) -> None:
+    checkpoints.make(tmp_path / "run")
+    (tmp_path / "target").mkdir()
+    assert "exists already" in run(tmp_path / "run", tmp_path / "target", format, fails=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "target"]
+
+
+def test_a_target_in_its_source_is_refused(tmp_path: Path, run: Run) -> None:
+    path = checkpoints.make(tmp_path)
+    assert "lies inside" in run(tmp_path, path / "target", "native", fails=True)
+    run(tmp_path, tmp_path / "target", "native")  # beside it in the run's folder is fine
+
+
+def test_a_full_disk_is_seen_before(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.make(tmp_path / "run")
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=10**6))
+    said = run(tmp_path / "run", tmp_path / "target", "native", fails=True)
+    assert f"{tmp_path} has 0.00 GB free, and 0.07 GB are needed" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, run: Run) -> None:
+    said = run(tmp_path, tmp_path / "target", "hf", fails=True)
+    assert "is of no format that is known" in said
+    assert all(f"{name}: {one.sign}" in said for name, one in FORMATS.items())
+    assert "there is no" in run(tmp_path / "nothing", tmp_path / "target", "hf", fails=True)
+
+
+def test_a_difference_is_found(tmp_path: Path) -> None:
+    checkpoints.make(tmp_path / "a")
+    other = checkpoints.everything()
+    other["model.layers.1.mlp.up.weight"][5, 7] += 1
+    checkpoints.make(tmp_path / "b", other)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up\.weight"):
+        convert.verify(open_source(tmp_path / "a"), open_source(tmp_path / "b"))
+    other = checkpoints.everything()
+    other["model.output.weight"][100:] += 1  # past the vocabulary
+    checkpoints.make(tmp_path / "c", other)
+    convert.verify(open_source(tmp_path / "a"), open_source(tmp_path / "c"))
+
+
+def test_another_model_is_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.make(tmp_path / "a")
+    model = checkpoints.MODEL.model_copy(update={"rope_theta": 5.0}).model_dump(mode="json")
+    monkeypatch.setitem(checkpoints.ABOUT, "config", {"model": model})
+    checkpoints.make(tmp_path / "b")
+    with pytest.raises(ValueError, match=r"rope_theta is 5\.0, not 10000\.0"):
+        convert.verify(open_source(tmp_path / "a"), open_source(tmp_path / "b"))
+
+
+def damage(path: Path) -> tuple[Path, str]:
+    """Flip a bit of a weight, wherever the format keeps it; the file and the tensor."""
+    pattern = checkpoints.weights()["model.layers.1.mlp.down.weight"].view(torch.uint8).numpy().tobytes()
+    for file in path.rglob("*"):
+        if file.is_file() and (at := file.read_bytes().find(pattern)) >= 0:
+            content = bytearray(file.read_bytes())
+            content[at + 5] ^= 1
+            file.write_bytes(content)
+            return file, "model.layers.1.mlp.down.weight"
+    raise AssertionError("not found")
+
+
+@pytest.mark.parametrize("format", ["native", "megatron", "consolidated"])
+def test_a_flipped_bit_of_the_source_is_named(tmp_path: Path, run: Run, format: str) -> None:
+    checkpoints.make(tmp_path / "run")
+    run(tmp_path / "run", tmp_path / "a", format)
+    file, name = damage(tmp_path / "a")
+    said = run(tmp_path / "a", tmp_path / "b", "hf", fails=True)
+    assert f"{file} is damaged at {name}" in said
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_cut_or_missing_file_is_named(tmp_path: Path, run: Run, format: str) -> None:
+    checkpoints.make(tmp_path / "run")
+    run(tmp_path / "run", tmp_path / "a", format)
+    largest = max((file for file in (tmp_path / "a").rglob("*") if file.is_file()), key=lambda f: f.stat().st_size)
+    with largest.open("r+b") as stream:
+        stream.truncate(largest.stat().st_size - 100)
+    said = run(tmp_path / "a", tmp_path / "b", "native", "--from", format, fails=True)
+    assert f"{largest} is truncated" in said or f"{largest} is damaged" in said
+    largest.unlink()
+    assert largest.name in run(tmp_path / "a", tmp_path / "b", "native", "--from", format, fails=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "run"]
+
+
+def test_layouts_are_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        convert_checkpoint.main(["--load", "a", "--save", "b", "--to", "hf", "--tensor", "2"])
+    assert "format hf has no layout" in capsys.readouterr().err
+
+
+def test_megatrons_options(tmp_path: Path, run: Run) -> None:
+    checkpoints.make(tmp_path / "run")
+    layout = ["--tensor", "2", "--pipeline", "2", "--transformer-impl", "local"]
+    run(tmp_path / "run", tmp_path / "a", "megatron", "--verify", *layout)
+    assert len(list((tmp_path / "a").glob("iter_0000030/mp_rank_*"))) == 4
+    run(tmp_path / "a", tmp_path / "b", "native", "--verify", "--unsafe", "--vocab-size", "100")
+    check_weights(tmp_path / "b", checkpoints.weights())
+    assert "unsafe is for megatron" in run(tmp_path / "run", tmp_path / "c", "native", "--unsafe", fails=True)
+    said = run(tmp_path / "run", tmp_path / "c", "megatron", "--tensor", "3", fails=True)
+    assert "TP 3 does not divide" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "run"]

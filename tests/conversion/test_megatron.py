@@ -1,0 +1,310 @@
+"""Megatron-LM's per-rank checkpoints, written and read: each rank's tensors bit for bit as its definition cuts them."""
+
+from __future__ import annotations
+
+import argparse
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.config import ModelConfig
+from megafp8.conversion.megatron_sink import MegatronSink
+from megafp8.conversion.megatron_source import MegatronSource, is_megatron
+from tests.conversion.megatron_reference import MODELS, TINY, MadeUp, rank, save
+
+# Arguments as a user of Megatron-LM would give them for MODELS, and its defaults of those they would not.
+COMMON = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "kv_channels": 6,
+    "ffn_hidden_size": 24,
+    "max_position_embeddings": 32,
+    "make_vocab_size_divisible_by": 8,
+    "vocab_size": 50,
+    "rotary_percent": 1.0,
+    "rotary_base": 10000,
+    "norm_epsilon": 1e-5,
+    "bias_gelu_fusion": True,
+    "add_position_embedding": True,
+    "num_experts": None,
+    "group_query_attention": False,
+    "num_query_groups": 1,
+    "window_size": None,
+}
+LLAMA = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+GROUPS = {"group_query_attention": True, "num_query_groups": 2}
+ARGS: dict[str, dict[str, Any]] = {
+    "llama": COMMON
+    | LLAMA
+    | {"num_attention_heads": 8, "group_query_attention": True, "num_query_groups": 4, "rotary_base": 500000}
+    | {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
+    "gpt2": COMMON | {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"},
+    "qwen2": COMMON
+    | LLAMA
+    | GROUPS
+    | {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False, "norm_epsilon": 1e-6},
+    "qwen3": COMMON | LLAMA | GROUPS | {"qk_layernorm": True, "window_size": (7, 0)},
+    "swiglu with biases": COMMON | LLAMA | {"add_bias_linear": True},
+    "exact gelu": COMMON
+    | {"position_embedding_type": "none", "normalization": "RMSNorm", "bias_gelu_fusion": False}
+    | {"untie_embeddings_and_output_weights": True},
+}
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 2)]
+MORE = [("llama", (1, 2, 1)), ("gpt2", (1, 2, 1)), ("llama", (1, 4, 1)), ("llama", (4, 1, 1)), ("gpt2", (4, 2, 2))]
+CASES = [*((name, layout) for name in MODELS for layout in LAYOUTS), *MORE]
+
+
+def made_up(name: str, **options: Any) -> MadeUp:
+    return MadeUp(ModelConfig.model_validate(MODELS[name]), **options)
+
+
+def convert(source: Any, sink: Any) -> None:
+    for name in sink.begin(source):
+        sink.write(name, source.read(name))
+    sink.finish()
+
+
+def assert_same(read: MegatronSource, truth: MadeUp) -> None:
+    assert read.tensors.keys() == truth.whole.keys()
+    for name, expected in truth.whole.items():
+        tensor = read.read(name)
+        assert tensor.dtype == expected.dtype == read.tensors[name].dtype, name
+        assert tuple(tensor.shape) == read.tensors[name].shape, name
+        if name in ("model.embedding.word.weight", "model.output.weight"):
+            tensor, expected = tensor[:50], expected[:50]
+        assert torch.equal(tensor, expected), name
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
+def test_each_rank_is_written_as_megatron_has_it(name: str, layout: tuple[int, int, int], tmp_path: Path) -> None:
+    source = made_up(name)
+    t, p, virtual = layout
+    te = name != "qwen2"
+    implementation: Any = "transformer_engine" if te else "local"
+    convert(source, MegatronSink(tmp_path / "out", t, p, virtual if virtual > 1 else None, implementation))
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    files = sorted((tmp_path / "out").rglob("*.pt"))
+    assert len(files) == t * p
+    for r in range(t):
+        for s in range(p):
+            folder = f"mp_rank_{r:02d}_{s:03d}" if p > 1 else f"mp_rank_{r:02d}"
+            content = torch.load(tmp_path / "out/release" / folder / "model_optim_rng.pt", weights_only=False)
+            expected = rank(source.whole, source.model, r, s, layout, te=te, multiple=8)
+            assert content.keys() == expected.keys() | {
+                "args",
+                "checkpoint_version",
+                "iteration",
+                "num_floating_point_operations_so_far",
+            }
+            for key, tensors in expected.items():
+                found = {n: x for n, x in content[key].items() if not n.endswith("_extra_state")}
+                assert found.keys() == tensors.keys()
+                for n, x in tensors.items():
+                    assert torch.equal(found[n], x), (folder, key, n)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
+def test_each_tensor_is_read_from_what_megatron_writes(name: str, layout: tuple[int, int, int], tmp_path: Path) -> None:
+    truth = made_up(name, dtype=torch.bfloat16)
+    read = MegatronSource(save(tmp_path, truth, ARGS[name], layout, te=name != "gpt2"))
+    assert read.path == tmp_path / "iter_0000100"
+    assert read.model == truth.model.model_copy(update={"num_query_groups": read.model.num_query_groups})
+    assert read.model.query_groups == truth.model.query_groups
+    assert read.about == {"step": 100}
+    assert_same(read, truth)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_through_another_layout(name: str, tmp_path: Path) -> None:
+    truth = made_up(name, dtype=torch.float16)
+    convert(truth, MegatronSink(tmp_path / "a", 2, 2, 2))
+    middle = MegatronSource(tmp_path / "a")
+    convert(middle, MegatronSink(tmp_path / "b", 1, 4, implementation="local"))
+    back = MegatronSource(tmp_path / "b")
+    assert middle.tensors == back.tensors == truth.tensors
+    for tensor in truth.whole:  # padding of the vocabulary included: Megatron-LM's is never less
+        assert torch.equal(back.read(tensor), truth.whole[tensor])
+
+
+def test_the_arguments_that_megatron_compares_or_takes(tmp_path: Path) -> None:
+    source = made_up("llama", dtype=torch.bfloat16)
+    source.about = {"step": 7, "consumed_samples": 56, "config": {"training": {"seq_length": 16}}}
+    (tmp_path / "tokenizer.json").write_text("{}")
+    source.tokenizer_files = [tmp_path / "tokenizer.json"]
+    convert(source, MegatronSink(tmp_path / "out", 4, 2, 2))
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "7"
+    with torch.serialization.safe_globals([argparse.Namespace]):  # as Megatron-LM itself loads with recent torch
+        content = torch.load(tmp_path / "out/iter_0000007/mp_rank_03_001/model_optim_rng.pt", weights_only=True)
+    assert content["checkpoint_version"] == 3.0
+    assert content["iteration"] == 7
+    args = vars(content["args"])
+    expected = ARGS["llama"] | {
+        "seq_length": 16,
+        "padded_vocab_size": 64,
+        "tensor_model_parallel_size": 4,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "num_layers_per_virtual_pipeline_stage": 1,
+        "consumed_train_samples": 56,
+        "params_dtype": torch.bfloat16,
+        "bf16": True,
+        "fp16": False,
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "bias_gelu_fusion": False,
+    }
+    assert {key: args.get(key) for key in expected} == expected
+    back = MegatronSource(tmp_path / "out")
+    assert [file.read_text() for file in back.tokenizer_files] == ["{}"]
+    assert back.about == {"step": 7, "consumed_samples": 56}
+
+
+def test_files_are_sound_zip_archives(tmp_path: Path) -> None:
+    convert(made_up("qwen3"), MegatronSink(tmp_path / "out", 2))
+    for file in (tmp_path / "out").rglob("*.pt"):
+        with zipfile.ZipFile(file) as archive:
+            assert archive.testzip() is None
+            assert all(info.CRC for info in archive.infolist())
+
+
+def test_a_vocabulary_of_unknown_size_is_all_rows(tmp_path: Path) -> None:
+    truth = made_up("llama")
+    args = {key: value for key, value in ARGS["llama"].items() if key != "vocab_size"}
+    save(tmp_path, truth, args, (2, 1, 1), multiple=8)
+    assert MegatronSource(tmp_path).model.vocab_size == 64
+    assert MegatronSource(tmp_path, vocab_size=50).read("model.output.weight").shape == (56, 16)
+    with pytest.raises(ValueError, match="vocab_size 65 was given, and the embedding has 64 rows"):
+        MegatronSource(tmp_path, vocab_size=65)
+
+
+def test_a_vocabulary_with_less_padding_than_ours(tmp_path: Path) -> None:
+    truth = made_up("llama")
+    save(tmp_path, truth, ARGS["llama"], (2, 1, 1), multiple=1)  # 50 rows, ours has 56
+    read = MegatronSource(tmp_path).read("model.embedding.word.weight")
+    assert torch.equal(read[:50], truth.whole["model.embedding.word.weight"][:50])
+    assert not read[50:].any()
+
+
+def test_layers_may_lie_unevenly(tmp_path: Path) -> None:
+    truth = made_up("qwen3")
+    save(tmp_path, truth, ARGS["qwen3"], (1, 2, 1))
+    one, two = (tmp_path / f"iter_0000100/mp_rank_00_00{s}/model_optim_rng.pt" for s in range(2))
+    a, b = (torch.load(file, weights_only=False) for file in (one, two))
+    moved = [key for key in b["model"] if key.startswith("decoder.layers.0.")]
+    for key in moved:
+        a["model"][key.replace("layers.0.", "layers.2.")] = b["model"].pop(key)
+    b["model"] = {key.replace("layers.1.", "layers.0."): x for key, x in b["model"].items()}
+    torch.save(a, one)
+    torch.save(b, two)
+    assert_same(MegatronSource(tmp_path), truth)
+
+
+def test_models_from_before_megatron_core(tmp_path: Path) -> None:
+    truth = made_up("gpt2")
+    save(tmp_path, truth, ARGS["gpt2"], (2, 2, 1), te=False)
+    names = {
+        "input_layernorm": "input_norm",
+        "self_attention.linear_qkv": "self_attention.query_key_value",
+        "self_attention.linear_proj": "self_attention.dense",
+        "pre_mlp_layernorm": "post_attention_norm",
+        "mlp.linear_fc1": "mlp.dense_h_to_4h",
+        "mlp.linear_fc2": "mlp.dense_4h_to_h",
+        "final_layernorm": "final_norm",
+    }
+    for file in tmp_path.rglob("*.pt"):
+        content = torch.load(file, weights_only=False)
+        old: dict[str, Any] = {"language_model": {"encoder": {}}}
+        for key, x in content["model"].items():
+            for new, name in names.items():
+                key = key.replace(f"{new}.", f"{name}.")
+            if key.startswith("decoder."):
+                old["language_model"]["encoder"][key.removeprefix("decoder.")] = x
+            elif key == "output_layer.weight":
+                old["word_embeddings_for_head"] = {"weight": x}
+            else:
+                _, table, _ = key.split(".")
+                old["language_model"].setdefault("embedding", {})[table] = {"weight": x}
+        torch.save({**content, "model": old}, file)
+    assert_same(MegatronSource(tmp_path), truth)
+
+
+def test_what_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:
+    def begin(model: dict[str, Any], *layout: int) -> None:
+        MegatronSink(tmp_path / "out", *layout).begin(MadeUp(ModelConfig.model_validate(model)))
+
+    with pytest.raises(ValueError, match="Megatron-LM has no model with parallel_block = True"):
+        begin(TINY | {"parallel_block": True})
+    with pytest.raises(ValueError, match="no model with activation = 'gelu_tanh'"):
+        begin(TINY | {"activation": "gelu_tanh"})
+    with pytest.raises(ValueError, match="no model with rope_scaling"):
+        begin(TINY | {"rope_scaling": {"low_freq_factor": 2.0}})
+    with pytest.raises(ValueError, match="qk_layernorm with normalization = 'LayerNorm'"):
+        begin(TINY | {"normalization": "layernorm", "qk_norm": True})
+    with pytest.raises(ValueError, match="TP 3 does not divide the model's num_attention_heads = 4"):
+        begin(TINY, 3)
+    with pytest.raises(ValueError, match="TP 4 does not divide the model's num_query_groups = 2"):
+        begin(TINY | {"num_query_groups": 2}, 4)
+    with pytest.raises(ValueError, match="do not divide 4 layers"):
+        begin(TINY, 1, 3)
+    with pytest.raises(ValueError, match="virtual PP 2 with PP 1"):
+        begin(TINY, 1, 1, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is there already; nothing was overwritten"):
+        MegatronSink(tmp_path).begin(made_up("llama"))
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("done", [0, 1, 20, 47])
+def test_a_killed_conversion_goes_on(done: int, tmp_path: Path) -> None:
+    source = made_up("qwen3")
+    first = MegatronSink(tmp_path / "out", 2, 2)
+    names = list(first.begin(source))
+    for name in names[:done]:
+        first.write(name, source.read(name))
+    first._journal.close()  # what is flushed after some seconds, now; then the process is gone
+    assert not (tmp_path / "out").exists()
+    again = MegatronSink(tmp_path / "out", 2, 2)
+    rest = again.begin(source)
+    assert list(rest) == names[done:]
+    for name in rest:
+        again.write(name, source.read(name))
+    again.finish()
+    assert_same(MegatronSource(tmp_path / "out"), source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_another_layout_begins_anew(tmp_path: Path) -> None:
+    source = made_up("qwen3")
+    source.about = {"step": 3}
+    first = MegatronSink(tmp_path / "out", 2, 2)
+    for name in first.begin(source):
+        first.write(name, source.read(name))
+    first._journal.close()
+    source.about = {}
+    convert(source, MegatronSink(tmp_path / "out", 1))
+    assert_same(MegatronSource(tmp_path / "out"), source)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "latest_checkpointed_iteration.txt",
+        "release",
+    ]
+
+
+def test_a_folder_is_recognised(tmp_path: Path) -> None:
+    save(tmp_path, made_up("llama"), ARGS["llama"], (1, 1, 1))
+    assert is_megatron(tmp_path)
+    assert is_megatron(tmp_path / "iter_0000100")
+    assert not is_megatron(tmp_path / "iter_0000100" / "mp_rank_00")
+    assert_same(MegatronSource(tmp_path / "iter_0000100"), made_up("llama"))

@@ -1,0 +1,119 @@
+"""Native checkpoints read and written tensor by tensor, against what was saved, and against damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafp8.checkpoint import load
+from megafp8.conversion.native import NativeSink, NativeSource
+from tests.conversion import checkpoints
+
+
+def convert(source: NativeSource, path: Path) -> Path:
+    sink = NativeSink(path)
+    for name in sink.begin(source):
+        sink.write(name, source.read(name))
+    sink.finish()
+    return path
+
+
+def test_a_source_is_what_was_saved(tmp_path: Path) -> None:
+    path, expected = checkpoints.make(tmp_path), checkpoints.everything()
+    for given in (path, path.parent, tmp_path):
+        source = NativeSource(given)
+        assert source.path == path
+        assert source.model == checkpoints.MODEL
+        assert source.about["consumed_samples"] == 240
+        assert source.tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert source.tensors[name] == (tuple(tensor.shape), tensor.dtype)
+        assert torch.equal(source.read(name), tensor)
+    assert torch.equal(source.read_rows("model.output.weight", 3, 9), expected["model.output.weight"][3:9])
+
+
+def test_a_sink_writes_what_a_run_loads(tmp_path: Path) -> None:
+    source = NativeSource(checkpoints.make(tmp_path / "run"))
+    path = convert(source, tmp_path / "other" / "checkpoints" / "step_00000030")
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in checkpoints.everything().items()}
+    metadata = load(path, loaded)
+    assert metadata["step"] == checkpoints.STEP
+    assert {key: metadata[key] for key in checkpoints.ABOUT} == checkpoints.ABOUT
+    assert metadata["converted_from"] == str(source.path)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in checkpoints.everything().items())
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert not (path / "journal").exists()
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    about = {**checkpoints.ABOUT["config"], "data": {"tokenizer": {"path": str(tmp_path / "tokenizer.json")}}}
+    monkeypatch.setitem(checkpoints.ABOUT, "config", about)
+    path = convert(NativeSource(checkpoints.make(tmp_path / "run")), tmp_path / "target")
+    (tmp_path / "tokenizer.json").unlink()
+    assert NativeSource(tmp_path / "run").tokenizer_files == []
+    (file,) = NativeSource(path).tokenizer_files
+    assert file.read_text() == "{}"
+
+
+def test_what_exists_is_refused(tmp_path: Path) -> None:
+    source = NativeSource(checkpoints.make(tmp_path))
+    with pytest.raises(ValueError, match="exists already"):
+        NativeSink(source.path).begin(source)
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 0x10
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (lambda path: (path / "__0_0.distcp").open("r+b").truncate(5000), r"__0_0\.distcp is truncated"),
+    "missing": (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp is missing"),
+    "no index": (lambda path: (path / ".metadata").unlink(), r"no file \.metadata"),
+    "index": (lambda path: (path / ".metadata").write_bytes(b"\x80junk"), r"\.metadata is damaged"),
+    "no description": (lambda path: (path / "metadata.json").unlink(), r"no metadata\.json"),
+    "description": (lambda path: (path / "metadata.json").write_text("{"), r"metadata\.json is damaged"),
+    "no model": (lambda path: (path / "metadata.json").write_text('{"format_version": 1, "step": 1}'), "config.model"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
+    path = checkpoints.make(tmp_path)
+    inflict, message = DAMAGES[damage]
+    inflict(path)
+    with pytest.raises(ValueError, match=message):
+        NativeSource(path)
+
+
+def test_a_flipped_bit_is_found_and_named_with_its_tensor(tmp_path: Path) -> None:
+    path, expected = checkpoints.make(tmp_path), checkpoints.everything()
+    file = path / "__0_0.distcp"
+    name = "model.layers.1.mlp.down.weight"
+    at = file.read_bytes().index(expected[name].view(torch.uint8).numpy().tobytes())
+    flip(file, at + 100)
+    source = NativeSource(path)
+    assert torch.equal(source.read("model.output.weight"), expected["model.output.weight"])
+    with pytest.raises(ValueError, match=rf"{file} is damaged at {name}"):
+        source.read(name)
+
+
+def test_any_flipped_bit_is_harmless_or_named(tmp_path: Path) -> None:
+    """Wherever it is, in headers too: never another value, never an error that does not say where."""
+    path, expected = checkpoints.make(tmp_path, {"model.a": torch.arange(12.0)}), torch.arange(12.0)
+    file = path / "__0_0.distcp"
+    whole, errors = file.read_bytes(), []
+    for at in range(0, len(whole), 5):
+        flip(file, at)
+        try:
+            assert torch.equal(NativeSource(path).read("model.a"), expected), at
+        except ValueError as error:
+            errors.append(str(error))
+        file.write_bytes(whole)
+    assert len(errors) > 9
+    assert all(f"{file} is damaged at model.a" in error for error in errors)

@@ -1,0 +1,235 @@
+"""What exchanges gather and sum on real ranks, against what is computed from all ranks' data at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import group as groups
+
+from megafp8 import symmetric
+from megafp8.collectives import barrier
+from megafp8.exchange import ALONE, AtOnce, Chunked, Exchange, Product, Replicated, collective_exchange
+from megafp8.symmetric import Symmetric
+from tests.world import World
+
+R, K, N = 6, 5, 7  # rows of a rank, summed over, columns
+
+
+class _Now:
+    """A CUDA stream, and an event, of a device that does everything at once."""
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def record_event(self) -> _Now:
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class _SharedFiles:
+    """Symmetric memory of CPU processes: torch's functions, made of files that all of them map."""
+
+    def __init__(self, folder: str, group: ProcessGroup) -> None:
+        self.folder, self.group = folder, group
+        self.sizes: list[int] = []
+
+    def empty_strided_p2p(self, size: tuple[int], *_: Any) -> Tensor:
+        self.sizes.append(*size)
+        return torch.empty(0)
+
+    def rendezvous(self, _: Tensor, group: ProcessGroup) -> _SharedFiles:
+        self.name = f"{self.folder}/{len(self.sizes)}"
+        with open(f"{self.name}-{group.rank()}", "wb") as file:
+            file.truncate(self.sizes[-1])
+        barrier(group)
+        made = _SharedFiles(self.folder, group)
+        made.name = self.name
+        return made
+
+    def get_buffer(self, rank: int, shape: tuple[int], dtype: torch.dtype) -> Tensor:
+        return torch.from_file(f"{self.name}-{rank}", shared=True, size=shape[0], dtype=dtype)
+
+    def barrier(self) -> None:
+        barrier(self.group)
+
+
+def symmetric_on_cpu(group: ProcessGroup, folder: str) -> Symmetric:
+    """`Symmetric` as it is, on streams and memory of the host: every byte is moved, only nothing runs beside it."""
+    shared = _SharedFiles(folder, group)
+    symmetric.symmetric_memory = type("", (), {"_SymmetricMemory": shared, "rendezvous": shared.rendezvous})  # type: ignore[assignment]
+    cuda = torch.cuda
+    cuda.Stream = cuda.current_stream = cuda.stream = lambda *_: _Now()  # type: ignore[assignment, misc]
+    cuda.synchronize = lambda *_: None
+    return Symmetric(group, torch.device("cpu"), size=64)
+
+
+def _exchange(name: str, group: ProcessGroup, folder: str) -> Exchange:
+    if name == "symmetric":
+        return symmetric_on_cpu(group, folder)
+    return {"replicated": Replicated, "at once": AtOnce, "chunked": Chunked}[name](group)
+
+
+def _world() -> ProcessGroup:
+    world = groups.WORLD
+    assert isinstance(world, ProcessGroup)
+    return world
+
+
+def _data(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(R, K, generator=generator).to(dtype), torch.randn(3, K, generator=generator)
+
+
+def _gathers(name: str, folder: str) -> None:
+    group = _world()
+    t, rank = group.size(), group.rank()
+    exchange = _exchange(name, group, folder)
+    assert exchange.group is group
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float64):
+        expected = [torch.cat(x) for x in zip(*(_data(r, dtype) for r in range(t)))]
+        arriving = exchange.gather(_data(rank, dtype))
+        assert arriving.in_pieces == (name != "at once")
+        order = []
+        for part in arriving:
+            order.append((part.start // R, part.stop // R))
+            assert torch.equal(arriving.whole[0][part].double(), expected[0][part].double())
+            others = slice(part.start // R * 3, part.stop // R * 3)
+            assert torch.equal(arriving.whole[1][others], expected[1][others])
+        ranks = [(r % t, r % t + 1) for r in range(rank, rank + t)]
+        assert order == ([(0, t)] if name == "at once" else ranks)
+        for ours, theirs in zip(arriving.wait(), expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours.double(), theirs.double())
+
+
+@pytest.mark.parametrize("name", ["at once", "chunked", "symmetric"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gathered_is_everything_in_order(world4: World, name: str, ranks: int, tmp_path: Any) -> None:
+    world4.run(_gathers, name, str(tmp_path), ranks=ranks)
+
+
+def _share(rank: int, m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Small integers, whose products and sums are exact."""
+    generator = torch.Generator().manual_seed(rank)
+    a, b = (torch.randint(-3, 4, (rows, K), generator=generator).to(dtype) for rows in (m, N))
+    return a, b.t()
+
+
+def _product(a: Tensor, b: Tensor, source: Exchange) -> tuple[Product, list[slice]]:
+    arriving, computed = source.gather([a]), []
+
+    def rows(part: slice, out: Tensor | None) -> Tensor:
+        computed.append(part)
+        y = arriving.whole[0][part] @ b
+        return y if out is None else out.copy_(y)
+
+    return Product(arriving, N, a.dtype, rows), computed
+
+
+def _sums(name: str, folder: str) -> None:
+    group = _world()
+    t, rank = group.size(), group.rank()
+    exchange = _exchange(name, group, folder)
+    for turn, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16)):
+        m = t * R * (turn + 1)  # so that buffers grow
+        shares = [torch.mm(*_share(r, m, dtype)) for r in range(t)]
+        product, computed = _product(*_share(rank, m, dtype), ALONE)
+        y = exchange.sum(product).wait()
+        whole = torch.stack(shares).double().sum(0)
+        assert y.dtype == dtype
+        assert torch.equal(y.double(), whole if name == "replicated" else whole.chunk(t)[rank])
+        own = m // t
+        parts = [slice(r % t * own, (r % t + 1) * own) for r in range(rank + 1, rank + t + 1)]  # the others' first
+        assert computed == (parts if name in ("chunked", "symmetric") else [slice(0, m)])
+
+
+@pytest.mark.parametrize("name", ["replicated", "at once", "chunked", "symmetric"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sums_are_those_of_all_shares(world4: World, name: str, ranks: int, tmp_path: Any) -> None:
+    world4.run(_sums, name, str(tmp_path), ranks=ranks)
+
+
+def _rounds_once(name: str, folder: str) -> None:
+    """1 and three times half a bf16 step at 1: rounded with each addition they vanish, rounded once they count."""
+    group = _world()
+    value = 1.0 if group.rank() == 0 else 2.0**-8
+    product, _ = _product(torch.full((4, K), value / K), torch.ones(K, N), ALONE)
+    share = product._replace(dtype=torch.bfloat16, rows=lambda part, out: _as(product.rows(part, None), out))
+    assert (_exchange(name, group, folder).sum(share).wait() == 1 + 2.0**-6).all()
+
+
+def _as(y: Tensor, out: Tensor | None) -> Tensor:
+    y = y.bfloat16()
+    return y if out is None else out.copy_(y)
+
+
+@pytest.mark.parametrize("name", ["chunked", "symmetric"])
+def test_shares_are_added_before_they_are_rounded(world4: World, name: str, tmp_path: Any) -> None:
+    world4.run(_rounds_once, name, str(tmp_path))
+
+
+def _through_a_layer(name: str, folder: str) -> None:
+    """Gathered in pieces, and summed elsewhere: what the pieces give is put together."""
+    group = _world()
+    a, b = _share(0, R, torch.float32)
+    product, computed = _product(a + group.rank(), b, _exchange(name, group, folder))
+    y = ALONE.sum(product).wait()
+    assert len(computed) == group.size()
+    assert torch.equal(y, torch.cat([(a + r) @ b for r in range(group.size())]))
+
+
+@pytest.mark.parametrize("name", ["chunked", "symmetric"])
+def test_a_product_of_pieces_is_the_product(world4: World, name: str, tmp_path: Any) -> None:
+    world4.run(_through_a_layer, name, str(tmp_path))
+
+
+def _one_at_a_time(folder: str) -> None:
+    exchange = symmetric_on_cpu(_world(), folder)
+    x = torch.zeros(2, 2)
+    first = exchange.gather([x])
+    with pytest.raises(AssertionError, match="before the last one was waited for"):
+        exchange.gather([x])
+    first.wait()
+    exchange.gather([x]).wait()
+
+
+def test_two_at_once_would_need_more_buffers(world2: World, tmp_path: Any) -> None:
+    world2.run(_one_at_a_time, str(tmp_path))
+
+
+def _cannot(folder: str) -> str:
+    group = _world()
+    exchange = symmetric_on_cpu(group, folder)
+    if group.rank() == 0:
+
+        def fails(*_: Any) -> None:
+            raise RuntimeError("no peer access\nand more")
+
+        symmetric.symmetric_memory._SymmetricMemory.empty_strided_p2p = fails
+    with pytest.raises(RuntimeError) as error:
+        exchange.gather([torch.zeros(1000, 1)])
+    return str(error.value)
+
+
+def test_where_one_rank_cannot_all_say_so(world2: World, tmp_path: Any) -> None:
+    first, second = world2.run(_cannot, str(tmp_path))
+    assert first == "symmetric memory cannot be set up: RuntimeError: no peer access"
+    assert second == "symmetric memory cannot be set up: another rank failed"
+
+
+def _plain() -> list[str]:
+    group = _world()
+    return [type(collective_exchange(group, sequence_parallel=sp)).__name__ for sp in (False, True)]
+
+
+def test_the_plain_exchange_of_a_layout(world2: World) -> None:
+    assert world2.run(_plain, ranks=1) == [["Replicated", "Replicated"]]
+    assert world2.run(_plain) == [["Replicated", "AtOnce"]] * 2

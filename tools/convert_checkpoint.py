@@ -1,0 +1,93 @@
+"""Convert a checkpoint between megafp8, Hugging Face and Megatron-LM, tensor by tensor, on a CPU.
+
+    python tools/convert_checkpoint.py --load runs/mine --save exported --to hf --verify
+    python tools/convert_checkpoint.py --load meta-llama/Llama-3.1-8B --save llama --to native
+    python tools/convert_checkpoint.py --load runs/mine --save megatron --to megatron --tensor 2 --pipeline 4
+    python tools/convert_checkpoint.py --load runs/mine --save weights --to consolidated --dtype fp32
+
+It needs memory for the largest tensor, whatever the size of the model. A command that was killed goes on when it is
+repeated. Nothing is overwritten, and the target appears when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafp8.conversion.convert import Note, Selected, convert, verify
+from megafp8.conversion.formats import FORMATS, recognise
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+SOURCE_OPTIONS, SINK_OPTIONS = ("unsafe", "vocab_size"), ("tensor", "pipeline", "virtual_pipeline", "implementation")
+"""Megatron-LM's: keywords of its source and its sink."""
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", required=True, type=Path, metavar="PATH", help="checkpoint, or the folder of a run")
+    parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make")
+    parser.add_argument("--to", required=True, choices=list(FORMATS))
+    parser.add_argument("--from", dest="source", choices=list(FORMATS), help="default: what the files look like")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="of weights; implies --weights-only")
+    parser.add_argument("--weights-only", action="store_true", help="leave optimizer state and FP8 scales out")
+    parser.add_argument("--verify", action="store_true", help="read the target back and compare every value")
+    to = parser.add_argument_group("to Megatron-LM")
+    to.add_argument("--tensor", type=int, metavar="N", help="tensor-parallel size")
+    to.add_argument("--pipeline", type=int, metavar="N", help="pipeline-parallel size")
+    to.add_argument("--virtual-pipeline", type=int, metavar="N", help="stages a pipeline rank")
+    names = ("transformer_engine", "local")
+    to.add_argument("--transformer-impl", dest="implementation", choices=names, help="default: transformer_engine")
+    of = parser.add_argument_group("from Megatron-LM")
+    of.add_argument("--unsafe", action="store_true", default=None, help="run the code in its files; you trust them")
+    of.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding, where its files do not say")
+    arguments = parser.parse_args(argv)
+    if arguments.to != "megatron" and given(arguments, SINK_OPTIONS):
+        parser.error(
+            f"a checkpoint of the format {arguments.to} has no layout: give {', '.join(SINK_OPTIONS)} to megatron"
+        )
+    return arguments
+
+
+def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+
+
+def run(arguments: argparse.Namespace) -> None:
+    load, to = arguments.source or recognise(arguments.load), FORMATS[arguments.to]
+    source_options = given(arguments, SOURCE_OPTIONS)
+    if source_options and load != "megatron":
+        raise ValueError(f"{arguments.load} is of the format {load}; {', '.join(source_options)} is for megatron")
+    source = Selected(
+        FORMATS[load].source(arguments.load, **source_options),
+        weights_only=arguments.weights_only or arguments.dtype is not None or to.weights_only,
+        dtype=DTYPES.get(arguments.dtype),
+    )
+    options = ("to", "dtype", "weights_only", *SINK_OPTIONS, *SOURCE_OPTIONS)
+    note = Note(arguments.save, source, {name: getattr(arguments, name) for name in options})
+    if note.check():
+        print(f"{arguments.save}: {convert(source, to.sink(arguments.save, **given(arguments, SINK_OPTIONS)), note)}")
+    if arguments.verify:
+        print(f"{arguments.save}: equal to {source.path}: {verify(source, to.source(arguments.save))}")
+    note.remove()
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        run(parse_arguments(argv))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
