@@ -21,7 +21,9 @@ from megafp8.models.attention import CUDA_BACKENDS, cuda_backends
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.determinism import describe_determinism, make_deterministic
 from megafp8.training.trainer import Trainer, build_fp8
+from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.test_cuda_graphs import batches, config
+from tests.training.test_equivalence import ALONE, SMALL
 from tests.training.test_memory_modes import _digest
 from tests.world import World
 
@@ -169,6 +171,14 @@ def _losses(folder: Path, name: str, *options: str) -> list[float]:
     assert done.returncode == 0, done.stderr
     losses: list[float] = json.loads(path.read_text())["samples"][0]["losses"]
     return losses
+
+
+def test_the_log_says_so(quickstart_data: QuickstartData, tmp_path: Path) -> None:
+    command = [sys.executable, "pretrain_gpt.py", "--config", str(CONFIG), f"run_dir={tmp_path}", "deterministic=true"]
+    command += [*quickstart_data.overrides, *ALONE, *SMALL, "training.steps=1", "optimizer.warmup_steps=0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert describe_determinism("cpu") in done.stderr.splitlines()
 
 
 def test_a_mixed_benchmark_is_refused(tmp_path: Path) -> None:
