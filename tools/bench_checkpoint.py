@@ -18,6 +18,7 @@ import json
 import os
 import resource
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -122,7 +123,8 @@ def in_the_background(folder: Path, state: dict[str, Tensor], size: int, seconds
 
 
 def measure(folder: Path, state: dict[str, Tensor], seconds: float, saves: int) -> list[Row]:
-    """All rows; removes what it wrote."""
+    """All rows once; removes what it wrote."""
+    os.sync()
     size = sum(tensor.nbytes for tensor in state.values())
     rows = []
     for how, write in (("the disk", write_plainly), ("torch.save", torch_save)):
@@ -141,13 +143,16 @@ def measure(folder: Path, state: dict[str, Tensor], seconds: float, saves: int) 
     return rows
 
 
-def table(rows: list[Row]) -> str:
-    """The rows for people."""
-    lines = [f"{'':26} {'stalled s':>9} {'in all s':>9} {'MB/s':>7}  steps meanwhile"]
-    for row in rows:
-        slower = "" if row.slowdown is None else f"{row.slowdown:+.0%}"
-        rate = row.bytes / row.total / 1e6
-        lines.append(f"{row.how:26} {row.stalled:9.2f} {row.total:9.2f} {rate:7.0f}  {slower}".rstrip())
+def table(rounds: list[list[Row]]) -> str:
+    """The rows for people: medians, and of the totals the range."""
+    lines = [f"{'':26} {'stalled s':>9} {'in all s':>9} {'(range)':>14} {'MB/s':>6}  steps meanwhile"]
+    for rows in zip(*rounds):
+        stalled, total = (statistics.median(getattr(row, key) for row in rows) for key in ("stalled", "total"))
+        slowdowns = [row.slowdown for row in rows if row.slowdown is not None]
+        slower = f"{statistics.median(slowdowns):+.0%} time" if slowdowns else ""
+        span = f"({min(row.total for row in rows):.2f}-{max(row.total for row in rows):.2f})"
+        rate = rows[0].bytes / total / 1e6
+        lines.append(f"{rows[0].how:26} {stalled:9.2f} {total:9.2f} {span:>14} {rate:6.0f}  {slower}".rstrip())
     return "\n".join(lines)
 
 
@@ -159,7 +164,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--step-seconds", type=float, default=2.0)
     parser.add_argument("--saves", type=int, default=2, help="in the background; the first makes the host memory")
-    parser.add_argument("--json", type=Path, help="write the rows here too")
+    parser.add_argument("--rounds", type=int, default=3, help="of everything; the table has medians")
+    parser.add_argument("--json", type=Path, help="write the rows of each round here too")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if any(arguments.folder.iterdir()):
@@ -170,11 +176,15 @@ def main(argv: list[str] | None = None) -> int:
     size = sum(tensor.nbytes for tensor in state.values())
     parameters = sum(tensor.numel() for name, tensor in state.items() if name.startswith("model."))
     print(f"{parameters / 1e9:.2f}B parameters, {len(state)} tensors, {size / 1e9:.2f} GB, torch {torch.__version__}")
-    rows = measure(arguments.folder, state, arguments.step_seconds, arguments.saves)
-    print(table(rows))
+    rounds = []
+    for _ in range(arguments.rounds):
+        rounds.append(measure(arguments.folder, state, arguments.step_seconds, arguments.saves))
+    print(table(rounds))
     print(f"peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps([[asdict(row) for row in rows] for rows in rounds]) + "\n", encoding="utf-8"
+        )
     return 0
 
 
