@@ -19,9 +19,10 @@ from megafp8.checkpoint import DamagedCheckpoint, FolderInUse
 from megafp8.config import Config, check_layout, load_config
 from megafp8.planner.memory import memory_table, pipeline_memory
 from megafp8.training.describe import describe
+from megafp8.training.determinism import make_deterministic
 from megafp8.training.init_from import complete_model
 from megafp8.training.inputs import Inputs, open_inputs, with_vocabulary
-from megafp8.training.job import check_run, train
+from megafp8.training.job import check_run, choose_device, train
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 from megafp8.training.trainer import build_fp8
 
@@ -61,6 +62,8 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
         return None
     plan_pipeline(config, num_microbatches(config, world_size))
     inputs = open_inputs(config, arguments.config)
+    if config.deterministic:
+        make_deterministic(choose_device(config))  # before anything looks at a GPU
     check_run(inputs)
     return inputs
 

@@ -141,6 +141,15 @@ def broadcast(x: Tensor, group: ProcessGroup | None, group_src: int) -> Tensor:
     return x
 
 
+def broadcast_object(value: Any, group: ProcessGroup | None) -> Any:
+    """The first rank's picklable `value`, on all ranks. For set-up and reports, as `all_gather_objects`."""
+    if size(group) == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
 def all_gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     """Every rank's picklable `value`, in group order. For set-up and reports, not for every training step."""
     if size(group) == 1:

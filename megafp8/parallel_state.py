@@ -6,8 +6,9 @@ least, lie farthest apart. This is Megatron-LM's order "tp-cp-dp-pp" read from t
 
 `rank_groups` is the whole truth and needs no process group: it slices the grid and returns lists of ranks, so the
 layout of 16,384 GPUs can be checked on a laptop. `initialize_model_parallel` builds the process groups of exactly those
-lists that this rank is in: a `DeviceMesh` for the four axes, and for the groups over several axes one `new_group` each,
-which only its members call, so a rank's start-up cost does not grow with the world.
+lists that this rank is in, by one `new_group` each, which only its members call. So a rank's start-up cost does not
+grow with the world: torch's own `init_device_mesh` makes every rank go through the groups of all others, some 40,000
+of them on 16,384 ranks, and the `DeviceMesh` that torch's libraries ask for is made of our groups instead.
 
 The result is an object, `ParallelState`, and modules are handed the groups they need. The accessors with Megatron-LM's
 names at the end of the file serve scripts and notebooks; nothing inside the package calls them.
@@ -18,13 +19,15 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+Ranks = npt.NDArray[np.int_]
 
 AXES = ("pipeline", "data", "context", "tensor")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -50,6 +53,17 @@ def rank_groups(
     `tensor_context`, `amax` (data × context × tensor), `embedding` (first and last stage of each pipeline). The
     data-parallel size is what remains of the world. Raises ValueError where the sizes do not multiply up to the world.
     """
+    grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
+    return {name: ranks.tolist() for name, ranks in _cut(grid).items()}
+
+
+def _grid(
+    world_size: int,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    context_parallel_size: int,
+) -> Ranks:
+    """All ranks, `[pipeline, data, context, tensor]`. Raises ValueError where the sizes do not fit the world."""
     sizes = {
         "tensor_model_parallel_size": tensor_model_parallel_size,
         "pipeline_model_parallel_size": pipeline_model_parallel_size,
@@ -67,17 +81,28 @@ def rank_groups(
         )
     data = world_size // model_size
     shape = (pipeline_model_parallel_size, data, context_parallel_size, tensor_model_parallel_size)
-    grid = np.arange(world_size).reshape(shape)
+    return np.arange(world_size).reshape(shape)
 
-    def along(*axes: str) -> list[list[int]]:
+
+def _cut(grid: Ranks) -> dict[str, Ranks]:
+    """The groups of each name, `[groups, members]`."""
+
+    def along(*axes: str) -> Ranks:
         kept = [AXES.index(axis) for axis in axes]
         rest = [i for i in range(len(AXES)) if i not in kept]
-        return grid.transpose(rest + kept).reshape(-1, int(np.prod([shape[i] for i in kept]))).tolist()
+        return grid.transpose(rest + kept).reshape(-1, int(np.prod([grid.shape[i] for i in kept])))
 
     groups = {axis: along(axis) for axis in AXES}
     groups |= {name: along(*axes) for name, axes in _JOINT_GROUPS.items()}
-    groups["embedding"] = [sorted({ranks[0], ranks[-1]}) for ranks in groups["pipeline"]]
+    pipelines = groups["pipeline"]
+    groups["embedding"] = pipelines[:, [0, -1]] if pipelines.shape[1] > 1 else pipelines
     return groups
+
+
+def _group_of(rank: int, groups: Ranks) -> tuple[int, ...] | None:
+    """The one of `groups` that `rank` is in, if there is one."""
+    found = groups[(groups == rank).any(axis=1)]
+    return tuple(found[0].tolist()) if len(found) else None
 
 
 @dataclass(frozen=True)
@@ -168,33 +193,36 @@ def initialize_model_parallel(
     *,
     device: torch.device | None = None,
     timeout_seconds: float = 600.0,
+    backend: str | None = None,
 ) -> ParallelState:
     """Cut the running job into its groups. Call after `torch.distributed` is initialised, once, on every rank.
+
+    `backend`: of the groups; None: gloo on CPU, NCCL on CUDA.
 
     Raises ValueError, on every rank alike and before any group is built, where the sizes do not fit the world.
     """
     global _STATE
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = device or torch.device("cpu")
-    lists = rank_groups(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    mine = {name: next((tuple(g) for g in groups if rank in g), None) for name, groups in lists.items()}
-    shape = tuple(len(mine[axis] or ()) for axis in AXES)
-    backends: dict[int | str, Any] = dict.fromkeys(AXES, _BACKENDS[device.type])
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES, backend_override=backends)
+    grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
+    mine = {name: _group_of(rank, groups) for name, groups in _cut(grid).items()}
     world = dist.group.WORLD
     assert world is not None
     timeout = datetime.timedelta(seconds=timeout_seconds)
 
-    def group(name: str, process_group: ProcessGroup | None = None) -> Group:
+    def group(name: str) -> Group:
         ranks = mine[name]
         assert ranks is not None
-        if process_group is None:
-            process_group = dist.new_group(
-                list(ranks), timeout=timeout, backend=_BACKENDS[device.type], use_local_synchronization=True
-            )
+        process_group = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend or _BACKENDS[device.type], use_local_synchronization=True
+        )
+        assert process_group is not None
         return Group(process_group, ranks, ranks.index(rank))
 
-    axes = {axis: group(axis, mesh.get_group(axis)) for axis in AXES}
+    axes = {axis: group(axis) for axis in AXES}
+    mesh = DeviceMesh.from_group(
+        [axes[axis].group for axis in AXES], device.type, torch.from_numpy(grid), mesh_dim_names=AXES
+    )
 
     def joint(name: str) -> Group:
         """A joint group that is in truth one axis reuses that axis's communicator."""

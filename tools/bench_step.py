@@ -4,8 +4,9 @@
         --layouts "tensor=1 pipeline=1 zero=1" "tensor=2 pipeline=2 schedule=zb-h1" --variants bf16,delayed,delayed+fast
 
 A layout is a list of keys of `parallel`; what it does not name is as in the config. A variant is bf16, fp32 or an FP8
-recipe, with +fast (fast accumulation in all three GEMMs) and +graphs (training.cuda_graphs) where wanted. The tokens
-are random: no data set is read. `--micro-batches` is the number on each data-parallel rank, whatever the layout.
+recipe, with +fast (fast accumulation in all three GEMMs), +graphs (training.cuda_graphs) and +deterministic where
+wanted; what is deterministic is so for a whole process, so either all variants are or none. The tokens are random: no
+data set is read. `--micro-batches` is the number on each data-parallel rank, whatever the layout.
 
 Each variant of each layout is built, warmed up and timed in turn, `--rounds` times over, so that a drift of the clock
 touches all alike; the table gives
@@ -49,6 +50,7 @@ from megafp8.parallel_state import (
 from megafp8.pipeline_parallel.schedules import Kind
 from megafp8.pipeline_parallel.simulate import Timeline, Times, simulate
 from megafp8.planner.memory import pipeline_memory
+from megafp8.training.determinism import make_deterministic
 from megafp8.training.job import choose_device
 from megafp8.training.metrics import memory_gib
 from megafp8.training.pipeline import PipelinePlan
@@ -58,6 +60,7 @@ from tools.step_profile import StepProfile, profile_step
 OPTIONS = {
     "fast": "fp8.fast_accumulation=[true,true,true]",
     "graphs": "training.cuda_graphs=true",
+    "deterministic": "deterministic=true",
 }
 
 
@@ -276,6 +279,11 @@ def main() -> int:
         print(f"error: {results[lines[0]].failure}", file=sys.stderr)
         return 2
     some = next(iter(configs.values()))
+    if any(config.deterministic != some.deterministic for config in configs.values()):
+        print("error: --variants: libraries read how to be deterministic once, so all must be or none", file=sys.stderr)
+        return 2
+    if some.deterministic:
+        make_deterministic(choose_device(some))
     device = initialize_distributed(choose_device(some), some.timeout_seconds)
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
     groups = Groups(device)

@@ -64,7 +64,7 @@ def together(action: Callable[[], T], group: ProcessGroup | None) -> T:
 def on_first(action: Callable[[], T], group: ProcessGroup | None) -> T:
     """Run `action` on the first rank and return its value (picklable) on all; all raise where it raised."""
     value = together(lambda: action() if rank_in(group) == 0 else None, group)
-    return collectives.all_gather_objects(value, group)[0]
+    return collectives.broadcast_object(value, group)
 
 
 def whole_job(group: ProcessGroup | None) -> ProcessGroup | None:

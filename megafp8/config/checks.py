@@ -30,6 +30,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _overlap,
         _param_gather,
         _checkpoint,
+        _deterministic,
         *by_ranks,
     )
     problems = [problem for rule in rules for problem in rule(config)]
@@ -322,6 +323,21 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
             "checkpoint.keep_every", c.keep_every, "without checkpoint.keep_last every checkpoint is kept",
             "set checkpoint.keep_last too, for example to 2",
         )  # fmt: skip
+
+
+def _deterministic(config: Config) -> Iterator[Problem]:
+    p, f, off = config.parallel, config.fp8, "or deterministic=false"
+    if not config.deterministic:
+        return
+    if f.auto_filter == "measured":
+        rule = "deterministic, and which layers are faster in FP8 may be measured otherwise in the next run"
+        yield Problem("fp8.auto_filter", f.auto_filter, rule, f"try fp8.auto_filter=predicted, {off}")
+    if f.gemm_autotune:
+        rule = "deterministic, and another algorithm, which rounds otherwise, may be the fastest in the next run"
+        yield Problem("fp8.gemm_autotune", True, rule, f"leave it out, {off}")
+    if p.context > 1 and config.device != "cpu" and config.training.precision == "bf16":
+        rule = "deterministic, and its attention is cuDNN's, whose backward adds up in any order"
+        yield Problem("parallel.context", p.context, rule, f"try parallel.context=1, {off}")
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Problem]:

@@ -248,9 +248,9 @@ class Fp8Config(Section):
     """auto: on CUDA cublaslt where nvmath-python is installed, else scaled_mm; on CPU emulated: the same FP8 values,
     fp32
     products."""
-    gemm_autotune: bool = True
+    gemm_autotune: bool | None = None
     """cublaslt: time the algorithms for each shape once and keep the fastest in the user's cache folder. Runs are
-    bit-identical only if they read the same choices."""
+    bit-identical only if they read the same choices. Default: unless deterministic."""
 
 
 class TrainingConfig(Section):
@@ -383,6 +383,9 @@ class Config(Section):
     """Where run folders are made; the run's own is <run_dir>/<name>."""
     seed: int = 1234
     """Decides initial weights and the order of the data."""
+    deterministic: bool = False
+    """Two runs of one layout on the same kind of machine are the same bits, on GPUs too: nothing adds up in an order of
+    its own, nothing is chosen by its speed. Slower, in attention above all: docs/decisions/0016-determinism.md."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: CUDA where there is a GPU."""
     timeout_seconds: PositiveFloat = 600.0
@@ -395,3 +398,8 @@ class Config(Section):
     data: DataConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def tunes_gemms(self) -> bool:
+        """Whether cuBLASLt's algorithms are chosen by their speed."""
+        return not self.deterministic if self.fp8.gemm_autotune is None else self.fp8.gemm_autotune

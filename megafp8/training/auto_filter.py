@@ -23,7 +23,7 @@ from itertools import groupby
 
 import torch
 
-from megafp8.collectives import all_gather_objects
+from megafp8.collectives import broadcast_object
 from megafp8.config import Config
 from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.recipe import OperandRecipes
@@ -73,7 +73,7 @@ def choose(config: Config, fp8: Fp8Manager, parallel: ParallelState, dtype: torc
         if parallel.device.type == "cuda":  # what was measured with is no part of the run
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(parallel.device)
-    return verdict(all_gather_objects(found, parallel.world.group)[0], kind)
+    return verdict(broadcast_object(found, parallel.world.group), kind)
 
 
 def check(config: Config, fp8: Fp8Manager, device: torch.device) -> None:

@@ -31,6 +31,7 @@ from megafp8.parallel_state import (
 from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.training import auto_filter, fp8_parameters
 from megafp8.training.cuda_graphs import silent
+from megafp8.training.determinism import describe_determinism
 from megafp8.training.init_from import check_init, load_init
 from megafp8.training.inputs import Inputs
 from megafp8.training.metrics import Fp8ReportWriter, StepMetrics, Writer, memory_gib, open_writers, read_metrics
@@ -133,6 +134,8 @@ class Job:
             self.say(fp8_parameters.report(weights, parallel.data_context.size))
         for reason in self.trainer.auto_filter.reasons:
             self.say(reason)
+        if self.config.deterministic:
+            self.say(describe_determinism(parallel.device.type))
         self.saved_step = self.step
         self.saver = self._make_saver() if self.config.checkpoint.async_save else None
 

@@ -39,7 +39,7 @@ from megafp8.checkpoint import (
     read_metadata,
     save,
 )
-from megafp8.collectives import all_gather_objects
+from megafp8.collectives import broadcast_object
 from megafp8.config import Config
 from megafp8.parallel_state import ParallelState
 from megafp8.training.auto_filter import Choice, kept_choice
@@ -201,7 +201,7 @@ def saved_choice(config: Config, parallel: ParallelState, run: Path) -> Choice |
         saved = read_metadata(path)
         if saved["config"]["fp8"] == config.model_dump(mode="json")["fp8"]:
             layers = saved.get("fp8_left_out")
-    layers = all_gather_objects(layers, parallel.world.group)[0]
+    layers = broadcast_object(layers, parallel.world.group)
     return None if layers is None else kept_choice(layers)
 
 
@@ -213,7 +213,7 @@ def load_latest(trainer: Trainer, run: Path, *, say: Callable[[str], None] = sil
     """
     # One rank looks and tells the others: on a lagging network file system they might see different folders.
     world = trainer.parallel.world
-    path = all_gather_objects(latest(checkpoint_folder(run)) if world.is_first else None, world.group)[0]
+    path = broadcast_object(latest(checkpoint_folder(run)) if world.is_first else None, world.group)
     if path is None:
         return 0
     saved = load(path, tensors(trainer), optional=lambda name: name.startswith("fp8."), verify=False)

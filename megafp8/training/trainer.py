@@ -109,7 +109,7 @@ def build_fp8(config: Config, parallel: ParallelState | None) -> Fp8Manager:
         include=tuple(config.fp8.include),
         exclude=(*config.fp8.exclude, *_kept_blocks(config)),
         gemm_backend=config.fp8.gemm_backend,
-        gemm_autotune=config.fp8.gemm_autotune,
+        gemm_autotune=config.tunes_gemms,
         recorder=Recorder(interval) if interval and config.fp8.recipe != "none" else None,
         seed=config.seed,
         data_parallel=(0, 1) if parallel is None else (parallel.data.rank, parallel.data.size),

@@ -1,0 +1,192 @@
+"""`deterministic: true`: what it switches, what it refuses, and that two runs are the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+from torch.utils import deterministic
+
+from megafp8.config import Config, ConfigError, check_layout
+from megafp8.models.attention import CUDA_BACKENDS, cuda_backends
+from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.training.determinism import describe_determinism, make_deterministic
+from megafp8.training.trainer import Trainer, build_fp8
+from tests.training.test_cuda_graphs import batches, config
+from tests.training.test_memory_modes import _digest
+from tests.world import World
+
+ROOT = Path(__file__).parent.parent.parent
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
+BF16 = {"precision": "bf16"}
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """This process as it is before it is switched, and again afterwards."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "to be put back")
+        monkeypatch.delenv(name)
+    yield monkeypatch
+    _switch_back()
+
+
+def _switch_back() -> None:
+    torch.use_deterministic_algorithms(False)
+    deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+# --- what it switches ------------------------------------------------------------------------------------------------
+
+
+def test_each_switch(process: pytest.MonkeyPatch) -> None:
+    assert cuda_backends() == CUDA_BACKENDS
+    make_deterministic("cuda")
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    assert not torch.backends.cudnn.benchmark
+    assert {name: os.environ[name] for name in VARIABLES} == {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_ALGO": "Ring",
+    }
+    assert cuda_backends() == [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    line = describe_determinism("cuda")
+    assert "\n" not in line
+    for part in ("cuDNN", "untimed", "CUBLAS_WORKSPACE_CONFIG=:4096:8", "NCCL_ALGO=Ring"):
+        assert part in line
+
+
+def test_on_a_cpu_the_environment_stays(process: pytest.MonkeyPatch) -> None:
+    make_deterministic("cpu")
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not any(name in os.environ for name in VARIABLES)
+    assert "NCCL" not in describe_determinism("cpu")
+
+
+def test_what_the_environment_says_already(process: pytest.MonkeyPatch) -> None:
+    process.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    process.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match=r"CUDA has started without NCCL_ALGO.*NCCL_ALGO=Ring"):
+        make_deterministic("cuda")
+    process.setenv("NCCL_ALGO", "NVLS")
+    with pytest.raises(ValueError, match=r"the environment has NCCL_ALGO=NVLS.*unset it, or try NCCL_ALGO=Ring"):
+        make_deterministic("cuda")
+    process.setenv("NCCL_ALGO", "Ring")
+    make_deterministic("cuda")
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.parametrize(
+    ("top", "fp8", "tunes"),
+    [({}, {}, True), ({"deterministic": True}, {}, False), ({}, {"gemm_autotune": False}, False)],
+)
+def test_algorithms_are_not_timed(top: dict[str, Any], fp8: dict[str, Any], tunes: bool) -> None:
+    settings = config(fp8={"recipe": "delayed", **fp8}).model_copy(update=top)
+    assert build_fp8(settings, None).gemm_autotune is tunes
+
+
+# --- what it refuses -------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "auto filter": ({"fp8": {"recipe": "current", "auto_filter": "measured"}}, "fp8.auto_filter = 'measured'"),
+    "autotune": ({"fp8": {"recipe": "current", "gemm_autotune": True}}, "fp8.gemm_autotune = True"),
+    "context": ({"parallel": {"context": 2}, "training": BF16}, "parallel.context = 2"),
+}
+
+
+def _deterministic(settings: Config, **changes: Any) -> Config:
+    return settings.model_copy(update={"deterministic": True, **changes})
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_deterministic_is_refused(case: str) -> None:
+    sections, key = REFUSED[case]
+    settings = config(**{**sections, "training": {**sections.get("training", {}), "global_batch_size": 8}})
+    check_layout(settings, 2)
+    with pytest.raises(ConfigError, match=re.escape(key)) as error:
+        check_layout(_deterministic(settings), 2)
+    assert "or deterministic=false" in str(error.value)
+
+
+def test_what_can_be_is_not() -> None:
+    training = {"global_batch_size": 8}
+    check_layout(_deterministic(config(parallel={"context": 2}, training={**BF16, **training}), device="cpu"), 2)
+    check_layout(_deterministic(config(parallel={"context": 2}, training=training)), 2)  # fp32: formulas spelt out
+    fp8 = {"recipe": "current", "auto_filter": "predicted"}
+    check_layout(_deterministic(config(fp8=fp8, training={**BF16, **training})), 2)
+
+
+# --- two runs --------------------------------------------------------------------------------------------------------
+
+
+def _run(settings: Config) -> tuple[Any, ...]:
+    """Losses and norms of four steps, and digests of weights and FP8 state, of the ranks that are here."""
+    make_deterministic("cpu")
+    try:
+        p = settings.parallel
+        parallel = initialize_model_parallel(p.tensor, p.pipeline, device=initialize_distributed("cpu"))
+        trainer = Trainer(settings, parallel)
+        curve = []
+        for step in range(4):
+            loss, result = trainer.train_step(step, batches(step, settings, parallel, masked=True))
+            curve.append((loss.mean, result.grad_norm))
+        trainer.wait_for_weights()
+        return (curve, _digest(trainer.params), _digest(list(trainer.fp8.state_dict().values())))
+    finally:
+        _switch_back()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_two_runs_on_a_cpu(world4: World, recipe: str) -> None:
+    """Everything at once: tensor, sequence, pipeline; the noise of nvfp4 too."""
+    settings = _deterministic(config(
+        parallel={"tensor": 2, "pipeline": 2, "schedule": "zb-h1", "bucket_mib": 0.05},
+        fp8={"recipe": recipe}, training={"global_batch_size": 4},
+    ))  # fmt: skip
+    first, second = (world4.run(_run, settings) for _ in range(2))
+    assert first == second
+    curve = first[0][0]
+    assert len(set(curve)) == len(curve)
+
+
+def _losses(folder: Path, name: str, *options: str) -> list[float]:
+    """Of a run of tools/bench_step.py in a process of its own: each round trains the same model anew."""
+    path = folder / name
+    command = [sys.executable, "tools/bench_step.py", "--config", "configs/llama3-8b.yaml", "--json", str(path)]
+    command += ["--layouts", "tensor=1 pipeline=1", "--micro-batches", "2", "--warmup", "1", "--rounds", "2", *options]
+    environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    losses: list[float] = json.loads(path.read_text())["samples"][0]["losses"]
+    return losses
+
+
+def test_a_mixed_benchmark_is_refused(tmp_path: Path) -> None:
+    sizes = ["--set", "model.num_layers=1", "training.seq_length=16"]
+    with pytest.raises(AssertionError, match="all must be or none"):
+        _losses(tmp_path, "mixed", "--variants", "fp32,fp32+deterministic", *sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["bf16", "delayed", "blockwise"])
+def test_two_runs_on_a_gpu(tmp_path: Path, variant: str) -> None:
+    """Two rounds in each of two processes. Tokens enough for the embedding's gradient to be sorted, long enough
+    sequences for attention's backward to have blocks in parallel."""
+    sizes = ["model.num_layers=2", "model.hidden_size=1024", "model.num_attention_heads=8", "model.num_query_groups=4"]
+    sizes += ["model.ffn_hidden_size=2048", "model.vocab_size=4096", "training.seq_length=4096"]
+    options = ["--variants", f"{variant}+deterministic", "--steps", "12", "--set", *sizes]
+    first, second = (_losses(tmp_path, name, *options) for name in ("first", "second"))
+    half = len(first) // 2
+    assert first[:half] == first[half:]
+    assert first == second
+    assert len(set(first[:half])) == half
