@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from megafp8.config import ModelConfig
-from megafp8.conversion.base import Source, TensorInfo
+from megafp8.conversion.base import Source
 from megafp8.conversion.hf_config import choose, differences, read_config, write_config
 from megafp8.conversion.hf_names import Place, place
 from megafp8.conversion.hf_source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from megafp8.conversion.journal import Journal, sync
-from megafp8.conversion.model import model_tensors
+from megafp8.conversion.model import check_source, resolved
 from megafp8.conversion.safetensors_format import header, write_at
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 from megafp8.sharding import Shape
@@ -66,10 +66,10 @@ class HfSink:
         """
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ValueError(f"{self.path} is there already, and was left as it is; give another folder, or remove it")
-        self._source, model = source, _resolved(source)
+        self._source, model = source, resolved(source)
         self._tokenizer = _tokenizer(source.tokenizer_files)
         self._config = _config(model, source.about, self._weights_dtype(source), self._tokenizer)
-        self._tensors = _check(model, source)
+        self._tensors = check_source(source, model)
         self._rows = model.vocab_size
         self._places = {name: place(self._config["model_type"], name) for name in self._tensors}
         headers = self._plan(source)
@@ -151,33 +151,6 @@ class HfSink:
         except OSError as error:
             raise ValueError(f"{hidden} is complete, but cannot become {self.path}: {error.strerror}") from error
         sync(self.path.parent)
-
-
-def _resolved(source: Source) -> ModelConfig:
-    """The source's model with what a Hugging Face config wants to know and ours may leave to the run."""
-    model = source.model
-    if model.vocab_size is None:
-        raise ValueError(f"{source.path} does not say model.vocab_size")
-    if model.max_position_embeddings is not None:
-        return model
-    positions = source.tensors.get("model.embedding.position.weight")
-    run = source.about.get("config", {}).get("training", {})
-    rows = run.get("seq_length") if positions is None else positions.shape[0]
-    return model.model_copy(update={"max_position_embeddings": rows})
-
-
-def _check(model: ModelConfig, source: Source) -> dict[str, Shape]:
-    """The tensors to write. Raises ValueError where the source lacks one, or has it with another shape or dtype."""
-    tensors = model_tensors(model)
-    for name, shape in tensors.items():
-        info: TensorInfo | None = source.tensors.get(name)
-        if info is None:
-            raise ValueError(f"{source.path} has no tensor {name}, which its model has")
-        if tuple(info.shape) != shape or not info.dtype.is_floating_point:
-            raise ValueError(
-                f"{source.path}: {name} is {info.dtype} {list(info.shape)}, and its model has {list(shape)}"
-            )
-    return tensors
 
 
 def _tokenizer(files: Collection[Path]) -> Tokenizer | None:

@@ -34,7 +34,7 @@ from megafp8.conversion.journal import Journal, sync
 from megafp8.conversion.megatron_args import Implementation, layout_args, write_args
 from megafp8.conversion.megatron_names import OUTPUT, Place, place, runs, their_shape, with_transformer_engine
 from megafp8.conversion.megatron_source import FILES, TOKENIZER_FOLDER, TRACKER
-from megafp8.conversion.model import model_tensors
+from megafp8.conversion.model import check_source, resolved, seq_length
 from megafp8.conversion.safetensors_format import write_at
 from megafp8.conversion.torch_file import reserve, seal, tensor_starts
 from megafp8.sharding import Shape
@@ -79,9 +79,9 @@ class MegatronSink:
             raise ValueError(
                 f"{self.path} is there already; nothing was overwritten. Give another folder, or remove it"
             )
-        self._source, self._model = source, _resolved(source)
+        self._source, self._model = source, resolved(source)
         self._check_layout(self._model)
-        self._shapes = _check_source(source, self._model)
+        self._shapes = check_source(source, self._model)
         multiple = self._model.vocab_multiple * self.tensor
         assert self._model.vocab_size is not None
         self._padded_vocab = -(-self._model.vocab_size // multiple) * multiple
@@ -124,7 +124,7 @@ class MegatronSink:
         step = said.get("step") if isinstance(said.get("step"), int) else 0
         dtypes = Counter(source.tensors[name].dtype for name in self._shapes)
         layers = model.num_layers // (self.pipeline * self.virtual)
-        args = write_args(model, _seq_length(source) or model.max_position_embeddings)
+        args = write_args(model, seq_length(source) or model.max_position_embeddings)
         args |= layout_args(
             self.tensor,
             self.pipeline,
@@ -241,37 +241,6 @@ class MegatronSink:
         except OSError as error:
             raise ValueError(f"{hidden} is complete, but cannot become {self.path}: {error.strerror}") from error
         sync(self.path.parent)
-
-
-def _seq_length(source: Source) -> int | None:
-    run = source.about.get("config", {}).get("training", {})
-    return run.get("seq_length")
-
-
-def _resolved(source: Source) -> ModelConfig:
-    """The source's model with its number of positions, which ours may leave to the run."""
-    model = source.model
-    if model.vocab_size is None:
-        raise ValueError(f"{source.path} does not say model.vocab_size")
-    if model.max_position_embeddings is not None:
-        return model
-    table = source.tensors.get("model.embedding.position.weight")
-    rows = _seq_length(source) if table is None else table.shape[0]
-    return model.model_copy(update={"max_position_embeddings": rows})
-
-
-def _check_source(source: Source, model: ModelConfig) -> dict[str, Shape]:
-    """The tensors to write. Raises ValueError where the source lacks one, or has it with another shape or dtype."""
-    shapes = model_tensors(model)
-    for name, shape in shapes.items():
-        info = source.tensors.get(name)
-        if info is None:
-            raise ValueError(f"{source.path} has no tensor {name}, which its model has")
-        if tuple(info.shape) != shape or not info.dtype.is_floating_point:
-            raise ValueError(
-                f"{source.path}: {name} is {info.dtype} {list(info.shape)}, and its model has {list(shape)}"
-            )
-    return shapes
 
 
 def _tokenizer_type(files: Collection[Path]) -> str | None:

@@ -1,4 +1,4 @@
-"""Which tensors a model has, from its config alone."""
+"""Which tensors a model has, from its config alone, and whether a source has them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megafp8.config import ModelConfig
+from megafp8.conversion.base import Source
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
@@ -41,3 +42,38 @@ def model_tensors(model: ModelConfig) -> dict[str, Shape]:
     layers = range(model.num_layers)
     stage = GPTStage(model, context, layers=layers, positions=model.max_position_embeddings or 1)
     return {f"model.{piece.name}": piece.global_shape for x in stage.parameters() for piece in spec_of(x).pieces}
+
+
+def seq_length(source: Source) -> int | None:
+    """That of the run the source was saved by, if it says."""
+    run = source.about.get("config", {}).get("training", {})
+    return run.get("seq_length")
+
+
+def resolved(source: Source) -> ModelConfig:
+    """The source's model with its number of positions, which other formats want to know and ours may leave to the run.
+
+    Raises ValueError where the size of the vocabulary is unknown.
+    """
+    model = source.model
+    if model.vocab_size is None:
+        raise ValueError(f"{source.path} does not say model.vocab_size")
+    if model.max_position_embeddings is not None:
+        return model
+    table = source.tensors.get("model.embedding.position.weight")
+    rows = seq_length(source) if table is None else table.shape[0]
+    return model.model_copy(update={"max_position_embeddings": rows})
+
+
+def check_source(source: Source, model: ModelConfig) -> dict[str, Shape]:
+    """The tensors to write. Raises ValueError where the source lacks one, or has it with another shape or dtype."""
+    tensors = model_tensors(model)
+    for name, shape in tensors.items():
+        info = source.tensors.get(name)
+        if info is None:
+            raise ValueError(f"{source.path} has no tensor {name}, which its model has")
+        if tuple(info.shape) != shape or not info.dtype.is_floating_point:
+            raise ValueError(
+                f"{source.path}: {name} is {info.dtype} {list(info.shape)}, and its model has {list(shape)}"
+            )
+    return tensors

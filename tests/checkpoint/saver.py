@@ -8,11 +8,12 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megafp8.checkpoint import save
+from megafp8.checkpoint import BackgroundSaver, Destination, FolderLock, Saved, save
 
 NAMES = [f"layers.{i}.weight" for i in range(20)]
 
@@ -47,9 +48,20 @@ def save_and_die_at(folder: str, step: int, change: int) -> None:
     save(folder, step, tensors(step), {}, keep_last=1)
 
 
-def save_forever(folder: str) -> None:
-    """Save step after step, slowly, keeping two."""
+def save_forever(folder: str, done: str, background: bool) -> None:
+    """Save step after step, slowly, keeping two; the file `done` gets a line for each step reported as saved."""
     torch.set_num_threads(1)
     _on_each_change_of_the_disk(lambda: time.sleep(random.uniform(0, 0.01)))
-    for step in itertools.count(1):
-        save(folder, step, tensors(step), {}, keep_last=2)
+
+    def report(saved: Saved) -> None:
+        with open(done, "a") as lines:
+            lines.write(f"{int(saved.path.name.removeprefix('step_'))}\n")
+
+    with FolderLock(folder) as lock:
+        saver = BackgroundSaver(Destination(Path(folder), None, keep_last=2, lock=lock), torch.device("cpu"), report)
+        for step in itertools.count(1):
+            if background:
+                saver.save(step, tensors(step), {})
+                saver.wait_copied()
+            else:
+                report(Saved(save(folder, step, tensors(step), {}, keep_last=2, lock=lock), 0.0, 0.0))

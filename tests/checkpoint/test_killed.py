@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from megafp8.checkpoint import clean_incomplete, complete_checkpoints, latest, load, save
+from megafp8.checkpoint import FolderLock, clean_incomplete, complete_checkpoints, latest, load, save
 from tests.checkpoint import saver
 
 _context = mp.get_context("forkserver")  # imports torch once, then forks
@@ -61,10 +62,12 @@ def test_killed_at_each_change_of_the_disk(tmp_path: Path) -> None:
     assert newest.count(2) >= 5  # killed while removing the one before
 
 
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    for case in range(8):
-        folder = tmp_path / str(case)
-        process = _start(saver.save_forever, str(folder))
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(tmp_path: Path, kills: int, background: bool) -> None:
+    for case in range(kills):
+        folder, done = tmp_path / str(case), tmp_path / f"{case}.done"
+        process = _start(saver.save_forever, str(folder), str(done), background)
         deadline = time.monotonic() + 60
         while latest(folder) is None and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -73,7 +76,10 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         process.join()
         assert process.exitcode == -9
         newest = _check_all_load(folder)
-        hidden = [path for path in folder.iterdir() if path.name.startswith(".")]
-        assert sorted(clean_incomplete(folder)) == sorted(hidden)
-        assert len(hidden) <= 2
+        reported = [int(line) for line in done.read_text().split()] if done.exists() else []
+        assert newest >= max(reported, default=0)  # what was reported as saved is there
+        with FolderLock(folder):  # that of a dead process
+            hidden = [path for path in folder.iterdir() if path.name.startswith(".step")]
+            assert sorted(clean_incomplete(folder)) == sorted(hidden)
+            assert len(hidden) <= 2
         _check_the_next_job(folder, newest + 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,10 +70,12 @@ class Job:
             stdout=subprocess.PIPE,
         )
 
-    def finish(self) -> None:
+    def finish(self) -> str:
+        """Run to the end; what it said."""
         process = self.start()
         _, errors = process.communicate(timeout=150)
         assert process.returncode == 0, errors.decode()
+        return errors.decode()
 
     def wait_for_step(self, step: int, process: subprocess.Popen[bytes]) -> None:
         """Until metrics.jsonl has `step`."""
@@ -131,10 +134,10 @@ def test_killed_and_resumed_is_bit_identical(tmp_path: Path, quickstart_data: Qu
 
 @pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
 def test_a_signal_saves_and_exits(tmp_path: Path, quickstart_data: QuickstartData, processes: int, number: int) -> None:
-    options = [f"parallel.tensor={processes}", "parallel.pipeline=1", "checkpoint.interval=0"]
-    straight = Job(tmp_path / "straight", quickstart_data, processes, options)
+    options = [f"parallel.tensor={processes}", "parallel.pipeline=1"]
+    straight = Job(tmp_path / "straight", quickstart_data, processes, [*options, "checkpoint.interval=0"])
     straight.finish()
-    stopped = Job(tmp_path / "stopped", quickstart_data, processes, options)
+    stopped = Job(tmp_path / "stopped", quickstart_data, processes, [*options, "checkpoint.interval=1"])
     process = stopped.start()
     stopped.wait_for_step(3, process)
     os.killpg(process.pid, number)
@@ -146,6 +149,39 @@ def test_a_signal_saves_and_exits(tmp_path: Path, quickstart_data: QuickstartDat
     assert 3 <= step < 10
     stopped.finish()
     assert stopped.curve() == straight.curve()
+
+
+def test_one_job_at_a_time_and_a_damaged_checkpoint_is_set_aside(
+    tmp_path: Path, quickstart_data: QuickstartData
+) -> None:
+    options = [*ALONE, "fp8.recipe=delayed", "checkpoint.interval=4", "checkpoint.keep_last=2"]
+    job = Job(tmp_path, quickstart_data, 1, options)
+    first = job.start()
+    job.wait_for_step(1, first)
+    os.kill(first.pid, signal.SIGSTOP)  # or it might be done before the second has begun
+    second = job.start()
+    _, errors = second.communicate(timeout=60)
+    os.kill(first.pid, signal.SIGCONT)
+    assert second.returncode == 2
+    assert f"error: {job.run}/checkpoints is in use by another job: process {first.pid} on " in errors.decode()
+    assert "Traceback" not in errors.decode()
+    _, errors = first.communicate(timeout=60)
+    assert first.returncode == 0
+    assert re.search(r"saved .*/step_00000004: stalled \d+\.\d s, \d+\.\d s in all", errors.decode())
+    assert job.saved() == [8, 10]
+    curve, newest = job.curve(), job.run / "checkpoints" / "step_00000010"
+    data = newest / "__0_0.distcp"
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
+    said = job.finish()
+    assert f"{newest} is damaged: {data} is damaged: its CRC-32 is" in said
+    assert "resumed from step 8" in said
+    assert job.curve() == curve
+    assert [json.loads(line)["step"] for line in job.lines().splitlines()].count(9) == 2
+    assert job.saved() == [8, 10]
+    assert (newest.with_name("step_00000010.damaged") / data.name).read_bytes() == damaged
+    assert not (job.run / "checkpoints" / ".lock").exists()
 
 
 def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, quickstart_data: QuickstartData) -> None:
