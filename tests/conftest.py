@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -11,6 +12,9 @@ from tests.quickstart_data import QuickstartData, make_quickstart_data
 from tests.world import World
 
 torch.set_num_threads(1)
+# On a busy machine any example may take a second.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -233,6 +233,7 @@ def test_dry_run_of_a_v() -> None:
     assert "embedding " not in done.stdout.partition("groups of rank 0:")[2]
 
 
+@pytest.mark.slow
 def test_dry_run_with_long_sequences() -> None:
     layout = ["parallel.tensor=4", "parallel.pipeline=1", "parallel.context=2", "training.seq_length=131072"]
     done = script("--config", "configs/llama3-8b.yaml", "--dry-run", "--world-size", "16", *layout)

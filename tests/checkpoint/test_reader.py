@@ -67,7 +67,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckpointReader, tor
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_any_rectangle(cut: tuple[CheckpointReader, torch.Tensor], data: st.DataObject) -> None:
     source, tensor = cut
     offset = tuple(data.draw(st.integers(0, n)) for n in tensor.shape)

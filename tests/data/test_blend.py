@@ -23,7 +23,7 @@ class Numbers:
         return np.array([self.name, index])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=5), seed=st.integers(-5, 2**40))
 def test_each_sample_once_in_order_and_by_weight(weights: list[float], seed: int) -> None:
     blend = Blend([Numbers(k) for k in range(len(weights))], weights, seed)  # type: ignore[misc]

@@ -67,7 +67,7 @@ def test_pairs_of_all_four_bit_values() -> None:
     assert torch.equal(blackwell.unpacked(pairs), held.double())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.floats(2.0**-118, torch.finfo(torch.float32).max, width=32))
 def test_block_factors_are_found_again_under_any_tensor_scale(tensor_scale: float) -> None:
     """Every E4M3 factor, from what the matrix has, b / S; 2^-118 is what an amax of fp32's maximum gives."""

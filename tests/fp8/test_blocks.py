@@ -74,7 +74,7 @@ def test_codes_and_factors(name: str, shape: tuple[int, int], fmt: Format, power
     check(name, spread(*shape, seed=sum(shape)).bfloat16(), fmt, power_of_two=power_of_two, device=device)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(sorted(QUANTIZERS)),
     r=st.integers(1, 140),

@@ -76,7 +76,7 @@ def test_encoding_at_and_beside_every_power_of_two(device: str) -> None:
     assert codes.tolist() == [code_of(float(v)) for v in values]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 0x7F800000))
 def test_encoding_of_any_number(bits: int) -> None:
     value = of_bits([bits])
@@ -103,7 +103,7 @@ def test_codes_and_factors(shape: tuple[int, int], dtype: torch.dtype, device: s
     check(spread(*shape, seed=sum(shape), octaves=30).to(dtype), device=device)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     r=st.integers(1, 5),
     c=st.integers(1, 70),

@@ -132,7 +132,7 @@ def test_rounding_of_every_bf16_value(device: str) -> None:
     assert torch.equal(rounded.signbit(), x.signbit())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.floats(-8, 8, width=32), st.integers(0, 2**24 - 1))
 def test_rounding_of_any_number(x: float, word: int) -> None:
     assert round_to_e2m1(torch.tensor(x)).item() == nearest(x)
@@ -161,7 +161,7 @@ def test_factors_at_every_value_and_midpoint(weight: bool, device: str) -> None:
     check(x, weight=weight, device=device)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     r=st.integers(1, 20),
     c=st.integers(1, 40),

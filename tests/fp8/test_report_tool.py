@@ -142,7 +142,7 @@ def test_the_grid_puts_a_kind_of_layer_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "records",
     [
-        healthy(steps=range(10, 500, 10), layers=8),
+        pytest.param(healthy(steps=range(10, 500, 10), layers=8), marks=pytest.mark.slow),
         healthy(steps=[7], layers=1)[:1],
         [replace(r, amax=None if r.operand == "input" else 0.0, snr_db=None) for r in healthy(steps=[7])],
     ],

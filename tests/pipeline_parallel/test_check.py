@@ -54,7 +54,7 @@ def builders(placement: Placement) -> list[str]:
     return ["zb-v", "dualpipev"] if placement == in_a_v(placement.num_ranks) else ["interleaved"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(placement=placements, m=microbatches)
 def test_what_the_builders_make_is_fit_to_run(placement: Placement, m: int) -> None:
     built = [BUILT_IN[name](placement, m) for name in builders(placement)]
@@ -63,7 +63,7 @@ def test_what_the_builders_make_is_fit_to_run(placement: Placement, m: int) -> N
         check_schedule(with_communication(compute, placement), placement)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), p=st.integers(1, 4), v=st.integers(1, 3), m=st.integers(1, 6))
 def test_any_order_that_can_be_carried_out_gets_communication_that_ends(
     data: st.DataObject, p: int, v: int, m: int

@@ -19,7 +19,7 @@ microbatches = st.integers(1, 24)
 durations = st.sampled_from([0.5, 1.0, 3.0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(p=stages, m=microbatches, f=durations, b=durations, w=durations)
 def test_one_f_one_b_meets_its_closed_forms(p: int, m: int, f: float, b: float, w: float) -> None:
     timeline = simulate(one_f_one_b(in_turns(p), m), in_turns(p), Times(f, b, w))
@@ -35,7 +35,7 @@ def test_each_stage_takes_its_own_time() -> None:
     assert [(s.start, s.end) for s in slow.spans[1]] == [(1.5, 3.5), (3.5, 5.5), (5.5, 7.5), (7.5, 9.5)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(p=stages, v=st.integers(2, 4), n=st.integers(1, 4), f=durations)
 def test_interleaving_divides_the_bubble(p: int, v: int, n: int, f: float) -> None:
     """Section 2.2.2 of the paper: (p - 1)(F + B) / v, of stages a v-th as long, where p divides m."""
@@ -46,7 +46,7 @@ def test_interleaving_divides_the_bubble(p: int, v: int, n: int, f: float) -> No
         assert timeline.peak_in_flight == [2 * (p - r - 1) + (v - 1) * p + 1 for r in range(p)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(p=st.integers(2, 8), more=st.integers(0, 8), w=st.sampled_from([0.5, 1.0]))
 def test_zb_h1_has_a_third_of_the_bubble_in_the_memory_of_one_f_one_b(p: int, more: int, w: float) -> None:
     """Table 2 of the paper: (p - 1)(F + B - W), for W no longer than F and B."""
@@ -56,7 +56,7 @@ def test_zb_h1_has_a_third_of_the_bubble_in_the_memory_of_one_f_one_b(p: int, mo
     assert timeline.peak_held == [p] * p
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(p=stages, more=st.integers(0, 8))
 def test_zb_v_only_fills_and_drains(p: int, more: int) -> None:
     """No gap from the first action of a rank to its last; stages are half as long as one of 1F1B's."""
@@ -68,7 +68,7 @@ def test_zb_v_only_fills_and_drains(p: int, more: int) -> None:
     assert max(timeline.peak_held) <= 2 * p
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(p=st.integers(2, 8), more=st.integers(0, 8))
 def test_dualpipev_is_as_long_as_zb_v(p: int, more: int) -> None:
     m = 2 * p + more
@@ -77,7 +77,7 @@ def test_dualpipev_is_as_long_as_zb_v(p: int, more: int) -> None:
     assert max(timeline.peak_held) <= 2 * p + 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(p=stages, m=microbatches)
 def test_an_evaluation_fills_and_drains_once(p: int, m: int) -> None:
     evaluation = with_communication(forward_only(in_turns(p), m), in_turns(p))
@@ -86,14 +86,14 @@ def test_an_evaluation_fills_and_drains_once(p: int, m: int) -> None:
     assert timeline.peak_in_flight == timeline.peak_held == [0] * p
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(p=st.integers(1, 6), v=st.integers(2, 4), n=st.integers(1, 4))
 def test_an_evaluation_of_several_chunks_is_as_short_as_the_interleaved_one(p: int, v: int, n: int) -> None:
     timeline = simulate(forward_only(in_turns(p, v), n * p), in_turns(p, v))
     assert timeline.duration == n * p * v + p - 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(p=stages)
 def test_transfers_of_one_microbatch_are_all_exposed(p: int) -> None:
     assert simulate(one_f_one_b(in_turns(p), 1), in_turns(p), Times(p2p=0.25)).duration == 3 * p + 2 * (p - 1) * 0.25

@@ -21,6 +21,7 @@ from megafp8.parallel_state import initialize_distributed, initialize_model_para
 from megafp8.training.inputs import open_inputs
 from megafp8.training.state import load_latest, save_state
 from megafp8.training.trainer import Trainer
+from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.test_equivalence import ALONE, FP32, MODELS, SMALL, Curve, Runs, assert_close
 from tests.world import World
@@ -55,7 +56,7 @@ def test_a_batch_is_cut_with_its_positions() -> None:
     assert batch.shard(0, 1) is batch
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "cp2", "tp2-sp-cp2"))
 @pytest.mark.parametrize("model", ["llama", "gpt2-tied"])
 def test_fp32_equals_one_process(runs: Runs, model: str, layout: str) -> None:
     ranks, options = LAYOUTS[layout]
@@ -70,7 +71,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", slow_but(OPTIONS, "window"))
 def test_options_equal_one_process(runs: Runs, option: str) -> None:
     ranks, options = LAYOUTS["cp4"]
     expected = runs.alone((*FP32, *OPTIONS[option]), STEPS)
@@ -83,7 +84,7 @@ FP8_STEPS = 4
 likelier that a value falls on the other side of a boundary of FP8."""
 
 
-@pytest.mark.parametrize("layout", ["cp2", "cp4", "tp2-sp-cp2", "pp2-cp2"])
+@pytest.mark.parametrize("layout", slow_but(["cp2", "cp4", "tp2-sp-cp2", "pp2-cp2"], "tp2-sp-cp2"))
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_fp8_is_the_same_computation(runs: Runs, recipe: str, layout: str) -> None:
     exact = (f"fp8.recipe={recipe}", *EXACT)
@@ -135,7 +136,7 @@ def _curve(overrides: list[str]) -> Curve:
     return [(loss.mean, result.grad_norm) for loss, result in steps]
 
 
-@pytest.mark.parametrize("layout", ["cp4", "tp2-sp-cp2", "dp2-cp2", "pp2-cp2"])
+@pytest.mark.parametrize("layout", slow_but(["cp4", "tp2-sp-cp2", "dp2-cp2", "pp2-cp2"], "tp2-sp-cp2"))
 def test_short_documents(world4: World, quickstart_data: QuickstartData, layout: str) -> None:
     """Whose ends lie in other places on each rank, as do the labels that do not count."""
     ranks, options = LAYOUTS[layout]

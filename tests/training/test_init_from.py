@@ -23,6 +23,7 @@ from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import read_metrics
 from megafp8.training.trainer import Trainer
 from tests.conversion import families
+from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, VOCABULARY, QuickstartData
 from tests.world import World
 from tools import convert_checkpoint
@@ -106,7 +107,7 @@ def their_loss(folder: Path, config: Config) -> float:
     return float(torch.stack(found).mean())
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2", "qwen2-window-tied"])
+@pytest.mark.parametrize("name", slow_but(["llama3", "gpt2", "qwen2-window-tied"], "llama3"))
 def test_the_first_loss_is_theirs_in_any_layout(
     world4: World, tmp_path: Path, quickstart_data: QuickstartData, name: str
 ) -> None:

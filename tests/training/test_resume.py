@@ -18,6 +18,7 @@ import pytest
 
 from megafp8.checkpoint import complete_checkpoints
 from megafp8.training.metrics import read_metrics
+from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 
 SMALL = [
@@ -109,7 +110,7 @@ class Job:
         return [step for step, _ in complete_checkpoints(self.run / "checkpoints")]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "delayed", "delayed-tp2-pp2"))
 def test_killed_and_resumed_is_bit_identical(tmp_path: Path, quickstart_data: QuickstartData, case: str) -> None:
     processes, options = CASES[case]
     straight = Job(tmp_path / "straight", quickstart_data, processes, [*options, "checkpoint.interval=0"])
@@ -132,7 +133,9 @@ def test_killed_and_resumed_is_bit_identical(tmp_path: Path, quickstart_data: Qu
     assert killed.saved() == [10]
 
 
-@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("processes", "number"), [(1, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_exits(tmp_path: Path, quickstart_data: QuickstartData, processes: int, number: int) -> None:
     options = [f"parallel.tensor={processes}", "parallel.pipeline=1"]
     straight = Job(tmp_path / "straight", quickstart_data, processes, [*options, "checkpoint.interval=0"])

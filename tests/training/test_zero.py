@@ -23,6 +23,7 @@ from megafp8.parallel_state import ParallelState, initialize_distributed, initia
 from megafp8.training.cuda_graphs import MicrobatchGraphs
 from megafp8.training.state import checkpoint_folder, load_latest, save_state
 from megafp8.training.trainer import Trainer
+from tests.marks import slow_but
 from tests.training.test_cuda_graphs import Curve, StandIn, batches, config
 from tests.world import World
 
@@ -167,7 +168,7 @@ def _late_case(sharded: Config) -> tuple[Curve, Curve]:
         collectives.all_gather_in_place_async = gather
 
 
-@pytest.mark.parametrize("parallel", [{}, {"pipeline": 2}, {"recompute": "full"}])
+@pytest.mark.parametrize("parallel", slow_but([{}, {"pipeline": 2}, {"recompute": "full"}], {"pipeline": 2}))
 def test_nobody_computes_with_weights_that_are_still_on_their_way(world4: World, parallel: dict[str, Any]) -> None:
     changes = {"model": {"tie_embeddings": True}, "fp8": {"recipe": "current"}, "parallel": parallel}
     for expected, found in world4.run(_late_case, settings(changes, zero=1), ranks=2 * parallel.get("pipeline", 1)):
@@ -235,7 +236,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("saved_as", ["dp2", "tp2-dp2-zero", "pp2-dp2-zero"])
+@pytest.mark.parametrize("saved_as", slow_but(["dp2", "tp2-dp2-zero", "pp2-dp2-zero"], "tp2-dp2-zero"))
 def test_state_fits_every_layout_exactly(world4: World, tmp_path: Path, saved_as: str) -> None:
     ranks, parallel = LAYOUTS[saved_as]
     world4.run(_save, settings(DELAYED, **parallel), str(tmp_path / "saved"), ranks=ranks)
