@@ -115,6 +115,7 @@ class BackgroundSaver:
         self._parts: dcp.SaveParts | None = None
         self._copied: threading.Event | None = None
         self._under_way: Future[Saved] | None = None
+        self._thread = threading.Thread()
         self._stalled = 0.0
 
     def save(
@@ -150,7 +151,8 @@ class BackgroundSaver:
             except BaseException as error:
                 under_way.set_exception(error)
 
-        threading.Thread(target=work, name=f"save of step {step}", daemon=True).start()
+        self._thread = threading.Thread(target=work, name=f"save of step {step}", daemon=True)
+        self._thread.start()
         self._copied, self._under_way = copied, under_way
         self._stalled = time.perf_counter() - start
 
@@ -179,6 +181,7 @@ class BackgroundSaver:
         if self._under_way is not None:
             self.wait_copied()
             under_way, self._under_way = self._under_way, None
+            self._thread.join()  # one that still winds up while the interpreter ends can take the process down
             self._report(replace(under_way.result(), stalled_seconds=self._stalled))
 
     def __enter__(self) -> BackgroundSaver:
