@@ -156,6 +156,10 @@ class ParallelConfig(Section):
     """ZeRO stage. 1: each data-parallel rank keeps master weights and Adam state of an equal share of the parameters
     alone, updates those and gathers the rest (Megatron-LM's distributed optimizer). The same losses, no more
     traffic; 12 bytes a parameter become 12 / data-parallel size."""
+    fsdp: bool = False
+    """ZeRO stage 3, through torch's fully_shard: each data-parallel rank keeps a share of the weights and gradients
+    too; a block's weights are gathered before its forward and its backward, with fp8.param_gather as FP8 codes, and
+    freed after. Instead of zero. Gradients are reduced after each micro-batch, so few large ones are best."""
     overlap_param_gather: bool = True
     """With zero 1: gather updated parameters while the next forward pass already runs."""
 

@@ -1,0 +1,68 @@
+"""parallel.fsdp: the model's weights in shares, gathered block by block, as values or as FP8 codes.
+
+With `fp8.param_gather` each rank casts its rows after the step, and what torch gathers are codes: half the bytes, the
+same bits, and nothing to cast in between. Without, an FP8 layer casts what was gathered, its rows in forward and its
+columns in backward. Neither leaves copies behind: these would be as large as what sharding saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megafp8.fp8 import Fp8Linear
+from megafp8.fp8.formats import Format
+from megafp8.fp8.weight_shares import WeightShare
+from megafp8.models.gpt import GPTStage
+from megafp8.optimizer.fully_sharded import FullySharded, gather_codes
+from megafp8.tensor_parallel.random import initialize
+
+
+def shard(
+    stages: Sequence[GPTStage],
+    group: ProcessGroup,
+    *,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> FullySharded:
+    """Shard the weights of `stages`, with blocks on the meta device, over `group`, and give them initial values."""
+    sharded = FullySharded(
+        [(stage, stage.blocks) for stage in stages],
+        group=group,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        device=device,
+    )
+    for rows in sharded.rows.values():
+        rounded = torch.empty(rows.values.shape, dtype=dtype, device=device)
+        initialize(rows.param, rounded, seed)
+        with torch.no_grad():
+            rows.values.copy_(rounded)
+    for stage in stages:
+        for module in stage.modules():
+            op = getattr(module, "op", None)
+            if isinstance(op, Fp8Linear):
+                op.transient = True
+    return sharded
+
+
+def row_shares(weights: Mapping[nn.Parameter, tuple[Fp8Linear, Format]], sharded: FullySharded) -> list[WeightShare]:
+    """Have `weights`, with their layers and formats, gathered as codes; what this rank casts of each."""
+    return [_row_share(sharded, param, op, fmt) for param, (op, fmt) in weights.items()]
+
+
+def _row_share(sharded: FullySharded, param: nn.Parameter, op: Fp8Linear, fmt: Format) -> WeightShare:
+    rows = sharded.rows[param]
+    codes_mk = torch.zeros(rows.sent, rows.of[1], dtype=torch.uint8, device=rows.values.device).view(fmt.dtype)
+
+    def arrived(codes_nk: Tensor) -> None:
+        assert op.gathered_weight is not None, "gathered before it was cast"
+        op.gathered_weight = op.gathered_weight._replace(data=codes_nk)
+
+    gather_codes(rows, codes_mk, arrived)
+    return WeightShare(op, codes_mk, 0, rows.values.view(-1), rows.param.dtype)
