@@ -3,8 +3,7 @@
 Each data-parallel rank has some rows of every weight, in fp32, and nothing else from step to step. Torch gathers the
 weights of a block, in the model's dtype, before its forward and again before its backward, the next block's while this
 one computes; frees them after; and reduce-scatters the block's gradients as soon as they are there (FSDP2; Rajbhandari
-et al. 2020, arXiv:1910.02054). Embedding, final norm and output layer, which may share a weight, are one group that
-stays gathered from the beginning of a forward pass to the end of its backward.
+et al. 2020, arXiv:1910.02054).
 
 *Rows are parameters.* What torch keeps is a slice of dim 0, so to the optimizer, the norm and checkpoints a share is a
 parameter like any other, whose spec says which rows of what it is (`sharding.rows_of`). It is hollow: it has a dtype,
@@ -72,8 +71,9 @@ class FullySharded:
     """The parameters of `stages` over the ranks of `group`, and their gradients, as `OptimizerStep` wants these.
 
     A stage is the module that is called, and those of its modules, called one after the other, whose weights come and
-    go (`units`); their parameters, perhaps on the meta device, are given memory on `device` and no values. `dtype`: of
-    what is gathered and computed with; `reduce_dtype`: gradients are sent, and summed over ranks, in this.
+    go; the weights of no such module are there from the beginning of a forward pass to the end of its backward. All are
+    given memory on `device`, where they are on the meta device, and no values. `dtype`: of what is gathered and
+    computed with; `reduce_dtype`: gradients are sent, and summed over ranks, in this.
 
     `rows`: by the parameter that the module had; `params`: what stands for these, in order; `flat`: all gradients.
     """
@@ -88,7 +88,7 @@ class FullySharded:
         device: torch.device,
     ) -> None:
         self.rows: dict[nn.Parameter, Rows] = {}
-        self._roots: list[FSDPModule] = []
+        self._modules: list[FSDPModule] = []
         mesh = DeviceMesh.from_group(group, device.type)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
         sharded: list[DTensor] = []
@@ -96,13 +96,11 @@ class FullySharded:
             whole = list(root.parameters())
             for param in whole:
                 param.data = param.data.float()
-            for module in (*units, root):
-                _shard(module, mesh, policy, device)
+            self._modules += [_shard(module, mesh, policy, device) for module in (*units, root)]
             now = [cast(DTensor, param) for param in root.parameters()]
             for old, new in zip(whole, now, strict=True):
                 self.rows[old] = _rows(old, new, group, dtype)
             sharded += now
-            self._roots.append(cast(FSDPModule, root))
         self.params = [rows.param for rows in self.rows.values()]
         sizes = [-(-rows.values.numel() // _ALIGN) * _ALIGN for rows in self.rows.values()]
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
@@ -129,12 +127,12 @@ class FullySharded:
 
     def reshard(self) -> None:
         """Free what is still gathered, as after a forward pass without backward: the values have changed."""
-        for root in self._roots:
-            root.reshard()
+        for module in self._modules:
+            module.reshard()
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device) -> None:
-    """Let torch shard those parameters of `module` that it does not shard yet."""
+def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device) -> FSDPModule:
+    """Let torch shard those parameters of `module` that it does not shard yet; the module."""
     on_meta = any(param.is_meta for param in module.parameters())
     fully_shard(module, mesh=mesh, mp_policy=policy)
     assert isinstance(module, FSDPModule)
@@ -144,6 +142,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, de
     module.set_force_sum_reduction_for_comms(True)  # else a factor of 1 is multiplied by, which gloo cannot
     assert policy.reduce_dtype is not None
     _want_gradients_in(module, policy.reduce_dtype)
+    return module
 
 
 def _want_gradients_in(module: nn.Module, dtype: torch.dtype) -> None:

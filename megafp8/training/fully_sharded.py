@@ -3,6 +3,9 @@
 With `fp8.param_gather` each rank casts its rows after the step, and what torch gathers are codes: half the bytes, the
 same bits, and nothing to cast in between. Without, an FP8 layer casts what was gathered, its rows in forward and its
 columns in backward. Neither leaves copies behind: these would be as large as what sharding saves.
+
+The embedding is needed in forward alone, and the output layer right from its forward to its backward. Where both have
+one weight, that stays gathered meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 from megafp8.fp8 import Fp8Linear
 from megafp8.fp8.formats import Format
@@ -31,8 +35,9 @@ def shard(
     seed: int,
 ) -> FullySharded:
     """Shard the weights of `stages`, with blocks on the meta device, over `group`, and give them initial values."""
+    tied = [stage.shared_weight is not None for stage in stages]
     sharded = FullySharded(
-        [(stage, stage.blocks) for stage in stages],
+        [(stage, stage.blocks if is_tied else stage.units) for stage, is_tied in zip(stages, tied)],
         group=group,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
@@ -44,6 +49,10 @@ def shard(
         with torch.no_grad():
             rows.values.copy_(rounded)
     for stage in stages:
+        if isinstance(stage.embedding, FSDPModule):
+            stage.embedding.set_unshard_in_backward(False)
+        if isinstance(stage.head, FSDPModule):
+            stage.head.set_reshard_after_forward(False)
         for module in stage.modules():
             op = getattr(module, "op", None)
             if isinstance(op, Fp8Linear):
