@@ -241,10 +241,10 @@ class Fp8Config(Section):
     GPU's speeds (H200 only); measured: by running a layer of each size before the first step. What counts is a rank's
     slice, so the choice depends on parallel.tensor; a run that resumes keeps its own."""
     param_gather: bool = False
-    """With parallel.zero 1 or fsdp: weights of FP8 layers are cast by the ranks that update them, gathered as codes, and
-    exist in FP8 alone (Megatron-LM's fp8-param-gather). Half the bytes travel, and 2 bytes a weight become none. The same
-    losses, bit for bit. For recipes with one scale a weight: delayed, current, static; layers of custom with another
-    gather values. Weights are then missing in the FP8 report."""
+    """With parallel.zero 1 or fsdp: weights of FP8 layers are cast by the ranks that update them, gathered as codes,
+    and exist in FP8 alone (Megatron-LM's fp8-param-gather). Half the bytes travel, and 2 bytes a weight become none.
+    The same losses, bit for bit. For recipes with one scale a weight: delayed, current, static; layers of custom with
+    another gather values. Weights are then missing in the FP8 report."""
     report_interval: Count = 0
     """Steps between samples of the FP8 health report (what casting loses in each tensor), fp8_report.jsonl in the run
     folder; 100 is usual. 0: never."""

@@ -95,8 +95,8 @@ class Fp8Linear:
     It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight` (`kept_weight`). With
     `gathered_weight`, codes `[n, k]` that others keep up to date, it casts none and never reads the weight. Its
     quantizers and its GEMM come once all layers are known (`set_up`). A `transient` weight is there while the layer
-    runs and gone in between, and no copies of it are kept either: backward makes its own. With `smoothing` it takes `Quantized` input only,
-    with channels multiplied as that says, and divides its weight's columns.
+    runs and gone in between, and no copies of it are kept either: backward makes its own. With `smoothing` it takes
+    `Quantized` input only, with channels multiplied as that says, and divides its weight's columns.
     """
 
     def __init__(self, *, high_precision: PerGemm, fast_accum: PerGemm) -> None:

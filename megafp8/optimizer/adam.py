@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -97,12 +98,11 @@ class MixedPrecisionAdamW:
         eps: float = 1e-8,
         moments_dtype: torch.dtype = torch.float32,
         hollow: AbstractSet[nn.Parameter] = frozenset(),
-        masters: Mapping[nn.Parameter, Tensor] | None = None,
+        masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
     ) -> None:
         self.fragments = list(fragments)
         self.hollow = hollow
-        given = masters or {}
-        self._masters = {fragment.param: self._make_master(fragment, given) for fragment in fragments}
+        self._masters = {fragment.param: self._make_master(fragment, masters) for fragment in fragments}
         filled = [fragment for fragment in fragments if fragment.param not in hollow]
         low_precision = [fragment for fragment in filled if fragment.param.dtype != torch.float32]
         self._low_precision = [fragment.of(fragment.param.detach()) for fragment in low_precision]
@@ -118,13 +118,13 @@ class MixedPrecisionAdamW:
         self._rounds = moments_dtype != torch.float32
         decaying = {master for param, master in self._masters.items() if spec_of(param).weight_decay}
         self._adams: list[Optimizer] = []
-        for masters in _batches(list(self._moments), BATCH) if self._rounds else [list(self._moments)]:
+        for batch in _batches(list(self._moments), BATCH) if self._rounds else [list(self._moments)]:
             groups = [
-                {"params": [m for m in masters if m in decaying], "weight_decay": weight_decay, "decays": True},
-                {"params": [m for m in masters if m not in decaying], "weight_decay": 0.0, "decays": False},
+                {"params": [m for m in batch if m in decaying], "weight_decay": weight_decay, "decays": True},
+                {"params": [m for m in batch if m not in decaying], "weight_decay": 0.0, "decays": False},
             ]
             adam = implementation(groups, **options)
-            for master in masters:
+            for master in batch:
                 adam.state[master] = {} if self._rounds else {**self._moments[master]}
             self._adams.append(adam)
         self.step_count = 0

@@ -45,15 +45,15 @@ class Hollow(Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Hollow:
-        return cast(Hollow, Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device))
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.as_strided.default, torch.ops.aten.detach.default):  # what a parameter is made by
             return cls(args[0].shape, args[0].dtype, args[0].device)
         raise RuntimeError(f"{func} on a weight that is FP8 codes alone")
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Hollow({tuple(self.shape)}, {self.dtype})"
 
 
@@ -105,11 +105,11 @@ class FullySharded:
         sizes = [-(-rows.values.numel() // _ALIGN) * _ALIGN for rows in self.rows.values()]
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.owned = [self.flat]
-        for place, rows, param in zip(self.flat.split(sizes), self.rows.values(), sharded, strict=True):
+        for place, rows, weight in zip(self.flat.split(sizes), self.rows.values(), sharded, strict=True):
             gradient = place[: rows.values.numel()].view(rows.values.shape)
             rows.param.main_grad = gradient  # type: ignore[attr-defined]
-            param.grad = DTensor.from_local(
-                gradient, mesh, (Shard(0),), run_check=False, shape=param.shape, stride=param.stride()
+            weight.grad = DTensor.from_local(
+                gradient, mesh, (Shard(0),), run_check=False, shape=weight.shape, stride=weight.stride()
             )
         self.fragments = [Fragment(param, 0, param.numel()) for param in self.params if param.numel()]
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from megafp8.fp8 import Fp8Linear
@@ -22,29 +21,24 @@ from megafp8.fp8.formats import Format
 from megafp8.fp8.weight_shares import WeightShare
 from megafp8.models.gpt import GPTStage
 from megafp8.optimizer.fully_sharded import FullySharded, gather_codes
+from megafp8.parallel_state import ParallelState
 from megafp8.tensor_parallel.random import initialize
 
 
 def shard(
-    stages: Sequence[GPTStage],
-    group: ProcessGroup,
-    *,
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
+    stages: Sequence[GPTStage], parallel: ParallelState, *, dtype: torch.dtype, reduce_dtype: torch.dtype, seed: int
 ) -> FullySharded:
-    """Shard the weights of `stages`, with blocks on the meta device, over `group`, and give them initial values."""
+    """Shard the weights of `stages`, with blocks on the meta device, and give them initial values."""
     tied = [stage.shared_weight is not None for stage in stages]
     sharded = FullySharded(
         [(stage, stage.blocks if is_tied else stage.units) for stage, is_tied in zip(stages, tied)],
-        group=group,
+        group=parallel.data_context.group,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
-        device=device,
+        device=parallel.device,
     )
     for rows in sharded.rows.values():
-        rounded = torch.empty(rows.values.shape, dtype=dtype, device=device)
+        rounded = torch.empty(rows.values.shape, dtype=dtype, device=parallel.device)
         initialize(rows.param, rounded, seed)
         with torch.no_grad():
             rows.values.copy_(rounded)

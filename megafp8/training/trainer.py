@@ -136,8 +136,8 @@ class Trainer:
     `logging.pipeline_trace_step` names, once it is done.
     `choice`: what fp8.auto_filter chose earlier in this run; None lets it choose now.
     `fp8_records`: FP8 health of the latest `train_step` in all stages, on rank 0, if that step was sampled; else empty.
-    `say` is told what a user may want to know of in between. `hollow`: weights that are FP8 codes on all ranks, with
-    their layers (`megafp8.fp8.weight_shares`).
+    `say` is told what a user may want to know of in between. `params`: what this rank has of the model, `tied`: of
+    weights that stages share; `hollow`: of those that are FP8 codes on all ranks, with their layers (`megafp8.fp8.weight_shares`).
     """
 
     def __init__(
@@ -171,13 +171,21 @@ class Trainer:
         self.model = nn.ModuleList(self.stages)
         self.fp8.materialize(parallel.device)
         self.params = list(self.model.parameters())
-        self.tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
+        tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
+        self.tied = tied if p.pipeline > 1 else []
         self.hollow = weights_as_codes(self.model) if config.fp8.param_gather else {}
         wgrads = WgradStore()
         self.weights: ParamBuffer | None = None
+        self.sharded: FullySharded | None = None
         self.gradients: GradBuffer | FullySharded
         if p.fsdp:
-            self.gradients = self._shard(dtype)
+            reduce_dtype = DTYPES[config.optimizer.reduce_dtype]
+            sharded = shard(self.stages, parallel, dtype=dtype, reduce_dtype=reduce_dtype, seed=config.seed)
+            if self.hollow:
+                self.fp8.share_weights(row_shares(self.hollow, sharded), parallel.device)
+            self.gradients, self.sharded, self.params = sharded, sharded, sharded.params
+            self.tied = [sharded.rows[param].param for param in self.tied]
+            self.hollow = {sharded.rows[param].param: how for param, how in self.hollow.items()}
         else:
             initialize_parameters(self.model, config.seed)
             self.gradients, self.weights = self._build_buffers(wgrads)
@@ -205,27 +213,6 @@ class Trainer:
             eager_steps = config.fp8.calibration_steps + EAGER_STEPS
             self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=say)
 
-    @property
-    def _tied_over_stages(self) -> list[nn.Parameter]:
-        return self.tied if self.config.parallel.pipeline > 1 else []
-
-    def _shard(self, dtype: torch.dtype) -> FullySharded:
-        """Hand the parameters to torch; from here on `params` are this rank's rows."""
-        sharded = shard(
-            self.stages,
-            self.parallel.data_context.group,
-            dtype=dtype,
-            reduce_dtype=DTYPES[self.config.optimizer.reduce_dtype],
-            device=self.parallel.device,
-            seed=self.config.seed,
-        )
-        if self.hollow:
-            self.fp8.share_weights(row_shares(self.hollow, sharded), self.parallel.device)
-        self.params = sharded.params
-        self.tied = [sharded.rows[param].param for param in self.tied]
-        self.hollow = {sharded.rows[param].param: how for param, how in self.hollow.items()}
-        return sharded
-
     def _build_buffers(self, wgrads: WgradStore) -> tuple[GradBuffer, ParamBuffer | None]:
         """Where gradients lie, and under ZeRO the weights."""
         p, data_parallel = self.config.parallel, self.parallel.data_context.group
@@ -235,7 +222,7 @@ class Trainer:
             bucket_elements=int(p.bucket_mib * 2**20 / 4),
             device=self.parallel.device,
             sharded=p.zero == 1,
-            alone=self._tied_over_stages,
+            alone=self.tied,
             apart=self.hollow.keys(),
             reduce_dtype=DTYPES[self.config.optimizer.reduce_dtype],
             wgrads=wgrads,
@@ -252,8 +239,6 @@ class Trainer:
     def _build_update(self) -> OptimizerStep:
         """What turns gradients into new weights."""
         parallel, o = self.parallel, self.config.optimizer
-        fsdp = self.gradients if isinstance(self.gradients, FullySharded) else None
-        shares_updates = fsdp is not None or self.weights is not None
         return OptimizerStep(
             buffer=self.gradients,
             optimizer=MixedPrecisionAdamW(
@@ -263,15 +248,15 @@ class Trainer:
                 betas=(o.beta1, o.beta2),
                 eps=o.eps,
                 moments_dtype=DTYPES[o.moments_dtype],
-                hollow=self.hollow.keys() if fsdp is None else set(self.params),
-                masters=None if fsdp is None else fsdp.masters,
+                hollow=self.hollow.keys() if self.sharded is None else set(self.params),
+                masters={} if self.sharded is None else self.sharded.masters,
             ),
             tensor_group=parallel.tensor.group,
             model_group=parallel.model.group,
             embedding_group=parallel.embedding.group if parallel.embedding is not None else None,
-            shared_params=self._tied_over_stages,
+            shared_params=self.tied,
             max_norm=o.clip_grad_norm or None,
-            shard_group=parallel.data_context.group if shares_updates else None,
+            shard_group=None if self.weights is None and self.sharded is None else parallel.data_context.group,
         )
 
     def publish_weights(self) -> None:
@@ -281,8 +266,8 @@ class Trainer:
         this returns.
         """
         self.wait_for_weights()
-        if isinstance(self.gradients, FullySharded):
-            self.gradients.reshard()
+        if self.sharded is not None:
+            self.sharded.reshard()
         self.fp8.cast_weights()
         if self.weights is not None:
             self.weights.start_gather()

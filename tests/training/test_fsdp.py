@@ -1,5 +1,5 @@
-"""Sharded in full, the model trains what it trains whole: parallel.fsdp on and off; and with its weights gathered as FP8
-codes what it trains with them gathered as values, bit for bit.
+"""Sharded in full, the model trains what it trains whole: parallel.fsdp on and off; and with its weights gathered as
+FP8 codes what it trains with them gathered as values, bit for bit.
 
 Under two data-parallel ranks every sum over ranks has two terms, but gradients are reduced micro-batch by micro-batch,
 which is another order than that of the plain run. With one micro-batch there is only one order, and every bit is equal.
@@ -72,9 +72,8 @@ CASES: dict[str, tuple[int, Changes]] = {
         {"parallel": {"pipeline": 2, "virtual_pipeline": 2, "schedule": "interleaved"}, "model": {"num_layers": 4}},
     ),
     "dp2-offload": (2, {"parallel": {"offload": True}}),
-    "dp2-selective": (2, _with(CURRENT, parallel={"recompute": "selective"})),
 }
-SLOW = {"dp2-biases", "dp2-masked", "cp2-dp2", "pp2-vpp2-dp2", "dp2-selective", "dp2-offload", "tp2-dp2-tied"}
+SLOW = {"dp2-biases", "dp2-masked", "cp2-dp2", "pp2-vpp2-dp2", "dp2-offload", "tp2-dp2-tied"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES])
@@ -97,11 +96,12 @@ EXACT: dict[str, Changes] = {
     "blockwise": {"fp8": {"recipe": "blockwise"}},
     "rowwise": {"fp8": {"recipe": "rowwise"}},
     "calibrated": {"fp8": {"recipe": "static", "calibration_steps": 1}},
+    "selective": _with(CURRENT, parallel={"recompute": "selective"}),
     "wgrad": _with(CURRENT, fp8={"override_linear_precision": (False, False, True)}),
     "dgrad": _with(CURRENT, fp8={"override_linear_precision": (False, True, False)}),
     "fprop": _with(CURRENT, fp8={"override_linear_precision": (True, False, False)}),
 }
-SLOW_EXACT = {"fp64", "blockwise", "rowwise", "calibrated", "wgrad", "dgrad", "fprop", "bf16-reduced"}
+SLOW_EXACT = {"fp64", "blockwise", "rowwise", "calibrated", "selective", "wgrad", "dgrad", "fprop", "bf16-reduced"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW_EXACT)) for c in EXACT])
