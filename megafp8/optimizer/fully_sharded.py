@@ -48,7 +48,7 @@ class Hollow(Tensor):
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.as_strided.default, torch.ops.aten.detach.default):  # what a parameter is made by
             return cls(args[0].shape, args[0].dtype, args[0].device)
         raise RuntimeError(f"{func} on a weight that is FP8 codes alone")

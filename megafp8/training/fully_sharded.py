@@ -10,7 +10,7 @@ one weight, that stays gathered meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -69,3 +69,20 @@ def _row_share(sharded: FullySharded, param: nn.Parameter, op: Fp8Linear, fmt: F
 
     gather_codes(rows, codes_mk, arrived)
     return WeightShare(op, codes_mk, 0, rows.values.view(-1), rows.param.dtype)
+
+
+def report(sharded: FullySharded, as_codes: Collection[nn.Parameter], ranks: int) -> str:
+    """For the log: what a rank holds of the weights, and receives of `ranks` when it gathers all; `as_codes`: those of
+    `sharded.params` that are gathered so."""
+    gib, held, values, codes = 2**30, 0, 0, 0
+    for rows in sharded.rows.values():
+        elements, coded = rows.of.numel(), rows.param in as_codes
+        held += rows.values.nbytes + rows.sent * rows.of[1:].numel() * coded
+        values += elements * rows.param.element_size()
+        codes += elements * (1 if coded else rows.param.element_size())
+    received, plainly = (size * (ranks - 1) / ranks / gib for size in (codes, values))
+    instead = f", {len(as_codes)} of them as FP8 codes, instead of {plainly:.3f} as values" if as_codes else ""
+    return (
+        f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(sharded.rows)} weights; all of them gathered are "
+        f"{received:.3f} GiB received{instead}"
+    )

@@ -136,8 +136,8 @@ class Trainer:
     `logging.pipeline_trace_step` names, once it is done.
     `choice`: what fp8.auto_filter chose earlier in this run; None lets it choose now.
     `fp8_records`: FP8 health of the latest `train_step` in all stages, on rank 0, if that step was sampled; else empty.
-    `say` is told what a user may want to know of in between. `params`: what this rank has of the model, `tied`: of
-    weights that stages share; `hollow`: of those that are FP8 codes on all ranks, with their layers (`megafp8.fp8.weight_shares`).
+    `say` is told what a user may want to know of in between. `params`: what this rank has of the model; of
+    these, `tied` are shared by stages, and `hollow`, with their layers, FP8 codes on all ranks (`fp8.weight_shares`).
     """
 
     def __init__(
@@ -179,13 +179,7 @@ class Trainer:
         self.sharded: FullySharded | None = None
         self.gradients: GradBuffer | FullySharded
         if p.fsdp:
-            reduce_dtype = DTYPES[config.optimizer.reduce_dtype]
-            sharded = shard(self.stages, parallel, dtype=dtype, reduce_dtype=reduce_dtype, seed=config.seed)
-            if self.hollow:
-                self.fp8.share_weights(row_shares(self.hollow, sharded), parallel.device)
-            self.gradients, self.sharded, self.params = sharded, sharded, sharded.params
-            self.tied = [sharded.rows[param].param for param in self.tied]
-            self.hollow = {sharded.rows[param].param: how for param, how in self.hollow.items()}
+            self.gradients = self.sharded = self._shard(dtype)
         else:
             initialize_parameters(self.model, config.seed)
             self.gradients, self.weights = self._build_buffers(wgrads)
@@ -212,6 +206,16 @@ class Trainer:
         if t.cuda_graphs:
             eager_steps = config.fp8.calibration_steps + EAGER_STEPS
             self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=say)
+
+    def _shard(self, dtype: torch.dtype) -> FullySharded:
+        """Have everything in shares: from here on parameters are this rank's rows of what they were."""
+        reduce_dtype, seed = DTYPES[self.config.optimizer.reduce_dtype], self.config.seed
+        sharded = shard(self.stages, self.parallel, dtype=dtype, reduce_dtype=reduce_dtype, seed=seed)
+        if self.hollow:
+            self.fp8.share_weights(row_shares(self.hollow, sharded), self.parallel.device)
+        self.params, self.tied = sharded.params, [sharded.rows[param].param for param in self.tied]
+        self.hollow = {sharded.rows[param].param: how for param, how in self.hollow.items()}
+        return sharded
 
     def _build_buffers(self, wgrads: WgradStore) -> tuple[GradBuffer, ParamBuffer | None]:
         """Where gradients lie, and under ZeRO the weights."""

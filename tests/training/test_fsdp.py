@@ -7,6 +7,7 @@ which is another order than that of the plain run. With one micro-batch there is
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from megafp8.config import Config, ConfigError, check_layout
 from megafp8.optimizer.fully_sharded import FullySharded, Hollow
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
+from megafp8.training.fully_sharded import report
 from megafp8.training.state import load_latest, save_state
 from megafp8.training.trainer import Trainer
 from tests.training.test_cuda_graphs import Curve, batches
@@ -183,6 +185,24 @@ def test_between_steps_a_rank_holds_its_share(world4: World) -> None:
         for total, weights, gradients in world4.run(_held, settings(changes, fsdp=True), ranks=2):
             assert total * 2 <= weights < total * 2.01
             assert total * 2 <= gradients < total * 2.05
+
+
+def _report(settings: Config) -> str:
+    trainer, parallel = start(settings)
+    assert trainer.sharded is not None
+    return report(trainer.sharded, trainer.hollow, parallel.data_context.size)
+
+
+def test_the_log_says_what_is_held_and_received(world4: World) -> None:
+    """Of weights of 8 FP8 layers, fp32 and codes; of embedding, output layer and 5 norms, fp32."""
+    model = {"hidden_size": 1024, "ffn_hidden_size": 2048}
+    coded, others = 2 * (4 * 1024**2 + 3 * 1024 * 2048), 2 * 128 * 1024 + 5 * 1024
+    changes = _with(CURRENT, model=model, fp8={"param_gather": True})
+    for found in world4.run(_report, settings(changes, fsdp=True), ranks=2):
+        numbers = [float(word) for word in re.findall(r"[\d.]+\d", found)]
+        gib = [2.5 * coded + 2 * others, coded / 2 + 2 * others, 2 * (coded + others)]
+        assert numbers == [round(gib[0] / 2**30, 3), 15, round(gib[1] / 2**30, 3), round(gib[2] / 2**30, 3)], found
+        assert "8 of them as FP8 codes" in found
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
