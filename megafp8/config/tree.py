@@ -159,7 +159,8 @@ class ParallelConfig(Section):
     fsdp: bool = False
     """ZeRO stage 3, through torch's fully_shard: each data-parallel rank keeps a share of the weights and gradients
     too; a block's weights are gathered before its forward and its backward, with fp8.param_gather as FP8 codes, and
-    freed after. Instead of zero. Gradients are reduced after each micro-batch, so few large ones are best."""
+    freed after. Instead of zero; without effect on it: bucket_mib and the overlap options. Gradients are reduced
+    after each micro-batch, so few large ones are best. Not with zb-h1, zb-v, dualpipev, and CUDA graphs."""
     overlap_param_gather: bool = True
     """With zero 1: gather updated parameters while the next forward pass already runs."""
 
