@@ -75,7 +75,7 @@ CASES: dict[str, tuple[int, Changes]] = {
     ),
     "dp2-offload": (2, {"parallel": {"offload": True}}),
 }
-SLOW = {"dp2-biases", "dp2-masked", "cp2-dp2", "pp2-vpp2-dp2", "dp2-offload", "tp2-dp2-tied"}
+SLOW = {"dp2-tied", "pp2-dp2", "dp2-biases", "dp2-masked", "cp2-dp2", "pp2-vpp2-dp2", "dp2-offload", "tp2-dp2-tied"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES])
@@ -103,7 +103,18 @@ EXACT: dict[str, Changes] = {
     "dgrad": _with(CURRENT, fp8={"override_linear_precision": (False, True, False)}),
     "fprop": _with(CURRENT, fp8={"override_linear_precision": (True, False, False)}),
 }
-SLOW_EXACT = {"fp64", "blockwise", "rowwise", "calibrated", "selective", "wgrad", "dgrad", "fprop", "bf16-reduced"}
+SLOW_EXACT = {
+    "fp32",
+    "fp64",
+    "blockwise",
+    "rowwise",
+    "calibrated",
+    "selective",
+    "wgrad",
+    "dgrad",
+    "fprop",
+    "bf16-reduced",
+}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW_EXACT)) for c in EXACT])
@@ -130,7 +141,7 @@ CODES: dict[str, tuple[int, Changes]] = {
     "tp2-dp2": (4, _with(CURRENT, parallel={"tensor": 2})),
     "pp2-dp2": (4, _with(DELAYED, parallel={"pipeline": 2})),
 }
-SLOW_CODES = {"alone", "static", "smooth", "some-layers", "pp2-dp2", "full"}
+SLOW_CODES = {"alone", "current", "static", "smooth", "some-layers", "pp2-dp2", "full"}
 
 
 def _codes_case(changes: Changes) -> tuple[Curve, Curve, bool, list[str]]:
