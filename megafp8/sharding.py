@@ -19,7 +19,7 @@ Nothing here knows ranks or groups: the layers that cut a tensor write down how 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor, nn
@@ -118,6 +118,18 @@ def spec_of(param: nn.Parameter) -> ParamSpec:
     spec = getattr(param, "spec", None)
     assert isinstance(spec, ParamSpec), "a parameter without a spec: make parameters through megafp8's layers"
     return spec
+
+
+def rows_of(spec: ParamSpec, first: int, last: int) -> ParamSpec:
+    """The spec of rows `[first, last)` of a parameter as a parameter of their own."""
+    pieces = []
+    for piece in spec.pieces:
+        low, high = max(first, piece.row), min(last, piece.row + piece.shape[0])
+        if low < high:
+            offset = (piece.offset[0] + low - piece.row, *piece.offset[1:])
+            shape = (high - low, *piece.shape[1:])
+            pieces.append(Piece(piece.name, piece.global_shape, offset, shape, low - first))
+    return replace(spec, pieces=tuple(pieces))
 
 
 def pieces_of(param: nn.Parameter, local: Tensor) -> Iterator[tuple[Piece, Tensor]]:

@@ -28,6 +28,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _fp8,
         _smooth_swiglu,
         _overlap,
+        _fsdp,
         _param_gather,
         _checkpoint,
         _deterministic,
@@ -283,15 +284,34 @@ def _smooth_swiglu(config: Config) -> Iterator[Problem]:
     yield Problem("fp8.smooth_swiglu", True, rule, "try fp8.smooth_swiglu=false")
 
 
+def _fsdp(config: Config) -> Iterator[Problem]:
+    p, off = config.parallel, "or parallel.fsdp=false"
+    if not p.fsdp:
+        return
+    if p.zero:
+        rule = "parallel.fsdp is ZeRO stage 3, which shares out all that stage 1 does"
+        yield Problem("parallel.zero", p.zero, rule, f"try parallel.zero=0, {off}")
+    if p.schedule in _LEAVE_WGRADS:
+        rule = "it leaves weight gradients for later, when parallel.fsdp has freed the block and sent its gradients"
+        works = "1f1b" if p.virtual_pipeline == 1 else "interleaved"
+        yield Problem("parallel.schedule", p.schedule, rule, f"try parallel.schedule={works}, {off}")
+    if config.training.cuda_graphs:
+        rule = "a graph holds no communication, and parallel.fsdp gathers weights in every micro-batch"
+        yield Problem("training.cuda_graphs", True, rule, f"try training.cuda_graphs=false, {off}")
+
+
+_LEAVE_WGRADS = {"zb-h1", "zb-v", "dualpipev"}
+
+
 def _param_gather(config: Config) -> Iterator[Problem]:
     f, zero = config.fp8, config.parallel.zero
     path, off = "fp8.param_gather", "or fp8.param_gather=false"
     if not f.param_gather:
         return
     weights = {rule.weight for rule in f.custom} if f.recipe == "custom" else {f.recipe}
-    if zero != 1:
+    if zero != 1 and not config.parallel.fsdp:
         rule = f"parallel.zero is {zero}: each rank updates all weights itself, and none are gathered"
-        yield Problem(path, True, rule, f"try parallel.zero=1, {off}")
+        yield Problem(path, True, rule, f"try parallel.zero=1 or parallel.fsdp=true, {off}")
     if f.recipe == "none":
         yield Problem(
             path, True, "fp8.recipe is none, so there are no codes to gather", f"try fp8.recipe=delayed, {off}"

@@ -156,6 +156,11 @@ class ParallelConfig(Section):
     """ZeRO stage. 1: each data-parallel rank keeps master weights and Adam state of an equal share of the parameters
     alone, updates those and gathers the rest (Megatron-LM's distributed optimizer). The same losses, no more
     traffic; 12 bytes a parameter become 12 / data-parallel size."""
+    fsdp: bool = False
+    """ZeRO stage 3, through torch's fully_shard: each data-parallel rank keeps a share of the weights and gradients
+    too; a block's weights are gathered before its forward and its backward, with fp8.param_gather as FP8 codes, and
+    freed after. Instead of zero; without effect on it: bucket_mib and the overlap options. Gradients are reduced
+    after each micro-batch, so few large ones are best. Not with zb-h1, zb-v, dualpipev, and CUDA graphs."""
     overlap_param_gather: bool = True
     """With zero 1: gather updated parameters while the next forward pass already runs."""
 
@@ -237,10 +242,10 @@ class Fp8Config(Section):
     GPU's speeds (H200 only); measured: by running a layer of each size before the first step. What counts is a rank's
     slice, so the choice depends on parallel.tensor; a run that resumes keeps its own."""
     param_gather: bool = False
-    """With parallel.zero 1: weights of FP8 layers are cast by the ranks that update them, gathered as codes, and exist
-    in FP8 alone (Megatron-LM's fp8-param-gather). Half the bytes travel, and 2 bytes a weight become none. The same
-    losses, bit for bit. For recipes with one scale a weight: delayed, current, static; layers of custom with another
-    gather values. Weights are then missing in the FP8 report."""
+    """With parallel.zero 1 or fsdp: weights of FP8 layers are cast by the ranks that update them, gathered as codes,
+    and exist in FP8 alone (Megatron-LM's fp8-param-gather). Half the bytes travel, and 2 bytes a weight become none.
+    The same losses, bit for bit. For recipes with one scale a weight: delayed, current, static; layers of custom with
+    another gather values. Weights are then missing in the FP8 report."""
     report_interval: Count = 0
     """Steps between samples of the FP8 health report (what casting loses in each tensor), fp8_report.jsonl in the run
     folder; 100 is usual. 0: never."""

@@ -94,8 +94,9 @@ class Fp8Linear:
 
     It belongs to one weight, whose FP8 copies it keeps from first use to `invalidate_weight` (`kept_weight`). With
     `gathered_weight`, codes `[n, k]` that others keep up to date, it casts none and never reads the weight. Its
-    quantizers and its GEMM come once all layers are known (`set_up`). With `smoothing` it takes `Quantized` input only,
-    with channels multiplied as that says, and divides its weight's columns.
+    quantizers and its GEMM come once all layers are known (`set_up`). A `transient` weight is there while the layer
+    runs and gone in between, and no copies of it are kept either: backward makes its own. With `smoothing` it takes
+    `Quantized` input only, with channels multiplied as that says, and divides its weight's columns.
     """
 
     def __init__(self, *, high_precision: PerGemm, fast_accum: PerGemm) -> None:
@@ -106,6 +107,7 @@ class Fp8Linear:
         self._gemm: Fp8Gemm | None = None
         self.kept_weight: Operand | None = None
         self.gathered_weight: Scaled | None = None
+        self.transient = False
 
     @property
     def quantizers(self) -> Quantizers:
@@ -160,14 +162,23 @@ class Fp8Linear:
 
         Rows alone until a call that wants `columns` too, as the first one that a backward will follow does.
         """
+        if self.transient:
+            return self._cast_weight(weight, rows=True, columns=columns)
         if self.kept_weight is None or (columns and self.kept_weight.columns is None):
-            rows, w = self.gathered_weight, weight.detach()
-            if rows is not None:
-                self.kept_weight = Operand(rows, rows.t() if columns else None)
-            else:
-                source = Plain(w) if self.smoothing is None else ScaledColumns(w, self.smoothing.scale_inv_f)
-                self.kept_weight = self.quantizers.weight(source, rows=True, columns=columns)
+            self.kept_weight = self._cast_weight(weight, rows=True, columns=columns)
         return self.kept_weight
+
+    def dgrad_weight(self, weight: Tensor, w8: Operand | None) -> Scaled:
+        """The columns of `weight` in backward, where forward has kept `w8`."""
+        return _columns(self._cast_weight(weight, rows=False, columns=True) if w8 is None else w8)
+
+    def _cast_weight(self, weight: Tensor, *, rows: bool, columns: bool) -> Operand:
+        codes = self.gathered_weight
+        if codes is not None:
+            return Operand(codes if rows else None, codes.t() if columns else None)
+        w = weight.detach()
+        source = Plain(w) if self.smoothing is None else ScaledColumns(w, self.smoothing.scale_inv_f)
+        return self.quantizers.weight(source, rows=rows, columns=columns)
 
     def invalidate_weight(self) -> None:
         """Forget the FP8 copies: the weight has changed."""
@@ -254,8 +265,9 @@ class _Fp8LinearFunction(Function):
             if not high.fprop or columns_wanted:
                 x8 = op.quantizers.input(Plain(x_mk), rows=not high.fprop, columns=columns_wanted)
         w8: Operand | None = None
-        if not high.fprop or (needs_dx and not high.dgrad):
-            w8 = op.weight8(weight, columns=needs_dx and not high.dgrad)
+        columns_kept = needs_dx and not high.dgrad and not op.transient
+        if not high.fprop or columns_kept:
+            w8 = op.weight8(weight, columns=columns_kept)
 
         if high.fprop:
             product = _product(ALONE.gather([x_mk]), weight.to(x.dtype).t(), x.dtype)
@@ -277,7 +289,7 @@ class _Fp8LinearFunction(Function):
             ctx.granularity, ctx.columns_group = x_km.granularity, None if x8.columns is None else entry.group
         ctx.save_for_backward(weight if needs_dx and high.dgrad else None, *kept_x)
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
-        ctx.op, ctx.w8, ctx.grad_slot, ctx.ends = op, w8, grad_slot, ends
+        ctx.op, ctx.w8, ctx.grad_slot, ctx.ends = op, w8 if columns_kept else None, grad_slot, ends
         ctx.remake = None if again is None else again.how
         return _shaped(y_mn, x)
 
@@ -302,7 +314,8 @@ class _Fp8LinearFunction(Function):
         dx: Summed | None = None
         if dx_in_fp8:
             assert rows is not None
-            dx = ends.enter.sum(_fp8_product(op, rows, _columns(ctx.w8), dy.dtype, op.fast_accum.dgrad))
+            w_kn = op.dgrad_weight(ctx.weight, ctx.w8)
+            dx = ends.enter.sum(_fp8_product(op, rows, w_kn, dy.dtype, op.fast_accum.dgrad))
         elif needs_dx:
             assert dy_mn is not None
             dx = ends.enter.sum(_product(ALONE.gather([dy_mn]), weight.to(dy.dtype), dy.dtype))

@@ -48,8 +48,9 @@ OneFactorQuantizer = CurrentQuantizer | DelayedQuantizer | StaticQuantizer
 
 
 class WeightShare(NamedTuple):
-    """What a rank does for a weight. `codes_nk`: where all of its codes come to lie. `master_f`: the fp32 values, live,
-    of the elements from `start` that are this rank's, counted row by row; perhaps none. `dtype`: the model's."""
+    """What a rank does for a weight. `codes_nk`: where all of its codes come to lie; or those of whole rows of it
+    that this rank has, which are then gathered elsewhere. `master_f`: the fp32 values, live, of the elements from
+    `start` that are this rank's, counted row by row; perhaps none. `dtype`: the model's."""
 
     op: Fp8Linear
     codes_nk: Tensor

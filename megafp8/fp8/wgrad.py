@@ -2,7 +2,8 @@
 
 A weight may have an attribute `grad_sink`, set by whoever gathers gradients (`GradSink`): dw `[n, k]` is then added to
 its `main_grad`, by the GEMM itself where that can be. Autograd sees no gradient for the weight, which spares a bf16
-gradient and its rounding. Without a sink, dw is returned in the weight's dtype. A sink may have a store that, while it
+gradient and its rounding. Without a sink, dw is returned in the dtype that autograd wants it in, the weight's own
+unless its `grad_dtype` says otherwise. A sink may have a store that, while it
 is open, takes wgrad for later (`megafp8.fp8.deferred`).
 
 Shapes: m tokens, k inputs, n outputs.
@@ -37,7 +38,9 @@ class GradSink(Protocol):
 def wgrad_dtype(weight: Tensor) -> torch.dtype:
     """What dtype `deliver` wants dw in."""
     has_sink = getattr(weight, "grad_sink", None) is not None
-    return torch.promote_types(weight.dtype, torch.float32) if has_sink else weight.dtype
+    if has_sink:
+        return torch.promote_types(weight.dtype, torch.float32)
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 
 def deliver(weight: Tensor, dw_nk: Tensor) -> Tensor | None:

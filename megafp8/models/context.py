@@ -17,7 +17,8 @@ class BuildContext:
 
     `sequence_parallel` is what the config says; with a tensor group of one rank it has no effect. `context_parallel`:
     the ranks that hold the tokens of the same sequences between them; None where this rank has whole ones. `exchange`:
-    how linear layers exchange tokens with the tensor group; None: by one collective at a time.
+    how linear layers exchange tokens with the tensor group; None: by one collective at a time. `blocks_on_meta`:
+    weights of blocks are given memory later, by someone else.
     """
 
     tensor: ProcessGroup
@@ -27,6 +28,7 @@ class BuildContext:
     sequence_parallel: bool
     context_parallel: ProcessGroup | None = None
     exchange: Exchange | None = None
+    blocks_on_meta: bool = False
 
     @property
     def cuts_sequence(self) -> bool:

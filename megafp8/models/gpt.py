@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -190,7 +190,9 @@ class GPTStage(nn.Module):
         self.memory = [KEEP_ALL] * len(layers) if memory is None else list(memory)
         first, last = layers.start == 0, layers.stop == config.num_layers
         self.embedding = Embedding(config, context, positions) if first else None
-        self.blocks = nn.ModuleList(Block(i, config, context, own) for i, own in zip(layers, self.memory, strict=True))
+        of_blocks = replace(context, device=torch.device("meta")) if context.blocks_on_meta else context
+        blocks = (Block(i, config, of_blocks, own) for i, own in zip(layers, self.memory, strict=True))
+        self.blocks = nn.ModuleList(blocks)
         self.shared_weight = self._shared_weight() if config.tie_embeddings and (first or last) else None
         self.head = Head(config, context, self.shared_weight, z_loss) if last else None
         self.offload = ActivationOffload(context.device) if any(own.offload for own in self.memory) else None

@@ -13,7 +13,7 @@ It works on fragments: flat runs of elements of the parameters, whose state alon
 parameter, or under ZeRO what this rank owns of it; Adam works on single elements and cannot tell.
 
 A parameter may be hollow: its values are in the masters alone, and whoever needs them rounded takes them from there
-(FP8 parameters, `megafp8.fp8.weight_shares`).
+(FP8 parameters, `megafp8.fp8.weight_shares`; weights that torch shards, `fully_sharded`).
 
 Moments may be kept in bf16, as DeepSeek-V3 does (arXiv:2412.19437, section 3.3.3). The kernels want all they read in
 one dtype, so a batch of fragments at a time gets fp32 moments, is updated, and has them rounded back. A moment that a
@@ -25,8 +25,9 @@ fp32 gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class MixedPrecisionAdamW:
     `weight_decay` holds for parameters whose `spec.weight_decay` is set; the others (norms, biases) have none. `reason`
     says in one line which implementation runs and why; `step_count` is the number of updates made so far.
     `moments_dtype`: fp32 or bf16. `hollow`: parameters whose values, read here for the last time, are in the masters
-    from now on.
+    from now on; or for long, where `masters` has one, fp32 and as flat as the fragment, which is updated in place.
     """
 
     def __init__(
@@ -97,10 +98,11 @@ class MixedPrecisionAdamW:
         eps: float = 1e-8,
         moments_dtype: torch.dtype = torch.float32,
         hollow: AbstractSet[nn.Parameter] = frozenset(),
+        masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
     ) -> None:
         self.fragments = list(fragments)
-        self._hollow = hollow
-        self._masters = {fragment.param: self._make_master(fragment) for fragment in fragments}
+        self.hollow = hollow
+        self._masters = {fragment.param: self._make_master(fragment, masters) for fragment in fragments}
         filled = [fragment for fragment in fragments if fragment.param not in hollow]
         low_precision = [fragment for fragment in filled if fragment.param.dtype != torch.float32]
         self._low_precision = [fragment.of(fragment.param.detach()) for fragment in low_precision]
@@ -116,20 +118,23 @@ class MixedPrecisionAdamW:
         self._rounds = moments_dtype != torch.float32
         decaying = {master for param, master in self._masters.items() if spec_of(param).weight_decay}
         self._adams: list[Optimizer] = []
-        for masters in _batches(list(self._moments), BATCH) if self._rounds else [list(self._moments)]:
+        for batch in _batches(list(self._moments), BATCH) if self._rounds else [list(self._moments)]:
             groups = [
-                {"params": [m for m in masters if m in decaying], "weight_decay": weight_decay, "decays": True},
-                {"params": [m for m in masters if m not in decaying], "weight_decay": 0.0, "decays": False},
+                {"params": [m for m in batch if m in decaying], "weight_decay": weight_decay, "decays": True},
+                {"params": [m for m in batch if m not in decaying], "weight_decay": 0.0, "decays": False},
             ]
             adam = implementation(groups, **options)
-            for master in masters:
+            for master in batch:
                 adam.state[master] = {} if self._rounds else {**self._moments[master]}
             self._adams.append(adam)
         self.step_count = 0
 
-    def _make_master(self, fragment: Fragment) -> Tensor:
+    def _make_master(self, fragment: Fragment, given: Mapping[nn.Parameter, Tensor]) -> Tensor:
         """An fp32 tensor for the optimizer to update; it shares the memory of a parameter that is fp32 already."""
-        master = fragment.of(fragment.param.detach()).to(torch.float32, copy=fragment.param in self._hollow)
+        param = fragment.param
+        master = given.get(param)
+        if master is None:
+            master = fragment.of(param.detach()).to(torch.float32, copy=param in self.hollow)
         master.grad = gradient_of(fragment)
         return master
 
@@ -174,7 +179,7 @@ class MixedPrecisionAdamW:
     def hollow_values(self) -> list[tuple[Fragment, Tensor]]:
         """The fragments of hollow parameters with their values, flat, in the parameters' dtype: the masters themselves
         where that is theirs, so that a checkpoint loads into them, else a copy."""
-        hollow = [fragment for fragment in self.fragments if fragment.param in self._hollow]
+        hollow = [fragment for fragment in self.fragments if fragment.param in self.hollow]
         return [(fragment, self.master_of(fragment).to(fragment.param.dtype)) for fragment in hollow]
 
     @torch.no_grad()

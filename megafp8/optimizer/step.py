@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.finalize import clip_, finalize_gradients, global_norm
-from megafp8.optimizer.grad_buffer import GradBuffer
+from megafp8.sharding import Fragment
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,22 @@ class StepResult:
 
     grad_norm: float
     skipped: bool
+
+
+class Gradients(Protocol):
+    """A `GradBuffer` or `FullySharded`: after `finish`, the sums over data parallelism are in `owned`, views of the
+    fp32 buffer `flat`; they are those of `fragments`."""
+
+    @property
+    def fragments(self) -> Sequence[Fragment]: ...
+
+    @property
+    def owned(self) -> Sequence[Tensor]: ...
+
+    @property
+    def flat(self) -> Tensor: ...
+
+    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +58,7 @@ class OptimizerStep:
     everything.
     """
 
-    buffer: GradBuffer
+    buffer: Gradients
     optimizer: MixedPrecisionAdamW
     tensor_group: ProcessGroup | None
     model_group: ProcessGroup | None

@@ -13,6 +13,9 @@ what it passes, so the fullest moment within it is one of these:
 - the backward of block i: the activations of blocks up to i, those that i makes again if it is recomputed, and what
   backward itself needs. Offloaded blocks count where they are on the device: i and the one before.
 
+Under parallel.fsdp a rank has its rows alone, and what is gathered belongs to the moment: two blocks' weights, for the
+next is on its way; a block's gradients, whole, and what is being sent of those before; FP8 copies of one layer.
+
 Shapes as in `activations`; n parameters of a rank, v vocabulary of this rank.
 """
 
@@ -48,7 +51,8 @@ _WORKSPACES = 2 * 32 * 2**20
 class StateMemory:
     """Bytes of parameters, and of what exists for each of them from the first step to the last, on a rank.
 
-    `weights`: with fp8.param_gather codes where there are no values; then only their columns are copies.
+    `weights`: with fp8.param_gather codes where there are no values; then only their columns are copies. With
+    parallel.fsdp the values are the masters.
     """
 
     weights: int
@@ -80,6 +84,12 @@ def state_memory(
     """Of parameters of `numels` elements, of which `alone` have buckets of their own and `coded` are FP8 codes, on one
     of `data` that sum their gradients; under ZeRO the most that any of them holds."""
     p, dtype = config.parallel, config.training.precision
+    moments_bytes = 2 * {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
+    if p.fsdp:
+        rows = [-(-count // data) for count in numels]
+        aligned = sum(-(-count // 64) * 64 for count in rows)
+        codes_held = sum(rows[i] for i in coded)
+        return StateMemory(codes_held, gradients=aligned * 4, masters=sum(rows) * 4, moments=sum(rows) * moments_bytes)
     ranks, count = data if p.zero else 1, sum(numels)
     layout = bucket_layout(numels, max(1, int(p.bucket_mib * 2**20 / 4)), ranks=ranks, alone=alone, apart=coded)
     code_bytes = sum(bucket.end - bucket.start for bucket in layout.buckets if bucket.params[0] in coded)
@@ -89,7 +99,7 @@ def state_memory(
         weights=((layout.numel if p.zero else count) - code_bytes) * ELEMENT[dtype] + code_bytes,
         gradients=layout.numel * 4,
         masters=4 * (owned_codes if dtype == "fp32" else owned),
-        moments=owned * 2 * {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype],
+        moments=owned * moments_bytes,
     )
 
 
@@ -171,7 +181,7 @@ def rank_memory(
     state = state_memory(config, numels, data, alone, coded)
     static = RankMemory(
         **vars(state),
-        fp8_weights=sum(fp8_weight_bytes(config, fp8, layers) for layers in stages),
+        fp8_weights=0 if p.fsdp else sum(fp8_weight_bytes(config, fp8, layers) for layers in stages),
         # In flight: an activation and a gradient each way, of which the received activation is the first block's input.
         communication=0 if p.pipeline == 1 else 3 * x.m_own * x.h * x.e,
         workspace=_WORKSPACES,
@@ -209,8 +219,50 @@ def _fullest(static: RankMemory, chunks: Sequence[_Chunk], actions: Sequence[Act
     return replace(max(found, key=lambda moment: moment.total), host=host)
 
 
+class _Gathered(NamedTuple):
+    """Under parallel.fsdp, bytes in the backward of each block, at the loss, and at the end of backward."""
+
+    blocks: list[int]
+    loss: int
+    end: int
+
+
+def _gathered(config: Config, fp8: Fp8Manager, layers: range) -> _Gathered:
+    if not config.parallel.fsdp:
+        return _Gathered([0] * len(layers), 0, 0)
+    e, sent = ELEMENT[config.training.precision], {"fp32": 4, "bf16": 2}[config.optimizer.reduce_dtype]
+    elements = [sum(parameter.elements for parameter in _block(config, i)) for i in layers]
+    coded = [sum(_coded_elements(config, fp8, i)) for i in layers]
+    weights = [count * e - codes_of * (e - 1) for count, codes_of in zip(elements, coded)]
+    copies = [max(_coded_elements(config, fp8, i, gathered_as_codes=False), default=0) for i in layers]
+    table = config.model.padded_vocab_size // config.parallel.tensor * config.model.hidden_size
+    first, last = layers.start == 0, layers.stop == config.model.num_layers
+    stays = table * e * (config.model.tie_embeddings and (first or last))
+    summed = table * sent * (config.model.tie_embeddings and last)  # from the output layer's backward to the end
+    blocks = []
+    for at, own in enumerate(elements):
+        before_own = elements[at + 1] if at + 1 < len(elements) else table * (last and not config.model.tie_embeddings)
+        here = weights[at] + (weights[at - 1] if at else 0) + copies[at] + (own + max(own, before_own)) * sent
+        blocks.append(here + stays + summed)
+    return _Gathered(
+        blocks, last * (table * (e + sent) + weights[-1]), (first or bool(stays)) * table * 2 * sent + stays
+    )
+
+
+def _coded_elements(config: Config, fp8: Fp8Manager, index: int, *, gathered_as_codes: bool = True) -> list[int]:
+    """Of block `index`, elements of each FP8 layer's weight; or of those alone that are gathered as codes."""
+    found = []
+    for parameter in _block(config, index):
+        layer = precision(fp8, parameter.layer) if parameter.layer else None
+        if layer is None or layer.weight is None:
+            continue
+        if not gathered_as_codes or (config.fp8.param_gather and layer.weight is TENSOR):
+            found.append(parameter.elements)
+    return found
+
+
 def _chunk(config: Config, fp8: Fp8Manager, layers: range) -> _Chunk:
-    x = sizes(config)
+    x, gathered = sizes(config), _gathered(config, fp8, layers)
     memory = block_memory(config.parallel, len(layers))
     kept = [sum(block_keeps(config, fp8, i, own).values()) for i, own in zip(layers, memory)]
     on_device = [0 if own.offload else size for size, own in zip(kept, memory)]
@@ -222,11 +274,12 @@ def _chunk(config: Config, fp8: Fp8Manager, layers: range) -> _Chunk:
             everything = block_keeps(config, fp8, index, replace(memory[at], full=False))
             made_again = sum(everything.values()) - kept[at]  # whose input is part of it
         activations = sum(on_device[: at + 1]) + sum(away[max(0, at - 1) : at + 1])
-        moments.append((activations, 0, made_again + block_backward(config, fp8, index)))
+        moments.append((activations, 0, made_again + block_backward(config, fp8, index) + gathered.blocks[at]))
     if layers.stop == config.model.num_layers:
         logits = x.m * (config.model.padded_vocab_size // config.parallel.tensor) * x.e
         ends = (x.m_own + 2 * x.m) * x.h * x.e  # the final norm's input; the output layer's, and its gradient
-        moments.append((sum(on_device) + sum(away[-1:]), logits + ends, 0))
+        moments.append((sum(on_device) + sum(away[-1:]), logits + ends, gathered.loss))
+    moments.append((0, 0, gathered.end))
     left = sum(block_leaves_for_later(config, fp8, index) for index in layers)
     if layers.stop == config.model.num_layers:  # the output layer's input, and the logits' gradient
         left += x.m * (x.h + config.model.padded_vocab_size // config.parallel.tensor) * x.e

@@ -79,5 +79,11 @@ def fill_(out: Tensor, piece: Piece, init: Init, seed: int) -> Tensor:
 def initialize_parameters(module: torch.nn.Module, seed: int) -> None:
     """Give every parameter of `module` its initial value, a function of (seed, global name, global index) alone."""
     for param in module.parameters():
-        for piece, local in pieces_of(param, param):
-            fill_(local, piece, spec_of(param).init, seed)
+        initialize(param, param, seed)
+
+
+@torch.no_grad()
+def initialize(param: torch.nn.Parameter, values: Tensor, seed: int) -> None:
+    """Write the initial values of `param` into `values`, shaped like it."""
+    for piece, local in pieces_of(param, values):
+        fill_(local, piece, spec_of(param).init, seed)

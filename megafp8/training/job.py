@@ -29,7 +29,7 @@ from megafp8.parallel_state import (
     initialize_model_parallel,
 )
 from megafp8.pipeline_parallel.trace import write_timeline
-from megafp8.training import auto_filter, fp8_parameters
+from megafp8.training import auto_filter, fp8_parameters, fully_sharded
 from megafp8.training.cuda_graphs import silent
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.init_from import check_init, load_init
@@ -129,9 +129,11 @@ class Job:
             self.say(f"resumed from step {self.step}")
         self.say(f"optimizer: {self.trainer.optimizer.reason}")
         self.say(describe_path(self.trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
-        weights = self.trainer.weights
+        weights, sharded = self.trainer.weights, self.trainer.sharded
         if weights is not None and weights.codes:
             self.say(fp8_parameters.report(weights, parallel.data_context.size))
+        if sharded is not None:
+            self.say(fully_sharded.report(sharded, self.trainer.hollow, parallel.data_context.size))
         for reason in self.trainer.auto_filter.reasons:
             self.say(reason)
         if self.config.deterministic:

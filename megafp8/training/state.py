@@ -53,9 +53,9 @@ def checkpoint_folder(run: Path) -> Path:
 
 
 def weights(trainer: Trainer) -> dict[str, Rectangles]:
-    """Views of this rank's weights; of those that are FP8 codes on all ranks, of its share of the masters."""
+    """Views of this rank's weights; where it has no whole ones, or FP8 codes, of its share of the masters."""
     trainer.wait_for_weights()
-    filled = [param for param in trainer.params if param not in trainer.hollow]
+    filled = [param for param in trainer.params if param not in trainer.optimizer.hollow]
     values = collect(filled, lambda p: p.detach(), "model.")
     return values | collect_fragments(trainer.optimizer.hollow_values(), "model.")
 

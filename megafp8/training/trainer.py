@@ -28,6 +28,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage, fp8_layer_names
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.adam import MixedPrecisionAdamW
+from megafp8.optimizer.fully_sharded import FullySharded
 from megafp8.optimizer.grad_buffer import GradBuffer
 from megafp8.optimizer.param_buffer import ParamBuffer
 from megafp8.optimizer.schedule import learning_rate
@@ -42,6 +43,7 @@ from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs, silent
 from megafp8.training.describe import position_rows
 from megafp8.training.fp8_parameters import shares, weights_as_codes
+from megafp8.training.fully_sharded import row_shares, shard
 from megafp8.training.overlap import token_exchange
 from megafp8.training.pipeline import plan_pipeline
 
@@ -134,8 +136,8 @@ class Trainer:
     `logging.pipeline_trace_step` names, once it is done.
     `choice`: what fp8.auto_filter chose earlier in this run; None lets it choose now.
     `fp8_records`: FP8 health of the latest `train_step` in all stages, on rank 0, if that step was sampled; else empty.
-    `say` is told what a user may want to know of in between. `hollow`: weights that are FP8 codes on all ranks, with
-    their layers (`megafp8.fp8.weight_shares`).
+    `say` is told what a user may want to know of in between. `params`: what this rank has of the model; of
+    these, `tied` are shared by stages, and `hollow`, with their layers, FP8 codes on all ranks (`fp8.weight_shares`).
     """
 
     def __init__(
@@ -161,22 +163,32 @@ class Trainer:
             p.sequence_parallel,
             parallel.context.group,
             token_exchange(p, parallel, say),
+            blocks_on_meta=p.fsdp,
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.plan = plan_pipeline(config, self.num_microbatches)
         self.stages = [self._build(stage, context) for stage in self.plan.placement.stages[parallel.pipeline.rank]]
         self.model = nn.ModuleList(self.stages)
-        initialize_parameters(self.model, config.seed)
         self.fp8.materialize(parallel.device)
         self.params = list(self.model.parameters())
+        tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
+        self.tied = tied if p.pipeline > 1 else []
         self.hollow = weights_as_codes(self.model) if config.fp8.param_gather else {}
         wgrads = WgradStore()
-        self.gradients, self.weights = self._build_buffers(wgrads)
+        self.weights: ParamBuffer | None = None
+        self.sharded: FullySharded | None = None
+        self.gradients: GradBuffer | FullySharded
+        if p.fsdp:
+            self.gradients = self.sharded = self._shard(dtype)
+        else:
+            initialize_parameters(self.model, config.seed)
+            self.gradients, self.weights = self._build_buffers(wgrads)
         self.update = self._build_update()
         self.optimizer = self.update.optimizer
         if self.weights is not None and self.hollow:
             self.fp8.share_weights(shares(self.hollow, self.weights, self.optimizer), parallel.device)
             self.weights.hollow_out()
+        if self.hollow:
             self.publish_weights()
         s = t.seq_length // p.context // (parallel.tensor.size if context.cuts_sequence else 1)
         self.engine = PipelineEngine(
@@ -195,10 +207,15 @@ class Trainer:
             eager_steps = config.fp8.calibration_steps + EAGER_STEPS
             self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=say)
 
-    @property
-    def _tied_over_stages(self) -> list[nn.Parameter]:
-        tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
-        return tied if self.config.parallel.pipeline > 1 else []
+    def _shard(self, dtype: torch.dtype) -> FullySharded:
+        """Have everything in shares: from here on parameters are this rank's rows of what they were."""
+        reduce_dtype, seed = DTYPES[self.config.optimizer.reduce_dtype], self.config.seed
+        sharded = shard(self.stages, self.parallel, dtype=dtype, reduce_dtype=reduce_dtype, seed=seed)
+        if self.hollow:
+            self.fp8.share_weights(row_shares(self.hollow, sharded), self.parallel.device)
+        self.params, self.tied = sharded.params, [sharded.rows[param].param for param in self.tied]
+        self.hollow = {sharded.rows[param].param: how for param, how in self.hollow.items()}
+        return sharded
 
     def _build_buffers(self, wgrads: WgradStore) -> tuple[GradBuffer, ParamBuffer | None]:
         """Where gradients lie, and under ZeRO the weights."""
@@ -209,7 +226,7 @@ class Trainer:
             bucket_elements=int(p.bucket_mib * 2**20 / 4),
             device=self.parallel.device,
             sharded=p.zero == 1,
-            alone=self._tied_over_stages,
+            alone=self.tied,
             apart=self.hollow.keys(),
             reduce_dtype=DTYPES[self.config.optimizer.reduce_dtype],
             wgrads=wgrads,
@@ -235,14 +252,15 @@ class Trainer:
                 betas=(o.beta1, o.beta2),
                 eps=o.eps,
                 moments_dtype=DTYPES[o.moments_dtype],
-                hollow=self.hollow.keys(),
+                hollow=self.hollow.keys() if self.sharded is None else set(self.params),
+                masters={} if self.sharded is None else self.sharded.masters,
             ),
             tensor_group=parallel.tensor.group,
             model_group=parallel.model.group,
             embedding_group=parallel.embedding.group if parallel.embedding is not None else None,
-            shared_params=self._tied_over_stages,
+            shared_params=self.tied,
             max_norm=o.clip_grad_norm or None,
-            shard_group=None if self.weights is None else parallel.data_context.group,
+            shard_group=None if self.weights is None and self.sharded is None else parallel.data_context.group,
         )
 
     def publish_weights(self) -> None:
@@ -252,6 +270,8 @@ class Trainer:
         this returns.
         """
         self.wait_for_weights()
+        if self.sharded is not None:
+            self.sharded.reshard()
         self.fp8.cast_weights()
         if self.weights is not None:
             self.weights.start_gather()
@@ -351,7 +371,7 @@ class Trainer:
         self, actions: Sequence[Action], batches: Sequence[Batch], stopwatch: Stopwatch | None = None
     ) -> list[Tensor]:
         """Forward and backward of micro-batches, of which the last is the step's last; their reports."""
-        if self.config.parallel.overlap_grad_reduce:
+        if self.config.parallel.overlap_grad_reduce and isinstance(self.gradients, GradBuffer):
             self.gradients.start_overlap(len(batches))
         return self.engine.run(
             actions, self._stage_functions(), self.to_device(batches), backward=True, stopwatch=stopwatch

@@ -206,6 +206,41 @@ def test_state_of_a_rank(world4: World, ranks: int) -> None:
             assert measured == planned, options
 
 
+def _rows(overrides: list[str]) -> tuple[list[int], list[int]]:
+    """Bytes of a rank's share under parallel.fsdp, as it is and as planned."""
+    config = _config(*overrides)
+    trainer = _trainer(config)
+    assert trainer.sharded is not None
+    sizes = {key: sum(x.nbytes for _, x in found) for key, found in trainer.optimizer.state().items()}
+    values = sum(rows.values.nbytes for rows in trainer.sharded.rows.values())
+    codes = sum(rows.values.numel() for rows in trainer.sharded.rows.values() if rows.param in trainer.hollow)
+    measured = [codes, trainer.sharded.flat.nbytes, values, sizes["exp_avg"] + sizes["exp_avg_sq"]]
+    p = _plans(config, trainer.parallel.world_size)[trainer.parallel.pipeline.rank]
+    return measured, [p.weights, p.gradients, p.masters, p.moments]
+
+
+def test_state_of_a_rank_with_everything_in_shares(world4: World) -> None:
+    for options in (
+        ["training.precision=bf16", "fp8.recipe=delayed", "fp8.param_gather=true", "model.tie_embeddings=true"],
+        ["parallel.tensor=2", "optimizer.moments_dtype=bf16", "fp8.recipe=current", *GPT2],
+    ):
+        for measured, planned in world4.run(_rows, [*ALONE, *options, "parallel.fsdp=true"], ranks=4):
+            assert measured == planned, options
+
+
+def test_sharding_in_full_spares_memory() -> None:
+    base = [*ALONE, "training.precision=bf16", "fp8.recipe=delayed", "model.num_layers=12"]
+    layouts = {
+        "plain": [],
+        "zero": ["parallel.zero=1"],
+        "fsdp": ["parallel.fsdp=true"],
+        "codes": ["parallel.fsdp=true", "fp8.param_gather=true"],
+    }
+    plans = {name: _plans(_config(*base, *options), 4)[0] for name, options in layouts.items()}
+    totals = {name: plan.total - plan.workspace for name, plan in plans.items()}
+    assert max(totals["codes"], totals["fsdp"]) < totals["zero"] < totals["plain"]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_state_of_a_rank_with_fp8_parameters(world4: World, precision: str) -> None:
     """Where nothing is padded a rank's share is even; masters of codes exist in fp32 too."""

@@ -40,6 +40,10 @@ CHUNKED = {
     "tp2-sp-chunked": (2, ["parallel.tensor=2", "parallel.pipeline=1", "parallel.overlap_tensor=chunked"]),
     "tp4-sp-chunked": (4, ["parallel.tensor=4", "parallel.pipeline=1", "parallel.overlap_tensor=chunked"]),
 }
+SHARDED = {
+    "dp2-fsdp": (2, ["parallel.tensor=1", "parallel.pipeline=1", "parallel.fsdp=true"]),
+    "tp2-sp-dp2-fsdp": (4, ["parallel.tensor=2", "parallel.pipeline=1", "parallel.fsdp=true"]),
+}
 UNEVEN = {
     "pp2-uneven": (2, ["parallel.tensor=1", "parallel.pipeline=2", "parallel.layers_per_stage=[1, 3]"]),
     "tp2-sp-pp2-uneven": (4, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.layers_per_stage=[3, 1]"]),
@@ -148,6 +152,23 @@ def test_uneven_stages_equal_one_process(runs: Runs, model: str, layout: str) ->
     ranks, options = UNEVEN[layout]
     expected = runs.alone((*FP32, *MODELS[model]), 10)
     assert_close(runs.on(ranks, [*FP32, *MODELS[model], *options], 10), expected, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["dp2-fsdp", pytest.param("tp2-sp-dp2-fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt2-tied", marks=pytest.mark.slow)])
+def test_everything_in_shares_equals_one_process(runs: Runs, model: str, layout: str) -> None:
+    ranks, options = SHARDED[layout]
+    expected = runs.alone((*FP32, *MODELS[model]), 10)
+    assert_close(runs.on(ranks, [*FP32, *MODELS[model], *options], 10), expected, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["dp2-fsdp", pytest.param("tp2-sp-dp2-fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.slow), "delayed"])
+def test_fp8_in_shares_stays_close(runs: Runs, recipe: str, layout: str) -> None:
+    ranks, options = SHARDED[layout]
+    fp8 = (f"fp8.recipe={recipe}",)
+    found = runs.on(ranks, [*fp8, *options, "fp8.param_gather=true"], 10)
+    assert_close(found, runs.alone(fp8, 10), 2e-3, None)
 
 
 @pytest.mark.parametrize("layout", ["tp2-sp-chunked", pytest.param("tp4-sp-chunked", marks=pytest.mark.slow)])

@@ -39,6 +39,7 @@ SMALL = [
 ]
 LAYOUTS = {
     "tp2-sp-pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2"]),
+    "tp2-dp2-fsdp": (4, ["parallel.tensor=2", "parallel.pipeline=1", "parallel.fsdp=true"]),
     "tp2-dp2-zero": (4, ["parallel.tensor=2", "parallel.pipeline=1", "parallel.zero=1", "parallel.bucket_mib=0.02"]),
 }
 ALONE = ["parallel.tensor=1", "parallel.pipeline=1"]

@@ -1,0 +1,88 @@
+"""parallel.fsdp: the model's weights in shares, gathered block by block, as values or as FP8 codes.
+
+With `fp8.param_gather` each rank casts its rows after the step, and what torch gathers are codes: half the bytes, the
+same bits, and nothing to cast in between. Without, an FP8 layer casts what was gathered, its rows in forward and its
+columns in backward. Neither leaves copies behind: these would be as large as what sharding saves.
+
+The embedding is needed in forward alone, and the output layer right from its forward to its backward. Where both have
+one weight, that stays gathered meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from megafp8.fp8 import Fp8Linear
+from megafp8.fp8.formats import Format
+from megafp8.fp8.weight_shares import WeightShare
+from megafp8.models.gpt import GPTStage
+from megafp8.optimizer.fully_sharded import FullySharded, gather_codes
+from megafp8.parallel_state import ParallelState
+from megafp8.tensor_parallel.random import initialize
+
+
+def shard(
+    stages: Sequence[GPTStage], parallel: ParallelState, *, dtype: torch.dtype, reduce_dtype: torch.dtype, seed: int
+) -> FullySharded:
+    """Shard the weights of `stages`, with blocks on the meta device, and give them initial values."""
+    tied = [stage.shared_weight is not None for stage in stages]
+    sharded = FullySharded(
+        [(stage, stage.blocks if is_tied else stage.units) for stage, is_tied in zip(stages, tied)],
+        group=parallel.data_context.group,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        device=parallel.device,
+    )
+    for rows in sharded.rows.values():
+        rounded = torch.empty(rows.values.shape, dtype=dtype, device=parallel.device)
+        initialize(rows.param, rounded, seed)
+        with torch.no_grad():
+            rows.values.copy_(rounded)
+    for stage in stages:
+        if isinstance(stage.embedding, FSDPModule):
+            stage.embedding.set_unshard_in_backward(False)
+        if isinstance(stage.head, FSDPModule):
+            stage.head.set_reshard_after_forward(False)
+        for module in stage.modules():
+            op = getattr(module, "op", None)
+            if isinstance(op, Fp8Linear):
+                op.transient = True
+    return sharded
+
+
+def row_shares(weights: Mapping[nn.Parameter, tuple[Fp8Linear, Format]], sharded: FullySharded) -> list[WeightShare]:
+    """Have `weights`, with their layers and formats, gathered as codes; what this rank casts of each."""
+    return [_row_share(sharded, param, op, fmt) for param, (op, fmt) in weights.items()]
+
+
+def _row_share(sharded: FullySharded, param: nn.Parameter, op: Fp8Linear, fmt: Format) -> WeightShare:
+    rows = sharded.rows[param]
+    codes_mk = torch.zeros(rows.sent, rows.of[1], dtype=torch.uint8, device=rows.values.device).view(fmt.dtype)
+
+    def arrived(codes_nk: Tensor) -> None:
+        assert op.gathered_weight is not None, "gathered before it was cast"
+        op.gathered_weight = op.gathered_weight._replace(data=codes_nk)
+
+    gather_codes(rows, codes_mk, arrived)
+    return WeightShare(op, codes_mk, 0, rows.values.view(-1), rows.param.dtype)
+
+
+def report(sharded: FullySharded, as_codes: Collection[nn.Parameter], ranks: int) -> str:
+    """For the log: what a rank holds of the weights, and receives of `ranks` when it gathers all; `as_codes`: those of
+    `sharded.params` that are gathered so."""
+    gib, held, values, codes = 2**30, 0, 0, 0
+    for rows in sharded.rows.values():
+        elements, coded = rows.of.numel(), rows.param in as_codes
+        held += rows.values.nbytes + rows.sent * rows.of[1:].numel() * coded
+        values += elements * rows.param.element_size()
+        codes += elements * (1 if coded else rows.param.element_size())
+    received, plainly = (size * (ranks - 1) / ranks / gib for size in (codes, values))
+    instead = f", {len(as_codes)} of them as FP8 codes, instead of {plainly:.3f} as values" if as_codes else ""
+    return (
+        f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(sharded.rows)} weights; all of them gathered are "
+        f"{received:.3f} GiB received{instead}"
+    )
