@@ -20,11 +20,11 @@ from megafp8.config import Config, check_layout, load_config
 from megafp8.planner.memory import memory_table, pipeline_memory
 from megafp8.training.describe import describe
 from megafp8.training.determinism import make_deterministic
+from megafp8.training.fp8_config import build_fp8
 from megafp8.training.init_from import complete_model
 from megafp8.training.inputs import Inputs, open_inputs, with_vocabulary
 from megafp8.training.job import check_run, choose_device, train
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
-from megafp8.training.trainer import build_fp8
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -51,7 +51,7 @@ from megafp8.parallel_state import (
 )
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.random import initialize_parameters
-from megafp8.training.trainer import build_fp8
+from megafp8.training.fp8_config import build_fp8
 
 BLOCKS, WARM_UP, STEPS = 2, 4, 4
 LARGEST_DIFFERENCE = 0.02  # relative, of y, dx or dw from those of `none`

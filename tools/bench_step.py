@@ -51,10 +51,11 @@ from megafp8.pipeline_parallel.schedules import Kind
 from megafp8.pipeline_parallel.simulate import Timeline, Times, simulate
 from megafp8.planner.memory import pipeline_memory
 from megafp8.training.determinism import make_deterministic
+from megafp8.training.fp8_config import build_fp8
 from megafp8.training.job import choose_device
 from megafp8.training.metrics import memory_gib
 from megafp8.training.pipeline import PipelinePlan
-from megafp8.training.trainer import Trainer, build_fp8
+from megafp8.training.trainer import Trainer
 from tools.step_profile import StepProfile, profile_step
 
 OPTIONS = {

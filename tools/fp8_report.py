@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that a che
 from megafp8.config import Config, load_config
 from megafp8.fp8.recipe import NVFP4Scaling
 from megafp8.fp8.report import EXACT_DB, FILE_NAME, OPERANDS, Record, advice, as_yaml, read_report
-from megafp8.training.trainer import fp8_recipe
+from megafp8.training.fp8_config import fp8_recipe
 
 _MOST_NAMES = 20
 _PANELS = (

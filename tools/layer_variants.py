@@ -33,7 +33,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.optimizer.grad_buffer import GradBuffer
 from megafp8.training.cuda_graphs import MicrobatchGraphs
-from megafp8.training.trainer import build_fp8
+from megafp8.training.fp8_config import build_fp8
 from tools.layer_floor import LayersAlone
 from tools.layers import Layers, NotInstalledError, Problem
 from tools.reference_layers import EPSILON, ROTARY_BASE, ReferenceLayers

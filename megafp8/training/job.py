@@ -32,6 +32,7 @@ from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.training import auto_filter, fp8_parameters, fully_sharded
 from megafp8.training.cuda_graphs import silent
 from megafp8.training.determinism import describe_determinism
+from megafp8.training.fp8_config import build_fp8
 from megafp8.training.init_from import check_init, load_init
 from megafp8.training.inputs import Inputs
 from megafp8.training.metrics import Fp8ReportWriter, StepMetrics, Writer, memory_gib, open_writers, read_metrics
@@ -46,7 +47,7 @@ from megafp8.training.state import (
     saved_choice,
 )
 from megafp8.training.stopping import StopRequest
-from megafp8.training.trainer import Trainer, build_fp8
+from megafp8.training.trainer import Trainer
 
 
 def choose_device(config: Config) -> str:

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.collectives import all_gather_objects, all_reduce, broadcast
-from megafp8.config import Config, Fp8Config
+from megafp8.config import Config
 from megafp8.data.samples import Batch
-from megafp8.fp8 import RECIPES, ContextGroups, CustomScaling, Fp8Manager, Fp8Recipe, Rule
 from megafp8.fp8.deferred import WgradStore
-from megafp8.fp8.report import Record, Recorder
+from megafp8.fp8.report import Record
 from megafp8.models.context import BuildContext
-from megafp8.models.gpt import GPTStage, fp8_layer_names
+from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.fully_sharded import FullySharded
@@ -42,83 +41,13 @@ from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs, silent
 from megafp8.training.describe import position_rows
+from megafp8.training.fp8_config import build_fp8
 from megafp8.training.fp8_parameters import shares, weights_as_codes
 from megafp8.training.fully_sharded import row_shares, shard
 from megafp8.training.overlap import token_exchange
 from megafp8.training.pipeline import plan_pipeline
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-
-
-def fp8_recipe(config: Config) -> Fp8Recipe | None:
-    """The recipe that `fp8` in the config describes."""
-    f = config.fp8
-    if f.recipe == "none":
-        return None
-    return _recipe(f, f.recipe)
-
-
-def _recipe(f: Fp8Config, name: str) -> Fp8Recipe:
-    """The recipe `name` with those of its options that `f` gives."""
-    fprop, dgrad, wgrad = f.override_linear_precision
-    options: dict[str, Any] = {
-        "fp8_format": f.format,
-        "override_linear_precision": (fprop, dgrad, wgrad or f.wgrad_in_bf16),
-        "use_fast_accum": f.fast_accumulation,
-        "margin": f.margin,
-        "interval": f.interval,
-        "amax_history_len": f.amax_history_len,
-        "amax_compute_algo": f.amax_compute_algo,
-        "power_of_two_scale": f.power_of_two_scale,  # delayed scaling's name for it
-        "power_of_two": f.power_of_two_scale,
-        "amax_epsilon": f.amax_epsilon,
-        "amax": tuple(f.static_amax.items()),
-        "calibration_steps": f.calibration_steps,
-    }
-    if name == CustomScaling.name:
-        options["rules"] = tuple(
-            Rule(
-                layers=rule.layers,
-                input=_recipe(f, rule.input),
-                weight=_recipe(f, rule.weight),
-                grad_output=_recipe(f, rule.grad_output),
-            )
-            for rule in f.custom
-        )
-    recipe = RECIPES[name]
-    return recipe(**{o.name: options[o.name] for o in fields(recipe) if options[o.name] is not None})
-
-
-def _kept_blocks(config: Config) -> list[str]:
-    """Patterns of the blocks that stay in high precision: so many from the first, and from the last."""
-    f, n = config.fp8, config.model.num_layers
-    return [f"layers.{i}.*" for i in range(n) if i < f.first_blocks_bf16 or i >= n - f.last_blocks_bf16]
-
-
-def build_fp8(config: Config, parallel: ParallelState | None) -> Fp8Manager:
-    """The manager that `fp8` in the config describes; None: on one rank.
-
-    ValueError for a pattern that no layer of the model matches, and for what the recipe refuses.
-    """
-    interval = config.fp8.report_interval
-    context = None
-    if parallel is not None and parallel.context.size > 1:
-        context = ContextGroups(parallel.context.group, parallel.tensor_context.group)
-    manager = Fp8Manager(
-        fp8_recipe(config),
-        amax_group=None if parallel is None else parallel.amax.group,
-        context=context,
-        include=tuple(config.fp8.include),
-        exclude=(*config.fp8.exclude, *_kept_blocks(config)),
-        gemm_backend=config.fp8.gemm_backend,
-        gemm_autotune=config.tunes_gemms,
-        recorder=Recorder(interval) if interval and config.fp8.recipe != "none" else None,
-        seed=config.seed,
-        data_parallel=(0, 1) if parallel is None else (parallel.data.rank, parallel.data.size),
-        smooth_swiglu=config.fp8.smooth_swiglu,
-    )
-    manager.check_patterns(list(fp8_layer_names(config.model)))
-    return manager
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ from megafp8.planner.memory import (
     rank_memory,
 )
 from megafp8.training.describe import planned_stage
+from megafp8.training.fp8_config import build_fp8
 from megafp8.training.pipeline import num_microbatches, plan_pipeline, stages_of
-from megafp8.training.trainer import Trainer, build_fp8
+from megafp8.training.trainer import Trainer
 from tests.quickstart_data import CONFIG
 from tests.training.test_equivalence import GPT2
 from tests.world import World

@@ -20,7 +20,8 @@ from megafp8.config import Config, ConfigError, check_layout
 from megafp8.models.attention import CUDA_BACKENDS, cuda_backends
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.determinism import describe_determinism, make_deterministic
-from megafp8.training.trainer import Trainer, build_fp8
+from megafp8.training.fp8_config import build_fp8
+from megafp8.training.trainer import Trainer
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.test_cuda_graphs import batches, config
 from tests.training.test_equivalence import ALONE, SMALL

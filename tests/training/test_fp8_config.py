@@ -23,7 +23,7 @@ from megafp8.fp8 import (
 )
 from megafp8.fp8.linear import Fp8Linear
 from megafp8.models.gpt import fp8_layer_names
-from megafp8.training.trainer import build_fp8, fp8_recipe
+from megafp8.training.fp8_config import build_fp8, fp8_recipe
 from tests.config.test_config import MINIMAL
 
 
