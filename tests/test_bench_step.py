@@ -59,7 +59,7 @@ def test_a_simulated_timeline_is_simulated_again(schedule: str) -> None:
 
 
 def test_a_run(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/bench_step.py", "--config", "configs/llama3-8b.yaml", "--layouts"]
+    command = [sys.executable, "-m", "tools.bench_step", "--config", "configs/llama3-8b.yaml", "--layouts"]
     command += ["tensor=1 pipeline=1", "tensor=2 pipeline=1", "--variants", "fp32,current+fast", "--micro-batches", "2"]
     command += ["--warmup", "1", "--steps", "2", "--rounds", "2", "--json", str(tmp_path / "out.json"), "--set", *TINY]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)

@@ -206,6 +206,7 @@ def test_dry_run_of_a_cluster_layout() -> None:
     assert "amax          64 ranks: 0, 1, 2, 3, 4, 5, 6, 7, …  (16 such groups)" in done.stdout
 
 
+@pytest.mark.slow
 def test_dry_run_says_what_the_optimizer_takes() -> None:
     """Llama 3.1 405B, stage 1: the matrices of 8 layers over 8 tensor-parallel ranks, and the norms whole."""
     numel = 8 * (3_187_671_040 // 8 + 2 * 16384)

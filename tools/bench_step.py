@@ -1,6 +1,6 @@
 """Time whole training steps: one table over layouts and precisions, all in one run.
 
-    torchrun --nproc-per-node 4 tools/bench_step.py --config configs/llama3-8b.yaml --micro-batches 8 \
+    torchrun --nproc-per-node 4 -m tools.bench_step --config configs/llama3-8b.yaml --micro-batches 8 \
         --layouts "tensor=1 pipeline=1 zero=1" "tensor=2 pipeline=2 schedule=zb-h1" --variants bf16,delayed,delayed+fast
 
 A layout is a list of keys of `parallel`; what it does not name is as in the config. A variant is bf16, fp32 or an FP8

@@ -59,7 +59,7 @@ class Moved(NamedTuple):
 
     def __str__(self) -> str:
         rate = self.bytes / max(self.seconds, 1e-9) / 1e9
-        return f"{self.tensors} tensors, {self.bytes / 1e9:.2f} GB in {self.seconds:.1f} s ({rate:.2f} GB/s)"
+        return f"{self.tensors} tensors, {self.bytes / 1e9:.2f} GB in {self.seconds:.3g} s ({rate:.2f} GB/s)"
 
 
 class Note:

@@ -14,6 +14,7 @@ import torch
 
 from megafp8.conversion.formats import FORMATS, open_source
 from tests.conversion import checkpoints, converter
+from tests.marks import slow_but
 from tools import convert_checkpoint
 
 _context = mp.get_context("forkserver")  # imports torch once, then forks
@@ -48,11 +49,11 @@ def complete(folder: Path, format: str) -> None:
         assert torch.equal(*(one[meaningful] if one.dim() else one for one in both)), name
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", slow_but(FORMATS, "native", "hf"))
 def test_at_changes_of_the_disk(tmp_path: Path, format: str) -> None:
     checkpoints.make(tmp_path / "run")
     killed = 0
-    for change in range(0, 1000, 31 if format == "native" else 11):
+    for change in range(0, 1000, 13 if format == "native" else 11):
         folder = tmp_path / str(change)
         process = start(converter.die_at, command(folder, format), change)
         process.join(60)

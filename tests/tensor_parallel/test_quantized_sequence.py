@@ -40,6 +40,7 @@ from megafp8.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel,
 )
 from megafp8.tensor_parallel.random import initialize_parameters
+from tests.marks import slow_but
 from tests.world import World
 
 H, F = 128, 256
@@ -146,7 +147,7 @@ def _against_values(name: str, s: int, b: int, recompute: bool) -> tuple[bool, l
     return codes.handed_codes, sizes
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", slow_but([False, True], False))
 @pytest.mark.parametrize(
     ("name", "s", "b", "ranks", "hands_codes"),
     [

@@ -30,6 +30,7 @@ from megafp8.parallel_state import ParallelState, initialize_distributed, initia
 from megafp8.sharding import Fragment, spec_of
 from megafp8.training.state import checkpoint_folder, load_latest, save_state
 from megafp8.training.trainer import Trainer
+from tests.marks import slow_but
 from tests.world import World
 
 SAVED, END = 2, 4  # steps before the save, and in all
@@ -308,7 +309,7 @@ def there_and_back(runs: Runs, model: str, a: str, b: str) -> None:
     assert back.curve == saved.curve
 
 
-@pytest.mark.parametrize(("model", "a", "b"), PAIRS)
+@pytest.mark.parametrize(("model", "a", "b"), slow_but(PAIRS, *PAIRS[::3]))
 def test_there_and_back(runs: Runs, model: str, a: str, b: str) -> None:
     there_and_back(runs, model, a, b)
 

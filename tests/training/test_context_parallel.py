@@ -57,7 +57,7 @@ def test_a_batch_is_cut_with_its_positions() -> None:
 
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "cp2", "tp2-sp-cp2"))
-@pytest.mark.parametrize("model", ["llama", "gpt2-tied"])
+@pytest.mark.parametrize("model", slow_but(["llama", "gpt2-tied"], "llama"))
 def test_fp32_equals_one_process(runs: Runs, model: str, layout: str) -> None:
     ranks, options = LAYOUTS[layout]
     expected = runs.alone((*FP32, *MODELS[model]), STEPS)
@@ -85,7 +85,7 @@ likelier that a value falls on the other side of a boundary of FP8."""
 
 
 @pytest.mark.parametrize("layout", slow_but(["cp2", "cp4", "tp2-sp-cp2", "pp2-cp2"], "tp2-sp-cp2"))
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", slow_but(["current", "delayed"], "delayed"))
 def test_fp8_is_the_same_computation(runs: Runs, recipe: str, layout: str) -> None:
     exact = (f"fp8.recipe={recipe}", *EXACT)
     ranks, options = LAYOUTS[layout]

@@ -138,7 +138,7 @@ FP32 = ["fp8.recipe=none"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", slow_but(MODELS, "llama", "gpt2-tied"))
 def test_fp32_equals_one_process(runs: Runs, model: str, layout: str) -> None:
     ranks, options = LAYOUTS[layout]
     expected = runs.alone((*FP32, *MODELS[model]), 10)

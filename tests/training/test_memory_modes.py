@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import slow_but
 from tests.quickstart_data import QuickstartData
 from tests.training.test_equivalence import GPT2
 from tests.training.test_recipes import TINY, _trainer
@@ -107,7 +108,7 @@ def _compare(world: World, common: list[str], layout: str, changed: str, modes: 
 
 
 @pytest.mark.parametrize("layout", ["alone", "tp2-sp", "pp2"])
-@pytest.mark.parametrize("recipe", ["none", "delayed", pytest.param("current", marks=pytest.mark.slow), "blockwise"])
+@pytest.mark.parametrize("recipe", slow_but(["none", "delayed", "current", "blockwise"], "none", "delayed"))
 def test_every_mode_changes_no_bit(world2: World, common: list[str], recipe: str, layout: str) -> None:
     modes = list(MODES) if layout == "alone" else ["full", "norms", "activation", "offload", "offload-all"]
     _compare(world2, common, layout, recipe, modes)

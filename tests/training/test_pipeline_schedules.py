@@ -26,6 +26,7 @@ from megafp8.pipeline_parallel.schedules import COMPUTE, Action, Kind, Placement
 from megafp8.sharding import pieces_of
 from megafp8.training.state import load_latest, save_state
 from megafp8.training.trainer import Trainer
+from tests.marks import slow_but
 from tests.world import World
 
 STEPS = 3
@@ -144,7 +145,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("p", "m", "tied", "recipe"), CASES)
+@pytest.mark.parametrize(("p", "m", "tied", "recipe"), slow_but(CASES, *CASES[::2]))
 def test_schedules_and_one_process_train_the_same(runs: Runs, p: int, m: int, tied: bool, recipe: str) -> None:
     alone = runs.alone(tied, recipe, m)
     outcomes = {
@@ -161,7 +162,7 @@ def test_schedules_and_one_process_train_the_same(runs: Runs, p: int, m: int, ti
     assert one.norms == pytest.approx(alone.norms, rel=1e-5 if recipe == "none" else 2e-2)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", slow_but(["delayed", "blockwise"], "delayed"))
 def test_deferred_weight_gradients_of_cut_sequences(runs: Runs, recipe: str) -> None:
     """Sequence parallelism gathers columns when the weight gradient is computed. Blocks need 128 tokens a rank."""
     sections: dict[str, Any] = {
@@ -246,7 +247,7 @@ def _resumed(first: Config, second: Config, folder: Path) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", slow_but([False, True], True))
 def test_a_checkpoint_loads_under_any_schedule(runs: Runs, tmp_path: Path, tied: bool) -> None:
     sections = changes(tied, "delayed", 4)
     straight = runs.on(2, parallel=parallel("1f1b", 2), **sections)

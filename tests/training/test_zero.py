@@ -99,7 +99,7 @@ def _both(plain: Config, sharded: Config, masked: bool) -> tuple[Any, Any]:
     return _train(plain, masked), _train(sharded, masked)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "dp2", "dp2-masked", "tp2-dp2-delayed", "pp2-dp2-zb-h1"))
 def test_zero_1_trains_what_zero_0_trains_bit_for_bit(world4: World, case: str) -> None:
     ranks, changes = CASES[case]
     answers = world4.run(_both, settings(changes), settings(changes, zero=1), case == "dp2-masked", ranks=ranks)

@@ -8,7 +8,7 @@ export OMP_NUM_THREADS=8 PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD
 bench() { # name, then the arguments of bench_step
     local name=$1
     shift
-    torchrun --standalone --nproc-per-node 4 tools/bench_step.py --micro-batches 8 --warmup 2 --steps 3 --rounds 1 --json "$out/$name.json" "$@" \
+    torchrun --standalone --nproc-per-node 4 -m tools.bench_step --micro-batches 8 --warmup 2 --steps 3 --rounds 1 --json "$out/$name.json" "$@" \
         >"$out/$name.txt" 2>"$out/$name.err" || tail -n 5 "$out/$name.err"
     cat "$out/$name.txt"
 }

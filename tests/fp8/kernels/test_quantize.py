@@ -97,7 +97,7 @@ def test_one_factor_a_tensor(shape: tuple[int, int], kind: str, dtype: torch.dty
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("cast", BLOCKS)
 @pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 200), (130, 258), (0, 16), (16, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 200), (130, 130), (0, 16), (16, 0)], ids=str)
 def test_a_factor_a_block(shape: tuple[int, int], kind: str, cast: str, options: dict[str, Any]) -> None:
     source = SOURCES[kind](*shape, torch.bfloat16)
     for wanted in ({"rows": True, "columns": True}, {"rows": True, "columns": False}, {"rows": False, "columns": True}):
@@ -188,7 +188,8 @@ def every_bf16() -> Tensor:
     return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256).to(DEVICE)
 
 
-@pytest.mark.parametrize("fmt", [E4M3, pytest.param(E5M2, marks=pytest.mark.slow)], ids=lambda f: f.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 def test_every_bf16_value(fmt: Format) -> None:
     every = every_bf16()
     for scale in (1.0, 448.0, 1e-3, 3.4e38):
@@ -205,6 +206,7 @@ def test_sigmoid_of_every_bf16_value() -> None:
     assert torch.equal(actual.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
+@pytest.mark.slow
 def test_gelu_of_every_bf16_value() -> None:
     """Where its cube overflows, where it is all of x or nothing of it, and all between; without a bias."""
     every = every_bf16()
