@@ -49,6 +49,7 @@ from megafp8.parallel_state import (
     initialize_distributed,
     initialize_model_parallel,
 )
+from tools.clock import milliseconds, now
 from tools.layer_profile import kernel_times, print_kernels
 from tools.layer_variants import ALONE, GRAPH, build_eager, variants
 from tools.layers import Layers, NotInstalledError, Problem
@@ -182,24 +183,12 @@ def time_iterations(layers: Layers, work: Work, steps: int) -> list[float]:
     device, spans = work.x_sbh.device, []
     for _ in range(steps):
         layers.zero_grad()
-        start = _now(device)
+        start = now(device)
         iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
-        spans.append((start, _now(device)))
+        spans.append((start, now(device)))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return [_milliseconds(*span) / work.micro_batches for span in spans]
-
-
-def _now(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(start: Any, end: Any) -> float:
-    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+    return [milliseconds(*span) / work.micro_batches for span in spans]
 
 
 def release() -> None:

@@ -25,7 +25,6 @@ import os
 import statistics
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +51,7 @@ from megafp8.parallel_state import (
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.fp8_config import build_fp8
+from tools.clock import milliseconds, now
 
 BLOCKS, WARM_UP, STEPS = 2, 4, 4
 LARGEST_DIFFERENCE = 0.02  # relative, of y, dx or dw from those of `none`
@@ -199,30 +199,18 @@ def compare(found: Sequence[Tensor], again: Sequence[Tensor], expected: Sequence
     return text if fine else f"WRONG: {text}"
 
 
-def _now(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(start: Any, end: Any) -> float:
-    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
-
-
 def time_steps(blocks: Blocks, result: Result, device: torch.device) -> None:
     blocks.run()  # what the mode before left in caches is not this one's
     marks = []
     for _ in range(STEPS):
         between: list[Any] = []
-        start = _now(device)
-        blocks.run(lambda between=between: between.append(_now(device)))  # type: ignore[misc]
-        marks.append((start, between[0], _now(device)))
+        start = now(device)
+        blocks.run(lambda between=between: between.append(now(device)))  # type: ignore[misc]
+        marks.append((start, between[0], now(device)))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    result.forward_ms += [_milliseconds(start, middle) for start, middle, _ in marks]
-    result.backward_ms += [_milliseconds(middle, end) for _, middle, end in marks]
+    result.forward_ms += [milliseconds(start, middle) for start, middle, _ in marks]
+    result.backward_ms += [milliseconds(middle, end) for _, middle, end in marks]
 
 
 def measure(

@@ -30,9 +30,10 @@ from megafp8.conversion.base import Source
 from megafp8.conversion.hf_config import choose, differences, read_config, write_config
 from megafp8.conversion.hf_names import Place, place
 from megafp8.conversion.hf_source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
-from megafp8.conversion.journal import Journal, sync
+from megafp8.conversion.journal import Journal
 from megafp8.conversion.model import check_source, resolved
 from megafp8.conversion.safetensors_format import header, write_at
+from megafp8.conversion.target import publish
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 from megafp8.sharding import Shape
 
@@ -145,12 +146,7 @@ class HfSink:
         if (hidden / "tokenizer.json").is_file() and self._tokenizer is not None and not about.is_file():
             end = self._tokenizer.decode([self._tokenizer.eod_id])
             _write(about, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
-        self._journal.remove()
-        try:
-            os.rename(hidden, self.path)
-        except OSError as error:
-            raise ValueError(f"{hidden} is complete, but cannot become {self.path}: {error.strerror}") from error
-        sync(self.path.parent)
+        publish(self._journal, self.path)
 
 
 def _tokenizer(files: Collection[Path]) -> Tokenizer | None:

@@ -19,7 +19,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -33,9 +32,10 @@ from megafp8.conversion.base import Source
 from megafp8.conversion.journal import Journal, sync
 from megafp8.conversion.megatron_args import Implementation, layout_args, write_args
 from megafp8.conversion.megatron_names import OUTPUT, Place, place, runs, their_shape, with_transformer_engine
-from megafp8.conversion.megatron_source import FILES, TOKENIZER_FOLDER, TRACKER
+from megafp8.conversion.megatron_source import FILES, TRACKER
 from megafp8.conversion.model import check_source, resolved, seq_length
 from megafp8.conversion.safetensors_format import write_at
+from megafp8.conversion.target import TOKENIZER_FOLDER, publish
 from megafp8.conversion.torch_file import reserve, seal, tensor_starts
 from megafp8.sharding import Shape
 
@@ -235,12 +235,7 @@ class MegatronSink:
         for file in self._source.tokenizer_files:
             shutil.copyfile(file, hidden / TOKENIZER_FOLDER / file.name)
         (hidden / TRACKER).write_text(self._tracker, encoding="utf-8")
-        self._journal.remove()
-        try:
-            os.rename(hidden, self.path)
-        except OSError as error:
-            raise ValueError(f"{hidden} is complete, but cannot become {self.path}: {error.strerror}") from error
-        sync(self.path.parent)
+        publish(self._journal, self.path)
 
 
 def _tokenizer_type(files: Collection[Path]) -> str | None:

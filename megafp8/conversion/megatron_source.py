@@ -32,11 +32,11 @@ from megafp8.conversion.base import TensorInfo
 from megafp8.conversion.megatron_args import read_args
 from megafp8.conversion.megatron_names import OUTPUT, Place, canonical, place, runs, their_shape
 from megafp8.conversion.model import model_tensors
+from megafp8.conversion.target import tokenizer_files
 from megafp8.conversion.torch_file import StoredTensor, TorchFile
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("model_optim_rng.pt", "model_rng.pt")  # the second: old versions with a distributed optimizer
-TOKENIZER_FOLDER = "tokenizer"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _NO_WEIGHTS = ("_extra_state", "inv_freq")  # state of FP8, and constants
 _BLOCK = 1 << 25  # bytes of a rank's tensor that are read at a time
@@ -85,9 +85,7 @@ class MegatronSource:
         self.about: Mapping[str, Any] = _about(first.content, args)
         self._parts: dict[str, _Part] = {}
         self.tensors: Mapping[str, TensorInfo] = self._check()
-        folder = self.path.parent / TOKENIZER_FOLDER
-        files = folder.iterdir() if folder.is_dir() else ()
-        self.tokenizer_files: Collection[Path] = sorted(file for file in files if file.is_file())
+        self.tokenizer_files: Collection[Path] = tokenizer_files(self.path.parent)
 
     def _check(self) -> dict[str, TensorInfo]:
         """Our tensors, all of which are found in the files and use all that is in them."""

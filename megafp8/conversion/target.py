@@ -45,9 +45,17 @@ class Target:
         for file in tokenizer_files:
             (self.hidden / TOKENIZER_FOLDER).mkdir(exist_ok=True)
             shutil.copyfile(file, self.hidden / TOKENIZER_FOLDER / file.name)
-        self._journal.remove()
-        os.rename(self.hidden, self.path)
-        sync(self.path.parent)
+        publish(self._journal, self.path)
+
+
+def publish(journal: Journal, path: Path) -> None:
+    """Flush the journal's folder, which is complete, and give it its name. Raises ValueError where that is taken."""
+    journal.remove()
+    try:
+        os.rename(journal.folder, path)
+    except OSError as error:
+        raise ValueError(f"{journal.folder} is complete, but cannot become {path}: {error.strerror}") from error
+    sync(path.parent)
 
 
 def tokenizer_files(path: Path) -> list[Path]:
