@@ -14,7 +14,7 @@ from megafp8.config import load_config
 from megafp8.pipeline_parallel.simulate import Times, simulate
 from megafp8.training.pipeline import plan_pipeline
 from tools.bench_step import layout_overrides, simulated_bubble, variant_overrides
-from tools.step_profile import outside, shares, union
+from tools.step_profile import Kernel, by_name, outside, shares, union
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -37,6 +37,10 @@ def test_what_nothing_hides() -> None:
     ]
     found = shares(kernels, duration=10.0)
     assert (found.computing, found.communicating, found.exposed) == pytest.approx((0.5, 0.4, 0.2))
+    assert found.idle == pytest.approx(0.3)
+    again = [("void gemm<128>(float*, int)", 8.0, 9.0), ("void gemm<128>(float*, float)", 9.0, 9.5)]
+    assert by_name([*kernels, *again])[:2] == [Kernel("gemm", 1, 4e-3), Kernel("ncclDevKernel_ReduceScatter", 1, 3e-3)]
+    assert Kernel("gemm<128>", 2, 1.5e-3) in by_name(again)
 
 
 def test_layouts_and_variants() -> None:

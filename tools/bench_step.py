@@ -56,7 +56,7 @@ from megafp8.training.job import choose_device
 from megafp8.training.metrics import memory_gib
 from megafp8.training.pipeline import PipelinePlan
 from megafp8.training.trainer import Trainer
-from tools.step_profile import StepProfile, profile_step
+from tools.step_profile import Kernel, StepProfile, profile_step
 
 OPTIONS = {
     "fast": "fp8.fast_accumulation=[true,true,true]",
@@ -78,6 +78,7 @@ class Result:
     bubble: float | None = None
     simulated_bubble: float | None = None
     profile: StepProfile | None = None
+    kernels: list[Kernel] = field(default_factory=list)
     failure: str = ""
 
 
@@ -159,8 +160,9 @@ def measure(config: Config, parallel: ParallelState, warmup: int, steps: int, re
         result.bubble = trainer.timeline.bubble_fraction
         result.simulated_bubble = simulated_bubble(trainer.plan, trainer.timeline)
     own = profile_step(lambda: trainer.train_step(trace_step, batches))
-    profiles = [p for p in all_gather_objects(own, parallel.world.group) if p is not None]
-    if profiles:
+    if own is not None:
+        profiles = all_gather_objects(own[0], parallel.world.group)
+        result.kernels = own[1]
         result.profile = StepProfile(*(statistics.fmean(x) for x in zip(*(asdict(p).values() for p in profiles))))
     trainer.wait_for_weights()  # a gathering that nobody waits for keeps them alive
     memories = pipeline_memory(
@@ -261,7 +263,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4, help="steps before timing, in each round")
     parser.add_argument("--steps", type=int, default=8, help="timed steps in each round")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="also write the table and all samples here")
+    parser.add_argument("--json", type=Path, help="also write the table, all samples and rank 0's kernels here")
     parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="key=value", help="of the config")
     return parser.parse_args()
 

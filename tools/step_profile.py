@@ -5,13 +5,18 @@ the kernels nothing. Kernels are intervals. Those of NCCL, and copies between de
 computation, and *exposed* communication is what of the first lies outside the second: time in which the GPU does
 nothing but wait for others. A kernel of NCCL that waits for a late rank counts in full, so uneven ranks and pipeline
 bubbles show here too.
+
+Kernels by name, with their total times, say where the rest of a step goes. Times of kernels that run side by side count
+in full for each.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.autograd import DeviceType
@@ -22,11 +27,20 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Shares of a step's time: computing, communicating, and communicating with nothing else going on."""
+    """Shares of a step's time: computing, communicating, communicating with nothing else going on, nothing."""
 
     computing: float
     communicating: float
     exposed: float
+    idle: float
+
+
+class Kernel(NamedTuple):
+    """All runs of a kernel in a step."""
+
+    name: str
+    count: int
+    milliseconds: float
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -62,12 +76,27 @@ def shares(kernels: Iterable[tuple[str, float, float]], duration: float) -> Step
     computing: list[Interval] = []
     for name, start, end in kernels:
         (communicating if is_communication(name) else computing).append((start, end))
-    return StepProfile(
-        length(computing) / duration, length(communicating) / duration, outside(communicating, computing) / duration
-    )
+    exposed = outside(communicating, computing)
+    idle = duration - length(computing) - exposed
+    return StepProfile(*(x / duration for x in (length(computing), length(communicating), exposed, idle)))
 
 
-def profile_step(step: Callable[[], object]) -> StepProfile | None:
+def by_name(kernels: Iterable[tuple[str, float, float]]) -> list[Kernel]:
+    """Of (name, start, end) in µs; those that take longest first."""
+    found: dict[str, list[float]] = {}
+    for name, start, end in kernels:
+        found.setdefault(_short(name), []).append(end - start)
+    totals = [Kernel(name, len(times), sum(times) / 1e3) for name, times in found.items()]
+    return sorted(totals, key=lambda kernel: -kernel.milliseconds)
+
+
+def _short(name: str) -> str:
+    """Without a C++ kernel's arguments, and no longer than a line."""
+    name = re.sub(r"\(.*", "", name.replace("(anonymous namespace)::", "").removeprefix("void "))
+    return name if len(name) <= 100 else f"{name[:97]}..."
+
+
+def profile_step(step: Callable[[], object]) -> tuple[StepProfile, list[Kernel]] | None:
     """Profile one call of `step`, which ends with a host synchronisation; None where there is no CUDA device."""
     if not torch.cuda.is_available():
         return None
@@ -80,4 +109,4 @@ def profile_step(step: Callable[[], object]) -> StepProfile | None:
         for event in profiler.events() or []
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-    return shares(found, duration * 1e6)
+    return shares(found, duration * 1e6), by_name(found)
