@@ -65,9 +65,7 @@ class Scaled(NamedTuple):
     def t(self) -> Scaled:
         """The transposed matrix `[c, r]`, row-major again; for one factor a tensor only."""
         assert self.granularity is TENSOR
-        # As bytes: a copy of FP8 is a copy of bytes, and every backend has a kernel for those.
-        data = self.data.view(torch.uint8).t().contiguous().view(self.data.dtype)
-        return Scaled(data, self.scale_inv)
+        return Scaled(_transposed(self.data), self.scale_inv)
 
 
 class Operand(NamedTuple):
@@ -87,6 +85,15 @@ class Operand(NamedTuple):
         """The columns, which were asked for."""
         assert self.columns is not None
         return self.columns
+
+
+def _transposed(codes_rc: Tensor) -> Tensor:
+    if codes_rc.is_cuda and codes_rc.shape[0] % 4 == codes_rc.shape[1] % 4 == 0:
+        from megafp8.fp8.kernels.transpose import transpose  # needs Triton, which comes with torch's CUDA builds
+
+        return transpose(codes_rc)
+    # As bytes: a copy of FP8 is a copy of bytes, and every backend has a kernel for those.
+    return codes_rc.view(torch.uint8).t().contiguous().view(codes_rc.dtype)
 
 
 def expand(factors: Tensor, granularity: Granularity, r: int, c: int) -> Tensor:
