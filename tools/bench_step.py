@@ -52,6 +52,7 @@ from megafp8.pipeline_parallel.simulate import Timeline, Times, simulate
 from megafp8.planner.memory import pipeline_memory
 from megafp8.training.determinism import make_deterministic
 from megafp8.training.fp8_config import build_fp8
+from megafp8.training.garbage import collected_after_steps
 from megafp8.training.job import choose_device
 from megafp8.training.metrics import memory_gib
 from megafp8.training.pipeline import PipelinePlan
@@ -300,7 +301,8 @@ def main() -> int:
             if results[key].failure:
                 continue
             try:
-                measure(config, groups.of(config), arguments.warmup, arguments.steps, results[key])
+                with collected_after_steps(config.training.gc_interval):  # as in a run
+                    measure(config, groups.of(config), arguments.warmup, arguments.steps, results[key])
             except torch.cuda.OutOfMemoryError as error:  # on some ranks only: the others would wait for ever
                 print(f"rank {dist.get_rank()}, {' '.join(key)}: out of memory: {str(error)[:200]}", flush=True)
                 os._exit(1)

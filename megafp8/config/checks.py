@@ -200,7 +200,7 @@ def _sequence(config: Config) -> Iterator[Problem]:
 
 def _overlap(config: Config) -> Iterator[Problem]:
     p, path = config.parallel, "parallel.overlap_tensor"
-    if p.overlap_tensor != "none" and p.tensor > 1 and not p.sequence_parallel:
+    if p.overlap_tensor in ("chunked", "symmetric") and p.tensor > 1 and not p.sequence_parallel:
         rule = "parallel.sequence_parallel is false, so every rank has all tokens and none are gathered"
         yield Problem(path, p.overlap_tensor, rule, f"try parallel.sequence_parallel=true, or {path}=none")
     if p.overlap_tensor == "symmetric" and config.device == "cpu":

@@ -10,6 +10,7 @@ Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -91,7 +92,7 @@ class Trainer:
             parallel.device,
             p.sequence_parallel,
             parallel.context.group,
-            token_exchange(p, parallel, say),
+            token_exchange(p, parallel, os.environ, say),
             blocks_on_meta=p.fsdp,
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
