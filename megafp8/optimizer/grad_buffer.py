@@ -2,8 +2,9 @@
 
 A gradient arrives in one of two ways. A linear layer computes its weight gradient itself and hands it to
 `param.grad_sink`, or lets its GEMM accumulate straight into `param.main_grad` and reports that with
-`param.grad_sink.added()`. Everything else (norms, biases, embeddings) comes through autograd: a hook moves `param.grad`
-into the buffer and drops it, so no second set of gradients lives on. Either way the sum over micro-batches is in fp32,
+`param.grad_sink.added()`; so does the embedding with the rows that it looked up. Everything else (norms, biases,
+learned positions) comes through autograd: a hook moves `param.grad` into the buffer and drops it, so no second set of
+gradients lives on. Either way the sum over micro-batches is in fp32,
 whatever the dtype of the model.
 
 Overlap. `start_overlap` says how many backward passes are still to come; the buffer then knows how often each
