@@ -31,7 +31,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -180,28 +180,27 @@ def release() -> None:
 
 
 class Groups:
-    """The groups of each layout, built once. They are kept to the end: torch gives a group that is built a second time
-    over the same ranks the name of the first, and with it the addresses that the first left in the store."""
+    """The groups of each grid, built once, whatever stages lie on them. They are kept to the end: torch gives a group
+    that is built a second time over the same ranks the name of the first, and with it the addresses that the first left
+    in the store, where ranks may then wait for each other in vain."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._built: dict[tuple[int, int, int, int], ParallelState] = {}
+        self._built: dict[tuple[int, int, int], ParallelState] = {}
 
     def of(self, config: Config) -> ParallelState:
         """Collective."""
         p = config.parallel
-        sizes = (p.tensor, p.pipeline, p.virtual_pipeline, p.context)
+        tensor, pipeline, context = sizes = (p.tensor, p.pipeline, p.context)
         if sizes not in self._built:
-            tensor, pipeline, virtual, context = sizes
             self._built[sizes] = initialize_model_parallel(
                 tensor,
                 pipeline,
-                virtual,
                 context_parallel_size=context,
                 device=self._device,
                 timeout_seconds=config.timeout_seconds,
             )
-        return self._built[sizes]
+        return replace(self._built[sizes], virtual_pipeline_size=p.virtual_pipeline)
 
 
 def rows_of(results: Sequence[Result], configs: dict[tuple[str, str], Config], world_size: int) -> list[dict]:
