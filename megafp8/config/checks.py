@@ -226,6 +226,12 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             f"try {steps - o.warmup_steps} or less",
         )  # fmt: skip
 
+    if o.reduce_dtype == "fp8" and not config.parallel.zero:
+        rule = "codes go to the rank that owns a share and sums it, and with parallel.zero=0 every rank needs all sums"
+        if config.parallel.fsdp:
+            rule = "parallel.fsdp sums through torch, in the dtype that travels, and 4 bits are too few to sum in"
+        works = "try parallel.zero=1 and parallel.fsdp=false, or optimizer.reduce_dtype=bf16"
+        yield Problem("optimizer.reduce_dtype", o.reduce_dtype, rule, works)
     for path, beta in (("optimizer.beta1", o.beta1), ("optimizer.beta2", o.beta2)):
         if o.moments_dtype == "bf16" and 1 - beta < 2**-8:
             yield Problem(

@@ -311,9 +311,10 @@ class OptimizerConfig(Section):
     """Adam's epsilon."""
     clip_grad_norm: NonNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
     """In which gradients travel between data-parallel ranks. bf16: half the traffic, and sums over ranks are rounded to
-    8 bits; those over a rank's micro-batches stay fp32."""
+    8 bits; those over a rank's micro-batches stay fp32. fp8, an experiment: a quarter, rounded to 4 bits before they
+    travel, and sums in fp32; needs parallel.zero=1 (docs/decisions/0018-fp8-gradient-reduce.md)."""
     moments_dtype: Literal["fp32", "bf16"] = "fp32"
     """How Adam's two moments are kept. bf16: 4 bytes a parameter fewer. A run keeps what it began with."""
 
