@@ -15,6 +15,8 @@ the sum of dx runs beside the weight gradient in every mode. In forward there is
 itself has to be cut, along the tokens. A part is what one rank has or will have, so parts need no reordering: gathering
 begins with the product of one's own tokens while the next rank's arrive; summing ends with the share one keeps, when
 the others are on their way. Rank r deals with rank r + 1 first, then r + 2: each link carries one part at a time.
+Of more than four ranks some neighbours make a part together (`turns`): eighths of a product would be too few tiles to
+fill a GPU with.
 
 *Numbers.* Gathering moves bits. A row of a product is the same sum over k however many rows there are, but a GEMM may
 add it up in another order for another shape; that is all that `Chunked` and `Symmetric` change there. Their shares are
@@ -25,7 +27,7 @@ Of two ranks both are the same.
 product, lie in memory until it has been made.
 
 Shapes: m rows (tokens), n columns of a product; t ranks, each with m/t of the rows. A "part" is a slice of the m rows:
-those of one rank, or all.
+those of one rank, of g neighbouring ones, or all.
 """
 
 from __future__ import annotations
@@ -76,6 +78,42 @@ class Arriving:
         for _ in self:
             pass
         return self.whole
+
+
+PARTS = 4
+"""Parts that a product is cut into, at most."""
+
+
+class Turn(NamedTuple):
+    """What a rank does with one part of a product: that of `ranks`, which are neighbours.
+
+    `there`: these ranks one after the other, from whom something comes when parts are gathered, and to whom it goes
+    when they are summed; `back`: whom this rank is such a one for, at the same time.
+    """
+
+    ranks: range
+    there: tuple[int, ...]
+    back: tuple[int, ...]
+
+    def rows(self, m: int, t: int) -> slice:
+        """Which of m rows, of t ranks, are those of the part."""
+        return slice(self.ranks.start * (m // t), self.ranks.stop * (m // t))
+
+
+def turns(rank: int, t: int, parts: int) -> list[Turn]:
+    """The parts of t ranks as `rank` deals with them, its own first: as many as divide t, but no more than `parts`."""
+    count = max(n for n in range(1, parts + 1) if t % n == 0)
+    g = t // count
+    own, place = divmod(rank, g)
+
+    def ranks(part: int, direction: int) -> tuple[int, ...]:
+        return tuple(part % count * g + (place + direction * i) % g for i in range(g))
+
+    found = []
+    for step in range(count):
+        start = (own + step) % count * g
+        found.append(Turn(range(start, start + g), ranks(own + step, 1), ranks(own - step, -1)))
+    return found
 
 
 def part_of(rank: int, m: int, t: int) -> slice:
@@ -184,17 +222,20 @@ class Chunked:
     """Tokens are cut over `group`; ranks send each other their parts, while those at hand are multiplied."""
 
     group: ProcessGroup
+    parts: int = PARTS
 
     def gather(self, own: Sequence[Tensor]) -> Arriving:
         t, rank = self.group.size(), self.group.rank()
         whole = [x.new_empty((t * x.shape[0], *x.shape[1:])) for x in own]
         m = whole[0].shape[0]
-        pieces: list[tuple[slice, Callable[[], Any]]] = [(part_of(rank, m, t), DONE.wait)]
-        for step in range(1, t):
-            sender = (rank + step) % t
-            received = [x[part_of(sender, x.shape[0], t)] for x in whole]
-            work = swap_async(own, (rank - step) % t, received, sender, self.group)
-            pieces.append((part_of(sender, m, t), work.wait))
+        pieces: list[tuple[slice, Callable[[], Any]]] = []
+        for turn in turns(rank, t, self.parts):
+            works = []
+            for sender, receiver in zip(turn.there, turn.back):
+                if sender != rank:
+                    received = [x[part_of(sender, x.shape[0], t)] for x in whole]
+                    works.append(swap_async(own, receiver, received, sender, self.group))
+            pieces.append((turn.rows(m, t), _All(works).wait))
         for x, mine in zip(whole, own):
             as_bytes(x[part_of(rank, x.shape[0], t)]).copy_(as_bytes(mine))
         return Arriving(whole, pieces)
@@ -203,13 +244,27 @@ class Chunked:
         t, rank = self.group.size(), self.group.rank()
         m = product.arriving.wait()[0].shape[0]
         shares_trn = product.empty(t, m // t)
-        works = []
-        for step in range(1, t):
-            to, sender = (rank + step) % t, (rank - step) % t
-            sent = product.rows(part_of(to, m, t), None)
-            works.append(swap_async([sent], to, [shares_trn[sender]], sender, self.group))
-        product.rows(part_of(rank, m, t), shares_trn[rank])
+        works: list[Work] = []
+        own, *others = turns(rank, t, self.parts)
+        for turn in (*others, own):
+            shares = shares_of(product, turn, shares_trn, rank)
+            for to, sender in zip(turn.there, turn.back):
+                if to != rank:
+                    works.append(swap_async([shares[to]], to, [shares_trn[sender]], sender, self.group))
         return Summed(_All(works), lambda: add_shares(shares_trn))
+
+
+def shares_of(product: Product, turn: Turn, shares_trn: Tensor, rank: int) -> dict[int, Tensor]:
+    """This rank's shares of a part, by whose they are; its own goes to its place in `shares_trn` `[t, m/t, n]`."""
+    t, r, n = shares_trn.shape
+    part = turn.rows(t * r, t)
+    if turn.ranks == range(rank, rank + 1):
+        product.rows(part, shares_trn[rank])
+        return {}
+    shares = dict(zip(turn.ranks, product.rows(part, None).view(-1, r, n)))
+    if rank in shares:
+        shares_trn[rank].copy_(shares.pop(rank))
+    return shares
 
 
 class _All(NamedTuple):

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.collectives import DONE, all_reduce, barrier
-from megafp8.exchange import Arriving, Product, Summed, add_shares, part_of
+from megafp8.exchange import PARTS, Arriving, Product, Summed, add_shares, shares_of, turns
 
 _ALIGNMENT = 256  # of what lies behind one another in a buffer
 
@@ -69,12 +69,14 @@ class Symmetric:
     symmetric memory cannot be set up.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, size: int = 2**20) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device, size: int = 2**20, parts: int = PARTS) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self.group, self.device = group, device
         self._stream = torch.cuda.Stream(device)
+        self._turns = turns(group.rank(), group.size(), parts)
         # Of one exchange, whose waits have all been queued when the next one records them again.
-        self._computed, *self._moved = (torch.cuda.Event() for _ in range(group.size()))
+        self._computed = torch.cuda.Event()
+        self._moved = [torch.cuda.Event() for _ in self._turns]
         self._buffers: list[_Buffer] = []
         self._size = self._turn = 0
         self._busy = False
@@ -95,14 +97,18 @@ class Symmetric:
         self._computed.record(current)
         self._computed.wait(self._stream)
         m = t * own[0].shape[0]
-        pieces: list[tuple[slice, Callable[[], Any]]] = [(part_of(rank, m, t), DONE.wait)]
+        pieces: list[tuple[slice, Callable[[], Any]]] = []
         with torch.cuda.stream(self._stream):
-            for step, moved in enumerate(self._moved, 1):
-                sender = (rank + step) % t
-                for part, place in zip(parts[sender], places[sender]):
-                    part.copy_(place)
+            for turn, moved in zip(self._turns, self._moved):
+                if turn.there == (rank,):
+                    pieces.append((turn.rows(m, t), DONE.wait))
+                    continue
+                for sender in turn.there:
+                    if sender != rank:
+                        for part, place in zip(parts[sender], places[sender]):
+                            part.copy_(place)
                 moved.record(self._stream)
-                pieces.append((part_of(sender, m, t), partial(self._wait, moved, current, last=step == t - 1)))
+                pieces.append((turn.rows(m, t), partial(self._wait, moved, current, last=moved is self._moved[-1])))
         for part, x in zip(parts[rank], own_bytes):
             part.copy_(x)
         return Arriving([y.view(x.dtype).view(-1, *x.shape[1:]) for x, y in zip(own, whole)], pieces)
@@ -113,18 +119,22 @@ class Symmetric:
         share_bytes = m // t * product.n * product.dtype.itemsize
         buffer = self._next(t * share_bytes)
         current = torch.cuda.current_stream(self.device)
+        shares_trn = buffer.of[rank][: t * share_bytes].view(product.dtype).view(t, m // t, product.n)
+        own, *others = self._turns
         sent = []
-        for step in range(1, t):
-            to = (rank + step) % t
-            share = product.rows(part_of(to, m, t), None)
+        for turn in (*others, own):
+            shares = shares_of(product, turn, shares_trn, rank)
+            if not shares:
+                continue
             self._computed.record(current)
             self._computed.wait(self._stream)
             with torch.cuda.stream(self._stream):
-                buffer.of[to][rank * share_bytes : (rank + 1) * share_bytes].copy_(_flat(share))
-            sent.append(share)
-        shares_trn = buffer.of[rank][: t * share_bytes].view(product.dtype).view(t, m // t, product.n)
-        product.rows(part_of(rank, m, t), shares_trn[rank])
-        all_sent = self._moved[0]
+                for to in turn.there:
+                    if to != rank:
+                        place = buffer.of[to][rank * share_bytes : (rank + 1) * share_bytes]
+                        place.copy_(_flat(shares[to]))
+            sent.append(shares)
+        all_sent = self._moved[-1]
         all_sent.record(self._stream)
 
         def result() -> Tensor:

@@ -12,7 +12,7 @@ from torch.distributed import group as groups
 
 from megafp8 import symmetric
 from megafp8.collectives import barrier
-from megafp8.exchange import ALONE, AtOnce, Chunked, Exchange, Product, Replicated, collective_exchange
+from megafp8.exchange import ALONE, AtOnce, Chunked, Exchange, Product, Replicated, collective_exchange, turns
 from megafp8.symmetric import Symmetric
 from tests.world import World
 
@@ -60,20 +60,30 @@ class _SharedFiles:
         barrier(self.group)
 
 
-def symmetric_on_cpu(group: ProcessGroup, folder: str) -> Symmetric:
+def symmetric_on_cpu(group: ProcessGroup, folder: str, parts: int = 4) -> Symmetric:
     """`Symmetric` as it is, on streams and memory of the host: every byte is moved, only nothing runs beside it."""
     shared = _SharedFiles(folder, group)
     symmetric.symmetric_memory = type("", (), {"_SymmetricMemory": shared, "rendezvous": shared.rendezvous})  # type: ignore[assignment]
     cuda = torch.cuda
     cuda.Stream = cuda.Event = cuda.current_stream = cuda.stream = lambda *_: _Now()  # type: ignore[assignment, misc]
     cuda.synchronize = lambda *_: None
-    return Symmetric(group, torch.device("cpu"), size=64)
+    return Symmetric(group, torch.device("cpu"), size=64, parts=parts)
 
 
 def _exchange(name: str, group: ProcessGroup, folder: str) -> Exchange:
-    if name == "symmetric":
-        return symmetric_on_cpu(group, folder)
+    if name.startswith("symmetric"):
+        return symmetric_on_cpu(group, folder, 2 if name.endswith("pairs") else 4)
+    if name == "chunked pairs":
+        return Chunked(group, parts=2)
     return {"replicated": Replicated, "at once": AtOnce, "chunked": Chunked}[name](group)
+
+
+def _parts(name: str, t: int, rank: int) -> list[tuple[int, int]]:
+    """First rank and end of each part, a rank's own first."""
+    if name in ("at once", "replicated"):
+        return [(0, t)]
+    g = t // 2 if name.endswith("pairs") else 1
+    return [(start % t, start % t + g) for start in range(rank // g * g, rank // g * g + t, g)]
 
 
 def _world() -> ProcessGroup:
@@ -102,17 +112,34 @@ def _gathers(name: str, folder: str) -> None:
             assert torch.equal(arriving.whole[0][part].double(), expected[0][part].double())
             others = slice(part.start // R * 3, part.stop // R * 3)
             assert torch.equal(arriving.whole[1][others], expected[1][others])
-        ranks = [(r % t, r % t + 1) for r in range(rank, rank + t)]
-        assert order == ([(0, t)] if name == "at once" else ranks)
+        assert order == _parts(name, t, rank)
         for ours, theirs in zip(arriving.wait(), expected, strict=True):
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours.double(), theirs.double())
 
 
-@pytest.mark.parametrize("name", ["at once", "chunked", "symmetric"])
+IN_PARTS = ["chunked", "symmetric", "chunked pairs", "symmetric pairs"]
+
+
+@pytest.mark.parametrize("name", ["at once", *IN_PARTS])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gathered_is_everything_in_order(world4: World, name: str, ranks: int, tmp_path: Any) -> None:
     world4.run(_gathers, name, str(tmp_path), ranks=ranks)
+
+
+@pytest.mark.parametrize(("t", "parts"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (7, 1), (8, 4), (16, 4)])
+def test_turns_meet(t: int, parts: int) -> None:
+    """Every rank deals with each other once; in each step, who deals with whom is agreed on by both."""
+    of = [turns(rank, t, 4) for rank in range(t)]
+    for rank, found in enumerate(of):
+        assert len(found) == parts
+        assert found[0].there[0] == found[0].back[0] == rank
+        assert sorted(r for turn in found for r in turn.there) == list(range(t))
+        for i, turn in enumerate(found):
+            assert sorted(turn.there) == list(turn.ranks)
+            for j, (there, back) in enumerate(zip(turn.there, turn.back)):
+                assert of[there][i].back[j] == rank
+                assert of[back][i].there[j] == rank
 
 
 def _share(rank: int, m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -145,12 +172,11 @@ def _sums(name: str, folder: str) -> None:
         whole = torch.stack(shares).double().sum(0)
         assert y.dtype == dtype
         assert torch.equal(y.double(), whole if name == "replicated" else whole.chunk(t)[rank])
-        own = m // t
-        parts = [slice(r % t * own, (r % t + 1) * own) for r in range(rank + 1, rank + t + 1)]  # the others' first
-        assert computed == (parts if name in ("chunked", "symmetric") else [slice(0, m)])
+        own, *others = (slice(start * (m // t), end * (m // t)) for start, end in _parts(name, t, rank))
+        assert computed == [*others, own]
 
 
-@pytest.mark.parametrize("name", ["replicated", "at once", "chunked", "symmetric"])
+@pytest.mark.parametrize("name", ["replicated", "at once", *IN_PARTS])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_are_those_of_all_shares(world4: World, name: str, ranks: int, tmp_path: Any) -> None:
     world4.run(_sums, name, str(tmp_path), ranks=ranks)
@@ -170,7 +196,7 @@ def _as(y: Tensor, out: Tensor | None) -> Tensor:
     return y if out is None else out.copy_(y)
 
 
-@pytest.mark.parametrize("name", ["chunked", "symmetric"])
+@pytest.mark.parametrize("name", IN_PARTS)
 def test_shares_are_added_before_they_are_rounded(world4: World, name: str, tmp_path: Any) -> None:
     world4.run(_rounds_once, name, str(tmp_path))
 
@@ -181,11 +207,11 @@ def _through_a_layer(name: str, folder: str) -> None:
     a, b = _share(0, R, torch.float32)
     product, computed = _product(a + group.rank(), b, _exchange(name, group, folder))
     y = ALONE.sum(product).wait()
-    assert len(computed) == group.size()
+    assert len(computed) == (2 if name.endswith("pairs") else group.size())
     assert torch.equal(y, torch.cat([(a + r) @ b for r in range(group.size())]))
 
 
-@pytest.mark.parametrize("name", ["chunked", "symmetric"])
+@pytest.mark.parametrize("name", IN_PARTS)
 def test_a_product_of_pieces_is_the_product(world4: World, name: str, tmp_path: Any) -> None:
     world4.run(_through_a_layer, name, str(tmp_path))
 
