@@ -47,7 +47,7 @@ from megafp8.training.fully_sharded import row_shares, shard
 from megafp8.training.overlap import token_exchange
 from megafp8.training.pipeline import plan_pipeline
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,8 @@ class Trainer:
                 betas=(o.beta1, o.beta2),
                 eps=o.eps,
                 moments_dtype=DTYPES[o.moments_dtype],
+                store_param_remainders=o.store_param_remainders,
+                seed=self.config.seed,
                 hollow=self.hollow.keys() if self.sharded is None else set(self.params),
                 masters={} if self.sharded is None else self.sharded.masters,
             ),
