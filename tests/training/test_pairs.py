@@ -12,8 +12,9 @@ How close, relative, as in `test_equivalence`:
              fp32, in another order for each layout, and a value may cross a rounding boundary; then losses to 2e-3.
              So small a model's slices cut through blocks of 128, whose factors, powers of two, then differ and with
              them subnormal codes: the second step's norm is the first that notices (whole blocks give the same bits)
-    bf16     moments rounded to 8 bits likewise; gradients that travel in bf16 are other gradients, whose norm is the
-             same to 2e-2 and whose first loss, before any update, is the same to 1e-5
+    bf16     weights in bf16: losses to 2e-3, norms to 2e-2. Moments rounded to 8 bits, or to 4 at random, as FP8, after
+             two exact steps. Gradients that travel in bf16 are other gradients, whose norm is the same to 2e-2 and
+             whose first loss, before any update, is the same to 1e-5
 
 CUDA graphs are replayed by `test_cuda_graphs`' stand-in. In the fast suite: each option alone and `FAST` pairs, for
 four steps; all pairs are marked slow and take ten.
@@ -94,7 +95,9 @@ OPTIONS = {
     "zero": Option({"parallel.zero": 1}, data=2, choice="zero"),
     "zero-late": Option({"parallel.zero": 1, "parallel.overlap_param_gather": False}, data=2, choice="zero"),
     "bf16-reduce": Option({"optimizer.reduce_dtype": "bf16"}, data=2, sharp=(1, 0)),
-    "bf16-moments": Option({"optimizer.moments_dtype": "bf16"}, sharp=(2, 2)),
+    "bf16-moments": Option({"optimizer.moments_dtype": "bf16"}, sharp=(2, 2), choice="moments"),
+    "fp8-moments": Option({"optimizer.moments_dtype": "fp8"}, sharp=(2, 2), choice="moments"),
+    "remainders": Option({"optimizer.store_param_remainders": True}, {"training.precision": "bf16"}, sharp=(0, 0)),
     "tensor": Option({"parallel.tensor": 2, "parallel.sequence_parallel": False}, choice="tensor"),
     "tensor-sequence": Option({"parallel.tensor": 2}, choice="tensor"),
     "tensor-overlap": Option({"parallel.overlap_tensor": "chunked"}, {"parallel.tensor": 2}),
@@ -116,6 +119,11 @@ REFUSED = {
         ("graphs", name): "a graph holds no communication, and parallel.pipeline is 2"
         for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev")
     },
+    **{
+        ("remainders", name): "it is for bf16 weights, and training.precision is fp64"
+        for name in ("delayed", "current", "blockwise", "smooth")
+    },
+    ("remainders", "fp8-parameters"): "fp8.param_gather keeps FP8 codes and fp32 masters",
     ("graphs", "tensor"): "a graph holds no communication, and parallel.tensor is 2",
     ("graphs", "tensor-sequence"): "a graph holds no communication, and parallel.tensor is 2",
     ("graphs", "tensor-overlap"): "a graph holds no communication, and parallel.tensor is 2",
@@ -141,6 +149,8 @@ FAST = [
     ("selective", "blockwise"),
     ("tensor-overlap", "1f1b"),
     ("fp8-parameters", "zb-v"),
+    ("fp8-moments", "tensor-sequence"),
+    ("remainders", "zero"),
 ]
 
 Names = tuple[str, ...]
