@@ -48,20 +48,20 @@ from megafp8.sharding import Fragment, spec_of
 BLOCK = 128
 _CHUNK = 1 << 22
 """Elements that are encoded at a time; noise takes some 100 bytes for each of them."""
-_LOWEST = -100
+LOWEST = -100
 """Least exponent of a factor: so that all values, and 1 / factor, are normal numbers, in bf16 too."""
 
 
 @dataclass(frozen=True)
 class MomentFormat:
     """Codes with three bits behind the leading one: the `largest` value; the exponent of the smallest normal number;
-    from fp32 values that the format has to codes, uint8, and back. `positive`: there are no negative values, and none
-    is rounded to zero."""
+    the code of NaN; and from codes, uint8, to fp32 values. `positive`: there are no negative values, and none is
+    rounded to zero."""
 
     largest: float
     min_exponent: int
     positive: bool
-    pack: Callable[[Tensor], Tensor]
+    nan: int
     unpack: Callable[[Tensor], Tensor]
 
 
@@ -69,14 +69,14 @@ FIRST = MomentFormat(
     largest=E4M3.max,
     min_exponent=-6,
     positive=False,
-    pack=lambda x: x.to(E4M3.dtype).view(torch.uint8),
+    nan=0x7F,
     unpack=lambda code: code.view(E4M3.dtype).float(),
 )
 SECOND = MomentFormat(
     largest=1.875 * 2**15,  # fp16's infinity and NaNs are above
     min_exponent=-14,
     positive=True,
-    pack=lambda x: (x.half().view(torch.int16) >> 7).to(torch.uint8),
+    nan=0xFF,
     unpack=lambda code: (code.to(torch.int16) << 7).view(torch.float16).float(),
 )
 
@@ -90,12 +90,13 @@ def factor_exponents(amax_b: Tensor, fmt: MomentFormat) -> Tensor:
     """⌈log2(amax / largest)⌉, so that amax / 2^exponent fits: fp32 `[b]` to int32 `[b]`, within int8."""
     largest = torch.tensor(fmt.largest).view(torch.int32).item()
     difference = amax_b.view(torch.int32) - largest  # of exponents, and below them of mantissas
-    return ((difference + (1 << 23) - 1) >> 23).clamp(min=_LOWEST)
+    return ((difference + (1 << 23) - 1) >> 23).clamp(min=LOWEST)
 
 
 def encode(x_n: Tensor, fmt: MomentFormat, key: Key) -> tuple[Tensor, Tensor]:
     """x, fp32 `[n]`, to codes, uint8 `[n]`, and the exponents of blocks' factors, int8 `[b]`; rounded up or down with
-    the noise of `key`, where x is not a code's value. What is not finite becomes NaN, or infinite."""
+    the noise of `key`, where x is not a code's value. What is not finite becomes NaN. `kernels.moments` on GPUs, which
+    equals this bit for bit."""
     x_bk = F.pad(x_n, (0, -len(x_n) % BLOCK)).view(-1, BLOCK)
     exponent_b1 = factor_exponents(x_bk.abs().amax(dim=1, keepdim=True), fmt)
     y_bk = x_bk.abs() * _power_of_two(-exponent_b1)
@@ -103,17 +104,34 @@ def encode(x_n: Tensor, fmt: MomentFormat, key: Key) -> tuple[Tensor, Tensor]:
     # Steps between codes are 2^(binade - 3). 20 bits of noise: the sum with a whole number below 16 is exact, so that a
     # whole number stays what it is.
     noise_bk = (words(y_bk.numel() // 4, key, x_n.device) >> 12).float().mul_(2.0**-20).view(y_bk.shape)
-    steps_bk = (y_bk * _power_of_two(3 - binade_bk) + noise_bk).floor_()
+    steps_bk = (y_bk * _power_of_two(3 - binade_bk) + noise_bk).int()
     if fmt.positive:
-        steps_bk = steps_bk.maximum((x_bk > 0).float())
-    rounded_bk = (steps_bk * _power_of_two(binade_bk - 3)).copysign(x_bk)
-    return fmt.pack(rounded_bk).view(-1)[: len(x_n)], exponent_b1.view(-1).to(torch.int8)
+        steps_bk = steps_bk.maximum((x_bk > 0).int())
+    # Eight codes a binade, of which the lowest begins at zero; sixteen steps are the next one's first.
+    code_bk = ((binade_bk - fmt.min_exponent) << 3) + steps_bk
+    if not fmt.positive:
+        code_bk |= x_bk.signbit().int() << 7
+    code_bk = code_bk.masked_fill_(~x_bk.isfinite(), fmt.nan)
+    return code_bk.to(torch.uint8).view(-1)[: len(x_n)], exponent_b1.view(-1).to(torch.int8)
 
 
 def decode(codes_n: Tensor, exponent_b: Tensor, fmt: MomentFormat) -> Tensor:
     """The values, fp32 `[n]`, of what `encode` made: multiples of powers of two, exact in bf16."""
     factor_n = _power_of_two(exponent_b.int()).repeat_interleave(BLOCK)[: len(codes_n)]
     return fmt.unpack(codes_n) * factor_n
+
+
+def _encode_into(codes_n: Tensor, exponent_b: Tensor, x_n: Tensor, fmt: MomentFormat, key: Key) -> None:
+    if not x_n.is_cuda:
+        for kept, new in zip((codes_n, exponent_b), encode(x_n, fmt, key)):
+            kept.copy_(new)
+        return
+    from megafp8.fp8.kernels.moments import encode_blocks
+
+    encode_blocks(
+        x_n, codes_n, exponent_b, key, largest=fmt.largest, min_exponent=fmt.min_exponent, positive=fmt.positive,
+        nan=fmt.nan, lowest=LOWEST,
+    )  # fmt: skip
 
 
 class Fp8Moment:
@@ -137,9 +155,8 @@ class Fp8Moment:
     def keep(self, values: Tensor, step: int) -> None:
         blocks = self._exponent_b.split(_CHUNK // BLOCK)
         for i, (codes, exponents) in enumerate(zip(self._codes_n.split(_CHUNK), blocks, strict=True)):
-            key = noise_key(self._seed, step, f"{self._name}\0{i}")
-            for kept, new in zip((codes, exponents), encode(values[i * _CHUNK :][:_CHUNK], self._fmt, key)):
-                kept.copy_(new)
+            key, part = noise_key(self._seed, step, f"{self._name}\0{i}"), values[i * _CHUNK :][:_CHUNK]
+            _encode_into(codes, exponents, part, self._fmt, key)
 
     def saved(self) -> Tensor:
         return self.values().bfloat16().cpu()
