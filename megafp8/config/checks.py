@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Iterator
 
+from megafp8.config import optimizer_checks
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.tree import V_SCHEDULES, Config
 
@@ -24,8 +25,8 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _schedule,
         _recompute,
         _sequence,
-        _optimizer,
-        _kept_state,
+        optimizer_checks.schedule,
+        optimizer_checks.kept_state,
         _fp8,
         _smooth_swiglu,
         _overlap,
@@ -207,53 +208,6 @@ def _overlap(config: Config) -> Iterator[Problem]:
     if p.overlap_tensor == "symmetric" and config.device == "cpu":
         rule = "symmetric memory is that of GPUs, and device is cpu"
         yield Problem(path, p.overlap_tensor, rule, f"try {path}=chunked, or device=cuda")
-
-
-def _optimizer(config: Config) -> Iterator[Problem]:
-    o, steps = config.optimizer, config.training.steps
-    if o.min_learning_rate > o.learning_rate:
-        yield Problem(
-            "optimizer.min_learning_rate", o.min_learning_rate,
-            f"larger than optimizer.learning_rate ({o.learning_rate})", f"try {o.learning_rate / 10}",
-        )  # fmt: skip
-    if o.warmup_steps >= steps and o.warmup_steps > 0:
-        yield Problem(
-            "optimizer.warmup_steps", o.warmup_steps, f"the run has only training.steps = {steps}", f"try {steps // 10}"
-        )
-    elif o.schedule == "wsd" and o.warmup_steps + (o.decay_steps or 0) > steps:
-        yield Problem(
-            "optimizer.decay_steps", o.decay_steps,
-            f"with optimizer.warmup_steps ({o.warmup_steps}) longer than training.steps ({steps})",
-            f"try {steps - o.warmup_steps} or less",
-        )  # fmt: skip
-
-
-_LEAST_DECAY = {
-    "bf16": (2**-8, "has 8 bits, and a moment that shrinks by {:.2g} of itself would be rounded to what it was"),
-    "fp8": (2**-7, "rounds at random, and a moment that shrinks by {:.2g} of itself a step adds up too much of that"),
-}
-"""Of optimizer.moments_dtype: the least 1 - beta, and why."""
-
-
-def _kept_state(config: Config) -> Iterator[Problem]:
-    o, kept = config.optimizer, config.optimizer.moments_dtype
-    for path, beta in (("optimizer.beta1", o.beta1), ("optimizer.beta2", o.beta2)):
-        least, why = _LEAST_DECAY.get(kept, (0.0, ""))
-        if 1 - beta < least:
-            rule = f"optimizer.moments_dtype is {kept}, which {why.format(1 - beta)}"
-            yield Problem(path, beta, rule, "try 0.95, or optimizer.moments_dtype=fp32")
-    if not o.store_param_remainders:
-        return
-    path, off = "optimizer.store_param_remainders", "or optimizer.store_param_remainders=false"
-    if config.training.precision != "bf16":
-        rule = f"it is for bf16 weights, and training.precision is {config.training.precision}"
-        yield Problem(path, True, rule, f"try training.precision=bf16, {off}")
-    if config.parallel.fsdp:
-        rule = "parallel.fsdp keeps the fp32 masters alone, and no bf16 weights that would be half of them"
-        yield Problem(path, True, rule, f"try parallel.zero=1 instead of parallel.fsdp, {off}")
-    elif config.fp8.param_gather:
-        rule = "fp8.param_gather keeps FP8 codes and fp32 masters, and no bf16 weights that would be half of these"
-        yield Problem(path, True, rule, f"try fp8.param_gather=false, {off}")
 
 
 def _fp8(config: Config) -> Iterator[Problem]:
