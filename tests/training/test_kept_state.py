@@ -26,7 +26,7 @@ from tests.world import World
 
 SAVED, END = 3, 5  # steps before the save, and in all
 BF16: dict[str, dict[str, Any]] = {
-    "model": {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "tie_embeddings": True},
+    "model": {"hidden_size": 32, "ffn_hidden_size": 64, "tie_embeddings": True},
     "training": {"precision": "bf16", "seq_length": 8, "micro_batch_size": 1, "global_batch_size": 2},
     "parallel": {"bucket_mib": 0.005},
 }
@@ -65,9 +65,11 @@ def _kept(config: Config, source: str | None, folder: str) -> tuple[Curve, list[
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "dp2-zero"))
 def test_masters_in_halves_train_what_whole_ones_train(world2: World, tmp_path: Path, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
+    model = {**BF16["model"], "num_layers": parallel.get("pipeline", 1)}
 
     def run(halves: bool, source: str | None, folder: str) -> Any:
-        changes = {**BF16, "optimizer": {"learning_rate": 0.01, "store_param_remainders": halves}}
+        optimizer = {"learning_rate": 0.01, "store_param_remainders": halves}
+        changes = {**BF16, "model": model, "optimizer": optimizer}
         path = None if source is None else str(tmp_path / source)
         return world2.run(_kept, settings(changes, **parallel), path, str(tmp_path / folder), ranks=ranks)
 
@@ -89,9 +91,9 @@ def test_masters_in_halves_train_what_whole_ones_train(world2: World, tmp_path: 
 FP8: dict[str, dict[str, Any]] = {"optimizer": {"moments_dtype": "fp8"}}
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "dp2-zero"))
+@pytest.mark.parametrize("layout", slow_but([*LAYOUTS, "dp2-fsdp"], "dp2-zero"))
 def test_fp8_moments_resume_bit_for_bit(world2: World, tmp_path: Path, layout: str) -> None:
-    ranks, parallel = LAYOUTS[layout]
+    ranks, parallel = LAYOUTS.get(layout, (2, {"fsdp": True}))
     straight = world2.run(_save, settings(FP8, **parallel), str(tmp_path), ranks=ranks)
     assert world2.run(_resume, settings(FP8, **parallel), str(tmp_path), None, ranks=ranks) == straight
     moments = {name: t for name, t in _contents(tmp_path).items() if name.startswith("optimizer.exp_avg")}
