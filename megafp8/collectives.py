@@ -134,6 +134,20 @@ def all_gather_in_place_async(x: Tensor, group: ProcessGroup | None) -> Work:
     return work
 
 
+def all_to_all_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Work]:
+    """Start sending `x` `[ranks - 1, ...]`, a part to each other rank in their order, and where what they send to this
+    one will be, likewise; keep `x` alive until waited for."""
+    ranks = size(group)
+    assert x.shape[0] == ranks - 1, f"dim 0 of {tuple(x.shape)} is not a part for each of {ranks} ranks but this one"
+    if group is None or ranks == 1:
+        return x, DONE
+    out = torch.empty_like(x)
+    parts = [int(rank != group.rank()) for rank in range(ranks)]
+    work = dist.all_to_all_single(as_bytes(out), as_bytes(x), parts, parts, group=group, async_op=True)
+    assert work is not None
+    return out, work
+
+
 def broadcast(x: Tensor, group: ProcessGroup | None, group_src: int) -> Tensor:
     """Overwrite `x` in place with that of the rank `group_src` (counted inside the group)."""
     if size(group) > 1:

@@ -221,8 +221,16 @@ class _All(NamedTuple):
 
 
 def add_shares(shares_trn: Tensor) -> Tensor:
-    """`[t, r, n]` -> `[r, n]`, summed in fp32 or wider and rounded once."""
-    return shares_trn[0] + shares_trn[1] if len(shares_trn) == 2 else shares_trn.sum(0)
+    """`[t, r, n]` -> `[r, n]`, summed in fp32 or wider, rank after rank, and rounded once."""
+    if shares_trn.is_cuda and shares_trn.dtype != torch.float64:
+        from megafp8.shares import add  # needs Triton, which comes with torch's CUDA builds
+
+        return add(shares_trn)
+    dtype = shares_trn.dtype
+    total = shares_trn[0].to(torch.promote_types(dtype, torch.float32))
+    for share in shares_trn[1:]:
+        total = total + share
+    return total.to(dtype)
 
 
 def collective_exchange(group: ProcessGroup, *, sequence_parallel: bool) -> Exchange:

@@ -173,6 +173,10 @@ def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> 
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
+        # How many streams have a queue of their own on the GPU. By default 8: beyond that they share, and what waits
+        # in one stream, a receive for its sender, holds up another. A pipeline has a stream for each neighbour and
+        # direction beside those of computation and of every other group, so two ranks could wait for each other.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device

@@ -43,12 +43,23 @@ from megafp8.exchange import Arriving, Product, Summed, add_shares, part_of
 _ALIGNMENT = 256  # of what lies behind one another in a buffer
 
 
-class _Buffer(NamedTuple):
-    """A buffer of each rank, mapped here: `of[rank]`, uint8. `mine` owns this rank's; `handle` has the barrier."""
+class _Buffer:
+    """A buffer of each rank, mapped here: `of[rank]`, uint8. `mine` owns this rank's; `barrier` is the GPUs'."""
 
-    mine: Tensor
-    handle: Any
-    of: list[Tensor]
+    def __init__(self, mine: Tensor, handle: Any, size: int, ranks: int) -> None:
+        self.mine, self.barrier = mine, handle.barrier
+        self.of = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks)]
+        self._places: dict[tuple[int, ...], list[list[Tensor]]] = {}
+
+    def places(self, sizes: tuple[int, ...]) -> list[list[Tensor]]:
+        """On each rank, pieces of these many bytes, one behind the other: made once, for it takes the host longer than
+        a copy's launch, and a model has few sizes."""
+        if sizes not in self._places:
+            starts = _starts(sizes)
+            self._places[sizes] = [
+                [whole[start : start + size] for start, size in zip(starts, sizes)] for whole in self.of
+            ]
+        return self._places[sizes]
 
 
 class Symmetric:
@@ -62,6 +73,8 @@ class Symmetric:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self.group, self.device = group, device
         self._stream = torch.cuda.Stream(device)
+        # Of one exchange, whose waits have all been queued when the next one records them again.
+        self._computed, *self._moved = (torch.cuda.Event() for _ in range(group.size()))
         self._buffers: list[_Buffer] = []
         self._size = self._turn = 0
         self._busy = False
@@ -69,53 +82,59 @@ class Symmetric:
 
     def gather(self, own: Sequence[Tensor]) -> Arriving:
         t, rank = self.group.size(), self.group.rank()
-        sizes = [x.numel() * x.element_size() for x in own]
-        starts = _starts(sizes)
-        whole = [x.new_empty((t * x.shape[0], *x.shape[1:])) for x in own]
-        buffer = self._next(starts[-1])
-        for x, start, size in zip(own, starts, sizes):
-            buffer.of[rank][start : start + size].copy_(_flat(x))
-        buffer.handle.barrier()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        m = whole[0].shape[0]
+        own_bytes = [_flat(x) for x in own]
+        sizes = tuple(x.numel() for x in own_bytes)
+        buffer = self._next(_starts(sizes)[-1])
+        places = buffer.places(sizes)
+        whole = [x.new_empty((t, x.numel())) for x in own_bytes]
+        parts = list(zip(*(x.unbind() for x in whole)))
+        current = torch.cuda.current_stream(self.device)
+        for place, x in zip(places[rank], own_bytes):
+            place.copy_(x)
+        buffer.barrier()
+        self._computed.record(current)
+        self._computed.wait(self._stream)
+        m = t * own[0].shape[0]
         pieces: list[tuple[slice, Callable[[], Any]]] = [(part_of(rank, m, t), DONE.wait)]
         with torch.cuda.stream(self._stream):
-            for step in range(1, t):
+            for step, moved in enumerate(self._moved, 1):
                 sender = (rank + step) % t
-                for x, start, size in zip(whole, starts, sizes):
-                    _flat(x[part_of(sender, x.shape[0], t)]).copy_(buffer.of[sender][start : start + size])
-                pieces.append(
-                    (part_of(sender, m, t), partial(self._wait, self._stream.record_event(), last=step == t - 1))
-                )
-        for x, mine in zip(whole, own):
-            _flat(x[part_of(rank, x.shape[0], t)]).copy_(_flat(mine))
-        return Arriving(whole, pieces)
+                for part, place in zip(parts[sender], places[sender]):
+                    part.copy_(place)
+                moved.record(self._stream)
+                pieces.append((part_of(sender, m, t), partial(self._wait, moved, current, last=step == t - 1)))
+        for part, x in zip(parts[rank], own_bytes):
+            part.copy_(x)
+        return Arriving([y.view(x.dtype).view(-1, *x.shape[1:]) for x, y in zip(own, whole)], pieces)
 
     def sum(self, product: Product) -> Summed:
         t, rank = self.group.size(), self.group.rank()
         m = product.arriving.wait()[0].shape[0]
         share_bytes = m // t * product.n * product.dtype.itemsize
         buffer = self._next(t * share_bytes)
+        current = torch.cuda.current_stream(self.device)
         sent = []
         for step in range(1, t):
             to = (rank + step) % t
             share = product.rows(part_of(to, m, t), None)
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._computed.record(current)
+            self._computed.wait(self._stream)
             with torch.cuda.stream(self._stream):
                 buffer.of[to][rank * share_bytes : (rank + 1) * share_bytes].copy_(_flat(share))
             sent.append(share)
         shares_trn = buffer.of[rank][: t * share_bytes].view(product.dtype).view(t, m // t, product.n)
         product.rows(part_of(rank, m, t), shares_trn[rank])
-        all_sent = self._stream.record_event()
+        all_sent = self._moved[0]
+        all_sent.record(self._stream)
 
         def result() -> Tensor:
-            buffer.handle.barrier()
+            buffer.barrier()
             return add_shares(shares_trn)
 
-        return Summed(_Waiting(partial(self._wait, all_sent, last=True)), result, sent)
+        return Summed(_Waiting(partial(self._wait, all_sent, current, last=True)), result, sent)
 
-    def _wait(self, event: torch.cuda.Event, *, last: bool) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
+    def _wait(self, event: torch.cuda.Event, current: torch.cuda.Stream, *, last: bool) -> None:
+        event.wait(current)
         self._busy = self._busy and not last
 
     def _next(self, size: int) -> _Buffer:
@@ -139,7 +158,7 @@ class Symmetric:
         allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p  # an allocation of its own, not one of a pool
         mine = self._agreed(lambda: allocate((size,), (1,), torch.uint8, self.device))
         handle = self._agreed(lambda: symmetric_memory.rendezvous(mine, self.group))
-        return _Buffer(mine, handle, [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group.size())])
+        return _Buffer(mine, handle, size, self.group.size())
 
     def _agreed(self, step: Callable[[], Any]) -> Any:
         """What `step` gives; RuntimeError on every rank where it failed on any."""

@@ -7,12 +7,14 @@ import io
 
 import torch
 
+from megafp8.collectives import DONE
+from megafp8.exchange import AtOnce, Product, Summed
 from tests.world import World
-from tools.bench_overlap import BLOCKS, Result, compare, main, table
+from tools.bench_overlap import BLOCKS, MODES, Result, compare, main, table
 
 
-def _bench() -> tuple[int, str]:
-    options = ["--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--modes", "silent,none,chunked"]
+def _bench(mode: str = "chunked") -> tuple[int, str]:
+    options = ["--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--modes", f"silent,none,{mode}"]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = main(options)
     return code, out.getvalue()
@@ -31,12 +33,30 @@ def test_on_two_ranks(world2: World) -> None:
 
 def test_wrong_results_are_told_from_rounding() -> None:
     x = torch.linspace(1, 2, 64)
-    assert compare([x], [x], [x]) == "same bits"
-    assert compare([x * 1.001], [x * 1.001], [x]) == "y 1.0e-03"
-    assert compare([x], [x * 1.001], [x]) == "WRONG: two runs differ"
-    assert compare([x * 1.1], [x * 1.1], [x]).startswith("WRONG: y 1.0e-01")
+    assert compare([x], [x], [x], [0.0]) == "same bits"
+    assert compare([x * 1.001], [x * 1.001], [x], [0.002]) == "y 1.0e-03 of 2.0e-03"
+    assert compare([x], [x * 1.001], [x], [1.0]) == "WRONG: two runs differ"
+    assert compare([x * 1.1], [x * 1.1], [x], [0.02]) == "WRONG: y 1.0e-01 of 2.0e-02"
     nan = torch.full((64,), torch.nan)
-    assert compare([nan], [nan], [x]).startswith("WRONG")
+    assert compare([nan], [nan], [x], [1.0]).startswith("WRONG")
+
+
+class _Forgetful(AtOnce):
+    """Twice its own share, whatever the others have: wrong by much more than rounding."""
+
+    def sum(self, product: Product) -> Summed:
+        y_mn = product.whole()
+        return Summed(DONE, lambda: y_mn[: y_mn.shape[0] // self.group.size()] * 2)
+
+
+def _wrong() -> tuple[int, str]:
+    MODES["forgetful"] = lambda group, _: _Forgetful(group)
+    return _bench("forgetful")
+
+
+def test_a_wrong_mode_is_found(world2: World) -> None:
+    for recipe in world2.run(_wrong)[0][1].split("verdict")[:2]:
+        assert "WRONG: y" in recipe
 
 
 def test_the_table() -> None:

@@ -24,10 +24,9 @@ class _Now:
 
     def wait_stream(self, _: Any) -> None: ...
 
-    def wait_event(self, _: Any) -> None: ...
+    def wait(self, _: Any) -> None: ...
 
-    def record_event(self) -> _Now:
-        return self
+    def record(self, _: Any) -> None: ...
 
     def __enter__(self) -> None: ...
 
@@ -66,7 +65,7 @@ def symmetric_on_cpu(group: ProcessGroup, folder: str) -> Symmetric:
     shared = _SharedFiles(folder, group)
     symmetric.symmetric_memory = type("", (), {"_SymmetricMemory": shared, "rendezvous": shared.rendezvous})  # type: ignore[assignment]
     cuda = torch.cuda
-    cuda.Stream = cuda.current_stream = cuda.stream = lambda *_: _Now()  # type: ignore[assignment, misc]
+    cuda.Stream = cuda.Event = cuda.current_stream = cuda.stream = lambda *_: _Now()  # type: ignore[assignment, misc]
     cuda.synchronize = lambda *_: None
     return Symmetric(group, torch.device("cpu"), size=64)
 

@@ -31,7 +31,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -49,9 +49,11 @@ from megafp8.parallel_state import (
 )
 from megafp8.pipeline_parallel.schedules import Kind
 from megafp8.pipeline_parallel.simulate import Timeline, Times, simulate
+from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.planner.memory import pipeline_memory
 from megafp8.training.determinism import make_deterministic
 from megafp8.training.fp8_config import build_fp8
+from megafp8.training.garbage import collected_after_steps
 from megafp8.training.job import choose_device
 from megafp8.training.metrics import memory_gib
 from megafp8.training.pipeline import PipelinePlan
@@ -138,8 +140,34 @@ def simulated_bubble(plan: PipelinePlan, measured: Timeline) -> float:
     return simulate(plan.train, plan.placement, times).bubble_fraction
 
 
-def measure(config: Config, parallel: ParallelState, warmup: int, steps: int, result: Result) -> None:
-    """Build a trainer, run it, and add to `result` the seconds of its timed steps, losses, memory, and its profile."""
+def time_steps(trainer: Trainer, batches: list[Batch], warmup: int, steps: int, result: Result) -> None:
+    """Run steps, and add to `result` the seconds of those after the first, all losses, memory, and a profile."""
+    parallel = trainer.parallel
+    for step in range(warmup + steps):
+        start = time.perf_counter()
+        loss, _ = trainer.train_step(step, batches)  # ends with a host synchronisation
+        if step >= warmup:
+            result.seconds.append(time.perf_counter() - start)
+        result.losses.append(loss.mean)
+    result.memory_gib = max(all_gather_objects(memory_gib(parallel.device), parallel.world.group))
+    trainer.train_step(warmup + steps, batches)
+    if trainer.timeline is not None:
+        result.bubble = trainer.timeline.bubble_fraction
+        result.simulated_bubble = simulated_bubble(trainer.plan, trainer.timeline)
+    own = profile_step(lambda: trainer.train_step(warmup + steps + 1, batches))
+    if own is not None:
+        profiles = all_gather_objects(own[0], parallel.world.group)
+        result.kernels = own[1]
+        result.profile = StepProfile(*(statistics.fmean(x) for x in zip(*(asdict(p).values() for p in profiles))))
+
+
+def measure(
+    config: Config, parallel: ParallelState, warmup: int, steps: int, result: Result, trace: Path | None
+) -> None:
+    """Build a trainer, run it, and add to `result` the seconds of its timed steps, losses, memory, and its profile.
+
+    `trace`: where to write what a pipeline did in the step that is traced.
+    """
     if parallel.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(parallel.device)
     trace_step = warmup + steps + 1  # steps count from 1 in the config
@@ -148,22 +176,10 @@ def measure(config: Config, parallel: ParallelState, warmup: int, steps: int, re
         config = config.model_copy(update={"logging": logging})
     trainer = Trainer(config, parallel)
     batches = random_batches(config, parallel)
-    for step in range(warmup + steps):
-        start = time.perf_counter()
-        loss, _ = trainer.train_step(step, batches)  # ends with a host synchronisation
-        if step >= warmup:
-            result.seconds.append(time.perf_counter() - start)
-        result.losses.append(loss.mean)
-    result.memory_gib = max(all_gather_objects(memory_gib(parallel.device), parallel.world.group))
-    trainer.train_step(trace_step - 1, batches)
-    if trainer.timeline is not None:
-        result.bubble = trainer.timeline.bubble_fraction
-        result.simulated_bubble = simulated_bubble(trainer.plan, trainer.timeline)
-    own = profile_step(lambda: trainer.train_step(trace_step, batches))
-    if own is not None:
-        profiles = all_gather_objects(own[0], parallel.world.group)
-        result.kernels = own[1]
-        result.profile = StepProfile(*(statistics.fmean(x) for x in zip(*(asdict(p).values() for p in profiles))))
+    with collected_after_steps(config.training.gc_interval):  # as in a run
+        time_steps(trainer, batches, warmup, steps, result)
+    if trace is not None and trainer.timeline is not None and parallel.rank == 0:
+        write_timeline(trainer.timeline, trainer.plan.placement, trace)
     trainer.wait_for_weights()  # a gathering that nobody waits for keeps them alive
     memories = pipeline_memory(
         config, build_fp8(config, None), parallel.world_size, trainer.plan.placement, trainer.plan.train
@@ -179,28 +195,27 @@ def release() -> None:
 
 
 class Groups:
-    """The groups of each layout, built once. They are kept to the end: torch gives a group that is built a second time
-    over the same ranks the name of the first, and with it the addresses that the first left in the store."""
+    """The groups of each grid, built once, whatever stages lie on them. They are kept to the end: torch gives a group
+    that is built a second time over the same ranks the name of the first, and with it the addresses that the first left
+    in the store, where ranks may then wait for each other in vain."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._built: dict[tuple[int, int, int, int], ParallelState] = {}
+        self._built: dict[tuple[int, int, int], ParallelState] = {}
 
     def of(self, config: Config) -> ParallelState:
         """Collective."""
         p = config.parallel
-        sizes = (p.tensor, p.pipeline, p.virtual_pipeline, p.context)
+        tensor, pipeline, context = sizes = (p.tensor, p.pipeline, p.context)
         if sizes not in self._built:
-            tensor, pipeline, virtual, context = sizes
             self._built[sizes] = initialize_model_parallel(
                 tensor,
                 pipeline,
-                virtual,
                 context_parallel_size=context,
                 device=self._device,
                 timeout_seconds=config.timeout_seconds,
             )
-        return self._built[sizes]
+        return replace(self._built[sizes], virtual_pipeline_size=p.virtual_pipeline)
 
 
 def rows_of(results: Sequence[Result], configs: dict[tuple[str, str], Config], world_size: int) -> list[dict]:
@@ -264,6 +279,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="timed steps in each round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="also write the table, all samples and rank 0's kernels here")
+    parser.add_argument(
+        "--traces", type=Path, help="a folder, for the n-th line's pipeline as n.json (see tools/plot_schedule.py)"
+    )
     parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="key=value", help="of the config")
     return parser.parse_args()
 
@@ -285,6 +303,8 @@ def main() -> int:
     if any(config.deterministic != some.deterministic for config in configs.values()):
         print("error: --variants: libraries read how to be deterministic once, so all must be or none", file=sys.stderr)
         return 2
+    if arguments.traces is not None:
+        arguments.traces.mkdir(parents=True, exist_ok=True)
     if some.deterministic:
         make_deterministic(choose_device(some))
     device = initialize_distributed(choose_device(some), some.timeout_seconds)
@@ -296,11 +316,12 @@ def main() -> int:
     say(f"{some.name}: {m.num_layers} layers, s = {t.seq_length}, {world_size} × {name}, torch {torch.__version__}")
     say(heading(width))
     for round_ in range(arguments.rounds):
-        for key, config in configs.items():
+        for number, (key, config) in enumerate(configs.items()):
             if results[key].failure:
                 continue
+            trace = None if arguments.traces is None else arguments.traces / f"{number}.json"
             try:
-                measure(config, groups.of(config), arguments.warmup, arguments.steps, results[key])
+                measure(config, groups.of(config), arguments.warmup, arguments.steps, results[key], trace)
             except torch.cuda.OutOfMemoryError as error:  # on some ranks only: the others would wait for ever
                 print(f"rank {dist.get_rank()}, {' '.join(key)}: out of memory: {str(error)[:200]}", flush=True)
                 os._exit(1)

@@ -26,6 +26,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _recompute,
         _sequence,
         optimizer_checks.schedule,
+        optimizer_checks.reduce_dtype,
         optimizer_checks.kept_state,
         _fp8,
         _smooth_swiglu,
@@ -202,7 +203,7 @@ def _sequence(config: Config) -> Iterator[Problem]:
 
 def _overlap(config: Config) -> Iterator[Problem]:
     p, path = config.parallel, "parallel.overlap_tensor"
-    if p.overlap_tensor != "none" and p.tensor > 1 and not p.sequence_parallel:
+    if p.overlap_tensor in ("chunked", "symmetric") and p.tensor > 1 and not p.sequence_parallel:
         rule = "parallel.sequence_parallel is false, so every rank has all tokens and none are gathered"
         yield Problem(path, p.overlap_tensor, rule, f"try parallel.sequence_parallel=true, or {path}=none")
     if p.overlap_tensor == "symmetric" and config.device == "cpu":

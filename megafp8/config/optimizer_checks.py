@@ -1,4 +1,4 @@
-"""The rules of `checks` about the optimizer: its schedule, and how its state is kept."""
+"""The rules of `checks` about the optimizer: its schedule, what gradients travel in, and how its state is kept."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ def schedule(config: Config) -> Iterator[Problem]:
             f"with optimizer.warmup_steps ({o.warmup_steps}) longer than training.steps ({steps})",
             f"try {steps - o.warmup_steps} or less",
         )  # fmt: skip
+
+
+def reduce_dtype(config: Config) -> Iterator[Problem]:
+    """Gradients as codes, where someone sums these."""
+    o = config.optimizer
+    if o.reduce_dtype == "fp8" and not config.parallel.zero:
+        rule = "codes go to the rank that owns a share and sums it, and with parallel.zero=0 every rank needs all sums"
+        if config.parallel.fsdp:
+            rule = "parallel.fsdp sums through torch, in the dtype that travels, and 4 bits are too few to sum in"
+        works = "try parallel.zero=1 and parallel.fsdp=false, or optimizer.reduce_dtype=bf16"
+        yield Problem("optimizer.reduce_dtype", o.reduce_dtype, rule, works)
 
 
 _LEAST_DECAY = {

@@ -128,11 +128,12 @@ class ParallelConfig(Section):
     from either end, and gathers the others' keys and values; weights are on all of them."""
     sequence_parallel: bool = True
     """Cut activations along the sequence between tensor-parallel regions. Without effect when tensor is 1."""
-    overlap_tensor: Literal["none", "chunked", "symmetric"] = "none"
+    overlap_tensor: Literal["auto", "none", "chunked", "symmetric"] = "auto"
     """Hide sequence parallelism's communication behind the layers' GEMMs (Megatron-LM's tp_comm_overlap). none: only
-    the sums of input gradients, behind weight gradients. chunked: all of it, GEMMs cut into as many parts as tensor,
-    which travel by NCCL (gloo on CPU). symmetric: by the GPUs' copy engines, for GPUs of one host; chunked, with a line
-    in the log, where that cannot be set up. It uses no NVLink multicast. Without effect when tensor is 1."""
+    the sums of input gradients, behind weight gradients. symmetric: all of it, GEMMs cut into as many parts as tensor,
+    which travel by the GPUs' copy engines, for GPUs of one host; none, with a line in the log, where that cannot be set
+    up. It uses no NVLink multicast. chunked: the same by NCCL (gloo on CPU), which was slower than none on H200. auto:
+    symmetric on CUDA. Without effect when tensor is 1."""
     layers_per_stage: list[int] | None = None
     """Layers of each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. Default: as even as
     possible."""
@@ -276,6 +277,9 @@ class TrainingConfig(Section):
     """Record a micro-batch's forward and backward as CUDA graphs and replay them: for models so small that the GPU
     waits for the host. The same losses, more memory. Not with tensor, pipeline or context parallelism, nor
     with nvfp4."""
+    gc_interval: Count = 100
+    """Steps between runs of Python's garbage collector, on all ranks at once so that none waits for another's; 0: as
+    Python does it."""
     z_loss: NonNegative = 0.0
     """Weight of log²Z in the loss; 1e-4 is usual."""
     eval_interval: Count = 0
@@ -307,9 +311,10 @@ class OptimizerConfig(Section):
     """Adam's epsilon."""
     clip_grad_norm: NonNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
     """In which gradients travel between data-parallel ranks. bf16: half the traffic, and sums over ranks are rounded to
-    8 bits; those over a rank's micro-batches stay fp32."""
+    8 bits; those over a rank's micro-batches stay fp32. fp8, an experiment: a quarter, rounded to 4 bits before they
+    travel, and sums in fp32; needs parallel.zero=1 (docs/decisions/0018-fp8-gradient-reduce.md)."""
     moments_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
     """How Adam's two moments are kept. bf16: 4 bytes a parameter fewer; fp8: 6 fewer, with factors for blocks of 128
     and stochastic rounding. A run keeps what it began with, but may change between bf16 and fp8."""

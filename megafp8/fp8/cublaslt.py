@@ -314,7 +314,9 @@ class CublasLt:
                 self._launch(plan, a, b, out_mn)
                 end.record()
                 events.append((start, end))
-            torch.cuda.synchronize(self.device)
+            # This stream's work and no more: in a pipeline a receive posted early is on the device too, and runs until
+            # the neighbour sends, which may wait for us.
+            events[-1][1].synchronize()
             for taken, (start, end) in zip(times, events):
                 taken.append(start.elapsed_time(end))
         medians = [statistics.median(taken[_WARM_ROUNDS:]) for taken in times]

@@ -13,7 +13,7 @@ Where gradients are sharded over data parallelism, all of this is about the frag
 tensor parallel and between the stages meet the same fragments there (`buckets` sees to that), and the norm is summed
 over data parallelism too.
 
-Nothing here waits for the device.
+Nothing here waits for the device; who clips has waited for the norm.
 """
 
 from __future__ import annotations
@@ -90,8 +90,10 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
 def clip_(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale `gradients` by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
 
-    `norm` stays on the device. A NaN norm makes all gradients NaN: do not step on them.
+    `norm` is on the host by now, so where the factor is 1 nobody reads and writes all gradients for it.
     """
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor)
+    assert norm.device.type == "cpu"
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+    if factor != 1.0:
+        for gradient in gradients:
+            gradient.mul_(factor)

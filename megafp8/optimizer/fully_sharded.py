@@ -100,6 +100,7 @@ class FullySharded:
             now = [cast(DTensor, param) for param in root.parameters()]
             for old, new in zip(whole, now, strict=True):
                 self.rows[old] = _rows(old, new, group, dtype)
+                old.data = old.data.new_empty(0)  # from here on a name for them: its values would stay as long as it
             sharded += now
         self.params = [rows.param for rows in self.rows.values()]
         sizes = [-(-rows.values.numel() // _ALIGN) * _ALIGN for rows in self.rows.values()]

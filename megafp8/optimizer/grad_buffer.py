@@ -2,8 +2,9 @@
 
 A gradient arrives in one of two ways. A linear layer computes its weight gradient itself and hands it to
 `param.grad_sink`, or lets its GEMM accumulate straight into `param.main_grad` and reports that with
-`param.grad_sink.added()`. Everything else (norms, biases, embeddings) comes through autograd: a hook moves `param.grad`
-into the buffer and drops it, so no second set of gradients lives on. Either way the sum over micro-batches is in fp32,
+`param.grad_sink.added()`; so does the embedding with the rows that it looked up. Everything else (norms, biases,
+learned positions) comes through autograd: a hook moves `param.grad` into the buffer and drops it, so no second set of
+gradients lives on. Either way the sum over micro-batches is in fp32,
 whatever the dtype of the model.
 
 Overlap. `start_overlap` says how many backward passes are still to come; the buffer then knows how often each
@@ -26,6 +27,10 @@ and the other slices keep what is of no more use. Unsharded is the same with one
 *Travelling in bf16* (`reduce_dtype`) halves the traffic again. Micro-batches are still summed in fp32; a bucket is
 rounded once when it leaves, and with each addition on its way. The rounded copies live until `finish`, 2 bytes a
 parameter at the end of the backward pass, where activations have gone.
+
+*In FP8*, sharded only, it is an all-to-all instead (`megafp8.fp8.messages`): each rank is sent its share of a bucket as
+codes, and adds in fp32 what came, at `finish`. Sums are not rounded then, gradients once and coarsely. What is sent and
+what is received live until `finish`, some 2 bytes a parameter together.
 """
 
 from __future__ import annotations
@@ -40,6 +45,8 @@ from torch.distributed import ProcessGroup
 
 from megafp8 import collectives
 from megafp8.fp8.deferred import WgradStore
+from megafp8.fp8.formats import E4M3
+from megafp8.fp8.messages import add_up, pack
 from megafp8.optimizer.buckets import bucket_layout
 from megafp8.sharding import Fragment, spec_of
 
@@ -86,6 +93,20 @@ class _Widening:
         self.into.copy_(self.result)
 
 
+class _Messages:
+    """A bucket's shares on their way to their owners as FP8 messages; the sum is made once they are there."""
+
+    def __init__(self, bucket: Tensor, group: ProcessGroup) -> None:
+        slices = bucket.view(group.size(), -1)
+        self._rank, self._own = group.rank(), slices[group.rank()]
+        self._sent = pack(slices, self._rank)
+        self._received, self._work = collectives.all_to_all_async(self._sent, group)
+
+    def wait(self) -> None:
+        self._work.wait()
+        add_up(self._own, self._received, self._rank)
+
+
 class GradBuffer:
     """The gradients of `params`, given in forward order and all on `device`.
 
@@ -94,8 +115,9 @@ class GradBuffer:
     `wgrads`: what the sinks offer linear layers for weight gradients to be computed later.
 
     `sharded`: each rank of the group gets its share of the sums alone. `alone`: parameters that lie in buckets of their
-    own; `apart`: those that share buckets with each other only. `reduce_dtype`: in which gradients travel. `owned`: the
-    views of `flat` that hold sums after `finish`; `fragments`: which elements of which parameters.
+    own; `apart`: those that share buckets with each other only. `reduce_dtype`: in which gradients travel,
+    fp32, bf16 or, if `sharded`, E4M3. `owned`: the views of `flat` that hold sums after `finish`; `fragments`: which
+    elements of which parameters.
 
     One step: `zero`, the backward passes with `start_overlap` at any point among them (or never), `finish`.
     """
@@ -125,6 +147,7 @@ class GradBuffer:
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         self._group = data_parallel_group
         self._reduce_dtype = reduce_dtype if collectives.size(data_parallel_group) > 1 else torch.float32
+        assert sharded or self._reduce_dtype != E4M3.dtype, "FP8 goes to the owner of a share"
         self._rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
         self.owned = [self.flat[own.start : own.end] for own in self.layout.owned(self._rank)]
         self.fragments = [Fragment(self.params[r.param], r.start, r.end) for r in self.layout.runs(self._rank)]
@@ -206,6 +229,9 @@ class GradBuffer:
 
     def _reduce(self, bucket: Tensor, own: Tensor) -> collectives.Work:
         """Start summing `bucket` into `own`, a part of it or all."""
+        if self._reduce_dtype == E4M3.dtype:
+            assert self._group is not None
+            return _Messages(bucket, self._group)
         sent, sharded = bucket.to(self._reduce_dtype), self.layout.ranks > 1
         if sharded:
             work = collectives.reduce_scatter_in_place_async(sent, self._group)

@@ -5,9 +5,9 @@
 Where each data-parallel rank updates a share of the weights, they are then gathered (`ParamBuffer`); that is the
 caller's, since those that travel in FP8 wait for the scales of the next step.
 
-Everything is queued on the device before the host looks at anything; the one wait is for the norm, which decides
-whether there is an update at all. A norm that is not finite skips it: one bad batch costs one step and not the run.
-The norm is the same number on every rank, so all ranks skip or none.
+All before the clipping is queued on the device before the host looks at anything; the one wait is for the norm, which
+decides whether there is an update at all, and whether anything is clipped. A norm that is not finite skips the update:
+one bad batch costs one step and not the run. The norm is the same number on every rank, so all ranks skip or none.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ class OptimizerStep:
             model_group=self.model_group,
             shard_group=self.shard_group,
             device=self.buffer.flat.device,
-        )
-        if self.max_norm is not None:
-            clip_(gradients, norm, self.max_norm)
+        ).cpu()
         grad_norm = norm.item()
         if not math.isfinite(grad_norm):
             return StepResult(grad_norm, skipped=True)
+        if self.max_norm is not None:
+            clip_(gradients, norm, self.max_norm)
         self.optimizer.step(lr)
         return StepResult(grad_norm, skipped=False)

@@ -252,9 +252,8 @@ def _gathered(config: Config, fp8: Fp8Manager, layers: range) -> _Gathered:
         before_own = elements[at + 1] if at + 1 < len(elements) else table * (last and not config.model.tie_embeddings)
         here = weights[at] + (weights[at - 1] if at else 0) + copies[at] + (own + max(own, before_own)) * sent
         blocks.append(here + stays + summed)
-    return _Gathered(
-        blocks, last * (table * (e + sent) + weights[-1]), (first or bool(stays)) * table * 2 * sent + stays
-    )
+    end = table * (4 + sent)  # the embedding's gradient in fp32, and as it is sent
+    return _Gathered(blocks, last * (table * (e + sent) + weights[-1]), (first or bool(stays)) * end + stays)
 
 
 def _coded_elements(config: Config, fp8: Fp8Manager, index: int, *, gathered_as_codes: bool = True) -> list[int]:

@@ -25,12 +25,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 from megafp8.exchange import Exchange, collective_exchange
 from megafp8.fp8 import Ends, Fp8Linear, Fp8Manager, GradSlot, Input, InputCast, LinearOp, Quantized
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.sharding import Init, ParamSpec, cut, set_spec, stack, whole
+from megafp8.tensor_parallel.embedding import look_up
 from megafp8.tensor_parallel.mappings import (
     gather_from_tensor_parallel,
     reduce_from_tensor_parallel,
@@ -219,7 +219,8 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Rows of the table `[v, h]` cut over ranks: tokens `[b, s]` -> `[s, b, h]`, or `[s/t, b, h]` sequence-parallel.
 
-    A rank looks up the tokens it owns, leaves zeros for the others, and the shares are summed.
+    A rank looks up the tokens it owns, leaves zeros for the others, and the shares are summed. The gradient goes to the
+    weight's sink, as that of a linear layer does.
     """
 
     def __init__(
@@ -238,19 +239,14 @@ class VocabParallelEmbedding(nn.Module):
         t, rank = group.size(), group.rank()
         self.group = group
         self.sequence_parallel = sequence_parallel and t > 1
-        self.rows = num_embeddings // t
-        self.first = rank * self.rows
-        self.weight = _empty((self.rows, embedding_dim), dtype, device)
+        rows = num_embeddings // t
+        self.first = rank * rows
+        self.weight = _empty((rows, embedding_dim), dtype, device)
         pieces = (cut(f"{name}.weight", (num_embeddings, embedding_dim), 0, rank, t),)
         set_spec(self.weight, ParamSpec(pieces, init, replicated_over_tp=False))
 
     def forward(self, tokens_bs: Tensor) -> Tensor:
-        if self.group.size() == 1:
-            return F.embedding(tokens_bs, self.weight).transpose(0, 1).contiguous()
-        local = tokens_bs - self.first
-        foreign = (local < 0) | (local >= self.rows)
-        x_bsh = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
-        x_sbh = x_bsh.transpose(0, 1).contiguous()
+        x_sbh = look_up(self.weight, tokens_bs.t() - self.first, partial=self.group.size() > 1)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel(x_sbh, self.group)
         return reduce_from_tensor_parallel(x_sbh, self.group)

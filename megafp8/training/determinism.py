@@ -1,8 +1,8 @@
 """Two runs of one layout, the same bits: what has to be switched for that, and when.
 
 Most of a step is deterministic as it is. Our kernels note maxima by atomics (whose order does not matter) and never add
-by them; gradients are summed over micro-batches in the schedule's order; torch sorts before it adds up an embedding's
-gradient; data and initial weights are functions of the seed. What remains:
+by them; gradients are summed over micro-batches in the schedule's order; tokens are sorted before the gradient of an
+embedding is added up; data and initial weights are functions of the seed. What remains:
 
     attention    cuDNN's backward adds up dq in the order in which blocks finish. torch's flash kernel has an ordered
                  form, as has the memory-efficient one; they run under `torch.use_deterministic_algorithms`, which also

@@ -7,7 +7,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ from megafp8.training import auto_filter, fp8_parameters, fully_sharded
 from megafp8.training.cuda_graphs import silent
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.fp8_config import build_fp8
+from megafp8.training.garbage import collected_after_steps
 from megafp8.training.init_from import check_init, load_init
 from megafp8.training.inputs import Inputs
 from megafp8.training.metrics import Fp8ReportWriter, StepMetrics, Writer, memory_gib, open_writers, read_metrics
@@ -155,10 +156,13 @@ class Job:
 
     def run(self) -> None:
         """Train from where the run stands to its end, which comes once all is saved."""
-        with self.saver or contextlib.nullcontext():
-            self._run()
+        with (
+            self.saver or contextlib.nullcontext(),
+            collected_after_steps(self.config.training.gc_interval) as after_step,
+        ):
+            self._run(after_step)
 
-    def _run(self) -> None:
+    def _run(self, after_step: Callable[[int], None]) -> None:
         steps = self.config.training.steps
         if self.step >= steps:
             self.say(f"nothing to do: the run has done all {steps} steps")
@@ -168,6 +172,7 @@ class Job:
         stopped = False
         while self.step < steps and not stopped:
             metrics = self._one_step(stream)
+            after_step(self.step)
             self._write_timeline()
             for writer in writers:
                 writer.write(metrics, self.trainer.fp8_records)

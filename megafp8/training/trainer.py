@@ -10,6 +10,7 @@ Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -22,6 +23,7 @@ from megafp8.collectives import all_gather_objects, all_reduce, broadcast
 from megafp8.config import Config
 from megafp8.data.samples import Batch
 from megafp8.fp8.deferred import WgradStore
+from megafp8.fp8.formats import E4M3
 from megafp8.fp8.report import Record
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
@@ -47,7 +49,7 @@ from megafp8.training.fully_sharded import row_shares, shard
 from megafp8.training.overlap import token_exchange
 from megafp8.training.pipeline import plan_pipeline
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "fp8": torch.float8_e4m3fn}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "fp8": E4M3.dtype}
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Trainer:
             parallel.device,
             p.sequence_parallel,
             parallel.context.group,
-            token_exchange(p, parallel, say),
+            token_exchange(p, parallel, os.environ, say),
             blocks_on_meta=p.fsdp,
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)

@@ -280,6 +280,17 @@ TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
             "fp8.param_gather keeps FP8 codes and fp32 masters, and no bf16 weights that would be half of these; try "
             "fp8.param_gather=false",
         ),
+        (
+            ["optimizer.reduce_dtype=fp8"],
+            2,
+            "optimizer.reduce_dtype = 'fp8': codes go to the rank that owns a share and sums it, and with "
+            "parallel.zero=0 every rank needs all sums; try parallel.zero=1 and parallel.fsdp=false",
+        ),
+        (
+            ["optimizer.reduce_dtype=fp8", "parallel.fsdp=true"],
+            2,
+            "optimizer.reduce_dtype = 'fp8': parallel.fsdp sums through torch, in the dtype that travels",
+        ),
         (["training.cuda_graphs=true", "parallel.context=2"], 2, "and parallel.context is 2; try parallel.context=1"),
         (["training.cuda_graphs=true", "fp8.recipe=nvfp4"], 1, "the gradients of nvfp4 with the same noise"),
         (

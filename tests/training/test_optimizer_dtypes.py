@@ -1,4 +1,4 @@
-"""What moments in bf16 and FP8, and gradients that travel in bf16, cost in loss: the quickstart against itself in fp32.
+"""What moments in bf16 and FP8, and gradients that travel so, cost in loss: the quickstart against itself in fp32.
 
 Moments in FP8 that were rounded to nearest would cost 2% of what is learnt in 60 steps, and 7% in 300 (docs/LOG.md).
 """
@@ -29,12 +29,18 @@ def _run(world: World, data: QuickstartData, *options: str, steps: int = STEPS) 
 
 
 @pytest.mark.parametrize(
-    ("option", "most"), [("moments_dtype=bf16", 0.001), ("moments_dtype=fp8", 0.005), ("reduce_dtype=bf16", 0.001)]
+    ("option", "most"),
+    [
+        ("moments_dtype=bf16", 0.001),
+        ("moments_dtype=fp8", 0.005),
+        ("reduce_dtype=bf16", 0.001),
+        ("reduce_dtype=fp8", 0.001),
+    ],
 )
 def test_the_loss_hardly_changes(
     world2: World, quickstart_data: QuickstartData, fp32: Curve, option: str, most: float
 ) -> None:
-    found = _run(world2, quickstart_data, f"optimizer.{option}")
+    found = _run(world2, quickstart_data, f"optimizer.{option}", f"parallel.zero={int(option == 'reduce_dtype=fp8')}")
     assert found != fp32, "the option does nothing"
     learnt = fp32[0][0] - _last(fp32)
     assert learnt > 0.5

@@ -13,8 +13,10 @@ How close, relative, as in `test_equivalence`:
              So small a model's slices cut through blocks of 128, whose factors, powers of two, then differ and with
              them subnormal codes: the second step's norm is the first that notices (whole blocks give the same bits)
     bf16     weights in bf16: losses to 2e-3, norms to 2e-2. Moments rounded to 8 bits, or to 4 at random, as FP8, after
-             two exact steps. Gradients that travel in bf16 are other gradients, whose norm is the same to 2e-2 and
-             whose first loss, before any update, is the same to 1e-5
+             two exact steps. Gradients that travel in bf16 or FP8 are other gradients, whose norm is
+             the same to 2e-2 and whose first loss, before any update, is the same to 1e-5. FP8 rounds each element that
+             travels by 1/16 at most, by 1/40 in the root mean square (uniform in a step of 1/8 at magnitudes 1 to 2),
+             and independently; so the norm changes by half the square of that, 3e-4, and less for the own share
 
 CUDA graphs are replayed by `test_cuda_graphs`' stand-in. In the fast suite: each option alone and `FAST` pairs, for
 four steps; all pairs are marked slow and take ten.
@@ -94,7 +96,10 @@ OPTIONS = {
     "late-reduce": Option({"parallel.overlap_grad_reduce": False}, data=2),
     "zero": Option({"parallel.zero": 1}, data=2, choice="zero"),
     "zero-late": Option({"parallel.zero": 1, "parallel.overlap_param_gather": False}, data=2, choice="zero"),
-    "bf16-reduce": Option({"optimizer.reduce_dtype": "bf16"}, data=2, sharp=(1, 0)),
+    "bf16-reduce": Option({"optimizer.reduce_dtype": "bf16"}, choice="reduce", data=2, sharp=(1, 0)),
+    "fp8-reduce": Option(
+        {"optimizer.reduce_dtype": "fp8"}, {"parallel.zero": 1}, choice="reduce", data=2, sharp=(1, 0)
+    ),
     "bf16-moments": Option({"optimizer.moments_dtype": "bf16"}, sharp=(2, 2), choice="moments"),
     "fp8-moments": Option({"optimizer.moments_dtype": "fp8"}, sharp=(2, 2), choice="moments"),
     "remainders": Option({"optimizer.store_param_remainders": True}, {"training.precision": "bf16"}, sharp=(0, 0)),
@@ -151,6 +156,7 @@ FAST = [
     ("fp8-parameters", "zb-v"),
     ("fp8-moments", "tensor-sequence"),
     ("remainders", "zero"),
+    ("fp8-reduce", "zb-h1"),
 ]
 
 Names = tuple[str, ...]

@@ -1,0 +1,44 @@
+"""When garbage is collected."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from megafp8.training.garbage import collected_after_steps
+
+
+class Node:
+    """An object that only the collector can free."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_after_every_interval_and_never_between() -> None:
+    with collected_after_steps(3) as after_step:
+        assert not gc.isenabled()
+        gone = weakref.ref(Node())
+        junk = [[] for _ in range(100_000)]  # enough for the collector to run, if it did so by itself
+        for step in (1, 2):
+            after_step(step)
+            assert gone() is not None
+        after_step(3)
+        assert gone() is None
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    assert len(junk) == 100_000
+
+
+def test_as_python_does_it() -> None:
+    with collected_after_steps(0) as after_step:
+        assert gc.isenabled()
+        after_step(100)
+
+
+def test_an_error_turns_it_on_again() -> None:
+    with pytest.raises(KeyError), collected_after_steps(1):
+        raise KeyError
+    assert gc.isenabled()

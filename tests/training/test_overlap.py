@@ -1,0 +1,49 @@
+"""Which exchange a run's tensor-parallel layers get."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megafp8.config import ParallelConfig
+from megafp8.exchange import AtOnce, Chunked, Replicated
+from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
+from megafp8.training.overlap import on_one_host, token_exchange
+from tests.world import World
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local", "expected"),
+    [((0, 1), "8", True), ((6, 7), "8", True), ((7, 8), "8", False), ((8, 15), "8", True), ((0, 1), None, False)],
+)
+def test_hosts(ranks: tuple[int, ...], local: str | None, expected: bool) -> None:
+    group = Group(None, ranks, 0)  # type: ignore[arg-type]
+    assert on_one_host(group, {} if local is None else {"LOCAL_WORLD_SIZE": local}) is expected
+
+
+def _chosen() -> dict[str, tuple[str, list[str]]]:
+    parallel = initialize_model_parallel(2, device=initialize_distributed("cpu"))
+    gpus = replace(parallel, device=torch.device("cuda"))
+    found = {}
+    for name, config, state, environment in (
+        ("auto on CPU", ParallelConfig(tensor=2), parallel, {"LOCAL_WORLD_SIZE": "2"}),
+        ("auto over hosts", ParallelConfig(tensor=2), gpus, {"LOCAL_WORLD_SIZE": "1"}),
+        ("none", ParallelConfig(tensor=2, overlap_tensor="none"), gpus, {"LOCAL_WORLD_SIZE": "2"}),
+        ("chunked", ParallelConfig(tensor=2, overlap_tensor="chunked"), parallel, {}),
+        ("auto, whole tokens", ParallelConfig(tensor=2, sequence_parallel=False), gpus, {"LOCAL_WORLD_SIZE": "2"}),
+    ):
+        said: list[str] = []
+        found[name] = type(token_exchange(config, state, environment, said.append)).__name__, said
+    return found
+
+
+def test_what_each_run_gets(world2: World) -> None:
+    for found in world2.run(_chosen):
+        assert found["auto on CPU"] == (AtOnce.__name__, [])
+        spans = "parallel.overlap_tensor = auto: a tensor-parallel group spans hosts; going on with none"
+        assert found["auto over hosts"] == (AtOnce.__name__, [spans])
+        assert found["none"] == (AtOnce.__name__, [])
+        assert found["chunked"] == (Chunked.__name__, [])
+        assert found["auto, whole tokens"] == (Replicated.__name__, [])
