@@ -77,6 +77,9 @@ class Fragment:
     start: int
     end: int
 
+    def __len__(self) -> int:
+        return self.end - self.start
+
     def of(self, local: Tensor) -> Tensor:
         """The flat view of these elements of `local`, which is contiguous and shaped like the parameter."""
         return local.view(-1)[self.start : self.end]

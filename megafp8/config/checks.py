@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Iterator
 
+from megafp8.config import optimizer_checks
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.tree import V_SCHEDULES, Config
 
@@ -24,7 +25,9 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _schedule,
         _recompute,
         _sequence,
-        _optimizer,
+        optimizer_checks.schedule,
+        optimizer_checks.reduce_dtype,
+        optimizer_checks.kept_state,
         _fp8,
         _smooth_swiglu,
         _overlap,
@@ -206,39 +209,6 @@ def _overlap(config: Config) -> Iterator[Problem]:
     if p.overlap_tensor == "symmetric" and config.device == "cpu":
         rule = "symmetric memory is that of GPUs, and device is cpu"
         yield Problem(path, p.overlap_tensor, rule, f"try {path}=chunked, or device=cuda")
-
-
-def _optimizer(config: Config) -> Iterator[Problem]:
-    o, steps = config.optimizer, config.training.steps
-    if o.min_learning_rate > o.learning_rate:
-        yield Problem(
-            "optimizer.min_learning_rate", o.min_learning_rate,
-            f"larger than optimizer.learning_rate ({o.learning_rate})", f"try {o.learning_rate / 10}",
-        )  # fmt: skip
-    if o.warmup_steps >= steps and o.warmup_steps > 0:
-        yield Problem(
-            "optimizer.warmup_steps", o.warmup_steps, f"the run has only training.steps = {steps}", f"try {steps // 10}"
-        )
-    elif o.schedule == "wsd" and o.warmup_steps + (o.decay_steps or 0) > steps:
-        yield Problem(
-            "optimizer.decay_steps", o.decay_steps,
-            f"with optimizer.warmup_steps ({o.warmup_steps}) longer than training.steps ({steps})",
-            f"try {steps - o.warmup_steps} or less",
-        )  # fmt: skip
-
-    if o.reduce_dtype == "fp8" and not config.parallel.zero:
-        rule = "codes go to the rank that owns a share and sums it, and with parallel.zero=0 every rank needs all sums"
-        if config.parallel.fsdp:
-            rule = "parallel.fsdp sums through torch, in the dtype that travels, and 4 bits are too few to sum in"
-        works = "try parallel.zero=1 and parallel.fsdp=false, or optimizer.reduce_dtype=bf16"
-        yield Problem("optimizer.reduce_dtype", o.reduce_dtype, rule, works)
-    for path, beta in (("optimizer.beta1", o.beta1), ("optimizer.beta2", o.beta2)):
-        if o.moments_dtype == "bf16" and 1 - beta < 2**-8:
-            yield Problem(
-                path, beta,
-                f"optimizer.moments_dtype is bf16, which has 8 bits, and a moment that shrinks by {1 - beta:.2g} of "
-                "itself would be rounded to what it was", "try 0.95, or optimizer.moments_dtype=fp32",
-            )  # fmt: skip
 
 
 def _fp8(config: Config) -> Iterator[Problem]:

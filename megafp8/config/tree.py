@@ -315,8 +315,12 @@ class OptimizerConfig(Section):
     """In which gradients travel between data-parallel ranks. bf16: half the traffic, and sums over ranks are rounded to
     8 bits; those over a rank's micro-batches stay fp32. fp8, an experiment: a quarter, rounded to 4 bits before they
     travel, and sums in fp32; needs parallel.zero=1 (docs/decisions/0018-fp8-gradient-reduce.md)."""
-    moments_dtype: Literal["fp32", "bf16"] = "fp32"
-    """How Adam's two moments are kept. bf16: 4 bytes a parameter fewer. A run keeps what it began with."""
+    moments_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """How Adam's two moments are kept. bf16: 4 bytes a parameter fewer; fp8: 6 fewer, with factors for blocks of 128
+    and stochastic rounding. A run keeps what it began with, but may change between bf16 and fp8."""
+    store_param_remainders: bool = False
+    """Of the fp32 masters of bf16 weights keep the 16 bits that the weights leave: 2 bytes a parameter fewer, and
+    nothing lost. Checkpoints hold fp32 masters either way. Not with fp8.param_gather or parallel.fsdp."""
 
 
 class TokenizerConfig(Section):

@@ -15,12 +15,13 @@ parameter, or under ZeRO what this rank owns of it; Adam works on single element
 A parameter may be hollow: its values are in the masters alone, and whoever needs them rounded takes them from there
 (FP8 parameters, `megafp8.fp8.weight_shares`; weights that torch shards, `fully_sharded`).
 
-Moments may be kept in bf16, as DeepSeek-V3 does (arXiv:2412.19437, section 3.3.3). The kernels want all they read in
-one dtype, so a batch of fragments at a time gets fp32 moments, is updated, and has them rounded back. A moment that a
-step shrinks by less than 1/256 of itself could be rounded to what it was for ever; so betas are at most 1 - 1/256 then.
+State may be kept in less between steps (`kept`): moments in bf16, as DeepSeek-V3 does (arXiv:2412.19437, section
+3.3.3), or in FP8 (`fp8_moments`), and of a master what its bf16 parameter leaves (`remainders`). The kernels want fp32,
+so a batch of fragments at a time gets that, is updated, and has it taken back. A bf16 moment that a step shrinks by
+less than 1/256 of itself could be rounded to what it was for ever; so betas are at most 1 - 1/256 then.
 
-Memory: 12 bytes an element (8 where the parameter is fp32; 4 fewer with moments in bf16), on top of the model and its
-fp32 gradients.
+Memory: 12 bytes an element (8 where the parameter is fp32; 4 fewer with moments in bf16, 6 with FP8 but for 1/64 of a
+byte; 2 fewer with remainders), on top of the model and its fp32 gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from megafp8.optimizer.fp8_moments import FIRST, SECOND, Fp8Moment
 from megafp8.optimizer.grad_buffer import gradient_of
+from megafp8.optimizer.kept import AsIs, Kept
+from megafp8.optimizer.remainders import SplitMaster
 from megafp8.sharding import Fragment, spec_of
 
 
@@ -63,20 +67,33 @@ def choose_adam(device: torch.device) -> tuple[type[Optimizer], str]:
 
 
 BATCH = 1 << 24
-"""Elements whose moments are fp32 at a time where they are kept in bf16; or one fragment, if it has more."""
+"""Elements whose state is fp32 at a time where it is kept in less; or one fragment, if it has more."""
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+State = dict[str, list[tuple[Fragment, Tensor]]]
+"""By name, fragments and their state, flat."""
 
 
-def _batches(masters: Sequence[Tensor], elements: int) -> list[list[Tensor]]:
-    """`masters` in order, in lists of up to `elements` elements; one that has more is a list of its own."""
-    batches: list[list[Tensor]] = [[]]
+def _batches(fragments: Sequence[Fragment], elements: int) -> list[list[Fragment]]:
+    """`fragments` in order, in lists of up to `elements` elements; one that has more is a list of its own."""
+    batches: list[list[Fragment]] = [[]]
     free = elements
-    for master in masters:
-        if batches[-1] and master.numel() > free:
+    for fragment in fragments:
+        if batches[-1] and len(fragment) > free:
             batches.append([])
             free = elements
-        batches[-1].append(master)
-        free -= master.numel()
+        batches[-1].append(fragment)
+        free -= len(fragment)
     return batches
+
+
+def _moments(fragment: Fragment, dtype: torch.dtype, seed: int) -> dict[str, Kept]:
+    """Adam's moments of a fragment, zero."""
+    if dtype == torch.float8_e4m3fn:
+        return {name: Fp8Moment(fragment, name, fmt, seed) for name, fmt in zip(_MOMENTS, (FIRST, SECOND))}
+    device = fragment.param.device
+    return {name: AsIs(torch.zeros(len(fragment), dtype=dtype, device=device)) for name in _MOMENTS}
 
 
 class MixedPrecisionAdamW:
@@ -84,8 +101,10 @@ class MixedPrecisionAdamW:
 
     `weight_decay` holds for parameters whose `spec.weight_decay` is set; the others (norms, biases) have none. `reason`
     says in one line which implementation runs and why; `step_count` is the number of updates made so far.
-    `moments_dtype`: fp32 or bf16. `hollow`: parameters whose values, read here for the last time, are in the masters
-    from now on; or for long, where `masters` has one, fp32 and as flat as the fragment, which is updated in place.
+    `moments_dtype`: fp32, bf16, or float8_e4m3fn for `fp8_moments`, whose noise is that of `seed`.
+    `store_param_remainders`: keep masters as `remainders` of the parameters, which are bf16 and not hollow.
+    `hollow`: parameters whose values, read here for the last time, are in the masters from now on; or for long, where
+    `masters` has one, fp32 and as flat as the fragment, which is updated in place.
     """
 
     def __init__(
@@ -97,35 +116,45 @@ class MixedPrecisionAdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         moments_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        seed: int = 0,
         hollow: AbstractSet[nn.Parameter] = frozenset(),
         masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
     ) -> None:
         self.fragments = list(fragments)
         self.hollow = hollow
-        self._masters = {fragment.param: self._make_master(fragment, masters) for fragment in fragments}
-        filled = [fragment for fragment in fragments if fragment.param not in hollow]
-        low_precision = [fragment for fragment in filled if fragment.param.dtype != torch.float32]
+        self._masters: dict[nn.Parameter, Tensor] = {}
+        self._without_memory: set[Tensor] = set()
+        self.kept: dict[Tensor, dict[str, Kept]] = {}
+        low_precision: list[Fragment] = []
+        for fragment in fragments:
+            param, master = fragment.param, self._make_master(fragment, masters)
+            self._masters[param], self.kept[master] = master, _moments(fragment, moments_dtype, seed)
+            if store_param_remainders and param.dtype == torch.bfloat16 and param not in hollow:
+                self.kept[master]["master"] = SplitMaster(fragment.of(param.detach()))
+                self._without_memory.add(master)
+                master.data = master.data.new_empty(0)
+            elif param.dtype != torch.float32:
+                self.kept[master]["master"] = AsIs(master)
+                low_precision += [] if param in hollow else [fragment]
         self._low_precision = [fragment.of(fragment.param.detach()) for fragment in low_precision]
         self._their_masters = [self._masters[fragment.param] for fragment in low_precision]
+        self._rounds = store_param_remainders or moments_dtype != torch.float32
         implementation, self.reason = choose_adam(device)
         self._apex = implementation is not AdamW
         options: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps}
         options |= {"adam_w_mode": True} if self._apex else {"fused": True}
-        self._moments = {
-            master: {key: torch.zeros_like(master, dtype=moments_dtype) for key in ("exp_avg", "exp_avg_sq")}
-            for master in self._masters.values()
-        }
-        self._rounds = moments_dtype != torch.float32
-        decaying = {master for param, master in self._masters.items() if spec_of(param).weight_decay}
         self._adams: list[Optimizer] = []
-        for batch in _batches(list(self._moments), BATCH) if self._rounds else [list(self._moments)]:
+        for batch in _batches(self.fragments, BATCH) if self._rounds else [self.fragments]:
+            decaying = [self._masters[f.param] for f in batch if spec_of(f.param).weight_decay]
+            others = [self._masters[f.param] for f in batch if not spec_of(f.param).weight_decay]
             groups = [
-                {"params": [m for m in batch if m in decaying], "weight_decay": weight_decay, "decays": True},
-                {"params": [m for m in batch if m not in decaying], "weight_decay": 0.0, "decays": False},
+                {"params": decaying, "weight_decay": weight_decay, "decays": True},
+                {"params": others, "weight_decay": 0.0, "decays": False},
             ]
             adam = implementation(groups, **options)
-            for master in batch:
-                adam.state[master] = {} if self._rounds else {**self._moments[master]}
+            for master in decaying + others:
+                adam.state[master] = {} if self._rounds else self._moment_values(master)
             self._adams.append(adam)
         self.step_count = 0
 
@@ -156,21 +185,30 @@ class MixedPrecisionAdamW:
                     adam.state[master]["step"] = step
 
     def state_tensors(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """The state of the fragment of `param`, flat: `exp_avg`, `exp_avg_sq`, and the fp32 `master` if separate.
+        """The state of the fragment of `param`, flat: the fp32 `master` if separate, `exp_avg`, `exp_avg_sq`.
 
-        These are the live tensors: a checkpoint loads into them in place, then calls `copy_masters_to_params`.
+        Live tensors, or copies on the host of what is kept in a form that no tensor has.
         """
-        master = self._masters[param]
-        moments = self._moments[master]
-        return {**moments} if param.dtype == torch.float32 else {"master": master, **moments}
+        kept = self.kept[self._masters[param]]
+        return {key: kept[key].saved() for key in ("master", *_MOMENTS) if key in kept}
 
-    def state(self) -> dict[str, list[tuple[Fragment, Tensor]]]:
-        """`state_tensors` of all fragments, by their names."""
-        found: dict[str, list[tuple[Fragment, Tensor]]] = {}
+    def state(self) -> State:
+        """`state_tensors` of all fragments, by their names. A checkpoint loads into them, then calls `restore`."""
+        found: State = {}
         for fragment in self.fragments:
             for key, tensor in self.state_tensors(fragment.param).items():
                 found.setdefault(key, []).append((fragment, tensor))
         return found
+
+    @torch.no_grad()
+    def restore(self, state: State, step_count: int) -> None:
+        """Be as after `step_count` updates: `state` was loaded into, and the parameters get their rounded masters."""
+        self.step_count = step_count
+        for key, found in state.items():
+            for fragment, tensor in found:
+                kept, grad = self.kept[self._masters[fragment.param]][key], gradient_of(fragment)
+                kept.keep(tensor.to(grad.device, torch.float32), step_count)
+        self._copy_masters_to_params()
 
     def master_of(self, fragment: Fragment) -> Tensor:
         """The fp32 values of a fragment, flat, live."""
@@ -183,8 +221,9 @@ class MixedPrecisionAdamW:
         return [(fragment, self.master_of(fragment).to(fragment.param.dtype)) for fragment in hollow]
 
     @torch.no_grad()
-    def copy_masters_to_params(self) -> None:
-        """Round the masters into the model's parameters, as far as the fragments go; not into hollow ones."""
+    def _copy_masters_to_params(self) -> None:
+        """Round the masters into the model's parameters, as far as the fragments go; not into hollow ones, nor
+        into those that are part of their masters."""
         if self._low_precision:
             torch._foreach_copy_(self._low_precision, self._their_masters)
 
@@ -200,15 +239,23 @@ class MixedPrecisionAdamW:
             else:
                 adam.step()
         self._step_count += 1
-        self.copy_masters_to_params()
+        self._copy_masters_to_params()
+
+    def _moment_values(self, master: Tensor) -> dict[str, Tensor]:
+        return {key: self.kept[master][key].values() for key in _MOMENTS}
 
     @torch.no_grad()
     def _step_rounding(self, adam: Optimizer) -> None:
-        """`adam.step()` with moments in fp32, which are then rounded to what is kept."""
+        """`adam.step()` with state in fp32, which then goes back to how it is kept."""
         masters = [master for group in adam.param_groups for master in group["params"]]
         for master in masters:
-            adam.state[master] |= {key: moment.float() for key, moment in self._moments[master].items()}
+            adam.state[master] |= self._moment_values(master)
+            if master in self._without_memory:
+                master.data = self.kept[master]["master"].values()
         adam.step()
         for master in masters:
-            for key, moment in self._moments[master].items():
-                moment.copy_(adam.state[master].pop(key))
+            for key in _MOMENTS:
+                self.kept[master][key].keep(adam.state[master].pop(key), self._step_count)
+            if master in self._without_memory:
+                self.kept[master]["master"].keep(master.data, self._step_count)
+                master.data = master.data.new_empty(0)

@@ -31,6 +31,7 @@ from megafp8.fp8.matrix import TENSOR
 from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.buckets import bucket_layout
+from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.schedules import Action, Kind, Placement, Schedule, splits
 from megafp8.pipeline_parallel.split import stage_layers
 from megafp8.planner.activations import (
@@ -84,12 +85,11 @@ def state_memory(
     """Of parameters of `numels` elements, of which `alone` have buckets of their own and `coded` are FP8 codes, on one
     of `data` that sum their gradients; under ZeRO the most that any of them holds."""
     p, dtype = config.parallel, config.training.precision
-    moments_bytes = 2 * {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
     if p.fsdp:
         rows = [-(-count // data) for count in numels]
         aligned = sum(-(-count // 64) * 64 for count in rows)
         codes_held = sum(rows[i] for i in coded)
-        return StateMemory(codes_held, gradients=aligned * 4, masters=sum(rows) * 4, moments=sum(rows) * moments_bytes)
+        return StateMemory(codes_held, gradients=aligned * 4, masters=sum(rows) * 4, moments=_moments(config, rows))
     ranks, count = data if p.zero else 1, sum(numels)
     layout = bucket_layout(numels, max(1, int(p.bucket_mib * 2**20 / 4)), ranks=ranks, alone=alone, apart=coded)
     code_bytes = sum(bucket.end - bucket.start for bucket in layout.buckets if bucket.params[0] in coded)
@@ -98,9 +98,17 @@ def state_memory(
     return StateMemory(
         weights=((layout.numel if p.zero else count) - code_bytes) * ELEMENT[dtype] + code_bytes,
         gradients=layout.numel * 4,
-        masters=4 * (owned_codes if dtype == "fp32" else owned),
-        moments=owned * moments_bytes,
+        masters=(2 if config.optimizer.store_param_remainders else 4) * (owned_codes if dtype == "fp32" else owned),
+        moments=_moments(config, [owned] if p.zero else numels),
     )
+
+
+def _moments(config: Config, numels: Sequence[int]) -> int:
+    """Bytes of both moments of runs of `numels` elements."""
+    kept = config.optimizer.moments_dtype
+    if kept == "fp8":
+        return 2 * sum(count + -(-count // BLOCK) for count in numels)
+    return 2 * sum(numels) * {"fp32": 4, "bf16": 2}[kept]
 
 
 class _Parameter(NamedTuple):

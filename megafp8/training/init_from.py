@@ -89,8 +89,9 @@ def load_init(trainer: Trainer, folder: str) -> None:
     """Give the trainer, as yet untrained, the weights in `folder`. Collective where weights are FP8 codes."""
     source = _open(trainer.config, folder)
     load_weights(source, weights(trainer))
-    masters = trainer.optimizer.state().get("master", [])
-    load_weights(source, collect_fragments(masters, "model."))
+    state = trainer.optimizer.state()
+    load_weights(source, collect_fragments(state.get("master", []), "model."))
+    trainer.optimizer.restore(state, 0)
     trainer.fp8.invalidate_weights()
     trainer.publish_weights()
 

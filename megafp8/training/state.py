@@ -1,7 +1,7 @@
 """What a checkpoint of a run holds, by global name, and how a run continues from it.
 
     model.<name>                                   weights, in the model's dtype
-    optimizer.{exp_avg,exp_avg_sq}.<name>          Adam's moments, in optimizer.moments_dtype
+    optimizer.{exp_avg,exp_avg_sq}.<name>          Adam's moments, in optimizer.moments_dtype; those in FP8 as bf16
     optimizer.master.<name>                        fp32, only where the weight is not
     fp8.<layer>.<operand>.{amax_history,scale}     delayed scaling's state; static's {amax,calibrated_steps}
     fp8.<layer>.input.channel_scale                smooth SwiGLU's, of all channels
@@ -41,6 +41,7 @@ from megafp8.checkpoint import (
 )
 from megafp8.collectives import broadcast_object
 from megafp8.config import Config
+from megafp8.optimizer.adam import State
 from megafp8.parallel_state import ParallelState
 from megafp8.training.auto_filter import Choice, kept_choice
 from megafp8.training.cuda_graphs import silent
@@ -60,10 +61,10 @@ def weights(trainer: Trainer) -> dict[str, Rectangles]:
     return values | collect_fragments(trainer.optimizer.hollow_values(), "model.")
 
 
-def tensors(trainer: Trainer) -> dict[str, Rectangles | Tensor]:
-    """Views of all state of this rank, by global name."""
+def tensors(trainer: Trainer, optimizer: State | None = None) -> dict[str, Rectangles | Tensor]:
+    """Views of all state of this rank, by global name; the optimizer's is that of `optimizer`, if given."""
     state: dict[str, Rectangles | Tensor] = {**weights(trainer)}
-    for key, fragments in trainer.optimizer.state().items():
+    for key, fragments in (optimizer or trainer.optimizer.state()).items():
         state |= collect_fragments(fragments, f"optimizer.{key}.")
     return state | trainer.fp8.state_dict()
 
@@ -216,9 +217,9 @@ def load_latest(trainer: Trainer, run: Path, *, say: Callable[[str], None] = sil
     path = broadcast_object(latest(checkpoint_folder(run)) if world.is_first else None, world.group)
     if path is None:
         return 0
-    saved = load(path, tensors(trainer), optional=lambda name: name.startswith("fp8."), verify=False)
-    trainer.optimizer.copy_masters_to_params()
-    trainer.optimizer.step_count = saved["optimizer_steps"]
+    state = trainer.optimizer.state()
+    saved = load(path, tensors(trainer, state), optional=lambda name: name.startswith("fp8."), verify=False)
+    trainer.optimizer.restore(state, saved["optimizer_steps"])
     trainer.fp8.invalidate_weights()
     trainer.publish_weights()
     changes = changed_keys(saved["config"], trainer.config.model_dump(mode="json"))

@@ -183,6 +183,8 @@ class Trainer:
                 betas=(o.beta1, o.beta2),
                 eps=o.eps,
                 moments_dtype=DTYPES[o.moments_dtype],
+                store_param_remainders=o.store_param_remainders,
+                seed=self.config.seed,
                 hollow=self.hollow.keys() if self.sharded is None else set(self.params),
                 masters={} if self.sharded is None else self.sharded.masters,
             ),

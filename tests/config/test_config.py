@@ -257,6 +257,30 @@ TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
             "0.001 of itself would be rounded to what it was; try 0.95, or optimizer.moments_dtype=fp32",
         ),
         (
+            ["optimizer.moments_dtype=fp8", "optimizer.beta1=0.995"],
+            1,
+            "optimizer.beta1 = 0.995: optimizer.moments_dtype is fp8, which rounds at random, and a moment that "
+            "shrinks by 0.005 of itself a step adds up too much of that; try 0.95, or optimizer.moments_dtype=fp32",
+        ),
+        (
+            ["optimizer.store_param_remainders=true", "training.precision=fp32"],
+            1,
+            "optimizer.store_param_remainders = True: it is for bf16 weights, and training.precision is fp32; try "
+            "training.precision=bf16, or optimizer.store_param_remainders=false",
+        ),
+        (
+            ["optimizer.store_param_remainders=true", "parallel.fsdp=true"],
+            2,
+            "parallel.fsdp keeps the fp32 masters alone, and no bf16 weights that would be half of them; try "
+            "parallel.zero=1 instead of parallel.fsdp",
+        ),
+        (
+            ["optimizer.store_param_remainders=true", "parallel.zero=1", "fp8.param_gather=true", "fp8.recipe=delayed"],
+            2,
+            "fp8.param_gather keeps FP8 codes and fp32 masters, and no bf16 weights that would be half of these; try "
+            "fp8.param_gather=false",
+        ),
+        (
             ["optimizer.reduce_dtype=fp8"],
             2,
             "optimizer.reduce_dtype = 'fp8': codes go to the rank that owns a share and sums it, and with "

@@ -11,6 +11,7 @@ import torch
 from megafp8.optimizer import adam
 from megafp8.optimizer.adam import MixedPrecisionAdamW, choose_adam
 from megafp8.optimizer.grad_buffer import GradBuffer, main_grad_of
+from megafp8.sharding import Fragment
 from tests.optimizer.tiny import make_param
 
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
@@ -28,7 +29,18 @@ def _adamw(weight: np.ndarray, gradients: list[np.ndarray], lrs: list[float], de
     return weight
 
 
-def _model(dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> tuple[list[Any], GradBuffer, MixedPrecisionAdamW]:
+KEPT: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"moments_dtype": torch.bfloat16},
+    "fp8": {"moments_dtype": torch.float8_e4m3fn},
+    "remainders": {"store_param_remainders": True},
+    "fp8-remainders": {"moments_dtype": torch.float8_e4m3fn, "store_param_remainders": True},
+}
+
+
+def _model(
+    dtype: torch.dtype, seed: int = 0, device: str = "cpu", **kept: Any
+) -> tuple[list[Any], GradBuffer, MixedPrecisionAdamW]:
     """A weight of `dtype` with decay and a norm in fp32 without."""
     rng = np.random.default_rng(seed)
     params = [
@@ -37,7 +49,7 @@ def _model(dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> tuple[list
     ]
     buffer = GradBuffer(params, data_parallel_group=None, bucket_elements=1, device=torch.device(device))
     optimizer = MixedPrecisionAdamW(
-        buffer.fragments, device=torch.device(device), weight_decay=DECAY, betas=BETAS, eps=EPS
+        buffer.fragments, device=torch.device(device), weight_decay=DECAY, betas=BETAS, eps=EPS, **kept
     )
     return params, buffer, optimizer
 
@@ -115,27 +127,29 @@ def test_state_is_there_before_the_first_step(dtype: torch.dtype) -> None:
     assert optimizer.step_count == 0
 
 
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_restored_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
+def test_restored_state_continues_bit_for_bit(dtype: torch.dtype, kept: str) -> None:
     gradients, lrs = _gradients(7), [0.01] * 7
-    params, buffer, optimizer = _model(dtype)
+    params, buffer, optimizer = _model(dtype, **KEPT[kept])
     _run(params, buffer, optimizer, gradients[:4], lrs)
-    saved = [{name: t.clone() for name, t in optimizer.state_tensors(param).items()} for param in params]
+    saved = {key: [tensor.clone() for _, tensor in found] for key, found in optimizer.state().items()}
     weights, count = [param.detach().clone() for param in params], optimizer.step_count
     _run(params, buffer, optimizer, gradients[4:], lrs)
 
-    others, other_buffer, restored = _model(dtype, seed=1)
+    others, other_buffer, restored = _model(dtype, seed=1, **KEPT[kept])
     _run(others, other_buffer, restored, gradients[:2], lrs)  # used before, so nothing may be left of it
-    for param, weight, tensors in zip(others, weights, saved):
-        if "master" not in tensors:
+    for param, weight in zip(others, weights):
+        if param.dtype == torch.float32:
             param.detach().copy_(weight)
-        for name, tensor in restored.state_tensors(param).items():
-            tensor.copy_(tensors[name])
-    restored.step_count = count
-    restored.copy_masters_to_params()
+    state = restored.state()
+    for key, found in state.items():
+        for (_, tensor), value in zip(found, saved[key], strict=True):
+            tensor.copy_(value)
+    restored.restore(state, count)
     assert all(torch.equal(param.detach(), weight) for param, weight in zip(others, weights))
     _run(others, other_buffer, restored, gradients[4:], lrs)
-    for a, b in zip(_state(params, optimizer), _state(others, restored)):
+    for a, b in zip(_state(params, optimizer), _state(others, restored), strict=True):
         assert torch.equal(a, b)
     assert restored.step_count == 7
 
@@ -162,7 +176,8 @@ class _LikeApex(torch.optim.Optimizer):
 def test_the_way_through_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "choose_adam", lambda device: (_LikeApex, "apex FusedAdam: for a test"))
     _check_against_the_paper(torch.bfloat16)
-    test_restored_state_continues_bit_for_bit(torch.bfloat16)
+    for kept in KEPT:
+        test_restored_state_continues_bit_for_bit(torch.bfloat16, kept)
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:
@@ -196,7 +211,45 @@ def test_moments_in_bf16_are_rounded_after_each_step(monkeypatch: pytest.MonkeyP
         np.testing.assert_allclose(state["exp_avg_sq"].float().numpy(), v.ravel(), rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("moments_dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 1000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_with_fp8_moments(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, batch: int) -> None:
+    """The paper's step, in float64, from the moments that are kept; and these are its moments, but for one code."""
+    monkeypatch.setattr(adam, "BATCH", batch)
+    params, buffer, optimizer = _model(dtype, moments_dtype=torch.float8_e4m3fn)
+    before = [_fp32_state(optimizer, param) for param in params]
+    for t, gradients in enumerate(_gradients(20), start=1):
+        _run(params, buffer, optimizer, [gradients], [0.01])
+        after = [_fp32_state(optimizer, param) for param in params]
+        for (m, v, w), (new_m, new_v, new_w), g, decay in zip(before, after, gradients, [DECAY, 0.0], strict=True):
+            m = BETAS[0] * m + (1 - BETAS[0]) * g.ravel()
+            v = BETAS[1] * v + (1 - BETAS[1]) * g.ravel().astype(np.float64) ** 2
+            m_hat, v_hat = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
+            w = w - 0.01 * (m_hat / (np.sqrt(v_hat) + EPS) + decay * w)
+            np.testing.assert_allclose(new_w, w, rtol=2e-6, atol=2e-7)
+            np.testing.assert_allclose(new_m, m, rtol=1 / 8, atol=np.abs(m).max() / 448 / 256)
+            np.testing.assert_allclose(new_v, v, rtol=1 / 8, atol=v.max() / 61440 / 2**16)
+        before = after
+
+
+def _fp32_state(optimizer: MixedPrecisionAdamW, param: torch.nn.Parameter) -> list[np.ndarray]:
+    """Moments and values of a parameter, flat."""
+    state = optimizer.state_tensors(param)
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+    found = (state["exp_avg"], state["exp_avg_sq"], state.get("master", param.detach().flatten()))
+    return [x.double().numpy().copy() for x in found]
+
+
+def test_memory() -> None:
+    for kept, (weight, norm) in {"fp8": (2 * (24 + 1) + 4 * 24, 2 * (5 + 1)), "remainders": (10 * 24, 8 * 5)}.items():
+        _, _, optimizer = _model(torch.bfloat16, **KEPT[kept])
+        sizes = {sum(part.nbytes for part in parts.values()) for parts in optimizer.kept.values()}
+        assert sizes == {weight, norm}  # the norm is fp32, and its own master
+        held = sum(master.untyped_storage().nbytes() for master in optimizer.kept)
+        assert held == 4 * 5 + (4 * 24 if kept == "fp8" else 0)
+
+
+@pytest.mark.parametrize("moments_dtype", [*DTYPES, torch.float8_e4m3fn])
 def test_a_rank_that_owns_nothing(moments_dtype: torch.dtype) -> None:
     optimizer = MixedPrecisionAdamW([], device=torch.device("cpu"), weight_decay=0.1, moments_dtype=moments_dtype)
     optimizer.step(0.1)
@@ -206,10 +259,10 @@ def test_a_rank_that_owns_nothing(moments_dtype: torch.dtype) -> None:
 
 def test_batches_hold_everything_once_in_order() -> None:
     sizes = [5, 7, 30, 1, 19, 4]
-    masters = [torch.zeros(n) for n in sizes]
-    batches = adam._batches(masters, 20)
-    assert [[len(m) for m in batch] for batch in batches] == [[5, 7], [30], [1, 19], [4]]
-    assert [id(m) for batch in batches for m in batch] == [id(m) for m in masters]
+    fragments = [Fragment(make_param("weight", [0.0] * n), 0, n) for n in sizes]
+    batches = adam._batches(fragments, 20)
+    assert [[len(f) for f in batch] for batch in batches] == [[5, 7], [30], [1, 19], [4]]
+    assert [f for batch in batches for f in batch] == fragments
 
 
 def _fake_apex(monkeypatch: pytest.MonkeyPatch, available: bool | None) -> None:

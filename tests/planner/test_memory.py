@@ -6,6 +6,7 @@ follow when a knob is turned.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -168,6 +169,14 @@ def test_modes_spare_what_the_documentation_says(world2: World) -> None:
         assert full == tokens * 4 * h
 
 
+def _kept(trainer: Trainer) -> Counter[str]:
+    """Bytes of the optimizer's state between steps."""
+    sizes: Counter[str] = Counter()
+    for parts in trainer.optimizer.kept.values():
+        sizes.update({key: part.nbytes for key, part in parts.items()})
+    return sizes
+
+
 def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
     """Bytes of a rank's parameters, gradients, masters, moments and FP8 weights, as they are and as planned."""
     config = _config(*overrides)
@@ -176,12 +185,11 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
         if isinstance(op := getattr(module, "op", None), Fp8Linear):
             op.weight8(module.weight, columns=not op.high_precision.dgrad)
     weights = [part for kept in trainer.fp8.kept_weights if kept is not None for part in kept[:2] if part is not None]
-    state = trainer.optimizer.state()
-    sizes = {key: sum(x.numel() * x.element_size() for _, x in found) for key, found in state.items()}
+    sizes = _kept(trainer)
     measured = [
         sum(p.nbytes for p in trainer.params) if trainer.weights is None else trainer.weights.nbytes,
         trainer.gradients.flat.nbytes,
-        sizes.get("master", sum(values.nbytes for _, values in trainer.optimizer.hollow_values())),
+        sizes["master"] or sum(values.nbytes for _, values in trainer.optimizer.hollow_values()),
         sizes["exp_avg"] + sizes["exp_avg_sq"],
         sum(part.data.nbytes + 4 * part.scale_inv.numel() for part in weights)
         - (0 if trainer.weights is None else sum(codes.nbytes for codes in trainer.weights.codes.values())),
@@ -200,6 +208,7 @@ def test_state_of_a_rank(world4: World, ranks: int) -> None:
     layout = ["parallel.tensor=2", "parallel.pipeline=2"] if ranks == 4 else ALONE
     for options in (
         ["fp8.recipe=blockwise", "training.precision=bf16", "optimizer.moments_dtype=bf16"],
+        ["training.precision=bf16", "optimizer.moments_dtype=fp8", "optimizer.store_param_remainders=true", *GPT2],
         ["fp8.recipe=delayed", "fp8.wgrad_in_bf16=true", "model.tie_embeddings=true", *GPT2],
         ["fp8.recipe=rowwise", "fp8.override_linear_precision=[false, true, false]", "fp8.last_blocks_bf16=1"],
     ):
@@ -212,7 +221,7 @@ def _rows(overrides: list[str]) -> tuple[list[int], list[int]]:
     config = _config(*overrides)
     trainer = _trainer(config)
     assert trainer.sharded is not None
-    sizes = {key: sum(x.nbytes for _, x in found) for key, found in trainer.optimizer.state().items()}
+    sizes = _kept(trainer)
     values = sum(rows.values.nbytes for rows in trainer.sharded.rows.values())
     codes = sum(rows.values.numel() for rows in trainer.sharded.rows.values() if rows.param in trainer.hollow)
     measured = [codes, trainer.sharded.flat.nbytes, values, sizes["exp_avg"] + sizes["exp_avg_sq"]]
@@ -223,7 +232,7 @@ def _rows(overrides: list[str]) -> tuple[list[int], list[int]]:
 def test_state_of_a_rank_with_everything_in_shares(world4: World) -> None:
     for options in (
         ["training.precision=bf16", "fp8.recipe=delayed", "fp8.param_gather=true", "model.tie_embeddings=true"],
-        ["parallel.tensor=2", "optimizer.moments_dtype=bf16", "fp8.recipe=current", *GPT2],
+        ["parallel.tensor=2", "optimizer.moments_dtype=fp8", "fp8.recipe=current", *GPT2],
     ):
         for measured, planned in world4.run(_rows, [*ALONE, *options, "parallel.fsdp=true"], ranks=4):
             assert measured == planned, options

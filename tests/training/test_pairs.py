@@ -12,7 +12,8 @@ How close, relative, as in `test_equivalence`:
              fp32, in another order for each layout, and a value may cross a rounding boundary; then losses to 2e-3.
              So small a model's slices cut through blocks of 128, whose factors, powers of two, then differ and with
              them subnormal codes: the second step's norm is the first that notices (whole blocks give the same bits)
-    bf16     moments rounded to 8 bits likewise; gradients that travel in bf16 or FP8 are other gradients, whose norm is
+    bf16     weights in bf16: losses to 2e-3, norms to 2e-2. Moments rounded to 8 bits, or to 4 at random, as FP8, after
+             two exact steps. Gradients that travel in bf16 or FP8 are other gradients, whose norm is
              the same to 2e-2 and whose first loss, before any update, is the same to 1e-5. FP8 rounds each element that
              travels by 1/16 at most, by 1/40 in the root mean square (uniform in a step of 1/8 at magnitudes 1 to 2),
              and independently; so the norm changes by half the square of that, 3e-4, and less for the own share
@@ -99,7 +100,9 @@ OPTIONS = {
     "fp8-reduce": Option(
         {"optimizer.reduce_dtype": "fp8"}, {"parallel.zero": 1}, choice="reduce", data=2, sharp=(1, 0)
     ),
-    "bf16-moments": Option({"optimizer.moments_dtype": "bf16"}, sharp=(2, 2)),
+    "bf16-moments": Option({"optimizer.moments_dtype": "bf16"}, sharp=(2, 2), choice="moments"),
+    "fp8-moments": Option({"optimizer.moments_dtype": "fp8"}, sharp=(2, 2), choice="moments"),
+    "remainders": Option({"optimizer.store_param_remainders": True}, {"training.precision": "bf16"}, sharp=(0, 0)),
     "tensor": Option({"parallel.tensor": 2, "parallel.sequence_parallel": False}, choice="tensor"),
     "tensor-sequence": Option({"parallel.tensor": 2}, choice="tensor"),
     "tensor-overlap": Option({"parallel.overlap_tensor": "chunked"}, {"parallel.tensor": 2}),
@@ -121,6 +124,11 @@ REFUSED = {
         ("graphs", name): "a graph holds no communication, and parallel.pipeline is 2"
         for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev")
     },
+    **{
+        ("remainders", name): "it is for bf16 weights, and training.precision is fp64"
+        for name in ("delayed", "current", "blockwise", "smooth")
+    },
+    ("remainders", "fp8-parameters"): "fp8.param_gather keeps FP8 codes and fp32 masters",
     ("graphs", "tensor"): "a graph holds no communication, and parallel.tensor is 2",
     ("graphs", "tensor-sequence"): "a graph holds no communication, and parallel.tensor is 2",
     ("graphs", "tensor-overlap"): "a graph holds no communication, and parallel.tensor is 2",
@@ -146,6 +154,8 @@ FAST = [
     ("selective", "blockwise"),
     ("tensor-overlap", "1f1b"),
     ("fp8-parameters", "zb-v"),
+    ("fp8-moments", "tensor-sequence"),
+    ("remainders", "zero"),
     ("fp8-reduce", "zb-h1"),
 ]
 

@@ -40,6 +40,7 @@ CASES = {
     "fp32": (1, [*ALONE, "fp8.recipe=none"]),
     "delayed": (1, [*ALONE, "fp8.recipe=delayed"]),
     "delayed-dp2-zero": (2, [*ALONE, "fp8.recipe=delayed", "parallel.zero=1", "parallel.bucket_mib=0.1"]),
+    "fp8-moments": (1, [*ALONE, "fp8.recipe=none", "optimizer.moments_dtype=fp8"]),
     "delayed-tp2-pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2", "fp8.recipe=delayed", "fp8.interval=3"]),
 }
 

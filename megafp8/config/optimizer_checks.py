@@ -1,0 +1,68 @@
+"""The rules of `checks` about the optimizer: its schedule, what gradients travel in, and how its state is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config.errors import Problem
+from megafp8.config.tree import Config
+
+
+def schedule(config: Config) -> Iterator[Problem]:
+    """A learning rate that has its shape within the run."""
+    o, steps = config.optimizer, config.training.steps
+    if o.min_learning_rate > o.learning_rate:
+        yield Problem(
+            "optimizer.min_learning_rate", o.min_learning_rate,
+            f"larger than optimizer.learning_rate ({o.learning_rate})", f"try {o.learning_rate / 10}",
+        )  # fmt: skip
+    if o.warmup_steps >= steps and o.warmup_steps > 0:
+        yield Problem(
+            "optimizer.warmup_steps", o.warmup_steps, f"the run has only training.steps = {steps}", f"try {steps // 10}"
+        )
+    elif o.schedule == "wsd" and o.warmup_steps + (o.decay_steps or 0) > steps:
+        yield Problem(
+            "optimizer.decay_steps", o.decay_steps,
+            f"with optimizer.warmup_steps ({o.warmup_steps}) longer than training.steps ({steps})",
+            f"try {steps - o.warmup_steps} or less",
+        )  # fmt: skip
+
+
+def reduce_dtype(config: Config) -> Iterator[Problem]:
+    """Gradients as codes, where someone sums these."""
+    o = config.optimizer
+    if o.reduce_dtype == "fp8" and not config.parallel.zero:
+        rule = "codes go to the rank that owns a share and sums it, and with parallel.zero=0 every rank needs all sums"
+        if config.parallel.fsdp:
+            rule = "parallel.fsdp sums through torch, in the dtype that travels, and 4 bits are too few to sum in"
+        works = "try parallel.zero=1 and parallel.fsdp=false, or optimizer.reduce_dtype=bf16"
+        yield Problem("optimizer.reduce_dtype", o.reduce_dtype, rule, works)
+
+
+_LEAST_DECAY = {
+    "bf16": (2**-8, "has 8 bits, and a moment that shrinks by {:.2g} of itself would be rounded to what it was"),
+    "fp8": (2**-7, "rounds at random, and a moment that shrinks by {:.2g} of itself a step adds up too much of that"),
+}
+"""Of optimizer.moments_dtype: the least 1 - beta, and why."""
+
+
+def kept_state(config: Config) -> Iterator[Problem]:
+    """State in less than fp32, where that cannot work."""
+    o, kept = config.optimizer, config.optimizer.moments_dtype
+    for path, beta in (("optimizer.beta1", o.beta1), ("optimizer.beta2", o.beta2)):
+        least, why = _LEAST_DECAY.get(kept, (0.0, ""))
+        if 1 - beta < least:
+            rule = f"optimizer.moments_dtype is {kept}, which {why.format(1 - beta)}"
+            yield Problem(path, beta, rule, "try 0.95, or optimizer.moments_dtype=fp32")
+    if not o.store_param_remainders:
+        return
+    path, off = "optimizer.store_param_remainders", "or optimizer.store_param_remainders=false"
+    if config.training.precision != "bf16":
+        rule = f"it is for bf16 weights, and training.precision is {config.training.precision}"
+        yield Problem(path, True, rule, f"try training.precision=bf16, {off}")
+    if config.parallel.fsdp:
+        rule = "parallel.fsdp keeps the fp32 masters alone, and no bf16 weights that would be half of them"
+        yield Problem(path, True, rule, f"try parallel.zero=1 instead of parallel.fsdp, {off}")
+    elif config.fp8.param_gather:
+        rule = "fp8.param_gather keeps FP8 codes and fp32 masters, and no bf16 weights that would be half of these"
+        yield Problem(path, True, rule, f"try fp8.param_gather=false, {off}")

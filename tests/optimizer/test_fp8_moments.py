@@ -1,0 +1,150 @@
+"""Moments in FP8 against the formats written out, and what Adam needs of them: no bias, no zeros, no standing still."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.fp8.noise import Key, noise_key, words
+from megafp8.optimizer import fp8_moments
+from megafp8.optimizer.fp8_moments import BLOCK, FIRST, SECOND, Fp8Moment, MomentFormat, decode, encode
+from megafp8.sharding import Fragment
+from tests.optimizer.tiny import make_param
+
+FORMATS = {"first": FIRST, "second": SECOND}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+KEY: Key = (5, 6)
+
+
+def grid(fmt: MomentFormat) -> np.ndarray:
+    """All magnitudes of a format with three mantissa bits, in order."""
+    exponents, bias = (15, 7) if fmt is FIRST else (31, 15)
+    subnormal = [m * 2.0 ** (-2 - bias) for m in range(8)]
+    normal = [(8 + m) * 2.0 ** (e - bias - 3) for e in range(1, exponents + 1) for m in range(8)]
+    values = np.array(subnormal + normal)
+    return values[:-1] if fmt is FIRST else values[:-8]  # NaN has the last code; infinity and NaNs the last eight
+
+
+def sample(fmt: MomentFormat, n: int) -> Tensor:
+    """Numbers over some twelve orders of magnitude in each block, and blocks of other magnitudes."""
+    rng = np.random.default_rng(n)
+    x = rng.normal(size=n) * 10.0 ** rng.uniform(-12, 0, size=n) * 10.0 ** (np.arange(n) // BLOCK % 7)
+    return torch.from_numpy(x**2 if fmt is SECOND else x).float()
+
+
+def rounded(x: np.ndarray, fmt: MomentFormat, noise: np.ndarray) -> np.ndarray:
+    """One block, rounded to the grid: up where the noise and the part of the step that it has gone make a whole."""
+    values = grid(fmt)
+    factor = 2.0 ** max(-100, math.ceil(math.log2(np.abs(x).max() / values[-1])))
+    below = np.searchsorted(values, np.abs(x) / factor, side="right") - 1
+    above = np.minimum(below + 1, len(values) - 1)
+    step = np.where(above > below, values[above] - values[below], 1.0)
+    # As far as fp32 shows: the sum of whole steps below, the part, and the noise.
+    steps = (np.abs(x) / factor / step + noise).astype(np.float32)
+    up = steps >= values[below] / step + 1
+    found = np.where(up, values[above], values[below])
+    if fmt is SECOND:
+        found = np.where((x > 0) & (found == 0), values[1], found)
+    return np.copysign(found * factor, x)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("n", [1, 127, 128, 1000])
+@pytest.mark.parametrize("device", DEVICES)
+def test_equals_the_format_written_out(name: str, n: int, device: str) -> None:
+    fmt = FORMATS[name]
+    x = sample(fmt, n)
+    codes, exponents = encode(x.to(device), fmt, KEY)
+    assert (codes.dtype, len(codes), exponents.dtype, len(exponents)) == (torch.uint8, n, torch.int8, -(-n // BLOCK))
+    found = decode(codes, exponents, fmt).cpu()
+    blocks = -(-n // BLOCK)
+    noise = (words(blocks * BLOCK // 4, KEY, torch.device("cpu")).numpy().ravel() >> 12) / 2**20
+    for i in range(0, n, BLOCK):
+        part = x[i : i + BLOCK].double().numpy()
+        np.testing.assert_array_equal(found[i : i + BLOCK].double().numpy(), rounded(part, fmt, noise[i:][: len(part)]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_kept_and_exact_in_bf16(name: str) -> None:
+    """Also where their block now has a smaller factor: what is saved in bf16 comes back as it was, with any noise."""
+    fmt = FORMATS[name]
+    values = torch.from_numpy(grid(fmt)).float()
+    for largest in range(8, len(values), 5):
+        x = torch.cat([values[: largest + 1], -values[: largest + 1] if fmt is FIRST else values[:1]])
+        for scale in (1.0, 2.0**-60):
+            for step in range(3):
+                found = decode(*encode((x * scale).bfloat16().float(), fmt, noise_key(0, step, "")), fmt)
+                assert torch.equal(found, x * scale)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_mean_is_right(name: str) -> None:
+    fmt = FORMATS[name]
+    x = torch.linspace(2, 3.99, 128) * (1.0 if fmt is SECOND else -1.0)
+    error = torch.stack([decode(*encode(x, fmt, noise_key(0, i, "")), fmt) for i in range(1000)]).double() - x
+    spread = 0.25 / 2  # at most: half a step
+    assert error.mean(dim=0).abs().max() < 5 * spread / 1000**0.5
+    assert error.mean().abs() < 5 * spread / error.numel() ** 0.5
+    assert error.square().mean() == pytest.approx(0.25**2 / 6, rel=0.05)
+
+
+def test_a_second_moment_never_becomes_zero() -> None:
+    x = torch.tensor([1.0, 1e-20, 1e-45, 0.0, 1e-9])
+    for step in range(20):
+        found = decode(*encode(x, SECOND, noise_key(0, step, "")), SECOND)
+        assert (found > 0).tolist() == [True, True, True, False, True]
+    tiny = decode(*encode(x[2:3], SECOND, KEY), SECOND)
+    assert 0 < tiny.item() < 1e-30
+    assert tiny.bfloat16().float().equal(tiny)
+
+
+@pytest.mark.parametrize(("name", "beta"), [("first", 0.9), ("second", 0.95)])
+def test_a_moment_without_gradients_decays(name: str, beta: float) -> None:
+    """As fast as it should, from anywhere; rounded to nearest, what begins at 1.25 would stay there at 0.95."""
+    moment = Fp8Moment(Fragment(make_param("weight", np.zeros(4096)), 0, 4096), name, FORMATS[name], seed=0)
+    start = torch.linspace(1, 4, 4096)
+    moment.keep(start, step=0)
+    for step in range(1, 101):
+        moment.keep(moment.values() * beta, step)
+        if step in (10, 50, 100):
+            ratio = moment.values().double() / (start.double() * beta**step)
+            spread = (0.0014 / (1 - beta**2)) ** 0.5
+            assert abs(ratio.mean() - 1) < 5 * max(ratio.std(), 0.01) / 64
+            assert ratio.std() < 1.5 * spread * (step * (1 - beta**2)) ** 0.5
+
+
+def test_the_noise_is_that_of_a_tensor_and_its_place() -> None:
+    def kept(name: str, start: int = 0, seed: int = 0, step: int = 0, moment: str = "exp_avg") -> Tensor:
+        fragment = Fragment(make_param(name, np.zeros(1000)), start, start + 500)
+        found = Fp8Moment(fragment, moment, FIRST, seed)
+        found.keep(torch.linspace(-1, 1, 500), step)
+        return found.values()
+
+    plain = kept("weight")
+    assert torch.equal(plain, kept("weight"))
+    for other in (kept("norm"), kept("weight", 500), kept("weight", seed=1), kept("weight", step=1),
+                  kept("weight", moment="exp_avg_sq")):  # fmt: skip
+        assert 100 < (other != plain).sum() < 400
+
+
+def test_long_fragments_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_moments, "_CHUNK", 256)
+    moment = Fp8Moment(Fragment(make_param("weight", np.zeros(1000)), 0, 1000), "exp_avg", FIRST, seed=0)
+    x = sample(FIRST, 1000)
+    moment.keep(x, step=3)
+    names = [f"weight[0]\x000\x00exp_avg\x00{i}" for i in range(4)]
+    parts = [decode(*encode(part, FIRST, noise_key(0, 3, name)), FIRST) for part, name in zip(x.split(256), names)]
+    assert torch.equal(moment.values(), torch.cat(parts))
+    assert moment.nbytes == 1000 + 8
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_is_not_finite_shows(name: str, bad: float) -> None:
+    found = decode(*encode(torch.tensor([1.0, bad, 0.0]), FORMATS[name], KEY), FORMATS[name])
+    assert not found[1].isfinite()
+    assert found[0].isfinite()
