@@ -95,11 +95,13 @@ class Rows:
 
 
 class Columns(NamedTuple):
-    """Columns under way: `arriving` has the codes of `ranks` ranks, `[c, r]` each, one after the other."""
+    """Columns under way: `arriving` has the codes of `ranks` ranks, `[c, r]` each, one after the other; `sent` is being
+    read."""
 
     arriving: Scaled
     ranks: int
     work: Work
+    sent: list[Tensor]
 
     def wait(self) -> Scaled:
         """`[c, t·r]`."""
@@ -112,9 +114,9 @@ class Columns(NamedTuple):
 def gather_columns(own: Scaled, group: ProcessGroup | None) -> Columns:
     """Start gathering the whole's columns from each rank's `own` `[c, r]`; they are whole where there is no group."""
     if group is None:
-        return Columns(own, 1, DONE)
+        return Columns(own, 1, DONE, [])
     same_factors = own.granularity in (ROW, TENSOR)  # of whole columns, or of all
     wanted = [own.data] if same_factors else [own.data, own.scale_inv.t().contiguous()]
     gathered, work = all_gather_async(wanted, group)
     factors = own.scale_inv if same_factors else gathered[1].t()
-    return Columns(Scaled(gathered[0], factors, own.granularity), group.size(), work)
+    return Columns(Scaled(gathered[0], factors, own.granularity), group.size(), work, wanted)
