@@ -102,7 +102,7 @@ def _stages(config: Config) -> Iterator[Problem]:
             f"with parallel.pipeline = {p.pipeline} that makes {stages} stages, and a stage would have no layers: "
             f"model.num_layers is {layers}", f"try {layers // p.pipeline} or less",
         )  # fmt: skip
-    elif explicit is not None:
+    elif isinstance(explicit, list):
         base, more = divmod(layers, stages)
         works = f"try {[base + (i < more) for i in range(stages)]}"
         if len(explicit) != stages:
@@ -159,7 +159,9 @@ def _schedule(config: Config) -> Iterator[Problem]:
 
 def _recompute(config: Config) -> Iterator[Problem]:
     p, layers = config.parallel, config.model.num_layers
-    largest = max(p.layers_per_stage or [-(-layers // (p.pipeline * p.virtual_pipeline))])
+    stages, split = p.pipeline * p.virtual_pipeline, p.layers_per_stage
+    most = layers - stages + 1 if split == "balanced" else -(-layers // stages)
+    largest = max(split) if isinstance(split, list) and split else most
     if p.recompute == "none" and p.recompute_blocks is not None:
         rule = "parallel.recompute is none, so no block is computed again"
         yield Problem("parallel.recompute_blocks", p.recompute_blocks, rule, "try parallel.recompute=full")

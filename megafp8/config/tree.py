@@ -134,9 +134,9 @@ class ParallelConfig(Section):
     which travel by the GPUs' copy engines, for GPUs of one host; none, with a line in the log, where that cannot be set
     up. It uses no NVLink multicast. chunked: the same by NCCL (gloo on CPU), which was slower than none on H200. auto:
     symmetric on CUDA. Without effect when tensor is 1."""
-    layers_per_stage: list[int] | None = None
-    """Layers of each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. Default: as even as
-    possible."""
+    layers_per_stage: list[int] | Literal["balanced"] | None = None
+    """Layers of each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. balanced: fewer where
+    the output layer is, so that all ranks have as much work. Default: as even as possible."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Less memory for activations, for computing them again in the backward pass. full: keep only a block's input and
     run its forward again; selective: leave out what recompute_ops names."""

@@ -33,7 +33,6 @@ from megafp8.models.recompute import block_memory
 from megafp8.optimizer.buckets import bucket_layout
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.schedules import Action, Kind, Placement, Schedule, splits
-from megafp8.pipeline_parallel.split import stage_layers
 from megafp8.planner.activations import (
     ELEMENT,
     block_backward,
@@ -43,6 +42,7 @@ from megafp8.planner.activations import (
     precision,
     sizes,
 )
+from megafp8.planner.stages import layers_of_stages
 
 _WORKSPACES = 2 * 32 * 2**20
 """cuBLAS's and cuBLASLt's on Hopper, a stream each."""
@@ -298,7 +298,7 @@ def pipeline_memory(
 ) -> list[RankMemory]:
     """Of a rank of each pipeline rank; `schedule` is a step's, on `world_size` ranks in all."""
     p = config.parallel
-    layers = stage_layers(config.model.num_layers, placement.num_stages, p.layers_per_stage)
+    layers = layers_of_stages(config, placement)
     data = world_size // (p.tensor * p.pipeline)  # context-parallel ranks among them
     return [
         rank_memory(config, fp8, data, [layers[stage] for stage in stages], actions)

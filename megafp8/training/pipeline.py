@@ -10,7 +10,7 @@ from megafp8.pipeline_parallel.check import check_schedule
 from megafp8.pipeline_parallel.communication import with_communication
 from megafp8.pipeline_parallel.schedules import Placement, Schedule, forward_only, in_a_v, in_turns
 from megafp8.pipeline_parallel.simulate import simulate
-from megafp8.pipeline_parallel.split import stage_layers
+from megafp8.planner.stages import layers_of_stages
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def stages_of(config: Config) -> tuple[Placement, list[range]]:
     """Where the stages are, and the layers of each."""
     p = config.parallel
     placement = in_a_v(p.pipeline) if p.in_a_v else in_turns(p.pipeline, p.virtual_pipeline)
-    return placement, stage_layers(config.model.num_layers, placement.num_stages, p.layers_per_stage)
+    return placement, layers_of_stages(config, placement)
 
 
 def plan_pipeline(config: Config, num_microbatches: int) -> PipelinePlan:

@@ -348,6 +348,8 @@ def test_what_cuda_graphs_can_do(tmp_path: Path, overrides: list[str], world_siz
         ["parallel.recompute=full", "parallel.recompute_blocks=4", "parallel.offload=1"],
         ["parallel.recompute=full", "parallel.pipeline=2", "parallel.layers_per_stage=[1, 3]",
          "parallel.recompute_blocks=3"],
+        ["parallel.recompute=full", "parallel.pipeline=2", "parallel.layers_per_stage=balanced",
+         "parallel.recompute_blocks=3"],
     ],
 )  # fmt: skip
 def test_what_recompute_and_offload_can_do(tmp_path: Path, overrides: list[str]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.pipeline_parallel.split import stage_layers
+from megafp8.pipeline_parallel.split import balanced, stage_layers
 
 
 @pytest.mark.parametrize(
@@ -59,3 +60,32 @@ def test_an_explicit_split() -> None:
 def test_splits_that_do_not_fit(layers: int, stages: int, explicit: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         stage_layers(layers, stages, explicit)
+
+
+TURNS, V = [0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "homes", "last_work", "counts"),
+    [
+        (32, [0, 1, 2, 3], 2.7, [9, 9, 8, 6]),
+        (32, [0, 1, 2, 3], 0.0, [8, 8, 8, 8]),
+        (32, [0, 1], 2.4, [17, 15]),
+        (32, TURNS, 2.7, [5, 5, 4, 4, 4, 4, 4, 2]),
+        (32, V, 2.7, [4, 5, 5, 4, 4, 4, 4, 2]),
+        (4, [0, 1, 2, 3], 50.0, [1, 1, 1, 1]),
+        (5, [0, 1], 50.0, [4, 1]),
+    ],
+)
+def test_ranks_have_equal_work(layers: int, homes: list[int], last_work: float, counts: list[int]) -> None:
+    assert balanced(layers, homes, last_work) == counts
+
+
+@pytest.mark.parametrize("last_work", [0.0, 0.3, 1.0, 2.5, 7.0])
+@pytest.mark.parametrize("layers", [4, 7, 10])
+def test_no_other_split_has_less_for_the_busiest_rank(layers: int, last_work: float) -> None:
+    def busiest(counts: tuple[int, ...]) -> float:
+        return max(*counts[:-1], counts[-1] + last_work)
+
+    splits = [c for c in product(range(1, layers), repeat=3) if sum(c) == layers]
+    assert busiest(tuple(balanced(layers, [0, 1, 2], last_work))) == min(map(busiest, splits))

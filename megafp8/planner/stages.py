@@ -1,0 +1,17 @@
+"""Which layers each pipeline stage of a config has, wherever its stages lie."""
+
+from __future__ import annotations
+
+from megafp8.config import Config
+from megafp8.models.flops import output_layer_in_blocks
+from megafp8.pipeline_parallel.schedules import Placement
+from megafp8.pipeline_parallel.split import balanced, stage_layers
+
+
+def layers_of_stages(config: Config, placement: Placement) -> list[range]:
+    """What `parallel.layers_per_stage` says."""
+    layers, explicit = config.model.num_layers, config.parallel.layers_per_stage
+    if explicit == "balanced":
+        work = output_layer_in_blocks(config.model, config.training.seq_length, fp8=config.fp8.recipe != "none")
+        explicit = balanced(layers, [rank for rank, _ in placement.homes], work)
+    return stage_layers(layers, placement.num_stages, explicit)
