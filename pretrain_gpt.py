@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+import time
 
 from megafp8.checkpoint import DamagedCheckpoint, FolderInUse
 from megafp8.config import Config, check_layout, load_config
@@ -68,11 +69,18 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     return inputs
 
 
+PATIENCE_SECONDS = 60.0
+
+
 def _refuse(error: ValueError) -> int:
     """Say why there is no training; the exit code."""
-    # One voice: under torchrun every rank finds the same fault. LOCAL_RANK, so that a fault of one node is heard.
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    # One voice: under torchrun every rank finds the same fault, and LOCAL_RANK, so that a fault of one node is heard.
+    # The others do not leave before it has spoken, since torchrun ends all when one leaves; and speak if it is silent.
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank:
+        time.sleep(PATIENCE_SECONDS)
+    who = f"rank {os.environ['RANK']}: " if local_rank else ""
+    print(f"error: {who}{error}", file=sys.stderr, flush=True)
     return 2
 
 

@@ -145,7 +145,7 @@ def time_steps(trainer: Trainer, batches: list[Batch], warmup: int, steps: int, 
     parallel = trainer.parallel
     for step in range(warmup + steps):
         start = time.perf_counter()
-        loss, _ = trainer.train_step(step, batches)  # ends with a host synchronisation
+        loss, _ = trainer.train_step(step, batches)  # waits for the norm; what is queued then is the next step's time
         if step >= warmup:
             result.seconds.append(time.perf_counter() - start)
         result.losses.append(loss.mean)

@@ -97,12 +97,14 @@ def _short(name: str) -> str:
 
 
 def profile_step(step: Callable[[], object]) -> tuple[StepProfile, list[Kernel]] | None:
-    """Profile one call of `step`, which ends with a host synchronisation; None where there is no CUDA device."""
+    """Profile one call of `step`, from an idle device to an idle device; None where there is no CUDA device."""
     if not torch.cuda.is_available():
         return None
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         start = time.perf_counter()
         step()
+        torch.cuda.synchronize()
         duration = time.perf_counter() - start
     found = [
         (event.name, event.time_range.start, event.time_range.end)

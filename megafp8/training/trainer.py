@@ -276,7 +276,8 @@ class Trainer:
     ) -> tuple[Loss, StepResult]:
         """One optimizer step, counted from 0, on this rank's micro-batches of the global batch.
 
-        `before_update` is called when gradients are queued, and weights and optimizer state still what they were.
+        `before_update` is called when gradients are queued, and weights and optimizer state still what they were. On
+        return the update is queued, not done: the next step is queued behind it, and the device does not wait for that.
         """
         self.gradients.zero()
         sampled = self.fp8.begin_step(step + 1)
@@ -291,6 +292,7 @@ class Trainer:
         total = self._total(self._replay(batches) if replays else self._run(actions, batches, stopwatch))
         if stopwatch is not None:
             self.timeline = stopwatch.timeline()
+        report = total.to("cpu", non_blocking=True)  # there by the time the update has waited for the norm
         masked = batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
         before_update()
@@ -298,7 +300,7 @@ class Trainer:
         self.fp8.end_step()
         self.publish_weights()
         self.fp8_records = self._gather_fp8_records() if sampled else []
-        return self._loss(total), result
+        return self._loss(report), result
 
     def _run(
         self, actions: Sequence[Action], batches: Sequence[Batch], stopwatch: Stopwatch | None = None

@@ -169,7 +169,7 @@ def test_modes_spare_what_the_documentation_says(world2: World) -> None:
         assert full == tokens * 4 * h
 
 
-def _kept(trainer: Trainer) -> Counter[str]:
+def _state_bytes(trainer: Trainer) -> Counter[str]:
     """Bytes of the optimizer's state between steps."""
     sizes: Counter[str] = Counter()
     for parts in trainer.optimizer.kept.values():
@@ -185,7 +185,7 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
         if isinstance(op := getattr(module, "op", None), Fp8Linear):
             op.weight8(module.weight, columns=not op.high_precision.dgrad)
     weights = [part for kept in trainer.fp8.kept_weights if kept is not None for part in kept[:2] if part is not None]
-    sizes = _kept(trainer)
+    sizes = _state_bytes(trainer)
     measured = [
         sum(p.nbytes for p in trainer.params) if trainer.weights is None else trainer.weights.nbytes,
         trainer.gradients.flat.nbytes,
@@ -221,7 +221,7 @@ def _rows(overrides: list[str]) -> tuple[list[int], list[int]]:
     config = _config(*overrides)
     trainer = _trainer(config)
     assert trainer.sharded is not None
-    sizes = _kept(trainer)
+    sizes = _state_bytes(trainer)
     values = sum(rows.values.nbytes for rows in trainer.sharded.rows.values())
     codes = sum(rows.values.numel() for rows in trainer.sharded.rows.values() if rows.param in trainer.hollow)
     measured = [codes, trainer.sharded.flat.nbytes, values, sizes["exp_avg"] + sizes["exp_avg_sq"]]
@@ -276,7 +276,8 @@ def test_parameters_are_those_of_the_constructors(model: str) -> None:
 
 
 def _plan(*overrides: str, rank: int = 0, world_size: int = 8) -> RankMemory:
-    return _plans(load_config(CONFIG.parent / "llama3-8b.yaml", list(overrides)), world_size)[rank]
+    even = "parallel.layers_per_stage=null"
+    return _plans(load_config(CONFIG.parent / "llama3-8b.yaml", [even, *overrides]), world_size)[rank]
 
 
 def test_llama_3_8b() -> None:

@@ -111,7 +111,7 @@ class Job:
         return [step for step, _ in complete_checkpoints(self.run / "checkpoints")]
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "delayed", "delayed-tp2-pp2"))
+@pytest.mark.parametrize("case", slow_but(CASES, "delayed"))
 def test_killed_and_resumed_is_bit_identical(tmp_path: Path, quickstart_data: QuickstartData, case: str) -> None:
     processes, options = CASES[case]
     straight = Job(tmp_path / "straight", quickstart_data, processes, [*options, "checkpoint.interval=0"])
