@@ -130,8 +130,8 @@ class ParallelConfig(Section):
     """Cut activations along the sequence between tensor-parallel regions. Without effect when tensor is 1."""
     overlap_tensor: Literal["auto", "none", "chunked", "symmetric"] = "auto"
     """Hide sequence parallelism's communication behind the layers' GEMMs (Megatron-LM's tp_comm_overlap). none: only
-    the sums of input gradients, behind weight gradients. symmetric: all of it, GEMMs cut into as many parts as tensor,
-    which travel by the GPUs' copy engines, for GPUs of one host; none, with a line in the log, where that cannot be set
+    the sums of input gradients, behind weight gradients. symmetric: all of it, GEMMs cut into up to four parts, which
+    travel by the GPUs' copy engines, for GPUs of one host; none, with a line in the log, where that cannot be set
     up. It uses no NVLink multicast. chunked: the same by NCCL (gloo on CPU), which was slower than none on H200. auto:
     symmetric on CUDA. Without effect when tensor is 1."""
     layers_per_stage: list[int] | Literal["balanced"] | None = None

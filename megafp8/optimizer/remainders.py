@@ -7,7 +7,7 @@ parameter is rounded and not cut off. Together they are the master, to the last 
 Which rounding? To nearest, and of two equally near away from zero. 65,536 masters then round to each parameter, as many
 as remainders there are. Ties to even, torch's rule, would give 65,537 to every even parameter: no two bytes can tell
 these apart. So where a master is exactly in the middle, one in 2^17 that torch would round down is rounded up here; it
-is the only difference to fp32 masters. apex and Transformer Engine (`store_param_remainders`) round like this too.
+is the only difference to fp32 masters. Transformer Engine (`store_param_remainders`) rounds like this too.
 
 Shapes: n elements of a fragment.
 """
