@@ -5,13 +5,16 @@ from __future__ import annotations
 from megafp8.config import Config
 from megafp8.models.flops import output_layer_in_blocks
 from megafp8.pipeline_parallel.schedules import Placement
-from megafp8.pipeline_parallel.split import balanced, stage_layers
+from megafp8.pipeline_parallel.split import balanced, even, stage_layers
 
 
 def layers_of_stages(config: Config, placement: Placement) -> list[range]:
     """What `parallel.layers_per_stage` says."""
-    layers, explicit = config.model.num_layers, config.parallel.layers_per_stage
-    if explicit == "balanced":
+    layers, counts = config.model.num_layers, config.parallel.layers_per_stage
+    if counts is None:
+        counts = even(layers, placement.num_stages)
+    elif counts == "balanced":
         work = output_layer_in_blocks(config.model, config.training.seq_length, fp8=config.fp8.recipe != "none")
-        explicit = balanced(layers, [rank for rank, _ in placement.homes], work)
-    return stage_layers(layers, placement.num_stages, explicit)
+        counts = balanced(layers, [rank for rank, _ in placement.homes], work)
+    assert (len(counts), sum(counts)) == (placement.num_stages, layers), "a config that nobody checked"
+    return stage_layers(counts)

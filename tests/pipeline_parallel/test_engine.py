@@ -20,7 +20,7 @@ from megafp8.pipeline_parallel.catalogue import BUILT_IN
 from megafp8.pipeline_parallel.communication import with_communication
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageOutput
 from megafp8.pipeline_parallel.schedules import COMPUTE, Placement, forward_only, in_a_v, in_turns, one_f_one_b
-from megafp8.pipeline_parallel.split import stage_layers
+from megafp8.pipeline_parallel.split import even, stage_layers
 from megafp8.pipeline_parallel.trace import Stopwatch
 from tests.world import World
 
@@ -63,7 +63,7 @@ class _Stage:
     """One part of the chain; notes which of its outputs are alive."""
 
     def __init__(self, stage: int, stages: int, m: int, device: torch.device = CPU) -> None:
-        self.layers = [_layers()[i].to(device) for i in stage_layers(LAYERS, stages)[stage]]
+        self.layers = [_layers()[i].to(device) for i in stage_layers(even(LAYERS, stages))[stage]]
         self.is_last, self.m = stage == stages - 1, m
         self.outputs: list[StorageWeakRef] = []
         self.alive: list[int] = []  # outputs there, at each forward
