@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -100,7 +101,8 @@ class Turn(NamedTuple):
         return slice(self.ranks.start * (m // t), self.ranks.stop * (m // t))
 
 
-def turns(rank: int, t: int, parts: int) -> list[Turn]:
+@cache
+def turns(rank: int, t: int, parts: int) -> tuple[Turn, ...]:
     """The parts of t ranks as `rank` deals with them, its own first: as many as divide t, but no more than `parts`."""
     count = max(n for n in range(1, parts + 1) if t % n == 0)
     g = t // count
@@ -113,7 +115,7 @@ def turns(rank: int, t: int, parts: int) -> list[Turn]:
     for step in range(count):
         start = (own + step) % count * g
         found.append(Turn(range(start, start + g), ranks(own + step, 1), ranks(own - step, -1)))
-    return found
+    return tuple(found)
 
 
 def part_of(rank: int, m: int, t: int) -> slice:

@@ -3,8 +3,8 @@
 A weight may have an attribute `grad_sink`, set by whoever gathers gradients (`GradSink`): dw `[n, k]` is then added to
 its `main_grad`, by the GEMM itself where that can be. Autograd sees no gradient for the weight, which spares a bf16
 gradient and its rounding. Without a sink, dw is returned in the dtype that autograd wants it in, the weight's own
-unless its `grad_dtype` says otherwise. A sink may have a store that, while it
-is open, takes wgrad for later (`megafp8.fp8.deferred`).
+unless its `grad_dtype` says otherwise. A sink may have a store that, while it is open, takes wgrad for later
+(`megafp8.fp8.deferred`).
 
 Shapes: m tokens, k inputs, n outputs.
 """

@@ -124,7 +124,6 @@ class MixedPrecisionAdamW:
         self.fragments = list(fragments)
         self.hollow = hollow
         self._masters: dict[nn.Parameter, Tensor] = {}
-        self._without_memory: set[Tensor] = set()
         self.kept: dict[Tensor, dict[str, Kept]] = {}
         low_precision: list[Fragment] = []
         for fragment in fragments:
@@ -132,7 +131,6 @@ class MixedPrecisionAdamW:
             self._masters[param], self.kept[master] = master, _moments(fragment, moments_dtype, seed)
             if store_param_remainders and param.dtype == torch.bfloat16 and param not in hollow:
                 self.kept[master]["master"] = SplitMaster(fragment.of(param.detach()))
-                self._without_memory.add(master)
                 master.data = master.data.new_empty(0)
             elif param.dtype != torch.float32:
                 self.kept[master]["master"] = AsIs(master)
@@ -241,6 +239,11 @@ class MixedPrecisionAdamW:
         self._step_count += 1
         self._copy_masters_to_params()
 
+    def _split_master(self, master: Tensor) -> SplitMaster | None:
+        """Where a master is kept that has no memory between steps."""
+        kept = self.kept[master].get("master")
+        return kept if isinstance(kept, SplitMaster) else None
+
     def _moment_values(self, master: Tensor) -> dict[str, Tensor]:
         return {key: self.kept[master][key].values() for key in _MOMENTS}
 
@@ -250,12 +253,12 @@ class MixedPrecisionAdamW:
         masters = [master for group in adam.param_groups for master in group["params"]]
         for master in masters:
             adam.state[master] |= self._moment_values(master)
-            if master in self._without_memory:
-                master.data = self.kept[master]["master"].values()
+            if (split := self._split_master(master)) is not None:
+                master.data = split.values()
         adam.step()
         for master in masters:
             for key in _MOMENTS:
                 self.kept[master][key].keep(adam.state[master].pop(key), self._step_count)
-            if master in self._without_memory:
-                self.kept[master]["master"].keep(master.data, self._step_count)
+            if (split := self._split_master(master)) is not None:
+                split.keep(master.data, self._step_count)
                 master.data = master.data.new_empty(0)

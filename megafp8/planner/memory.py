@@ -108,7 +108,7 @@ def _moments(config: Config, numels: Sequence[int]) -> int:
     kept = config.optimizer.moments_dtype
     if kept == "fp8":
         return 2 * sum(count + -(-count // BLOCK) for count in numels)
-    return 2 * sum(numels) * {"fp32": 4, "bf16": 2}[kept]
+    return 2 * sum(numels) * ELEMENT[kept]
 
 
 class _Parameter(NamedTuple):
@@ -238,7 +238,7 @@ class _Gathered(NamedTuple):
 def _gathered(config: Config, fp8: Fp8Manager, layers: range) -> _Gathered:
     if not config.parallel.fsdp:
         return _Gathered([0] * len(layers), 0, 0)
-    e, sent = ELEMENT[config.training.precision], {"fp32": 4, "bf16": 2}[config.optimizer.reduce_dtype]
+    e, sent = ELEMENT[config.training.precision], ELEMENT[config.optimizer.reduce_dtype]
     elements = [sum(parameter.elements for parameter in _block(config, i)) for i in layers]
     coded = [sum(_coded_elements(config, fp8, i)) for i in layers]
     weights = [count * e - codes_of * (e - 1) for count, codes_of in zip(elements, coded)]

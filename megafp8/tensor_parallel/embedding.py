@@ -52,7 +52,7 @@ class _LookUp(Function):
             weight_vh.grad_sink.added()
             return None, None, None
         dtype = wgrad_dtype(weight_vh)
-        wide = torch.promote_types(torch.promote_types(dtype, dy_nh.dtype), torch.float32)  # float64 stays float64
+        wide = torch.promote_types(dy_nh.dtype, torch.float32)
         dw_vh = torch.zeros(weight_vh.shape, dtype=wide, device=weight_vh.device)
         _add_rows(dw_vh, dy_nh, rows_n)
         return deliver(weight_vh, dw_vh.to(dtype)), None, None
