@@ -17,26 +17,16 @@ from torch import Tensor
 
 from megafp8.config import Config, ConfigError, check_layout
 from megafp8.optimizer.fully_sharded import FullySharded, Hollow
-from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training.fully_sharded import report
-from megafp8.training.state import load_latest, save_state
 from megafp8.training.trainer import Trainer
 from tests.training.test_cuda_graphs import Curve, batches
 from tests.training.test_fp8_parameters import CURRENT, DELAYED, LAYERNORM, SMALL, STATIC, Changes, _bad_step, _with
-from tests.training.test_zero import _contents, settings, steps_of
+from tests.training.test_zero import _contents, _resume, _save, settings, start, steps_of
 from tests.world import World
 
 STEPS = 4
 TIED: Changes = {"model": {"tie_embeddings": True}}
 ONE: Changes = {"training": {"global_batch_size": 4}}  # one micro-batch under two data-parallel ranks
-
-
-def start(settings: Config) -> tuple[Trainer, ParallelState]:
-    p = settings.parallel
-    check_layout(settings, torch.distributed.get_world_size())
-    device = initialize_distributed("cpu")
-    parallel = initialize_model_parallel(p.tensor, p.pipeline, context_parallel_size=p.context, device=device)
-    return Trainer(settings, parallel), parallel
 
 
 def _train(settings: Config, steps: int = STEPS) -> tuple[Curve, Trainer]:
@@ -218,24 +208,6 @@ def test_the_log_says_what_is_held_and_received(world4: World) -> None:
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def _save(settings: Config, folder: str) -> Curve:
-    """Save after two steps; the two after that."""
-    trainer, parallel = start(settings)
-    steps_of(trainer, parallel, range(2))
-    save_state(trainer, Path(folder), 2, None)
-    return steps_of(trainer, parallel, range(2, 4))
-
-
-def _resume(settings: Config, folder: str, into: str | None = None) -> Curve:
-    """Load; save what was loaded `into` another folder, or two more steps."""
-    trainer, parallel = start(settings)
-    assert load_latest(trainer, Path(folder)) == 2
-    if into is None:
-        return steps_of(trainer, parallel, range(2, 4))
-    save_state(trainer, Path(into), 2, None)
-    return []
 
 
 BF16 = _with(SMALL, **DELAYED)

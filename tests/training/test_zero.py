@@ -18,7 +18,7 @@ from torch import Tensor
 from megafp8 import collectives
 from megafp8.checkpoint import latest, load
 from megafp8.checkpoint.dcp import read_index
-from megafp8.config import Config
+from megafp8.config import Config, check_layout
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training.cuda_graphs import MicrobatchGraphs
 from megafp8.training.state import checkpoint_folder, load_latest, save_state
@@ -72,7 +72,9 @@ def settings(changes: dict[str, dict[str, Any]], **parallel: Any) -> Config:
 
 def start(settings: Config) -> tuple[Trainer, ParallelState]:
     p = settings.parallel
-    parallel = initialize_model_parallel(p.tensor, p.pipeline, device=initialize_distributed("cpu"))
+    check_layout(settings, torch.distributed.get_world_size())
+    device = initialize_distributed("cpu")
+    parallel = initialize_model_parallel(p.tensor, p.pipeline, context_parallel_size=p.context, device=device)
     return Trainer(settings, parallel), parallel
 
 
@@ -201,7 +203,7 @@ def _save(settings: Config, folder: str) -> Curve:
     return steps_of(trainer, parallel, range(3, 6))
 
 
-def _resume(settings: Config, folder: str, into: str | None) -> Curve:
+def _resume(settings: Config, folder: str, into: str | None = None) -> Curve:
     """Load; save what was loaded `into` another folder, or three more steps."""
     trainer, parallel = start(settings)
     assert load_latest(trainer, Path(folder)) == 3
