@@ -244,6 +244,7 @@ def initialize_model_parallel(
         model=joint("model"),
         tensor_context=joint("tensor_context"),
         amax=joint("amax"),
+        # Last: torch puts the number of a rank's groups into the name of its next one, and not every rank has this one.
         embedding=group("embedding") if mine["embedding"] else None,
         virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,
     )

@@ -195,9 +195,9 @@ def release() -> None:
 
 
 class Groups:
-    """The groups of each grid, built once, whatever stages lie on them. They are kept to the end: torch gives a group
-    that is built a second time over the same ranks the name of the first, and with it the addresses that the first left
-    in the store, where ranks may then wait for each other in vain."""
+    """The groups of each grid, built once, whatever stages lie on them, and kept to the end. torch names a group that
+    its members build alone by its ranks and by how many groups the rank has: after an embedding group, which is not on
+    every rank, the members of the next one may disagree on its name, and wait for each other in vain."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
