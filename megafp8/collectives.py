@@ -81,10 +81,20 @@ def all_gather_async(tensors: Sequence[Tensor], group: ProcessGroup | None) -> t
     if size(group) == 1:
         return list(tensors), DONE
     outs = [torch.empty((x.shape[0] * size(group), *x.shape[1:]), dtype=x.dtype, device=x.device) for x in tensors]
+    return outs, all_gather_into_async(outs, [x.contiguous() for x in tensors], group)
+
+
+def all_gather_into_async(outs: Sequence[Tensor], tensors: Sequence[Tensor], group: ProcessGroup | None) -> Work:
+    """Start an `all_gather` of each tensor into the one of `outs` in its place, all in one launch; keep both alive
+    until waited for."""
+    if size(group) == 1:
+        for out, x in zip(outs, tensors):
+            out.copy_(x)
+        return DONE
     with dist._coalescing_manager(group=group, async_ops=True) as work:
         for out, x in zip(outs, tensors):  # as bytes all: gloo moves what travels together as one dtype
-            _ALL_GATHER(out.view(torch.uint8), x.contiguous().view(torch.uint8), group=group)
-    return outs, work
+            _ALL_GATHER(out.view(torch.uint8), x.view(torch.uint8), group=group)
+    return work
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The `Exchange` that computes while the GPUs' copy engines carry tokens: torch's symmetric memory, without multicast.
+"""The `Exchange` that computes while the GPUs' copy engines carry tokens.
 
 NCCL moves data with kernels, which take multiprocessors away from the product they are to hide behind. Copy engines
 take none. They need addresses: symmetric memory is a buffer of each rank that all ranks of a host have mapped, and a
@@ -18,48 +18,22 @@ all exchanges compute on one stream.
 *Why the barrier is on the computing stream.* Its kernel is tiny, but beside a GEMM that fills the GPU it would not be
 scheduled before the GEMM ends, and nothing would be hidden.
 
-*Multicast* (NVLS, NVLink SHARP) is something that torch sets up with symmetric memory unless told not to. Nothing here
-uses it, and it can take a shared host's GPUs out of service, so it is switched off unless the environment says
-otherwise (TORCH_SYMM_MEM_DISABLE_MULTICAST=0).
-
 Shapes: m rows (tokens), n columns; t ranks.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.collectives import DONE, all_reduce, barrier
+from megafp8.collectives import DONE, barrier
 from megafp8.exchange import PARTS, Arriving, Product, Summed, add_shares, shares_of, turns
-
-_ALIGNMENT = 256  # of what lies behind one another in a buffer
-
-
-class _Buffer:
-    """A buffer of each rank, mapped here: `of[rank]`, uint8. `mine` owns this rank's; `barrier` is the GPUs'."""
-
-    def __init__(self, mine: Tensor, handle: Any, size: int, ranks: int) -> None:
-        self.mine, self.barrier = mine, handle.barrier
-        self.of = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks)]
-        self._places: dict[tuple[int, ...], list[list[Tensor]]] = {}
-
-    def places(self, sizes: tuple[int, ...]) -> list[list[Tensor]]:
-        """On each rank, pieces of these many bytes, one behind the other: made once, for it takes the host longer than
-        a copy's launch, and a model has few sizes."""
-        if sizes not in self._places:
-            starts = _starts(sizes)
-            self._places[sizes] = [
-                [whole[start : start + size] for start, size in zip(starts, sizes)] for whole in self.of
-            ]
-        return self._places[sizes]
+from megafp8.mapped import Mapped, starts
 
 
 class Symmetric:
@@ -70,14 +44,13 @@ class Symmetric:
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, size: int = 2**20, parts: int = PARTS) -> None:
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self.group, self.device = group, device
         self._stream = torch.cuda.Stream(device)
         self._turns = turns(group.rank(), group.size(), parts)
         # Of one exchange, whose waits have all been queued when the next one records them again.
         self._computed = torch.cuda.Event()
         self._moved = [torch.cuda.Event() for _ in self._turns]
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[Mapped] = []
         self._size = self._turn = 0
         self._busy = False
         self._grow(size)
@@ -86,7 +59,7 @@ class Symmetric:
         t, rank = self.group.size(), self.group.rank()
         own_bytes = [_flat(x) for x in own]
         sizes = tuple(x.numel() for x in own_bytes)
-        buffer = self._next(_starts(sizes)[-1])
+        buffer = self._next(starts(sizes)[-1])
         places = buffer.places(sizes)
         whole = [x.new_empty((t, x.numel())) for x in own_bytes]
         parts = list(zip(*(x.unbind() for x in whole)))
@@ -147,7 +120,7 @@ class Symmetric:
         event.wait(current)
         self._busy = self._busy and not last
 
-    def _next(self, size: int) -> _Buffer:
+    def _next(self, size: int) -> Mapped:
         """The buffer whose turn it is, of `size` bytes or more."""
         assert not self._busy, "an exchange began before the last one was waited for"
         self._busy = True
@@ -161,26 +134,8 @@ class Symmetric:
         barrier(self.group)  # nobody reads a buffer that is about to go
         torch.cuda.synchronize(self.device)
         self._buffers = []
-        self._buffers = [self._allocate(size) for _ in range(2)]
+        self._buffers = [Mapped(size, self.group, self.device) for _ in range(2)]
         self._size = size
-
-    def _allocate(self, size: int) -> _Buffer:
-        allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p  # an allocation of its own, not one of a pool
-        mine = self._agreed(lambda: allocate((size,), (1,), torch.uint8, self.device))
-        handle = self._agreed(lambda: symmetric_memory.rendezvous(mine, self.group))
-        return _Buffer(mine, handle, size, self.group.size())
-
-    def _agreed(self, step: Callable[[], Any]) -> Any:
-        """What `step` gives; RuntimeError on every rank where it failed on any."""
-        result, reason = None, "another rank failed"
-        try:
-            result = step()
-        except (RuntimeError, ValueError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        succeeded = torch.tensor(int(result is not None), device=self.device)
-        if not all_reduce(succeeded, self.group, "min").item():
-            raise RuntimeError(f"symmetric memory cannot be set up: {reason}")
-        return result
 
 
 class _Waiting(NamedTuple):
@@ -192,11 +147,3 @@ class _Waiting(NamedTuple):
 def _flat(x: Tensor) -> Tensor:
     """A contiguous tensor as a vector of bytes."""
     return x.view(-1).view(torch.uint8)
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where pieces of these sizes begin, one behind the other; and where the last one ends."""
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-    return starts

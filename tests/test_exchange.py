@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import group as groups
 
-from megafp8 import symmetric
+from megafp8 import mapped
 from megafp8.collectives import barrier
 from megafp8.exchange import ALONE, AtOnce, Chunked, Exchange, Product, Replicated, collective_exchange, turns
 from megafp8.symmetric import Symmetric
@@ -60,10 +60,15 @@ class _SharedFiles:
         barrier(self.group)
 
 
+def map_files(group: ProcessGroup, folder: str) -> None:
+    """Let ranks map files instead of each other's GPUs."""
+    shared = _SharedFiles(folder, group)
+    mapped.symmetric_memory = type("", (), {"_SymmetricMemory": shared, "rendezvous": shared.rendezvous})  # type: ignore[assignment]
+
+
 def symmetric_on_cpu(group: ProcessGroup, folder: str, parts: int = 4) -> Symmetric:
     """`Symmetric` as it is, on streams and memory of the host: every byte is moved, only nothing runs beside it."""
-    shared = _SharedFiles(folder, group)
-    symmetric.symmetric_memory = type("", (), {"_SymmetricMemory": shared, "rendezvous": shared.rendezvous})  # type: ignore[assignment]
+    map_files(group, folder)
     cuda = torch.cuda
     cuda.Stream = cuda.Event = cuda.current_stream = cuda.stream = lambda *_: _Now()  # type: ignore[assignment, misc]
     cuda.synchronize = lambda *_: None
@@ -238,7 +243,7 @@ def _cannot(folder: str) -> str:
         def fails(*_: Any) -> None:
             raise RuntimeError("no peer access\nand more")
 
-        symmetric.symmetric_memory._SymmetricMemory.empty_strided_p2p = fails
+        mapped.symmetric_memory._SymmetricMemory.empty_strided_p2p = fails
     with pytest.raises(RuntimeError) as error:
         exchange.gather([torch.zeros(1000, 1)])
     return str(error.value)

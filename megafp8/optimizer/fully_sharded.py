@@ -14,10 +14,9 @@ rounded on the way, and the masters are the only copy.
 this for. They are summed in fp32 like anywhere else here: `grad_dtype` lets autograd have weight gradients as the GEMMs
 sum them. Torch adds to a `grad` that is there already, so each share of a gradient lies in one buffer for good.
 
-*Weights as codes* (`gather_codes`). Torch asks the tensor that it shards what to send, and what becomes of what came
-(`fsdp_pre_all_gather`, `fsdp_post_all_gather`; it looks for them once more right before the first forward, so that they
-may be set later). A weight that is gathered as FP8 codes sends these, and the parameter that the layer sees is
-`Hollow`: shape and dtype for autograd, and no memory.
+*Weights as codes* are in `megafp8.optimizer.gathered_codes`. Torch asks the tensor that it shards what to send, and
+what becomes of what came (`fsdp_pre_all_gather`, `fsdp_post_all_gather`; it looks for them once more right before the
+first forward, so that they may be set later).
 
 Blocks come on the meta device (`BuildContext.blocks_on_meta`), and a rank makes the initial values of its rows alone:
 no rank ever has a whole block's values but while it computes with them.
@@ -25,7 +24,7 @@ no rank ever has a whole block's values but while it computes with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -75,7 +74,8 @@ class FullySharded:
     given memory on `device`, where they are on the meta device, and no values. `dtype`: of what is gathered and
     computed with; `reduce_dtype`: gradients are sent, and summed over ranks, in this.
 
-    `rows`: by the parameter that the module had; `params`: what stands for these, in order; `flat`: all gradients.
+    `rows`: by the parameter that the module had; `units`: these by what is gathered at once; `params`: what stands for
+    them, in order; `flat`: all gradients.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class FullySharded:
         device: torch.device,
     ) -> None:
         self.rows: dict[nn.Parameter, Rows] = {}
+        self.units: list[list[nn.Parameter]] = []
         self._modules: list[FSDPModule] = []
         mesh = DeviceMesh.from_group(group, device.type)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
@@ -96,7 +97,9 @@ class FullySharded:
             whole = list(root.parameters())
             for param in whole:
                 param.data = param.data.float()
-            self._modules += [_shard(module, mesh, policy, device) for module in (*units, root)]
+            for module in (*units, root):
+                self.units.append([param for param in module.parameters() if not isinstance(param, DTensor)])
+                self._modules.append(_shard(module, mesh, policy, device))
             now = [cast(DTensor, param) for param in root.parameters()]
             for old, new in zip(whole, now, strict=True):
                 self.rows[old] = _rows(old, new, group, dtype)
@@ -167,21 +170,3 @@ def _rows(old: nn.Parameter, new: DTensor, group: ProcessGroup, dtype: torch.dty
     param = nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=values.device).expand(values.shape))
     set_spec(param, rows_of(spec_of(old), first, first + len(values)))
     return Rows(param, values, old.shape, sent)
-
-
-def gather_codes(rows: Rows, codes_mk: Tensor, arrived: Callable[[Tensor], None]) -> None:
-    """Let `codes_mk` `[rows.sent, k]`, of one byte, be gathered in place of values, at each time as it is then.
-
-    What came, `[n, k]`, is given to `arrived`; it is there for as long as the values would be.
-    """
-
-    def send(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
-        return (codes_mk.view(torch.uint8),), None
-
-    def receive(outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
-        (bytes_nk,) = outputs
-        arrived(bytes_nk[: rows.of[0]].view(codes_mk.dtype))
-        return None if out is not None else (Hollow(rows.of, dtype, bytes_nk.device), ())
-
-    rows.values.fsdp_pre_all_gather = send  # type: ignore[attr-defined]
-    rows.values.fsdp_post_all_gather = receive  # type: ignore[attr-defined]

@@ -241,7 +241,8 @@ def _gathered(config: Config, fp8: Fp8Manager, layers: range) -> _Gathered:
     e, sent = ELEMENT[config.training.precision], ELEMENT[config.optimizer.reduce_dtype]
     elements = [sum(parameter.elements for parameter in _block(config, i)) for i in layers]
     coded = [sum(_coded_elements(config, fp8, i)) for i in layers]
-    weights = [count * e - codes_of * (e - 1) for count, codes_of in zip(elements, coded)]
+    values = [(count - codes_of) * e for count, codes_of in zip(elements, coded)]
+    places = 2 * max(coded, default=0)  # for codes, from the first block's forward on
     copies = [max(_coded_elements(config, fp8, i, gathered_as_codes=False), default=0) for i in layers]
     table = config.model.padded_vocab_size // config.parallel.tensor * config.model.hidden_size
     first, last = layers.start == 0, layers.stop == config.model.num_layers
@@ -250,10 +251,11 @@ def _gathered(config: Config, fp8: Fp8Manager, layers: range) -> _Gathered:
     blocks = []
     for at, own in enumerate(elements):
         before_own = elements[at + 1] if at + 1 < len(elements) else table * (last and not config.model.tie_embeddings)
-        here = weights[at] + (weights[at - 1] if at else 0) + copies[at] + (own + max(own, before_own)) * sent
-        blocks.append(here + stays + summed)
+        here = values[at] + (values[at - 1] if at else 0) + copies[at] + (own + max(own, before_own)) * sent
+        blocks.append(here + places + stays + summed)
     end = table * (4 + sent)  # the embedding's gradient in fp32, and as it is sent
-    return _Gathered(blocks, last * (table * (e + sent) + weights[-1]), (first or bool(stays)) * end + stays)
+    loss = last * (table * (e + sent) + values[-1]) + places
+    return _Gathered(blocks, loss, (first or bool(stays)) * end + stays + places)
 
 
 def _coded_elements(config: Config, fp8: Fp8Manager, index: int, *, gathered_as_codes: bool = True) -> list[int]:

@@ -10,7 +10,8 @@ one weight, that stays gathered meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,12 @@ from megafp8.fp8 import Fp8Linear
 from megafp8.fp8.formats import Format
 from megafp8.fp8.weight_shares import WeightShare
 from megafp8.models.gpt import GPTStage
-from megafp8.optimizer.fully_sharded import FullySharded, gather_codes
+from megafp8.optimizer.fully_sharded import FullySharded
+from megafp8.optimizer.gathered_codes import Carrier, CodedWeight, Collective, gather_codes
+from megafp8.optimizer.pulled_codes import Pulled
 from megafp8.parallel_state import ParallelState
 from megafp8.tensor_parallel.random import initialize
+from megafp8.training.overlap import on_one_host
 
 
 def shard(
@@ -54,21 +58,55 @@ def shard(
     return sharded
 
 
-def row_shares(weights: Mapping[nn.Parameter, tuple[Fp8Linear, Format]], sharded: FullySharded) -> list[WeightShare]:
-    """Have `weights`, with their layers and formats, gathered as codes; what this rank casts of each."""
-    return [_row_share(sharded, param, op, fmt) for param, (op, fmt) in weights.items()]
+class Coded(NamedTuple):
+    """Weights gathered as codes: what this rank casts of each, between two `settle`s of `carrier`."""
+
+    shares: list[WeightShare]
+    carrier: Carrier
 
 
-def _row_share(sharded: FullySharded, param: nn.Parameter, op: Fp8Linear, fmt: Format) -> WeightShare:
-    rows = sharded.rows[param]
-    codes_mk = torch.zeros(rows.sent, rows.of[1], dtype=torch.uint8, device=rows.values.device).view(fmt.dtype)
+def gather_as_codes(
+    weights: Mapping[nn.Parameter, tuple[Fp8Linear, Format]],
+    sharded: FullySharded,
+    parallel: ParallelState,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+) -> Coded:
+    """Have `weights`, with their layers and formats, gathered as codes. Collective; `say` hears of it where GPUs of one
+    host cannot fetch them from each other."""
+    blocks = [
+        [CodedWeight(sharded.rows[param], weights[param][1].dtype, _handed_to(weights[param][0])) for param in ours]
+        for ours in ([param for param in unit if param in weights] for unit in sharded.units)
+    ]
+    params = [param for unit in sharded.units for param in unit if param in weights]
+    carrier = _carrier([weight.nbytes for block in blocks for weight in block], parallel, environment, say)
+    gather_codes(blocks, carrier, parallel.data_context.size, parallel.device)
+    shares = []
+    for param, own in zip(params, carrier.own, strict=True):
+        rows, (op, fmt) = sharded.rows[param], weights[param]
+        codes_mk = own.view(fmt.dtype).view(-1, rows.of[1])
+        shares.append(WeightShare(op, codes_mk, 0, rows.values.view(-1), rows.param.dtype))
+    return Coded(shares, carrier)
 
+
+def _handed_to(op: Fp8Linear) -> Callable[[Tensor], None]:
     def arrived(codes_nk: Tensor) -> None:
         assert op.gathered_weight is not None, "gathered before it was cast"
         op.gathered_weight = op.gathered_weight._replace(data=codes_nk)
 
-    gather_codes(rows, codes_mk, arrived)
-    return WeightShare(op, codes_mk, 0, rows.values.view(-1), rows.param.dtype)
+    return arrived
+
+
+def _carrier(
+    sizes: Sequence[int], parallel: ParallelState, environment: Mapping[str, str], say: Callable[[str], None]
+) -> Carrier:
+    group, device = parallel.data_context.group, parallel.device
+    if sizes and device.type == "cuda" and group.size() > 1 and on_one_host(parallel.data_context, environment):
+        try:
+            return Pulled(sizes, group, device)
+        except RuntimeError as error:
+            say(f"fp8.param_gather: {error}; codes are gathered by collectives")
+    return Collective(sizes, group, device)
 
 
 def report(sharded: FullySharded, as_codes: Collection[nn.Parameter], ranks: int) -> str:

@@ -30,6 +30,7 @@ from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.fully_sharded import FullySharded
+from megafp8.optimizer.gathered_codes import Carrier
 from megafp8.optimizer.grad_buffer import GradBuffer
 from megafp8.optimizer.param_buffer import ParamBuffer
 from megafp8.optimizer.schedule import learning_rate
@@ -45,7 +46,7 @@ from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs, silent
 from megafp8.training.describe import position_rows
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.fp8_parameters import shares, weights_as_codes
-from megafp8.training.fully_sharded import row_shares, shard
+from megafp8.training.fully_sharded import gather_as_codes, shard
 from megafp8.training.overlap import token_exchange
 from megafp8.training.pipeline import plan_pipeline
 
@@ -108,9 +109,10 @@ class Trainer:
         wgrads = WgradStore()
         self.weights: ParamBuffer | None = None
         self.sharded: FullySharded | None = None
+        self.carrier: Carrier | None = None
         self.gradients: GradBuffer | FullySharded
         if p.fsdp:
-            self.gradients = self.sharded = self._shard(dtype)
+            self.gradients = self.sharded = self._shard(dtype, say)
         else:
             initialize_parameters(self.model, config.seed)
             self.gradients, self.weights = self._build_buffers(wgrads)
@@ -138,12 +140,14 @@ class Trainer:
             eager_steps = config.fp8.calibration_steps + EAGER_STEPS
             self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=say)
 
-    def _shard(self, dtype: torch.dtype) -> FullySharded:
+    def _shard(self, dtype: torch.dtype, say: Callable[[str], None]) -> FullySharded:
         """Have everything in shares: from here on parameters are this rank's rows of what they were."""
         reduce_dtype, seed = DTYPES[self.config.optimizer.reduce_dtype], self.config.seed
         sharded = shard(self.stages, self.parallel, dtype=dtype, reduce_dtype=reduce_dtype, seed=seed)
         if self.hollow:
-            self.fp8.share_weights(row_shares(self.hollow, sharded), self.parallel.device)
+            coded = gather_as_codes(self.hollow, sharded, self.parallel, os.environ, say)
+            self.carrier = coded.carrier
+            self.fp8.share_weights(coded.shares, self.parallel.device)
         self.params, self.tied = sharded.params, [sharded.rows[param].param for param in self.tied]
         self.hollow = {sharded.rows[param].param: how for param, how in self.hollow.items()}
         return sharded
@@ -205,7 +209,11 @@ class Trainer:
         self.wait_for_weights()
         if self.sharded is not None:
             self.sharded.reshard()
+        if self.carrier is not None:
+            self.carrier.settle()  # nobody fetches what is about to be overwritten
         self.fp8.cast_weights()
+        if self.carrier is not None:
+            self.carrier.settle()
         if self.weights is not None:
             self.weights.start_gather()
             if not self.config.parallel.overlap_param_gather:
