@@ -116,6 +116,11 @@ def reduce_scatter_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor,
     return out, work
 
 
+def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
+    """Sum `x` over `group` and write this rank's slice of dim 0 to `out`; on CUDA, on the current stream."""
+    _REDUCE_SCATTER(out, x, group=group)
+
+
 def own_slice(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """This rank's share of `x`, cut evenly along dim 0."""
     if group is None:

@@ -132,7 +132,8 @@ class ParallelState:
 
     `pipeline_backward` has the ranks of `pipeline` but a communicator of its own: activations and gradients flow in
     opposite directions between the same two ranks, and on one communicator a send that waits for a receive queued
-    behind another send would deadlock.
+    behind another send would deadlock. `data_context_backward` is to `data_context` likewise, for gradients that are
+    reduced while weights are gathered.
     """
 
     mesh: DeviceMesh
@@ -146,6 +147,7 @@ class ParallelState:
     pipeline: Group
     pipeline_backward: Group
     data_context: Group
+    data_context_backward: Group
     model: Group
     tensor_context: Group
     amax: Group
@@ -241,6 +243,7 @@ def initialize_model_parallel(
         **axes,
         pipeline_backward=group("pipeline"),
         data_context=joint("data_context"),
+        data_context_backward=group("data_context"),
         model=joint("model"),
         tensor_context=joint("tensor_context"),
         amax=joint("amax"),

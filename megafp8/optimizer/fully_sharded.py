@@ -13,6 +13,9 @@ rounded on the way, and the masters are the only copy.
 *Gradients* are reduced after every micro-batch and summed in shares: memory over traffic, which is what one comes to
 this for. They are summed in fp32 like anywhere else here: `grad_dtype` lets autograd have weight gradients as the GEMMs
 sum them. Torch adds to a `grad` that is there already, so each share of a gradient lies in one buffer for good.
+Reductions have a communicator of their own, so that no gather stands behind them, and nobody waits for those of a
+micro-batch before the next one begins (`start_overlap`): the first blocks' gradients, and the embedding's, which is
+larger than any, travel while it computes.
 
 *Weights as codes* are in `megafp8.optimizer.gathered_codes`. Torch asks the tensor that it shards what to send, and
 what becomes of what came (`fsdp_pre_all_gather`, `fsdp_post_all_gather`; it looks for them once more right before the
@@ -29,11 +32,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from megafp8.collectives import reduce_scatter_into
 from megafp8.sharding import Fragment, rows_of, set_spec, spec_of
 
 _ALIGN = 64  # fp32 elements: 256 bytes
@@ -72,7 +76,8 @@ class FullySharded:
     A stage is the module that is called, and those of its modules, called one after the other, whose weights come and
     go; the weights of no such module are there from the beginning of a forward pass to the end of its backward. All are
     given memory on `device`, where they are on the meta device, and no values. `dtype`: of what is gathered and
-    computed with; `reduce_dtype`: gradients are sent, and summed over ranks, in this.
+    computed with; `reduce_dtype`: gradients are sent, and summed over ranks, in this, by `reduce_group`, the same ranks
+    through another communicator.
 
     `rows`: by the parameter that the module had; `units`: these by what is gathered at once; `params`: what stands for
     them, in order; `flat`: all gradients.
@@ -83,6 +88,7 @@ class FullySharded:
         stages: Sequence[tuple[nn.Module, Iterable[nn.Module]]],
         *,
         group: ProcessGroup,
+        reduce_group: ProcessGroup,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         device: torch.device,
@@ -90,6 +96,7 @@ class FullySharded:
         self.rows: dict[nn.Parameter, Rows] = {}
         self.units: list[list[nn.Parameter]] = []
         self._modules: list[FSDPModule] = []
+        self._roots: dict[FSDPModule, int] = {}  # with the forward passes that are still to come before `finish`
         mesh = DeviceMesh.from_group(group, device.type)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
         sharded: list[DTensor] = []
@@ -99,7 +106,9 @@ class FullySharded:
                 param.data = param.data.float()
             for module in (*units, root):
                 self.units.append([param for param in module.parameters() if not isinstance(param, DTensor)])
-                self._modules.append(_shard(module, mesh, policy, device))
+                self._modules.append(_shard(module, mesh, policy, device, reduce_group))
+            self._roots[self._modules[-1]] = 0
+            root.register_forward_pre_hook(self._count)
             now = [cast(DTensor, param) for param in root.parameters()]
             for old, new in zip(whole, now, strict=True):
                 self.rows[old] = _rows(old, new, group, dtype)
@@ -126,8 +135,22 @@ class FullySharded:
         """Forget all gradients; call before the first backward pass of a step."""
         self.flat.zero_()
 
+    def start_overlap(self, passes: int) -> None:
+        """Each stage is about to be run forward and backward so many times, and reductions be waited for at the end;
+        without this call, at the end of each backward pass."""
+        for root in self._roots:
+            self._roots[root] = passes
+            root.set_is_last_backward(False)
+
+    def _count(self, module: nn.Module, _: Any) -> None:
+        """Before a stage's forward pass. Behind the last one there may be several backward passes, which all wait."""
+        root = cast(FSDPModule, module)
+        if torch.is_grad_enabled() and self._roots[root]:
+            self._roots[root] -= 1
+            root.set_is_last_backward(self._roots[root] == 0)
+
     def finish(self) -> None:
-        """Nothing is under way: a backward pass ends with its reductions waited for."""
+        """Nothing is under way: the last backward pass ends with all reductions waited for."""
 
     def reshard(self) -> None:
         """Free what is still gathered, as after a forward pass without backward: the values have changed."""
@@ -135,7 +158,30 @@ class FullySharded:
             module.reshard()
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device) -> FSDPModule:
+class _ReduceScatter:
+    """Torch's reduce-scatter, over a group of our own instead of that which it gathers over."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        assert op == ReduceOp.SUM
+        assert not async_op
+        reduce_scatter_into(output_tensor, input_tensor, self._group)
+
+
+def _shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    device: torch.device,
+    reduce_group: ProcessGroup,
+) -> FSDPModule:
     """Let torch shard those parameters of `module` that it does not shard yet; the module."""
     on_meta = any(param.is_meta for param in module.parameters())
     fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -144,6 +190,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, de
         module.to_empty(device=device)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # else a factor of 1 is multiplied by, which gloo cannot
+    module.set_custom_reduce_scatter(cast(Any, _ReduceScatter(reduce_group)))
     assert policy.reduce_dtype is not None
     _want_gradients_in(module, policy.reduce_dtype)
     return module

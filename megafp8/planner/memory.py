@@ -14,7 +14,8 @@ what it passes, so the fullest moment within it is one of these:
   backward itself needs. Offloaded blocks count where they are on the device: i and the one before.
 
 Under parallel.fsdp a rank has its rows alone, and what is gathered belongs to the moment: two blocks' weights, for the
-next is on its way; a block's gradients, whole, and what is being sent of those before; FP8 copies of one layer.
+next is on its way; a block's gradients, whole, and what is being sent of those before; FP8 copies of one layer. Codes
+have two blocks' places throughout. Torch keeps what it sent last until it sends again.
 
 Shapes as in `activations`; n parameters of a rank, v vocabulary of this rank.
 """
@@ -194,7 +195,8 @@ def rank_memory(
         communication=0 if p.pipeline == 1 else 3 * x.m_own * x.h * x.e,
         workspace=_WORKSPACES,
     )
-    return _fullest(static, [_chunk(config, fp8, layers) for layers in stages], actions)
+    overlaps = p.overlap_grad_reduce and any(action.microbatch for action in actions)
+    return _fullest(static, [_chunk(config, fp8, layers, overlaps) for layers in stages], actions)
 
 
 class _Chunk(NamedTuple):
@@ -235,7 +237,8 @@ class _Gathered(NamedTuple):
     end: int
 
 
-def _gathered(config: Config, fp8: Fp8Manager, layers: range) -> _Gathered:
+def _gathered(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) -> _Gathered:
+    """`overlaps`: what is sent last of a micro-batch stays until the next one's backward has begun."""
     if not config.parallel.fsdp:
         return _Gathered([0] * len(layers), 0, 0)
     e, sent = ELEMENT[config.training.precision], ELEMENT[config.optimizer.reduce_dtype]
@@ -254,8 +257,11 @@ def _gathered(config: Config, fp8: Fp8Manager, layers: range) -> _Gathered:
         here = values[at] + (values[at - 1] if at else 0) + copies[at] + (own + max(own, before_own)) * sent
         blocks.append(here + places + stays + summed)
     end = table * (4 + sent)  # the embedding's gradient in fp32, and as it is sent
-    loss = last * (table * (e + sent) + values[-1]) + places
-    return _Gathered(blocks, loss, (first or bool(stays)) * end + stays + places)
+    ends_with_table = first or bool(stays)
+    late = table * sent * (overlaps and ends_with_table)
+    blocks[-1] += late * (not last)
+    loss = last * (table * (e + sent) + values[-1] + late) + places
+    return _Gathered(blocks, loss, ends_with_table * end + stays + places)
 
 
 def _coded_elements(config: Config, fp8: Fp8Manager, index: int, *, gathered_as_codes: bool = True) -> list[int]:
@@ -270,8 +276,8 @@ def _coded_elements(config: Config, fp8: Fp8Manager, index: int, *, gathered_as_
     return found
 
 
-def _chunk(config: Config, fp8: Fp8Manager, layers: range) -> _Chunk:
-    x, gathered = sizes(config), _gathered(config, fp8, layers)
+def _chunk(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) -> _Chunk:
+    x, gathered = sizes(config), _gathered(config, fp8, layers, overlaps)
     memory = block_memory(config.parallel, len(layers))
     kept = [sum(block_keeps(config, fp8, i, own).values()) for i, own in zip(layers, memory)]
     on_device = [0 if own.offload else size for size, own in zip(kept, memory)]

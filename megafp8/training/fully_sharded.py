@@ -37,6 +37,7 @@ def shard(
     sharded = FullySharded(
         [(stage, stage.blocks if is_tied else stage.units) for stage, is_tied in zip(stages, tied)],
         group=parallel.data_context.group,
+        reduce_group=parallel.data_context_backward.group,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
         device=parallel.device,

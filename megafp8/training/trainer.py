@@ -314,7 +314,7 @@ class Trainer:
         self, actions: Sequence[Action], batches: Sequence[Batch], stopwatch: Stopwatch | None = None
     ) -> list[Tensor]:
         """Forward and backward of micro-batches, of which the last is the step's last; their reports."""
-        if self.config.parallel.overlap_grad_reduce and isinstance(self.gradients, GradBuffer):
+        if self.config.parallel.overlap_grad_reduce:
             self.gradients.start_overlap(len(batches))
         return self.engine.run(
             actions, self._stage_functions(), self.to_device(batches), backward=True, stopwatch=stopwatch

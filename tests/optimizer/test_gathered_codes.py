@@ -72,7 +72,12 @@ def _case(name: str, folder: str) -> tuple[list[Any], list[Any]]:
     layers = [_Layer(seen) for _ in range(3)]
     model = nn.Sequential(*layers)
     sharded = FullySharded(
-        [(model, layers)], group=group, dtype=torch.float32, reduce_dtype=torch.float32, device=torch.device("cpu")
+        [(model, layers)],
+        group=group,
+        reduce_group=group,
+        dtype=torch.float32,
+        reduce_dtype=torch.float32,
+        device=torch.device("cpu"),
     )
     blocks = []
     for layer, unit in zip(layers, sharded.units):
