@@ -49,9 +49,14 @@ def test_a_measured_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert measured.startswith(f"measured: {timeline.duration:.4g} s, bubble {timeline.bubble_fraction:.1%}")
 
 
-def test_backwards_that_were_never_split_count_half_each() -> None:
-    timeline = simulate(one_f_one_b(in_turns(2), 2), in_turns(2), Times(1.0, 2.0, 4.0))
-    assert plot_schedule.measured_times(timeline) == Times(1.0, 3.0, 3.0)
+def test_stages_that_differ_are_simulated_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    placement, path = in_turns(2), tmp_path / "pipeline_trace.json"
+    times = [Times(1.0, 1.0, 1.0), Times(2.0, 3.0, 1.0)]
+    write_timeline(simulate(one_f_one_b(placement, 4), placement, times), placement, path)
+    assert plot_schedule.main(["1f1b", "zb-v", "--measured", str(path)]) == 0
+    measured, same, elsewhere = capsys.readouterr().out.splitlines()
+    assert measured.removeprefix("measured: ") == same.removeprefix("1f1b: ")
+    assert elsewhere.startswith("zb-v: ")  # whose stages lie otherwise: with the mean of all
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,7 @@ from megafp8.parallel_state import (
     initialize_distributed,
     initialize_model_parallel,
 )
-from megafp8.pipeline_parallel.schedules import Kind
-from megafp8.pipeline_parallel.simulate import Timeline, Times, simulate
+from megafp8.pipeline_parallel.simulate import Timeline, mean_times, simulate
 from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.planner.memory import pipeline_memory
 from megafp8.training.determinism import make_deterministic
@@ -127,17 +126,7 @@ def random_batches(config: Config, parallel: ParallelState) -> list[Batch]:
 
 def simulated_bubble(plan: PipelinePlan, measured: Timeline) -> float:
     """What `plan` would lose if each action took the mean time of its kind on its stage in `measured`."""
-    spent: dict[tuple[int, Kind], list[float]] = {}
-    for rank, spans in enumerate(measured.spans):
-        for span in spans:
-            stage = plan.placement.stages[rank][span.action.chunk]
-            spent.setdefault((stage, span.action.kind), []).append(span.end - span.start)
-    mean = {key: statistics.fmean(times) for key, times in spent.items()}
-    times = []
-    for stage in range(plan.placement.num_stages):
-        backward, weight = mean[stage, Kind.BACKWARD], mean.get((stage, Kind.WEIGHT), 0.0)  # 0: one backward does both
-        times.append(Times(mean[stage, Kind.FORWARD], backward, weight))
-    return simulate(plan.train, plan.placement, times).bubble_fraction
+    return simulate(plan.train, plan.placement, mean_times(measured, plan.placement)).bubble_fraction
 
 
 def time_steps(trainer: Trainer, batches: list[Batch], warmup: int, steps: int, result: Result) -> None:

@@ -13,7 +13,8 @@ bubble, and the micro-batches held by the rank that holds most.
 the number of stages it is cut into; so schedules can be compared.
 
 `--measured` draws what ranks really did in the step that `logging.pipeline_trace_step` named, which takes the number of
-ranks from the run; schedules named beside it are simulated with the mean times that were measured.
+ranks from the run; schedules named beside it are simulated with the mean times that were measured, of each stage, where
+stages lie as in the run, or else of all.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import argparse
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megafp8.pipeline_parallel.catalogue import BUILT_IN, cell, training_schedule
 from megafp8.pipeline_parallel.schedules import Kind, Placement, in_a_v, in_turns, splits
-from megafp8.pipeline_parallel.simulate import Timeline, Times, simulate
+from megafp8.pipeline_parallel.simulate import Timeline, Times, mean_times, simulate
 from megafp8.pipeline_parallel.trace import chrome_trace, read_timeline
 
 COLOURS = {"F": "#6baed6", "whole": "#41ab5d", "B": "#a1d99b", "W": "#fd8d3c"}
@@ -40,20 +42,6 @@ def placed(source: str, pipeline: int, chunks: int, v: bool) -> Placement:
     if v or source in ("zb-v", "dualpipev"):
         return in_a_v(pipeline)
     return in_turns(pipeline, CHUNKS.get(source, chunks))
-
-
-def measured_times(timeline: Timeline) -> Times:
-    """Mean durations, in seconds, of one stage's work. A backward that was never split is taken for halves of two."""
-    found: dict[str, list[float]] = {"F": [], "B": [], "W": [], "whole": []}
-    for spans in timeline.spans:
-        later = splits(span.action for span in spans)
-        for span in spans:
-            split = (span.action.microbatch, span.action.chunk) in later
-            name = "whole" if span.action.kind is Kind.BACKWARD and not split else cell(span.action)[0]
-            found[name].append(span.end - span.start)
-    mean = {name: statistics.fmean(values) for name, values in found.items() if values}
-    half = mean.get("whole", 0.0) / 2
-    return Times(mean["F"], mean.get("B", half), mean.get("W", half))
 
 
 def summary(name: str, timeline: Timeline, placement: Placement, unit: str) -> str:
@@ -137,17 +125,20 @@ def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, Placem
     """What is to be drawn, by name."""
     found: dict[str, tuple[Timeline, Placement]] = {}
     pipeline, m, share, p2p = arguments.pipeline, arguments.micro_batches, arguments.times, arguments.p2p
+    lie, stages = None, []
     if arguments.measured:
-        measured, placement = read_timeline(arguments.measured)
-        found["measured"] = (measured, placement)
-        pipeline = placement.num_ranks
+        measured, lie = read_timeline(arguments.measured)
+        found["measured"] = (measured, lie)
+        pipeline = lie.num_ranks
         m = 1 + max(span.action.microbatch for spans in measured.spans for span in spans)
-        stage = measured_times(measured)
-        share = [placement.num_chunks * time for time in (stage.forward, stage.backward, stage.weight)]
+        stages = mean_times(measured, lie)
+        of_all = zip(*((stage.forward, stage.backward, stage.weight) for stage in stages))
+        share = [lie.num_chunks * statistics.fmean(times) for times in of_all]
     for source in arguments.schedules:
         placement = placed(source, pipeline, arguments.chunks, arguments.v)
         schedule = training_schedule(source, placement, m)
-        times = Times(*(time / placement.num_chunks for time in share), p2p)
+        alike = Times(*(time / placement.num_chunks for time in share), p2p)
+        times = [replace(stage, p2p=p2p) for stage in stages] if placement == lie else alike
         found[source] = (simulate(schedule, placement, times), placement)
     return found
 

@@ -8,6 +8,7 @@ these are done.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -121,6 +122,27 @@ def simulate(schedule: Schedule, placement: Placement, times: Times | Sequence[T
         pass
     _raise_where_stuck(compute, [len(done) for done in spans], placement)
     return Timeline(spans)
+
+
+def mean_times(timeline: Timeline, placement: Placement) -> list[Times]:
+    """Of each stage, means of what its actions took in `timeline`. Backwards that were never split count as halves of
+    two."""
+    spent: dict[tuple[int, str], list[float]] = {}
+    for rank, spans in enumerate(timeline.spans):
+        later = splits(span.action for span in spans)
+        for span in spans:
+            action = span.action
+            whole = action.kind is Kind.BACKWARD and (action.microbatch, action.chunk) not in later
+            key = placement.stages[rank][action.chunk], "whole" if whole else action.kind.name
+            spent.setdefault(key, []).append(span.end - span.start)
+    mean = {key: statistics.fmean(times) for key, times in spent.items()}
+
+    def of(stage: int) -> Times:
+        half = mean.get((stage, "whole"), 0.0) / 2
+        gradients = [mean.get((stage, kind.name), half) for kind in (Kind.BACKWARD, Kind.WEIGHT)]
+        return Times(mean[stage, Kind.FORWARD.name], *gradients)
+
+    return [of(stage) for stage in range(placement.num_stages)]
 
 
 def _needed(rank: int, action: Action, placement: Placement) -> list[tuple[int, Action]]:

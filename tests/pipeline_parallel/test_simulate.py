@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megafp8.pipeline_parallel.communication import with_communication
 from megafp8.pipeline_parallel.schedules import forward_only, in_a_v, in_turns, interleaved, one_f_one_b
-from megafp8.pipeline_parallel.simulate import Times, simulate
+from megafp8.pipeline_parallel.simulate import Times, mean_times, simulate
 from megafp8.pipeline_parallel.zero_bubble import dualpipev, zb_h1, zb_v
 from tests.pipeline_parallel.test_check import actions
 
@@ -127,3 +127,15 @@ def test_a_split_backward_frees_its_successor() -> None:
 def test_a_ring_of_compute_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("rank 0, position 1, BACKWARD(0): deadlock")):
         simulate([actions("F0 B0 F1 B1"), actions("F0 F1 B0 B1")], in_turns(2))
+
+
+def test_mean_times_are_those_that_were_simulated() -> None:
+    times = [Times(1.0, 2.0, 4.0), Times(3.0, 1.0, 2.0)]
+    placement = in_a_v(1)
+    assert mean_times(simulate(zb_v(placement, 3), placement, times), placement) == times
+
+
+def test_backwards_that_were_never_split_count_half_each() -> None:
+    placement = in_turns(2)
+    timeline = simulate(one_f_one_b(placement, 2), placement, Times(1.0, 2.0, 4.0))
+    assert mean_times(timeline, placement) == [Times(1.0, 3.0, 3.0)] * 2
