@@ -150,7 +150,8 @@ class ParallelConfig(Section):
     """Copy what backward needs to pinned memory of the host and back, beside the computation: of all blocks (true), or
     of so many of each stage, its first ones. The last ones are needed again at once. The host needs room for it."""
     overlap_grad_reduce: bool = True
-    """Reduce gradients over data parallelism while the backward pass still runs."""
+    """Reduce gradients over data parallelism while the backward pass still runs; with fsdp, while the next micro-batch
+    runs as well, which takes memory as large as the embedding's gradient."""
     bucket_mib: PositiveFloat = 160.0
     """Smallest gradient bucket that is reduced at once, in MiB of fp32."""
     zero: Literal[0, 1] = 0
@@ -160,7 +161,7 @@ class ParallelConfig(Section):
     fsdp: bool = False
     """ZeRO stage 3, through torch's fully_shard: each data-parallel rank keeps a share of the weights and gradients
     too; a block's weights are gathered before its forward and its backward, with fp8.param_gather as FP8 codes, and
-    freed after. Instead of zero; without effect on it: bucket_mib and the overlap options. Gradients are reduced
+    freed after. Instead of zero; without effect on it: bucket_mib and overlap_param_gather. Gradients are reduced
     after each micro-batch, so few large ones are best. Not with zb-h1, zb-v, dualpipev, and CUDA graphs."""
     overlap_param_gather: bool = True
     """With zero 1: gather updated parameters while the next forward pass already runs."""
