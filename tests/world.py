@@ -38,6 +38,8 @@ def _serve(pipe: Connection, stack_path: str) -> None:
         task = pipe.recv()
         if task is None:
             return
+        if dist.is_initialized():  # the last case's, which a rank may have left while others still connected to it
+            dist.destroy_process_group()
         function, args, rank, ranks, store, timeout = task
         faulthandler.dump_traceback_later(timeout * 0.9, file=stack_file)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
@@ -52,8 +54,6 @@ def _serve(pipe: Connection, stack_path: str) -> None:
         pipe.send(result)
         if not result[0]:  # peers may hang in a collective with us: this process is of no more use
             return
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 class World:

@@ -75,11 +75,12 @@ def gather_as_codes(
 ) -> Coded:
     """Have `weights`, with their layers and formats, gathered as codes. Collective; `say` hears of it where GPUs of one
     host cannot fetch them from each other."""
+    units = [[param for param in unit if param in weights] for unit in sharded.units]
+    params = [param for unit in units for param in unit]
     blocks = [
-        [CodedWeight(sharded.rows[param], weights[param][1].dtype, _handed_to(weights[param][0])) for param in ours]
-        for ours in ([param for param in unit if param in weights] for unit in sharded.units)
+        [CodedWeight(sharded.rows[param], weights[param][1].dtype, _handed_to(weights[param][0])) for param in unit]
+        for unit in units
     ]
-    params = [param for unit in sharded.units for param in unit if param in weights]
     carrier = _carrier([weight.nbytes for block in blocks for weight in block], parallel, environment, say)
     gather_codes(blocks, carrier, parallel.data_context.size, parallel.device)
     shares = []
