@@ -34,9 +34,10 @@ from torch import Tensor
 from megafp8.fp8.blocks import block_amax
 from megafp8.fp8.formats import E2M1, E4M3
 from megafp8.fp8.matrix import BLOCK_1X16, BLOCK_16X16, Scaled, expand
-from megafp8.fp8.noise import Key, uniform
+from megafp8.fp8.noise import uniform
 from megafp8.fp8.quantize import amax, quantize
 from megafp8.fp8.scaling import scale_from_amax
+from megafp8.philox import Key
 
 _POINTS = 16
 

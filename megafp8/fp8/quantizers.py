@@ -29,11 +29,11 @@ from megafp8.fp8 import plain
 from megafp8.fp8.formats import Format
 from megafp8.fp8.matrix import Operand, Scaled
 from megafp8.fp8.microscaling import quantize_mxfp8
-from megafp8.fp8.noise import Key
 from megafp8.fp8.nvfp4 import hadamard_transform, quantize_nvfp4
 from megafp8.fp8.quantize import amax
 from megafp8.fp8.sources import Source
 from megafp8.fp8.stochastic import TensorNoise
+from megafp8.philox import Key
 
 
 class Quantizer(Protocol):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.fp8.noise import Key, noise_key
+from megafp8.fp8.noise import noise_key
+from megafp8.philox import Key
 
 
 class TensorNoise:

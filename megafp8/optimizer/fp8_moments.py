@@ -42,7 +42,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megafp8.fp8.formats import E4M3
-from megafp8.fp8.noise import Key, noise_key, words
+from megafp8.fp8.noise import noise_key, words
+from megafp8.philox import Key
 from megafp8.sharding import Fragment, spec_of
 
 BLOCK = 128

@@ -2,48 +2,27 @@
 
 A stateful generator gives a rank numbers that depend on what it drew before, so the same model starts differently under
 TP2 than under TP1. Here a value depends only on (seed, stream name, index of the element in the global tensor): the
-counter-based generator Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is keyed by
-(seed, name) and counts elements. A slice of a tensor is then generated as a slice, bit for bit, without making the
-rest, on whichever rank holds it.
+counter-based generator of `megafp8.philox` is keyed by (seed, name) and counts elements. A slice of a tensor is then
+generated as a slice, bit for bit, without making the rest, on whichever rank holds it.
 
-Philox is written in int64 tensor operations, because 32×32-bit products need 64 bits and torch has no uint32
-arithmetic. That costs some eighty elementwise passes, which only initialisation pays. Normals come from Box-Muller in
-float32; CPU and CUDA may differ in the last bit of log and cos, ranks of one kind never do.
+Normals come from Box-Muller in float32; CPU and CUDA may differ in the last bit of log and cos, ranks of one kind never
+do.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
 from torch import Tensor
 
+from megafp8.philox import Key, key_of, philox
 from megafp8.sharding import Init, Piece, pieces_of, spec_of
 
-_MASK = 0xFFFFFFFF
 _CHUNK = 1 << 24  # elements generated at a time: bounds the int64 temporaries to some hundred MiB
 
 
-def stream_key(seed: int, name: str) -> tuple[int, int]:
-    """Two 32-bit key words of the stream `name` under `seed`."""
-    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
-
-
-def philox(counter: Tensor, key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32-10 of 64-bit counters (int64, non-negative): four words in [0, 2^32) each, as int64."""
-    x0, x1 = counter & _MASK, counter >> 32
-    x2, x3 = torch.zeros_like(counter), torch.zeros_like(counter)
-    k0, k1 = key
-    for _ in range(10):
-        p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57  # wraps modulo 2^64 as it should; the sign bit is masked off below
-        x0, x1, x2, x3 = ((p1 >> 32) & _MASK) ^ x1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ x3 ^ k1, p0 & _MASK
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return x0, x1, x2, x3
-
-
-def normal_at(index: Tensor, key: tuple[int, int]) -> Tensor:
+def normal_at(index: Tensor, key: Key) -> Tensor:
     """Standard normals (float32) of the elements `index` (int64) of a stream. Box-Muller on two Philox words."""
     a, b, _, _ = philox(index, key)
     u = (a.double() + 0.5) / 2.0**32
@@ -67,7 +46,7 @@ def fill_(out: Tensor, piece: Piece, init: Init, seed: int) -> Tensor:
     """Write the initial values of `piece` into `out` (shaped like the piece), whatever the layout."""
     if init.kind != "normal":
         return out.fill_(1.0 if init.kind == "ones" else 0.0)
-    key = stream_key(seed, piece.name)
+    key = key_of(seed, piece.name)
     rows = max(1, _CHUNK // max(1, out[0].numel()))
     for first in range(0, piece.shape[0], rows):
         last = min(first + rows, piece.shape[0])

@@ -1,4 +1,4 @@
-"""Noise: Random123's known answers, Philox in Python integers, and what it depends on."""
+"""Noise: Philox in Python integers, and what it depends on."""
 
 from __future__ import annotations
 
@@ -7,29 +7,16 @@ import math
 import pytest
 import torch
 
-from megafp8.fp8.noise import Key, noise_key, uniform, words
+from megafp8.fp8.noise import noise_key, uniform
+from megafp8.philox import Key
+from tests.test_philox import philox_by_hand
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def philox_by_hand(counter: int, key: Key) -> list[int]:
-    """Philox-4x32-10 in Python integers, straight from the paper."""
-    x, (k0, k1) = [counter & 0xFFFFFFFF, counter >> 32, 0, 0], key
-    for _ in range(10):
-        p0, p1 = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
-        x = [(p1 >> 32) ^ x[1] ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ x[3] ^ k1, p0 & 0xFFFFFFFF]
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return x
 
 
 def uniform_by_hand(r: int, c: int, key: Key) -> list[list[float]]:
     flat = [(philox_by_hand(i // 4, key)[i % 4] >> 8) / 2**24 for i in range(r * c)]
     return [flat[i * c : (i + 1) * c] for i in range(r)]
-
-
-def test_known_answer() -> None:
-    """Random123's kat_vectors: counter 0, key 0."""
-    assert words(1, (0, 0), torch.device("cpu")).tolist() == [[0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
