@@ -309,7 +309,7 @@ def there_and_back(runs: Runs, model: str, a: str, b: str) -> None:
     assert back.curve == saved.curve
 
 
-@pytest.mark.parametrize(("model", "a", "b"), slow_but(PAIRS, *PAIRS[::3]))
+@pytest.mark.parametrize(("model", "a", "b"), slow_but(PAIRS, *PAIRS[::4]))
 def test_there_and_back(runs: Runs, model: str, a: str, b: str) -> None:
     there_and_back(runs, model, a, b)
 

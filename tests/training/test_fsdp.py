@@ -65,7 +65,17 @@ CASES: dict[str, tuple[int, Changes]] = {
     ),
     "dp2-offload": (2, {"parallel": {"offload": True}}),
 }
-SLOW = {"dp2-tied", "pp2-dp2", "dp2-biases", "dp2-masked", "cp2-dp2", "pp2-vpp2-dp2", "dp2-offload", "tp2-dp2-tied"}
+SLOW = {
+    "alone",
+    "dp2-tied",
+    "pp2-dp2",
+    "dp2-biases",
+    "dp2-masked",
+    "cp2-dp2",
+    "pp2-vpp2-dp2",
+    "dp2-offload",
+    "tp2-dp2-tied",
+}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES])

@@ -107,7 +107,7 @@ def _compare(world: World, common: list[str], layout: str, changed: str, modes: 
             assert found[mode] == found["plain"], mode
 
 
-@pytest.mark.parametrize("layout", ["alone", "tp2-sp", "pp2"])
+@pytest.mark.parametrize("layout", slow_but(["alone", "tp2-sp", "pp2"], "tp2-sp", "pp2"))
 @pytest.mark.parametrize("recipe", slow_but(["none", "delayed", "current", "blockwise"], "none", "delayed"))
 def test_every_mode_changes_no_bit(world2: World, common: list[str], recipe: str, layout: str) -> None:
     modes = list(MODES) if layout == "alone" else ["full", "norms", "activation", "offload", "offload-all"]
