@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed import group as groups
 
 from megafp8 import mapped
-from megafp8.collectives import barrier
 from megafp8.exchange import ALONE, AtOnce, Chunked, Exchange, Product, Replicated, collective_exchange, turns
 from megafp8.symmetric import Symmetric
+from tests.test_mapped import map_files
 from tests.world import World
 
 R, K, N = 6, 5, 7  # rows of a rank, summed over, columns
@@ -31,39 +31,6 @@ class _Now:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: Any) -> None: ...
-
-
-class _SharedFiles:
-    """Symmetric memory of CPU processes: torch's functions, made of files that all of them map."""
-
-    def __init__(self, folder: str, group: ProcessGroup) -> None:
-        self.folder, self.group = folder, group
-        self.sizes: list[int] = []
-
-    def empty_strided_p2p(self, size: tuple[int], *_: Any) -> Tensor:
-        self.sizes.append(*size)
-        return torch.empty(0)
-
-    def rendezvous(self, _: Tensor, group: ProcessGroup) -> _SharedFiles:
-        self.name = f"{self.folder}/{len(self.sizes)}"
-        with open(f"{self.name}-{group.rank()}", "wb") as file:
-            file.truncate(self.sizes[-1])
-        barrier(group)
-        made = _SharedFiles(self.folder, group)
-        made.name = self.name
-        return made
-
-    def get_buffer(self, rank: int, shape: tuple[int], dtype: torch.dtype) -> Tensor:
-        return torch.from_file(f"{self.name}-{rank}", shared=True, size=shape[0], dtype=dtype)
-
-    def barrier(self) -> None:
-        barrier(self.group)
-
-
-def map_files(group: ProcessGroup, folder: str) -> None:
-    """Let ranks map files instead of each other's GPUs."""
-    shared = _SharedFiles(folder, group)
-    mapped.symmetric_memory = type("", (), {"_SymmetricMemory": shared, "rendezvous": shared.rendezvous})  # type: ignore[assignment]
 
 
 def symmetric_on_cpu(group: ProcessGroup, folder: str, parts: int = 4) -> Symmetric:

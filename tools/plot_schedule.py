@@ -125,20 +125,20 @@ def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, Placem
     """What is to be drawn, by name."""
     found: dict[str, tuple[Timeline, Placement]] = {}
     pipeline, m, share, p2p = arguments.pipeline, arguments.micro_batches, arguments.times, arguments.p2p
-    lie, stages = None, []
+    measured_placement, stages = None, []
     if arguments.measured:
-        measured, lie = read_timeline(arguments.measured)
-        found["measured"] = (measured, lie)
-        pipeline = lie.num_ranks
+        measured, measured_placement = read_timeline(arguments.measured)
+        found["measured"] = (measured, measured_placement)
+        pipeline = measured_placement.num_ranks
         m = 1 + max(span.action.microbatch for spans in measured.spans for span in spans)
-        stages = mean_times(measured, lie)
+        stages = mean_times(measured, measured_placement)
         of_all = zip(*((stage.forward, stage.backward, stage.weight) for stage in stages))
-        share = [lie.num_chunks * statistics.fmean(times) for times in of_all]
+        share = [measured_placement.num_chunks * statistics.fmean(times) for times in of_all]
     for source in arguments.schedules:
         placement = placed(source, pipeline, arguments.chunks, arguments.v)
         schedule = training_schedule(source, placement, m)
         alike = Times(*(time / placement.num_chunks for time in share), p2p)
-        times = [replace(stage, p2p=p2p) for stage in stages] if placement == lie else alike
+        times = [replace(stage, p2p=p2p) for stage in stages] if placement == measured_placement else alike
         found[source] = (simulate(schedule, placement, times), placement)
     return found
 

@@ -17,7 +17,7 @@ the next block's codes arrive, is waited for before others are brought there. In
 makes two places, one that is read and one that is filled. They are kept, so allocating never stands in the way.
 
 Torch decides as before what is gathered when, and when it is let go. What is leaned on beyond its documentation: that
-storage is resized, and that it asks for the weights of a block one after the other in the order of its parameters.
+storage is resized, and that the weights of a block are gathered together.
 
 Shapes: t ranks; n, k of a weight.
 """
@@ -25,6 +25,7 @@ Shapes: t ranks; n, k of a weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -127,9 +128,12 @@ class _Block:
         self._here: _Place | None = None
         self._answer = torch.zeros(_ANSWER, dtype=torch.uint8, device=coded[0].rows.values.device)
         self._gathered = self._answer  # what torch made of it: has memory for as long as the codes are wanted
+        first, *others = (weight.rows.values for weight in coded)
+        first.fsdp_pre_all_gather = self._send  # type: ignore[attr-defined]
+        for values in others:
+            values.fsdp_pre_all_gather = self._have_sent  # type: ignore[attr-defined]
         for at, weight in enumerate(coded):
-            weight.rows.values.fsdp_pre_all_gather = self._sender(at)  # type: ignore[attr-defined]
-            weight.rows.values.fsdp_post_all_gather = self._receiver(at)  # type: ignore[attr-defined]
+            weight.rows.values.fsdp_post_all_gather = partial(self._receive, at)  # type: ignore[attr-defined]
 
     def has_left(self, place: _Place) -> bool:
         """Whether a place of this block's has codes that nobody will ask for any more."""
@@ -141,33 +145,33 @@ class _Block:
         """`[t, bytes]` of each weight."""
         return [piece.view(self._ranks, -1) for piece in pieces(place.memory, self._sizes)]
 
-    def _sender(self, at: int) -> Callable[[Any], Any]:
-        def send(mesh: Any) -> Any:  # with more parameters torch wants as many bytes as it gathers of an uneven weight
-            if at == 0:
-                # Torch lets go of what it gathered for nothing, having guessed the next block wrong, without a word.
-                self._coming = self._coming or self._places.take(starts(self._sizes)[-1], self)
-                self._carrier.bring(self._weights, self._cut(self._coming))
-            return (self._answer,), None
+    # With more parameters than `mesh` torch wants as many bytes as it would gather of an uneven weight.
 
-        return send
+    def _send(self, mesh: Any) -> Any:
+        # Torch lets go of what it gathered for nothing, having guessed the next block wrong, without a word.
+        self._coming = self._coming or self._places.take(starts(self._sizes)[-1], self)
+        self._carrier.bring(self._weights, self._cut(self._coming))
+        return self._have_sent(mesh)
 
-    def _receiver(self, at: int) -> Callable[..., Any]:
-        rows, dtype, arrived = self._coded[at]
+    def _have_sent(self, mesh: Any) -> Any:
+        return (self._answer,), None
 
-        def receive(outputs: Sequence[Tensor], metadata: Any, like: torch.dtype, *, out: Tensor | None = None) -> Any:
-            if at == 0:
-                self._here, self._coming, self._gathered = self._coming, None, outputs[0]
-                self._places.look()
-            assert self._here is not None, "torch asked for another weight of the block first"
-            arrived(self._cut(self._here)[at].view(dtype).view(-1, rows.of[1])[: rows.of[0]])
-            return None if out is not None else (Hollow(rows.of, like, rows.values.device), ())
-
-        return receive
+    def _receive(
+        self, at: int, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        if at == 0:
+            assert self._coming is not None, "torch gathered a weight of the block without the first"
+            self._here, self._coming, self._gathered = self._coming, None, outputs[0]
+            self._places.look()
+            for (rows, code_dtype, arrived), piece in zip(self._coded, self._cut(self._here)):
+                arrived(piece.view(code_dtype).view(-1, rows.of[1])[: rows.of[0]])
+        rows = self._coded[at].rows
+        return None if out is not None else (Hollow(rows.of, dtype, rows.values.device), ())
 
 
 def gather_codes(blocks: Sequence[Sequence[CodedWeight]], carrier: Carrier, ranks: int, device: torch.device) -> None:
     """Let weights be gathered as the codes that `carrier` has of them, in this order; `blocks`: those of each module
-    that is sharded as one, in the order of its parameters."""
+    that is sharded as one."""
     places, start = _Places(device), 0
     for coded in blocks:
         if coded:

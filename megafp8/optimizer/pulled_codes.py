@@ -2,9 +2,9 @@
 
 An all-gather is a meeting: nobody gets anything before all are there, its kernels take multiprocessors from the GEMMs
 that they run beside, and it stands in one queue with the reduction of gradients. But codes change once a step, so a
-rank can fetch a block's whenever it wants them, by its copy engines, and the others take no part in it. Two barriers a
-step are left: before codes are overwritten everyone has fetched for the last time, and when they have been written
-everyone may fetch.
+rank can fetch a block's whenever it wants them, by its copy engines, and the others take no part in it. Codes need two
+barriers a step: before they are overwritten everyone has fetched for the last time, and when they have been written
+everyone may fetch. (What a block has beside codes, its norms, torch gathers as ever.)
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from megafp8.optimizer.fully_sharded import FullySharded
 from megafp8.optimizer.gathered_codes import Carrier, CodedWeight, Collective, gather_codes
 from megafp8.optimizer.pulled_codes import Pulled
 from megafp8.sharding import Init, ParamSpec, set_spec, whole
-from tests.test_exchange import map_files
+from tests.test_mapped import map_files
 from tests.world import World
 
 SHAPES = [(7, 16), (4, 8)]  # of a block's weights, the first of which no number of ranks divides
