@@ -1,4 +1,4 @@
-"""Rules of the house that a linter does not know."""
+"""Rules of the package that a linter does not know."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "megafp8").rglob("*.py"))
-MOST_LINES, MOST_LINES_OF_A_FUNCTION = 420, 70
 CALLERS = {"collectives.py", "parallel_state.py"}
 COLLECTIVES = (
     "all_",
@@ -27,15 +26,8 @@ COLLECTIVES = (
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_module_says_what_it_is_for_and_is_small(path: Path) -> None:
-    source = path.read_text()
-    tree = ast.parse(source)
-    assert ast.get_docstring(tree), "no docstring"
-    assert len(source.splitlines()) <= MOST_LINES
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < MOST_LINES_OF_A_FUNCTION, node.name
+def test_a_module_has_a_docstring(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), "no docstring"
 
 
 def names_of_torch_distributed(tree: ast.AST) -> dict[str, str]:
