@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from megafp8.data.blend import Blend
+from megafp8.data.errors import DataError
 from megafp8.data.samples import Batch, next_token_batch
 
 
@@ -36,13 +38,19 @@ def sample_indices(
 
 
 class _Samples(Dataset[Any]):
-    """torch's loader wants its own type."""
+    """Samples by global number. One that cannot be read is its DataError, returned and not raised.
+
+    torch's loader would raise it in the main process with the traceback of the loader process as its message.
+    """
 
     def __init__(self, blend: Blend) -> None:
         self.blend = blend
 
-    def __getitem__(self, index: int) -> Any:
-        return self.blend[index]
+    def __getitem__(self, index: int) -> NDArray[np.int64] | DataError:
+        try:
+            return self.blend[index]
+        except DataError as error:
+            return error
 
 
 class _MicroBatches:
@@ -58,7 +66,10 @@ class _MicroBatches:
             consumed += self.global_batch_size
 
 
-def _collate(rows: list[Any], eod_id: int | None, reset_at_documents: bool, mask_eod_loss: bool) -> Batch:
+def _collate(rows: list[Any], eod_id: int | None, reset_at_documents: bool, mask_eod_loss: bool) -> Batch | DataError:
+    for row in rows:
+        if isinstance(row, DataError):
+            return row
     tokens = torch.from_numpy(np.stack(rows))
     return next_token_batch(tokens, eod_id, reset_at_documents=reset_at_documents, mask_eod_loss=mask_eod_loss)
 
@@ -79,7 +90,8 @@ def batches(
 ) -> Iterator[list[Batch]]:
     """This rank's micro-batches, one list a step, from the step after `consumed_samples` on, without end.
 
-    `num_workers` processes read ahead; 0 reads in this one.
+    `num_workers` processes read ahead; 0 reads in this one. Raises DataError in the step that would use a sample which
+    cannot be read.
     """
     place = (micro_batch_size, data_parallel_rank, data_parallel_size)
     loader: DataLoader[Any] = DataLoader(
@@ -94,4 +106,10 @@ def batches(
     stream = iter(loader)
     count = global_batch_size // (micro_batch_size * data_parallel_size)
     while True:
-        yield [next(stream) for _ in range(count)]
+        yield [_checked(next(stream)) for _ in range(count)]
+
+
+def _checked(batch: Batch | DataError) -> Batch:
+    if isinstance(batch, DataError):
+        raise batch
+    return batch

@@ -10,7 +10,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megafp8.data.blend import BLOCK, Blend
+from megafp8.data.blend import BLOCK, Blend, Segment
+
+
+def mixed(sets: Any, weights: list[float], seed: int) -> Blend:
+    """The blend of a run that begins."""
+    return Blend(sets, Segment.fresh(weights, seed))
 
 
 class Numbers:
@@ -26,35 +31,35 @@ class Numbers:
 @settings(max_examples=25)
 @given(weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=5), seed=st.integers(-5, 2**40))
 def test_each_sample_once_in_order_and_by_weight(weights: list[float], seed: int) -> None:
-    blend = Blend([Numbers(k) for k in range(len(weights))], weights, seed)  # type: ignore[misc]
+    blend = mixed([Numbers(k) for k in range(len(weights))], weights, seed)
     given_out: dict[int, list[int]] = defaultdict(list)
     for i in range(2 * BLOCK + 100):
-        source, index = blend.locate(i)
+        source, index = blend.segment.locate(i)
         given_out[source].append(index)
         assert blend[i].tolist() == [source, index]
     for source, indices in given_out.items():
         assert indices == list(range(len(indices)))
-        in_blocks = sum(blend.locate(i)[0] == source for i in range(2 * BLOCK))
+        in_blocks = sum(blend.segment.locate(i)[0] == source for i in range(2 * BLOCK))
         share = weights[source] / sum(weights)  # rounding each count moves n by half a sample for each data set
         assert abs(in_blocks - 2 * BLOCK * share) <= 0.5 + share * len(weights) / 2 + 1e-6
 
 
 def test_order_depends_on_the_seed_alone() -> None:
     sets: Any = [Numbers(0), Numbers(1)]
-    order = [Blend(sets, [1, 2], 7).locate(i) for i in range(300)]
-    assert [Blend(sets, [1, 2], 7).locate(i) for i in reversed(range(300))] == order[::-1]
-    assert [Blend(sets, [1, 2], 8).locate(i) for i in range(300)] != order
-    assert [pickle.loads(pickle.dumps(Blend(sets, [1, 2], 7))).locate(i) for i in range(300)] == order
+    order = [mixed(sets, [1, 2], 7).segment.locate(i) for i in range(300)]
+    assert [mixed(sets, [1, 2], 7).segment.locate(i) for i in reversed(range(300))] == order[::-1]
+    assert [mixed(sets, [1, 2], 8).segment.locate(i) for i in range(300)] != order
+    assert [pickle.loads(pickle.dumps(mixed(sets, [1, 2], 7))).segment.locate(i) for i in range(300)] == order
     sources = [source for source, _ in order]
     assert max(len(run) for run in "".join(map(str, sources)).split("0")) < 30, "not mixed within the block"
 
 
 def test_very_small_weights() -> None:
     weights = [0.6, 0.0005, 0.0005, 0.3989]
-    blend = Blend([Numbers(k) for k in range(4)], weights, 0)  # type: ignore[misc]
+    blend = mixed([Numbers(k) for k in range(4)], weights, 0)
     counts = [0] * 4
     for block in range(200):
         for place in range(BLOCK):
-            source, index = blend.locate(block * BLOCK + place)
+            source, index = blend.segment.locate(block * BLOCK + place)
             assert index == counts[source]
             counts[source] += 1

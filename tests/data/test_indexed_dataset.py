@@ -117,26 +117,30 @@ def test_appending_another_data_set(tmp_path: Path) -> None:
 def test_check_dataset(tmp_path: Path) -> None:
     write(tmp_path / "x")
     prefix = str(tmp_path / "x")
-    check_dataset(prefix, 65536, "any")
+
+    def check(vocab_size: int, fingerprint: str | None) -> None:
+        check_dataset(IndexedDataset(prefix), vocab_size, fingerprint)
+
+    check(65536, "any")
     with pytest.raises(ValueError, match=r"holds token 65535, but model.vocab_size is 65535"):
-        check_dataset(prefix, 65535, None)
+        check(65535, None)
     about = {"tokenizer": "bytes", "tokenizer_fingerprint": "a" * 64, "max_token_id": 100}
     (tmp_path / "x.json").write_text(json.dumps(about))
-    check_dataset(prefix, 101, "a" * 64)
+    check(101, "a" * 64)
     with pytest.raises(ValueError, match="the vocabularies differ"):
-        check_dataset(prefix, 101, "b" * 64)
+        check(101, "b" * 64)
     with pytest.raises(ValueError, match=r"set model.vocab_size to at least 101"):
-        check_dataset(prefix, 100, None)
+        check(100, None)
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ValueError, match=r"x\.json is damaged"):
-        check_dataset(prefix, 101, None)
+        check(101, None)
 
 
 def test_an_empty_data_set(tmp_path: Path) -> None:
     IndexedDatasetWriter(tmp_path / "x", np.uint16).close()
     assert IndexedDataset(tmp_path / "x").num_documents == 0
     with pytest.raises(ValueError, match="holds no tokens"):
-        check_dataset(str(tmp_path / "x"), 10, None)
+        check_dataset(IndexedDataset(tmp_path / "x"), 10, None)
 
 
 def test_abort_leaves_nothing(tmp_path: Path) -> None:
