@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections import defaultdict
 from typing import Any
@@ -52,6 +53,29 @@ def test_order_depends_on_the_seed_alone() -> None:
     assert [pickle.loads(pickle.dumps(mixed(sets, [1, 2], 7))).segment.locate(i) for i in range(300)] == order
     sources = [source for source, _ in order]
     assert max(len(run) for run in "".join(map(str, sources)).split("0")) < 30, "not mixed within the block"
+
+
+def test_the_order_of_fresh_runs_is_that_of_earlier_versions() -> None:
+    """Digests of the first 5,000 samples, taken from version 0.1 before blends had segments."""
+    for weights, seed, digest in [
+        ([1.0, 2.0], 7, "71b00f6fc314d73c"),
+        ([0.6, 0.0005, 0.0005, 0.3989], 1234, "8cd9ab2184d935af"),
+        ([3.7, 1.1, 12.9], -3, "11cd36adbbc6e65a"),
+    ]:
+        segment = Segment.fresh(weights, seed)
+        order = repr([segment.locate(i) for i in range(5000)])
+        assert hashlib.sha256(order.encode()).hexdigest()[:16] == digest
+
+
+def test_a_later_segment_counts_on() -> None:
+    """The same blend from global sample 777 on, each data set from what it has given before."""
+    fresh, later = Segment.fresh([2, 1, 5], 3), Segment((2, 1, 5), 3, 777, (10, 0, 99))
+    counts = [10, 0, 99]
+    for i in range(2 * BLOCK + 5):
+        assert later.given(777 + i) == counts
+        source, number = later.locate(777 + i)
+        assert (source, number) == (fresh.locate(i)[0], counts[source])
+        counts[source] += 1
 
 
 def test_very_small_weights() -> None:
