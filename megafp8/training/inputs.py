@@ -151,10 +151,15 @@ def _sources(
     return combine([x.source(float(x.times * size)) for x, size in zip(data_sets, sizes)])
 
 
+def _active(data_sets: Sequence[DataSet], progress: Progress) -> list[DataSet]:
+    """The data sets that `progress` mixes, in its order; of several with the same contents the first."""
+    by_identity = {x.identity: x for x in reversed(data_sets)}
+    return [by_identity[entry.identity] for entry in progress.active]
+
+
 def _blends(data_sets: Sequence[DataSet], progress: Progress, seed: int) -> tuple[Blend, Blend | None]:
     """Training and validation, of the data sets that are active in `progress`."""
-    by_identity = {x.identity: x for x in data_sets}
-    active = [by_identity[entry.identity] for entry in progress.active]
+    active = _active(data_sets, progress)
     train = Blend([x.train for x in active], progress.segment(seed))
     validation = [x.validation for x in active if x.validation is not None]
     return train, Blend(validation, Segment.fresh(train.segment.weights, seed)) if validation else None
@@ -218,13 +223,14 @@ def check_ranks_agree(inputs: Inputs, consumed_samples: int, group: ProcessGroup
     Compared are contents, sample indices of the current epoch, and which samples come next.
     """
     order = json.dumps(inputs.record(consumed_samples), sort_keys=True)
-    found = {"the order of the data sets": hashlib.sha256(order.encode()).hexdigest()}
+    found: dict[str, str] = {}
     given = inputs.train.segment.given(consumed_samples)
     for entry, packed, count in zip(inputs.progress.active, inputs.train.datasets, given):
         found[entry.prefix] = packed.dataset.fingerprint
         found[f"the sample index of {entry.prefix}"] = packed.index_checksum(count)
     for packed in inputs.validation.datasets if inputs.validation is not None else []:
         found[f"the sample index of {packed.dataset.prefix} for validation"] = packed.index_checksum(0)
+    found["the order of the data sets"] = hashlib.sha256(order.encode()).hexdigest()
     everything = hashlib.sha256(json.dumps(found).encode()).hexdigest()
     if len(set(all_gather_objects(everything, group))) == 1:
         return
@@ -262,17 +268,15 @@ def describe_planned_data(config: Config) -> str:
 
 def describe_data(config: Config, data_sets: Sequence[DataSet], progress: Progress) -> str:
     """A table of the data sets: tokens, share of the samples, and samples and epochs by the end of the run."""
-    t, active = config.training, progress.active
-    by_identity = {x.identity: x for x in data_sets}
-    found = [by_identity[entry.identity] for entry in active]
+    t, active = config.training, _active(data_sets, progress)
     segment = progress.segment(config.seed)
     counts = segment.given(max(t.steps * t.global_batch_size, progress.first_sample))
-    rows = [(x.prefix, x.train, share, count) for x, share, count in zip(found, shares(segment.weights), counts)]
+    rows = [(x.prefix, x.train, share, count) for x, share, count in zip(active, shares(segment.weights), counts)]
     if t.eval_interval:
         evaluated = Segment.fresh(segment.weights, config.seed).given(t.eval_steps * t.global_batch_size)
         rows += [
             (f"{x.prefix} (one evaluation)", x.validation, share, count)
-            for x, share, count in zip(found, shares(segment.weights), evaluated)
+            for x, share, count in zip(active, shares(segment.weights), evaluated)
             if x.validation is not None
         ]
     width = max(len("data set"), *(len(name) for name, *_ in rows))
