@@ -168,9 +168,9 @@ class Progress:
         # A run from before the record may have read one source under two names: then the larger count.
         consumed = {e.identity: e.consumed for e in sorted(done.sources, key=lambda entry: entry.consumed)}
         changes = [
-            f"{source.prefix} added with a share of {new[key]:.4%}, from its sample {consumed.get(key, 0):,} on"
+            f"{source.prefix} added with a share of {100 * new[key]:.4g}%, from its sample {consumed.get(key, 0):,} on"
             if key not in old
-            else f"share of {source.prefix} {old[key]:.4%} -> {new[key]:.4%}"
+            else f"share of {source.prefix} {100 * old[key]:.4g}% -> {100 * new[key]:.4g}%"
             for key, source in now.items()
             if key not in old or not _equal(old[key], new[key])
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megafp8.checkpoint import read_metadata
 from megafp8.config import Config, ConfigError, check_layout
 from megafp8.data import DataError
 from megafp8.data.blend import BLOCK
@@ -21,6 +23,8 @@ from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megafp8.data.samples import PackedDataset, split_documents
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data, describe_planned_data, open_inputs
+from megafp8.training.job import check_run, train
+from tests.test_checkpoint_format import undocumented_keys
 from tests.world import World
 
 S, SEED, SPLIT, VOCABULARY = 8, 11, "90,10", 500
@@ -220,7 +224,7 @@ def test_another_split_or_other_contents_are_refused(tmp_path: Path) -> None:
     anew = now.model_copy(update={"data": now.data.model_copy(update={"restart_changed": True})})
     went_on, changes = resume(then, 600, anew)
     assert counts(went_on, 600) == [given[0], 0]
-    assert changes == [f"{b} added with a share of 50.0000%, from its sample 0 on",
+    assert changes == [f"{b} added with a share of 50%, from its sample 0 on",
                        f"{b} removed after {given[1]} of its samples"]  # fmt: skip
     again, changes = resume(went_on, 800, anew)
     assert counts(again, 800) == counts(went_on, 800)
@@ -232,15 +236,15 @@ def test_a_checkpoint_from_before_the_record_goes_on(tmp_path: Path) -> None:
     """A list of data sets had equal shares then, and has them to the end of the run."""
     a, b, c = (write(tmp_path / name, 20 * (i + 1), i) for i, name in enumerate("abc"))
     cache = tmp_path / "cache"
-    for train, shares in (([b, a], {b: 1.0, a: 1.0}), ({a: 3.0, b: 1.0}, {a: 3.0, b: 1.0})):
+    for listed, shares in (([b, a], {b: 1.0, a: 1.0}), ({a: 3.0, b: 1.0}, {a: 3.0, b: 1.0})):
         then = open_inputs(config(shares, cache), "test")
         about = saved(then, 500, with_record=False)
-        about["config"]["data"]["train"] = train
+        about["config"]["data"]["train"] = listed
         del about["config"]["data"]["restart_changed"]
-        inputs, changes = open_inputs(config(train, cache), "test").resumed(about)
+        inputs, changes = open_inputs(config(listed, cache), "test").resumed(about)
         assert changes == []
         assert all(np.array_equal(inputs.train[i], then.train[i]) for i in range(500, 560))
-        again, changes = resume(inputs, 520, config(train, cache))
+        again, changes = resume(inputs, 520, config(listed, cache))
         assert changes == []
         assert all(np.array_equal(again.train[i], then.train[i]) for i in range(520, 560))
         given = then.train.segment.given(500)[list(shares).index(a)]
@@ -252,7 +256,7 @@ def test_a_checkpoint_from_before_the_record_goes_on(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"data\.train = '{c}'.*its {b} is not listed any more.*list it as {b}"):
             open_inputs(config([a, c], cache), "test").resumed(about)
         with pytest.raises(ConfigError, match=r"data\.split = '80,20'.* set data.split=90,10"):
-            open_inputs(config(train, cache, split="80,20"), "test").resumed(about)
+            open_inputs(config(listed, cache, split="80,20"), "test").resumed(about)
 
 
 def test_a_list_weighs_by_size(tmp_path: Path) -> None:
@@ -260,8 +264,8 @@ def test_a_list_weighs_by_size(tmp_path: Path) -> None:
     shutil.copy(f"{a}.bin", tmp_path / "copy.bin")
     shutil.copy(f"{a}.idx", tmp_path / "copy.idx")
     tokens = [sum(map(len, map(IndexedDataset(p).document, range(n)))) for p, n in ((a, 54), (b, 18))]
-    for train, times in (([a, b], 1), ([a, b, a], 2), ([a, b, str(tmp_path / "copy")], 2)):
-        inputs = open_inputs(config(train, cache), "test")
+    for listed, times in (([a, b], 1), ([a, b, a], 2), ([a, b, str(tmp_path / "copy")], 2)):
+        inputs = open_inputs(config(listed, cache), "test")
         assert inputs.train.segment.weights == (times * tokens[0], tokens[1])
         assert len(inputs.train.datasets) == 2
 
@@ -298,6 +302,61 @@ def test_weights_that_a_float_cannot_share_are_refused(weights: list[float], key
         check_layout(config(dict(zip("ab", weights)), Path("cache")), 1)
     assert f"{key}: " in str(error.value)
     assert rule in str(error.value)
+
+
+def _train(settings: Config) -> str:
+    """Run the job from check to end; the message of a DataError."""
+    inputs = open_inputs(settings, "test")
+    check_run(inputs)
+    try:
+        train(inputs)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_job_records_what_it_reads_and_ends_at_an_id_outside_the_vocabulary(
+    world2: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    a, b = write(tmp_path / "a", 60, 1), write(tmp_path / "b", 20, 2)
+    writer = IndexedDatasetWriter(tmp_path / "bad", np.uint16)
+    writer.add_document(np.full(300, VOCABULARY - 1))
+    writer.add_document(np.array([1, 2, VOCABULARY] + 20 * [3]))
+    writer.close({"max_token_id": 7})  # a sidecar is a hint
+
+    def settings(steps: int, listed: Any, name: str, **data: Any) -> Config:
+        tree = config(listed, tmp_path / "cache", **data).model_dump(mode="json")
+        tree["training"] |= {"steps": steps, "eval_interval": 0}
+        tree |= {"name": name, "run_dir": str(tmp_path), "logging": {"progress": False, "tensorboard": False}}
+        return Config.model_validate(tree)
+
+    def job(run: Config) -> str:
+        return str(world2.run(_train, run, ranks=1)[0])
+
+    def record(step: int) -> tuple[dict[str, Any], list[tuple[str, int, int]]]:
+        about = read_metadata(tmp_path / "t" / "checkpoints" / f"step_{step:08d}")
+        assert undocumented_keys(about) == []
+        return about, [(s["prefix"], s["start"], s["consumed"]) for s in about["data"]["sources"]]
+
+    assert job(settings(2, [a], "t")) == ""
+    assert record(2)[1] == [(a, 0, 8)]
+    assert job(settings(6, {b: 3, a: 1}, "t")) == ""
+    about, sources = record(6)
+    (_, _, of_b), (_, _, of_a) = sources
+    assert sources == [(b, 0, of_b), (a, 8, of_a)]
+    assert (of_a + of_b, about["data"]["first_sample"], about["consumed_samples"]) == (24, 8, 24)
+    said = capfd.readouterr().err
+    assert (
+        f"data changed since step 2: {b} added with a share of 75%, from its sample 0 on; share of {a} 100% -> 25%"
+        in said
+    )
+    assert re.search(rf"{a} +[\d,]+ +25\.00% +{of_a} ", said)
+    with pytest.raises(ConfigError, match=r"data\.split = '50,50': selects the documents"):
+        check_run(open_inputs(settings(8, {b: 3, a: 1}, "t", split="50,50"), "test"))
+    bad = tmp_path / "bad"
+    said = job(settings(10, [str(bad)], "bad", split="100"))
+    assert said.startswith(f"{bad}.bin: document 1, position 2 holds token 500, but model.vocab_size is 500: ")
+    assert "\n" not in said
 
 
 def _agree(folders: list[str], orders: list[list[str]], other_index: bool) -> str:
