@@ -138,26 +138,12 @@ class IndexedDataset:
 
     def sidecar(self) -> dict[str, Any] | None:
         """What `<prefix>.json` says, or None where there is none. Raises DataError where that is no sidecar."""
-        path = sidecar_path(self.prefix)
-        if not path.exists():
-            return None
-        try:
-            if path.stat().st_size > _LARGEST_SIDECAR:
-                raise ValueError(f"it has {path.stat().st_size:,} bytes")
-            about = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise _no_sidecar(path, error) from None
-        if not isinstance(about, dict):
-            raise _no_sidecar(path, f"it holds a {type(about).__name__} and not a mapping")
-        for key in ("tokenizer_fingerprint", "index_sha256"):
-            if not isinstance(about.get(key), str | None):
-                raise _no_sidecar(path, f"{key} is {about[key]!r} and not a hash")
-        return about
+        return _read_sidecar(sidecar_path(self.prefix))
 
     @cached_property
     def index_sha256(self) -> str:
         """SHA-256 of the .idx file."""
-        return hashlib.sha256(memoryview(self._index.raw)).hexdigest()
+        return hashlib.sha256(self._index.raw.data).hexdigest()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -172,7 +158,7 @@ class IndexedDataset:
         starts = [i * last // (_FINGERPRINT_BLOCKS - 1) for i in range(_FINGERPRINT_BLOCKS)] if size > whole else [0]
         for start in starts:
             block = content[start : start + (_FINGERPRINT_BLOCK if size > whole else size)]
-            digest.update(memoryview(block))
+            digest.update(block.data)
         return digest.hexdigest()
 
     def locate(self, position: int) -> tuple[int, int]:
@@ -204,6 +190,23 @@ def _running_sum(sizes: NDArray[np.int32]) -> NDArray[np.int64]:
     sums = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=sums[1:])
     return sums
+
+
+def _read_sidecar(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        if path.stat().st_size > _LARGEST_SIDECAR:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes")
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _no_sidecar(path, error) from None
+    if not isinstance(about, dict):
+        raise _no_sidecar(path, f"it holds a {type(about).__name__} and not a mapping")
+    for key in ("tokenizer_fingerprint", "index_sha256"):
+        if not isinstance(about.get(key), str | None):
+            raise _no_sidecar(path, f"{key} is {about[key]!r} and not a hash")
+    return about
 
 
 def _no_sidecar(path: Path, reason: object) -> DataError:
@@ -303,16 +306,18 @@ def _check_pointers(path: Path, size: int, index: _Index) -> bool:
 
 
 class IndexedDatasetWriter:
-    """Writes a data set under temporary names; `close` makes both files visible by renaming.
+    """Writes a data set under temporary names; `close` makes the files visible by renaming.
 
-    ValueError where the data set is there already, unless `overwrite`.
+    ValueError where one of its files is there already, unless `overwrite`; that replaces no .json but a sidecar.
     """
 
     def __init__(self, prefix: str | Path, dtype: type[np.generic], *, overwrite: bool = False) -> None:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
-        for path in (bin_path(prefix), idx_path(prefix)):
+        for path in (bin_path(prefix), idx_path(prefix), sidecar_path(prefix)):
             if path.exists() and not overwrite:
                 raise ValueError(f"{path} is there already; choose another output prefix, or overwrite it explicitly")
+        if "max_token_id" not in (_read_sidecar(sidecar_path(prefix)) or {"max_token_id": 0}):
+            raise _no_sidecar(sidecar_path(prefix), "it has no max_token_id")
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
         self._bin, self._idx = (Path(f"{prefix}.{kind}.incomplete-{os.getpid()}") for kind in ("bin", "idx"))
         self._file = self._bin.open("wb")
@@ -347,17 +352,19 @@ class IndexedDatasetWriter:
         sizes = np.asarray(self._sizes, np.int32)
         lengths = sizes.astype(np.int64) * self.dtype.itemsize
         pointers = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if len(sizes) else lengths
+        header = _HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(sizes), len(sizes) + 1)
+        marks, digest = np.arange(len(sizes) + 1, dtype=np.int64), hashlib.sha256()
         with self._idx.open("wb") as file:
-            file.write(_HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(sizes), len(sizes) + 1))
-            for array in (sizes, pointers, np.arange(len(sizes) + 1, dtype=np.int64)):
-                file.write(array.tobytes())
+            for content in (header, sizes.tobytes(), pointers.tobytes(), marks.tobytes()):
+                file.write(content)
+                digest.update(content)
             file.flush()
             os.fsync(file.fileno())
         sidecar = sidecar_path(self.prefix)
         if about is None:
             sidecar.unlink(missing_ok=True)
         else:
-            described = {**about, "index_sha256": hashlib.sha256(self._idx.read_bytes()).hexdigest()}
+            described = {**about, "index_sha256": digest.hexdigest()}
             sidecar.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         os.replace(self._bin, bin_path(self.prefix))
         os.replace(self._idx, idx_path(self.prefix))  # last: a data set without its index does not exist

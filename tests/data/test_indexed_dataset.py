@@ -203,6 +203,19 @@ def test_a_writer_overwrites_nothing(tmp_path: Path) -> None:
     writer.abort()
     assert (tmp_path / "x.bin").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
+    (tmp_path / "corpus.json").write_text('{"text": "a corpus of one document"}')
+    for overwrite, message in ((False, r"corpus\.json is there already"), (True, "it has no max_token_id")):
+        with pytest.raises(ValueError, match=message):
+            IndexedDatasetWriter(tmp_path / "corpus", np.uint16, overwrite=overwrite)
+
+
+def test_a_sidecar_is_that_of_its_data_set(tmp_path: Path) -> None:
+    for about in ({"max_token_id": 3}, {"max_token_id": 4}, None):
+        writer = IndexedDatasetWriter(tmp_path / "x", np.uint16, overwrite=True)
+        writer.add_document(np.array([1, 2, 3]))
+        writer.close(about)
+        digest = hashlib.sha256((tmp_path / "x.idx").read_bytes()).hexdigest()
+        assert IndexedDataset(tmp_path / "x").sidecar() == (about and {**about, "index_sha256": digest})
 
 
 def test_appending_another_data_set(tmp_path: Path) -> None:
