@@ -6,9 +6,10 @@ same set of samples, in the same micro-batches, whatever R; and a resumed run ne
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,17 +41,23 @@ def sample_indices(
 class _Samples(Dataset[Any]):
     """Samples by global number. One that cannot be read is its DataError, returned and not raised.
 
-    torch's loader would raise it in the main process with the traceback of the loader process as its message.
+    torch's loader would raise it in the main process with the traceback of the loader process as its message. For the
+    same reason a loader process opens the files with its first sample, and not when it is started.
     """
 
     def __init__(self, blend: Blend) -> None:
-        self.blend = blend
+        self.blend: Blend | bytes = blend
 
     def __getitem__(self, index: int) -> NDArray[np.int64] | DataError:
         try:
+            if isinstance(self.blend, bytes):
+                self.blend = cast(Blend, pickle.loads(self.blend))
             return self.blend[index]
         except DataError as error:
             return error
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"blend": self.blend if isinstance(self.blend, bytes) else pickle.dumps(self.blend)}
 
 
 class _MicroBatches:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megafp8.data import DataError
-from megafp8.data.sampler import batches, sample_indices
+from megafp8.data.blend import Blend, Segment
+from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megafp8.data.sampler import _Samples, batches, sample_indices
+from megafp8.data.samples import PackedDataset
 
 small = st.integers(1, 4)
 
@@ -71,6 +76,20 @@ def test_loader_processes_change_nothing() -> None:
         with pytest.raises(DataError) as error:
             next(steps)
         assert str(error.value) == "x.bin: sample 20 holds token -1"
+
+
+def test_files_that_a_loader_process_cannot_open(tmp_path: Path) -> None:
+    """They may have been moved since the run began: an evaluation starts loader processes of its own."""
+    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
+    writer.add_document(np.arange(50))
+    writer.close()
+    samples = PackedDataset(IndexedDataset(tmp_path / "x"), range(1), 4, 0, tmp_path)
+    sent = pickle.dumps(_Samples(Blend([samples], Segment.fresh([1], 0))))
+    assert np.array_equal(pickle.loads(sent)[0], samples[0])
+    (tmp_path / "x.bin").unlink()
+    error = pickle.loads(sent)[0]
+    assert isinstance(error, DataError)
+    assert "x.bin is missing" in str(error)
 
 
 def test_labels_are_the_next_tokens() -> None:
