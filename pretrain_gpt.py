@@ -23,7 +23,7 @@ from megafp8.training.describe import describe
 from megafp8.training.determinism import make_deterministic
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.init_from import complete_model
-from megafp8.training.inputs import Inputs, open_inputs, with_vocabulary
+from megafp8.training.inputs import Inputs, describe_planned_data, open_inputs, with_vocabulary
 from megafp8.training.job import check_run, choose_device, train
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 
@@ -33,7 +33,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", help="the YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. parallel.tensor=2")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print config, rank layout, parameters and memory per rank; stop"
+        "--dry-run",
+        action="store_true",
+        help="print config, rank layout, parameters, memory per rank and data sets; stop",
     )
     parser.add_argument("--world-size", type=int, help="with --dry-run: the number of ranks to plan for")
     parser.add_argument("--print-schema", action="store_true", help="print the JSON schema of the config; stop")
@@ -59,7 +61,8 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
         plan = plan_pipeline(config, num_microbatches(config, world_size))
         fp8 = build_fp8(config, None)
         memories = pipeline_memory(config, fp8, world_size, plan.placement, plan.train)
-        print(describe(config, world_size, fp8), memory_table(memories), sep="\n\n")
+        described = describe(config, world_size, fp8), memory_table(memories), describe_planned_data(config)
+        print(*described, sep="\n\n")
         return None
     plan_pipeline(config, num_microbatches(config, world_size))
     inputs = open_inputs(config, arguments.config)

@@ -215,6 +215,7 @@ def test_dry_run_of_a_cluster_layout() -> None:
     assert "parameters: 405,853,388,800 in the model" in done.stdout  # Llama-3.1-405B's published count
     assert "119-125" in done.stdout
     assert "amax          64 ranks: 0, 1, 2, 3, 4, 5, 6, 7, …  (16 such groups)" in done.stdout
+    assert "data sets: tokens, shares and epochs are not known, as data/corpus/text.bin and 1 more files" in done.stdout
 
 
 @pytest.mark.slow

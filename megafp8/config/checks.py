@@ -7,7 +7,9 @@ The rules need no device and no process group, so `--dry-run` applies those of a
 from __future__ import annotations
 
 import difflib
+import math
 import re
+import sys
 from collections.abc import Iterator
 
 from megafp8.config import optimizer_checks
@@ -34,6 +36,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _fsdp,
         _param_gather,
         _checkpoint,
+        _blend,
         _deterministic,
         *by_ranks,
     )
@@ -46,6 +49,22 @@ def _divisors(number: int, most: int) -> str:
     """The divisors of `number` up to `most`, in words."""
     found = [str(d) for d in range(1, most + 1) if number % d == 0]
     return "try " + " or ".join(found[-3:])
+
+
+def _blend(config: Config) -> Iterator[Problem]:
+    weights = config.data.train
+    if not isinstance(weights, dict):
+        return
+    total = sum(weights.values())
+    largest = max(weights, key=weights.__getitem__)
+    works = "give weights of ordinary size, such as numbers of tokens or shares of 1"
+    for prefix, weight in weights.items():
+        if math.isinf(total):
+            if prefix == largest:
+                yield Problem(f"data.train.{prefix}", weight, "the sum of all weights is too large for a float", works)
+        elif weight / total < sys.float_info.min:
+            rule = f"its share of the sum of all weights ({total:g}) is too small for a float"
+            yield Problem(f"data.train.{prefix}", weight, rule, f"{works}, or leave the data set out")
 
 
 def _model(config: Config) -> Iterator[Problem]:

@@ -337,9 +337,15 @@ class DataConfig(Section):
     """Where tokens come from."""
 
     train: list[str] | dict[str, PositiveFloat] = Field(min_length=1)
-    """Prefixes of .bin/.idx files, or a blend {prefix: weight}."""
+    """Prefixes of .bin/.idx files, each weighted by the tokens that it has for training, so that all are used up at the
+    same time; or a blend {prefix: weight}, weights being shares of the samples, of any sum. A prefix that is listed
+    twice is one data set with twice the weight. Weights may change and data sets come and go when a run resumes: each
+    continues with the samples that it has not given."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test."""
+    restart_changed: bool = False
+    """A data set whose files or part of the documents (split) are others than when the run read it is an error on
+    resume. true: its samples are counted from 0 instead. Data sets that did not change are never counted anew."""
     tokenizer: TokenizerConfig | None = None
     """Needed where model.vocab_size is not given; otherwise checked against the data."""
     reset_at_documents: bool = False

@@ -5,12 +5,17 @@ Sample j of data set k, of weight w, is due at the time (j + 1/2) / w, and sampl
 small its weight, and the counts after n samples follow from n alone. Samples come in blocks; within a block their order
 is shuffled by (seed, block). So which data set sample i comes from, and which of its samples, costs one small
 permutation, and each data set's own samples are used in order, none twice and none left out.
+
+A run whose data sets or weights change begins a new `Segment` at the sample where it stands: the method starts again
+there, and each data set's samples are counted on from what it has given before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,51 +25,85 @@ from megafp8.data.samples import PackedDataset
 BLOCK = 1024
 
 
-class Blend:
-    """`datasets` mixed by `weights` (any positive numbers)."""
+def shares(weights: Sequence[float]) -> NDArray[np.float64]:
+    """`weights` divided by their sum. Pure."""
+    found = np.asarray(weights, np.float64) / float(np.sum(weights))
+    assert found.min() > 0, "the sum of the weights overflows; config.checks refuses such weights"
+    return found
 
-    def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[float], seed: int) -> None:
-        assert len(datasets) == len(weights) > 0
-        assert min(weights) > 0
-        self.datasets, self.seed = list(datasets), seed
-        self._weights = np.asarray(weights, np.float64) / float(np.sum(weights))
-        self._block = lru_cache(maxsize=8)(self._make_block)
+
+@dataclass(frozen=True)
+class Segment:
+    """From which data set each sample of a run comes, from global sample `first` on.
+
+    `weights`: of each data set, any positive numbers. `starts`: samples that each has given before. Pure.
+    """
+
+    weights: tuple[float, ...]
+    seed: int
+    first: int
+    starts: tuple[int, ...]
+    _blocks: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.weights) == len(self.starts) > 0
+        assert min(self.weights) > 0
+        object.__setattr__(self, "_blocks", lru_cache(maxsize=8)(self._make_block))
+
+    @classmethod
+    def fresh(cls, weights: Sequence[float], seed: int) -> Segment:
+        """That of a run that begins."""
+        return cls(tuple(weights), seed, 0, (0,) * len(weights))
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Data set of global sample `index` >= `first`, and the sample's number within it."""
+        block, place = divmod(index - self.first, BLOCK)
+        assert block >= 0
+        sources, numbers = self._blocks(block)
+        return int(sources[place]), self.starts[sources[place]] + int(numbers[place])
+
+    def given(self, end: int) -> list[int]:
+        """Samples that each data set has given before global sample `end` >= `first`, earlier segments included."""
+        block, place = divmod(end - self.first, BLOCK)
+        assert block >= 0
+        counts = self._given(block * BLOCK) + np.bincount(self._blocks(block)[0][:place], minlength=len(self.weights))
+        return [start + int(count) for start, count in zip(self.starts, counts)]
 
     def _given(self, n: int) -> NDArray[np.int64]:
-        """Samples that each data set has given after `n` in all."""
+        """Samples that each data set has given after `n` of this segment."""
         # Rounding n's shares may be off by half a sample for each data set, so time n by as many: start surely below.
-        margin = np.ceil(self._weights * len(self.datasets) / 2) + 1
-        counts = np.maximum(np.floor(self._weights * n - margin), 0).astype(np.int64)
+        weights = shares(self.weights)
+        margin = np.ceil(weights * len(weights) / 2) + 1
+        counts = np.maximum(np.floor(weights * n - margin), 0).astype(np.int64)
         for _ in range(n - int(counts.sum())):
-            counts[np.argmin((counts + 0.5) / self._weights)] += 1
+            counts[np.argmin((counts + 0.5) / weights)] += 1
         return counts
 
     def _make_block(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each sample of a block its data set and the index in it."""
+        """For each sample of a block its data set, and how many of that set's come before it in this segment."""
         before, after = self._given(block * BLOCK), self._given((block + 1) * BLOCK)
-        sources = np.repeat(np.arange(len(self.datasets)), after - before)
+        sources = np.repeat(np.arange(len(self.weights)), after - before)
         np.random.Generator(np.random.Philox(key=np.array([self.seed & (2**64 - 1), block], dtype=np.uint64))).shuffle(
             sources
         )
-        indices = np.empty(BLOCK, np.int64)
-        for k in range(len(self.datasets)):
+        numbers = np.empty(BLOCK, np.int64)
+        for k in range(len(self.weights)):
             own = sources == k
-            indices[own] = before[k] + np.arange(own.sum())
-        return sources, indices
+            numbers[own] = before[k] + np.arange(own.sum())
+        return sources, numbers
 
-    def locate(self, index: int) -> tuple[int, int]:
-        """Data set of sample `index`, and the sample's index within it."""
-        block, place = divmod(index, BLOCK)
-        sources, indices = self._block(block)
-        return int(sources[place]), int(indices[place])
+    def __reduce__(self) -> tuple[Any, ...]:  # loader processes: the cache of blocks is not sent along
+        return type(self), (self.weights, self.seed, self.first, self.starts)
+
+
+@dataclass(frozen=True)
+class Blend:
+    """`datasets` mixed as `segment` says."""
+
+    datasets: Sequence[PackedDataset]
+    segment: Segment
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        source, own = self.locate(index)
-        return self.datasets[source][own]
-
-    def __getstate__(self) -> dict[str, object]:  # loader processes: the cache of blocks is not sent along
-        return {"datasets": self.datasets, "seed": self.seed, "_weights": self._weights}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._block = lru_cache(maxsize=8)(self._make_block)
+        """Global sample `index`, int64 `[seq_length + 1]`. Raises DataError."""
+        source, number = self.segment.locate(index)
+        return self.datasets[source][number]

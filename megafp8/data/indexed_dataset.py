@@ -2,25 +2,40 @@
 
     .idx   magic "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | document marks u64
            | sizes i32[sequences] | byte pointers i64[sequences] | document marks i64[marks]
+           | modes i8[sequences], or nothing
 
 Document marks are sequence numbers: the first is 0, the last the number of sequences. Existing corpora work unchanged.
-Beside them `tools/preprocess_data.py` writes `<prefix>.json`: the tokenizer's identity and the largest token. Data sets
-made elsewhere have none.
+Modes are those of Megatron's multimodal data sets: 0 is text, and nothing else is read.
+Beside them `tools/preprocess_data.py` writes `<prefix>.json` (the sidecar): the tokenizer's identity, the largest token
+and the SHA-256 of the .idx. Data sets made elsewhere have none.
 
-Both files are memory-mapped, and all that can be checked without reading the tokens is checked at opening: a truncated
-copy is found before a job starts and not at step 30,000.
+Both files are memory-mapped, and all that can be checked without reading the tokens is checked at opening. The .idx of
+Megatron-LM has no checksum, but it says most things twice:
+
+- the sizes add up to the size of the .bin file, for one dtype only;
+- the sequences cover the .bin file without gap or overlap, in order (Megatron's own writer) or in any other order;
+- where there are as many documents as sequences, each document is one sequence.
+
+So every change of one bit is found or makes no difference, but for one kind: in a data set without a sidecar whose
+documents have no or several sequences, a document mark can move between its neighbours. The tokens are all there then,
+and some end of a document is at another sequence.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megafp8.data.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -49,18 +64,35 @@ def sidecar_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
 
 
+class _Index(NamedTuple):
+    """Content of an .idx file; `raw` is the whole of it, and the other arrays are views of that."""
+
+    raw: NDArray[np.uint8]
+    dtype: np.dtype[Any]
+    sizes: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    marks: NDArray[np.int64]
+
+
 class IndexedDataset:
-    """A memory-mapped data set. ValueError, naming file and fault, for anything missing, truncated or damaged."""
+    """A memory-mapped data set. Raises DataError, naming file and fault, for anything missing, truncated or damaged.
 
-    def __init__(self, prefix: str | Path) -> None:
+    Its *stream* is all sequences one after another, in the order of the index; positions in it count tokens.
+    """
+
+    def __init__(self, prefix: str | Path, *, verify: bool = True) -> None:
+        """`verify`: compare the .idx with the checksum in the sidecar, where there is one."""
         self.prefix = str(prefix)
-        self.dtype, self.sizes, pointers, marks = _read_index(idx_path(prefix))
-        self.offsets: NDArray[np.int64] = pointers // self.dtype.itemsize  # in tokens
-        self.document_starts = marks
-        self.tokens = _map_tokens(bin_path(prefix), self.dtype, self.sizes, pointers)
+        self._index = _read_index(idx_path(prefix))
+        self.dtype, self.sizes, self.document_starts = self._index.dtype, self._index.sizes, self._index.marks
+        size = _size_of_tokens(bin_path(prefix), self.dtype, self.sizes)
+        self._in_order = _check_pointers(idx_path(prefix), size, self._index)
+        if verify:
+            self._check_checksum()
+        self.tokens = np.memmap(bin_path(prefix), mode="r", dtype=self.dtype) if size else np.empty(0, self.dtype)
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return type(self), (self.prefix,)  # loader processes map the files again; pickling a map copies all tokens
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return _open_verified, (self.prefix,)  # loader processes map the files again; pickling a map copies all tokens
 
     @property
     def num_documents(self) -> int:
@@ -73,94 +105,219 @@ class IndexedDataset:
     @property
     def document_lengths(self) -> NDArray[np.int64]:
         """Tokens of each document."""
-        ends = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
-        return cast(NDArray[np.int64], np.diff(ends[self.document_starts]))
+        return np.diff(self._positions[self.document_starts])
 
     @property
-    def document_offsets(self) -> NDArray[np.int64]:
-        """Where each document begins in the .bin file, in tokens. The sequences of a document lie one after another."""
-        first = np.minimum(self.document_starts[:-1], max(len(self.sizes) - 1, 0))
-        return self.offsets[first] if len(self.sizes) else np.zeros(self.num_documents, np.int64)
+    def document_positions(self) -> NDArray[np.int64]:
+        """Where in the stream each document begins."""
+        return self._positions[self.document_starts[:-1]]
+
+    @cached_property
+    def _positions(self) -> NDArray[np.int64]:
+        """Where in the stream each sequence begins, and the stream ends: `[sequences + 1]`."""
+        return _running_sum(self.sizes)
 
     def document(self, index: int) -> NDArray[Any]:
-        """The tokens of document `index`, a view of the file."""
-        start, length = int(self.document_offsets[index]), int(self.document_lengths[index])
-        return self.tokens[start : start + length]
+        """The tokens of document `index`."""
+        first, end = (int(self._positions[self.document_starts[i]]) for i in (index, index + 1))
+        return self.read(first, end - first)
+
+    def read(self, position: int, count: int) -> NDArray[Any]:
+        """`count` tokens of the stream from `position` on; a view of the file where its sequences are in order."""
+        if self._in_order:
+            return self.tokens[position : position + count]
+        positions, parts = self._positions, [np.empty(0, self.dtype)]
+        sequence = int(np.searchsorted(positions, position, side="right")) - 1
+        while count:
+            skip = position - int(positions[sequence])
+            first = int(self._index.pointers[sequence]) // self.dtype.itemsize + skip
+            taken = min(count, int(self.sizes[sequence]) - skip)
+            parts.append(self.tokens[first : first + taken])
+            position, count, sequence = position + taken, count - taken, sequence + 1
+        return np.concatenate(parts)
 
     def sidecar(self) -> dict[str, Any] | None:
-        """What `<prefix>.json` says, or None where there is none. ValueError where it cannot be read."""
-        path = sidecar_path(self.prefix)
-        if not path.exists():
-            return None
-        try:
-            return cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: {error}; remove it, or write the data set again") from None
+        """What `<prefix>.json` says, or None where there is none. Raises DataError where that is no sidecar."""
+        return _read_sidecar(sidecar_path(self.prefix))
+
+    @cached_property
+    def index_sha256(self) -> str:
+        """SHA-256 of the .idx file."""
+        return hashlib.sha256(self._index.raw.data).hexdigest()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the contents wherever the files are: SHA-256 of the .idx, and of the size and parts of the .bin.
+
+        Of a .bin of more than 256 KiB, 64 evenly spaced blocks of 4 KiB are read, and nothing in between.
+        """
+        content = self.tokens.view(np.uint8)
+        size, whole = len(content), _FINGERPRINT_BLOCKS * _FINGERPRINT_BLOCK
+        last = size - _FINGERPRINT_BLOCK
+        digest = hashlib.sha256(f"{self.index_sha256} {size} ".encode())
+        starts = [i * last // (_FINGERPRINT_BLOCKS - 1) for i in range(_FINGERPRINT_BLOCKS)] if size > whole else [0]
+        for start in starts:
+            block = content[start : start + (_FINGERPRINT_BLOCK if size > whole else size)]
+            digest.update(block.data)
+        return digest.hexdigest()
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Document of a `position` in the stream, and the position within it."""
+        positions = self._positions
+        document = int(np.searchsorted(positions[self.document_starts], position, side="right")) - 1
+        return document, position - int(positions[self.document_starts[document]])
+
+    def _check_checksum(self) -> None:
+        expected = (self.sidecar() or {}).get("index_sha256")
+        if expected is not None and self.index_sha256 != expected:
+            raise DataError(
+                f"{idx_path(self.prefix)} is damaged, or of another data set than {sidecar_path(self.prefix)}: its "
+                f"SHA-256 is {self.index_sha256[:12]}…, and {expected[:12]}… was recorded; copy both again, or write "
+                "the data set again"
+            )
 
 
-def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """dtype, sizes, byte pointers and document marks of an .idx file."""
+_LARGEST_SIDECAR = 2**24
+_FINGERPRINT_BLOCKS, _FINGERPRINT_BLOCK = 64, 4096
+
+
+def _open_verified(prefix: str) -> IndexedDataset:
+    return IndexedDataset(prefix, verify=False)
+
+
+def _running_sum(sizes: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Sum of all sizes before each, and of all: `[sequences + 1]`."""
+    sums = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=sums[1:])
+    return sums
+
+
+def _read_sidecar(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        if path.stat().st_size > _LARGEST_SIDECAR:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes")
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _no_sidecar(path, error) from None
+    if not isinstance(about, dict):
+        raise _no_sidecar(path, f"it holds a {type(about).__name__} and not a mapping")
+    for key in ("tokenizer_fingerprint", "index_sha256"):
+        if not isinstance(about.get(key), str | None):
+            raise _no_sidecar(path, f"{key} is {about[key]!r} and not a hash")
+    return about
+
+
+def _no_sidecar(path: Path, reason: object) -> DataError:
+    return DataError(
+        f"{path} is damaged, or not the description that tools/preprocess_data.py writes beside a data set: {reason}; "
+        "restore it, or move it away (the data set can be read without)"
+    )
+
+
+def _read_index(path: Path) -> _Index:
+    """The .idx file, checked as far as that goes without the .bin file. Raises DataError."""
     try:
         raw = np.memmap(path, mode="r", dtype=np.uint8)
     except (OSError, ValueError) as error:
         reason = "it is empty" if path.exists() else "no such file"
-        raise ValueError(
+        raise DataError(
             f"{path} cannot be opened: {reason} ({error}); data.train wants prefixes of .bin/.idx"
         ) from None
     if len(raw) < _HEADER.size or bytes(raw[:9]) != MAGIC:
-        raise ValueError(f"{path} is not an index of a token file: it does not begin with {MAGIC!r}")
+        raise DataError(f"{path} is not an index of a token file: it does not begin with {MAGIC!r}")
     _, version, code, sequences, marks = _HEADER.unpack(bytes(raw[: _HEADER.size]))
     if version != 1:
-        raise ValueError(f"{path} has format version {version}; only version 1 is known")
+        raise DataError(f"{path} has format version {version}; only version 1 is known")
     if code not in _DTYPES:
-        raise ValueError(f"{path} has the unknown dtype code {code}; known are {sorted(_DTYPES)}")
+        raise DataError(f"{path} has the unknown dtype code {code}; known are {sorted(_DTYPES)}")
+    dtype = np.dtype(_DTYPES[code])
+    if dtype.kind == "f":
+        raise DataError(f"{path} says that its tokens are {dtype}: token ids are integers; write the data set again")
     expected = _HEADER.size + sequences * (4 + 8) + marks * 8
-    if len(raw) != expected:
-        raise ValueError(
+    if len(raw) not in (expected, expected + sequences):
+        raise DataError(
             f"{path} has {len(raw):,} bytes, but its header ({sequences:,} sequences, {marks:,} document marks) "
             f"needs {expected:,}: truncated or damaged"
         )
     body = raw[_HEADER.size :]
     sizes = body[: sequences * 4].view(np.int32)
     pointers = body[sequences * 4 : sequences * 12].view(np.int64)
-    documents = body[sequences * 12 :].view(np.int64)
-    if not marks or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
-        raise ValueError(f"{path} is damaged: its document marks do not run from 0 to {sequences:,}")
-    return np.dtype(_DTYPES[code]), sizes, pointers, documents
+    documents = body[sequences * 12 : sequences * 12 + marks * 8].view(np.int64)
+    modes = body[sequences * 12 + marks * 8 :]
+    if not marks or documents[0] != 0 or documents[-1] != sequences or (documents[1:] < documents[:-1]).any():
+        raise DataError(f"{path} is damaged: its document marks do not run from 0 to {sequences:,}")
+    if marks == sequences + 1 and (documents != np.arange(marks)).any():
+        raise DataError(
+            f"{path} is damaged: it has as many documents as sequences, but its document "
+            f"{int(np.flatnonzero(documents != np.arange(marks))[0]) - 1:,} does not hold exactly one"
+        )
+    if modes.any():
+        first = int(np.flatnonzero(modes)[0])
+        raise DataError(
+            f"{path} has sequence modes, and that of sequence {first:,} is {int(modes[first])}: a multimodal data set "
+            "of Megatron-LM; only text (mode 0) can be read; write a data set of the text alone"
+        )
+    return _Index(raw, dtype, sizes, pointers, documents)
 
 
-def _map_tokens(
-    path: Path, dtype: np.dtype[Any], sizes: NDArray[np.int32], pointers: NDArray[np.int64]
-) -> NDArray[Any]:
-    """The .bin file as one array, checked against the index."""
+def _size_of_tokens(path: Path, dtype: np.dtype[Any], sizes: NDArray[np.int32]) -> int:
+    """Bytes of the .bin file. Raises DataError where the index promises another number."""
     expected = int(sizes.sum(dtype=np.int64)) * dtype.itemsize
     try:
         found = path.stat().st_size
     except OSError:
-        raise ValueError(f"{path} is missing: its index promises {expected:,} bytes of tokens") from None
+        raise DataError(f"{path} is missing: its index promises {expected:,} bytes of tokens") from None
     if found != expected:
-        raise ValueError(
+        raise DataError(
             f"{path} has {found:,} bytes, but its index promises {expected:,} "
             f"({expected // dtype.itemsize:,} tokens of {dtype.itemsize} bytes): truncated, or of another data set"
         )
-    ends = pointers + sizes.astype(np.int64) * dtype.itemsize
-    misplaced = (pointers < 0) | (pointers % dtype.itemsize != 0) | (sizes < 0) | (ends > found)
-    if misplaced.any():
-        raise ValueError(f"{path.with_suffix('.idx')} is damaged: it points outside {path}, or between its tokens")
-    return np.memmap(path, mode="r", dtype=dtype) if found else np.empty(0, dtype)
+    return found
+
+
+def _check_pointers(path: Path, size: int, index: _Index) -> bool:
+    """Whether the sequences lie in the .bin file, of `size` bytes, in the order of the index.
+
+    Raises DataError unless they cover it without gap or overlap in some order. Empty sequences lie anywhere.
+    """
+    filled = index.sizes != 0
+    sizes, pointers = (index.sizes, index.pointers) if filled.all() else (index.sizes[filled], index.pointers[filled])
+    itemsize = index.dtype.itemsize
+    ends = pointers + sizes.astype(np.int64) * itemsize
+    if ((pointers < 0) | (pointers > size) | (pointers % itemsize != 0) | (sizes < 0) | (ends > size)).any():
+        raise DataError(
+            f"{path} is damaged: it points outside {path.with_suffix('.bin')}, or between its tokens; copy the data "
+            "set again, or write it again"
+        )
+    wrong = pointers != _running_sum(sizes)[:-1] * itemsize
+    if not wrong.any():
+        return True
+    order = np.argsort(pointers, kind="stable")
+    if (pointers[order] != _running_sum(sizes[order])[:-1] * itemsize).any():
+        sequence = int(np.flatnonzero(filled)[np.flatnonzero(wrong)[0]])
+        raise DataError(
+            f"{path} is damaged: its sequences overlap in the .bin file, and leave others of its tokens out (sequence "
+            f"{sequence:,} is the first that does not begin where the one before ends); copy the data set again, or "
+            "write it again"
+        )
+    return False
 
 
 class IndexedDatasetWriter:
-    """Writes a data set under temporary names; `close` makes both files visible by renaming.
+    """Writes a data set under temporary names; `close` makes the files visible by renaming.
 
-    ValueError where the data set is there already, unless `overwrite`.
+    ValueError where one of its files is there already, unless `overwrite`; that replaces no .json but a sidecar.
     """
 
     def __init__(self, prefix: str | Path, dtype: type[np.generic], *, overwrite: bool = False) -> None:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
-        for path in (bin_path(prefix), idx_path(prefix)):
+        for path in (bin_path(prefix), idx_path(prefix), sidecar_path(prefix)):
             if path.exists() and not overwrite:
                 raise ValueError(f"{path} is there already; choose another output prefix, or overwrite it explicitly")
+        if "max_token_id" not in (_read_sidecar(sidecar_path(prefix)) or {"max_token_id": 0}):
+            raise _no_sidecar(sidecar_path(prefix), "it has no max_token_id")
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
         self._bin, self._idx = (Path(f"{prefix}.{kind}.incomplete-{os.getpid()}") for kind in ("bin", "idx"))
         self._file = self._bin.open("wb")
@@ -184,20 +341,31 @@ class IndexedDatasetWriter:
     def documents(self) -> int:
         return len(self._sizes)
 
-    def close(self) -> None:
-        """Write the index, flush to disk, and rename both files to their names."""
+    def close(self, about: Mapping[str, Any] | None = None) -> None:
+        """Write the index, flush to disk, and rename the files to their names.
+
+        `about`: what the sidecar is to say beside the index's checksum. Without, there is none, nor an older one.
+        """
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         sizes = np.asarray(self._sizes, np.int32)
         lengths = sizes.astype(np.int64) * self.dtype.itemsize
         pointers = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if len(sizes) else lengths
+        header = _HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(sizes), len(sizes) + 1)
+        marks, digest = np.arange(len(sizes) + 1, dtype=np.int64), hashlib.sha256()
         with self._idx.open("wb") as file:
-            file.write(_HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(sizes), len(sizes) + 1))
-            for array in (sizes, pointers, np.arange(len(sizes) + 1, dtype=np.int64)):
-                file.write(array.tobytes())
+            for content in (header, sizes.tobytes(), pointers.tobytes(), marks.tobytes()):
+                file.write(content)
+                digest.update(content)
             file.flush()
             os.fsync(file.fileno())
+        sidecar = sidecar_path(self.prefix)
+        if about is None:
+            sidecar.unlink(missing_ok=True)
+        else:
+            described = {**about, "index_sha256": digest.hexdigest()}
+            sidecar.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         os.replace(self._bin, bin_path(self.prefix))
         os.replace(self._idx, idx_path(self.prefix))  # last: a data set without its index does not exist
 
@@ -211,29 +379,58 @@ class IndexedDatasetWriter:
 _SCANNED_TOKENS = 20_000_000
 
 
-def check_dataset(prefix: str, vocab_size: int, fingerprint: str | None) -> None:
-    """ValueError where the data set at `prefix` cannot be what a model of `vocab_size` tokens was meant to read.
+def check_dataset(dataset: IndexedDataset, vocab_size: int, fingerprint: str | None) -> None:
+    """A cheap look at the start, which finds the usual mistakes; every sample is checked when it is read.
 
-    With a sidecar, its largest token and the fingerprint of its tokenizer are compared; without, the first 20 million
-    tokens are looked at.
+    Raises DataError where there are no tokens, where the sidecar names another tokenizer than that of `fingerprint`,
+    and for ids beyond `vocab_size`: by the largest that the sidecar names, or without one in the first 20 million.
     """
-    dataset = IndexedDataset(prefix)
     if dataset.num_tokens == 0:
-        raise ValueError(f"{bin_path(prefix)} holds no tokens")
+        raise DataError(f"{bin_path(dataset.prefix)} holds no tokens")
     about = dataset.sidecar()
-    if about is not None:
-        largest = int(about["max_token_id"])
-        made_with = about.get("tokenizer_fingerprint")
-        if fingerprint is not None and made_with is not None and made_with != fingerprint:
-            raise ValueError(
-                f"{prefix} was written with the {about.get('tokenizer')} tokenizer {made_with[:12]}…, but "
-                f"data.tokenizer is {fingerprint[:12]}…: the vocabularies differ; use the tokenizer of the data, or "
-                "preprocess it again"
-            )
-    else:
-        largest = int(dataset.tokens[:_SCANNED_TOKENS].max())
-    if largest >= vocab_size:
-        raise ValueError(
-            f"{prefix} holds token {largest}, but model.vocab_size is {vocab_size}: the vocabulary does not match the "
-            f"data; set model.vocab_size to at least {largest + 1}, or preprocess the data with this tokenizer"
+    if about is None:
+        check_ids(dataset, dataset.read(0, min(_SCANNED_TOKENS, dataset.num_tokens)), vocab_size, 0)
+        return
+    made_with = about.get("tokenizer_fingerprint")
+    if fingerprint is not None and made_with is not None and made_with != fingerprint:
+        raise DataError(
+            f"{dataset.prefix} was written with the {about.get('tokenizer')} tokenizer {made_with[:12]}…, but "
+            f"data.tokenizer is {fingerprint[:12]}…: the vocabularies differ; use the tokenizer of the data, or "
+            "preprocess it again"
         )
+    largest = about.get("max_token_id")
+    if type(largest) is not int or largest < 0:
+        raise _no_sidecar(sidecar_path(dataset.prefix), f"max_token_id is {largest!r} and not a token id")
+    if largest >= vocab_size:
+        raise DataError(_beyond(dataset.prefix, largest, vocab_size))
+
+
+def all_within(ids: NDArray[Any], vocab_size: int) -> bool:
+    """Whether all `ids`, of any integer dtype, are in [0, vocab_size)."""
+    return not len(ids) or (int(ids.max()) < vocab_size and (ids.dtype.kind == "u" or int(ids.min()) >= 0))
+
+
+def check_ids(dataset: IndexedDataset, ids: NDArray[Any], vocab_size: int, position: int) -> None:
+    """Raise DataError, with file, document and position, for the first of `ids` that is not in [0, vocab_size).
+
+    `ids` are of any integer dtype, from `position` of the stream of `dataset` on.
+    """
+    if all_within(ids, vocab_size):
+        return
+    wrong = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+    document, within = dataset.locate(position + wrong)
+    where = f"{bin_path(dataset.prefix)}: document {document:,}, position {within:,}"
+    found = int(ids[wrong])
+    if found < 0:
+        raise DataError(
+            f"{where} holds token {found}: token ids are never negative; the data set is damaged, or its .idx has the "
+            "wrong dtype; copy it again, or write it again"
+        )
+    raise DataError(_beyond(where, found, vocab_size))
+
+
+def _beyond(where: str, token: int, vocab_size: int) -> str:
+    return (
+        f"{where} holds token {token}, but model.vocab_size is {vocab_size}: the vocabulary does not match the data; "
+        f"set model.vocab_size to at least {token + 1}, or preprocess the data with this tokenizer"
+    )

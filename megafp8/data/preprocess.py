@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megafp8.data.indexed_dataset import IndexedDatasetWriter, sidecar_path
+from megafp8.data.indexed_dataset import IndexedDatasetWriter
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".parquet")
@@ -227,8 +227,7 @@ def preprocess(
     if not summary.documents:
         writer.abort()
         raise ValueError(f"no documents with text among the inputs ({summary.empty} empty): nothing was written")
-    sidecar_path(prefix).write_text(json.dumps(_about(summary, tokenizer, kind, sources), indent=2) + "\n")
-    writer.close()
+    writer.close(_about(summary, tokenizer, kind, sources))
     return summary
 
 

@@ -6,15 +6,18 @@ same set of samples, in the same micro-batches, whatever R; and a resumed run ne
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from megafp8.data.blend import Blend
+from megafp8.data.errors import DataError
 from megafp8.data.samples import Batch, next_token_batch
 
 
@@ -36,13 +39,25 @@ def sample_indices(
 
 
 class _Samples(Dataset[Any]):
-    """torch's loader wants its own type."""
+    """Samples by global number. One that cannot be read is its DataError, returned and not raised.
+
+    torch's loader would raise it in the main process with the traceback of the loader process as its message. For the
+    same reason a loader process opens the files with its first sample, and not when it is started.
+    """
 
     def __init__(self, blend: Blend) -> None:
-        self.blend = blend
+        self.blend: Blend | bytes = blend
 
-    def __getitem__(self, index: int) -> Any:
-        return self.blend[index]
+    def __getitem__(self, index: int) -> NDArray[np.int64] | DataError:
+        try:
+            if isinstance(self.blend, bytes):
+                self.blend = cast(Blend, pickle.loads(self.blend))
+            return self.blend[index]
+        except DataError as error:
+            return error
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"blend": self.blend if isinstance(self.blend, bytes) else pickle.dumps(self.blend)}
 
 
 class _MicroBatches:
@@ -58,7 +73,10 @@ class _MicroBatches:
             consumed += self.global_batch_size
 
 
-def _collate(rows: list[Any], eod_id: int | None, reset_at_documents: bool, mask_eod_loss: bool) -> Batch:
+def _collate(rows: list[Any], eod_id: int | None, reset_at_documents: bool, mask_eod_loss: bool) -> Batch | DataError:
+    for row in rows:
+        if isinstance(row, DataError):
+            return row
     tokens = torch.from_numpy(np.stack(rows))
     return next_token_batch(tokens, eod_id, reset_at_documents=reset_at_documents, mask_eod_loss=mask_eod_loss)
 
@@ -79,7 +97,8 @@ def batches(
 ) -> Iterator[list[Batch]]:
     """This rank's micro-batches, one list a step, from the step after `consumed_samples` on, without end.
 
-    `num_workers` processes read ahead; 0 reads in this one.
+    `num_workers` processes read ahead; 0 reads in this one. Raises DataError in the step that would use a sample which
+    cannot be read.
     """
     place = (micro_batch_size, data_parallel_rank, data_parallel_size)
     loader: DataLoader[Any] = DataLoader(
@@ -94,4 +113,10 @@ def batches(
     stream = iter(loader)
     count = global_batch_size // (micro_batch_size * data_parallel_size)
     while True:
-        yield [next(stream) for _ in range(count)]
+        yield [_checked(next(stream)) for _ in range(count)]
+
+
+def _checked(batch: Batch | DataError) -> Batch:
+    if isinstance(batch, DataError):
+        raise batch
+    return batch

@@ -8,7 +8,11 @@ window is dropped.
 
 The permutations and sums of an epoch are its *index*. It is kept on local disk under a name that is a hash of all it
 depends on, written to a temporary name and renamed. Any number of processes on any number of nodes may race to make it:
-they make the same file, so nobody waits and no shared file system is needed.
+they make the same file, so nobody waits and no shared file system is needed. Each file ends with its own SHA-256; one
+that does not match is made again, with a warning. Ranks compare theirs by `index_checksum`.
+
+Each sample's token ids are compared with the vocabulary when it is read: beyond it, a sharded embedding would take them
+for another rank's tokens and silently give zeros.
 
 Shapes: b micro-batch, s sequence.
 """
@@ -16,9 +20,10 @@ Shapes: b micro-batch, s sequence.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +34,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megafp8.context_parallel.cut import cut
-from megafp8.data.indexed_dataset import IndexedDataset
+from megafp8.data.errors import DataError
+from megafp8.data.indexed_dataset import IndexedDataset, all_within, check_ids
+
+_log = logging.getLogger(__name__)
 
 
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
@@ -56,6 +64,13 @@ class _Epoch(NamedTuple):
     samples: NDArray[Any]
 
 
+class _Index(NamedTuple):
+    """The index of one epoch and the SHA-256 of all its files' contents."""
+
+    epoch: _Epoch
+    checksum: str
+
+
 def default_cache() -> Path:
     """Where sample indices are kept unless the config says otherwise: local to the node and the user."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megafp8" / "index"
@@ -64,7 +79,8 @@ def default_cache() -> Path:
 class PackedDataset:
     """Endless samples of `seq_length + 1` tokens from `documents` of `dataset`.
 
-    Raises ValueError where there are too few tokens for a single sample.
+    Raises DataError where there are too few tokens for a single sample, and from `__getitem__` where a sample holds an
+    id that is not in [0, `vocab_size`); None checks nothing.
     """
 
     def __init__(
@@ -74,62 +90,69 @@ class PackedDataset:
         seq_length: int,
         seed: int,
         cache_dir: str | Path | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.dataset, self.documents, self.seq_length, self.seed = dataset, documents, seq_length, seed
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache()
+        self.vocab_size = vocab_size
         span = slice(documents.start, documents.stop)
-        self._lengths, self._offsets = dataset.document_lengths[span], dataset.document_offsets[span]
+        self._lengths, self._positions = dataset.document_lengths[span], dataset.document_positions[span]
         self.num_tokens = int(self._lengths.sum())
         self.samples_per_epoch = (self.num_tokens - 1) // seq_length
         if self.samples_per_epoch < 1:
-            raise ValueError(
+            raise DataError(
                 f"{dataset.prefix}: documents {documents.start}-{documents.stop} hold {self.num_tokens:,} tokens, too "
                 f"few for one sample of training.seq_length + 1 = {seq_length + 1:,}; add data, or change data.split"
             )
         self._identity = hashlib.sha256(self._lengths.tobytes()).hexdigest()
-        self._epoch: tuple[int, _Epoch] | None = None
+        self._index: tuple[int, _Index] | None = None
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Sample `index` >= 0, int64 `[seq_length + 1]`."""
         number, place = divmod(index, self.samples_per_epoch)
-        epoch = self._load(number)
+        epoch = self._load(number).epoch
         position = int(epoch.samples[place]) * self.seq_length
-        parts, missing = [], self.seq_length + 1
+        firsts, parts, missing = [], [], self.seq_length + 1
         j = int(np.searchsorted(epoch.starts, position, side="right")) - 1
         while missing:
             document = int(epoch.documents[j])
             skip = position - int(epoch.starts[j])
-            first = int(self._offsets[document]) + skip
+            first = int(self._positions[document]) + skip
             taken = min(missing, int(self._lengths[document]) - skip)
-            parts.append(self.dataset.tokens[first : first + taken])
+            firsts.append(first)
+            parts.append(self.dataset.read(first, taken))
             position, missing, j = position + taken, missing - taken, j + 1
-        return np.concatenate(parts).astype(np.int64)
+        tokens = np.concatenate(parts)
+        if self.vocab_size is not None and not all_within(tokens, self.vocab_size):
+            for first, part in zip(firsts, parts):
+                check_ids(self.dataset, part, self.vocab_size, first)
+        return tokens.astype(np.int64)
 
     def __getstate__(self) -> dict[str, object]:  # loader processes: the index of an epoch is read from the cache
-        return {**self.__dict__, "_epoch": None}
+        return {**self.__dict__, "_index": None}
 
-    def _load(self, number: int) -> _Epoch:
+    def index_checksum(self, index: int) -> str:
+        """SHA-256 of the index of the epoch that sample `index` is in, on this machine."""
+        return self._load(index // self.samples_per_epoch).checksum
+
+    def _load(self, number: int) -> _Index:
         """The index of epoch `number`: from memory, from the cache, or made and put there."""
-        if self._epoch is not None and self._epoch[0] == number:
-            return self._epoch[1]
-        key = hashlib.sha256(repr((self._identity, self.seq_length, self.seed, number)).encode()).hexdigest()[:32]
-        paths = [self.cache_dir / f"{key}-{name}.npy" for name in _Epoch._fields]
-        epoch = self._read(paths)
-        if epoch is None:
-            epoch = self._make(number)
-            for path, array in zip(paths, epoch):
-                _write_atomically(path, array)
-        self._epoch = (number, epoch)
-        return epoch
+        if self._index is not None and self._index[0] == number:
+            return self._index[1]
+        key = hashlib.sha256(repr((_CACHE_FORMAT, self._identity, self.seq_length, self.seed, number)).encode())
+        paths = [self.cache_dir / f"{key.hexdigest()[:32]}-{name}.npy" for name in _Epoch._fields]
+        index = _read(paths) or self._put(paths, self._make(number))
+        self._index = (number, index)
+        return index
 
-    def _read(self, paths: list[Path]) -> _Epoch | None:
-        """The cached index, or None where it is missing or damaged."""
+    def _put(self, paths: list[Path], epoch: _Epoch) -> _Index:
         try:
-            epoch = _Epoch(*(np.load(path, mmap_mode="r") for path in paths))
-        except (OSError, ValueError, EOFError):
-            return None
-        lengths = (len(self._lengths), len(self._lengths), self.samples_per_epoch)
-        return epoch if tuple(map(len, epoch)) == lengths else None
+            return _Index(epoch, _joined(_write_atomically(path, array) for path, array in zip(paths, epoch)))
+        except OSError as error:
+            raise DataError(
+                f"the sample index of {self.dataset.prefix} cannot be written to {self.cache_dir} ({error}); set "
+                f"data.index_cache to a folder with {sum(array.nbytes for array in epoch) / 2**20:,.0f} MiB of room"
+            ) from None
 
     def _make(self, number: int) -> _Epoch:
         key = np.array([self.seed & (2**64 - 1), number], dtype=np.uint64)
@@ -141,12 +164,54 @@ class PackedDataset:
         return _Epoch(documents, starts, samples)
 
 
-def _write_atomically(path: Path, array: NDArray[Any]) -> None:
+_CACHE_FORMAT = 2
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def _joined(digests: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _digest(path: Path, content: Any) -> bytes:
+    """SHA-256 of a file's name and `content`: a file under another's name is as wrong as a damaged one."""
+    digest = hashlib.sha256(path.name.encode())
+    digest.update(content)
+    return digest.digest()
+
+
+def _read(paths: list[Path]) -> _Index | None:
+    """The cached index, or None where it is missing, or damaged, which is logged."""
+    digests = []
+    for path in paths:
+        raw: NDArray[np.uint8]
+        try:
+            raw = np.memmap(path, mode="r", dtype=np.uint8)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):  # ValueError: an empty file
+            raw = np.empty(0, np.uint8)
+        digests.append(_digest(path, raw[:-_DIGEST_BYTES]))
+        if bytes(raw[-_DIGEST_BYTES:]) != digests[-1]:
+            _log.warning("sample index %s is damaged: its checksum does not match; it is made again", path)
+            return None
+    return _Index(_Epoch(*(np.load(path, mmap_mode="r") for path in paths)), _joined(digests))
+
+
+def _write_atomically(path: Path, array: NDArray[Any]) -> bytes:
+    """Write `array` as .npy with the digest of that behind it, and return the digest."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-    with os.fdopen(descriptor, "wb") as file:
-        np.save(file, array)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            np.save(file, array)
+            file.flush()
+            digest = _digest(path, np.memmap(temporary, mode="r", dtype=np.uint8))
+            file.write(digest)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return digest
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from torch.distributed import ProcessGroup
+
+from megafp8.collectives import all_gather_objects
 from megafp8.config import Config, ConfigError, Problem
-from megafp8.data.blend import Blend
-from megafp8.data.indexed_dataset import IndexedDataset, check_dataset
+from megafp8.data import DataError
+from megafp8.data.blend import Blend, Segment, shares
+from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset, idx_path
+from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
 from megafp8.data.samples import PackedDataset, split_documents
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True)
+class DataSet:
+    """A data set of `data.train`, listed `times` times. `validation` is None where there is no evaluation."""
+
+    prefix: str
+    times: int
+    dataset: IndexedDataset
+    train: PackedDataset
+    validation: PackedDataset | None
+
+    def source(self, weight: float) -> Source:
+        """As the record of the run's progress knows it."""
+        documents = self.train.documents
+        return Source(self.prefix, self.dataset.fingerprint, documents, self.dataset.num_documents, weight)
+
+    @property
+    def identity(self) -> Identity:
+        return self.source(1.0).identity
+
+
+@dataclass(frozen=True)
 class Inputs:
-    """What a run reads. `validation` is None where the split leaves none."""
+    """What a run reads. `validation` is None where the split leaves none.
+
+    `train` and `validation` mix the data sets as `progress` says, which is that of a fresh run until `resumed`.
+    """
 
     config: Config
     tokenizer: Tokenizer | None
+    data_sets: Sequence[DataSet]
+    progress: Progress
     train: Blend
     validation: Blend | None
 
@@ -29,6 +65,31 @@ class Inputs:
     @property
     def eod_id(self) -> int | None:
         return None if self.tokenizer is None else self.tokenizer.eod_id
+
+    def resumed(self, saved: Mapping[str, Any]) -> tuple[Inputs, list[str]]:
+        """These inputs from where the checkpoint with the metadata `saved` stands, and in words how the blend changed.
+
+        Raises ConfigError where a data set that the run has read is another now.
+        """
+        data = self.config.data
+        then: Mapping[str, Any] = saved["config"]["data"]
+        if "data" in saved:
+            recorded = Progress.from_json(saved["data"])
+        else:
+            recorded = Progress.from_config(then, _sources(data.train, self.data_sets, "tokens"))
+        recorded = recorded.after(saved["consumed_samples"], self.config.seed)
+        sources = _sources(data.train, self.data_sets, recorded.list_weights)
+        if not data.restart_changed:
+            problems = [_problem(conflict, data.split, then["split"]) for conflict in recorded.conflicts(sources)]
+            if problems:
+                raise ConfigError(f"checkpoint of step {saved['step']}", problems)
+        progress, changes = recorded.proceed(sources, saved["consumed_samples"], self.config.seed)
+        train, validation = _blends(self.data_sets, progress, self.config.seed)
+        return replace(self, progress=progress, train=train, validation=validation), changes
+
+    def record(self, samples: int) -> dict[str, Any]:
+        """What the metadata of a checkpoint after `samples` says of the data."""
+        return self.progress.after(samples, self.config.seed).as_json()
 
 
 def open_inputs(config: Config, source: str) -> Inputs:
@@ -47,11 +108,86 @@ def open_inputs(config: Config, source: str) -> Inputs:
         raise ConfigError(source, [problem])
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
-    prefixes = config.data.train if isinstance(config.data.train, dict) else dict.fromkeys(config.data.train, 1.0)
-    for prefix in prefixes:
-        check_dataset(prefix, vocab_size, tokenizer.fingerprint if tokenizer else None)
-    train, validation = _build(config, prefixes)
-    return Inputs(config, tokenizer, train, validation)
+    data_sets = open_data_sets(config)
+    for data_set in data_sets:
+        check_dataset(data_set.dataset, vocab_size, tokenizer.fingerprint if tokenizer else None)
+    progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
+    return Inputs(config, tokenizer, data_sets, progress, *_blends(data_sets, progress, config.seed))
+
+
+def open_data_sets(config: Config) -> list[DataSet]:
+    """The data sets of `data.train`, each once. Raises ValueError as `open_inputs`."""
+    found = []
+    for prefix, times in Counter(list(config.data.train)).items():
+        dataset = IndexedDataset(prefix)
+        train, validation, _ = split_documents(dataset.num_documents, config.data.split)
+        if config.training.eval_interval and not len(validation):
+            rule = f"training.eval_interval is {config.training.eval_interval}, but {prefix} keeps no documents for it"
+            problem = Problem("data.split", config.data.split, rule, 'try "90,10,0", or training.eval_interval=0')
+            raise ConfigError(str(Path(prefix)), [problem])
+        parts = [train, validation] if config.training.eval_interval else [train]
+        packed = [
+            PackedDataset(
+                dataset,
+                documents,
+                config.training.seq_length,
+                config.seed,
+                cache_dir=config.data.index_cache,
+                vocab_size=config.model.vocab_size,
+            )
+            for documents in parts
+        ]
+        found.append(DataSet(prefix, times, dataset, packed[0], packed[1] if len(packed) > 1 else None))
+    return found
+
+
+def _sources(
+    train: Sequence[str] | Mapping[str, float], data_sets: Sequence[DataSet], list_weights: str
+) -> list[Source]:
+    """The data sets with their weights, the same contents once."""
+    if isinstance(train, Mapping):
+        return combine([data_set.source(train[data_set.prefix]) for data_set in data_sets])
+    sizes = [x.train.num_tokens if list_weights == "tokens" else 1 for x in data_sets]
+    return combine([x.source(float(x.times * size)) for x, size in zip(data_sets, sizes)])
+
+
+def _active(data_sets: Sequence[DataSet], progress: Progress) -> list[DataSet]:
+    """The data sets that `progress` mixes, in its order; of several with the same contents the first."""
+    by_identity = {x.identity: x for x in reversed(data_sets)}
+    return [by_identity[entry.identity] for entry in progress.active]
+
+
+def _blends(data_sets: Sequence[DataSet], progress: Progress, seed: int) -> tuple[Blend, Blend | None]:
+    """Training and validation, of the data sets that are active in `progress`."""
+    active = _active(data_sets, progress)
+    train = Blend([x.train for x in active], progress.segment(seed))
+    validation = [x.validation for x in active if x.validation is not None]
+    return train, Blend(validation, Segment.fresh(train.segment.weights, seed)) if validation else None
+
+
+def _problem(conflict: Conflict, split: str, split_then: str) -> Problem:
+    """Why a data set cannot continue, and what would work."""
+    source, recorded = conflict.source, conflict.recorded
+    anew = "data.restart_changed=true counts its samples from 0"
+    if conflict.kind == "split":
+        start, stop = recorded.documents or (0, 0)
+        rule = (
+            f"selects the documents {source.documents.start}-{source.documents.stop} of {source.prefix} for training, "
+            f"and the run has read {recorded.consumed:,} samples of the documents {start}-{stop}"
+        )
+        back = f"set data.split={split_then}" if split_then != split else "set data.split as it was"
+        return Problem("data.split", split, rule, f"{back}, or {anew}")
+    if conflict.kind == "contents":
+        rule = f"its files are others than when the run read {recorded.consumed:,} samples of them"
+        return Problem(
+            "data.train", source.prefix, rule, f"restore them, list the new ones under a new path, or {anew}"
+        )
+    rule = (
+        f"is not in the config of this checkpoint, which does not tell contents, while its {recorded.prefix} is not "
+        "listed any more: this may be the same data set"
+    )
+    works = f"list it as {recorded.prefix} until the next checkpoint is saved, or {anew}"
+    return Problem("data.train", source.prefix, rule, works)
 
 
 def with_vocabulary(config: Config, source: str) -> Config:
@@ -81,26 +217,74 @@ def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str
     return config
 
 
-def _build(config: Config, prefixes: dict[str, float]) -> tuple[Blend, Blend | None]:
-    train: list[PackedDataset] = []
-    validation: list[tuple[PackedDataset, float]] = []
-    for prefix, weight in prefixes.items():
-        dataset = IndexedDataset(prefix)
-        ranges = split_documents(dataset.num_documents, config.data.split)
+def check_ranks_agree(inputs: Inputs, consumed_samples: int, group: ProcessGroup | None) -> None:
+    """Raise DataError, naming ranks and hosts, where these are not the same data everywhere. Collective.
 
-        def packed(documents: range, dataset: IndexedDataset = dataset) -> PackedDataset:
-            return PackedDataset(
-                dataset, documents, config.training.seq_length, config.seed, cache_dir=config.data.index_cache
+    Compared are contents, sample indices of the current epoch, and which samples come next.
+    """
+    order = json.dumps(inputs.record(consumed_samples), sort_keys=True)
+    found: dict[str, str] = {}
+    given = inputs.train.segment.given(consumed_samples)
+    for entry, packed, count in zip(inputs.progress.active, inputs.train.datasets, given):
+        found[entry.prefix] = packed.dataset.fingerprint
+        found[f"the sample index of {entry.prefix}"] = packed.index_checksum(count)
+    for packed in inputs.validation.datasets if inputs.validation is not None else []:
+        found[f"the sample index of {packed.dataset.prefix} for validation"] = packed.index_checksum(0)
+    found["the order of the data sets"] = hashlib.sha256(order.encode()).hexdigest()
+    everything = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    if len(set(all_gather_objects(everything, group))) == 1:
+        return
+    hosts, ranks = zip(*all_gather_objects((socket.gethostname(), found), group))
+    for name in found:
+        values = [rank.get(name) for rank in ranks]
+        usual = Counter(values).most_common(1)[0][0]
+        others = [f"rank {i} ({host})" for i, host in enumerate(hosts) if values[i] != usual]
+        if others:
+            more = f" and {len(others) - 8} more" if len(others) > 8 else ""
+            first = values.index(usual)
+            raise DataError(
+                f"ranks would not train on the same data: {name} is not on {', '.join(others[:8])}{more} what it is on "
+                f"rank {first} ({hosts[first]}); copy the data sets there again, and remove the index cache "
+                "(data.index_cache) there"
             )
+    raise DataError("ranks would not train on the same data: their configs list other data sets")
 
-        train.append(packed(ranges[0]))
-        if config.training.eval_interval:
-            if not len(ranges[1]):
-                rule = (
-                    f"training.eval_interval is {config.training.eval_interval}, but {prefix} keeps no documents for it"
-                )
-                problem = Problem("data.split", config.data.split, rule, 'try "90,10,0", or training.eval_interval=0')
-                raise ConfigError(str(Path(prefix)), [problem])
-            validation.append((packed(ranges[1]), weight))
-    valid_blend = Blend([d for d, _ in validation], [w for _, w in validation], config.seed) if validation else None
-    return Blend(train, list(prefixes.values()), config.seed), valid_blend
+
+def missing_files(config: Config) -> list[Path]:
+    """Files of the data sets that are not there."""
+    paths = [path for prefix in dict.fromkeys(config.data.train) for path in (bin_path(prefix), idx_path(prefix))]
+    return [path for path in paths if not path.exists()]
+
+
+def describe_planned_data(config: Config) -> str:
+    """`describe_data` of a run from its first step, or in one line that files are missing. Raises ValueError."""
+    missing = missing_files(config)
+    if missing:
+        more = f" and {len(missing) - 1} more files are" if len(missing) > 1 else " is"
+        return f"data sets: tokens, shares and epochs are not known, as {missing[0]}{more} not there"
+    data_sets = open_data_sets(config)
+    return describe_data(config, data_sets, Progress.begin(_sources(config.data.train, data_sets, "tokens")))
+
+
+def describe_data(config: Config, data_sets: Sequence[DataSet], progress: Progress) -> str:
+    """A table of the data sets: tokens, share of the samples, and samples and epochs by the end of the run."""
+    t, active = config.training, _active(data_sets, progress)
+    segment = progress.segment(config.seed)
+    counts = segment.given(max(t.steps * t.global_batch_size, progress.first_sample))
+    rows = [(x.prefix, x.train, share, count) for x, share, count in zip(active, shares(segment.weights), counts)]
+    if t.eval_interval:
+        evaluated = Segment.fresh(segment.weights, config.seed).given(t.eval_steps * t.global_batch_size)
+        rows += [
+            (f"{x.prefix} (one evaluation)", x.validation, share, count)
+            for x, share, count in zip(active, shares(segment.weights), evaluated)
+            if x.validation is not None
+        ]
+    width = max(len("data set"), *(len(name) for name, *_ in rows))
+    lines = [f"{'data set':<{width}} {'tokens':>19} {'share':>8} {'samples':>15} {'epochs':>10}"]
+    lines += [
+        f"{name:<{width}} {packed.num_tokens:>19,} {share:>8.2%} {count:>15,} {count / packed.samples_per_epoch:>10.3f}"
+        for name, packed, share, count in rows
+    ]
+    if progress.list_weights == "equal" and not isinstance(config.data.train, Mapping) and len(active) > 1:
+        lines.append("Shares are equal, as they were when this run began; {prefix: weight} in data.train sets others.")
+    return "\n".join(lines)

@@ -35,7 +35,7 @@ from megafp8.training.determinism import describe_determinism
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.garbage import collected_after_steps
 from megafp8.training.init_from import check_init, load_init
-from megafp8.training.inputs import Inputs
+from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data
 from megafp8.training.metrics import Fp8ReportWriter, StepMetrics, Writer, memory_gib, open_writers, read_metrics
 from megafp8.training.plots import plot_loss, print_loss
 from megafp8.training.state import (
@@ -43,6 +43,7 @@ from megafp8.training.state import (
     check_resume,
     checkpoint_folder,
     find_checkpoint,
+    latest_metadata,
     load_latest,
     save_state,
     saved_choice,
@@ -75,7 +76,9 @@ def check_run(inputs: Inputs) -> None:
     auto_filter.check(config, build_fp8(config, None), torch.device(choose_device(config)))
     check_init(config, folder, inputs.tokenizer)
     if config.checkpoint.resume:
-        check_resume(config, folder, inputs.fingerprint)
+        saved = check_resume(config, folder, inputs.fingerprint)
+        if saved is not None:
+            inputs.resumed(saved)
     elif (folder / "metrics.jsonl").exists():
         rule = f"{folder} already holds a run, and checkpoint.resume is false"
         raise ConfigError("config", [Problem("name", config.name, rule, "choose another name, or resume it")])
@@ -129,6 +132,11 @@ class Job:
             self.say(f"weights from {self.config.checkpoint.init_from}")
         if self.step:
             self.say(f"resumed from step {self.step}")
+            self.inputs, changes = inputs.resumed(latest_metadata(parallel, self.folder))
+            if changes:
+                self.say(f"data changed since step {self.step}: {'; '.join(changes)}")
+        check_ranks_agree(self.inputs, self.step * self.config.training.global_batch_size, parallel.world.group)
+        self.say(describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
         self.say(f"optimizer: {self.trainer.optimizer.reason}")
         self.say(describe_path(self.trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
         weights, sharded = self.trainer.weights, self.trainer.sharded
@@ -275,13 +283,14 @@ class Job:
         if self.saved_step == self.step:
             return
         self.saved_step = self.step
+        data = self.inputs.record(self.step * self.config.training.global_batch_size)
         if self.saver is not None and not ends:
-            begin_save(self.trainer, self.saver, self.step, self.inputs.fingerprint)
+            begin_save(self.trainer, self.saver, self.step, self.inputs.fingerprint, data)
             return
         if self.saver is not None:
             self.saver.finish()
         start = time.perf_counter()
-        path = save_state(self.trainer, self.folder, self.step, self.inputs.fingerprint, self.lock)
+        path = save_state(self.trainer, self.folder, self.step, self.inputs.fingerprint, self.lock, data)
         self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
 
     def _say_saved(self, saved: Saved) -> None:

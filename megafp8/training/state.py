@@ -6,8 +6,9 @@
     fp8.<layer>.<operand>.{amax_history,scale}     delayed scaling's state; static's {amax,calibrated_steps}
     fp8.<layer>.input.channel_scale                smooth SwiGLU's, of all channels
 
-The position in the data is a number of samples, and there is no random-number state: order and initial values are
-functions of the seed (`data.samples`, `tensor_parallel.random`), which is in the metadata with the config.
+The position in the data is a number of samples for each data set (`data.progress`), and there is no random-number
+state: order and initial values are functions of the seed (`data.samples`, `tensor_parallel.random`), which is in the
+metadata with the config.
 
 A run that resumes with another FP8 recipe, or with other layers in FP8, starts those scales afresh. Which keys of the
 config are others than in the checkpoint, the log says.
@@ -75,14 +76,20 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 
 def metadata(
-    config: Config, parallel: ParallelState, step: int, optimizer_steps: int, fingerprint: str | None
+    config: Config,
+    parallel: ParallelState,
+    step: int,
+    optimizer_steps: int,
+    fingerprint: str | None,
+    data: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What metadata.json says besides what `save` itself says."""
+    """What metadata.json says besides what `save` itself says. `data`: how far each data set was read."""
     samples = step * config.training.global_batch_size
     settings = config.model_dump(mode="json")
     return {
         "consumed_samples": samples,
         "tokens": samples * config.training.seq_length,
+        **({} if data is None else {"data": data}),
         "optimizer_steps": optimizer_steps,
         "tokenizer_fingerprint": fingerprint,
         "layout": {"ranks": parallel.world_size, "data": parallel.data.size, **settings["parallel"]},
@@ -91,47 +98,60 @@ def metadata(
     }
 
 
-def _about(trainer: Trainer, step: int, fingerprint: str | None) -> dict[str, Any]:
-    about = metadata(trainer.config, trainer.parallel, step, trainer.optimizer.step_count, fingerprint)
+def _about(trainer: Trainer, step: int, fingerprint: str | None, data: Mapping[str, Any] | None) -> dict[str, Any]:
+    about = metadata(trainer.config, trainer.parallel, step, trainer.optimizer.step_count, fingerprint, data)
     return {**about, "fp8_left_out": trainer.auto_filter.layers}
 
 
-def save_state(trainer: Trainer, run: Path, step: int, fingerprint: str | None, lock: FolderLock | None = None) -> Path:
-    """Save everything after `step` steps. Collective."""
+def save_state(
+    trainer: Trainer,
+    run: Path,
+    step: int,
+    fingerprint: str | None,
+    lock: FolderLock | None = None,
+    data: Mapping[str, Any] | None = None,
+) -> Path:
+    """Save everything after `step` steps. `data`: how far each data set was read (`Inputs.record`). Collective."""
     keep = trainer.config.checkpoint
     return save(
         checkpoint_folder(run),
         step,
         tensors(trainer),
-        _about(trainer, step, fingerprint),
+        _about(trainer, step, fingerprint, data),
         keep_last=keep.keep_last,
         keep_every=keep.keep_every,
         lock=lock,
     )
 
 
-def begin_save(trainer: Trainer, saver: BackgroundSaver, step: int, fingerprint: str | None) -> None:
+def begin_save(
+    trainer: Trainer,
+    saver: BackgroundSaver,
+    step: int,
+    fingerprint: str | None,
+    data: Mapping[str, Any] | None = None,
+) -> None:
     """The same in the background; the next update of the weights has to come after `saver.wait_copied`. Collective."""
     # A forward pass records amaxes; weights, masters and moments change in updates only.
     saver.save(
         step,
         tensors(trainer),
-        _about(trainer, step, fingerprint),
+        _about(trainer, step, fingerprint, data),
         changes_early=lambda name: name.startswith("fp8."),
     )
     if trainer.graphs is not None:
         saver.wait_copied()  # while one thread captures a CUDA graph, the copies of another would break it
 
 
-def check_resume(config: Config, run: Path, fingerprint: str | None) -> None:
-    """ValueError where the newest checkpoint of `run` belongs to another run than `config`. Needs no process group.
+def check_resume(config: Config, run: Path, fingerprint: str | None) -> dict[str, Any] | None:
+    """The metadata of the newest checkpoint of `run`, if there is one. Needs no process group.
 
-    What decides the sequence of batches must be as it was: continuing elsewhere in other data is a mistake more often
-    than a wish.
+    Raises ValueError where it belongs to another run than `config`: what decides the sequence of batches must be as it
+    was. The data sets are compared by `Inputs.resumed`.
     """
     found = _newest_readable(run)
     if found is None:
-        return
+        return None
     path, saved = found
     then, now = saved["config"], config.model_dump(mode="json")
     if "training" not in then:
@@ -152,6 +172,7 @@ def check_resume(config: Config, run: Path, fingerprint: str | None) -> None:
             f"{path} was trained with another vocabulary (fingerprint {saved['tokenizer_fingerprint']}, here "
             f"{fingerprint}); use that run's tokenizer, or choose another name for a new run"
         )
+    return saved
 
 
 def changed_keys(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -204,6 +225,13 @@ def saved_choice(config: Config, parallel: ParallelState, run: Path) -> Choice |
             layers = saved.get("fp8_left_out")
     layers = broadcast_object(layers, parallel.world.group)
     return None if layers is None else kept_choice(layers)
+
+
+def latest_metadata(parallel: ParallelState, run: Path) -> dict[str, Any]:
+    """The metadata of the checkpoint that `load_latest` loads, of which there must be one. Collective."""
+    path = latest(checkpoint_folder(run)) if parallel.world.is_first else None
+    found: dict[str, Any] = broadcast_object(None if path is None else read_metadata(path), parallel.world.group)
+    return found
 
 
 @torch.no_grad()

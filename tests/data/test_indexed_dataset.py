@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import pickle
 import struct
@@ -11,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, check_dataset
+from megafp8.data import DataError
+from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, check_dataset, check_ids
 
 Damage = Callable[[bytes, bytes], tuple[bytes | None, bytes | None]]
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12, 65535]]
@@ -60,6 +63,105 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
     assert [dataset.document(i).tolist() for i in range(2)] == [[5, 6, 7, 8], DOCUMENTS[2]]
 
 
+def pack(prefix: Path, sequences: list[list[int]], places: list[int], marks: list[int], modes: bytes = b"") -> bytes:
+    """Both files, of uint16: `sequences` lie in the .bin file in the order of their `places`. Returns the .idx."""
+    pointers, content = [0] * len(sequences), b""
+    for k in sorted(range(len(sequences)), key=places.__getitem__):
+        pointers[k] = len(content)
+        content += struct.pack(f"<{len(sequences[k])}H", *sequences[k])
+    n = len(sequences)
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, n, len(marks))
+    index += struct.pack(f"<{n}i", *map(len, sequences)) + struct.pack(f"<{n}q", *pointers)
+    index += struct.pack(f"<{len(marks)}q", *marks) + modes
+    prefix.with_suffix(".bin").write_bytes(content)
+    prefix.with_suffix(".idx").write_bytes(index)
+    return index
+
+
+def read_all(prefix: Path) -> list[list[int]]:
+    dataset = IndexedDataset(prefix)
+    return [dataset.document(i).tolist() for i in range(dataset.num_documents)]
+
+
+def test_sequences_that_are_not_neighbours_are_read_by_their_pointers(tmp_path: Path) -> None:
+    """As Megatron-Core reads them; a document's sequences in the order of the index, wherever they lie."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        n = int(rng.integers(1, 12))
+        sequences = [rng.integers(0, 2**16, int(rng.integers(0, 5))).tolist() for _ in range(n)]
+        marks = [0, *sorted(rng.integers(0, n + 1, int(rng.integers(0, n))).tolist()), n]
+        if len(marks) == n + 1:
+            marks = list(range(n + 1))
+        pack(tmp_path / "x", sequences, rng.permutation(n).tolist(), marks)
+        expected = [[t for s in sequences[a:b] for t in s] for a, b in itertools.pairwise(marks)]
+        assert read_all(tmp_path / "x") == expected
+        stream = [token for document in expected for token in document]
+        dataset = IndexedDataset(tmp_path / "x")
+        assert dataset.document_positions.tolist() == np.cumsum([0, *map(len, expected)])[:-1].tolist()
+        for first, end in rng.integers(0, len(stream) + 1, (5, 2)).tolist():
+            assert dataset.read(first, max(0, end - first)).tolist() == stream[first:end]
+
+
+def test_what_is_not_text_is_refused(tmp_path: Path) -> None:
+    index = pack(tmp_path / "x", DOCUMENTS, [0, 1, 2], [0, 1, 2, 3], modes=b"\0\0\0")
+    assert read_all(tmp_path / "x") == DOCUMENTS
+    (tmp_path / "x.idx").write_bytes(index[:-2] + b"\1\0")
+    with pytest.raises(DataError, match="sequence modes, and that of sequence 1 is 1: a multimodal data set"):
+        IndexedDataset(tmp_path / "x")
+    for code, name in ((6, "float64"), (7, "float32")):
+        (tmp_path / "x.idx").write_bytes(index[:17] + bytes([code]) + index[18:])
+        with pytest.raises(DataError, match=rf"x\.idx says that its tokens are {name}: token ids are integers"):
+            IndexedDataset(tmp_path / "x")
+
+
+def flips(prefix: Path, expected: list[list[int]], every: int) -> dict[str, list[int]]:
+    """Bits of the .idx of `prefix` by what one that is flipped leads to: an error, the right data, or wrong data."""
+    path = prefix.with_suffix(".idx")
+    good = path.read_bytes()
+    found: dict[str, list[int]] = {"error": [], "right": [], "wrong": []}
+    for bit in range(0, 8 * len(good), every):
+        damaged = bytearray(good)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            found["right" if read_all(prefix) == expected else "wrong"].append(bit)
+        except DataError:
+            found["error"].append(bit)
+    path.write_bytes(good)
+    return found
+
+
+@pytest.mark.parametrize(("documents", "every"), [(3, 5), pytest.param(60, 1, marks=pytest.mark.slow)])
+def test_no_flipped_bit_of_an_index_gives_wrong_tokens(tmp_path: Path, documents: int, every: int) -> None:
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(0, 2**16, int(rng.integers(0, 9))).tolist() for _ in range(documents)]
+    sequences[0], n = [], documents
+    cases = {
+        "one sequence each": (list(range(n)), list(range(n + 1)), b""),
+        "with modes": (list(range(n)), list(range(n + 1)), bytes(n)),
+        "not in order": (rng.permutation(n).tolist(), list(range(n + 1)), b""),
+    }
+    for name, (places, marks, modes) in cases.items():
+        pack(tmp_path / "x", sequences, places, marks, modes)
+        found = flips(tmp_path / "x", sequences, every)
+        print(f"{name}: { {key: len(bits) for key, bits in found.items()} }")
+        assert found["wrong"] == []
+        assert len(found["error"]) > 100 / every
+
+    # With documents of several sequences only the sidecar's checksum tells which of them a document ends with.
+    marks = [*range(0, n, 2), n]
+    expected = [[t for s in sequences[a:b] for t in s] for a, b in itertools.pairwise(marks)]
+    index = pack(tmp_path / "x", sequences, list(range(n)), marks)
+    found = flips(tmp_path / "x", expected, every)
+    print(f"several sequences: { {key: len(bits) for key, bits in found.items()} }")
+    assert all(bit // 8 >= len(index) - 8 * len(marks) for bit in found["wrong"]), "more than a moved mark went unseen"
+    about = {"max_token_id": 2**16 - 1, "index_sha256": hashlib.sha256(index).hexdigest()}
+    (tmp_path / "x.json").write_text(json.dumps(about))
+    found = flips(tmp_path / "x", expected, every)
+    print(f"several sequences, with a sidecar: { {key: len(bits) for key, bits in found.items()} }")
+    assert (found["right"], found["wrong"]) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -76,6 +178,8 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
         (lambda b, i: (b, i[:-8] + struct.pack("<q", 2)), "document marks do not run from 0 to 3"),
         (lambda b, i: (b, i[:62] + struct.pack("<q", 10) + i[70:]), r"x\.idx is damaged: it points outside"),
         (lambda b, i: (b, i[:62] + struct.pack("<q", 7) + i[70:]), r"x\.idx is damaged: it points outside"),
+        (lambda b, i: (b, i[:62] + struct.pack("<q", 6) + i[70:]), r"overlap in the \.bin file.*\(sequence 2 is the"),
+        (lambda b, i: (b, i[:-16] + struct.pack("<q", 1) + i[-8:]), "its document 1 does not hold exactly one"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, damage: Damage, message: str) -> None:
@@ -99,6 +203,19 @@ def test_a_writer_overwrites_nothing(tmp_path: Path) -> None:
     writer.abort()
     assert (tmp_path / "x.bin").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
+    (tmp_path / "corpus.json").write_text('{"text": "a corpus of one document"}')
+    for overwrite, message in ((False, r"corpus\.json is there already"), (True, "it has no max_token_id")):
+        with pytest.raises(ValueError, match=message):
+            IndexedDatasetWriter(tmp_path / "corpus", np.uint16, overwrite=overwrite)
+
+
+def test_a_sidecar_is_that_of_its_data_set(tmp_path: Path) -> None:
+    for about in ({"max_token_id": 3}, {"max_token_id": 4}, None):
+        writer = IndexedDatasetWriter(tmp_path / "x", np.uint16, overwrite=True)
+        writer.add_document(np.array([1, 2, 3]))
+        writer.close(about)
+        digest = hashlib.sha256((tmp_path / "x.idx").read_bytes()).hexdigest()
+        assert IndexedDataset(tmp_path / "x").sidecar() == (about and {**about, "index_sha256": digest})
 
 
 def test_appending_another_data_set(tmp_path: Path) -> None:
@@ -117,26 +234,58 @@ def test_appending_another_data_set(tmp_path: Path) -> None:
 def test_check_dataset(tmp_path: Path) -> None:
     write(tmp_path / "x")
     prefix = str(tmp_path / "x")
-    check_dataset(prefix, 65536, "any")
+
+    def check(vocab_size: int, fingerprint: str | None) -> None:
+        check_dataset(IndexedDataset(prefix), vocab_size, fingerprint)
+
+    check(65536, "any")
     with pytest.raises(ValueError, match=r"holds token 65535, but model.vocab_size is 65535"):
-        check_dataset(prefix, 65535, None)
+        check(65535, None)
     about = {"tokenizer": "bytes", "tokenizer_fingerprint": "a" * 64, "max_token_id": 100}
     (tmp_path / "x.json").write_text(json.dumps(about))
-    check_dataset(prefix, 101, "a" * 64)
+    check(101, "a" * 64)
     with pytest.raises(ValueError, match="the vocabularies differ"):
-        check_dataset(prefix, 101, "b" * 64)
+        check(101, "b" * 64)
     with pytest.raises(ValueError, match=r"set model.vocab_size to at least 101"):
-        check_dataset(prefix, 100, None)
+        check(100, None)
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ValueError, match=r"x\.json is damaged"):
-        check_dataset(prefix, 101, None)
+        check(101, None)
+    for text, message in [
+        ('["a"]', "it holds a list and not a mapping"),
+        ('{"text": "a"}\n{"text": "b"}\n', "Extra data.*restore it, or move it away"),
+        ("{}", "max_token_id is None and not a token id"),
+        ('{"max_token_id": "100"}', "max_token_id is '100' and not a token id"),
+        ('{"max_token_id": true}', "max_token_id is True"),
+        ('{"max_token_id": -1}', "max_token_id is -1"),
+        ('{"max_token_id": 1, "tokenizer_fingerprint": 7}', "tokenizer_fingerprint is 7 and not a hash"),
+        ('{"max_token_id": 1, "index_sha256": "0"}', r"x\.idx is damaged, or of another data set than .*x\.json"),
+    ]:
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(DataError, match=message):
+            check(101, "a" * 64)
+
+
+def test_ids_outside_the_vocabulary_are_placed(tmp_path: Path) -> None:
+    for dtype, token in ((np.int32, -1), (np.int64, 2**40), (np.int16, -300), (np.uint16, 50_000), (np.int32, 100)):
+        writer = IndexedDatasetWriter(tmp_path / "x", dtype, overwrite=True)
+        for document in ([1, 2, 3], [], [99, 4, token, 5]):
+            writer.add_document(np.array(document))
+        writer.close()
+        dataset = IndexedDataset(tmp_path / "x")
+        message = rf"x\.bin: document 2, position 2 holds token {token}"
+        with pytest.raises(DataError, match=message):
+            check_dataset(dataset, 100, None)
+        with pytest.raises(DataError, match=message):
+            check_ids(dataset, dataset.read(1, 6), 100, position=1)
+        check_ids(dataset, dataset.read(0, 5), 100, position=0)
 
 
 def test_an_empty_data_set(tmp_path: Path) -> None:
     IndexedDatasetWriter(tmp_path / "x", np.uint16).close()
     assert IndexedDataset(tmp_path / "x").num_documents == 0
     with pytest.raises(ValueError, match="holds no tokens"):
-        check_dataset(str(tmp_path / "x"), 10, None)
+        check_dataset(IndexedDataset(tmp_path / "x"), 10, None)
 
 
 def test_abort_leaves_nothing(tmp_path: Path) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.data.sampler import batches, sample_indices
+from megafp8.data import DataError
+from megafp8.data.blend import Blend, Segment
+from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megafp8.data.sampler import _Samples, batches, sample_indices
+from megafp8.data.samples import PackedDataset
 
 small = st.integers(1, 4)
 
@@ -26,7 +33,11 @@ def test_ranks_share_a_step_between_them(consumed: int, micro: int, dp: int, cou
 
 
 class Numbers:
+    """Sample i is 10 i, 10 i + 1, ...; from 20 on they cannot be read."""
+
     def __getitem__(self, index: int) -> Any:
+        if index >= 20:
+            raise DataError(f"x.bin: sample {index} holds token -1")
         return np.arange(5) + 10 * index
 
 
@@ -58,7 +69,27 @@ def test_a_resumed_stream_goes_on() -> None:
 
 
 def test_loader_processes_change_nothing() -> None:
-    assert firsts(stream(4, 1), 3) == firsts(stream(4, 0), 3)
+    """An error neither: it comes in the step that would use the sample, with its own message."""
+    for workers in (1, 0):
+        steps = stream(4, workers)
+        assert firsts(steps, 4) == [[4 + 4 * step + i for i in range(4)] for step in range(4)]
+        with pytest.raises(DataError) as error:
+            next(steps)
+        assert str(error.value) == "x.bin: sample 20 holds token -1"
+
+
+def test_files_that_a_loader_process_cannot_open(tmp_path: Path) -> None:
+    """They may have been moved since the run began: an evaluation starts loader processes of its own."""
+    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
+    writer.add_document(np.arange(50))
+    writer.close()
+    samples = PackedDataset(IndexedDataset(tmp_path / "x"), range(1), 4, 0, tmp_path)
+    sent = pickle.dumps(_Samples(Blend([samples], Segment.fresh([1], 0))))
+    assert np.array_equal(pickle.loads(sent)[0], samples[0])
+    (tmp_path / "x.bin").unlink()
+    error = pickle.loads(sent)[0]
+    assert isinstance(error, DataError)
+    assert "x.bin is missing" in str(error)
 
 
 def test_labels_are_the_next_tokens() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megafp8.data.samples import PackedDataset, next_token_batch, split_documents
 
@@ -81,6 +82,69 @@ def test_a_damaged_cache_is_made_again(dataset: IndexedDataset) -> None:
     files[0].write_bytes(b"")
     files[1].write_bytes(files[1].read_bytes()[:-8])
     assert packed(dataset)[0].tolist() == expected
+
+
+def test_a_cache_of_the_right_length_and_wrong_content_is_made_again(
+    dataset: IndexedDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bits flipped anywhere, content of another seed under this name, and an array that is whole and another."""
+    cache = Path(dataset.prefix).parent / "cache"
+    other = packed(dataset, seed=4)
+    other[0]
+    theirs = {path.name.split("-")[1]: path.read_bytes() for path in cache.iterdir()}
+    for path in list(cache.iterdir()):
+        path.unlink()
+    samples = packed(dataset)
+    expected, checksum = [samples[i].tolist() for i in range(10)], samples.index_checksum(0)
+    rng = np.random.default_rng(0)
+    for path in list(cache.iterdir()):
+        good = path.read_bytes()
+        wrong = [theirs[path.name.split("-")[1]]]
+        for place in rng.integers(0, len(good), 10).tolist():
+            wrong.append(good[:place] + bytes([good[place] ^ 1 << place % 8]) + good[place + 1 :])
+        np.save(cache / "whole.npy", np.load(path)[::-1])
+        wrong.append((cache / "whole.npy").read_bytes() + good[-32:])
+        for content in wrong:
+            path.write_bytes(content)
+            caplog.clear()
+            again = packed(dataset)
+            assert [again[i].tolist() for i in range(10)] == expected
+            assert f"sample index {path} is damaged" in caplog.text
+            assert path.read_bytes() == good
+            assert again.index_checksum(0) == checksum != other.index_checksum(0)
+
+
+def test_a_cache_that_cannot_be_written(dataset: IndexedDataset, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    samples = PackedDataset(dataset, range(dataset.num_documents), S, 3, tmp_path / "file" / "cache")
+    with pytest.raises(DataError, match=r"cannot be written to .*file/cache .*; set data\.index_cache to a folder"):
+        samples[0]
+
+
+def test_a_sample_with_an_id_outside_the_vocabulary_is_refused(dataset: IndexedDataset) -> None:
+    """Each sample that holds one, and no other, with the document and position of the first in it."""
+    checked = PackedDataset(dataset, range(dataset.num_documents), S, 3, vocab_size=250)
+    free = packed(dataset)
+    where = {
+        int(token): (document, position)
+        for document in range(dataset.num_documents)
+        for position, token in enumerate(dataset.document(document))
+    }
+    refused = 0
+    for i in range(free.samples_per_epoch):
+        sample = free[i].tolist()
+        wrong = [token for token in sample if token >= 250]
+        if not wrong:
+            assert checked[i].tolist() == sample
+            continue
+        refused += 1
+        document, position = where[wrong[0]]
+        message = (
+            rf"x\.bin: document {document}, position {position} holds token {wrong[0]}, but model.vocab_size is 250"
+        )
+        with pytest.raises(DataError, match=message):
+            checked[i]
+    assert 0 < refused < free.samples_per_epoch
 
 
 def _samples(prefix: str) -> list[list[int]]:

@@ -1,0 +1,397 @@
+"""Data sets of a run that resumes: changed blends against an exact simulation, refusals, what is printed of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megafp8.checkpoint import read_metadata
+from megafp8.config import Config, ConfigError, check_layout
+from megafp8.data import DataError
+from megafp8.data.blend import BLOCK
+from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megafp8.data.samples import PackedDataset, split_documents
+from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data, describe_planned_data, open_inputs
+from megafp8.training.job import check_run, train
+from tests.test_checkpoint_format import undocumented_keys
+from tests.world import World
+
+S, SEED, SPLIT, VOCABULARY = 8, 11, "90,10", 500
+
+
+def write(prefix: Path, documents: int, seed: int) -> str:
+    """A data set of documents of 5 to 40 random tokens."""
+    rng = np.random.default_rng(seed)
+    writer = IndexedDatasetWriter(prefix, np.uint16, overwrite=True)
+    for length in rng.integers(5, 41, documents):
+        writer.add_document(rng.integers(0, VOCABULARY, length))
+    writer.close()
+    return str(prefix)
+
+
+def config(train: Any, cache: Path, **data: Any) -> Config:
+    model = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": VOCABULARY}
+    training = {"steps": 10, "seq_length": S, "global_batch_size": 4, "eval_interval": 5, "eval_steps": 2}
+    data = {"train": train, "split": SPLIT, "index_cache": str(cache), **data}
+    rest = {"training": training, "optimizer": {"learning_rate": 1}, "seed": SEED}
+    return Config.model_validate({"name": "t", "model": model, "data": data, **rest})
+
+
+def saved(inputs: Inputs, samples: int, *, with_record: bool = True) -> dict[str, Any]:
+    """The metadata of a checkpoint after `samples`, as they come back from a file."""
+    about = {"step": samples // 4, "consumed_samples": samples, "config": inputs.config.model_dump(mode="json")}
+    if with_record:
+        about["data"] = inputs.record(samples)
+    found: dict[str, Any] = json.loads(json.dumps(about))
+    return found
+
+
+def simulated(shares: list[float], starts: list[int], count: int) -> list[tuple[int, int]]:
+    """The first `count` samples of a segment as (data set, number): one after another by Webster's method, and each
+    block of them shuffled."""
+    given, read, order = [0] * len(shares), list(starts), []
+    for block in range(-(-count // BLOCK)):
+        picks = []
+        for _ in range(BLOCK):
+            due = [(given[k] + 0.5) / shares[k] for k in range(len(shares))]
+            picks.append(due.index(min(due)))
+            given[picks[-1]] += 1
+        shuffled = np.array(sorted(picks))
+        np.random.Generator(np.random.Philox(key=np.array([SEED, block], np.uint64))).shuffle(shuffled)
+        for k in shuffled.tolist():
+            order.append((k, read[k]))
+            read[k] += 1
+    return order[:count]
+
+
+@dataclass
+class Chain:
+    """A run that is stopped and resumed again and again, and beside it a plain count of what it has read."""
+
+    folder: Path
+    rng: np.random.Generator
+    listed: list[tuple[str, float]] = field(default_factory=list)
+    """Data sets as (name, weight), in the order of the config; a name may come twice."""
+    path: dict[str, str] = field(default_factory=dict)
+    samples: dict[str, PackedDataset] = field(default_factory=dict)
+    read: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, name: str) -> None:
+        """List the data set `name`, which is made where it is not there."""
+        if name not in self.path:
+            self.path[name] = write(self.folder / name, int(self.rng.integers(20, 60)), len(self.path) + 100)
+            dataset = IndexedDataset(self.path[name])
+            documents = split_documents(dataset.num_documents, SPLIT)[0]
+            self.samples[name] = PackedDataset(dataset, documents, S, SEED, self.folder / "cache")
+            self.read[name] = []
+        self.listed.append((name, float(self.rng.choice([1, 2, 3, 0.25, self.rng.uniform(0.1, 9)]))))
+
+    def change(self) -> str:
+        """Change the blend at random."""
+        names = [name for name, _ in self.listed]
+        kind = str(self.rng.choice(["weights", "add", "remove", "reorder", "move", "duplicate", "nothing"]))
+        if kind == "weights":
+            self.listed = [(name, float(self.rng.uniform(0.1, 9))) for name in names]
+        elif kind == "add":
+            others = sorted(set("abcdefg") - set(names))
+            self.add(str(self.rng.choice(others or ["a"])))
+        elif kind == "remove" and len(set(names)) > 1:
+            gone = str(self.rng.choice(names))
+            self.listed = [entry for entry in self.listed if entry[0] != gone]
+        elif kind == "reorder":
+            self.rng.shuffle(self.listed)  # type: ignore[arg-type]
+        elif kind == "move":
+            name = str(self.rng.choice(names))
+            moved = self.folder / f"{name}-{self.rng.integers(10**9)}"
+            for suffix in (".bin", ".idx"):
+                shutil.move(self.path[name] + suffix, f"{moved}{suffix}")
+            self.path[name] = str(moved)
+        elif kind == "duplicate":
+            self.listed.append(self.listed[int(self.rng.integers(len(self.listed)))])
+        return kind
+
+    def open(self) -> tuple[Inputs, dict[str, float]]:
+        """The inputs, and the weight of each data set, in the order of the config."""
+        weights: dict[str, float] = {}
+        if self.rng.random() < 0.3:  # a list weighs by size
+            train: Any = [self.path[name] for name, _ in self.listed]
+            for name, _ in self.listed:
+                weights[name] = weights.get(name, 0.0) + float(self.samples[name].num_tokens)
+        else:
+            train = {}
+            for i, (name, weight) in enumerate(self.listed):
+                # Another spelling of the path for each place, since a mapping has each key once.
+                train[self.path[name].replace("/", "/" + "./" * i, 1)] = weight
+                weights[name] = weights.get(name, 0.0) + weight
+        return open_inputs(config(train, self.folder / "cache"), "test"), weights
+
+
+def test_a_changed_blend_continues_each_data_set_where_it_was(tmp_path: Path) -> None:
+    """100 random changes: ten runs that are stopped, changed and resumed ten times each."""
+    kinds: Counter[str] = Counter()
+    for number in range(10):
+        chain = Chain(tmp_path / str(number), np.random.default_rng(number))
+        for name in "abc"[: int(chain.rng.integers(1, 4))]:
+            chain.add(name)
+        metadata, position = None, 0
+        first, order, shares = 0, [], {}
+        for _ in range(11):
+            if metadata is not None:
+                kinds[chain.change()] += 1
+            inputs, weights = chain.open()
+            if metadata is not None:
+                inputs, said = inputs.resumed(metadata)
+            total = float(np.sum(list(weights.values())))
+            now = {name: weight / total for name, weight in weights.items()}
+            if shares.keys() != now.keys() or any(abs(shares[k] / now[k] - 1) > 1e-9 for k in now):
+                # The blend is another: the method begins again, with each data set where it was.
+                assert metadata is None or said, "a change of the blend was not logged"
+                first, order, shares = position, list(now), now
+            else:
+                assert said == []
+            count = int(chain.rng.integers(1, 2500))
+            starts = [len(chain.read[name]) for name in order]
+            if first != position:  # the segment goes on: what it gave before this stop comes off again
+                earlier = simulated(list(shares.values()), [0] * len(order), position - first)
+                starts = [start - sum(k == i for k, _ in earlier) for i, start in enumerate(starts)]
+            expected = simulated(list(shares.values()), starts, position - first + count)[position - first :]
+            for i, (k, sample) in enumerate(expected):
+                source, found = inputs.train.segment.locate(position + i)
+                assert (inputs.progress.active[source].prefix.replace("./", ""), found) == (
+                    chain.path[order[k]],
+                    sample,
+                )
+            for i in chain.rng.integers(0, count, 10).tolist():
+                k, sample = expected[i]
+                assert inputs.train[position + i].tolist() == chain.samples[order[k]][sample].tolist()
+            done = int(chain.rng.integers(0, count + 1))  # a kill: what was read after the last save is read again
+            for k, sample in expected[:done]:
+                chain.read[order[k]].append(sample)
+            position += done
+            metadata = saved(inputs, position)
+            counts = {entry["prefix"].replace("./", ""): entry["consumed"] for entry in metadata["data"]["sources"]}
+            assert all(counts[chain.path[name]] == len(chain.read[name]) for name in order)
+        for name, read in chain.read.items():
+            assert read == list(range(len(read))), f"samples of {name} were skipped or given twice"
+    print(f"{kinds.total()} changes: {dict(kinds)}")
+    assert (kinds.total(), len(kinds)) == (100, 7)
+
+
+def resume(then: Inputs, samples: int, now: Config, *, with_record: bool = True) -> tuple[Inputs, list[str]]:
+    return open_inputs(now, "test").resumed(saved(then, samples, with_record=with_record))
+
+
+def counts(inputs: Inputs, samples: int) -> list[int]:
+    """Samples that each listed data set has given."""
+    return inputs.train.segment.given(samples)
+
+
+def refusal(*arguments: Any, **options: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        resume(*arguments, **options)
+    return str(error.value)
+
+
+def test_another_split_or_other_contents_are_refused(tmp_path: Path) -> None:
+    a, b, cache = write(tmp_path / "a", 50, 1), write(tmp_path / "b", 30, 2), tmp_path / "cache"
+    then = open_inputs(config({a: 1.0, b: 1.0}, cache), "test")
+    given = counts(then, 600)
+    other_split = config({a: 1.0, b: 1.0}, cache, split="80,20")
+    said = refusal(then, 600, other_split)
+    assert f"data.split = '80,20': selects the documents 0-40 of {a} for training" in said
+    assert f"has read {given[0]:,} samples of the documents 0-45; set data.split=90,10, or data.restart_changed" in said
+    assert f"selects the documents 0-24 of {b}" in said
+    same_documents = config({a: 1.0, b: 1.0}, cache, split="90,5,5")
+    assert counts(resume(then, 600, same_documents)[0], 600) == given
+
+    # The files of one data set change. The key counts that anew, once, and nothing else.
+    write(tmp_path / "b", 30, 3)
+    now = config({a: 1.0, b: 1.0}, cache)
+    said = refusal(then, 600, now)
+    assert f"data.train = '{b}': its files are others than when the run read {given[1]} samples of them" in said
+    assert "data.restart_changed=true counts its samples from 0" in said
+    anew = now.model_copy(update={"data": now.data.model_copy(update={"restart_changed": True})})
+    went_on, changes = resume(then, 600, anew)
+    assert counts(went_on, 600) == [given[0], 0]
+    assert changes == [f"{b} added with a share of 50%, from its sample 0 on",
+                       f"{b} removed after {given[1]} of its samples"]  # fmt: skip
+    again, changes = resume(went_on, 800, anew)
+    assert counts(again, 800) == counts(went_on, 800)
+    assert changes == []
+    assert "its files are others" in refusal(then, 600, now)
+
+
+def test_a_checkpoint_from_before_the_record_goes_on(tmp_path: Path) -> None:
+    """A list of data sets had equal shares then, and has them to the end of the run."""
+    a, b, c = (write(tmp_path / name, 20 * (i + 1), i) for i, name in enumerate("abc"))
+    cache = tmp_path / "cache"
+    for listed, shares in (([b, a], {b: 1.0, a: 1.0}), ({a: 3.0, b: 1.0}, {a: 3.0, b: 1.0})):
+        then = open_inputs(config(shares, cache), "test")
+        about = saved(then, 500, with_record=False)
+        about["config"]["data"]["train"] = listed
+        del about["config"]["data"]["restart_changed"]
+        inputs, changes = open_inputs(config(listed, cache), "test").resumed(about)
+        assert changes == []
+        assert all(np.array_equal(inputs.train[i], then.train[i]) for i in range(500, 560))
+        again, changes = resume(inputs, 520, config(listed, cache))
+        assert changes == []
+        assert all(np.array_equal(again.train[i], then.train[i]) for i in range(520, 560))
+        given = then.train.segment.given(500)[list(shares).index(a)]
+        fewer, changes = open_inputs(config([a], cache), "test").resumed(about)
+        assert counts(fewer, 500) == [given]
+        assert f"{b} removed after" in changes[-1]
+        back, _ = resume(fewer, 501, config({b: 1.0, a: 1.0}, cache))
+        assert counts(back, 501) == [500 - given, given + 1]
+        with pytest.raises(ConfigError, match=rf"data\.train = '{c}'.*its {b} is not listed any more.*list it as {b}"):
+            open_inputs(config([a, c], cache), "test").resumed(about)
+        with pytest.raises(ConfigError, match=r"data\.split = '80,20'.* set data.split=90,10"):
+            open_inputs(config(listed, cache, split="80,20"), "test").resumed(about)
+
+
+def test_a_list_weighs_by_size(tmp_path: Path) -> None:
+    a, b, cache = write(tmp_path / "a", 60, 1), write(tmp_path / "b", 20, 2), tmp_path / "cache"
+    shutil.copy(f"{a}.bin", tmp_path / "copy.bin")
+    shutil.copy(f"{a}.idx", tmp_path / "copy.idx")
+    tokens = [sum(map(len, map(IndexedDataset(p).document, range(n)))) for p, n in ((a, 54), (b, 18))]
+    for listed, times in (([a, b], 1), ([a, b, a], 2), ([a, b, str(tmp_path / "copy")], 2)):
+        inputs = open_inputs(config(listed, cache), "test")
+        assert inputs.train.segment.weights == (times * tokens[0], tokens[1])
+        assert len(inputs.train.datasets) == 2
+
+    text = describe_data(inputs.config, inputs.data_sets, inputs.progress)
+    _, *rows = [line.split() for line in text.splitlines()]
+    assert [row[0] for row in rows] == [a, b, a, b]
+    share = 2 * tokens[0] / (2 * tokens[0] + tokens[1])
+    assert [row[-4:-2] for row in rows[:2]] == [
+        [f"{tokens[0]:,}", f"{share:.2%}"],
+        [f"{tokens[1]:,}", f"{1 - share:.2%}"],
+    ]
+    assert sum(int(row[-2]) for row in rows[:2]) == 40
+    assert sum(int(row[-2]) for row in rows[2:]) == 8
+    assert rows[0][-1] == f"{int(rows[0][-2]) / ((tokens[0] - 1) // S):.3f}"
+    planned = describe_planned_data(config([a, b, a], cache))
+    assert planned == text
+    missing = describe_planned_data(config([a, str(tmp_path / "x" / "none")], cache))
+    assert missing.startswith(
+        f"data sets: tokens, shares and epochs are not known, as {tmp_path / 'x' / 'none.bin'} and 1"
+    )
+    assert "\n" not in missing
+
+
+@pytest.mark.parametrize(
+    ("weights", "key", "rule"),
+    [
+        ([1e308, 1.2e308], "data.train.b = 1.2e+308", "the sum of all weights is too large"),
+        ([1e-308, 1e10], "data.train.a = 1e-308", "its share of the sum of all weights (1e+10) is too small"),
+        ([5e-324, 1.0], "data.train.a = 5e-324", "is too small for a float"),
+    ],
+)
+def test_weights_that_a_float_cannot_share_are_refused(weights: list[float], key: str, rule: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_layout(config(dict(zip("ab", weights)), Path("cache")), 1)
+    assert f"{key}: " in str(error.value)
+    assert rule in str(error.value)
+
+
+def _train(settings: Config) -> str:
+    """Run the job from check to end; the message of a DataError."""
+    inputs = open_inputs(settings, "test")
+    check_run(inputs)
+    try:
+        train(inputs)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_job_records_what_it_reads_and_ends_at_an_id_outside_the_vocabulary(
+    world2: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    a, b = write(tmp_path / "a", 60, 1), write(tmp_path / "b", 20, 2)
+    writer = IndexedDatasetWriter(tmp_path / "bad", np.uint16)
+    writer.add_document(np.full(300, VOCABULARY - 1))
+    writer.add_document(np.array([1, 2, VOCABULARY] + 20 * [3]))
+    writer.close({"max_token_id": 7})  # a sidecar is a hint
+
+    def settings(steps: int, listed: Any, name: str, **data: Any) -> Config:
+        tree = config(listed, tmp_path / "cache", **data).model_dump(mode="json")
+        tree["training"] |= {"steps": steps, "eval_interval": 0}
+        tree |= {"name": name, "run_dir": str(tmp_path), "logging": {"progress": False, "tensorboard": False}}
+        return Config.model_validate(tree)
+
+    def job(run: Config) -> str:
+        return str(world2.run(_train, run, ranks=1)[0])
+
+    def record(step: int) -> tuple[dict[str, Any], list[tuple[str, int, int]]]:
+        about = read_metadata(tmp_path / "t" / "checkpoints" / f"step_{step:08d}")
+        assert undocumented_keys(about) == []
+        return about, [(s["prefix"], s["start"], s["consumed"]) for s in about["data"]["sources"]]
+
+    assert job(settings(2, [a], "t")) == ""
+    assert record(2)[1] == [(a, 0, 8)]
+    assert job(settings(6, {b: 3, a: 1}, "t")) == ""
+    about, sources = record(6)
+    (_, _, of_b), (_, _, of_a) = sources
+    assert sources == [(b, 0, of_b), (a, 8, of_a)]
+    assert (of_a + of_b, about["data"]["first_sample"], about["consumed_samples"]) == (24, 8, 24)
+    said = capfd.readouterr().err
+    assert (
+        f"data changed since step 2: {b} added with a share of 75%, from its sample 0 on; share of {a} 100% -> 25%"
+        in said
+    )
+    assert re.search(rf"{a} +[\d,]+ +25\.00% +{of_a} ", said)
+    with pytest.raises(ConfigError, match=r"data\.split = '50,50': selects the documents"):
+        check_run(open_inputs(settings(8, {b: 3, a: 1}, "t", split="50,50"), "test"))
+    bad = tmp_path / "bad"
+    said = job(settings(10, [str(bad)], "bad", split="100"))
+    assert said.startswith(f"{bad}.bin: document 1, position 2 holds token 500, but model.vocab_size is 500: ")
+    assert "\n" not in said
+
+
+def _agree(folders: list[str], orders: list[list[str]], other_index: bool) -> str:
+    """What this rank, which works in a folder of its own, says of its inputs and those of the others."""
+    device = initialize_distributed("cpu")
+    world = initialize_model_parallel(1, 1, device=device).world
+    before = os.getcwd()
+    os.chdir(folders[world.rank])
+    try:
+        inputs = open_inputs(config(orders[world.rank], Path("cache")), "test")
+        if other_index and world.rank == 1:
+            packed = inputs.train.datasets[1]
+            packed._make = lambda number: PackedDataset._make(packed, number + 1)  # type: ignore[method-assign]
+        check_ranks_agree(inputs, 0, world.group)
+    except DataError as error:
+        return str(error)
+    finally:
+        os.chdir(before)
+    return ""
+
+
+def test_ranks_that_would_read_other_data_are_named(world2: World, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("0", "1", "2", "3")]
+    for folder, seed in zip(folders, (1, 1, 2, 1)):
+        write(folder / "a", 30, seed)
+        write(folder / "b", 30, 3)
+
+    def said(second: Path, order: list[str], other_index: bool = False) -> str:
+        one, two = world2.run(_agree, [str(folders[0]), str(second)], [["a", "b"], order], other_index)
+        assert one == two
+        return str(one)
+
+    host = socket.gethostname()
+    there = f"is not on rank 1 ({host}) what it is on rank 0 ({host}); copy the data sets"
+    assert said(folders[1], ["a", "b"]) == ""
+    assert f"would not train on the same data: a {there}" in said(folders[2], ["a", "b"])
+    assert f": the order of the data sets {there}" in said(folders[1], ["b", "a"])
+    assert f": the sample index of b {there}" in said(folders[3], ["a", "b"], other_index=True)
