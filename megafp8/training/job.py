@@ -43,9 +43,10 @@ from megafp8.training.state import (
     check_resume,
     checkpoint_folder,
     find_checkpoint,
-    load_latest,
+    load_state,
     save_state,
     saved_choice,
+    tokenizer_copy,
 )
 from megafp8.training.stopping import StopRequest
 from megafp8.training.trainer import Trainer
@@ -117,12 +118,10 @@ class Job:
         self.stop = StopRequest()
         self.stop.install()
         resume = self.config.checkpoint.resume
-        if resume:
-            find_checkpoint(self.config, self.folder, parallel)
+        found = find_checkpoint(self.config, self.folder, parallel, inputs.fingerprint) if resume else None
         say = _print if self.is_main else silent
-        choice = saved_choice(self.config, parallel, self.folder) if resume else None
-        self.trainer = Trainer(self.config, parallel, choice, say=say)
-        self.step = load_latest(self.trainer, self.folder, say=say) if resume else 0
+        self.trainer = Trainer(self.config, parallel, saved_choice(self.config, found), say=say)
+        self.step = 0 if found is None else load_state(self.trainer, found, say=say)
         self.say(f"run folder: {self.folder}")
         if not self.step and self.config.checkpoint.init_from is not None:
             load_init(self.trainer, self.config.checkpoint.init_from)
@@ -141,6 +140,7 @@ class Job:
         if self.config.deterministic:
             self.say(describe_determinism(parallel.device.type))
         self.saved_step = self.step
+        self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
         self.saver = self._make_saver() if self.config.checkpoint.async_save else None
 
     def say(self, text: str) -> None:
@@ -151,7 +151,7 @@ class Job:
         keep = self.config.checkpoint
         group = host_group(self.config.timeout_seconds)
         folder = checkpoint_folder(self.folder)
-        to = Destination(folder, group, keep.keep_last, keep.keep_every, self.lock)
+        to = Destination(folder, group, keep.keep_last, keep.keep_every, self.lock, self.tokenizer)
         return BackgroundSaver(to, self.parallel.device, self._say_saved)
 
     def run(self) -> None:
@@ -281,7 +281,7 @@ class Job:
         if self.saver is not None:
             self.saver.finish()
         start = time.perf_counter()
-        path = save_state(self.trainer, self.folder, self.step, self.inputs.fingerprint, self.lock)
+        path = save_state(self.trainer, self.folder, self.step, self.inputs.fingerprint, self.lock, self.tokenizer)
         self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
 
     def _say_saved(self, saved: Saved) -> None:

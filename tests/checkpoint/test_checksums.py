@@ -10,10 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.checkpoint import DamagedCheckpoint, complete_checkpoints, latest, load, newest_good, save
+from megafp8.checkpoint import (
+    DamagedCheckpoint,
+    complete_checkpoints,
+    latest,
+    load,
+    newest_good,
+    open_checkpoint,
+    save,
+)
 from megafp8.checkpoint import checksums as checksums_module
-from megafp8.checkpoint.dcp import read_index
+from megafp8.checkpoint.opened import OpenedCheckpoint
 from tests.checkpoint import toy
+from tests.checkpoint.rewritten import make_old, rewrite
 from tests.world import World
 
 FILES = [".metadata", "__0_0.distcp", "checksums.json", "metadata.json"]
@@ -21,6 +30,10 @@ FILES = [".metadata", "__0_0.distcp", "checksums.json", "metadata.json"]
 
 def _state(step: int) -> dict[str, torch.Tensor]:
     return {f"layers.{i}.weight": torch.arange(4096.0).view(64, 64) + 100 * step + i for i in range(3)}
+
+
+def _path(opened: OpenedCheckpoint | None) -> Path | None:
+    return None if opened is None else opened.path
 
 
 def _flip(file: Path, byte: int, bit: int = 3) -> None:
@@ -40,7 +53,7 @@ def _refusal(path: Path) -> str:
 
 def _where(path: Path, name: str) -> tuple[int, int]:
     """Where the bytes of tensor `name` begin and end in the one data file."""
-    stored = next(stored for i, stored in read_index(path).storage_data.items() if i.fqn == name)
+    stored = next(stored for i, stored in open_checkpoint(path).index.storage_data.items() if i.fqn == name)
     return stored.offset, stored.offset + stored.length
 
 
@@ -104,7 +117,7 @@ def test_the_flag_skips_reading_and_old_checkpoints_have_none(
     with monkeypatch.context() as patch:
         patch.setattr("megafp8.checkpoint.loading.find_damage", lambda *_: pytest.fail("it read"))
         load(path, _state(1), verify=False)
-    (path / "checksums.json").unlink()
+    make_old(path)
     load(path, _state(1))
     assert "has no checksums.json: only the sizes of its files were checked" in caplog.text
 
@@ -112,10 +125,17 @@ def test_the_flag_skips_reading_and_old_checkpoints_have_none(
 def _read_by_this_rank(path: str) -> list[str]:
     """Names of the files that this rank verified."""
     names, patch = [], pytest.MonkeyPatch()
-    original = checksums_module.find_damage
+    original, small = checksums_module.find_damage, checksums_module.read_verified
     patch.setattr(
         "megafp8.checkpoint.loading.find_damage", lambda file, sum_: (names.append(file.name), original(file, sum_))[1]
     )
+    for module in ("opened", "store"):
+        patch.setattr(
+            f"megafp8.checkpoint.{module}.read_verified",
+            lambda folder, name, sums: (
+                (names.append(name), small(folder, name, sums))[1] if sums else pytest.fail(name)
+            ),
+        )
     model = toy.make(dist.get_rank(), 1, 1, torch.float32).zeroed()
     with patch.context():
         load(path, model.state())
@@ -136,7 +156,7 @@ def _fall_back(folder: str) -> tuple[str, str]:
     try:
         load(f"{folder}/step_00000003", model.state())
     except DamagedCheckpoint as error:
-        return str(newest_good(folder)), str(error)
+        return str(_path(newest_good(folder))), str(error)
     return "no error", ""
 
 
@@ -163,16 +183,16 @@ def test_the_newest_good_one_is_used_and_damaged_ones_are_kept(
     _flip(tmp_path / "step_00000003" / "__0_0.distcp", (start + end) // 2)
     (tmp_path / "step_00000004" / "metadata.json").write_text("{")
     before = [_bytes(tmp_path / f"step_0000000{step}") for step in (3, 4)]
-    assert newest_good(tmp_path) == latest(tmp_path) == tmp_path / "step_00000002"
-    assert "step_00000004/metadata.json is damaged: Expecting" in caplog.text
+    assert _path(newest_good(tmp_path)) == latest(tmp_path) == tmp_path / "step_00000002"
+    assert "step_00000004/metadata.json is truncated: 1 bytes of" in caplog.text
     assert "damaged in it: layers.2.weight. It is kept as step_00000003.damaged; " in caplog.text
     assert [_bytes(tmp_path / f"step_0000000{step}.damaged") for step in (3, 4)] == before
     # The run gets there again, and the step is damaged again.
     path = save(tmp_path, 3, _state(3), {"consumed_samples": 3}, keep_last=1)
-    assert newest_good(tmp_path) == path
+    assert _path(newest_good(tmp_path)) == path
     save(tmp_path, 2, _state(2), {})
     (path / ".metadata").unlink()
-    assert newest_good(tmp_path) == tmp_path / "step_00000002"
+    assert _path(newest_good(tmp_path)) == tmp_path / "step_00000002"
     names = ["step_00000002", "step_00000003.damaged", "step_00000003.damaged-2", "step_00000004.damaged"]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
     assert [_bytes(tmp_path / f"step_0000000{step}.damaged") for step in (3, 4)] == before
@@ -190,7 +210,7 @@ def test_where_all_are_damaged_nothing_is_renamed(tmp_path: Path) -> None:
 def test_a_newer_format_is_no_damage(tmp_path: Path) -> None:
     save(tmp_path, 1, _state(1), {})
     metadata = save(tmp_path, 2, _state(2), {}) / "metadata.json"
-    metadata.write_text(metadata.read_text().replace('"format_version": 1', '"format_version": 99'))
+    rewrite(metadata, metadata.read_bytes().replace(b'"format_version": 1', b'"format_version": 99'))
     with pytest.raises(ValueError, match="format version 99"):
         newest_good(tmp_path)
     assert [step for step, _ in complete_checkpoints(tmp_path)] == [1, 2]
