@@ -126,5 +126,5 @@ def _tokenizer_files(reader: CheckpointReader, config: Mapping[str, Any]) -> lis
         name = f"{TOKENIZER_FOLDER}/{file.name}"
         if reader.sums is not None and name in reader.sums:
             read_verified(reader.path, name, reader.sums)
-    file = ((config.get("data") or {}).get("tokenizer") or {}).get("path")
-    return found or ([Path(file)] if file and Path(file).is_file() else [])
+    given = ((config.get("data") or {}).get("tokenizer") or {}).get("path")
+    return found or ([Path(given)] if given and Path(given).is_file() else [])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -80,6 +82,24 @@ def check_run(inputs: Inputs) -> None:
     elif (folder / "metrics.jsonl").exists():
         rule = f"{folder} already holds a run, and checkpoint.resume is false"
         raise ConfigError("config", [Problem("name", config.name, rule, "choose another name, or resume it")])
+    check_writable(config, checkpoint_folder(folder))
+
+
+_PROBE_BYTES = 1 << 16
+
+
+def check_writable(config: Config, folder: Path) -> None:
+    """Make `folder`, in which the run saves, and write to it; raises ConfigError of run_dir where that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        rule = f"the run cannot write to {folder}: {error.strerror}"
+        works = "set run_dir to a folder that this user may write to, on a disk with space for checkpoints"
+        raise ConfigError("config", [Problem("run_dir", config.run_dir, rule, works)]) from error
 
 
 def train(inputs: Inputs) -> None:

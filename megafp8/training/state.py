@@ -254,17 +254,16 @@ def _changed_vocabulary(then: str | None, now: str | None) -> Iterator[str]:
 
 
 def _changed_dtypes(then: Mapping[str, Any], config: Config) -> Iterator[str]:
-    old, new = then["training"]["precision"], config.training.precision
-    if old != new:
+    precision, moments = then["training"]["precision"], then["optimizer"].get("moments_dtype", "fp32")
+    if precision != config.training.precision:
         yield (
-            f"was saved with training.precision = {old}, this run has {new}: weights of another dtype; set "
-            f"training.precision={old}, {_ANOTHER}"
+            f"was saved with training.precision = {precision}, this run has {config.training.precision}: weights of "
+            f"another dtype; set training.precision={precision}, {_ANOTHER}"
         )
-    old, new = then["optimizer"].get("moments_dtype", "fp32"), config.optimizer.moments_dtype
-    if old != new and "fp32" in (old, new):
+    if moments != config.optimizer.moments_dtype and "fp32" in (moments, config.optimizer.moments_dtype):
         yield (
-            f"was saved with optimizer.moments_dtype = {old}, this run has {new}, and moments may change between bf16 "
-            f"and fp8 only; set optimizer.moments_dtype={old}, {_ANOTHER}"
+            f"was saved with optimizer.moments_dtype = {moments}, this run has {config.optimizer.moments_dtype}, and "
+            f"moments may change between bf16 and fp8 only; set optimizer.moments_dtype={moments}, {_ANOTHER}"
         )
 
 
