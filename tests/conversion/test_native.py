@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafp8.checkpoint import load
+from megafp8.checkpoint import load, save
 from megafp8.conversion.native import NativeSink, NativeSource
 from tests.checkpoint.rewritten import rewrite
 from tests.conversion import checkpoints
@@ -119,3 +119,18 @@ def test_any_flipped_bit_is_harmless_or_named(tmp_path: Path) -> None:
         file.write_bytes(whole)
     assert len(errors) > 9
     assert all(f"{file} is damaged at model.a" in error for error in errors)
+
+
+def test_the_tokenizer_of_a_checkpoint_is_verified(tmp_path: Path) -> None:
+    files = {"tokenizer/own.model": b"pieces"}
+    path = save(tmp_path / "checkpoints", 1, {"model.a": torch.ones(3)}, checkpoints.ABOUT, files=files)
+    source = NativeSource(path)
+    assert source.tokenizer_files == [path / "tokenizer" / "own.model"]
+    convert(source, tmp_path / "target")
+    for folder in (path, tmp_path / "target"):
+        copy = folder / "tokenizer" / "own.model"
+        assert copy.read_bytes() == b"pieces"
+        assert NativeSource(folder).tokenizer_files == [copy]
+        flip(copy, 2)
+        with pytest.raises(ValueError, match=r"tokenizer/own.model is damaged: its CRC-32 is "):
+            NativeSource(folder)
