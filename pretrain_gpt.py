@@ -16,7 +16,7 @@ import os
 import sys
 import time
 
-from megafp8.checkpoint import DamagedCheckpoint, FolderInUse
+from megafp8.checkpoint import DamagedCheckpoint, FolderInUse, IncompatibleCheckpoint
 from megafp8.config import Config, check_layout, load_config
 from megafp8.planner.memory import memory_table, pipeline_memory
 from megafp8.training.describe import describe
@@ -96,7 +96,11 @@ def main() -> int:
         return 0
     try:
         train(inputs)
-    except (FolderInUse, DamagedCheckpoint) as error:  # met by all ranks alike, before anything was changed
+    except (
+        FolderInUse,
+        DamagedCheckpoint,
+        IncompatibleCheckpoint,
+    ) as error:  # met by all ranks alike, before anything was changed
         return _refuse(error)
     return 0
 

@@ -170,7 +170,7 @@ def _size(count: float) -> str:
 def print_about(facts: Record) -> None:
     meta, groups = facts["metadata"], facts["groups"]
     print(facts["path"])
-    tokens = f", {meta['tokens']:,} tokens" if "tokens" in meta else ""
+    tokens = f", {meta['tokens']:,} tokens" if meta.get("tokens") is not None else ""
     print(f"step {meta['step']:,}{tokens}; saved {meta.get('date', 'at an unknown time')}")
     layout = meta.get("layout")
     if layout:

@@ -15,6 +15,7 @@ files are read by `torch.load(weights_only=True)`.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
@@ -31,7 +32,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -80,21 +87,36 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint holds")
 
 
-def read_index(path: Path) -> Metadata:
-    """DCP's index of the checkpoint folder `path`. Raises DamagedCheckpoint, naming the file."""
-    file = path / INDEX_FILE
-    if not file.is_file():
-        raise DamagedCheckpoint(f"{path} is no checkpoint: it has no file {INDEX_FILE}")
+def parse_index(file: Path, content: bytes) -> Metadata:
+    """DCP's index in `content`, the bytes of `file`. Raises DamagedCheckpoint, naming the file."""
     try:
-        with file.open("rb") as stream:
-            index = _IndexUnpickler(stream).load()
-    except OSError:
-        raise
+        index = _IndexUnpickler(io.BytesIO(content)).load()
+        sound = _is_index(index)
     except Exception as error:  # a damaged pickle raises nearly anything
         raise DamagedCheckpoint(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+    if not sound:
         raise DamagedCheckpoint(f"{file} is damaged: it holds no index of a checkpoint")
     return index
+
+
+def _is_index(index: Any) -> bool:
+    """Whether an unpickled object has the fields, and these the types, of an index; it may raise where it has not."""
+    stored = all(
+        isinstance(where, MetadataIndex)
+        and isinstance(where.fqn, str)
+        and isinstance(info.relative_path, str)
+        and type(info.offset) is type(info.length) is int
+        for where, info in index.storage_data.items()
+    )
+    described = all(
+        isinstance(name, str)
+        and isinstance(entry.size, torch.Size)
+        and isinstance(entry.properties.dtype, torch.dtype)
+        and all(isinstance(chunk.offsets, torch.Size) and isinstance(chunk.sizes, torch.Size) for chunk in entry.chunks)
+        for name, entry in index.state_dict_metadata.items()
+        if not isinstance(entry, BytesStorageMetadata)
+    )
+    return isinstance(index, Metadata) and stored and described
 
 
 def check_data_files(path: Path, index: Metadata) -> None:

@@ -5,7 +5,7 @@ Otherwise one rank would raise while the others wait for it until the time limit
 the barrier too.
 
 Some failures are told apart because somebody acts on them: a damaged checkpoint makes a run fall back to an older one,
-a folder in use ends a job before it has begun.
+a checkpoint of another run and a folder in use end a job before it has begun.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ class DamagedCheckpoint(ValueError):
     """A file of a checkpoint is missing, shortened or altered. Another checkpoint may be good."""
 
 
+class IncompatibleCheckpoint(ValueError):
+    """The checkpoint is as it was written, and this run cannot continue from it."""
+
+
 class FolderInUse(ValueError):
     """Another job writes to the folder."""
 
 
-_KINDS = (DamagedCheckpoint, FolderInUse, ValueError)
+_KINDS = (DamagedCheckpoint, IncompatibleCheckpoint, FolderInUse, ValueError)
 
 
 def together(action: Callable[[], T], group: ProcessGroup | None) -> T:

@@ -26,8 +26,18 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megafp8 import collectives
 from megafp8.checkpoint import dcp, store
-from megafp8.checkpoint.checksums import CHECKSUMS_FILE, Checksum, find_damage, read_checksums
-from megafp8.checkpoint.failures import LISTED, DamagedCheckpoint, listing, on_first, rank_in, together, whole_job
+from megafp8.checkpoint.checksums import CHECKSUMS_FILE, Checksum, find_damage
+from megafp8.checkpoint.failures import (
+    LISTED,
+    DamagedCheckpoint,
+    IncompatibleCheckpoint,
+    listing,
+    on_first,
+    rank_in,
+    together,
+    whole_job,
+)
+from megafp8.checkpoint.opened import OpenedCheckpoint, all_damaged, open_checkpoint
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
 from megafp8.sharding import Shape
 
@@ -41,47 +51,70 @@ _log = logging.getLogger(__name__)
 
 
 def load(
-    path: str | Path,
+    checkpoint: str | Path | OpenedCheckpoint,
     tensors: Mapping[str, Rectangles | Tensor],
     *,
     group: ProcessGroup | None = None,
     optional: Callable[[str], bool] = lambda name: False,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Load the checkpoint folder `path` into `tensors`, in place, and return its metadata. Collective.
+    """Load a checkpoint into `tensors`, in place, and return its metadata. Collective.
 
-    The layout may differ from that of the save in any way. A name for which `optional` is true may be missing in the
-    checkpoint (its tensor then keeps its values) or be in the checkpoint alone (it is then not read). `verify`: hold
-    every file against its checksum first.
+    `checkpoint`: a folder, whose files are verified first (`verify` false: all but the data files); or one that
+    `newest_good` has opened and verified. The layout may differ from that of the save in any way. A name for which
+    `optional` is true may be missing in the checkpoint, or be there in another shape or dtype (its tensor then keeps
+    its values), or be in the checkpoint alone (it is then not read).
 
     Raises, on all ranks alike and before a tensor has changed, DamagedCheckpoint (a ValueError) where one of its files
-    is not as it was written, and ValueError where there is no such folder, and where names, global shapes or dtypes
-    differ. Damage that is found only while reading, for want of checksums, is a ValueError with tensors partly loaded.
+    is not as it was written, IncompatibleCheckpoint (a ValueError) where names, global shapes or dtypes differ, and
+    ValueError where there is no such folder. Damage that is found only while reading, for want of checksums, is a
+    ValueError with tensors partly loaded.
     """
-    path, group = Path(path), whole_job(group)
+    group = whole_job(group)
     state = as_rectangles(tensors)
-    metadata, index = _open(path, verify, group)
-    own = _differences({name: (r.global_shape, r.dtype) for name, r in state.items()}, index, optional)
+    opened = checkpoint if isinstance(checkpoint, OpenedCheckpoint) else _open(Path(checkpoint), verify, group)
+    path, index = opened.path, opened.index
+    kinds = {name: (r.global_shape, r.dtype) for name, r in state.items()}
+    own = _differences(kinds, index, optional)
     unwanted = [name for name in _wanted_by_nobody(state.keys(), index, group) if not optional(name)]
-    found = [*collectives.all_gather_objects(own, group), {_UNWANTED: unwanted}]
-    names = {kind: sorted({name for one in found for name in one.get(kind, ())}) for kind in _KINDS}
-    problems = [_count(kind, wrong) for kind, wrong in names.items() if wrong]
+    found = collectives.all_gather_objects(own, group)
+    problems = _describe([*found, {_UNWANTED: unwanted}])
     if problems:
-        raise ValueError(f"{path} does not fit: " + "; ".join(problems))
-    state = {name: rectangles for name, rectangles in state.items() if name in index.state_dict_metadata}
+        raise IncompatibleCheckpoint(f"{path} does not fit: {problems}")
+    state = {name: rectangles for name, rectangles in state.items() if _is_there(name, kinds[name], index)}
     try:
         dcp.read(path, index, state, group)
     except CheckpointException as error:
         raise ValueError(f"{path} could not be read: {_reasons(error)}") from error
-    return metadata
+    return opened.metadata
 
 
-def newest_good(folder: str | Path, *, verify: bool = True, group: ProcessGroup | None = None) -> Path | None:
+def misfits(wanted: Mapping[str, Kind], index: Metadata, optional: Callable[[str], bool]) -> str:
+    """What `load` would refuse where all ranks together hold the tensors `wanted`, by name; empty where nothing."""
+    unwanted = [name for name in sorted(index.state_dict_metadata) if name not in wanted and not optional(name)]
+    return _describe([_differences(wanted, index, optional), {_UNWANTED: unwanted}])
+
+
+def _describe(found: list[dict[str, list[str]]]) -> str:
+    """Names by kind of problem, of all `found`, in one line."""
+    names = {kind: sorted({name for one in found for name in one.get(kind, ())}) for kind in _KINDS}
+    return "; ".join(_count(kind, wrong) for kind, wrong in names.items() if wrong)
+
+
+def _is_there(name: str, kind: Kind, index: Metadata) -> bool:
+    """Whether the checkpoint has the tensor `name` in this shape and dtype."""
+    entry = index.state_dict_metadata.get(name)
+    return isinstance(entry, TensorStorageMetadata) and (tuple(entry.size), entry.properties.dtype) == kind
+
+
+def newest_good(
+    folder: str | Path, *, verify: bool = True, group: ProcessGroup | None = None
+) -> OpenedCheckpoint | None:
     """The newest checkpoint under `folder` that is as it was written, or None where there is none. Collective.
 
     Damaged newer ones are set aside under another name, with a warning that names what is wrong with them, and never
     deleted. Raises DamagedCheckpoint, with nothing renamed, where all are damaged. Where `verify` is false, only the
-    presence and the sizes of files are looked at.
+    presence and the sizes of data files are looked at; the small files are verified in any case.
     """
     group = whole_job(group)
     # One rank looks and tells the others: on a lagging network file system they might see different folders.
@@ -89,7 +122,7 @@ def newest_good(folder: str | Path, *, verify: bool = True, group: ProcessGroup 
     damaged: list[tuple[Path, str]] = []
     for _, path in reversed(found):
         try:
-            _open(path, verify, group)
+            opened = _open(path, verify, group)
         except DamagedCheckpoint as error:
             damaged.append((path, str(error)))
             continue
@@ -97,44 +130,34 @@ def newest_good(folder: str | Path, *, verify: bool = True, group: ProcessGroup 
         if rank_in(group) == 0:
             for (bad, problem), there in zip(damaged, aside):
                 _log.warning("%s is damaged: %s. It is kept as %s; %s is used instead", bad, problem, there.name, path)
-        return path
+        return opened
     if damaged:
-        problems = "; ".join(problem for _, problem in damaged[:LISTED])
-        raise DamagedCheckpoint(
-            f"all {len(damaged)} checkpoints in {folder} are damaged, so the run cannot continue, and nothing was "
-            f"changed: {problems}. Restore one, or move them away to begin anew"
-        )
+        raise all_damaged(folder, [problem for _, problem in damaged])
     return None
 
 
-def _open(path: Path, verify: bool, group: ProcessGroup | None) -> tuple[dict[str, Any], Metadata]:
-    """Metadata and index of a checkpoint whose files are as they were written, so far as `verify` lets look."""
-    rank, small = rank_in(group), (store.METADATA_FILE, dcp.INDEX_FILE)
-
-    def look() -> tuple[dict[str, Any], Metadata, dict[str, Checksum]]:
-        metadata = store.read_metadata(path)  # another format may have other checksums
-        sums = read_checksums(path) if verify else {}
-        _compare(path, {name: sums[name] for name in small if sums and name in sums})
-        index = dcp.read_index(path)
-        if rank == 0:
-            dcp.check_data_files(path, index)
-        if rank == 0 and sums is None:
-            _log.warning("%s has no %s: only the sizes of its files were checked", path, CHECKSUMS_FILE)
-        return metadata, index, sums or {}
-
-    metadata, index, sums = together(look, group)
-    others = sorted(sums.keys() - {*small}, key=lambda name: (-sums[name].size, name))  # each rank has as much to read
-    own = {name: sums[name] for name in others[rank :: collectives.size(group)]}
-    together(lambda: _compare(path, own, index), group)
-    return metadata, index
+def _open(path: Path, verify: bool, group: ProcessGroup | None) -> OpenedCheckpoint:
+    """Open a checkpoint on all ranks of `group`; `verify`: its data files too are what was written. Collective."""
+    rank = rank_in(group)
+    opened = together(lambda: open_checkpoint(path, sizes=rank == 0), group)
+    if len(set(collectives.all_gather_objects(opened.identity, group))) > 1:
+        raise ValueError(f"ranks see different files in {path}; all hosts must share the file system that it is on")
+    if opened.sums is None and rank == 0:
+        _log.warning("%s has no %s: only the sizes of its files were checked", path, CHECKSUMS_FILE)
+    if verify and opened.sums is not None:
+        sums = {name: sum_ for name, sum_ in opened.sums.items() if name not in (store.METADATA_FILE, dcp.INDEX_FILE)}
+        largest_first = sorted(sums, key=lambda name: (-sums[name].size, name))  # each rank has as much to read
+        own = {name: sums[name] for name in largest_first[rank :: collectives.size(group)]}
+        together(lambda: _compare(path, own, opened.index), group)
+    return opened
 
 
-def _compare(path: Path, sums: dict[str, Checksum], index: Metadata | None = None) -> None:
+def _compare(path: Path, sums: dict[str, Checksum], index: Metadata) -> None:
     """Raise DamagedCheckpoint where one of the files `sums` is not what was written, with the tensors it holds."""
     problems = []
     for name, expected in sums.items():
         problem = find_damage(path / name, expected)
-        if problem and index is not None and (path / name).is_file():
+        if problem and (path / name).is_file() and dcp.tensors_in(index, name):
             problem += f"; damaged in it: {listing(dcp.damaged_tensors(path, index, name))}"
         if problem:
             problems.append(problem)
@@ -147,9 +170,10 @@ def _differences(wanted: Mapping[str, Kind], index: Metadata, optional: Callable
     found: dict[str, list[str]] = {}
     for name, (shape, dtype) in wanted.items():
         entry = index.state_dict_metadata.get(name)
+        if not _is_there(name, (shape, dtype), index) and optional(name):
+            continue
         if entry is None:
-            if not optional(name):
-                found.setdefault(_MISSING, []).append(name)
+            found.setdefault(_MISSING, []).append(name)
         elif not isinstance(entry, TensorStorageMetadata):
             found.setdefault(_MISFIT, []).append(f"{name} (no tensor in the checkpoint)")
         elif (tuple(entry.size), entry.properties.dtype) != (shape, dtype):

@@ -8,8 +8,8 @@ columns passes through a block of a few MiB. Memory is the result, the index, an
 A rectangle is stored as `torch.save` writes it: a zip archive with a small pickle and the raw values. `torch.load` to
 the device `meta` reads the former alone and tells where the latter begin. docs/checkpoint-format.md has the details.
 
-What it gives up: values are not checked, as a part of a file says nothing about the file's checksum. Names, shapes,
-dtypes and sizes are.
+What it gives up: values are not verified, as a part of a file says nothing about the file's checksum. metadata.json and
+the index are, and sizes of files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megafp8.checkpoint import dcp, store
+from megafp8.checkpoint import dcp
+from megafp8.checkpoint.checksums import Checksum
+from megafp8.checkpoint.opened import open_checkpoint
 from megafp8.sharding import Shape
 
 _BLOCK_BYTES = 16 * 2**20
@@ -45,12 +47,14 @@ class CheckpointReader:
     """A complete checkpoint folder, to be read tensor by tensor.
 
     Making one reads metadata.json and the index, no values. Raises ValueError naming the file where the folder is no
-    checkpoint, or one of its files is missing, shorter than it should be, or damaged; OSError where it may not be read.
+    checkpoint, or one of its files is missing, shorter than it should be, damaged, or may not be read.
     """
 
     path: Path
     metadata: dict[str, Any]
-    """What metadata.json says."""
+    """What metadata.json says; verified, as the index is."""
+    sums: dict[str, Checksum] | None
+    """Checksums of the files by name; None where the checkpoint is from before checksums."""
     tensors: dict[str, tuple[Shape, torch.dtype]]
     """Global shape and dtype by global name; layers in the order of their numbers."""
     rectangles: dict[str, list[StoredRectangle]]
@@ -58,9 +62,8 @@ class CheckpointReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.metadata = store.read_metadata(self.path)
-        index = dcp.read_index(self.path)
-        dcp.check_data_files(self.path, index)
+        opened = open_checkpoint(self.path)
+        self.metadata, self.sums, index = opened.metadata, opened.sums, opened.index
         self.tensors, self.rectangles = {}, {}
         for name, entry in sorted(index.state_dict_metadata.items(), key=lambda item: _by_number(item[0])):
             if not isinstance(entry, TensorStorageMetadata):

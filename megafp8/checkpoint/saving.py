@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -45,13 +45,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the checkpoints of a run go, who writes them together, which stay, and what says that we may."""
+    """Where the checkpoints of a run go, who writes them together, which stay, and what says that we may.
+
+    `files`: small files that every checkpoint gets, by path within it; the first rank's are written.
+    """
 
     folder: Path
     group: ProcessGroup | None
     keep_last: int | None = None
     keep_every: int | None = None
     lock: FolderLock | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, number in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
@@ -78,6 +82,7 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
     lock: FolderLock | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Save `tensors` of all ranks as the checkpoint of `step` under `folder`, and return its path. Collective.
 
@@ -86,14 +91,15 @@ def save(
     means the whole job, or this process where torch.distributed is not initialised. `keep_last`: how many complete
     checkpoints may stay, this one included; older ones are removed once this one is visible, but for multiples of
     `keep_every` steps (None: none).
-    `lock`: the folder's, which is asked before the folder is changed.
+    `lock`: the folder's, which is asked before the folder is changed. `files`: small files that go into the checkpoint
+    too, by path within it; rank 0's are written.
 
     A step that is there already is never overwritten. If its consumed samples, tokens and tokenizer fingerprint are
     those of `metadata`, it is the same step of the same run (which resumed there and had nothing more to do): the call
     says so in the log and returns. Otherwise it raises ValueError. RuntimeError where writing fails, for instance on a
     full disk; the earlier checkpoints are untouched.
     """
-    destination = Destination(Path(folder), whole_job(group), keep_last, keep_every, lock)
+    destination = Destination(Path(folder), whole_job(group), keep_last, keep_every, lock, files or {})
     state = as_rectangles(tensors)
     parts = dcp.share_out(dcp.write_items(state), destination.group)
     return _write(destination, step, state, parts, metadata)
@@ -204,15 +210,15 @@ def _write(
     folder, group = to.folder, to.group
     final, hidden = store.step_folder(folder, step), store.incomplete_folder(folder, step)
 
-    def begin() -> Checksum | None:
+    def begin() -> dict[str, Checksum] | None:
         if to.lock is not None:
             to.lock.check()
-        return store.begin(folder, step, {**parts.contents(), **metadata})
+        return store.begin(folder, step, {**parts.contents(), **metadata}, to.files)
 
     def publish() -> None:
-        assert about is not None
+        assert small is not None
         assert written is not None
-        sums = {store.METADATA_FILE: about} | dcp.write_index(hidden, parts, [results for results, _ in written])
+        sums = small | dcp.write_index(hidden, parts, [results for results, _ in written])
         for _, own_sums in written:
             sums |= own_sums
         if to.lock is not None:
@@ -220,8 +226,8 @@ def _write(
         store.publish(folder, step, sums)
 
     try:
-        about = on_first(begin, group)
-        if about is None:
+        small = on_first(begin, group)
+        if small is None:
             if rank_in(group) == 0:
                 _log.warning("%s is there already, from this same step; it was left as it is", final)
             return final

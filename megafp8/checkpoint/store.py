@@ -4,6 +4,7 @@
         metadata.json                     what it is, for people and for the resuming run
         .metadata, __<rank>_<n>.distcp    torch.distributed.checkpoint's index and data
         checksums.json                    of all the others (`checksums`)
+        tokenizer/                        the model file of the run's tokenizer
     <folder>/.step_00000020.incomplete/   a save under way, or one that was cut off
     <folder>/step_00000030.damaged/       a checkpoint that was found damaged when a run resumed
     <folder>/.lock                        of the job that works here (`lock`)
@@ -24,25 +25,35 @@ stores need a mount.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import megafp8
-from megafp8.checkpoint.checksums import CHECKSUMS_FILE, Checksum, checksums_text
+from megafp8.checkpoint.checksums import (
+    CHECKSUMS_FILE,
+    Checksum,
+    checksums_text,
+    parse_object,
+    read_checksums,
+    read_verified,
+)
 from megafp8.checkpoint.failures import DamagedCheckpoint
 
 FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"
-OWN_KEYS = ("format_version", "step", "date", "megafp8_version", "torch_version")
+OWN_KEYS = ("format_version", "step", "date", "megafp8_version", "torch_version", "has_checksums")
 """What a save itself writes into metadata.json."""
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 _COMPLETE = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(incomplete|removed)")
@@ -61,11 +72,17 @@ def incomplete_folder(folder: str | Path, step: int) -> Path:
 
 
 def complete_checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
-    """The complete checkpoints of a run as (step, path), oldest first; empty where there is no such folder."""
+    """The complete checkpoints of a run as (step, path), oldest first; empty where there is no such folder.
+
+    Raises ValueError where the folder may not be read.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    matches = ((_COMPLETE.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
+    try:
+        matches = [(_COMPLETE.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {error.strerror}") from error
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
@@ -86,11 +103,13 @@ def clean_incomplete(folder: str | Path) -> list[Path]:
     return leftovers
 
 
-def begin(folder: str | Path, step: int, metadata: dict[str, Any]) -> Checksum | None:
-    """Make the hidden folder for `step`, with its metadata.json; the checksum of that; None where the step is saved.
+def begin(
+    folder: str | Path, step: int, metadata: dict[str, Any], files: Mapping[str, bytes]
+) -> dict[str, Checksum] | None:
+    """Make the hidden folder for `step`, with its metadata.json and the small `files`, by path in it.
 
-    Raises ValueError where the step was saved by another run or another history of this one, and where `metadata` is
-    not JSON.
+    Returns their checksums; None where the step is saved. Raises ValueError where the step was saved by another run or
+    another history of this one, and where `metadata` is not JSON.
     """
     final = step_folder(folder, step)
     if final.exists():
@@ -101,24 +120,69 @@ def begin(folder: str | Path, step: int, metadata: dict[str, Any]) -> Checksum |
     clean_incomplete(folder)
     hidden = incomplete_folder(folder, step)
     hidden.mkdir()
-    return write_text(hidden / METADATA_FILE, text)
+    sums = {METADATA_FILE: write_text(hidden / METADATA_FILE, text)}
+    for name, content in files.items():
+        file = hidden / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        sums[name] = write_bytes(file, content)
+        sync_folder(file.parent)
+    return sums
+
+
+class _Metadata(BaseModel):
+    """The types of the keys of metadata.json (docs/checkpoint-format.md), of which only two are always there."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    format_version: _Count
+    step: _Count
+    date: str | None = None
+    megafp8_version: str | None = None
+    torch_version: str | None = None
+    has_checksums: bool = False
+    tensors: _Count | None = None
+    bytes: _Count | None = None
+    consumed_samples: _Count | None = None
+    tokens: _Count | None = None
+    optimizer_steps: _Count | None = None
+    tokenizer_fingerprint: str | None = None
+    layout: dict[str, Any] | None = None
+    config: dict[str, Any] | None = None
+    config_hash: str | None = None
+    fp8_left_out: list[str] | None = None
+    converted_from: str | None = None
+    huggingface: dict[str, Any] | None = None
+
+
+def _wrong_type(metadata: dict[str, Any]) -> str | None:
+    """The first key of `metadata` that is missing or not of its type, and why; None where all are right."""
+    try:
+        _Metadata.model_validate(metadata)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return None
 
 
 def metadata_text(path: Path, step: int, metadata: dict[str, Any]) -> str:
     """What metadata.json of the checkpoint `path` is to say: `metadata`, and which step, format and versions.
 
-    Raises ValueError where `metadata` sets one of these or is not JSON.
+    Raises ValueError where `metadata` sets one of these, is not JSON, or has a key of another type than is documented.
     """
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    own = (FORMAT_VERSION, step, date, megafp8.__version__, str(torch.__version__))
+    own = (FORMAT_VERSION, step, date, megafp8.__version__, str(torch.__version__), True)
     about = dict(zip(OWN_KEYS, own))
     clash = sorted(about.keys() & metadata.keys())
     if clash:
         raise ValueError(f"metadata of a checkpoint may not set {', '.join(clash)}: save() writes these itself")
     try:
-        return json.dumps({**about, **metadata}, indent=2, allow_nan=False) + "\n"
+        text = json.dumps({**about, **metadata}, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise ValueError(f"metadata of {path} cannot be written as JSON: {error}") from error
+    problem = _wrong_type(json.loads(text))
+    if problem is not None:
+        raise ValueError(f"metadata of {path} could not be read again: {problem}")
+    return text
 
 
 def publish(folder: str | Path, step: int, sums: dict[str, Checksum]) -> None:
@@ -167,30 +231,49 @@ def remove(path: Path) -> None:
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """What `metadata.json` of the checkpoint folder `path` says. Raises ValueError naming the file that is at fault.
+    """What `metadata.json` of the checkpoint folder `path` says, once its bytes were held against their checksum.
 
-    DamagedCheckpoint, which is one, where the folder is there but the file is not what was written.
+    Raises ValueError naming the file that is at fault; DamagedCheckpoint, which is one, where the folder is there but
+    metadata.json or checksums.json is not what was written.
     """
+    return read_description(path)[0]
+
+
+def read_description(path: str | Path) -> tuple[dict[str, Any], dict[str, Checksum] | None, bytes]:
+    """As `read_metadata`; with it the checksums of all files (None: from before these), and the bytes of the file."""
     path = Path(path)
     if not path.is_dir():
         found = ", ".join(other.name for _, other in complete_checkpoints(path.parent)[-3:]) or "none"
         raise ValueError(f"there is no checkpoint {path}; newest complete ones in {path.parent}: {found}")
-    file = path / METADATA_FILE
-    if not file.is_file():
-        raise DamagedCheckpoint(f"{path} is no checkpoint: it has no {METADATA_FILE}")
-    try:
-        metadata = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
-    version = metadata.get("format_version") if isinstance(metadata, dict) else None
-    if not isinstance(version, int) or not isinstance(metadata.get("step"), int):
-        raise DamagedCheckpoint(f"{file} is damaged: it has no whole numbers format_version and step")
+    file, sums = path / METADATA_FILE, read_checksums(path)
+    content = read_verified(path, METADATA_FILE, sums)
+    metadata = parse_object(file, content)
+    problem = _wrong_type(metadata)
+    if problem is not None:
+        raise DamagedCheckpoint(f"{file} is damaged: {problem}")
+    if sums is None:
+        _check_unlisted(path, metadata)
+    version = metadata["format_version"]
     if version > FORMAT_VERSION:
         raise ValueError(
             f"{file} has format version {version}; megafp8 {megafp8.__version__} reads up to {FORMAT_VERSION}. "
             f"It was written by megafp8 {metadata.get('megafp8_version')}: use that or a newer one"
         )
-    return metadata
+    return metadata, sums, content
+
+
+def _check_unlisted(path: Path, metadata: dict[str, Any]) -> None:
+    """Raise DamagedCheckpoint unless the checkpoint, which has no checksums.json, can be one from before checksums."""
+    if metadata.get("has_checksums"):
+        raise DamagedCheckpoint(f"{path / CHECKSUMS_FILE} is missing, so nothing in {path} can be verified")
+    expected = metadata.get("config_hash")  # all that is written of those can be held against
+    if expected is not None and config_hash(metadata.get("config") or {}) != expected:
+        raise DamagedCheckpoint(f"{path / METADATA_FILE} is damaged: its config is not that of its config_hash")
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """SHA-256 of a config as JSON: keys sorted, no spaces, ASCII. Where in a file a key stood makes no difference."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def sync_folder(folder: str | Path) -> None:
@@ -204,7 +287,11 @@ def sync_folder(folder: str | Path) -> None:
 
 def write_text(file: Path, text: str) -> Checksum:
     """Write a file, flushed to disk, and return its checksum."""
-    content = text.encode()
+    return write_bytes(file, text.encode())
+
+
+def write_bytes(file: Path, content: bytes) -> Checksum:
+    """Write a file, flushed to disk, and return its checksum."""
     with file.open("wb") as stream:
         stream.write(content)
         stream.flush()

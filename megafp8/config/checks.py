@@ -340,6 +340,11 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
             "checkpoint.keep_every", c.keep_every, "without checkpoint.keep_last every checkpoint is kept",
             "set checkpoint.keep_last too, for example to 2",
         )  # fmt: skip
+    for key in c.allow_model_change:
+        if key not in type(config.model).model_fields:
+            near = difflib.get_close_matches(key.removeprefix("model."), type(config.model).model_fields, n=1)
+            works = f"did you mean {near[0]}?" if near else "name keys without their section, for example rope_theta"
+            yield Problem("checkpoint.allow_model_change", key, "the model section has no such key", works)
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:

@@ -375,8 +375,13 @@ class CheckpointConfig(Section):
     init_from: str | None = None
     """A Hugging Face folder, or any other checkpoint that tools/convert_checkpoint.py reads, whose weights a new run
     starts from. The model section may then be left out, in all or in part; what it says must be what is said there."""
+    allow_model_change: list[str] = []
+    """Keys of the model section, e.g. [rope_theta], that may differ from the checkpoint a run continues from. What the
+    weights compute changes with them, so without this a run that resumes with another model is refused. It is for keys
+    that leave the tensors' shapes as they are."""
     verify: bool = True
-    """Hold every file against its checksum before loading. A damaged checkpoint is set aside for an older one."""
+    """Hold data files against their checksums before loading; metadata.json and the index always are. A damaged
+    checkpoint is set aside for an older one."""
 
 
 class LoggingConfig(Section):

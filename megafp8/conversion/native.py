@@ -20,14 +20,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megafp8.checkpoint import CheckpointReader, archives, latest
-from megafp8.checkpoint.checksums import CHECKSUMS_FILE, checksums_text
+from megafp8.checkpoint.checksums import CHECKSUMS_FILE, Checksum, checksums_text, read_verified
 from megafp8.checkpoint.dcp import INDEX_FILE
 from megafp8.checkpoint.reader import StoredRectangle
 from megafp8.checkpoint.store import METADATA_FILE, OWN_KEYS, metadata_text, write_text
 from megafp8.checkpoint.writer import CheckpointWriter
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo
-from megafp8.conversion.target import Target, tokenizer_files
+from megafp8.conversion.target import TOKENIZER_FOLDER, Target, tokenizer_files
 
 
 class NativeSource:
@@ -39,10 +39,10 @@ class NativeSource:
         self.about: Mapping[str, Any] = self._reader.metadata
         try:
             self.model = _model(self.about["config"])
-        except (KeyError, TypeError, ValidationError) as error:
+            self.tokenizer_files: Collection[Path] = _tokenizer_files(self._reader, self.about["config"])
+        except (KeyError, TypeError, AttributeError, ValidationError) as error:
             raise ValueError(f"{self.path / METADATA_FILE} is damaged: no valid config.model: {error}") from error
         self.tensors: Mapping[str, TensorInfo] = {n: TensorInfo(*kind) for n, kind in self._reader.tensors.items()}
-        self.tokenizer_files: Collection[Path] = _tokenizer_files(self.path, self.about["config"])
 
     def read(self, name: str) -> Tensor:
         """A whole tensor. Raises ValueError naming file and tensor where its data are damaged."""
@@ -85,6 +85,8 @@ class NativeSink:
         about["bytes"] = sum(info.dtype.itemsize * math.prod(info.shape) for info in self._source.tensors.values())
         step = int(self._source.about.get("step", 0))
         text = metadata_text(self.path, step, about)
+        for file in self._source.tokenizer_files:
+            sums[f"{TOKENIZER_FOLDER}/{file.name}"] = Checksum.of(file.read_bytes())
         sums[METADATA_FILE] = write_text(self._target.hidden / METADATA_FILE, text)
         write_text(self._target.hidden / CHECKSUMS_FILE, checksums_text(sums))
         self._target.publish(self._source.tokenizer_files)
@@ -114,7 +116,15 @@ def _check(name: str, rectangle: StoredRectangle) -> None:
         raise ValueError(f"{rectangle.file} is damaged at {name} (from byte {rectangle.start} on): {damage}")
 
 
-def _tokenizer_files(path: Path, config: Mapping[str, Any]) -> list[Path]:
-    """What was converted with the checkpoint, or else the file that the run's config names, if it is still there."""
-    file = ((config.get("data") or {}).get("tokenizer") or {}).get("path")
-    return tokenizer_files(path) or ([Path(file)] if file and Path(file).is_file() else [])
+def _tokenizer_files(reader: CheckpointReader, config: Mapping[str, Any]) -> list[Path]:
+    """What the checkpoint has of its tokenizer, or else the file that the run's config names, if it is still there.
+
+    Raises DamagedCheckpoint where a file of the checkpoint is not what was written.
+    """
+    found = tokenizer_files(reader.path)
+    for file in found:
+        name = f"{TOKENIZER_FOLDER}/{file.name}"
+        if reader.sums is not None and name in reader.sums:
+            read_verified(reader.path, name, reader.sums)
+    given = ((config.get("data") or {}).get("tokenizer") or {}).get("path")
+    return found or ([Path(given)] if given and Path(given).is_file() else [])

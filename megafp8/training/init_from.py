@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from megafp8.checkpoint import collect_fragments, latest, read_metadata
+from megafp8.checkpoint import collect_fragments, latest, newest_readable
 from megafp8.config import Config, ConfigError, ModelConfig, Problem
 from megafp8.conversion.base import Source
 from megafp8.conversion.formats import open_source
@@ -26,7 +26,7 @@ from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.load import load_weights
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
-from megafp8.training.state import checkpoint_folder, weights
+from megafp8.training.state import checkpoint_folder, saved_model, weights
 from megafp8.training.trainer import Trainer
 
 _PROBE = "The 3 quick brown foxes' été: naïve Straße, 東京! def f(x_1):\n\treturn x_1 ** 2 != 0x1F  # ~3.14\n"
@@ -45,11 +45,11 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
     folder = section.get("init_from") if isinstance(section, dict) else None
     if not isinstance(folder, str) or not isinstance(given, dict):
         return  # nothing to do, or validation says what is wrong
-    own = latest(checkpoint_folder(Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name"))))
+    own = newest_readable(checkpoint_folder(Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name"))))
     if own is None:
         model, where = open_source(folder).model, folder
     else:
-        model, where = ModelConfig(**read_metadata(own)["config"]["model"]), str(own)
+        model, where = saved_model(own), str(own.path)
     said = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
     tree["model"] = model.model_dump(mode="json") | said
     try:
@@ -57,10 +57,12 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
     except ValidationError:
         return  # validation of the whole says it better
     ours, theirs = canonical(wanted), canonical(model)
+    allowed = (section.get("allow_model_change") or []) if own is not None and isinstance(section, dict) else []
     problems = [
         Problem(f"model.{key}", ours[key], f"checkpoint.init_from starts from {where}, where it is {theirs[key]!r}",
                 f"leave it out, or set {theirs[key]!r}")
         for key in differences(wanted, model)
+        if key not in allowed
     ]  # fmt: skip
     if problems:
         raise ConfigError(source, problems)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -43,10 +45,10 @@ from megafp8.training.state import (
     check_resume,
     checkpoint_folder,
     find_checkpoint,
-    latest_metadata,
-    load_latest,
+    load_state,
     save_state,
     saved_choice,
+    tokenizer_copy,
 )
 from megafp8.training.stopping import StopRequest
 from megafp8.training.trainer import Trainer
@@ -76,12 +78,30 @@ def check_run(inputs: Inputs) -> None:
     auto_filter.check(config, build_fp8(config, None), torch.device(choose_device(config)))
     check_init(config, folder, inputs.tokenizer)
     if config.checkpoint.resume:
-        saved = check_resume(config, folder, inputs.fingerprint)
-        if saved is not None:
-            inputs.resumed(saved)
+        found = check_resume(config, folder, inputs.fingerprint)
+        if found is not None:
+            inputs.resumed(found.metadata)
     elif (folder / "metrics.jsonl").exists():
         rule = f"{folder} already holds a run, and checkpoint.resume is false"
         raise ConfigError("config", [Problem("name", config.name, rule, "choose another name, or resume it")])
+    check_writable(config, checkpoint_folder(folder))
+
+
+_PROBE_BYTES = 1 << 16
+
+
+def check_writable(config: Config, folder: Path) -> None:
+    """Make `folder`, in which the run saves, and write to it; raises ConfigError of run_dir where that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        rule = f"the run cannot write to {folder}: {error.strerror}"
+        works = "set run_dir to a folder that this user may write to, on a disk with space for checkpoints"
+        raise ConfigError("config", [Problem("run_dir", config.run_dir, rule, works)]) from error
 
 
 def train(inputs: Inputs) -> None:
@@ -120,19 +140,17 @@ class Job:
         self.stop = StopRequest()
         self.stop.install()
         resume = self.config.checkpoint.resume
-        if resume:
-            find_checkpoint(self.config, self.folder, parallel)
+        found = find_checkpoint(self.config, self.folder, parallel, inputs.fingerprint) if resume else None
         say = _print if self.is_main else silent
-        choice = saved_choice(self.config, parallel, self.folder) if resume else None
-        self.trainer = Trainer(self.config, parallel, choice, say=say)
-        self.step = load_latest(self.trainer, self.folder, say=say) if resume else 0
+        self.trainer = Trainer(self.config, parallel, saved_choice(self.config, found), say=say)
+        self.step = 0 if found is None else load_state(self.trainer, found, say=say)
         self.say(f"run folder: {self.folder}")
         if not self.step and self.config.checkpoint.init_from is not None:
             load_init(self.trainer, self.config.checkpoint.init_from)
             self.say(f"weights from {self.config.checkpoint.init_from}")
-        if self.step:
+        if found is not None:
             self.say(f"resumed from step {self.step}")
-            self.inputs, changes = inputs.resumed(latest_metadata(parallel, self.folder))
+            self.inputs, changes = inputs.resumed(found.metadata)
             if changes:
                 self.say(f"data changed since step {self.step}: {'; '.join(changes)}")
         check_ranks_agree(self.inputs, self.step * self.config.training.global_batch_size, parallel.world.group)
@@ -149,6 +167,7 @@ class Job:
         if self.config.deterministic:
             self.say(describe_determinism(parallel.device.type))
         self.saved_step = self.step
+        self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
         self.saver = self._make_saver() if self.config.checkpoint.async_save else None
 
     def say(self, text: str) -> None:
@@ -159,7 +178,7 @@ class Job:
         keep = self.config.checkpoint
         group = host_group(self.config.timeout_seconds)
         folder = checkpoint_folder(self.folder)
-        to = Destination(folder, group, keep.keep_last, keep.keep_every, self.lock)
+        to = Destination(folder, group, keep.keep_last, keep.keep_every, self.lock, self.tokenizer)
         return BackgroundSaver(to, self.parallel.device, self._say_saved)
 
     def run(self) -> None:
@@ -290,7 +309,9 @@ class Job:
         if self.saver is not None:
             self.saver.finish()
         start = time.perf_counter()
-        path = save_state(self.trainer, self.folder, self.step, self.inputs.fingerprint, self.lock, data)
+        path = save_state(
+            self.trainer, self.folder, self.step, self.inputs.fingerprint, self.lock, data, self.tokenizer
+        )
         self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
 
     def _say_saved(self, saved: Saved) -> None:

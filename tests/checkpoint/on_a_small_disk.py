@@ -5,6 +5,7 @@ unshare --map-root-user --mount python -m tests.checkpoint.on_a_small_disk FOLDE
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -21,8 +22,19 @@ from megafp8.checkpoint import (
     load,
     save,
 )
+from megafp8.config import Config
+from megafp8.training.job import check_writable
 
 SMALL, LARGE = 1000, 1_000_000
+CONFIG = Config.model_validate(
+    {
+        "name": "small",
+        "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
+        "training": {"steps": 1, "seq_length": 8, "global_batch_size": 1},
+        "optimizer": {"learning_rate": 1.0},
+        "data": {"train": ["none"]},
+    }
+)
 
 
 def _message(action: Callable[[], object]) -> str:
@@ -59,11 +71,18 @@ def main(folder: Path) -> dict[str, object]:
         "full in the background": _message(lambda: _save_in_background(folder, 2)),
     }
     found["left by a full disk"] = sorted(path.name for path in folder.iterdir())
+    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
+        while filler.write(bytes(4096)):
+            pass
+    found["start on a full disk"] = _message(lambda: check_writable(CONFIG, folder / "checkpoints"))
+    (folder / "filler").unlink()
+    (folder / "checkpoints").rmdir()
     save(folder, 3, small[3], {})
     subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
     found |= {
         "read-only": _message(lambda: save(folder, 4, small[1], {})),
         "read-only in the background": _message(lambda: _save_in_background(folder, 4)),
+        "start on a read-only disk": _message(lambda: check_writable(CONFIG, folder / "checkpoints")),
         "read-only lock": _message(FolderLock(folder).__enter__),
         "good": _good(folder),
     }

@@ -10,10 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.checkpoint import DamagedCheckpoint, complete_checkpoints, latest, load, newest_good, save
+from megafp8.checkpoint import (
+    DamagedCheckpoint,
+    complete_checkpoints,
+    config_hash,
+    latest,
+    load,
+    newest_good,
+    newest_readable,
+    open_checkpoint,
+    read_metadata,
+    save,
+)
 from megafp8.checkpoint import checksums as checksums_module
-from megafp8.checkpoint.dcp import read_index
+from megafp8.checkpoint.opened import OpenedCheckpoint
 from tests.checkpoint import toy
+from tests.checkpoint.rewritten import make_old, rewrite
 from tests.world import World
 
 FILES = [".metadata", "__0_0.distcp", "checksums.json", "metadata.json"]
@@ -21,6 +33,10 @@ FILES = [".metadata", "__0_0.distcp", "checksums.json", "metadata.json"]
 
 def _state(step: int) -> dict[str, torch.Tensor]:
     return {f"layers.{i}.weight": torch.arange(4096.0).view(64, 64) + 100 * step + i for i in range(3)}
+
+
+def _path(opened: OpenedCheckpoint | None) -> Path | None:
+    return None if opened is None else opened.path
 
 
 def _flip(file: Path, byte: int, bit: int = 3) -> None:
@@ -40,7 +56,7 @@ def _refusal(path: Path) -> str:
 
 def _where(path: Path, name: str) -> tuple[int, int]:
     """Where the bytes of tensor `name` begin and end in the one data file."""
-    stored = next(stored for i, stored in read_index(path).storage_data.items() if i.fqn == name)
+    stored = next(stored for i, stored in open_checkpoint(path).index.storage_data.items() if i.fqn == name)
     return stored.offset, stored.offset + stored.length
 
 
@@ -104,7 +120,7 @@ def test_the_flag_skips_reading_and_old_checkpoints_have_none(
     with monkeypatch.context() as patch:
         patch.setattr("megafp8.checkpoint.loading.find_damage", lambda *_: pytest.fail("it read"))
         load(path, _state(1), verify=False)
-    (path / "checksums.json").unlink()
+    make_old(path)
     load(path, _state(1))
     assert "has no checksums.json: only the sizes of its files were checked" in caplog.text
 
@@ -112,10 +128,17 @@ def test_the_flag_skips_reading_and_old_checkpoints_have_none(
 def _read_by_this_rank(path: str) -> list[str]:
     """Names of the files that this rank verified."""
     names, patch = [], pytest.MonkeyPatch()
-    original = checksums_module.find_damage
+    original, small = checksums_module.find_damage, checksums_module.read_verified
     patch.setattr(
         "megafp8.checkpoint.loading.find_damage", lambda file, sum_: (names.append(file.name), original(file, sum_))[1]
     )
+    for module in ("opened", "store"):
+        patch.setattr(
+            f"megafp8.checkpoint.{module}.read_verified",
+            lambda folder, name, sums: (
+                (names.append(name), small(folder, name, sums))[1] if sums else pytest.fail(name)
+            ),
+        )
     model = toy.make(dist.get_rank(), 1, 1, torch.float32).zeroed()
     with patch.context():
         load(path, model.state())
@@ -136,7 +159,7 @@ def _fall_back(folder: str) -> tuple[str, str]:
     try:
         load(f"{folder}/step_00000003", model.state())
     except DamagedCheckpoint as error:
-        return str(newest_good(folder)), str(error)
+        return str(_path(newest_good(folder))), str(error)
     return "no error", ""
 
 
@@ -163,16 +186,16 @@ def test_the_newest_good_one_is_used_and_damaged_ones_are_kept(
     _flip(tmp_path / "step_00000003" / "__0_0.distcp", (start + end) // 2)
     (tmp_path / "step_00000004" / "metadata.json").write_text("{")
     before = [_bytes(tmp_path / f"step_0000000{step}") for step in (3, 4)]
-    assert newest_good(tmp_path) == latest(tmp_path) == tmp_path / "step_00000002"
-    assert "step_00000004/metadata.json is damaged: Expecting" in caplog.text
+    assert _path(newest_good(tmp_path)) == latest(tmp_path) == tmp_path / "step_00000002"
+    assert "step_00000004/metadata.json is truncated: 1 bytes of" in caplog.text
     assert "damaged in it: layers.2.weight. It is kept as step_00000003.damaged; " in caplog.text
     assert [_bytes(tmp_path / f"step_0000000{step}.damaged") for step in (3, 4)] == before
     # The run gets there again, and the step is damaged again.
     path = save(tmp_path, 3, _state(3), {"consumed_samples": 3}, keep_last=1)
-    assert newest_good(tmp_path) == path
+    assert _path(newest_good(tmp_path)) == path
     save(tmp_path, 2, _state(2), {})
     (path / ".metadata").unlink()
-    assert newest_good(tmp_path) == tmp_path / "step_00000002"
+    assert _path(newest_good(tmp_path)) == tmp_path / "step_00000002"
     names = ["step_00000002", "step_00000003.damaged", "step_00000003.damaged-2", "step_00000004.damaged"]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
     assert [_bytes(tmp_path / f"step_0000000{step}.damaged") for step in (3, 4)] == before
@@ -190,7 +213,109 @@ def test_where_all_are_damaged_nothing_is_renamed(tmp_path: Path) -> None:
 def test_a_newer_format_is_no_damage(tmp_path: Path) -> None:
     save(tmp_path, 1, _state(1), {})
     metadata = save(tmp_path, 2, _state(2), {}) / "metadata.json"
-    metadata.write_text(metadata.read_text().replace('"format_version": 1', '"format_version": 99'))
+    rewrite(metadata, metadata.read_bytes().replace(b'"format_version": 1', b'"format_version": 99'))
     with pytest.raises(ValueError, match="format version 99"):
         newest_good(tmp_path)
     assert [step for step, _ in complete_checkpoints(tmp_path)] == [1, 2]
+
+
+DESCRIPTION = ["metadata.json", "checksums.json", ".metadata"]
+
+
+@pytest.mark.parametrize("name", DESCRIPTION)
+def test_a_small_file_is_never_believed_before_it_is_verified(tmp_path: Path, name: str) -> None:
+    """Whatever is wrong with it, and whether data files are read or not, everybody takes the older checkpoint."""
+    good = save(tmp_path, 2, _state(2), {"config": {"seed": 1234}})
+    bad = save(tmp_path, 3, _state(3), {"config": {"seed": 1234}})
+    content = (bad / name).read_bytes()
+    at = content.index(b"1234") if name == "metadata.json" else len(content) // 2
+    flipped = content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
+    for damaged in (flipped, content[: at // 2], b"", b"\xff\xfe", b"[" * 10**5, b"{}", None):
+        if damaged is None:
+            (bad / name).unlink()
+        else:
+            (bad / name).write_bytes(damaged)
+        found = newest_readable(tmp_path)
+        assert found is not None
+        assert (found.path, found.metadata["config"]) == (good, {"seed": 1234})
+        for read in (open_checkpoint, lambda path: load(path, _state(1), verify=False)):
+            with pytest.raises(DamagedCheckpoint, match=rf"{name} is |has no {name}"):
+                read(bad)
+        if name != ".metadata":
+            with pytest.raises(DamagedCheckpoint, match=rf"{name} is |has no {name}"):
+                read_metadata(bad)
+        assert _path(newest_good(tmp_path, verify=False)) == good
+        (tmp_path / "step_00000003.damaged").rename(bad)
+    (bad / name).write_bytes(content)
+    assert _path(newest_readable(tmp_path)) == _path(newest_good(tmp_path)) == bad
+
+
+def test_a_file_without_a_checksum_is_damage(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, _state(1), {})
+    whole = (path / "checksums.json").read_text()
+    for name in ("__0_0.distcp", ".metadata", "metadata.json"):
+        files = {other: entry for other, entry in json.loads(whole)["files"].items() if other != name}
+        crc = zlib.crc32(json.dumps(files, sort_keys=True, separators=(",", ":")).encode())
+        listing = {"algorithm": "crc32", "files": files, "crc32_of_files": f"{crc:08x}"}
+        (path / "checksums.json").write_text(json.dumps(listing))
+        assert _refusal(path) == f"{path}/checksums.json has no checksum of {name}"
+
+
+def test_entries_of_other_types_are_damage(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, _state(1), {})
+    zero = "0" * 8
+    sizes = [{"bytes": size, "crc32": zero} for size in ("1", True, -1, 1.0, None)]
+    for entry in (None, [], {}, *sizes, {"bytes": 1, "crc32": 0}, {"bytes": 1, "crc32": "0x000000"}):
+        files = {"metadata.json": entry}
+        crc = zlib.crc32(json.dumps(files, sort_keys=True, separators=(",", ":")).encode())
+        listing = {"algorithm": "crc32", "files": files, "crc32_of_files": f"{crc:08x}"}
+        (path / "checksums.json").write_text(json.dumps(listing))
+        assert _refusal(path) == f"{path}/checksums.json is damaged: its entry of metadata.json is no size and CRC-32"
+
+
+def test_of_a_checkpoint_from_before_checksums_the_config_is_verified(tmp_path: Path) -> None:
+    config = {"seed": 1234, "model": {"norm_eps": 1e-05}}
+    path = save(tmp_path, 1, _state(1), {"config": config, "config_hash": config_hash(config)})
+    make_old(path)
+    assert open_checkpoint(path).sums is None
+    assert load(path, _state(1))["config"] == config
+    text = (path / "metadata.json").read_text()
+    for change in (("1234", "4329"), ("1e-05", "1e-06"), ('"seed"', '"sged"')):
+        (path / "metadata.json").write_text(text.replace(*change))
+        assert _refusal(path) == f"{path}/metadata.json is damaged: its config is not that of its config_hash"
+
+
+def _load_where_hosts_differ(folder: str) -> str:
+    """Each rank has a checkpoint of its own under the same path, as on disks that hosts do not share."""
+    path = Path(folder) / "step_00000001"
+    real = checksums_module.read_file
+    patch = pytest.MonkeyPatch()
+    patch.setattr(
+        checksums_module, "read_file", lambda file: real(Path(f"{folder}-{dist.get_rank()}") / path.name / file.name)
+    )
+    with patch.context():
+        try:
+            newest_good(folder)
+        except ValueError as error:
+            return str(error)
+        finally:
+            patch.undo()
+    return "no error"
+
+
+def test_ranks_that_see_different_files_are_told(world4: World, tmp_path: Path) -> None:
+    for name in ("run", "run-0", "run-1"):
+        save(tmp_path / name, 1, _state(1), {"config": {"name": name}})
+    (message,) = set(world4.run(_load_where_hosts_differ, str(tmp_path / "run"), ranks=2))
+    assert message.startswith(f"ranks see different files in {tmp_path}/run/step_00000001; all hosts must share")
+
+
+def test_small_files_go_into_a_checkpoint_and_are_verified(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, _state(1), {}, files={"tokenizer/tokenizer.model": b"pieces"})
+    assert (path / "tokenizer" / "tokenizer.model").read_bytes() == b"pieces"
+    load(path, _state(1))
+    (path / "tokenizer" / "tokenizer.model").write_bytes(b"pieceS")
+    message = _refusal(path)
+    assert message.startswith(f"{path}/tokenizer/tokenizer.model is damaged: its CRC-32 is ")
+    assert "damaged in it" not in message
+    load(path, _state(1), verify=False)

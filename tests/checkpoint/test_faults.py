@@ -33,6 +33,10 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
         )
         assert found[name].endswith("/__0_0.distcp'. Earlier checkpoints are untouched")
         assert "No space left on device: '" in found[name]
+    for name, reason in (("full", "No space left on device"), ("read-only", "Read-only file system")):
+        expected = f"the run cannot write to {tmp_path}/checkpoints: {reason}; set run_dir to a folder"
+        assert found[f"start on a {name} disk"].startswith("ConfigError: config: 1 problem\n  run_dir = 'runs': ")
+        assert expected in found[f"start on a {name} disk"]
     assert found["left by a full disk"] == ["step_00000001"]
     for name in ("read-only", "read-only in the background"):
         assert found[name].startswith(

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megafp8.checkpoint import Rectangle, Rectangles, collect, collect_fragments, load, save
-from megafp8.checkpoint.dcp import read_index
+from megafp8.checkpoint import Rectangle, Rectangles, collect, collect_fragments, load, open_checkpoint, save
 from megafp8.checkpoint.rectangles import boxes
 from megafp8.sharding import Fragment, Init, ParamSpec, cut, set_spec, stack
 from tests.checkpoint import toy
@@ -68,7 +67,7 @@ def test_the_same_rectangle_twice_on_a_rank_is_saved_once_and_loaded_twice(tmp_p
     tied = nn.Parameter(embedding.detach().clone())
     tied.spec = embedding.spec
     path = save(tmp_path, 1, collect([embedding, tied], lambda p: p, ""), {})
-    assert len(read_index(path).storage_data) == 1
+    assert len(open_checkpoint(path).index.storage_data) == 1
     copies = toy.Toy([embedding, tied], [], {}).zeroed().params
     load(path, collect(copies, lambda p: p, ""))
     assert all(torch.equal(copy, toy.truth("embedding", (16, 4), torch.float32)) for copy in copies)

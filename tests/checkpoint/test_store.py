@@ -11,6 +11,7 @@ import torch
 import megafp8
 from megafp8.checkpoint import clean_incomplete, complete_checkpoints, latest, read_metadata, save
 from megafp8.checkpoint.store import FORMAT_VERSION, incomplete_folder, superfluous
+from tests.checkpoint.rewritten import rewrite
 
 W = {"w": torch.ones(3)}
 
@@ -95,6 +96,7 @@ def test_metadata_can_be_read_by_a_person_and_come_back(tmp_path: Path) -> None:
         ({"config": {"dtype": torch.float32}}, "JSON.*dtype"),
         ({"tokens": float("nan")}, "JSON"),
         ({"step": 5}, "may not set step"),
+        ({"tokens": "many"}, "could not be read again: tokens: .* valid integer"),
     ],
 )
 def test_metadata_that_cannot_be_written_are_refused_before_anything_is(
@@ -111,17 +113,29 @@ def test_metadata_that_cannot_be_written_are_refused_before_anything_is(
         ("{", "metadata.json is damaged: Expecting"),
         ("", "metadata.json is damaged: Expecting"),
         ("\xff", "metadata.json is damaged: .*decode"),
-        ("[1]", "metadata.json is damaged: it has no whole numbers"),
-        ('{"format_version": 1}', "metadata.json is damaged: it has no whole numbers"),
+        ("[1]", "metadata.json is damaged: it holds no JSON object"),
+        ('{"format_version": 1}', "metadata.json is damaged: step: field required"),
+        ('{"format_version": true, "step": 1}', "metadata.json is damaged: format_version: .* valid integer"),
+        ('{"format_version": 1, "step": -1}', "metadata.json is damaged: step: .* greater than or equal to 0"),
+        ('{"format_version": 1, "step": 1e300}', "metadata.json is damaged: step: .* valid integer"),
+        (f'{{"format_version": 1, "step": {10**400}}}', "metadata.json is damaged: step: .* less than"),
+        (f'{{"format_version": 1, "step": 1{"0" * 5000}}}', "metadata.json is damaged: .*4300 digits"),
+        ('{"format_version": 1, "step": NaN}', "metadata.json is damaged: NaN is no JSON"),
+        (f'{{"format_version": 1, "step": {"[" * 10**5}', "metadata.json is damaged: it is nested too deeply"),
+        ('{"format_version": 1, "step": 1, "config": []}', "metadata.json is damaged: config: .* valid dictionary"),
+        ('{"format_version": 1, "step": 1, "fp8_left_out": [1]}', "damaged: fp8_left_out.0: .* valid string"),
         ('{"format_version": 99, "step": 1, "megafp8_version": "7.0"}', "format version 99.*written by megafp8 7.0"),
     ],
 )
 def test_damaged_metadata_are_named(tmp_path: Path, text: str, message: str) -> None:
     path = save(tmp_path, 1, W, {})
-    (path / "metadata.json").write_text(text, encoding="latin-1")
+    rewrite(path / "metadata.json", text.encode("latin-1"))
     with pytest.raises(ValueError, match=message) as error:
         read_metadata(path)
     assert str(path) in str(error.value)
+    (path / "checksums.json").unlink()  # then nobody can tell that it was written so
+    with pytest.raises(ValueError, match=message):
+        read_metadata(path)
 
 
 def test_a_missing_checkpoint_is_answered_with_those_there_are(tmp_path: Path) -> None:

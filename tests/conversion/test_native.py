@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafp8.checkpoint import load
+from megafp8.checkpoint import load, save
 from megafp8.conversion.native import NativeSink, NativeSource
+from tests.checkpoint.rewritten import rewrite
 from tests.conversion import checkpoints
 
 
@@ -74,11 +75,12 @@ def flip(file: Path, at: int) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (lambda path: (path / "__0_0.distcp").open("r+b").truncate(5000), r"__0_0\.distcp is truncated"),
     "missing": (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp is missing"),
-    "no index": (lambda path: (path / ".metadata").unlink(), r"no file \.metadata"),
-    "index": (lambda path: (path / ".metadata").write_bytes(b"\x80junk"), r"\.metadata is damaged"),
+    "no index": (lambda path: (path / ".metadata").unlink(), r"it has no \.metadata"),
+    "index": (lambda path: rewrite(path / ".metadata", b"\x80junk"), r"\.metadata is damaged"),
     "no description": (lambda path: (path / "metadata.json").unlink(), r"no metadata\.json"),
-    "description": (lambda path: (path / "metadata.json").write_text("{"), r"metadata\.json is damaged"),
-    "no model": (lambda path: (path / "metadata.json").write_text('{"format_version": 1, "step": 1}'), "config.model"),
+    "description": (lambda path: (path / "metadata.json").write_text("{"), r"metadata\.json is truncated"),
+    "no model": (lambda path: rewrite(path / "metadata.json", b'{"format_version": 1, "step": 1}'), "config.model"),
+    "no checksums": (lambda path: (path / "checksums.json").unlink(), r"checksums\.json is missing"),
 }
 
 
@@ -117,3 +119,18 @@ def test_any_flipped_bit_is_harmless_or_named(tmp_path: Path) -> None:
         file.write_bytes(whole)
     assert len(errors) > 9
     assert all(f"{file} is damaged at model.a" in error for error in errors)
+
+
+def test_the_tokenizer_of_a_checkpoint_is_verified(tmp_path: Path) -> None:
+    files = {"tokenizer/own.model": b"pieces"}
+    path = save(tmp_path / "checkpoints", 1, {"model.a": torch.ones(3)}, checkpoints.ABOUT, files=files)
+    source = NativeSource(path)
+    assert source.tokenizer_files == [path / "tokenizer" / "own.model"]
+    convert(source, tmp_path / "target")
+    for folder in (path, tmp_path / "target"):
+        copy = folder / "tokenizer" / "own.model"
+        assert copy.read_bytes() == b"pieces"
+        assert NativeSource(folder).tokenizer_files == [copy]
+        flip(copy, 2)
+        with pytest.raises(ValueError, match=r"tokenizer/own.model is damaged: its CRC-32 is "):
+            NativeSource(folder)

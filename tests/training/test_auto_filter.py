@@ -32,7 +32,7 @@ from megafp8.training import auto_filter
 from megafp8.training.auto_filter import Comparison, kept_choice, shown, verdict
 from megafp8.training.describe import planned_stage
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.state import load_latest, save_state, saved_choice
+from megafp8.training.state import find_checkpoint, load_latest, save_state, saved_choice
 from megafp8.training.trainer import Trainer
 from tests.config.test_config import MINIMAL
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
@@ -230,13 +230,14 @@ def _resume(overrides: list[str], folder: Path) -> tuple[list[float], list[float
     trainer.train_step(0, batches)
     save_state(trainer, folder, 1, None)
     straight = trainer.train_step(1, batches)[0].mean
-    choice = saved_choice(trainer.config, trainer.parallel, folder)
+    found = find_checkpoint(trainer.config, folder, trainer.parallel, None)
+    choice = saved_choice(trainer.config, found)
     assert choice is not None
     assert choice.layers == trainer.auto_filter.layers
     resumed = Trainer(trainer.config, trainer.parallel, choice)
     assert load_latest(resumed, folder) == 1
     other = load_config(CONFIG, [*SMALL, *overrides, "fp8.margin=1"])
-    return [straight], [resumed.train_step(1, batches)[0].mean], saved_choice(other, trainer.parallel, folder)
+    return [straight], [resumed.train_step(1, batches)[0].mean], saved_choice(other, found)
 
 
 def test_a_run_keeps_its_choice(world2: World, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.checkpoint import complete_checkpoints
+from megafp8.conversion.native import NativeSource
 from megafp8.training.metrics import read_metrics
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
@@ -191,6 +192,9 @@ def test_one_job_at_a_time_and_a_damaged_checkpoint_is_set_aside(
 def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, quickstart_data: QuickstartData) -> None:
     job = Job(tmp_path, quickstart_data, 1, [*ALONE, "training.steps=2", "fp8.recipe=current"])
     job.finish()
+    copy = job.run / "checkpoints" / "step_00000002" / "tokenizer" / "tokenizer.model"
+    assert copy.read_bytes() == (quickstart_data.folder / "tokenizer.model").read_bytes()
+    assert NativeSource(job.run).tokenizer_files == [copy]
     before = job.lines()
     job.finish()
     assert job.lines() == before
@@ -202,6 +206,7 @@ def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, quickstart_data: Q
         ("seed=7", "was saved with seed = 1234, this run has 7"),
         ("training.global_batch_size=16", "was saved with training.global_batch_size = 8, this run has 16"),
         ("checkpoint.resume=false", "already holds a run, and checkpoint.resume is false"),
+        ("model.rope_theta=5e5", "holds the weights of another model (model.rope_theta 10000.0 -> 500000.0)"),
     ],
 )
 def test_another_run_in_the_same_folder_is_refused(
@@ -215,3 +220,4 @@ def test_another_run_in_the_same_folder_is_refused(
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert message in errors.decode()
+    assert "Traceback" not in errors.decode()

@@ -10,10 +10,21 @@ from typing import Any
 
 import pytest
 
-from megafp8.checkpoint import CheckpointReader
-from megafp8.config import Config
+from megafp8.checkpoint import CheckpointReader, IncompatibleCheckpoint
+from megafp8.checkpoint.store import step_folder
+from megafp8.config import Config, ConfigError, check_layout
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
-from megafp8.training.state import changed_keys, config_hash, load_latest, save_state
+from megafp8.training.job import check_writable
+from megafp8.training.state import (
+    changed_keys,
+    check_resume,
+    checkpoint_folder,
+    config_hash,
+    find_checkpoint,
+    load_latest,
+    save_state,
+    tensor_kinds,
+)
 from megafp8.training.trainer import Trainer
 from tests.test_checkpoint_format import is_documented, undocumented_keys
 from tests.training.test_any_layout import LAYOUTS, settings
@@ -43,6 +54,8 @@ def test_metadata_says_what_is_in_the_checkpoint(world2: World, tmp_path: Path, 
     assert undocumented_keys(about) == []
     assert [name for name in source.tensors if not is_documented(name)] == []
     assert about["tensors"] == len(source.tensors)
+    not_fp8 = {name: kind for name, kind in source.tensors.items() if not name.startswith("fp8.")}
+    assert not_fp8 == tensor_kinds(config)
     assert about["bytes"] == sum(math.prod(shape) * dtype.itemsize for shape, dtype in source.tensors.values())
     assert (about["step"], about["consumed_samples"], about["tokens"]) == (3, 12, 12 * 8)
     assert about["tokenizer_fingerprint"] == "abc"
@@ -63,6 +76,141 @@ def test_a_run_that_resumes_says_what_changed(world2: World, tmp_path: Path) -> 
     })  # fmt: skip
     expected = "changed in the config since step_00000003: parallel.tensor 2 -> 1; fp8.recipe delayed -> current"
     assert world2.run(_said_on_load, other, str(tmp_path), ranks=1) == [[expected]]
+
+
+def changed(config: Config, **sections: Any) -> Config:
+    """`config` with keys of sections changed, and validated; a key that is no section is changed itself."""
+    tree = config.model_dump(mode="json")
+    for name, value in sections.items():
+        tree[name] = {**tree[name], **value} if isinstance(value, dict) else value
+    return Config.model_validate(tree)
+
+
+SAME: list[dict[str, Any]] = [
+    {},
+    {"model": {"num_query_groups": 4, "head_dim": 8, "ffn_hidden_size": 128, "max_position_embeddings": 8}},
+    {"model": {"max_position_embeddings": 4096, "init_std": 0.5, "qkv_bias": False, "rope_scaling": None}},
+    {"model": {"vocab_multiple": 128}},  # 100 tokens are padded to 128 with 64 too
+    {"parallel": {"zero": 1}, "optimizer": {"beta1": 0.8}, "logging": {"interval": 7}},
+    {"fp8": {"recipe": "delayed"}},
+    {"model": {"rope_theta": 5e5, "norm_eps": 1e-6}, "checkpoint": {"allow_model_change": ["norm_eps", "rope_theta"]}},
+]
+OTHER: list[tuple[dict[str, Any], str]] = [
+    (
+        {"model": {"rope_theta": 5e5}},
+        r"step_00000003 holds the weights of another model \(model.rope_theta 10000.0 -> 500000.0\); set "
+        r"model.rope_theta=10000.0, or choose another name .* set checkpoint.allow_model_change=\[rope_theta\]$",
+    ),
+    ({"model": {"num_attention_heads": 4, "num_query_groups": 2, "head_dim": 16}}, "model.num_attention_heads 8 -> 4"),
+    ({"model": {"norm_eps": 1e-6}}, "set model.norm_eps=1.0e-05, or"),
+    ({"model": {"sliding_window": 4}}, r"\(model.sliding_window None -> 4\); set model.sliding_window=null, or"),
+    ({"model": {"parallel_block": True}}, "set model.parallel_block=false, or"),
+    ({"model": {"position_embedding": "none"}}, "model.position_embedding rope -> none"),
+    (
+        {"model": {"rope_scaling": {"factor": 2.0}}},
+        r"model.rope_scaling None -> .*allow_model_change=\[rope_scaling\]$",
+    ),
+    ({"model": {"vocab_size": 99}}, "model.vocab_size 100 -> 99"),
+    (
+        {"model": {"hidden_size": 128, "norm_eps": 1e-6}},
+        r"\(model.hidden_size 64 -> 128, model.head_dim 8 -> 16, model.norm_eps 1e-05 -> 1e-06\)(?!.*allow)",
+    ),
+    ({"model": {"num_layers": 5}}, r"\(model.num_layers 4 -> 5\)(?!.*allow)"),
+    (
+        {"model": {"num_layers": 5}, "checkpoint": {"allow_model_change": ["num_layers"]}},
+        "step_00000003 does not fit: 27 tensors missing in the checkpoint: model.layers.4.attention.k.weight",
+    ),
+    (
+        {"model": {"vocab_multiple": 256}},
+        r"does not fit: 6 tensors of .*weight \(\[128, 64\] float32 in the checkpoint",
+    ),
+    (
+        {"training": {"precision": "bf16"}},
+        "training.precision = fp32, this run has bf16: .* set training.precision=fp32",
+    ),
+    (
+        {"optimizer": {"moments_dtype": "bf16"}},
+        "optimizer.moments_dtype = fp32, this run has bf16, .* bf16 and fp8 only",
+    ),
+    ({"seed": 2, "model": {"rope_theta": 5.0}}, r"seed = 1, this run has 2, (.|\n)*step_00000003 holds the weights of"),
+]
+
+
+def test_what_a_run_may_change_when_it_resumes(world2: World, tmp_path: Path) -> None:
+    config = settings("llama", "one", seed=1)
+    world2.run(_save, config, str(tmp_path), ranks=1)
+    for change in SAME:
+        check_resume(changed(config, **change), tmp_path, "abc")
+    for change, message in OTHER:
+        with pytest.raises(IncompatibleCheckpoint, match=message):
+            check_resume(changed(config, **change), tmp_path, "abc")
+    with pytest.raises(IncompatibleCheckpoint, match=r"another vocabulary \(fingerprint abc, here None\)"):
+        check_resume(config, tmp_path, None)
+    misspelt = changed(config, checkpoint={"allow_model_change": ["model.rope_thet"]})
+    with pytest.raises(ConfigError, match=r"allow_model_change = 'model.rope_thet': .* did you mean rope_theta\?"):
+        check_layout(misspelt, 1)
+
+
+def test_moments_may_change_between_bf16_and_fp8(world2: World, tmp_path: Path) -> None:
+    for moments, other in (("bf16", "fp8"), ("fp8", "bf16")):
+        config = changed(settings("bf16", "one", seed=1), optimizer={"moments_dtype": moments})
+        source = CheckpointReader(world2.run(_save, config, str(tmp_path / moments), ranks=1)[0])
+        assert (
+            source.tensors == tensor_kinds(config) == tensor_kinds(changed(config, optimizer={"moments_dtype": other}))
+        )
+        check_resume(changed(config, optimizer={"moments_dtype": other}), tmp_path / moments, "abc")
+        with pytest.raises(IncompatibleCheckpoint, match=f"moments_dtype = {moments}, this run has fp32"):
+            check_resume(changed(config, optimizer={"moments_dtype": "fp32"}), tmp_path / moments, "abc")
+
+
+def test_another_length_of_the_amax_history_starts_afresh(world2: World, tmp_path: Path) -> None:
+    config = settings("delayed", "one", seed=1)
+    world2.run(_save, config, str(tmp_path), ranks=1)
+    longer = changed(config, fp8={"amax_history_len": 5})
+    check_resume(longer, tmp_path, "abc")
+    expected = "changed in the config since step_00000003: fp8.amax_history_len 3 -> 5"
+    assert world2.run(_said_on_load, longer, str(tmp_path), ranks=1) == [[expected]]
+
+
+def _save_two(config: Config, folder: str) -> None:
+    trainer = _trainer(config)
+    save_state(trainer, Path(folder), 2, "abc")
+    trainer.config = changed(config, seed=7)
+    save_state(trainer, Path(folder), 3, "abc")
+
+
+def _find(config: Config, folder: str) -> str:
+    parallel = initialize_model_parallel(device=initialize_distributed("cpu"))
+    try:
+        found = find_checkpoint(config, Path(folder), parallel, "abc")
+    except IncompatibleCheckpoint as error:
+        return str(error)
+    return "none" if found is None else found.path.name
+
+
+def test_an_older_checkpoint_that_is_used_instead_is_checked_too(world2: World, tmp_path: Path) -> None:
+    """The newest one fits and its tensors are damaged, which nobody sees before there are process groups."""
+    config = changed(settings("llama", "one", seed=1), seed=7)
+    world2.run(_save_two, settings("llama", "one", seed=1), str(tmp_path), ranks=1)
+    assert world2.run(_find, config, str(tmp_path)) == ["step_00000003"] * 2
+    data = step_folder(checkpoint_folder(tmp_path), 3) / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    check_resume(config, tmp_path, "abc")
+    (message,) = set(world2.run(_find, config, str(tmp_path)))
+    assert "step_00000002 was saved with seed = 1, this run has 7" in message
+
+
+def test_a_run_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for run_dir, reason in ((tmp_path / "file", "Not a directory"), (Path("/proc/runs"), "No such file or directory")):
+        config = changed(settings("llama", "one", seed=1), run_dir=str(run_dir))
+        expected = rf"run_dir = '{run_dir}': the run cannot write to {run_dir}/r/checkpoints: {reason}; set run_dir to"
+        with pytest.raises(ConfigError, match=expected):
+            check_writable(config, run_dir / "r" / "checkpoints")
+    check_writable(config, tmp_path / "r" / "checkpoints")
+    assert list((tmp_path / "r" / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.parametrize(
