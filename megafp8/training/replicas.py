@@ -9,7 +9,7 @@ What is replicated depends on the layout:
 
     over data and context parallelism   weights; without ZeRO masters and moments too; with fp8.param_gather the FP8
                                         data of weights, and their scales; under FSDP no weights
-    over tensor parallelism             norms, biases of row-parallel layers, learned positions, and their optimizer state
+    over tensor parallelism             norms, biases of row-parallel layers, learned positions; their optimizer state
     over first and last pipeline stage  the tied embedding, and its optimizer state
     over data, context and tensor       the state of FP8 scaling, the number of optimizer steps
 
@@ -18,8 +18,8 @@ maximum over each of these groups, one all-reduce of 32 bytes a tensor each. The
 differs. Only if it does, sums are gathered from all ranks, and the majority says whose are wrong.
 
 Cost on a GPU: the time to read what is replicated. In bf16 these are 14 bytes a parameter without ZeRO, 2 with ZeRO
-stage 1, 1 with fp8.param_gather, against 6 · tokens FLOPs a parameter for a step, tokens being those of the step on this
-rank: at 4 TB/s and 400 TFLOP/s 14 bytes are 0.03% of a step of 8,192 tokens where a check is made every 100 steps.
+stage 1, 1 with fp8.param_gather, against 6 FLOPs a parameter and token of a step: at 4 TB/s and 400 TFLOP/s 14
+bytes are 3% of a step in which this rank has 8,192 tokens, so 0.03% of the time where every 100th step is checked.
 
 Not covered: gradients, and what is computed anew in every step, as FP8 copies of weights are.
 """
@@ -175,8 +175,8 @@ def _describe(everything: Sequence[_Held], step: int) -> str:
             lines.append(f"{who}: no majority of them agrees on {tensors}.")
     lines.append(
         "Nothing is saved from this state. The cause may be a fault of a GPU, its memory or a link, or an operation "
-        "that is not deterministic. Test that host's GPUs (nvidia-smi -q -d ECC; dcgmi diag -r 3) or leave the host out, "
-        "and start the same command again: it continues from the newest checkpoint."
+        "that is not deterministic. Test that host's GPUs (nvidia-smi -q -d ECC; dcgmi diag -r 3) or leave the host "
+        "out, and start the same command again: it continues from the newest checkpoint."
     )
     return "\n".join(lines)
 

@@ -45,6 +45,7 @@ from megafp8.optimizer.adam import State
 from megafp8.parallel_state import ParallelState
 from megafp8.training.auto_filter import Choice, kept_choice
 from megafp8.training.cuda_graphs import silent
+from megafp8.training.learning_rate import check_schedule, schedule_change
 from megafp8.training.trainer import Trainer
 
 
@@ -96,15 +97,23 @@ def _about(trainer: Trainer, step: int, fingerprint: str | None) -> dict[str, An
     return {**about, "fp8_left_out": trainer.auto_filter.layers}
 
 
-def save_state(trainer: Trainer, run: Path, step: int, fingerprint: str | None, lock: FolderLock | None = None) -> Path:
-    """Save everything after `step` steps. Collective."""
+def save_state(
+    trainer: Trainer,
+    run: Path,
+    step: int,
+    fingerprint: str | None,
+    lock: FolderLock | None = None,
+    *,
+    keep_all: bool = False,
+) -> Path:
+    """Save everything after `step` steps. Collective. `keep_all`: remove no older checkpoint."""
     keep = trainer.config.checkpoint
     return save(
         checkpoint_folder(run),
         step,
         tensors(trainer),
         _about(trainer, step, fingerprint),
-        keep_last=keep.keep_last,
+        keep_last=None if keep_all else keep.keep_last,
         keep_every=keep.keep_every,
         lock=lock,
     )
@@ -147,6 +156,7 @@ def check_resume(config: Config, run: Path, fingerprint: str | None) -> None:
                 f"{path} was saved with {name} = {old}, this run has {new}, so its data would not continue where it "
                 f"stopped; set {name}={old}, or choose another name for a new run"
             )
+    check_schedule(then, config, saved["step"], path)
     if saved["tokenizer_fingerprint"] != fingerprint:
         raise ValueError(
             f"{path} was trained with another vocabulary (fingerprint {saved['tokenizer_fingerprint']}, here "
@@ -225,4 +235,7 @@ def load_latest(trainer: Trainer, run: Path, *, say: Callable[[str], None] = sil
     changes = changed_keys(saved["config"], trainer.config.model_dump(mode="json"))
     if changes:
         say(f"changed in the config since {path.name}: {'; '.join(changes)}")
+    rates = schedule_change(saved["config"], trainer.config, saved["step"])
+    if rates is not None:
+        say(rates)
     return int(saved["step"])

@@ -78,9 +78,8 @@ def _faults(settings: Config, faults: list[tuple[int, str, int, str]]) -> list[s
     trainer.wait_for_weights()
     messages = []
     for rank, name, element, kind in faults:
-        (values, *_) = (
-            (r.values for r in replicated_state(trainer) if r.name == name) if rank == parallel.rank else [None]
-        )
+        found = [replica.values for replica in replicated_state(trainer) if replica.name == name]
+        values = found[0] if rank == parallel.rank else None
         if values is not None:
             before = values.clone()
             if kind == "nan":
@@ -106,14 +105,14 @@ FAULTS: dict[str, list[tuple[int, str, int, str, str]]] = {  # and what the mess
         (3, "optimizer.exp_avg_sq.final_norm.weight", 127, "7", f"rank 3 on {HOST}: other than ranks 0, 1, 2 in "),
     ],
     "tp2-sp-gpt2": [
-        (1, "model.layers.1.attention_norm.bias", 0, "3", "rank 0 on {h}, rank 1 on {h}: no majority of them agrees on "),
+        (1, "model.layers.1.attention_norm.bias", 0, "3", "rank 0 on {h}, rank 1 on {h}: no majority "),
         (0, "model.embedding.position.weight", 300, "nan", "rank 0 on {h}, rank 1 on {h}: no majority "),
     ],
     "tp2-pp2-tied": [
         (3, "model.embedding.word.weight[64, 0]", 9, "1", "rank 1 on {h}, rank 3 on {h} (output layer): no majority "),
-        (2, "optimizer.exp_avg.embedding.word.weight[0, 0]", 9, "1", "rank 0 on {h}, rank 2 on {h} (output layer): no maj"),
+        (2, "optimizer.exp_avg.embedding.word.weight[0, 0]", 9, "1", "rank 0 on {h}, rank 2 on {h} (output layer): "),
     ],
-    "pp2-v-tied": [(0, "model.embedding.word.weight", 100, "5", "rank 0 on {h}, rank 0 on {h} (output layer): no majori")],
+    "pp2-v-tied": [(0, "model.embedding.word.weight", 100, "5", "rank 0 on {h}, rank 0 on {h} (output layer): no ")],
     "tp2-dp2-zero-delayed": [  # four ranks hold it: a majority, though each group has two
         (3, "model.final_norm.weight", 3, "2", "rank 3 on {h}: other than ranks 1, 2 in "),
         (1, "fp8.layers.0.mlp.down.input.amax_history", 0, "0", "rank 1 on {h}: other than ranks 0, 3 in "),
