@@ -374,7 +374,7 @@ class Job:
         if ends or ((at_interval or self.save_postponed) and not self.skipped_in_a_row):
             self.save_postponed = False
             return True
-        if at_interval:
+        if at_interval and not self.save_postponed:
             self.save_postponed = True
             if self.is_main:
                 _logger.warning(f"step {self.step} is not saved, as it was skipped; the next one that is not will be")
