@@ -374,7 +374,8 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     interval: Count = 0
-    """Steps between saves; 0: only at the end and on SIGTERM or Ctrl-C."""
+    """Steps between saves; 0: only at the end and on SIGTERM or Ctrl-C. Where a step was skipped, the next one that is
+    not is saved instead."""
     keep_last: PositiveInt | None = None
     """Complete checkpoints to keep: so many of the newest. Default: all."""
     keep_every: PositiveInt | None = None

@@ -158,6 +158,10 @@ def test_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "loss (nats per token)" in shown
     assert "\x1b" not in shown
+    for nothing in ([], [{**records[0], "loss": None}]):
+        plot_loss(nothing, tmp_path / "nothing.png", "test")
+        print_loss(nothing)
+        assert capsys.readouterr().out == "no step has a finite loss: there is no curve to draw\n"
 
 
 def test_flops_of_llama3_8b_by_hand() -> None:

@@ -65,7 +65,7 @@ Part = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def _compared(settings: Config, steps: int) -> dict[Part, bool]:
-    """What of a checkpoint's tensors this rank holds, and whether it is compared; checks after each step find nothing."""
+    """What of a checkpoint's tensors this rank holds, and whether it is compared. No check finds anything."""
     trainer, parallel = start(settings)
     check_replicas(trainer, 0)
     for step in range(steps):
