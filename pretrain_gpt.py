@@ -6,6 +6,7 @@
     python pretrain_gpt.py --print-schema > megafp8.schema.json        # completion for editors
 
 A config or data set that cannot run ends the job with exit code 2 and one message, before any process group exists.
+A run that has diverged, or in which replicas of the weights differ, ends with exit code 1 and one message.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megafp8.config import Config, check_layout, load_config
 from megafp8.planner.memory import memory_table, pipeline_memory
 from megafp8.training.describe import describe
 from megafp8.training.determinism import make_deterministic
+from megafp8.training.errors import TrainingError
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.init_from import complete_model
 from megafp8.training.inputs import Inputs, describe_planned_data, open_inputs, with_vocabulary
@@ -75,8 +77,8 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
 PATIENCE_SECONDS = 60.0
 
 
-def _refuse(error: ValueError) -> int:
-    """Say why there is no training; the exit code."""
+def _refuse(error: ValueError | TrainingError) -> int:
+    """Say why there is no training, or no more; the exit code."""
     # One voice: under torchrun every rank finds the same fault, and LOCAL_RANK, so that a fault of one node is heard.
     # The others do not leave before it has spoken, since torchrun ends all when one leaves; and speak if it is silent.
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -84,7 +86,7 @@ def _refuse(error: ValueError) -> int:
         time.sleep(PATIENCE_SECONDS)
     who = f"rank {os.environ['RANK']}: " if local_rank else ""
     print(f"error: {who}{error}", file=sys.stderr, flush=True)
-    return 2
+    return 1 if isinstance(error, TrainingError) else 2
 
 
 def main() -> int:
@@ -100,7 +102,8 @@ def main() -> int:
         FolderInUse,
         DamagedCheckpoint,
         IncompatibleCheckpoint,
-    ) as error:  # met by all ranks alike, before anything was changed
+        TrainingError,
+    ) as error:  # met by all ranks alike
         return _refuse(error)
     return 0
 

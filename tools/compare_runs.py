@@ -3,12 +3,15 @@
     python tools/compare_runs.py runs/one-gpu runs/tp2 runs/pp2 [--png curves.png]
 
 Each argument is a run folder (its metrics.jsonl is read). Deviations are relative, over the steps that both runs have.
+Runs are called by the last parts of their paths, as many as it takes to tell them apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +21,50 @@ Run = dict[int, dict[str, Any]]
 
 
 def read_run(folder: Path) -> Run:
-    """The run's steps by number. ValueError where there is no metrics.jsonl."""
+    """The run's steps by number. ValueError where there is no metrics.jsonl with steps."""
     path = folder / "metrics.jsonl"
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"{folder} is no run folder: it has no metrics.jsonl")
-    return {record["step"]: record for record in read_metrics(path)}
+    records = read_metrics(path)
+    if not records:
+        raise ValueError(f"{path} has no step")
+    return {record["step"]: record for record in records}
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """A name for each folder, no two alike. ValueError where a folder is given twice."""
+    paths = [folder.resolve() for folder in folders]
+    for i, path in enumerate(paths):
+        if path in paths[:i]:
+            raise ValueError(f"{folders[i]} is given twice")
+    return ["/".join(path.parts[-_parts_needed(path, paths) :]) for path in paths]
+
+
+def _parts_needed(path: Path, paths: Sequence[Path]) -> int:
+    """How many last parts of `path` no other of `paths` ends with."""
+    for count in range(1, len(path.parts)):
+        if sum(other.parts[-count:] == path.parts[-count:] for other in paths) == 1:
+            return count
+    return len(path.parts)
 
 
 def largest_deviation(run: Run, reference: Run, key: str) -> float:
-    """Largest relative difference of `key` over common steps."""
+    """Largest relative difference of `key` over common steps where it is finite in both."""
     common = [step for step in run if step in reference and None not in (run[step][key], reference[step][key])]
     if not common:
-        raise ValueError("the runs have no step in common")
-    return max(abs(run[step][key] / reference[step][key] - 1) for step in common)
+        raise ValueError("the runs have no step in common, or none in which both are finite")
+    return max(_relative(run[step][key], reference[step][key]) for step in common)
+
+
+def _relative(value: float, reference: float) -> float:
+    if value == reference:
+        return 0.0
+    return abs(value / reference - 1) if reference else math.inf
+
+
+def _number(value: float | None) -> float:
+    """What metrics.jsonl has as null was not finite."""
+    return math.nan if value is None else value
 
 
 def plot(runs: dict[str, Run], path: Path) -> None:
@@ -44,8 +78,10 @@ def plot(runs: dict[str, Run], path: Path) -> None:
     reference = next(iter(runs.values()))
     for name, run in runs.items():
         steps = [step for step in run if step in reference]
-        top.plot(steps, [run[s]["loss"] for s in steps], linewidth=1.2, label=name)
-        bottom.plot(steps, [run[s]["loss"] / reference[s]["loss"] - 1 for s in steps], linewidth=1.0)
+        losses = [_number(run[s]["loss"]) for s in steps]
+        top.plot(steps, losses, linewidth=1.2, label=name)
+        references = [_number(reference[s]["loss"]) for s in steps]
+        bottom.plot(steps, [loss / other - 1 for loss, other in zip(losses, references)], linewidth=1.0)
     top.set_ylabel("loss (nats per token)")
     top.legend(fontsize="small", ncols=2)
     bottom.set_ylabel(f"relative to {next(iter(runs))}")
@@ -62,13 +98,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--png", type=Path, help="also plot into this file")
     arguments = parser.parse_args(argv)
     try:
-        runs = {folder.name: read_run(folder) for folder in arguments.runs}
+        runs = dict(zip(names_of(arguments.runs), map(read_run, arguments.runs)))
         reference = next(iter(runs.values()))
-        print(f"{'run':<28}{'steps':>6}{'first loss':>12}{'last loss':>12}{'max |Δloss|':>13}{'max |Δnorm|':>13}")
+        width = max(28, *(len(name) + 1 for name in runs))
+        print(f"{'run':<{width}}{'steps':>6}{'first loss':>12}{'last loss':>12}{'max |Δloss|':>13}{'max |Δnorm|':>13}")
         for name, run in runs.items():
-            first, last = run[min(run)]["loss"], run[max(run)]["loss"]
+            first, last = (_number(run[step]["loss"]) for step in (min(run), max(run)))
             loss, norm = (largest_deviation(run, reference, key) for key in ("loss", "grad_norm"))
-            print(f"{name:<28}{len(run):>6}{first:>12.5f}{last:>12.5f}{loss:>13.1e}{norm:>13.1e}")
+            print(f"{name:<{width}}{len(run):>6}{first:>12.5f}{last:>12.5f}{loss:>13.1e}{norm:>13.1e}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,21 +9,29 @@ from megafp8.config.tree import Config
 
 
 def schedule(config: Config) -> Iterator[Problem]:
-    """A learning rate that has its shape within the run."""
-    o, steps = config.optimizer, config.training.steps
+    """A learning rate that has its shape within the schedule's length."""
+    o, t = config.optimizer, config.training
+    length = "training.steps" if o.decay_until is None else "optimizer.decay_until"
+    steps = o.decay_until or t.steps
+    if o.decay_until is not None and o.schedule == "constant":
+        rule = "optimizer.schedule is constant and never decays"
+        yield Problem("optimizer.decay_until", o.decay_until, rule, "leave it out")
+    if t.stop_after is not None and t.stop_after > t.steps:
+        rule = f"later than the end of the run, training.steps ({t.steps})"
+        yield Problem("training.stop_after", t.stop_after, rule, "leave it out")
     if o.min_learning_rate > o.learning_rate:
         yield Problem(
             "optimizer.min_learning_rate", o.min_learning_rate,
             f"larger than optimizer.learning_rate ({o.learning_rate})", f"try {o.learning_rate / 10}",
         )  # fmt: skip
     if o.warmup_steps >= steps and o.warmup_steps > 0:
-        yield Problem(
-            "optimizer.warmup_steps", o.warmup_steps, f"the run has only training.steps = {steps}", f"try {steps // 10}"
-        )
+        whole = "run" if o.decay_until is None else "schedule"
+        rule = f"the {whole} has only {length} = {steps}"
+        yield Problem("optimizer.warmup_steps", o.warmup_steps, rule, f"try {steps // 10}")
     elif o.schedule == "wsd" and o.warmup_steps + (o.decay_steps or 0) > steps:
         yield Problem(
             "optimizer.decay_steps", o.decay_steps,
-            f"with optimizer.warmup_steps ({o.warmup_steps}) longer than training.steps ({steps})",
+            f"with optimizer.warmup_steps ({o.warmup_steps}) longer than {length} ({steps})",
             f"try {steps - o.warmup_steps} or less",
         )  # fmt: skip
 

@@ -264,7 +264,10 @@ class TrainingConfig(Section):
     """What is trained, and for how long."""
 
     steps: PositiveInt
-    """Optimizer steps in the whole run."""
+    """Optimizer steps in the whole run. Without optimizer.decay_until the learning-rate schedule is as long."""
+    stop_after: PositiveInt | None = None
+    """Save and stop after this step, counted from the beginning of the run. It changes nothing else: the same command
+    without it continues as if there had been no stop. Default: training.steps."""
     seq_length: PositiveInt
     """Tokens in a sample."""
     micro_batch_size: PositiveInt = 1
@@ -287,6 +290,18 @@ class TrainingConfig(Section):
     """Steps between evaluations; 0: none."""
     eval_steps: PositiveInt = 10
     """Global batches in an evaluation."""
+    max_skipped_steps: Count = 10
+    """A step whose gradients are not finite is skipped: it changes neither weights nor optimizer state. The run ends
+    with an error at this many skipped steps in a row. 0: no limit."""
+    replica_check_interval: Count = 100
+    """Steps between checks that ranks which must hold the same weights, optimizer state and FP8 scales hold the same
+    bits; the run ends with an error that names the rank where they differ. Also checked, unless 0 turns it off: before
+    the first step, before each save, and when steps are skipped."""
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends or stops."""
+        return min(self.steps, self.stop_after or self.steps)
 
 
 class OptimizerConfig(Section):
@@ -300,8 +315,11 @@ class OptimizerConfig(Section):
     """Shape after warm-up; wsd: warm-up, stable, decay."""
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
+    decay_until: PositiveInt | None = None
+    """The step at which the schedule reaches min_learning_rate, where it stays from then on. Default: training.steps.
+    Give it to train longer, or shorter, than was planned, without another schedule."""
     decay_steps: PositiveInt | None = None
-    """wsd: steps of the final decay. Default: a tenth of training.steps."""
+    """wsd: steps of the final decay. Default: a tenth of decay_until."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -362,7 +380,8 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     interval: Count = 0
-    """Steps between saves; 0: only at the end and on SIGTERM or Ctrl-C."""
+    """Steps between saves; 0: only at the end and on SIGTERM or Ctrl-C. Where a step was skipped, the next one that is
+    not is saved instead."""
     keep_last: PositiveInt | None = None
     """Complete checkpoints to keep: so many of the newest. Default: all."""
     keep_every: PositiveInt | None = None
@@ -388,9 +407,10 @@ class LoggingConfig(Section):
     """Where the figures of each step go besides metrics.jsonl in the run folder."""
 
     interval: PositiveInt = 1
-    """Steps between lines."""
+    """Steps between lines of the log, which goes to log.txt in the run folder and, but for what progress says, to the
+    console. Steps that were skipped or evaluated have a line always."""
     progress: bool = True
-    """A progress bar on a terminal, lines elsewhere."""
+    """Lines of steps on the console too; on a terminal a progress bar instead. Warnings are there in any case."""
     tensorboard: bool = True
     """Event files under the run folder."""
     wandb_project: str | None = None

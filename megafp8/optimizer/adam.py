@@ -190,6 +190,15 @@ class MixedPrecisionAdamW:
         kept = self.kept[self._masters[param]]
         return {key: kept[key].saved() for key in ("master", *_MOMENTS) if key in kept}
 
+    def stored_tensors(self, fragment: Fragment) -> dict[str, tuple[Tensor, ...]]:
+        """What is in memory of a fragment between steps beside the parameter's own values, by `master`, `exp_avg`,
+        `exp_avg_sq`: live tensors, as they are stored."""
+        master = self._masters[fragment.param]
+        stored = {key: kept.tensors for key, kept in self.kept[master].items()}
+        if fragment.param in self.hollow:  # also where it is fp32
+            stored["master"] = (master.detach(),)
+        return stored
+
     def state(self) -> State:
         """`state_tensors` of all fragments, by their names. A checkpoint loads into them, then calls `restore`."""
         found: State = {}

@@ -150,6 +150,10 @@ class Fp8Moment:
     def nbytes(self) -> int:
         return self._codes_n.nbytes + self._exponent_b.nbytes
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._codes_n, self._exponent_b
+
     def values(self) -> Tensor:
         return decode(self._codes_n, self._exponent_b, self._fmt)
 

@@ -20,6 +20,10 @@ class Kept(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is in memory between steps, live, of any dtypes."""
+
     def values(self) -> Tensor:
         """fp32 `[n]`."""
 
@@ -39,6 +43,10 @@ class AsIs:
     @property
     def nbytes(self) -> int:
         return self._tensor.nbytes
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._tensor,)
 
     def values(self) -> Tensor:
         return self._tensor.float()

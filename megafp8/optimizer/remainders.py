@@ -44,6 +44,10 @@ class SplitMaster:
     def nbytes(self) -> int:
         return self._remainder_n.nbytes
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._remainder_n,)
+
     def values(self) -> Tensor:
         return join(self._param_n, self._remainder_n)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import logging
 import math
 import os
 import shlex
@@ -19,7 +21,7 @@ from megafp8.checkpoint import BackgroundSaver, Destination, FolderLock, Saved
 from megafp8.config import Config, ConfigError, Problem
 from megafp8.data.blend import Blend
 from megafp8.data.sampler import batches as batch_stream
-from megafp8.data.samples import Batch
+from megafp8.data.samples import Batch, default_cache
 from megafp8.fp8 import describe_path
 from megafp8.fp8.report import FILE_NAME
 from megafp8.models.flops import PEAK_FLOPS, flops_per_token
@@ -32,14 +34,26 @@ from megafp8.parallel_state import (
 )
 from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.training import auto_filter, fp8_parameters, fully_sharded
-from megafp8.training.cuda_graphs import silent
 from megafp8.training.determinism import describe_determinism
+from megafp8.training.divergence import diverged
+from megafp8.training.errors import TrainingError
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.garbage import collected_after_steps
 from megafp8.training.init_from import check_init, load_init
 from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data
-from megafp8.training.metrics import Fp8ReportWriter, StepMetrics, Writer, memory_gib, open_writers, read_metrics
+from megafp8.training.launches import record_launch
+from megafp8.training.metrics import (
+    Fp8ReportWriter,
+    StepMetrics,
+    Writer,
+    memory_gib,
+    open_writers,
+    read_metrics,
+    utc_now,
+)
 from megafp8.training.plots import plot_loss, print_loss
+from megafp8.training.replicas import check_replicas
+from megafp8.training.run_log import RunLog
 from megafp8.training.state import (
     begin_save,
     check_resume,
@@ -52,6 +66,8 @@ from megafp8.training.state import (
 )
 from megafp8.training.stopping import StopRequest
 from megafp8.training.trainer import Trainer
+
+_logger = logging.getLogger(__name__)
 
 
 def choose_device(config: Config) -> str:
@@ -75,6 +91,8 @@ def run_folder(config: Config) -> Path:
 def check_run(inputs: Inputs) -> None:
     """Refuse what cannot train, or would harm an earlier run, before any process group exists. Raises ValueError."""
     config, folder = inputs.config, run_folder(inputs.config)
+    _check_wandb(config)
+    _check_index_cache(config)
     auto_filter.check(config, build_fp8(config, None), torch.device(choose_device(config)))
     check_init(config, folder, inputs.tokenizer)
     if config.checkpoint.resume:
@@ -104,11 +122,45 @@ def check_writable(config: Config, folder: Path) -> None:
         raise ConfigError("config", [Problem("run_dir", config.run_dir, rule, works)]) from error
 
 
+def _check_wandb(config: Config) -> None:
+    project = config.logging.wandb_project
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        works = "run pip install 'megafp8[wandb]', or leave it out"
+        raise ConfigError("config", [Problem("logging.wandb_project", project, "wandb is not installed", works)])
+
+
+def _check_index_cache(config: Config) -> None:
+    """The folder of sample indices must be one that this rank can write to."""
+    given = config.data.index_cache
+    folder = default_cache() if given is None else Path(given)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        rule = f"sample indices cannot be written to {folder}: {error.strerror}"
+        works = "name a folder on local disk that can be written to"
+        raise ConfigError("config", [Problem("data.index_cache", given, rule, works)]) from error
+
+
 def train(inputs: Inputs) -> None:
     """Run the job to its last step, or to a clean stop. `check_run` comes first.
 
-    Raises FolderInUse where another job is at work in the run folder, before anything in it is changed.
+    Raises FolderInUse where another job is at work in the run folder, before anything in it is changed; TrainingError,
+    on all ranks, where training cannot go on.
     """
+    config = inputs.config
+    show_steps = config.logging.progress and not sys.stderr.isatty()
+    with RunLog(int(os.environ.get("RANK", "0")), show_steps=show_steps) as log:
+        try:
+            _train(inputs, log)
+        except TrainingError:
+            destroy_model_parallel()  # all ranks are here
+            raise
+    destroy_model_parallel()
+
+
+def _train(inputs: Inputs, log: RunLog) -> None:
     config = inputs.config
     device = initialize_distributed(choose_device(config), config.timeout_seconds)
     parallel = initialize_model_parallel(
@@ -120,59 +172,59 @@ def train(inputs: Inputs) -> None:
         timeout_seconds=config.timeout_seconds,
     )
     with FolderLock(checkpoint_folder(run_folder(config))) as lock:
-        Job(inputs, parallel, lock).run()
-    destroy_model_parallel()
+        Job(inputs, parallel, lock, log).run()
 
 
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _is_at(interval: int, step: int) -> bool:
+    """Whether `step` is a multiple of `interval`; none is of 0."""
+    return interval > 0 and step % interval == 0
 
 
 class Job:
     """The loop around the trainer."""
 
-    def __init__(self, inputs: Inputs, parallel: ParallelState, lock: FolderLock) -> None:
+    def __init__(self, inputs: Inputs, parallel: ParallelState, lock: FolderLock, log: RunLog) -> None:
         self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
         self.folder, self.lock = run_folder(self.config), lock
         self.is_main = parallel.rank == 0
         if self.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
+            log.open(self.folder)
         self.stop = StopRequest()
         self.stop.install()
         resume = self.config.checkpoint.resume
         found = find_checkpoint(self.config, self.folder, parallel, inputs.fingerprint) if resume else None
-        say = _print if self.is_main else silent
-        self.trainer = Trainer(self.config, parallel, saved_choice(self.config, found), say=say)
-        self.step = 0 if found is None else load_state(self.trainer, found, say=say)
-        self.say(f"run folder: {self.folder}")
+        self.trainer = Trainer(self.config, parallel, saved_choice(self.config, found))
+        self.step = 0 if found is None else load_state(self.trainer, found, say=_logger.info)
+        _logger.info(f"run folder: {self.folder}")
         if not self.step and self.config.checkpoint.init_from is not None:
             load_init(self.trainer, self.config.checkpoint.init_from)
-            self.say(f"weights from {self.config.checkpoint.init_from}")
+            _logger.info(f"weights from {self.config.checkpoint.init_from}")
         if found is not None:
-            self.say(f"resumed from step {self.step}")
+            _logger.info(f"resumed from step {self.step}")
             self.inputs, changes = inputs.resumed(found.metadata)
             if changes:
-                self.say(f"data changed since step {self.step}: {'; '.join(changes)}")
+                _logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
         check_ranks_agree(self.inputs, self.step * self.config.training.global_batch_size, parallel.world.group)
-        self.say(describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
-        self.say(f"optimizer: {self.trainer.optimizer.reason}")
-        self.say(describe_path(self.trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
+        _logger.info(describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
+        _logger.info(f"optimizer: {self.trainer.optimizer.reason}")
+        _logger.info(describe_path(self.trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
         weights, sharded = self.trainer.weights, self.trainer.sharded
         if weights is not None and weights.codes:
-            self.say(fp8_parameters.report(weights, parallel.data_context.size))
+            _logger.info(fp8_parameters.report(weights, parallel.data_context.size))
         if sharded is not None:
-            self.say(fully_sharded.report(sharded, self.trainer.hollow, parallel.data_context.size))
+            _logger.info(fully_sharded.report(sharded, self.trainer.hollow, parallel.data_context.size))
         for reason in self.trainer.auto_filter.reasons:
-            self.say(reason)
+            _logger.info(reason)
         if self.config.deterministic:
-            self.say(describe_determinism(parallel.device.type))
+            _logger.info(describe_determinism(parallel.device.type))
         self.saved_step = self.step
         self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
+        self.save_postponed = False
+        self.skipped_in_a_row = 0
+        self.save_seconds = 0.0
+        record_launch(self.folder, parallel, self.step)
         self.saver = self._make_saver() if self.config.checkpoint.async_save else None
-
-    def say(self, text: str) -> None:
-        if self.is_main:
-            _print(text)
 
     def _make_saver(self) -> BackgroundSaver:
         keep = self.config.checkpoint
@@ -190,29 +242,41 @@ class Job:
             self._run(after_step)
 
     def _run(self, after_step: Callable[[int], None]) -> None:
-        steps = self.config.training.steps
-        if self.step >= steps:
-            self.say(f"nothing to do: the run has done all {steps} steps")
+        last = self.config.training.last_step
+        if self.step >= last:
+            limit = "training.steps" if last == self.config.training.steps else "training.stop_after"
+            _logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {last}")
             return
-        writers = self._open_writers()
+        self._check_replicas()
+        with contextlib.ExitStack() as stack:
+            writers = self._open_writers()
+            for writer in writers:
+                stack.callback(writer.close)
+            stopped = self._train(writers, after_step)
+        self._report(stopped)
+
+    def _train(self, writers: Sequence[Writer], after_step: Callable[[int], None]) -> bool:
+        """Step until the run ends; whether it was asked to stop before that."""
+        last = self.config.training.last_step
         stream = self._batches(self.inputs.train, self.step * self.config.training.global_batch_size)
         stopped = False
-        while self.step < steps and not stopped:
+        while self.step < last and not stopped:
             metrics = self._one_step(stream)
             after_step(self.step)
             self._write_timeline()
             for writer in writers:
                 writer.write(metrics, self.trainer.fp8_records)
+            self._stop_if_diverged(metrics)
             if self.saver is not None:
                 self.saver.poll()
             stopped = self.stop.agreed(self.parallel.world.group)
-            interval = self.config.checkpoint.interval
-            ends = stopped or self.step == steps
-            if ends or (interval and self.step % interval == 0):
+            ends = stopped or self.step == last
+            if self._save_is_due(ends):
+                self._check_replicas()
                 self._save(ends)
-        for writer in writers:
-            writer.close()
-        self._report(stopped)
+            elif _is_at(self.config.training.replica_check_interval, self.step) or self.skipped_in_a_row == 1:
+                self._check_replicas()
+        return stopped
 
     def _open_writers(self) -> Sequence[Writer]:
         if not self.is_main:
@@ -221,7 +285,8 @@ class Job:
         name = "config.yaml" if not self.step else f"config-from-step-{self.step:08d}.yaml"
         (self.folder / name).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         config = self.config
-        writers = open_writers(config.logging, self.folder, config.name, self.step, config.training.steps, settings)
+        last, device = config.training.last_step, self.parallel.device
+        writers = open_writers(config.logging, self.folder, config.name, self.step, last, settings, device)
         if self.trainer.fp8.recorder is None:
             return writers
         return [*writers, Fp8ReportWriter(self.folder / FILE_NAME, self.step)]
@@ -233,7 +298,7 @@ class Job:
             path = self.folder / "pipeline_trace.json"
             write_timeline(timeline, self.trainer.plan.placement, path)
             draw = f"python tools/plot_schedule.py --measured {path} --png schedule.png"
-            self.say(f"pipeline trace of step {self.step}: {path}; to draw it: {draw}")
+            _logger.info(f"pipeline trace of step {self.step}: {path}; to draw it: {draw}")
 
     def _batches(self, dataset: Blend, consumed_samples: int) -> Iterator[list[Batch]]:
         t, d = self.config.training, self.config.data
@@ -252,17 +317,25 @@ class Job:
         )
 
     def _one_step(self, stream: Iterator[list[Batch]]) -> StepMetrics:
+        saving = self.save_seconds
         start = time.perf_counter()
-        loss, result = self.trainer.train_step(self.step, next(stream), before_update=self._before_update)
-        seconds = time.perf_counter() - start
+        batches = next(stream)
+        data_seconds = time.perf_counter() - start
+        loss, result = self.trainer.train_step(self.step, batches, before_update=self._before_update)
+        seconds = time.perf_counter() - start - (self.save_seconds - saving)
         learning_rate = self.trainer.learning_rate(self.step)
         self.step += 1
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         t = self.config.training
         tokens = t.global_batch_size * t.seq_length
         per_gpu = tokens / seconds / self.parallel.world_size
         flops = per_gpu * flops_per_token(self.config.model, t.seq_length)
         peak = PEAK_FLOPS["fp8" if self.config.fp8.recipe != "none" else t.precision] if self._peak_is_known() else None
-        evaluate = t.eval_interval and (self.step % t.eval_interval == 0 or self.step == t.steps)
+        start = time.perf_counter()
+        evaluate = _is_at(t.eval_interval, self.step) or (t.eval_interval > 0 and self.step == t.last_step)
+        validation_loss = self._evaluate() if evaluate else None
+        evaluation_seconds = time.perf_counter() - start if evaluate else 0.0
+        save_seconds, self.save_seconds = self.save_seconds, 0.0
         return StepMetrics(
             step=self.step,
             loss=loss.mean,
@@ -275,8 +348,24 @@ class Job:
             memory_gib=memory_gib(self.parallel.device),
             step_seconds=seconds,
             skipped=result.skipped,
-            validation_loss=self._evaluate() if evaluate else None,
+            time=utc_now(),
+            consumed_samples=self.step * t.global_batch_size,
+            data_seconds=data_seconds,
+            evaluation_seconds=evaluation_seconds,
+            save_seconds=save_seconds,
+            skipped_in_a_row=self.skipped_in_a_row,
+            validation_loss=validation_loss,
         )
+
+    def _stop_if_diverged(self, metrics: StepMetrics) -> None:
+        limit = self.config.training.max_skipped_steps
+        if limit and metrics.skipped_in_a_row >= limit:
+            self._check_replicas()  # one broken replica spoils the gradients of all
+            raise diverged(self.trainer, metrics, self.saved_step)
+
+    def _check_replicas(self) -> None:
+        if self.config.training.replica_check_interval:
+            check_replicas(self.trainer, self.step)
 
     def _peak_is_known(self) -> bool:
         device = self.parallel.device
@@ -295,35 +384,67 @@ class Job:
 
     def _before_update(self) -> None:
         if self.saver is not None:
+            start = time.perf_counter()
             self.saver.wait_copied()
+            self.save_seconds += time.perf_counter() - start
+
+    def _save_is_due(self, ends: bool) -> bool:
+        """Whether to save this step, the last one if the run `ends`.
+
+        No step is saved that was skipped, but the last one: the checkpoint would be another copy of the weights of an
+        earlier step, and in a run that has diverged would push the last good one out of keep_last. It waits for the
+        next step that is not skipped.
+        """
+        at_interval = _is_at(self.config.checkpoint.interval, self.step)
+        if ends or ((at_interval or self.save_postponed) and not self.skipped_in_a_row):
+            self.save_postponed = False
+            return True
+        if at_interval and not self.save_postponed:
+            self.save_postponed = True
+            if self.is_main:
+                _logger.warning(f"step {self.step} is not saved, as it was skipped; the next one that is not will be")
+        return False
 
     def _save(self, ends: bool) -> None:
         """Save this step; at once where the run `ends`, as there is nothing left to do meanwhile."""
         if self.saved_step == self.step:
             return
+        start = time.perf_counter()
         self.saved_step = self.step
         data = self.inputs.record(self.step * self.config.training.global_batch_size)
         if self.saver is not None and not ends:
             begin_save(self.trainer, self.saver, self.step, self.inputs.fingerprint, data)
-            return
-        if self.saver is not None:
-            self.saver.finish()
-        start = time.perf_counter()
-        path = save_state(
-            self.trainer, self.folder, self.step, self.inputs.fingerprint, self.lock, data, self.tokenizer
-        )
-        self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
+        else:
+            if self.saver is not None:
+                self.saver.finish()
+            path = save_state(
+                self.trainer,
+                self.folder,
+                self.step,
+                self.inputs.fingerprint,
+                self.lock,
+                data=data,
+                files=self.tokenizer,
+                keep_all=self.skipped_in_a_row > 0,
+            )
+            _logger.info(f"saved {path} in {time.perf_counter() - start:.1f} s")
+        self.save_seconds += time.perf_counter() - start
 
     def _say_saved(self, saved: Saved) -> None:
-        self.say(f"saved {saved.path}: stalled {saved.stalled_seconds:.1f} s, {saved.total_seconds:.1f} s in all")
+        _logger.info(f"saved {saved.path}: stalled {saved.stalled_seconds:.1f} s, {saved.total_seconds:.1f} s in all")
 
     def _report(self, stopped: bool) -> None:
         if not self.is_main:
             return
         records = read_metrics(self.folder / "metrics.jsonl")
         plot_loss(records, self.folder / "loss.png", self.config.name)
+        if not stopped and self.step < self.config.training.steps:
+            _logger.info(
+                f"stopped after step {self.step} of {self.config.training.steps}, as training.stop_after says; to "
+                "continue, start the same command with a later one, or without it"
+            )
         if stopped:
-            self.say(f"stopped on request after step {self.step}; start the same command again to continue")
+            _logger.info(f"stopped on request after step {self.step}; start the same command again to continue")
             return
         if sys.stdout.isatty() or self.config.logging.progress:
             print_loss(records)

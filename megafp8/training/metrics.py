@@ -1,4 +1,4 @@
-"""Figures of a step and where they go: metrics.jsonl, TensorBoard, Weights & Biases, a progress bar.
+"""Figures of a step and where they go: metrics.jsonl, TensorBoard, Weights & Biases, lines of the log, a progress bar.
 
 metrics.jsonl is the truth: one JSON object a step, appended and flushed as the step ends. A resumed run appends too, so
 a step that was lost with a crash and run again stands there twice; `read_metrics` keeps the later one. Non-finite
@@ -10,11 +10,15 @@ worst tensor of each operand, and of every tensor's SNR and amax.
 
 from __future__ import annotations
 
+import datetime
 import json
+import logging
 import math
 import resource
 import sys
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,11 +28,20 @@ from tqdm import tqdm
 
 from megafp8.config import LoggingConfig
 from megafp8.fp8.report import OPERANDS, Record, ReportWriter
+from megafp8.training.run_log import STEPS
+
+_logger, _steps_logger = logging.getLogger(__name__), logging.getLogger(STEPS)
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. Rates are per GPU (per process on CPU); `mfu` is None where the peak is not known."""
+    """One optimizer step. Rates are per GPU (per process on CPU); `mfu` is None where the peak is not known.
+
+    `time`: when the step was done, UTC, ISO 8601. `tokens`, `consumed_samples`: since the beginning of the run.
+    `step_seconds`: of the step alone, with `data_seconds` of it waiting for data. Beside it `evaluation_seconds` after
+    the step, and `save_seconds` in which training stood still for checkpoints since the record before.
+    `skipped_in_a_row`: skipped steps that end with this one.
+    """
 
     step: int
     loss: float
@@ -41,6 +54,12 @@ class StepMetrics:
     memory_gib: float
     step_seconds: float
     skipped: bool
+    time: str
+    consumed_samples: int
+    data_seconds: float
+    evaluation_seconds: float = 0.0
+    save_seconds: float = 0.0
+    skipped_in_a_row: int = 0
     validation_loss: float | None = None
 
 
@@ -51,15 +70,24 @@ def memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
 
 
+def utc_now() -> str:
+    """The time as ISO 8601 in UTC, to the millisecond."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl in order, each once: where a step was run again after a crash, the later run."""
+    """The steps of a metrics.jsonl in order, each once: where a step was run again after a crash, the later run.
+
+    Empty where the file is. What is no step's object is left out, as the line that a kill cut short.
+    """
     steps: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            continue  # the line that a kill cut short
-        steps[record["step"]] = record
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and "loss" in record:
+            steps[record["step"]] = record
     return [steps[step] for step in sorted(steps)]
 
 
@@ -124,18 +152,23 @@ class Fp8ReportWriter:
         self.report.close()
 
 
-class TensorBoardWriter:
-    """Scalars under the run folder."""
+def scalars(metrics: StepMetrics, records: Sequence[Record]) -> dict[str, float]:
+    """All numbers of a step but its own, by name; what is not known is left out."""
+    figures = {**asdict(metrics), **fp8_scalars(records)}
+    return {k: float(v) for k, v in figures.items() if k != "step" and isinstance(v, (int, float))}
 
-    def __init__(self, path: Path) -> None:
+
+class TensorBoardWriter:
+    """Scalars under the run folder, from after `step` on: what was written of later steps before a crash is hidden."""
+
+    def __init__(self, path: Path, step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(path))
+        self.writer = SummaryWriter(str(path), purge_step=step + 1)
 
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
-        for key, value in (asdict(metrics) | fp8_scalars(records)).items():
-            if key != "step" and value is not None:
-                self.writer.add_scalar(key, float(value), metrics.step)
+        for key, value in scalars(metrics, records).items():
+            self.writer.add_scalar(key, value, metrics.step)
 
     def close(self) -> None:
         self.writer.close()
@@ -145,62 +178,111 @@ class WandbWriter:
     """Weights & Biases, online or offline as its own environment variables say."""
 
     def __init__(self, project: str, name: str, path: Path, config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ValueError(
-                "logging.wandb_project is set, but wandb is not installed: pip install 'megafp8[wandb]', or unset it"
-            ) from None
+        import wandb
+
         self.run = wandb.init(project=project, name=name, id=name, resume="allow", dir=str(path), config=config)
 
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
-        figures = asdict(metrics) | fp8_scalars(records)
-        self.run.log({k: v for k, v in figures.items() if v is not None}, step=metrics.step)
+        self.run.log(scalars(metrics, records), step=metrics.step)
 
     def close(self) -> None:
         self.run.finish()
 
 
-class ProgressWriter:
-    """A bar on a terminal; elsewhere a line a step."""
+def short_number(number: int) -> str:
+    """A count in four digits: 1234 as `1.234K`, 15 trillion as `15.00T`; as it is below 1000."""
+    for unit in ("", "K", "M", "B", "T"):
+        if number < 999.95 or unit == "T":
+            break
+        number = number / 1000  # type: ignore[assignment]
+    return f"{number:#.4g}{unit}" if unit else str(number)
 
-    def __init__(self, first_step: int, total_steps: int, interval: int) -> None:
-        self.interval, self.total = interval, total_steps
-        self.bar = tqdm(total=total_steps, initial=first_step, unit="step") if sys.stderr.isatty() else None
+
+class LogWriter:
+    """A line of the log every `interval` steps, and for every step that was evaluated or skipped.
+
+    Step time, tokens a second and MFU in a line are means over the steps since the line before. The estimated time to
+    `last_step` is that of the steps left at the mean wall time, with evaluations and saves, of up to `_WINDOW` latest
+    steps of this process, without the first, which is slower than the rest. `per`: what has rates, `gpu` or `process`.
+    On a terminal also a progress bar, if `bar`. `clock`: seconds.
+    """
+
+    _WINDOW = 1000
+
+    def __init__(
+        self,
+        first_step: int,
+        last_step: int,
+        interval: int,
+        *,
+        per: str,
+        bar: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._interval, self._last, self._per, self._clock = interval, last_step, per, clock
+        self._ends: deque[float] = deque(maxlen=self._WINDOW + 1)
+        self._since: list[StepMetrics] = []
+        self._bar = tqdm(total=last_step, initial=first_step, unit="step", file=sys.stderr) if bar else None
 
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
-        if self.bar is not None:
-            self.bar.update(1)
-        if metrics.step % self.interval and metrics.step != self.total:
+        self._ends.append(self._clock())
+        self._since.append(metrics)
+        if self._bar is not None:
+            self._bar.update(1)
+        ends = metrics.step == self._last
+        if not (metrics.skipped or metrics.validation_loss is not None or ends or metrics.step % self._interval == 0):
             return
-        rate = f"{metrics.tokens_per_second_per_gpu:,.0f} tok/s/gpu"
-        mfu = "" if metrics.mfu is None else f"  mfu {metrics.mfu:.1%}"
-        note = "  SKIPPED: gradients not finite" if metrics.skipped else ""
-        valid = "" if metrics.validation_loss is None else f"  validation {metrics.validation_loss:.4f}"
-        text = (
-            f"loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  lr {metrics.learning_rate:.2e}  {rate}{mfu}"
-        )
-        if self.bar is not None:
-            self.bar.set_postfix_str(text)
-            if note or valid:
-                self.bar.write(f"step {metrics.step}: loss {metrics.loss:.4f}{valid}{note}", file=sys.stderr)
+        line = f"step {metrics.step:>6}/{self._last}  {self._figures(metrics)}"
+        self._since = []
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {metrics.loss:.4f}")
+        if metrics.skipped:
+            row = f", {metrics.skipped_in_a_row} in a row" if metrics.skipped_in_a_row > 1 else ""
+            _logger.warning(f"{line}  SKIPPED{row}: gradients not finite")
+        elif metrics.validation_loss is not None:
+            _logger.info(line)
         else:
-            print(f"step {metrics.step:>6}/{self.total}  {text}{valid}{note}", flush=True)
+            _steps_logger.info(line)
+
+    def _figures(self, metrics: StepMetrics) -> str:
+        seconds = sum(step.step_seconds for step in self._since)
+        rate = sum(step.tokens_per_second_per_gpu * step.step_seconds for step in self._since) / seconds
+        parts = [
+            f"loss {metrics.loss:.4f}",
+            f"grad norm {metrics.grad_norm:.3f}",
+            f"lr {metrics.learning_rate:.2e}",
+            f"{seconds / len(self._since):.3f} s/step",
+            f"{rate:,.0f} tok/s/{self._per}",
+        ]
+        if metrics.mfu is not None:
+            parts.append(f"mfu {sum((step.mfu or 0.0) * step.step_seconds for step in self._since) / seconds:.1%}")
+        parts.append(f"{short_number(metrics.tokens)} tokens")
+        if metrics.step < self._last and len(self._ends) > 1:
+            mean = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+            parts.append(f"ETA {datetime.timedelta(seconds=round(mean * (self._last - metrics.step)))}")
+        if metrics.validation_loss is not None:
+            parts.append(f"validation {metrics.validation_loss:.4f}")
+        return "  ".join(parts)
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
 
 def open_writers(
-    config: LoggingConfig, folder: Path, name: str, first_step: int, total_steps: int, settings: dict[str, Any]
+    config: LoggingConfig,
+    folder: Path,
+    name: str,
+    first_step: int,
+    last_step: int,
+    settings: dict[str, Any],
+    device: torch.device,
 ) -> Sequence[Writer]:
     """The writers that the config asks for, for the one rank that logs."""
     writers: list[Writer] = [JsonlWriter(folder / "metrics.jsonl")]
     if config.tensorboard:
-        writers.append(TensorBoardWriter(folder / "tensorboard"))
+        writers.append(TensorBoardWriter(folder / "tensorboard", first_step))
     if config.wandb_project is not None:
         writers.append(WandbWriter(config.wandb_project, name, folder, settings))
-    if config.progress:
-        writers.append(ProgressWriter(first_step, total_steps, config.interval))
-    return writers
+    per, bar = "gpu" if device.type == "cuda" else "process", config.progress and sys.stderr.isatty()
+    return [*writers, LogWriter(first_step, last_step, config.interval, per=per, bar=bar)]

@@ -39,10 +39,13 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path, title: str) -> None
 
 
 def print_loss(records: Sequence[dict[str, Any]]) -> None:
-    """The same curve in the terminal."""
+    """The same curve in the terminal; a line of text where no loss is finite."""
     import plotext
 
     (steps, losses), (valid_steps, valid_losses) = _curves(records)
+    if not steps:
+        print("no step has a finite loss: there is no curve to draw")
+        return
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plot_size(min(shutil.get_terminal_size((100, 24)).columns, 100), 18)

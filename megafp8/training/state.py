@@ -59,6 +59,7 @@ from megafp8.sharding import Shape, spec_of
 from megafp8.training.auto_filter import Choice, kept_choice
 from megafp8.training.cuda_graphs import silent
 from megafp8.training.describe import planned_stage, position_rows
+from megafp8.training.learning_rate import schedule_change, schedule_jump
 from megafp8.training.pipeline import stages_of
 from megafp8.training.trainer import DTYPES, Trainer
 
@@ -146,12 +147,15 @@ def save_state(
     step: int,
     fingerprint: str | None,
     lock: FolderLock | None = None,
+    *,
     data: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
+    keep_all: bool = False,
 ) -> Path:
     """Save everything after `step` steps. Collective.
 
-    `data`: how far each data set was read (`Inputs.record`). `files`: small files that are saved with it.
+    `data`: how far each data set was read (`Inputs.record`). `files`: small files that are saved with it. `keep_all`:
+    remove no older checkpoint.
     """
     keep = trainer.config.checkpoint
     return save(
@@ -159,7 +163,7 @@ def save_state(
         step,
         tensors(trainer),
         _about(trainer, step, fingerprint, data),
-        keep_last=keep.keep_last,
+        keep_last=None if keep_all else keep.keep_last,
         keep_every=keep.keep_every,
         lock=lock,
         files=files,
@@ -218,6 +222,7 @@ def check_same_run(config: Config, fingerprint: str | None, found: OpenedCheckpo
             *_changed_vocabulary(found.metadata["tokenizer_fingerprint"], fingerprint),
             *_changed_dtypes(then, config),
             *_changed_model(model, then["training"]["seq_length"], config, found),
+            *_changed_schedule(then, config, found.metadata["step"]),
         ]
         _ = found.metadata["optimizer_steps"]
     except (KeyError, TypeError, AttributeError) as error:
@@ -269,6 +274,12 @@ def _changed_vocabulary(then: str | None, now: str | None) -> Iterator[str]:
     if then != now:
         known = f"fingerprint {then}, here {now}"
         yield f"was trained with another vocabulary ({known}); use that run's tokenizer, {_ANOTHER}"
+
+
+def _changed_schedule(then: Mapping[str, Any], config: Config, step: int) -> Iterator[str]:
+    jump = schedule_jump(then, config, step)
+    if jump is not None:
+        yield jump
 
 
 def _changed_dtypes(then: Mapping[str, Any], config: Config) -> Iterator[str]:
@@ -378,4 +389,7 @@ def load_state(trainer: Trainer, checkpoint: Path | OpenedCheckpoint, *, say: Ca
     if changes:
         name = checkpoint.name if isinstance(checkpoint, Path) else checkpoint.path.name
         say(f"changed in the config since {name}: {'; '.join(changes)}")
+    rates = schedule_change(saved["config"], trainer.config, saved["step"])
+    if rates is not None:
+        say(rates)
     return int(saved["step"])

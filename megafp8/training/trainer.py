@@ -10,6 +10,7 @@ Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -33,7 +34,6 @@ from megafp8.optimizer.fully_sharded import FullySharded
 from megafp8.optimizer.gathered_codes import Carrier
 from megafp8.optimizer.grad_buffer import GradBuffer
 from megafp8.optimizer.param_buffer import ParamBuffer
-from megafp8.optimizer.schedule import learning_rate
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction, StageOutput
@@ -42,13 +42,16 @@ from megafp8.pipeline_parallel.simulate import Timeline
 from megafp8.pipeline_parallel.trace import Stopwatch
 from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
-from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs, silent
+from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs
 from megafp8.training.describe import position_rows
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.fp8_parameters import shares, weights_as_codes
 from megafp8.training.fully_sharded import gather_as_codes, shard
+from megafp8.training.learning_rate import schedule_of
 from megafp8.training.overlap import token_exchange
 from megafp8.training.pipeline import plan_pipeline
+
+_logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "fp8": E4M3.dtype}
 
@@ -68,7 +71,7 @@ class Trainer:
     `logging.pipeline_trace_step` names, once it is done.
     `choice`: what fp8.auto_filter chose earlier in this run; None lets it choose now.
     `fp8_records`: FP8 health of the latest `train_step` in all stages, on rank 0, if that step was sampled; else empty.
-    `say` is told what a user may want to know of in between. `params`: what this rank has of the model; of
+    `params`: what this rank has of the model; of
     these, `tied` are shared by stages, and `hollow`, with their layers, FP8 codes on all ranks (`fp8.weight_shares`).
     """
 
@@ -77,11 +80,10 @@ class Trainer:
         config: Config,
         parallel: ParallelState,
         choice: Choice | None = None,
-        *,
-        say: Callable[[str], None] = silent,
     ) -> None:
         self.config, self.parallel = config, parallel
         p, t = config.parallel, config.training
+        self.schedule = schedule_of(config.optimizer, t.steps)
         dtype = DTYPES[t.precision]
         self.fp8 = build_fp8(config, parallel)
         self.auto_filter = choose(config, self.fp8, parallel, dtype) if choice is None else choice
@@ -94,7 +96,7 @@ class Trainer:
             parallel.device,
             p.sequence_parallel,
             parallel.context.group,
-            token_exchange(p, parallel, os.environ, say),
+            token_exchange(p, parallel, os.environ, _logger.info),
             blocks_on_meta=p.fsdp,
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
@@ -112,7 +114,7 @@ class Trainer:
         self.carrier: Carrier | None = None
         self.gradients: GradBuffer | FullySharded
         if p.fsdp:
-            self.gradients = self.sharded = self._shard(dtype, say)
+            self.gradients = self.sharded = self._shard(dtype)
         else:
             initialize_parameters(self.model, config.seed)
             self.gradients, self.weights = self._build_buffers(wgrads)
@@ -138,14 +140,14 @@ class Trainer:
         self.graphs: MicrobatchGraphs | None = None
         if t.cuda_graphs:
             eager_steps = config.fp8.calibration_steps + EAGER_STEPS
-            self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=say)
+            self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=_logger.info)
 
-    def _shard(self, dtype: torch.dtype, say: Callable[[str], None]) -> FullySharded:
+    def _shard(self, dtype: torch.dtype) -> FullySharded:
         """Have everything in shares: from here on parameters are this rank's rows of what they were."""
         reduce_dtype, seed = DTYPES[self.config.optimizer.reduce_dtype], self.config.seed
         sharded = shard(self.stages, self.parallel, dtype=dtype, reduce_dtype=reduce_dtype, seed=seed)
         if self.hollow:
-            coded = gather_as_codes(self.hollow, sharded, self.parallel, os.environ, say)
+            coded = gather_as_codes(self.hollow, sharded, self.parallel, os.environ, _logger.info)
             self.carrier = coded.carrier
             self.fp8.share_weights(coded.shares, self.parallel.device)
         self.params, self.tied = sharded.params, [sharded.rows[param].param for param in self.tied]
@@ -241,16 +243,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0."""
-        o, steps = self.config.optimizer, self.config.training.steps
-        return learning_rate(
-            step,
-            kind=o.schedule,
-            peak=o.learning_rate,
-            minimum=o.min_learning_rate,
-            warmup_steps=o.warmup_steps,
-            total_steps=steps,
-            decay_steps=min(o.decay_steps or max(1, steps // 10), steps - o.warmup_steps) if o.schedule == "wsd" else 0,
-        )
+        return self.schedule.at(step)
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """A stage's forward of one micro-batch; on the last stage the report is `[sum of losses, tokens]`."""

@@ -171,7 +171,7 @@ def test_a_run_starts_from_it_and_then_goes_on_from_its_own(tmp_path: Path, quic
     save_model(folder, "llama3")
     options = overrides(quickstart_data, folder, *ALONE, f"run_dir={tmp_path}")
     expected = their_loss(folder, load_config(CONFIG, options, complete_model))
-    assert f"weights from {folder}" in _train(*options, "training.steps=2")
+    assert f"weights from {folder}" in _train(*options, "training.steps=3", "training.stop_after=2")
     shutil.rmtree(folder)  # what the run has saved is enough
     said = _train(*options, "training.steps=3")
     assert "resumed from step 2" in said

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import math
-import sys
+import re
+import struct
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megafp8.config import ModelConfig
 from megafp8.fp8.report import Record
 from megafp8.models.flops import flops_per_token, matmul_parameters
-from megafp8.training.metrics import JsonlWriter, StepMetrics, TensorBoardWriter, WandbWriter, read_metrics
+from megafp8.training.errors import TrainingError
+from megafp8.training.metrics import (
+    JsonlWriter,
+    LogWriter,
+    StepMetrics,
+    TensorBoardWriter,
+    WandbWriter,
+    read_metrics,
+    short_number,
+)
 from megafp8.training.plots import plot_loss, print_loss
+from megafp8.training.run_log import RunLog
 
-STEP = StepMetrics(1, 5.0, 1.0, 1e-3, 128, 10.0, 0.5, None, 1.0, 0.1, False)
+STEP = StepMetrics(
+    1, 5.0, 1.0, 1e-3, 128, 10.0, 0.5, None, 1.0, 0.1, False, "2026-01-31T12:00:00.000+00:00", 4, data_seconds=0.01
+)
 
 
 def write(path: Path, *steps: StepMetrics) -> None:
@@ -32,7 +48,8 @@ def test_one_object_a_step_with_the_names_promised(tmp_path: Path) -> None:
     write(tmp_path / "m", STEP)
     record = json.loads((tmp_path / "m").read_text())
     promised = (
-        "step loss grad_norm learning_rate tokens tokens_per_second_per_gpu tflops_per_gpu mfu memory_gib step_seconds"
+        "step loss grad_norm learning_rate tokens tokens_per_second_per_gpu tflops_per_gpu mfu memory_gib step_seconds "
+        "time consumed_samples data_seconds evaluation_seconds save_seconds skipped validation_loss"
     )
     assert set(promised.split()) <= record.keys()
 
@@ -43,13 +60,50 @@ def test_a_torn_line_and_a_repeated_step(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-20])
     write(path, dataclasses.replace(STEP, step=2, loss=3.0), dataclasses.replace(STEP, step=3, loss=math.nan))
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 5.0), (2, 3.0), (3, None)]
+    path.write_bytes(b"\0\0\0\n12\n[1]\n{}\n\xff\n" + path.read_bytes())
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
+    path.write_bytes(b"")
+    assert read_metrics(path) == []
 
 
-def test_tensorboard_events_are_written(tmp_path: Path) -> None:
-    writer = TensorBoardWriter(tmp_path)
-    writer.write(STEP)
-    writer.close()
-    assert [p for p in tmp_path.iterdir() if "tfevents" in p.name and p.stat().st_size > 100]
+def test_a_step_that_ran_again_after_a_crash_is_once_in_tensorboard(tmp_path: Path) -> None:
+    for first, steps in ((0, range(1, 8)), (5, range(6, 9))):  # killed after step 7, resumed from step 5
+        writer = TensorBoardWriter(tmp_path, first)
+        for step in steps:
+            writer.write(dataclasses.replace(STEP, step=step, loss=10 * first + step))
+        writer.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        *((step, step) for step in range(1, 6)), (6, 56), (7, 57), (8, 58)
+    ]  # fmt: skip
+    assert "time" not in events.Tags()["scalars"]
+
+
+def wandb_records(folder: Path) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """What an offline run of wandb's wrote: steps and config. The file is a log in LevelDB's format."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = folder.glob("offline-run-*/run-*.wandb")
+    content, at, data = path.read_bytes(), 7, b""
+    steps: list[dict[str, float]] = []
+    settings: dict[str, Any] = {}
+    assert content.startswith(b":W&B")
+    while at < len(content):
+        if -at % 32768 < 7:  # the rest of a block that is too short for a header
+            at += -at % 32768
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        data += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind not in (1, 4):  # neither whole nor a last part
+            continue
+        record = wandb_internal_pb2.Record.FromString(data)
+        data = b""
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            steps.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+        for item in record.run.config.update:
+            settings[item.key] = json.loads(item.value_json)
+    return steps, settings
 
 
 def test_fp8_health_becomes_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +133,18 @@ def test_fp8_health_becomes_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }
     assert found["loss"] == [(1, 5.0)]
 
-    logged = []
-    run = SimpleNamespace(log=lambda figures, step: logged.append((step, figures)))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
-    WandbWriter("project", "name", tmp_path, {}).write(STEP, records)
-    ((step, figures),) = logged  # one call a step: a second would be of another
-    assert step == 1
-    assert {tag: value for tag, value in figures.items() if tag.startswith("fp8/")} == expected
-    assert figures["loss"] == 5.0
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb_writer = WandbWriter("project", "name", tmp_path, {"seed": 7})
+    wandb_writer.write(STEP, records)
+    wandb_writer.write(dataclasses.replace(STEP, step=2, loss=4.0))
+    wandb_writer.close()
+    wandb.teardown()  # its own process writes the file, and is waited for here
+    (first, second), settings = wandb_records(tmp_path / "wandb")
+    assert {tag: value for tag, value in first.items() if tag.startswith("fp8/")} == expected
+    assert (first["_step"], first["loss"]) == (1, 5.0)
+    assert (second["_step"], second["loss"]) == (2, 4.0)
+    assert settings["seed"] == 7
 
 
 def test_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +158,10 @@ def test_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "loss (nats per token)" in shown
     assert "\x1b" not in shown
+    for nothing in ([], [{**records[0], "loss": None}]):
+        plot_loss(nothing, tmp_path / "nothing.png", "test")
+        print_loss(nothing)
+        assert capsys.readouterr().out == "no step has a finite loss: there is no curve to draw\n"
 
 
 def test_flops_of_llama3_8b_by_hand() -> None:
@@ -110,3 +172,77 @@ def test_flops_of_llama3_8b_by_hand() -> None:
     block = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     assert matmul_parameters(llama) == 32 * block + 4096 * 128256
     assert flops_per_token(llama, 8192) == 6 * (32 * block + 4096 * 128256) + 6 * 32 * 8192 * 4096
+
+
+def test_numbers_are_short() -> None:
+    numbers = [0, 7, 999, 1000, 1234, 99_999, 1_000_000, 262_144_000, 999_999_999_999, 15_000_000_000_000]
+    expected = ["0", "7", "999", "1.000K", "1.234K", "100.0K", "1.000M", "262.1M", "1.000T", "15.00T"]
+    assert [short_number(number) for number in numbers] == expected
+
+
+def steps(*changes: dict[str, Any]) -> list[StepMetrics]:
+    """Steps from 1 on, of 0.5 s with 64 tokens a process each, two processes."""
+    found = []
+    for i, change in enumerate(changes):
+        seconds = change.get("step_seconds", 0.5)
+        values = {"step_seconds": seconds, "tokens_per_second_per_gpu": 64 / seconds, "tokens": 128 * (i + 1), **change}
+        found.append(dataclasses.replace(STEP, step=i + 1, **values))
+    return found
+
+
+def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Every figure by hand; ordinary lines at the interval, the others at their step."""
+    skipped = {"skipped": True, "loss": math.nan, "grad_norm": math.nan}
+    run = steps(
+        {"step_seconds": 8.0}, {}, {"validation_loss": 5.25}, {"step_seconds": 1.5}, {**skipped, "skipped_in_a_row": 1},
+        {**skipped, "skipped_in_a_row": 2}, {}, {"mfu": 0.25}, {"step_seconds": 1.5, "mfu": 0.5},
+    )  # fmt: skip
+    ends = iter([10.0, 10.5, 13.0, 14.5, 15.0, 15.5, 16.0, 16.5, 18.0])  # evaluating after step 3 took 2 s
+    caplog.set_level(logging.INFO, "megafp8")
+    writer = LogWriter(0, 3600, 4, per="process", clock=lambda: next(ends))
+    for step in run:
+        writer.write(step)
+    head = "loss 5.0000  grad norm 1.000  lr 1.00e-03"
+    nothing = "loss nan  grad norm nan  lr 1.00e-03"
+    expected = [
+        # 3597 steps left at the mean of 0.5 and 2.5 s; 9 s and 192 tokens a process in 3 steps
+        ("megafp8.training.metrics", "INFO", f"step      3/3600  {head}  3.000 s/step  21 tok/s/process  384 tokens  "
+         "ETA 1:29:56  validation 5.2500"),
+        ("megafp8.steps", "INFO", f"step      4/3600  {head}  1.500 s/step  43 tok/s/process  512 tokens  ETA 1:29:54"),
+        ("megafp8.training.metrics", "WARNING", f"step      5/3600  {nothing}  0.500 s/step  128 tok/s/process  "
+         "640 tokens  ETA 1:14:54  SKIPPED: gradients not finite"),
+        ("megafp8.training.metrics", "WARNING", f"step      6/3600  {nothing}  0.500 s/step  128 tok/s/process  "
+         "768 tokens  ETA 1:05:53  SKIPPED, 2 in a row: gradients not finite"),
+        ("megafp8.steps", "INFO", f"step      8/3600  {head}  0.500 s/step  128 tok/s/process  mfu 12.5%  "
+         "1.024K tokens  ETA 0:55:35"),
+    ]  # fmt: skip
+    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == expected
+    caplog.clear()
+    writer = LogWriter(8, 9, 4, per="gpu", clock=lambda: 0.0)  # a new process, whose only step is the last
+    writer.write(run[-1])
+    assert caplog.messages == [f"step      9/9  {head}  1.500 s/step  43 tok/s/gpu  mfu 50.0%  1.152K tokens"]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_log_goes_to_the_console_and_to_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    logger, step_lines = logging.getLogger("megafp8.somewhere"), logging.getLogger("megafp8.steps")
+    for message in ("one", "two"):
+        with contextlib.suppress(TrainingError), RunLog(rank, show_steps=False) as log:
+            logger.info("before there is a folder")
+            log.open(tmp_path)
+            logger.info(message)
+            step_lines.info("step 1")
+            logger.warning("careful")
+            raise TrainingError("cannot go on")
+    logger.info("not there")
+    clock = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] "
+    if rank:
+        assert re.fullmatch(f"({clock}rank 3: WARNING: careful\n){{2}}", capsys.readouterr().err)
+        assert not list(tmp_path.iterdir())
+        return
+    before, careful = f"{clock}before there is a folder\n", f"{clock}WARNING: careful\n"
+    assert re.fullmatch(f"{before}{clock}one\n{careful}{before}{clock}two\n{careful}", capsys.readouterr().err)
+    rest = f"{clock}step 1\n{careful}{clock}ERROR: cannot go on\n"
+    assert re.fullmatch(f"{clock}one\n{rest}{clock}two\n{rest}", (tmp_path / "log.txt").read_text())

@@ -1,0 +1,49 @@
+"""Bit sums of many tensors in one launch. Reference: `megafp8.training.bit_sums.reference`.
+
+Every tensor has `_PROGRAMS` programs, which read its words in stretches, one after the other in turn, and add their two
+sums to the tensor's by atomics. The sums are integers modulo 2^64, so the order of the additions makes no difference.
+Tensors are read where they are: the kernel gets their addresses. It reads each byte once, and is bound by that.
+
+Shapes: t tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS = 256  # of a tensor; those of a small one find nothing to do
+_STRETCH = 2048
+
+
+@triton.jit
+def bit_sums_kernel(addresses_t, words_t, sums_t2, PROGRAMS: tl.constexpr, STRETCH: tl.constexpr):
+    tensor, program = tl.program_id(1), tl.program_id(0)
+    count = tl.load(words_t + tensor)
+    if program * STRETCH < count:
+        base = tl.load(addresses_t + tensor).to(tl.pointer_type(tl.int32))
+        plain = tl.zeros([STRETCH], dtype=tl.int64)
+        weighted = tl.zeros([STRETCH], dtype=tl.int64)
+        start = program.to(tl.int64) * STRETCH
+        while start < count:
+            i = start + tl.arange(0, STRETCH)
+            word = tl.load(base + i, mask=i < count, other=0).to(tl.int64)
+            plain += word
+            weighted += word * (i + 1)
+            start += PROGRAMS * STRETCH
+        tl.atomic_add(sums_t2 + 2 * tensor, tl.sum(plain), sem="relaxed")
+        tl.atomic_add(sums_t2 + 2 * tensor + 1, tl.sum(weighted), sem="relaxed")
+
+
+def bit_sums(words: Sequence[Tensor]) -> Tensor:
+    """Sums of `words`, int32 `[n]` each, all on one device: int64 `[t, 2]`."""
+    assert all(w.dtype == torch.int32 and w.is_contiguous() for w in words)
+    device = words[0].device
+    sums_t2 = torch.zeros(len(words), 2, dtype=torch.int64, device=device)
+    table = torch.tensor([[w.data_ptr(), w.numel()] for w in words], dtype=torch.int64).T.contiguous().to(device)
+    bit_sums_kernel[(_PROGRAMS, len(words))](table[0], table[1], sums_t2, PROGRAMS=_PROGRAMS, STRETCH=_STRETCH)
+    return sums_t2

@@ -1,0 +1,53 @@
+"""What is not finite when steps are skipped, and the error that ends a run in which too many were."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megafp8.collectives import all_gather_objects
+from megafp8.optimizer.grad_buffer import gradient_of
+from megafp8.sharding import Fragment, spec_of
+from megafp8.training.errors import Diverged
+from megafp8.training.metrics import StepMetrics
+from megafp8.training.trainer import Trainer
+
+_LISTED = 5
+
+
+def _not_finite(trainer: Trainer, tensors: list[tuple[Fragment, Tensor]]) -> str:
+    """Names of those of `tensors`, of all ranks, that have elements which are not finite. Collective."""
+    finite = torch.stack([x.isfinite().all() for _, x in tensors]).tolist() if tensors else []
+    bad = [fragment for (fragment, _), is_finite in zip(tensors, finite) if not is_finite]
+    own = [" + ".join(piece.name for piece in spec_of(fragment.param).pieces) for fragment in bad]
+    names = list(dict.fromkeys(name for rank in all_gather_objects(own, trainer.parallel.world.group) for name in rank))
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more if names else "none"
+
+
+def diverged(trainer: Trainer, metrics: StepMetrics, saved_step: int) -> Diverged:
+    """The error after too many skipped steps in a row. Collective.
+
+    `metrics`: of the last of them, whose gradients are still in the buffer. `saved_step`: of the newest checkpoint, 0
+    where there is none.
+    """
+    step, skipped = metrics.step, metrics.skipped_in_a_row
+    fragments, config = trainer.optimizer.fragments, trainer.config
+    trainer.wait_for_weights()
+    masters = set(trainer.optimizer.hollow)
+    values = [(f, trainer.optimizer.master_of(f) if f.param in masters else f.of(f.param.detach())) for f in fragments]
+    weights, gradients = (
+        _not_finite(trainer, tensors) for tensors in (values, [(f, gradient_of(f)) for f in fragments])
+    )
+    older = "" if weights == "none" else ", one of before the weights went wrong,"
+    fp8 = "" if config.fp8.recipe == "none" else ", or fp8.report_interval=10 to see which layers' casts fail"
+    return Diverged(
+        f"training has diverged: all {skipped} steps from {step - skipped + 1} to {step} were skipped "
+        f"(training.max_skipped_steps = {config.training.max_skipped_steps}). In the last one the loss was "
+        f"{metrics.loss} and the gradient norm {metrics.grad_norm}.\n"
+        f"Not finite: weights: {weights}; gradients: {gradients}.\n"
+        f"The newest checkpoint is {f'of step {saved_step}' if saved_step else 'none'}; it was not replaced. Continue "
+        f"from a checkpoint{older} with a lower optimizer.learning_rate (now {config.optimizer.learning_rate}), more "
+        f"optimizer.warmup_steps (now {config.optimizer.warmup_steps}) or a lower optimizer.clip_grad_norm (now "
+        f"{config.optimizer.clip_grad_norm}){fp8}. training.max_skipped_steps=0 lifts the limit."
+    )

@@ -1,0 +1,85 @@
+"""The learning-rate schedule that a config describes, and whether a run that resumes keeps to it.
+
+How long the schedule is (`optimizer.decay_until`) and when the run stops (`training.steps`, `training.stop_after`) are
+separate. Where the first is not given it is `training.steps`, so another number of steps is another schedule. A run
+that resumes with another one would have had other learning rates before, and its rate would jump: without
+`optimizer.decay_until`, which says what is meant, that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megafp8.config import Config, OptimizerConfig
+from megafp8.optimizer.schedule import ScheduleKind, learning_rate
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything that the learning rate of an update depends on besides its number; see `optimizer.schedule`."""
+
+    kind: ScheduleKind
+    peak: float
+    minimum: float
+    warmup_steps: int
+    total_steps: int
+    decay_steps: int
+
+    def at(self, step: int) -> float:
+        """The learning rate of update `step`, counted from 0."""
+        return learning_rate(
+            step,
+            kind=self.kind,
+            peak=self.peak,
+            minimum=self.minimum,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.total_steps,
+            decay_steps=self.decay_steps,
+        )
+
+
+def schedule_of(o: OptimizerConfig, steps: int) -> Schedule:
+    """The schedule of a run of `steps` steps."""
+    if o.schedule == "constant":  # the same for any length
+        return Schedule(o.schedule, o.learning_rate, o.learning_rate, o.warmup_steps, max(1, o.warmup_steps), 0)
+    total = o.decay_until or steps
+    decay = min(o.decay_steps or max(1, total // 10), total - o.warmup_steps) if o.schedule == "wsd" else 0
+    return Schedule(o.schedule, o.learning_rate, o.min_learning_rate, o.warmup_steps, total, decay)
+
+
+def _schedules(then: Mapping[str, Any], now: Config) -> tuple[Schedule, Schedule, Schedule]:
+    """Of the config in a checkpoint, of this run, and of the former with this run's number of steps."""
+    before, steps = OptimizerConfig.model_validate(then["optimizer"]), now.training.steps
+    saved = schedule_of(before, then["training"]["steps"])
+    return saved, schedule_of(now.optimizer, steps), schedule_of(before, steps)
+
+
+def schedule_jump(then: Mapping[str, Any], now: Config, step: int) -> str | None:
+    """Why a run must not go on after `step` steps with config `then`: only because `training.steps` is another it would
+    have another schedule, and the two differ in the past. None where that is not so."""
+    saved, ours, stretched = _schedules(then, now)
+    implied = ours == stretched and now.optimizer.decay_until is None
+    if saved == ours or not implied or step == 0 or saved.at(step - 1) == ours.at(step - 1):
+        return None
+    before, steps = saved.total_steps, now.training.steps
+    keep = f"to keep the schedule, set optimizer.decay_until={before}"
+    if steps < before:
+        keep += f", or training.steps={before} and training.stop_after={steps}"
+    return (
+        f"was saved with training.steps = {before}, this run has {steps}, and without optimizer.decay_until "
+        f"that changes the {ours.kind} schedule: the learning rate of the next step would be {ours.at(step):.3g} "
+        f"instead of {saved.at(step):.3g}; {keep}; to change it, set optimizer.decay_until={steps}"
+    )
+
+
+def schedule_change(then: Mapping[str, Any], now: Config, step: int) -> str | None:
+    """How the schedule differs from that of config `then`, for the log; None where it does not."""
+    saved, ours, _ = _schedules(then, now)
+    if saved == ours:
+        return None
+    return (
+        f"the learning-rate schedule has changed: step {step + 1} has {ours.at(step):.3g} instead of "
+        f"{saved.at(step):.3g}, and the decay ends at step {ours.total_steps:,} instead of {saved.total_steps:,}"
+    )

@@ -1,0 +1,204 @@
+"""The loop of a job: faulty replicas, skipped steps and a run that has diverged; stopping early; what a run leaves.
+
+Whole jobs, in worlds of real ranks or as a process. Faults are put in between real steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from megafp8.checkpoint import complete_checkpoints
+from megafp8.config import ConfigError, load_config
+from megafp8.optimizer.step import StepResult
+from megafp8.training.errors import TrainingError
+from megafp8.training.init_from import complete_model
+from megafp8.training.inputs import Inputs, open_inputs
+from megafp8.training.job import check_run, train
+from megafp8.training.metrics import read_metrics
+from megafp8.training.trainer import Loss, Trainer
+from tests.quickstart_data import CONFIG, QuickstartData
+from tests.training.test_resume import ALONE, SMALL
+from tests.training.test_resume import Job as Process
+from tests.world import World
+
+
+def options(data: QuickstartData, folder: Path, *more: str) -> list[str]:
+    return [*SMALL, *data.overrides, *ALONE, f"run_dir={folder}", "training.global_batch_size=4", *more]
+
+
+def inputs_of(overrides: list[str]) -> Inputs:
+    inputs = open_inputs(load_config(CONFIG, overrides, complete_model), str(CONFIG))
+    check_run(inputs)
+    return inputs
+
+
+class FaultyTrainer(Trainer):
+    """Real steps, between which faults happen. Steps count from 1.
+
+    `flips`, `nans`: {step: rank}, after which step a bit of this rank's embedding flips, or the output layer has a NaN.
+    `skipped`: steps with a gradient that is not finite.
+    """
+
+    flips: ClassVar[dict[int, int]] = {}
+    nans: ClassVar[dict[int, int]] = {}
+    skipped: ClassVar[tuple[int, ...]] = ()
+
+    def train_step(self, step: int, batches: Any, **_: Any) -> tuple[Loss, StepResult]:
+        def spoil() -> None:
+            if step + 1 in self.skipped:
+                self.gradients.flat[0] = torch.inf
+
+        done = super().train_step(step, batches, before_update=spoil)
+        first, last = (param.detach().view(-1) for param in (self.params[0], self.params[-1]))
+        if self.flips.get(step + 1) == self.parallel.rank:
+            first[:1].view(torch.uint8)[0] ^= 1
+        if self.nans.get(step + 1) == self.parallel.rank:
+            last[0] = torch.nan
+        return done
+
+
+def _jobs(jobs: list[list[str]], faults: dict[str, Any]) -> list[str | None]:
+    """Run jobs one after the other, some with `faults`; of each the message of the error that ended it."""
+    from megafp8.training import job
+
+    messages: list[str | None] = []
+    job.Trainer = type("Faulty", (FaultyTrainer,), faults)  # type: ignore[misc]
+    for overrides in jobs:
+        try:
+            train(inputs_of(overrides))
+            messages.append(None)
+        except TrainingError as error:
+            messages.append(str(error))
+        os.environ.pop("RANK", None)  # the world's group is gone; a job of one process makes its own
+    job.Trainer = Trainer  # type: ignore[misc]
+    return messages
+
+
+def saved(run: Path) -> list[int]:
+    return [step for step, _ in complete_checkpoints(run / "checkpoints")]
+
+
+def log_of(run: Path) -> list[str]:
+    """The log's lines without the clock."""
+    lines = (run / "log.txt").read_text().splitlines()
+    return [re.sub(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ", "", line) for line in lines]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("flips", "embedding.word.weight"), ("nans", "output.weight")])
+def test_a_faulty_replica_ends_the_job_before_it_is_saved(
+    world2: World, tmp_path: Path, quickstart_data: QuickstartData, kind: str, name: str
+) -> None:
+    """A flipped bit waits for the next save, at step 6; a NaN makes step 6 a skipped one."""
+    interval = 2 if kind == "flips" else 4
+    job = options(quickstart_data, tmp_path, f"checkpoint.interval={interval}", "training.max_skipped_steps=1")
+    answers = world2.run(_jobs, [job], {kind: {5: 1}})
+    ((message,), (other,)) = answers
+    assert message == other
+    assert message.startswith("after step 6 ranks hold different bits of what must be the same on all of them.")
+    host = socket.gethostname()
+    assert f"rank 0 on {host}, rank 1 on {host}: no majority of them agrees on model.{name}." in message
+    run = tmp_path / "quickstart"
+    assert saved(run) == [4]
+    assert log_of(run)[-len(message.splitlines()) :] == ("ERROR: " + message).splitlines()
+    assert len(read_metrics(run / "metrics.jsonl")) == 6
+
+
+def test_skipped_steps_are_said_and_push_no_checkpoint_out(
+    world2: World, tmp_path: Path, quickstart_data: QuickstartData
+) -> None:
+    more = ["checkpoint.interval=3", "checkpoint.keep_last=1", "training.max_skipped_steps=3", "logging.interval=100"]
+    job = options(quickstart_data, tmp_path, *more)
+    assert world2.run(_jobs, [job], {"skipped": (6, 7, 10)}) == [[None], [None]]
+    run = tmp_path / "quickstart"
+    assert saved(run) == [9, 10]  # step 10 was skipped, so step 9 stays although one is to be kept
+    lines = log_of(run)
+    steps = [re.sub("(?<=/10)  .*  ", " ... ", line) for line in lines if re.match(r"(WARNING: )?step +\d+/", line)]
+    assert [re.sub(r"\d\.\d{4}$", "x", line) for line in steps] == [
+        "step      4/10 ... validation x",
+        "WARNING: step      6/10 ... SKIPPED: gradients not finite",
+        "WARNING: step      7/10 ... SKIPPED, 2 in a row: gradients not finite",
+        "step      8/10 ... validation x",
+        "WARNING: step     10/10 ... SKIPPED: gradients not finite",
+    ]
+    assert "WARNING: step 6 is not saved, as it was skipped; the next one that is not will be" in lines
+    assert [re.search(r"step_0*(\d+)", line).group(1) for line in lines if line.startswith("saved ")] == [
+        "3", "8", "9", "10",
+    ]  # type: ignore[union-attr]  # fmt: skip
+    records = read_metrics(run / "metrics.jsonl")
+    assert [r["skipped_in_a_row"] for r in records] == [0, 0, 0, 0, 0, 1, 2, 0, 0, 1]
+
+
+def test_a_diverged_run_ends_with_an_error(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    """As a process: a learning rate that no model survives."""
+    rate = ["optimizer.learning_rate=1e30", "optimizer.min_learning_rate=0", "optimizer.clip_grad_norm=0.5"]
+    keep = ["checkpoint.interval=1", "training.max_skipped_steps=4", "logging.interval=100", "training.steps=40"]
+    job = Process(tmp_path, quickstart_data, 1, [*ALONE, "fp8.recipe=none", *rate, *keep])
+    process = job.start()
+    errors = process.communicate(timeout=100)[1].decode()
+    assert process.returncode == 1, errors
+    last = max(r["step"] for r in read_metrics(job.run / "metrics.jsonl"))
+    first = last - 3
+    message = (
+        f"training has diverged: all 4 steps from {first} to {last} were skipped (training.max_skipped_steps = 4)."
+    )
+    loss = read_metrics(job.run / "metrics.jsonl")[-1]["loss"]
+    assert f"error: {message} In the last one the loss was {loss} and the gradient norm nan.\n" in errors
+    assert "Not finite: weights: none; gradients: layers.3.mlp.down.weight, " in errors
+    assert " and 20 more.\n" in errors
+    assert f"The newest checkpoint is of step {first - 1}; it was not replaced." in errors
+    assert "optimizer.clip_grad_norm (now 0.5)" in errors
+    assert errors.count("SKIPPED") == 4
+    assert "Traceback" not in errors
+    assert job.saved() == [first - 1]
+    assert f"ERROR: {message}" in (job.run / "log.txt").read_text()
+
+
+def test_stopped_early_and_continued_is_one_run(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    whole, parts = (options(quickstart_data, tmp_path / name) for name in ("whole", "parts"))
+    longer = [*parts, "training.steps=12", "optimizer.decay_until=10"]
+    jobs = [whole, [*parts, "training.stop_after=6"], parts, longer]
+    assert world2.run(_jobs, jobs, {}, ranks=1) == [[None] * 4]
+    runs = [tmp_path / name / "quickstart" for name in ("whole", "parts")]
+    expected, found = (read_metrics(run / "metrics.jsonl") for run in runs)
+    assert [r["step"] for r in found] == list(range(1, 13))
+    for key in ("loss", "grad_norm", "learning_rate", "tokens", "consumed_samples"):
+        assert [r[key] for r in found[:10]] == [r[key] for r in expected], key
+    assert {r["learning_rate"] for r in found[10:]} == {2e-4}  # the config's min_learning_rate
+    lines = log_of(runs[1])
+    assert sum(line.startswith("stopped after step 6 of 10, as training.stop_after says; ") for line in lines) == 1
+    assert lines.count("resumed from step 6") == lines.count("resumed from step 10") == 1
+    for record in expected:
+        assert 0 < record["data_seconds"] < record["step_seconds"]
+        assert (record["evaluation_seconds"] > 0) == (record["validation_loss"] is not None)
+        assert (record["save_seconds"] > 0) == (record["step"] == 6)  # after the save of step 5
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", record["time"])
+        assert record["consumed_samples"] == 4 * record["step"]
+    launches = [json.loads(line) for line in (runs[1] / "launches.jsonl").read_text().splitlines()]
+    assert [launch["step"] for launch in launches] == [0, 6, 10]
+    assert launches[0]["hosts"] == {socket.gethostname(): 1}
+    assert {"time", "command", "directory", "commit", "megafp8_version", "torch_version", "ranks"} <= launches[0].keys()
+
+
+def test_what_cannot_be_written_or_is_not_installed_is_one_message(
+    tmp_path: Path, quickstart_data: QuickstartData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    job = options(quickstart_data, tmp_path, f"data.index_cache={tmp_path / 'file' / 'cache'}")
+    with pytest.raises(ConfigError, match=r"data\.index_cache = .*: sample indices cannot be written to .*: Not a "):
+        inputs_of(job)
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    job = options(quickstart_data, tmp_path, "logging.wandb_project=mine")
+    with pytest.raises(ConfigError, match=r"logging\.wandb_project = 'mine': wandb is not installed; run pip install "):
+        inputs_of(job)
+    assert not (tmp_path / "quickstart").exists()

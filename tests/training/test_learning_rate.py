@@ -1,0 +1,110 @@
+"""The schedule of a run that resumes: kept, changed knowingly, or refused; and its length apart from the run's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from megafp8.config import Config, ConfigError, check_layout
+from megafp8.training.learning_rate import schedule_change, schedule_jump, schedule_of
+from tests.training.test_cuda_graphs import config
+
+PEAK, LEAST = 1e-3, 1e-4
+
+
+def run(steps: int, schedule: str = "cosine", **optimizer: Any) -> Config:
+    """A run of `steps` steps with 10 of warm-up."""
+    rates = {"learning_rate": PEAK, "min_learning_rate": LEAST, "warmup_steps": 10}
+    return config(training={"steps": steps}, optimizer={**rates, "schedule": schedule, **optimizer})
+
+
+def saved(config: Config) -> dict[str, Any]:
+    """The config in a checkpoint of a version that knew neither `decay_until` nor `stop_after`."""
+    tree = config.model_dump(mode="json")
+    for section, key in (("optimizer", "decay_until"), ("training", "stop_after")):
+        del tree[section][key]
+    return tree
+
+
+def cosine(step: int, total: int) -> float:
+    return LEAST + (PEAK - LEAST) * (1 + math.cos(math.pi * (step - 10) / (total - 10))) / 2
+
+
+def test_the_schedule_is_as_long_as_decay_until_says() -> None:
+    longer = schedule_of(run(200, decay_until=100).optimizer, 200)
+    assert longer == schedule_of(run(100).optimizer, 100)
+    assert [longer.at(i) for i in (9, 40, 99, 100, 199)] == pytest.approx(
+        [PEAK, *(cosine(i, 100) for i in (40, 99)), LEAST, LEAST]
+    )
+    shorter = schedule_of(run(50, decay_until=100).optimizer, 50)
+    assert shorter.at(49) == pytest.approx(cosine(49, 100))
+    assert schedule_of(run(100, "wsd").optimizer, 100).decay_steps == 10
+    assert schedule_of(run(50, "wsd", decay_until=200).optimizer, 50).decay_steps == 20
+
+
+REFUSED = [  # steps before, kind, steps done, steps now, next rate now, next rate before
+    (100, "cosine", 100, 200, cosine(100, 200), LEAST),
+    (100, "cosine", 50, 200, cosine(50, 200), cosine(50, 100)),
+    (100, "cosine", 50, 80, cosine(50, 80), cosine(50, 100)),
+    (100, "linear", 12, 200, PEAK - 2 * (PEAK - LEAST) / 190, PEAK - 2 * (PEAK - LEAST) / 90),
+    (100, "wsd", 100, 200, PEAK, LEAST),
+]
+
+
+@pytest.mark.parametrize(("before", "kind", "done", "now", "next_now", "next_before"), REFUSED)
+def test_another_number_of_steps_is_no_other_schedule_without_a_word(
+    before: int, kind: str, done: int, now: int, next_now: float, next_before: float
+) -> None:
+    then = saved(run(before, kind))
+    refusal = schedule_jump(then, run(now, kind), done)
+    assert refusal is not None
+    assert f"training.steps = {before}, this run has {now}" in refusal
+    assert f"would be {next_now:.3g} instead of {next_before:.3g}; to keep the schedule, set" in refusal
+    assert f"optimizer.decay_until={before}" in refusal
+    assert f"to change it, set optimizer.decay_until={now}" in refusal
+    assert ("training.stop_after=80" in refusal) == (now == 80)
+
+    keeps = run(now, kind, decay_until=before)
+    assert schedule_jump(then, keeps, done) is None
+    assert schedule_change(then, keeps, done) is None
+    changes = run(now, kind, decay_until=now)
+    assert schedule_jump(then, changes, done) is None
+    assert schedule_change(then, changes, done) == (
+        f"the learning-rate schedule has changed: step {done + 1} has {next_now:.3g} instead of {next_before:.3g}, and "
+        f"the decay ends at step {now} instead of {before}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "done", "said"),
+    [("constant", 50, False), ("wsd", 50, True), ("wsd", 90, True), ("cosine", 0, True), ("cosine", 10, True)],
+)
+def test_what_changes_no_past_rate_is_allowed(kind: str, done: int, said: bool) -> None:
+    """A constant rate; wsd before its decay; a run that has not left the warm-up."""
+    then = saved(run(100, kind))
+    assert schedule_jump(then, run(200, kind), done) is None
+    assert (schedule_change(then, run(200, kind), done) is not None) == said
+
+
+def test_other_optimizer_keys_are_the_users_wish() -> None:
+    then = saved(run(100))
+    warmer = run(200, learning_rate=2 * PEAK)
+    assert schedule_jump(then, warmer, 50) is None
+    assert schedule_change(then, warmer, 50) is not None
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        (run(100, "constant", decay_until=50), "optimizer.decay_until = 50: optimizer.schedule is constant and never"),
+        (run(100, decay_until=10), "optimizer.warmup_steps = 10: the schedule has only optimizer.decay_until = 10"),
+        (run(100, "wsd", decay_until=50, decay_steps=45), "longer than optimizer.decay_until (50); try 40 or less"),
+        (config(training={"stop_after": 21}), "training.stop_after = 21: later than the end of the run, training.st"),
+    ],
+)
+def test_mistakes(now: Config, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_layout(now, 1)
+    assert message in str(error.value)

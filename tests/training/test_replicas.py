@@ -1,0 +1,165 @@
+"""Ranks that hold the same state: never a false alarm, and every fault found, with the rank that has it.
+
+Real steps of real layouts. A fault is put into one rank's memory after the update, as a failing GPU would: one bit of
+a weight, of the FP8 data of a weight or of optimizer state, or a NaN.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint.rectangles import as_rectangles
+from megafp8.config import Config
+from megafp8.training.errors import ReplicasDiffer
+from megafp8.training.replicas import check_replicas, replicated_state
+from megafp8.training.state import tensors
+from tests.marks import slow_but
+from tests.training.test_cuda_graphs import batches, config
+from tests.training.test_zero import start
+from tests.world import World
+
+TIED = {"model": {"tie_embeddings": True}}
+GPT2 = {"model": {"linear_bias": True, "normalization": "layernorm", "position_embedding": "learned"}}
+DELAYED = {"recipe": "delayed", "amax_history_len": 4, "interval": 2}
+BF16 = {"precision": "bf16", "global_batch_size": 8}
+V = {"pipeline": 2, "schedule": "zb-v", "virtual_pipeline": 2}
+CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "dp2": (2, {}),
+    "cp2": (2, {"parallel": {"context": 2}}),
+    "dp2-bf16-fp8-moments": (2, {"training": BF16, "optimizer": {"moments_dtype": "fp8"}}),
+    "dp2-bf16-remainders": (2, {"training": BF16, "optimizer": {"store_param_remainders": True}}),
+    "tp2-sp-gpt2": (2, {"parallel": {"tensor": 2}, **GPT2}),
+    "tp2-without-sp-gpt2": (2, {"parallel": {"tensor": 2, "sequence_parallel": False}, **GPT2}),
+    "tp2-pp2-tied": (4, {"parallel": {"tensor": 2, "pipeline": 2}, **TIED}),
+    "pp2-v-tied": (2, {"parallel": V, "model": {"tie_embeddings": True, "num_layers": 4}}),
+    "dp4": (4, {}),
+    "tp2-dp2-zero-delayed": (4, {"parallel": {"tensor": 2, "zero": 1}, "fp8": DELAYED}),
+    "pp2-dp2-zero-tied": (4, {"parallel": {"pipeline": 2, "zero": 1}, **TIED}),
+    "dp2-zero-param-gather": (2, {"parallel": {"zero": 1}, "fp8": {"recipe": "current", "param_gather": True}}),
+    "tp2-dp2-fsdp-param-gather": (
+        4, {"parallel": {"tensor": 2, "fsdp": True}, "fp8": {**DELAYED, "param_gather": True}, "training": BF16},
+    ),
+    "pp2-dp2-fsdp-tied": (4, {"parallel": {"pipeline": 2, "fsdp": True}, **TIED}),
+    "tp2-dp2-fsdp": (4, {"parallel": {"tensor": 2, "fsdp": True}}),
+    "dp2-smooth": (2, {"fp8": {**DELAYED, "smooth_swiglu": True}}),
+    "dp2-zero-nvfp4": (2, {"parallel": {"zero": 1}, "fp8": {"recipe": "nvfp4"}}),
+}  # fmt: skip
+QUICK = ("dp4", "tp2-sp-gpt2", "tp2-pp2-tied", "pp2-v-tied", "tp2-dp2-zero-delayed", "dp2-zero-param-gather")
+
+
+def settings(case: str) -> Config:
+    changes = CASES[case][1]
+    training = {"global_batch_size": 8, **changes.get("training", {})}
+    parallel = {"bucket_mib": 0.05, **changes.get("parallel", {})}
+    return config(**{**changes, "training": training, "parallel": parallel})
+
+
+Part = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A rectangle of a global tensor, as a checkpoint knows it: name, offset, shape."""
+
+
+def _compared(settings: Config, steps: int) -> dict[Part, bool]:
+    """What of a checkpoint's tensors this rank holds, and whether it is compared. No check finds anything."""
+    trainer, parallel = start(settings)
+    check_replicas(trainer, 0)
+    for step in range(steps):
+        trainer.train_step(step, batches(step, settings, parallel, False))
+        check_replicas(trainer, step + 1)
+    trainer.wait_for_weights()
+    spans = [(r.values.data_ptr(), r.values.data_ptr() + r.values.nbytes) for r in replicated_state(trainer)]
+
+    def is_compared(view: Tensor) -> bool:
+        return any(begin <= view.data_ptr() < end for begin, end in spans)
+
+    return {
+        (name, tuple(offset), tuple(view.shape)): is_compared(view)
+        for name, rectangles in as_rectangles(tensors(trainer)).items()
+        for offset, view in rectangles.parts
+    }
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
+def test_all_that_several_ranks_hold_is_compared_without_false_alarms(world4: World, case: str) -> None:
+    """What several ranks hold is known from their checkpoints alone: the same rectangle of the same tensor."""
+    by_rank = world4.run(_compared, settings(case), 4, ranks=CASES[case][0])
+    holders = Counter(part for parts in by_rank for part in parts)
+    shared = {part for part, count in holders.items() if count > 1}
+    if case == "pp2-v-tied":  # its two copies are on one rank
+        assert not shared
+        return
+    assert shared
+    if settings(case).training.precision == "fp32":  # otherwise a checkpoint has copies of some, and not what is stored
+        assert not [part for parts in by_rank for part in shared & parts.keys() if not parts[part]]
+
+
+def _faults(settings: Config, faults: list[tuple[int, str, int, str]]) -> list[str]:
+    """Messages on this rank, one a fault: rank, tensor, element, and `nan` or the number of a bit of its first byte."""
+    trainer, parallel = start(settings)
+    trainer.train_step(0, batches(0, settings, parallel, False))
+    trainer.wait_for_weights()
+    messages = []
+    for rank, name, element, kind in faults:
+        found = [replica.values for replica in replicated_state(trainer) if replica.name == name]
+        values = found[0] if rank == parallel.rank else None
+        if values is not None:
+            before = values.clone()
+            if kind == "nan":
+                values.view(-1)[element] = torch.nan
+            else:
+                values.view(-1)[element : element + 1].view(torch.uint8)[0] ^= 1 << int(kind)
+        try:
+            check_replicas(trainer, 1)
+        except ReplicasDiffer as error:
+            messages.append(str(error))
+        if values is not None:
+            values.copy_(before)
+        check_replicas(trainer, 1)  # and with the value put right nothing differs
+    return messages
+
+
+HOST = socket.gethostname()
+QKV = "model.layers.1.attention.q.weight + model.layers.1.attention.k.weight + model.layers.1.attention.v.weight"
+FAULTS: dict[str, list[tuple[int, str, int, str, str]]] = {  # and what the message says of it
+    "dp4": [
+        (2, "model.layers.0.mlp.down.weight", 77, "nan", f"rank 2 on {HOST}: other than ranks 0, 1, 3 in "),
+        (0, "model.final_norm.weight", 5, "0", f"rank 0 on {HOST}: other than ranks 1, 2, 3 in "),
+        (3, "optimizer.exp_avg_sq.final_norm.weight", 127, "7", f"rank 3 on {HOST}: other than ranks 0, 1, 2 in "),
+    ],
+    "tp2-sp-gpt2": [
+        (1, "model.layers.1.attention_norm.bias", 0, "3", "rank 0 on {h}, rank 1 on {h}: no majority "),
+        (0, "model.embedding.position.weight", 300, "nan", "rank 0 on {h}, rank 1 on {h}: no majority "),
+    ],
+    "tp2-pp2-tied": [
+        (3, "model.embedding.word.weight[64, 0]", 9, "1", "rank 1 on {h}, rank 3 on {h} (output layer): no majority "),
+        (2, "optimizer.exp_avg.embedding.word.weight[0, 0]", 9, "1", "rank 0 on {h}, rank 2 on {h} (output layer): "),
+    ],
+    "pp2-v-tied": [(0, "model.embedding.word.weight", 100, "5", "rank 0 on {h}, rank 0 on {h} (output layer): no ")],
+    "tp2-dp2-zero-delayed": [  # four ranks hold it: a majority, though each group has two
+        (3, "model.final_norm.weight", 3, "2", "rank 3 on {h}: other than ranks 1, 2 in "),
+        (1, "fp8.layers.0.mlp.down.input.amax_history", 0, "0", "rank 1 on {h}: other than ranks 0, 3 in "),
+    ],
+    "dp2-zero-param-gather": [
+        (1, "FP8 data of model.layers.0.mlp.down.weight", 4000, "0", "rank 0 on {h}, rank 1 on {h}: no majority "),
+        (0, "scale_inv of layers.1.mlp.down.weight", 0, "0", "rank 0 on {h}, rank 1 on {h}: no majority "),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_fault_in_one_replica_is_found_and_its_rank_named(world4: World, case: str) -> None:
+    faults = FAULTS[case]
+    by_rank = world4.run(_faults, settings(case), [fault[:4] for fault in faults], ranks=CASES[case][0])
+    for messages in by_rank:
+        assert messages == by_rank[0], "ranks say different things"
+        assert len(messages) == len(faults)
+        for message, (_, name, _, _, expected) in zip(messages, faults):
+            first, verdict, *_ = message.splitlines()
+            assert first == "after step 1 ranks hold different bits of what must be the same on all of them."
+            assert verdict.startswith(expected.format(h=HOST)), message
+            assert verdict.endswith(f" {name}."), message
