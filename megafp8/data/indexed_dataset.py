@@ -13,11 +13,13 @@ copy is found before a job starts and not at step 30,000.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,25 +153,37 @@ def _map_tokens(
 
 
 class IndexedDatasetWriter:
-    """Writes a data set under temporary names; `close` makes both files visible by renaming.
+    """Writes a data set under temporary names; `close` makes its files visible by renaming them.
 
-    ValueError where the data set is there already, unless `overwrite`.
+    ValueError where the data set is there already, unless `overwrite`, and where its folder cannot be written to.
     """
 
     def __init__(self, prefix: str | Path, dtype: type[np.generic], *, overwrite: bool = False) -> None:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
-        for path in (bin_path(prefix), idx_path(prefix)):
+        for path in (bin_path(prefix), idx_path(prefix), sidecar_path(prefix)):
+            if path.is_dir():
+                raise ValueError(f"{path} is a folder; choose another output prefix")
             if path.exists() and not overwrite:
-                raise ValueError(f"{path} is there already; choose another output prefix, or overwrite it explicitly")
-        bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._bin, self._idx = (Path(f"{prefix}.{kind}.incomplete-{os.getpid()}") for kind in ("bin", "idx"))
-        self._file = self._bin.open("wb")
+                raise ValueError(f"{path} is there already; choose another output prefix, or replace it by --overwrite")
+        self._bin, self._idx, self._sidecar = (
+            Path(f"{prefix}.{kind}.incomplete-{os.getpid()}") for kind in ("bin", "idx", "json")
+        )
+        try:
+            self._bin.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._bin.open("wb")
+        except OSError as error:
+            raise ValueError(f"{bin_path(prefix)} cannot be written: {error}") from None
         self._sizes: list[int] = []
         self.tokens = 0
 
     def add_document(self, tokens: NDArray[Any]) -> None:
-        """Append one document of one sequence."""
-        self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
+        """Append one document of one sequence. ValueError for tokens that the data set's dtype cannot hold."""
+        stored = tokens.astype(self.dtype, copy=False)
+        if not np.array_equal(stored, tokens):
+            raise ValueError(f"{self.prefix}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}")
+        if len(tokens) > np.iinfo(np.int32).max:
+            raise ValueError(f"{self.prefix}: a document of {len(tokens):,} tokens; the index holds 32 bits of length")
+        self._file.write(stored.tobytes())
         self._sizes.append(len(tokens))
         self.tokens += len(tokens)
 
@@ -184,11 +198,29 @@ class IndexedDatasetWriter:
     def documents(self) -> int:
         return len(self._sizes)
 
-    def close(self) -> None:
-        """Write the index, flush to disk, and rename both files to their names."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+    def close(self, about: Mapping[str, Any] | None = None) -> None:
+        """Write the index, flush to disk, and rename the files to their names. On failure nothing is left behind.
+
+        `about` is the content of the sidecar; without it there is none, nor an older one.
+        """
+        try:
+            _flush(self._file)
+            self._file.close()
+            self._write_index()
+            if about is not None:
+                with self._sidecar.open("wb") as file:
+                    file.write((json.dumps(about, indent=2) + "\n").encode())
+                    _flush(file)
+            try:
+                self._publish()
+            except KeyboardInterrupt:
+                self._publish()  # a few renames: the data set becomes complete rather than be lost half replaced
+                raise
+        except BaseException:
+            self.abort()
+            raise
+
+    def _write_index(self) -> None:
         sizes = np.asarray(self._sizes, np.int32)
         lengths = sizes.astype(np.int64) * self.dtype.itemsize
         pointers = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if len(sizes) else lengths
@@ -196,16 +228,35 @@ class IndexedDatasetWriter:
             file.write(_HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(sizes), len(sizes) + 1))
             for array in (sizes, pointers, np.arange(len(sizes) + 1, dtype=np.int64)):
                 file.write(array.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(self._bin, bin_path(self.prefix))
-        os.replace(self._idx, idx_path(self.prefix))  # last: a data set without its index does not exist
+            _flush(file)
+
+    def _publish(self) -> None:
+        """Give the files their names; continues where it was interrupted.
+
+        The old index is removed first and the new one comes last. A data set without its index does not exist, so
+        files of two data sets are never read together, whatever ends the process in between.
+        """
+        if self._bin.exists():
+            idx_path(self.prefix).unlink(missing_ok=True)
+            sidecar_path(self.prefix).unlink(missing_ok=True)
+            os.replace(self._bin, bin_path(self.prefix))
+        if self._sidecar.exists():
+            os.replace(self._sidecar, sidecar_path(self.prefix))
+        if self._idx.exists():
+            os.replace(self._idx, idx_path(self.prefix))
 
     def abort(self) -> None:
         """Remove what was written."""
-        self._file.close()
-        for path in (self._bin, self._idx):
+        with contextlib.suppress(OSError):  # a full disk fails once more when the last bytes are flushed
+            self._file.close()
+        for path in (self._bin, self._idx, self._sidecar):
             path.unlink(missing_ok=True)
+
+
+def _flush(file: BinaryIO) -> None:
+    """Force what was written to disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 _SCANNED_TOKENS = 20_000_000
