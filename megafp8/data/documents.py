@@ -226,24 +226,14 @@ def read_documents(
             yield Document(str(file.path), None, f"cannot be read: {error}")
 
 
-def _wide_encoding(head: bytes, *, json_lines: bool) -> str | None:
-    """UTF-16 or UTF-32 if a file that begins with `head` (12 bytes) is encoded so, else None.
-
-    JSON begins with two ASCII characters. Plain text need not, but then a byte order mark decides. In JSON lines the
-    mark is not enough: a damaged first line must not cost the others.
-    """
+def _wide_encoding(head: bytes) -> str | None:
+    """UTF-16 or UTF-32 where `head`, the first 12 bytes of a text, begins with their byte order mark or is ASCII in
+    one of them, else None."""
     for encoding in ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be"):
         text = head.decode(encoding, errors="ignore")
-        start = text.removeprefix("\ufeff")[:2]
-        ascii_only = len(start) == 2 and all("\0" < character < "\x80" for character in start)
-        if ascii_only or (text.startswith("\ufeff") and not json_lines):
+        if text.startswith("\ufeff") or (len(text) > 1 and all("\0" < character < "\x80" for character in text[:2])):
             return encoding[:6].upper()
     return None
-
-
-def _wide_error(path: Path, encoding: str) -> Document:
-    works = f"iconv -f {encoding} -t UTF-8 converts it"
-    return Document(str(path), None, f"not UTF-8 text but {encoding}: the whole file cannot be read; {works}")
 
 
 def _decoded(content: bytes) -> str:
@@ -254,12 +244,15 @@ def _decoded(content: bytes) -> str:
 def _read_text(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
     try:
         content = stream.read()
-        encoding = _wide_encoding(content[:12], json_lines=False)
-        yield _wide_error(file.path, encoding) if encoding else Document(str(file.path), _decoded(content))
-    except UnicodeDecodeError as error:
-        yield Document(str(file.path), None, f"not UTF-8 text: {_position(error)}")
-    except _READ_ERRORS as error:
-        yield Document(str(file.path), None, f"cannot be read: {error}")
+        if encoding := _wide_encoding(content[:12]):
+            error = f"not UTF-8 text but {encoding}: convert it, for example by iconv -f {encoding} -t UTF-8"
+            yield Document(str(file.path), None, error)
+        else:
+            yield Document(str(file.path), _decoded(content))
+    except UnicodeDecodeError as failure:
+        yield Document(str(file.path), None, f"not UTF-8 text: {_position(failure)}")
+    except _READ_ERRORS as failure:
+        yield Document(str(file.path), None, f"cannot be read: {failure}")
 
 
 def _read_json_lines(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
@@ -267,9 +260,6 @@ def _read_json_lines(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
     number = 0
     try:
         for number, line in enumerate(stream, 1):
-            if number == 1 and (encoding := _wide_encoding(line[:12], json_lines=True)):
-                yield _wide_error(file.path, encoding)
-                return
             line = line.removeprefix(_BOM)  # the file's, or that of a file which was appended to another
             if line.strip():
                 yield _parse_line(line, f"{file.path}, line {number}", file.json_key)
@@ -279,12 +269,12 @@ def _read_json_lines(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
 
 
 def _parse_line(line: bytes, origin: str, key: str) -> Document:
+    hint = "; it holds zero bytes, as UTF-16 and UTF-32 do: only UTF-8 is read" if b"\0" in line else ""
     try:
         record = json.loads(_decoded(line))
     except UnicodeDecodeError as error:
-        return Document(origin, None, f"not UTF-8 text: {_position(error)}")
+        return Document(origin, None, f"not UTF-8 text: {_position(error)}{hint}")
     except (ValueError, RecursionError) as error:  # RecursionError: brackets nested a thousand deep
-        hint = "; it holds zero bytes" if b"\0" in line else ""
         return Document(origin, None, f"not JSON: {error}{hint} (each line must be one JSON object)")
     if not isinstance(record, dict) or key not in record:
         found = ", ".join(list(record)[:10]) if isinstance(record, dict) else f"a {type(record).__name__}"

@@ -17,7 +17,7 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -183,7 +183,8 @@ class IndexedDatasetWriter:
             raise ValueError(f"{self.prefix}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}")
         if len(tokens) > np.iinfo(np.int32).max:
             raise ValueError(f"{self.prefix}: a document of {len(tokens):,} tokens; the index holds 32 bits of length")
-        self._file.write(stored.tobytes())
+        with _naming(self._bin):
+            self._file.write(stored.tobytes())
         self._sizes.append(len(tokens))
         self.tokens += len(tokens)
 
@@ -204,9 +205,11 @@ class IndexedDatasetWriter:
         `about` is the content of the sidecar; without it there is none, nor an older one.
         """
         try:
-            _flush(self._file)
-            self._file.close()
-            self._write_index()
+            with _naming(self._bin):
+                _flush(self._file)
+                self._file.close()
+            with _naming(self._idx):
+                self._write_index()
             if about is not None:
                 with self._sidecar.open("wb") as file:
                     file.write((json.dumps(about, indent=2) + "\n").encode())
@@ -251,6 +254,15 @@ class IndexedDatasetWriter:
             self._file.close()
         for path in (self._bin, self._idx, self._sidecar):
             path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of writing to an open file, such as a full disk, do not tell which file: add `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _flush(file: BinaryIO) -> None:
