@@ -228,7 +228,7 @@ def test_a_truncated_file_costs_its_end(tmp_path: Path) -> None:
         else:
             assert (bad[0].origin, len(good)) == (f"{path}, line {len(good) + 1}", pytest.approx(250, abs=2))
         if suffix in ("", ".gz", ".zst"):  # the others decompress in blocks larger than this file
-            assert len(good) > 200, suffix
+            assert len(good) > 100, suffix
 
 
 @pytest.mark.parametrize(
