@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megafp8.data.arguments import add_tokenizer_flags, run, tokenizer_settings
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.samples import PackedDataset
-from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
+from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
 
 _WIDTH = 50
 
@@ -68,9 +69,9 @@ def plot(lengths: NDArray[np.int64], path: Path, title: str) -> None:
     plt.close(figure)
 
 
-def open_tokenizer(dataset: IndexedDataset, kind: TokenizerKind, path: str | None) -> Tokenizer:
+def open_tokenizer(dataset: IndexedDataset, settings: TokenizerSettings) -> Tokenizer:
     """The tokenizer to decode with. ValueError where the sidecar says that the data were written with another."""
-    tokenizer = build_tokenizer(kind, path)
+    tokenizer = build_tokenizer(*settings)
     made_with = (dataset.sidecar() or {}).get("tokenizer_fingerprint", tokenizer.fingerprint)
     if made_with != tokenizer.fingerprint:
         raise ValueError(
@@ -111,8 +112,7 @@ def show_samples(dataset: IndexedDataset, count: int, seq_length: int, seed: int
 def inspect(arguments: argparse.Namespace) -> None:
     """Print, and plot, what was asked for."""
     dataset = IndexedDataset(arguments.prefix)
-    kind, path = arguments.tokenizer, arguments.tokenizer_path
-    tokenizer = open_tokenizer(dataset, kind, path) if kind else None
+    tokenizer = open_tokenizer(dataset, tokenizer_settings(arguments)) if arguments.tokenizer else None
     print(summary(dataset))
     if dataset.num_documents:
         print(histogram(dataset.document_lengths))
@@ -131,16 +131,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=0, help="show this many packed samples")
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--tokenizer", choices=["sentencepiece", "huggingface", "tiktoken", "bytes"])
-    parser.add_argument("--tokenizer-path")
+    add_tokenizer_flags(parser, required=False)
     parser.add_argument("--png", type=Path, help="plot document lengths into this file")
     arguments = parser.parse_args(argv)
-    try:
-        inspect(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run(lambda: inspect(arguments))
 
 
 if __name__ == "__main__":

@@ -4,100 +4,182 @@
 
 Nothing is normalised: spaces, tabs and newlines are tokens like any others (runs of spaces, as in source code, become
 single tokens), digits stand alone, and what was never seen falls back to bytes. Ids: 0 unknown, 1 beginning, 2 end of
-document, 3 padding. The same input gives the same vocabulary.
+document, 3 padding.
+
+All input is read, and of what is more than --sample-bytes a sample is drawn in which every part has the same chance.
+The same input and --seed give the same vocabulary.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import heapq
+import io
+import os
+import random
+import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megafp8.data.preprocess import Document, find_files, read_documents
+from tqdm import tqdm
+
+from megafp8.data.arguments import add_input_flags, input_files, run
+from megafp8.data.documents import Document, read_documents
 
 _PIECE = 4000  # characters in one of sentencepiece's "sentences"; it limits them to about 4,192 bytes by default
 
 
-def sentences(documents: Iterable[Document], most_bytes: int) -> Iterator[str]:
-    """Pieces of the documents, whole lines together, up to `most_bytes` in all."""
-    given = 0
+def pieces(documents: Iterable[Document], skip_errors: bool) -> Iterator[str]:
+    """The documents' texts in pieces of at most 4,000 characters.
+
+    Raises ValueError for a document that cannot be read. With `skip_errors` such documents are left out and counted;
+    the first 100 are printed.
+    """
+    left_out = 0
     for document in documents:
         if document.error is not None:
-            raise ValueError(f"{document.where}: {document.error}")
+            message = f"{document.origin}: {document.error}"
+            if not skip_errors:
+                raise ValueError(f"{message}; --skip-errors leaves such documents out")
+            left_out += 1
+            if left_out <= 100:
+                tqdm.write(f"left out: {message}", file=sys.stderr)
         text = document.text or ""
         for start in range(0, len(text), _PIECE):
-            piece = text[start : start + _PIECE]
-            given += len(piece.encode("utf-8"))
-            if given > most_bytes:
-                return
-            yield piece
+            yield text[start : start + _PIECE]
+    if left_out:
+        tqdm.write(f"{left_out:,} unreadable documents left out", file=sys.stderr)
 
 
-def train(pieces: Iterable[str], output: Path, vocab_size: int) -> None:
-    """Write the model of `vocab_size` tokens to `output`. ValueError where the text cannot fill the vocabulary."""
+def sample(texts: Iterable[str], most_bytes: int, seed: int) -> tuple[list[str], int]:
+    """A uniform sample of `texts` of at most `most_bytes` of UTF-8, in their order, and the bytes of all of them.
+
+    Each text draws a number from [0, 1). The sample is the texts with the smallest numbers, as many as fit: a heap of
+    them is all that is held in memory. If all fit, the sample is all.
+    """
+    draw = random.Random(seed)
+    chosen: list[tuple[float, int, str, int]] = []  # minus the number, so that the largest is popped; index; text; size
+    limit, held, total = 1.0, 0, 0
+    for index, text in enumerate(texts):
+        size = len(text.encode("utf-8"))
+        total += size
+        number = draw.random()
+        if number >= limit:
+            continue
+        heapq.heappush(chosen, (-number, index, text, size))
+        held += size
+        while held > most_bytes:
+            popped = heapq.heappop(chosen)
+            limit, held = -popped[0], held - popped[3]
+    return [text for _, _, text, _ in sorted(chosen, key=lambda entry: entry[1])], total
+
+
+def train(texts: Iterable[str], vocab_size: int) -> bytes:
+    """A sentencepiece model of `vocab_size` tokens. ValueError where the text cannot fill the vocabulary."""
     import sentencepiece
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("wb") as writer:
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(pieces),
-                model_writer=writer,
-                vocab_size=vocab_size,
-                model_type="bpe",
-                normalization_rule_name="identity",
-                remove_extra_whitespaces=False,
-                add_dummy_prefix=False,
-                allow_whitespace_only_pieces=True,
-                split_digits=True,
-                byte_fallback=True,
-                character_coverage=0.9999,
-                user_defined_symbols=["\n", "\t"],
-                max_sentence_length=4 * _PIECE + 1,
-                unk_id=0,
-                bos_id=1,
-                eos_id=2,
-                pad_id=3,
-                num_threads=2,
-                minloglevel=2,
-            )
-        except (RuntimeError, OSError) as error:
-            output.unlink(missing_ok=True)
-            raise ValueError(f"sentencepiece could not train {vocab_size} tokens: {error}") from None
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            byte_fallback=True,
+            character_coverage=0.9999,
+            user_defined_symbols=["\n", "\t"],
+            max_sentence_length=4 * _PIECE + 1,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=3,
+            num_threads=2,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"sentencepiece could not train {vocab_size} tokens: {error}") from None
+    return model.getvalue()
+
+
+@contextlib.contextmanager
+def default_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the process at once. Python would act on them only when the library's call returns."""
+    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check_writable(output: Path, overwrite: bool) -> None:
+    """ValueError where `output` is there already or its folder cannot be written to. Makes the folder."""
+    if output.is_dir():
+        raise ValueError(f"--output {output}: is a folder; give the name of a file")
+    if output.exists() and not overwrite:
+        raise ValueError(f"{output} is there already; --overwrite replaces it")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"--output {output}: cannot be written: {error}") from None
+
+
+def write(content: bytes, output: Path) -> None:
+    """Write `output` under a temporary name beside it, and rename it: it is there complete or not at all."""
+    hidden = output.with_name(f"{output.name}.incomplete-{os.getpid()}")
+    try:
+        with hidden.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(hidden, output)
+    finally:
+        hidden.unlink(missing_ok=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", default=[], help="files, folders or globs")
-    parser.add_argument("--input-list", help="a file with one input path a line")
-    parser.add_argument("--text-files", action="store_true", help="every input file is one document")
-    parser.add_argument("--json-key", default="text")
+    add_input_flags(parser)
     parser.add_argument("--output", required=True, type=Path, help="the .model file to write")
     parser.add_argument("--vocab-size", type=int, default=32000)
     parser.add_argument("--sample-bytes", type=int, default=10_000_000, help="train on this much text at most")
-    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument("--seed", type=int, default=1234, help="of the sample")
+    parser.add_argument("--overwrite", action="store_true", help="replace a model that is there already")
     arguments = parser.parse_args(argv)
+    return run(lambda: _train(arguments))
+
+
+def _train(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
-    try:
-        if arguments.output.exists() and not arguments.overwrite:
-            raise ValueError(f"{arguments.output} is there already; --overwrite replaces it")
-        inputs = list(arguments.input)
-        if arguments.input_list:
-            inputs += Path(arguments.input_list).read_text(encoding="utf-8").split("\n")
-        files = find_files([item for item in inputs if item], any_text=arguments.text_files)
-        documents = read_documents(files, json_key=arguments.json_key, any_text=arguments.text_files)
-        print(
-            f"training {arguments.vocab_size} tokens on up to {arguments.sample_bytes / 1e6:.0f} MB of text …",
-            flush=True,
-        )
-        train(sentences(documents, arguments.sample_bytes), arguments.output, arguments.vocab_size)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    check_writable(arguments.output, arguments.overwrite)
+    files = input_files(arguments)
+    size = sum(file.path.stat().st_size for file in files)
+    with tqdm(total=size, unit="B", unit_scale=True, desc="reading") as bar:
+        documents = read_documents(files, on_progress=bar.update)
+        texts, total = sample(pieces(documents, arguments.skip_errors), arguments.sample_bytes, arguments.seed)
+    given = sum(len(text.encode("utf-8")) for text in texts)
+    if not texts:
+        raise ValueError(f"no text among the inputs that fits --sample-bytes {arguments.sample_bytes}")
+    print(f"training {arguments.vocab_size} tokens on {given / 1e6:.1f} of {total / 1e6:.1f} MB of text …", flush=True)
+    with default_signals():
+        model = train(texts, arguments.vocab_size)
+    write(model, arguments.output)
     print(f"{arguments.output}: {arguments.vocab_size} tokens, {time.monotonic() - start:.1f} s")
-    return 0
 
 
 if __name__ == "__main__":

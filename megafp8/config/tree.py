@@ -349,6 +349,13 @@ class TokenizerConfig(Section):
     """Which library reads it."""
     path: str | None = None
     """The model file; for tiktoken an encoding name or a ranks file; none for bytes."""
+    end_token: str | None = None
+    """The token that ends a document, such as "<|im_end|>". Default: the tokenizer's own: sentencepiece's eos; in
+    tokenizer.json the first there is of <|endoftext|>, <|end_of_text|>, </s>, <eos>, <|eot_id|>; in tiktoken
+    <|endoftext|>, which is appended to the tokens of a ranks file. Data must be preprocessed with the same."""
+    pattern: str | None = None
+    """tiktoken ranks files: the regular expression that splits text before tokens are merged. Default: GPT-4's
+    (cl100k_base)."""
 
 
 class DataConfig(Section):

@@ -23,14 +23,15 @@ and some end of a document is at another sequence.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -306,27 +307,41 @@ def _check_pointers(path: Path, size: int, index: _Index) -> bool:
 
 
 class IndexedDatasetWriter:
-    """Writes a data set under temporary names; `close` makes the files visible by renaming.
+    """Writes a data set under temporary names; `close` makes its files visible by renaming them.
 
-    ValueError where one of its files is there already, unless `overwrite`; that replaces no .json but a sidecar.
+    ValueError where one of its files is there already, unless `overwrite`, which replaces no .json but a sidecar; and
+    where its folder cannot be written to.
     """
 
     def __init__(self, prefix: str | Path, dtype: type[np.generic], *, overwrite: bool = False) -> None:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         for path in (bin_path(prefix), idx_path(prefix), sidecar_path(prefix)):
+            if path.is_dir():
+                raise ValueError(f"{path} is a folder; choose another output prefix")
             if path.exists() and not overwrite:
-                raise ValueError(f"{path} is there already; choose another output prefix, or overwrite it explicitly")
+                raise ValueError(f"{path} is there already; choose another output prefix, or replace it by --overwrite")
         if "max_token_id" not in (_read_sidecar(sidecar_path(prefix)) or {"max_token_id": 0}):
             raise _no_sidecar(sidecar_path(prefix), "it has no max_token_id")
-        bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._bin, self._idx = (Path(f"{prefix}.{kind}.incomplete-{os.getpid()}") for kind in ("bin", "idx"))
-        self._file = self._bin.open("wb")
+        self._bin, self._idx, self._sidecar = (
+            Path(f"{prefix}.{kind}.incomplete-{os.getpid()}") for kind in ("bin", "idx", "json")
+        )
+        try:
+            self._bin.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._bin.open("wb")
+        except OSError as error:
+            raise ValueError(f"{bin_path(prefix)} cannot be written: {error}") from None
         self._sizes: list[int] = []
         self.tokens = 0
 
     def add_document(self, tokens: NDArray[Any]) -> None:
-        """Append one document of one sequence."""
-        self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
+        """Append one document of one sequence. ValueError for tokens that the data set's dtype cannot hold."""
+        stored = tokens.astype(self.dtype, copy=False)
+        if not np.array_equal(stored, tokens):
+            raise ValueError(f"{self.prefix}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}")
+        if len(tokens) > np.iinfo(np.int32).max:
+            raise ValueError(f"{self.prefix}: a document of {len(tokens):,} tokens; the index holds 32 bits of length")
+        with _naming(self._bin):
+            self._file.write(stored.tobytes())
         self._sizes.append(len(tokens))
         self.tokens += len(tokens)
 
@@ -342,13 +357,32 @@ class IndexedDatasetWriter:
         return len(self._sizes)
 
     def close(self, about: Mapping[str, Any] | None = None) -> None:
-        """Write the index, flush to disk, and rename the files to their names.
+        """Write the index, flush to disk, and rename the files to their names. On failure nothing is left behind.
 
         `about`: what the sidecar is to say beside the index's checksum. Without, there is none, nor an older one.
         """
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            with _naming(self._bin):
+                _flush(self._file)
+                self._file.close()
+            with _naming(self._idx):
+                checksum = self._write_index()
+            if about is not None:
+                described = {**about, "index_sha256": checksum}
+                with self._sidecar.open("wb") as file:
+                    file.write((json.dumps(described, indent=2) + "\n").encode())
+                    _flush(file)
+            try:
+                self._publish()
+            except KeyboardInterrupt:
+                self._publish()  # a few renames: the data set becomes complete rather than be lost half replaced
+                raise
+        except BaseException:
+            self.abort()
+            raise
+
+    def _write_index(self) -> str:
+        """Write the index under its temporary name; its SHA-256."""
         sizes = np.asarray(self._sizes, np.int32)
         lengths = sizes.astype(np.int64) * self.dtype.itemsize
         pointers = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if len(sizes) else lengths
@@ -358,22 +392,45 @@ class IndexedDatasetWriter:
             for content in (header, sizes.tobytes(), pointers.tobytes(), marks.tobytes()):
                 file.write(content)
                 digest.update(content)
-            file.flush()
-            os.fsync(file.fileno())
-        sidecar = sidecar_path(self.prefix)
-        if about is None:
-            sidecar.unlink(missing_ok=True)
-        else:
-            described = {**about, "index_sha256": digest.hexdigest()}
-            sidecar.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        os.replace(self._bin, bin_path(self.prefix))
-        os.replace(self._idx, idx_path(self.prefix))  # last: a data set without its index does not exist
+            _flush(file)
+        return digest.hexdigest()
+
+    def _publish(self) -> None:
+        """Give the files their names; continues where it was interrupted.
+
+        The old index is removed first and the new one comes last. A data set without its index does not exist, so
+        files of two data sets are never read together, whatever ends the process in between.
+        """
+        if self._bin.exists():
+            idx_path(self.prefix).unlink(missing_ok=True)
+            sidecar_path(self.prefix).unlink(missing_ok=True)
+            os.replace(self._bin, bin_path(self.prefix))
+        if self._sidecar.exists():
+            os.replace(self._sidecar, sidecar_path(self.prefix))
+        if self._idx.exists():
+            os.replace(self._idx, idx_path(self.prefix))
 
     def abort(self) -> None:
         """Remove what was written."""
-        self._file.close()
-        for path in (self._bin, self._idx):
+        with contextlib.suppress(OSError):  # a full disk fails once more when the last bytes are flushed
+            self._file.close()
+        for path in (self._bin, self._idx, self._sidecar):
             path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of writing to an open file, such as a full disk, do not tell which file: add `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _flush(file: BinaryIO) -> None:
+    """Force what was written to disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 _SCANNED_TOKENS = 20_000_000

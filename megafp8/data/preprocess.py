@@ -1,206 +1,53 @@
-"""From files of text to a token data set, over several processes, in the same order whatever their number.
-
-Readers yield documents with where they came from, so that a bad line is named by file and line. A pool of processes
-tokenizes them in chunks; `imap` keeps the order.
-"""
+"""From documents to a token data set, over several processes, in the same order whatever their number."""
 
 from __future__ import annotations
 
-import glob
-import gzip
-import io
-import json
-import multiprocessing
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megafp8.data.indexed_dataset import IndexedDatasetWriter
-from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
+from megafp8.data.documents import Document
+from megafp8.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, sidecar_path
+from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
+from megafp8.data.workers import map_in_order
 
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".parquet")
+_CHUNK_DOCUMENTS, _CHUNK_CHARACTERS = 64, 2**18  # a task of a worker; the first limit that is reached
+_MESSAGES = 100
 
-
-class Document(NamedTuple):
-    """A text and where it stands; `error` in its place where it could not be read."""
-
-    where: str
-    text: str | None
-    error: str | None = None
-
-
-def find_files(inputs: Sequence[str], *, any_text: bool = False) -> list[Path]:
-    """The files that `inputs` (files, folders, globs) name, in a fixed order, each once.
-
-    Folders are searched for known kinds, or with `any_text` for all files. ValueError where an input names nothing.
-    """
-    found: dict[Path, None] = {}
-    for item in inputs:
-        path = Path(item)
-        if path.is_dir():
-            files = [p for p in sorted(path.rglob("*")) if p.is_file() and (any_text or p.name.endswith(_SUFFIXES))]
-        elif path.is_file():
-            files = [path]
-        else:
-            files = [Path(match) for match in sorted(glob.glob(item, recursive=True)) if Path(match).is_file()]
-        if not files:
-            raise ValueError(f"--input {item}: no such file, and no pattern that matches one")
-        found.update(dict.fromkeys(files))
-    return list(found)
-
-
-class _ZstdFile(io.RawIOBase):
-    """The content of a .zst file, frame after frame. EOFError where the last frame is cut short, and OSError where the
-    bytes are not zstd's; the library's own reader takes a cut file for a whole one."""
-
-    def __init__(self, path: Path) -> None:
-        import zstandard
-
-        self._library, self._file = zstandard, path.open("rb")
-        self._frame: Any = None
-        self._packed, self._ready = b"", b""
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            self._packed = self._packed or self._file.read(2**16)
-            if not self._packed:
-                if self._frame is not None:
-                    raise EOFError("compressed file ended within a frame")
-                return 0
-            self._ready = self._unpack()
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-    def _unpack(self) -> bytes:
-        """What `_packed` holds of the frame at hand, leaving what lies behind its end."""
-        self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
-        try:
-            text: bytes = self._frame.decompress(self._packed)
-        except self._library.ZstdError as error:
-            raise OSError(str(error)) from None
-        self._packed = self._frame.unused_data
-        if self._frame.eof:
-            self._frame = None
-        return text
-
-
-def _open_text(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    if path.suffix == ".zst":
-        return io.TextIOWrapper(io.BufferedReader(_ZstdFile(path)), encoding="utf-8")
-    return path.open(encoding="utf-8", newline="")
-
-
-def read_documents(files: Iterable[Path], *, json_key: str = "text", any_text: bool = False) -> Iterator[Document]:
-    """Every document of `files`, in order: a JSON line, a parquet row, or with .txt and `any_text` a whole file."""
-    for path in files:
-        try:
-            if any_text or path.suffix == ".txt":
-                with _open_text(path) as stream:
-                    yield Document(str(path), stream.read())
-            elif path.suffix == ".parquet":
-                yield from _read_parquet(path, json_key)
-            else:
-                yield from _read_json_lines(path, json_key)
-        except UnicodeDecodeError as error:
-            yield Document(str(path), None, f"not UTF-8 text: {error}")
-        except (OSError, EOFError, ValueError, zlib.error) as error:  # pyarrow's errors are ValueErrors
-            yield Document(str(path), None, f"cannot be read: {error}")
-
-
-def _document(where: str, text: Any, key: str) -> Document:
-    """A document, or why `text` is none. JSON can spell halves of surrogate pairs, which no tokenizer takes."""
-    if not isinstance(text, str):
-        return Document(where, None, f"{key!r} is not a string")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return Document(where, None, f"{key!r} is not valid Unicode: {error}")
-    return Document(where, text)
-
-
-def _read_json_lines(path: Path, key: str) -> Iterator[Document]:
-    with _open_text(path) as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                record = json.loads(line)
-                text = record[key]
-            except json.JSONDecodeError as error:
-                yield Document(where, None, f"not JSON: {error}")
-            except (KeyError, TypeError):
-                keys = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
-                yield Document(where, None, f"has no key {key!r} (it has {keys}); --json-key names the text")
-            else:
-                yield _document(where, text, key)
-
-
-def _read_parquet(path: Path, key: str) -> Iterator[Document]:
-    import pyarrow.parquet as parquet
-
-    file = parquet.ParquetFile(path)
-    if key not in file.schema_arrow.names:
-        names = ", ".join(file.schema_arrow.names)
-        yield Document(str(path), None, f"has no column {key!r} (it has {names}); --json-key names the text")
-        return
-    row = 0
-    for batch in file.iter_batches(columns=[key]):
-        for text in batch.column(0).to_pylist():
-            row += 1
-            yield _document(f"{path}, row {row}", text, key)
+Ids = NDArray[np.int32]
 
 
 @dataclass
 class Summary:
-    """What a preprocessing run did."""
+    """What a preprocessing run did. `errors` are documents that were left out, `messages` say of the first 100 why."""
 
     documents: int = 0
     tokens: int = 0
     characters: int = 0
     empty: int = 0
-    errors: list[str] = field(default_factory=list)
+    errors: int = 0
+    messages: list[str] = field(default_factory=list)
     max_token_id: int = 0
 
-
-_worker_tokenizer: Tokenizer | None = None
-
-
-def _start_worker(kind: TokenizerKind, path: str | None) -> None:
-    global _worker_tokenizer
-    _worker_tokenizer = build_tokenizer(kind, path)
-
-
-def _tokenize(document: Document) -> tuple[Document, NDArray[np.int64] | None]:
-    assert _worker_tokenizer is not None
-    if not document.text:
-        return document, None
-    return document, np.asarray(_worker_tokenizer.encode(document.text), np.int64)
+    def add_error(self, message: str) -> None:
+        self.errors += 1
+        if len(self.messages) < _MESSAGES:
+            self.messages.append(message)
 
 
 def preprocess(
     documents: Iterable[Document],
     prefix: str,
     *,
-    kind: TokenizerKind,
-    path: str | None,
-    workers: int = 1,
+    tokenizer: TokenizerSettings,
+    workers: int = 0,
     append_eod: bool = True,
     skip_errors: bool = False,
     overwrite: bool = False,
@@ -209,47 +56,104 @@ def preprocess(
 ) -> Summary:
     """Tokenize `documents` into `<prefix>.bin`, `.idx` and `.json`. Documents without text are left out and counted.
 
-    Tokens are uint16 where the vocabulary fits, else int32. A document that cannot be read raises ValueError, naming
-    file and line, unless `skip_errors`; nothing is left behind then.
+    `workers` processes tokenize; with 0 this one does. Tokens are uint16 where the vocabulary fits, else int32.
+    `sources` are the files of the documents. Raises ValueError for a document that cannot be read or tokenized, naming
+    file and line, unless `skip_errors`; ValueError where the output exists or is one of the sources; ChildProcessError
+    where a worker dies. Nothing is left behind then, nor on Ctrl-C.
     """
-    tokenizer = build_tokenizer(kind, path)
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-    writer = IndexedDatasetWriter(prefix, dtype, overwrite=overwrite)
+    if workers < 0:
+        raise ValueError(f"--workers {workers}: must be 0 or more")
+    model = build_tokenizer(*tokenizer)
+    outputs = {os.path.realpath(path(prefix)) for path in (bin_path, idx_path, sidecar_path)}
+    for source in sources:
+        if os.path.realpath(source) in outputs:
+            raise ValueError(f"{source} is an input and would be replaced by the output; choose another output prefix")
+    writer = IndexedDatasetWriter(prefix, np.uint16 if model.vocab_size <= 2**16 else np.int32, overwrite=overwrite)
     summary = Summary()
     try:
-        with multiprocessing.get_context("spawn").Pool(workers, _start_worker, (kind, path)) as pool:
-            results = pool.imap(_tokenize, documents, chunksize=16)
+        with contextlib.closing(_tokenized(documents, tokenizer, workers)) as results:
             for document, ids in tqdm(results, unit=" documents", disable=not progress):
-                _add(writer, summary, document, ids, tokenizer.eod_id if append_eod else None, skip_errors)
+                _add(writer, summary, document, ids, model.eod_id if append_eod else None, skip_errors)
+        if not summary.documents:
+            first = f"; the first: {summary.messages[0]}" if summary.errors else ""
+            raise ValueError(
+                f"no documents with text among the inputs ({summary.empty} empty, {summary.errors} unreadable{first}): "
+                "nothing was written"
+            )
+        writer.close(_about(summary, model, tokenizer.kind, sources))
     except BaseException:
         writer.abort()
         raise
-    if not summary.documents:
-        writer.abort()
-        raise ValueError(f"no documents with text among the inputs ({summary.empty} empty): nothing was written")
-    writer.close(_about(summary, tokenizer, kind, sources))
     return summary
+
+
+def _tokenized(
+    documents: Iterable[Document], tokenizer: TokenizerSettings, workers: int
+) -> Iterator[tuple[Document, Ids | None]]:
+    """`documents`, in their order, with their token ids; None for those that have an error."""
+    make = partial(_make_tokenize, tokenizer)
+    chunks = map_in_order(make, _chunks(documents), workers=workers, describe=_describe)
+    with contextlib.closing(chunks):
+        for chunk, results in chunks:
+            for document, ids in zip(chunk, results):
+                if isinstance(ids, str):
+                    yield Document(document.origin, None, f"cannot be tokenized: {ids}"), None
+                else:
+                    yield document, ids
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    chunk: list[Document] = []
+    characters = 0
+    for document in documents:
+        chunk.append(document)
+        characters += len(document.text or "")
+        if len(chunk) == _CHUNK_DOCUMENTS or characters >= _CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def _describe(chunk: Sequence[Document]) -> str:
+    return chunk[0].origin if len(chunk) == 1 else f"{chunk[0].origin} ... {chunk[-1].origin}"
+
+
+def _make_tokenize(tokenizer: TokenizerSettings) -> Callable[[Sequence[Document]], list[Ids | str | None]]:
+    return partial(_tokenize, build_tokenizer(*tokenizer))
+
+
+def _tokenize(tokenizer: Tokenizer, chunk: Sequence[Document]) -> list[Ids | str | None]:
+    """Token ids of each document; None for one without text, the reason for one that the tokenizer fails on."""
+    results: list[Ids | str | None] = []
+    for document in chunk:
+        try:
+            ids = tokenizer.encode(document.text) if document.text else None
+            results.append(None if ids is None else np.asarray(ids, np.int32))
+        except Exception as error:  # libraries raise what they like; one document must not cost the others
+            results.append(f"{type(error).__name__}: {error}")
+    return results
 
 
 def _add(
     writer: IndexedDatasetWriter,
     summary: Summary,
     document: Document,
-    ids: NDArray[np.int64] | None,
+    ids: Ids | None,
     eod_id: int | None,
     skip_errors: bool,
 ) -> None:
     if document.error is not None:
-        message = f"{document.where}: {document.error}"
+        message = f"{document.origin}: {document.error}"
         if not skip_errors:
             raise ValueError(f"{message}; --skip-errors leaves such documents out and counts them")
-        summary.errors.append(message)
+        summary.add_error(message)
         return
     if ids is None or not len(ids):
         summary.empty += 1
         return
     if eod_id is not None:
-        ids = np.append(ids, eod_id)
+        ids = np.append(ids, np.int32(eod_id))
     writer.add_document(ids)
     summary.documents += 1
     summary.tokens += len(ids)

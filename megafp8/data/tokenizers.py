@@ -1,14 +1,17 @@
-"""One small interface over the libraries people train vocabularies with; none of our own.
+"""One interface over the tokenizer libraries: sentencepiece, Hugging Face tokenizers, tiktoken, and plain bytes.
 
-The fingerprint (sha256 of the kind and the model file) is kept with data sets and checkpoints, so that text written
-with one vocabulary is never trained on as if it were another.
+The fingerprint (sha256 of the kind, the model file and the settings that change token ids) is kept with data sets and
+checkpoints, so that text written with one vocabulary is never trained on as if it were another.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+
+from megafp8.data.packages import import_package
 
 TokenizerKind = Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
@@ -26,34 +29,68 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-def build_tokenizer(kind: TokenizerKind, path: str | None) -> Tokenizer:
-    """The tokenizer `kind` read from `path` (an encoding name or a ranks file for tiktoken, None for bytes).
+class TokenizerSettings(NamedTuple):
+    """The arguments of `build_tokenizer`, as the config section data.tokenizer or a tool's flags give them."""
 
-    ValueError where the file or the library is missing, or no end-of-document token is found.
+    kind: TokenizerKind
+    path: str | None = None
+    end_token: str | None = None
+    pattern: str | None = None
+
+
+class TokenizerSettingError(ValueError):
+    """A setting of a tokenizer that cannot be used.
+
+    `setting` is a field of `TokenizerSettings`; the caller knows under which config key or flag the user gave it.
+    `rule` says what is wrong with `value`, `works` what would help.
     """
+
+    def __init__(self, setting: str, value: object, rule: str, works: str) -> None:
+        self.setting, self.value, self.rule, self.works = setting, value, rule, works
+        super().__init__(f"tokenizer {setting} = {value!r}: {rule}; {works}")
+
+
+def build_tokenizer(
+    kind: TokenizerKind, path: str | None = None, end_token: str | None = None, pattern: str | None = None
+) -> Tokenizer:
+    """The tokenizer `kind` read from `path` (for tiktoken an encoding's name or a ranks file; None for bytes).
+
+    `end_token` is the token that ends a document, instead of the tokenizer's own; `pattern` the regular expression by
+    which a tiktoken ranks file splits text. Raises TokenizerSettingError where a setting is missing or cannot be used,
+    and ValueError where the library is not installed.
+    """
+    if pattern is not None and kind != "tiktoken":
+        raise TokenizerSettingError("pattern", pattern, "only tiktoken ranks files are read with one", "leave it out")
     if kind == "bytes":
+        for setting, value in (("path", path), ("end_token", end_token)):
+            if value is not None:
+                raise TokenizerSettingError(setting, value, "the bytes tokenizer has none", "leave it out")
         return BytesTokenizer()
     if path is None:
-        raise ValueError(f"a {kind} tokenizer needs data.tokenizer.path")
-    if kind == "tiktoken" and not Path(path).exists():
-        return TiktokenTokenizer(path)
-    if not Path(path).is_file():
-        raise ValueError(f"data.tokenizer.path = {path}: no such file")
-    classes: dict[str, Any] = {
-        "sentencepiece": SentencePieceTokenizer,
-        "huggingface": HuggingFaceTokenizer,
-        "tiktoken": TiktokenTokenizer,
-    }
-    tokenizer: Tokenizer = classes[kind](path)
-    return tokenizer
+        raise TokenizerSettingError("path", None, f"a {kind} tokenizer is read from a file", "give its path")
+    if not Path(path).is_file() and (kind != "tiktoken" or Path(path).exists()):
+        reason = "is a folder" if Path(path).is_dir() else "no such file"
+        raise TokenizerSettingError("path", path, reason, "give the path of the tokenizer's file")
+    if kind == "tiktoken":
+        return TiktokenTokenizer(path, end_token, pattern)
+    return SentencePieceTokenizer(path, end_token) if kind == "sentencepiece" else HuggingFaceTokenizer(path, end_token)
 
 
-def _fingerprint(kind: str, content: bytes) -> str:
-    return hashlib.sha256(kind.encode() + b"\0" + content).hexdigest()
+def _fingerprint(kind: str, content: bytes, **changed: str | int | None) -> str:
+    """Settings in `changed` that are not None are those that give other ids than the file alone."""
+    settings = b"".join(f"\0{name}={value}".encode() for name, value in changed.items() if value is not None)
+    return hashlib.sha256(kind.encode() + b"\0" + content + settings).hexdigest()
 
 
-def _needs(package: str, extra: str) -> ValueError:
-    return ValueError(f"this tokenizer needs the package {package}: pip install 'megafp8[{extra}]'")
+def _end_token_error(end_token: str | None, path: str, known: list[str]) -> TokenizerSettingError:
+    """The error of a tokenizer in which the end-of-document token is not found; `known` are tokens that it has."""
+    if end_token is None:
+        rule = f"{path} has no end-of-document token; looked for {', '.join(_EOD_NAMES)}"
+    else:
+        rule = f"{path} has no such token"
+    shown = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
+    works = f"name the token that ends a document; special tokens are {shown}" if known else "it has no special tokens"
+    return TokenizerSettingError("end_token", end_token, rule, works)
 
 
 class BytesTokenizer:
@@ -71,20 +108,31 @@ class BytesTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece `.model`; its eos ends a document."""
+    """A sentencepiece `.model`; `end_token`, or else its eos, ends a document."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, end_token: str | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
 
         try:
             self._model = SentencePieceProcessor(model_file=path)
         except (OSError, RuntimeError) as error:
-            raise ValueError(f"{path} is not a sentencepiece model: {error}") from None
+            rule = f"{path} is not a sentencepiece model: {error}"
+            raise TokenizerSettingError("path", path, rule, "give a file that sentencepiece wrote") from None
         self.vocab_size: int = self._model.vocab_size()
-        self.eod_id: int = self._model.eos_id()
-        if self.eod_id < 0:
-            raise ValueError(f"{path} has no end-of-sentence token; train it with one (tools/train_tokenizer.py does)")
-        self.fingerprint = _fingerprint("sentencepiece", Path(path).read_bytes())
+        default: int = self._model.eos_id()
+        self.eod_id = default
+        if end_token is not None:
+            self.eod_id = self._model.piece_to_id(end_token)
+            if self._model.id_to_piece(self.eod_id) != end_token:  # what is not found has the id of unknown pieces
+                raise _end_token_error(end_token, path, self._special_tokens())
+        elif default < 0:
+            raise _end_token_error(None, path, self._special_tokens())
+        other = self.eod_id if self.eod_id != default else None
+        self.fingerprint = _fingerprint("sentencepiece", Path(path).read_bytes(), eod_id=other)
+
+    def _special_tokens(self) -> list[str]:
+        model = self._model
+        return [model.id_to_piece(i) for i in range(self.vocab_size) if model.is_control(i)]
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text)
@@ -98,22 +146,25 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json` of the Hugging Face `tokenizers` library."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, end_token: str | None = None) -> None:
+        library = import_package("tokenizers", "a huggingface tokenizer")
         try:
-            from tokenizers import Tokenizer as Library
-        except ImportError:
-            raise _needs("tokenizers", "hf") from None
-        try:
-            self._model = Library.from_file(path)
+            self._model = library.Tokenizer.from_file(path)
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path} is not a tokenizer.json: {error}") from None
+            rule = f"{path} is not a tokenizer.json: {error}"
+            raise TokenizerSettingError("path", path, rule, "give a file of the tokenizers library") from None
+        # The file may ask for texts to be cut or padded to the context of some model.
+        self._model.no_truncation()
+        self._model.no_padding()
         self.vocab_size: int = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
-        ids = [self._model.token_to_id(name) for name in _EOD_NAMES]
-        found = [i for i in ids if i is not None]
-        if not found:
-            raise ValueError(f"{path} has no end-of-document token; looked for {', '.join(_EOD_NAMES)}")
-        self.eod_id: int = found[0]
-        self.fingerprint = _fingerprint("huggingface", Path(path).read_bytes())
+        default = next((i for i in map(self._model.token_to_id, _EOD_NAMES) if i is not None), None)
+        eod_id: int | None = default if end_token is None else self._model.token_to_id(end_token)
+        if eod_id is None:
+            known = [token.content for _, token in sorted(self._model.get_added_tokens_decoder().items())]
+            raise _end_token_error(end_token, path, known)
+        self.eod_id = eod_id
+        other = eod_id if eod_id != default else None
+        self.fingerprint = _fingerprint("huggingface", Path(path).read_bytes(), eod_id=other)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
@@ -125,44 +176,49 @@ class HuggingFaceTokenizer:
 
 
 class TiktokenTokenizer:
-    """A tiktoken encoding by name, or a `.tiktoken` ranks file with GPT-4's pattern and <|endoftext|> as last token."""
+    """A tiktoken encoding by name, or a `.tiktoken` ranks file.
+
+    A ranks file says neither how text is split nor which tokens are special: it is read with `pattern` (default:
+    GPT-4's), and <|endoftext|> follows its last token unless `end_token` names one of the file's own.
+    """
 
     _PATTERN = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
         r"|\s+(?!\S)|\s+"
     )
 
-    def __init__(self, path: str) -> None:
-        try:
-            import tiktoken
-            from tiktoken.load import load_tiktoken_bpe
-        except ImportError:
-            raise _needs("tiktoken", "data") from None
+    def __init__(self, path: str, end_token: str | None = None, pattern: str | None = None) -> None:
+        tiktoken = import_package("tiktoken", "a tiktoken tokenizer")
         if Path(path).is_file():
-            ranks = load_tiktoken_bpe(path)
+            content = Path(path).read_bytes()
+            ranks = _read_ranks(path, content)
+            if pattern is not None:
+                _check_pattern(tiktoken, pattern)
+            own_end = end_token is not None and end_token.encode() in ranks
             self._model = tiktoken.Encoding(
                 Path(path).stem,
-                pat_str=self._PATTERN,
+                pat_str=self._PATTERN if pattern is None else pattern,
                 mergeable_ranks=ranks,
-                special_tokens={_EOD_NAMES[0]: len(ranks)},
+                special_tokens={} if own_end else {_EOD_NAMES[0]: max(ranks.values()) + 1},
             )
-            content = Path(path).read_bytes()
         else:
-            if path not in tiktoken.list_encoding_names():
-                names = ", ".join(tiktoken.list_encoding_names())
-                raise ValueError(f"data.tokenizer.path = {path}: neither a file nor a tiktoken encoding ({names})")
-            try:
-                self._model = tiktoken.get_encoding(path)  # from its cache, or else from the network
-            except OSError as error:
-                raise ValueError(
-                    f"data.tokenizer.path = {path}: tiktoken has no copy of this encoding and cannot fetch it "
-                    f"({type(error).__name__}); run once where there is a network and copy the folder "
-                    "TIKTOKEN_CACHE_DIR, or give the path of a ranks file"
-                ) from None
-            content = path.encode()
+            if pattern is not None:
+                rule = f"{path} is a tiktoken encoding, which has its own"
+                raise TokenizerSettingError("pattern", pattern, rule, "leave it out, or give a ranks file")
+            self._model, content = _get_encoding(tiktoken, path), path.encode()
+        special: set[str] = self._model.special_tokens_set
+        default: int | None = self._model.eot_token if _EOD_NAMES[0] in special else None
+        try:
+            eod_id: int | None = default if end_token is None else self._model.encode_single_token(end_token)
+        except KeyError:
+            eod_id = None
+        if eod_id is None:
+            raise _end_token_error(end_token, path, sorted(special))
+        self.eod_id = eod_id
         self.vocab_size: int = self._model.n_vocab
-        self.eod_id: int = self._model.eot_token
-        self.fingerprint = _fingerprint("tiktoken", content)
+        other_pattern = None if pattern == self._PATTERN else pattern
+        other_end = None if eod_id == default else eod_id
+        self.fingerprint = _fingerprint("tiktoken", content, pattern=other_pattern, eod_id=other_end)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode_ordinary(text)
@@ -171,3 +227,64 @@ class TiktokenTokenizer:
     def decode(self, ids: list[int]) -> str:
         text: str = self._model.decode(ids)
         return text
+
+
+def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:
+    """Tokens of a ranks file and their ids. The library's own reader may answer from a cache that it keeps by path, and
+    so with what the file held earlier."""
+    ranks: dict[bytes, int] = {}
+    works = "give a file with a token in base64 and its rank on each line"
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            if line:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise TokenizerSettingError(
+                "path", path, f"not a tiktoken ranks file: line {number}: {error}", works
+            ) from None
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise TokenizerSettingError("path", path, f"has no token for the single byte {missing[0]:#04x}", works)
+    if len(set(ranks.values())) < len(ranks) or min(ranks.values()) < 0:
+        raise TokenizerSettingError("path", path, "has a negative rank, or one rank for several tokens", works)
+    return ranks
+
+
+def _check_pattern(tiktoken: Any, pattern: str) -> None:
+    """TokenizerSettingError unless `pattern` is a regular expression whose matches cover all text.
+
+    What the pattern does not match tiktoken leaves out without an error, and an empty match ends the process.
+    """
+    regex = import_package("regex", "a tiktoken tokenizer")  # tiktoken depends on it
+    probe = "".join(map(chr, range(128))) + " It's 12345 words,\n\n  Größe: 日本語 \u0301 🙂\t\u00a0\u2028 x\r\n"
+    works = "tiktoken's own are in tiktoken_ext/openai_public.py"
+    try:
+        tiktoken.Encoding("probe", pat_str=pattern, mergeable_ranks={b"a": 0}, special_tokens={})
+        spans = [match.span() for match in regex.finditer(pattern, probe)]
+    except (ValueError, regex.error) as error:
+        rule = f"not a regular expression that tiktoken can use: {error}"
+        raise TokenizerSettingError("pattern", pattern, rule, works) from None
+    covered = 0
+    for start, end in [*spans, (len(probe), len(probe) + 1)]:
+        if start > covered:
+            rule = f"does not match all text: tiktoken would leave out {probe[covered:start]!r}"
+            raise TokenizerSettingError("pattern", pattern, rule, works)
+        if start == end:
+            raise TokenizerSettingError("pattern", pattern, "matches the empty text", works)
+        covered = end
+
+
+def _get_encoding(tiktoken: Any, name: str) -> Any:
+    if name not in tiktoken.list_encoding_names():
+        names = ", ".join(tiktoken.list_encoding_names())
+        raise TokenizerSettingError("path", name, "neither a file nor a tiktoken encoding", f"encodings are {names}")
+    try:
+        return tiktoken.get_encoding(name)  # from its cache, or else from the network
+    except OSError as error:
+        raise TokenizerSettingError(
+            "path",
+            name,
+            f"{name}: tiktoken has no copy of this encoding and cannot fetch it ({type(error).__name__})",
+            "run once where there is a network and copy the folder TIKTOKEN_CACHE_DIR, or give a ranks file's path",
+        ) from None

@@ -79,7 +79,7 @@ def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
         return
     file = files.get(_FILES[given.kind])
     if file is not None:
-        theirs = build_tokenizer(given.kind, str(file))
+        theirs = build_tokenizer(given.kind, str(file), given.end_token, given.pattern)
         if theirs.fingerprint != tokenizer.fingerprint and theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
             rule = f"gives other tokens than {file}, which the weights of checkpoint.init_from were trained with"
             works = f"write the data with that tokenizer, and set data.tokenizer.path={file}"

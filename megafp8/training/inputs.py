@@ -20,7 +20,7 @@ from megafp8.data.blend import Blend, Segment, shares
 from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset, idx_path
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
 from megafp8.data.samples import PackedDataset, split_documents
-from megafp8.data.tokenizers import Tokenizer, build_tokenizer
+from megafp8.data.tokenizers import Tokenizer, TokenizerSettingError, build_tokenizer
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,7 @@ def open_inputs(config: Config, source: str) -> Inputs:
 
     Raises ValueError (ConfigError where a key of the config is at fault) for a missing, damaged or mismatched input.
     """
-    tokenizer = None
-    if config.data.tokenizer is not None:
-        tokenizer = build_tokenizer(config.data.tokenizer.kind, config.data.tokenizer.path)
+    tokenizer = open_tokenizer(config, source)
     config = _resolve_vocabulary(config, tokenizer, source)
     needs_eod = config.data.reset_at_documents or config.data.mask_eod_loss
     if needs_eod and tokenizer is None:
@@ -192,10 +190,21 @@ def _problem(conflict: Conflict, split: str, split_then: str) -> Problem:
 
 def with_vocabulary(config: Config, source: str) -> Config:
     """`config` with `model.vocab_size` resolved, of all inputs reading the tokenizer only. Raises ValueError."""
-    given = config.data.tokenizer
     if config.model.vocab_size is not None:
         return config
-    return _resolve_vocabulary(config, None if given is None else build_tokenizer(given.kind, given.path), source)
+    return _resolve_vocabulary(config, open_tokenizer(config, source), source)
+
+
+def open_tokenizer(config: Config, source: str) -> Tokenizer | None:
+    """The tokenizer of the config, None where it has none. Raises ConfigError for a key that cannot be used."""
+    given = config.data.tokenizer
+    if given is None:
+        return None
+    try:
+        return build_tokenizer(given.kind, given.path, given.end_token, given.pattern)
+    except TokenizerSettingError as error:
+        problem = Problem(f"data.tokenizer.{error.setting}", error.value, error.rule, error.works)
+        raise ConfigError(source, [problem]) from None
 
 
 def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str) -> Config:

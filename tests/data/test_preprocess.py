@@ -5,7 +5,13 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Callable
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +20,16 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from megafp8.data.documents import Document
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megafp8.data.preprocess import preprocess
+from megafp8.data.tokenizers import BytesTokenizer, TokenizerSettings
 from tools import inspect_data, preprocess_data
 
 TEXTS = [f"document {i}\n" * (i % 5 + 1) for i in range(60)]
 LINES = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(TEXTS)).encode()
+
+NOISE = "".join(json.dumps({"text": hashlib.sha256(bytes([i])).hexdigest()}) + "\n" for i in range(200)).encode()
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "jsonl": bytes,
@@ -150,13 +161,11 @@ def test_inspect_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_the_number_of_workers_changes_no_byte(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     source = make_input(tmp_path / "in", "jsonl")
-    for workers in ("1", "2"):
-        assert run(tmp_path / workers, "--input", *source, "--workers", workers) == 0
-    for suffix in ("bin", "idx", "json"):
-        assert (tmp_path / f"1.{suffix}").read_bytes() == (tmp_path / f"2.{suffix}").read_bytes()
-
-
-NOISE = "".join(json.dumps({"text": hashlib.sha256(bytes([i])).hexdigest()}) + "\n" for i in range(200)).encode()
+    (tmp_path / "in" / "noise.jsonl").write_bytes(NOISE * 10)
+    for workers in ("0", "3"):
+        assert run(tmp_path / workers, "--input", *source, str(tmp_path / "in"), "--workers", workers) == 0
+        for suffix in ("bin", "idx", "json"):
+            assert (tmp_path / f"{workers}.{suffix}").read_bytes() == (tmp_path / f"0.{suffix}").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -197,3 +206,144 @@ def test_without_end_of_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("ab")
     assert run(tmp_path / "out", "--input", str(tmp_path / "a.txt"), "--no-append-eod") == 0
     assert IndexedDataset(tmp_path / "out").document(0).tolist() == [97, 98]
+
+
+def test_a_bad_tokenization_is_one_bad_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encode = BytesTokenizer.encode
+
+    def failing(self: BytesTokenizer, text: str) -> list[int]:
+        if text == TEXTS[7]:
+            raise RuntimeError("too long")
+        return encode(self, text)
+
+    monkeypatch.setattr(BytesTokenizer, "encode", failing)
+    source = make_input(tmp_path, "jsonl")
+    assert run(tmp_path / "out", "--input", *source) == 2
+    assert "data.jsonl, line 8: cannot be tokenized: RuntimeError: too long" in capsys.readouterr().err
+    assert run(tmp_path / "out", "--input", *source, "--skip-errors") == 0
+    assert texts(tmp_path / "out") == TEXTS[:7] + TEXTS[8:]
+
+
+class Interruption:
+    """Documents which, after `after` of them, interrupt the process that reads them or kill one of its workers."""
+
+    def __init__(self, after: int, kill: bool, size: int) -> None:
+        self.after, self.kill, self.size = after, kill, size
+        self.workers: list[int] = []
+
+    def __iter__(self) -> Iterator[Document]:
+        for number in range(100):
+            if number == self.after:
+                self.workers = [process.pid or 0 for process in multiprocessing.active_children()]
+                if not self.kill:
+                    raise KeyboardInterrupt
+                os.kill(self.workers[0], signal.SIGKILL)
+            yield Document(f"document {number}", "x" * self.size)
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_killed_workers_and_interrupts_leave_nothing(tmp_path: Path, kill: bool) -> None:
+    """Before the workers have started, and while they send results that are larger than a pipe's buffer."""
+    for after, size in ((0, 10), (20, 300_000)):
+        documents = Interruption(after, kill, size)
+        settings = TokenizerSettings("bytes")
+        start = time.monotonic()
+        with pytest.raises(ChildProcessError if kill else KeyboardInterrupt) as raised:
+            preprocess(documents, str(tmp_path / "x"), tokenizer=settings, workers=2, progress=False)
+        assert time.monotonic() - start < 20
+        assert list(tmp_path.iterdir()) == []
+        assert len(documents.workers) == 2
+        assert not any(Path(f"/proc/{pid}").exists() for pid in documents.workers)
+        if kill:
+            assert f"worker process {documents.workers[0]} was killed by SIGKILL at document" in str(raised.value)
+
+
+def test_publishing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted at each rename or removal, new files replace the old ones; killed there, no mixture is read."""
+
+    def write(text: str, **options: bool) -> None:
+        documents = [Document("a", text)]
+        preprocess(documents, prefix, tokenizer=TokenizerSettings("bytes"), progress=False, **options)
+
+    prefix = str(tmp_path / "x")
+    calls = [0]
+    real = {"replace": os.replace, "unlink": Path.unlink}
+    ends: list[BaseException] = [KeyboardInterrupt(), SystemError("stands for a kill")]
+
+    def stopping(name: str, at: int, end: BaseException) -> Callable[..., None]:
+        def call(*arguments: object, **options: object) -> None:
+            calls[0] += 1
+            if calls[0] == at:
+                raise end
+            real[name](*arguments, **options)  # type: ignore[operator]
+
+        return call
+
+    for end in ends:
+        at = 0
+        while True:
+            at += 1
+            write("old", overwrite=True)
+            (tmp_path / "x.json").write_text("old")
+            calls[0] = 0
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "replace", stopping("replace", at, end))
+                patched.setattr(Path, "unlink", stopping("unlink", at, end))
+                try:
+                    write("new!", overwrite=True)
+                except type(end):
+                    pass
+                else:
+                    break
+            if isinstance(end, KeyboardInterrupt):
+                assert texts(tmp_path / "x") == ["new!"]
+                assert json.loads((tmp_path / "x.json").read_text())["tokens"] == 5
+            elif (tmp_path / "x.idx").exists():
+                assert texts(tmp_path / "x") in (["old"], ["new!"])
+                assert (tmp_path / "x.json").exists()
+            assert not list(tmp_path.glob("*incomplete*")) or not isinstance(end, KeyboardInterrupt)
+        assert at > 5
+
+
+def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line each, and nothing is left behind or lost."""
+    source = tmp_path / "in.json"
+    source.write_bytes(LINES)
+
+    def refused(prefix: Path, *arguments: str) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert run(prefix, "--input", str(source), *arguments) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+        said = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+        assert len(said) == 1
+        return said[0]
+
+    (tmp_path / "file").write_text("")
+    assert "file/x.bin cannot be written: " in refused(tmp_path / "file" / "x")
+    (tmp_path / "old.json").write_text("")
+    assert "old.json is there already; choose another output prefix, or replace it by --overwrite" in refused(
+        tmp_path / "old"
+    )
+    assert "in.json is an input and would be replaced" in refused(tmp_path / "in", "--overwrite")
+    assert source.read_bytes() == LINES
+    assert "--workers -1: must be 0 or more" in refused(tmp_path / "x", "--workers", "-1")
+    (tmp_path / "folder.idx").mkdir()
+    assert "folder.idx is a folder" in refused(tmp_path / "folder", "--overwrite")
+    (tmp_path / "large.txt").write_text("x" * 4_000_000)
+    source = tmp_path / "large.txt"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, limits[1]))  # like a disk that is full
+    try:
+        assert re.search(r"error: \[Errno 27\] File too large: '.*x\.bin\.incomplete-", refused(tmp_path / "x"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_writer_refuses_tokens_that_do_not_fit(tmp_path: Path) -> None:
+    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
+    for tokens in ([1, 65536], [-1]):
+        with pytest.raises(ValueError, match="do not fit uint16"):
+            writer.add_document(np.array(tokens))
+    writer.abort()

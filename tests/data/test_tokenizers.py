@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.config import ConfigError, TokenizerConfig, load_config
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
-from tests.quickstart_data import QuickstartData
+from megafp8.training.inputs import open_tokenizer
+from tests.quickstart_data import CONFIG, QuickstartData
+from tools import preprocess_data
 
 TEXTS = [
     "def f(x):\n\treturn x  # two  spaces\n\n\n    if 12345:\r\n        pass",
@@ -73,19 +76,135 @@ def test_fingerprints_differ(files: dict[str, str]) -> None:
     assert prints == [build(files, kind).fingerprint for kind in files]
 
 
-@pytest.mark.parametrize(
-    ("kind", "path", "message"),
+CL100K = "|".join(
     [
-        ("sentencepiece", None, "a sentencepiece tokenizer needs data.tokenizer.path"),
-        ("sentencepiece", "absent.model", "absent.model: no such file"),
-        ("sentencepiece", __file__, "is not a sentencepiece model"),
-        ("huggingface", __file__, "is not a tokenizer.json"),
-        ("tiktoken", "gpt9", "neither a file nor a tiktoken encoding"),
-    ],
+        r"'(?i:[sdmt]|ll|ve|re)",
+        r"[^\r\n\p{L}\p{N}]?+\p{L}++",
+        r"\p{N}{1,3}+",
+        r" ?[^\s\p{L}\p{N}]++[\r\n]*+",
+        r"\s++$",
+        r"\s*[\r\n]",
+        r"\s+(?!\S)",
+        r"\s",
+    ]
 )
-def test_what_is_missing_is_said(kind: str, path: str | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_tokenizer(kind, path)  # type: ignore[arg-type]
+
+
+def test_a_setting_at_fault_has_the_name_that_its_user_gave_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same fault is told of a config by its key, and of a tool by its flag."""
+    (tmp_path / "a.txt").write_text("a")
+    ranks = tmp_path / "r.tiktoken"
+    ranks.write_bytes(b"\n".join(base64.b64encode(bytes([i])) + f" {i}".encode() for i in range(256)))
+    cases: list[tuple[dict[str, str], str, str]] = [
+        ({"kind": "sentencepiece"}, "path", "a sentencepiece tokenizer is read from a file"),
+        ({"kind": "sentencepiece", "path": "absent.model"}, "path", "no such file"),
+        ({"kind": "huggingface", "path": str(tmp_path)}, "path", "is a folder"),
+        ({"kind": "sentencepiece", "path": __file__}, "path", "is not a sentencepiece model"),
+        ({"kind": "huggingface", "path": __file__}, "path", "is not a tokenizer.json"),
+        ({"kind": "tiktoken", "path": __file__}, "path", "not a tiktoken ranks file: line 1: "),
+        ({"kind": "tiktoken", "path": "gpt9"}, "path", "neither a file nor a tiktoken encoding"),
+        ({"kind": "tiktoken", "path": str(ranks), "end_token": "<|im_end|>"}, "end_token", "has no such token"),
+        ({"kind": "tiktoken", "path": str(ranks), "pattern": "("}, "pattern", "not a regular expression"),
+        ({"kind": "tiktoken", "path": str(ranks), "pattern": r"\S+|\n"}, "pattern", "would leave out '\\t'"),
+        ({"kind": "tiktoken", "path": str(ranks), "pattern": "a*"}, "pattern", "matches the empty text"),
+        ({"kind": "sentencepiece", "path": "x", "pattern": "x"}, "pattern", "only tiktoken ranks files"),
+        ({"kind": "bytes", "path": "x"}, "path", "the bytes tokenizer has none"),
+        ({"kind": "bytes", "end_token": "x"}, "end_token", "the bytes tokenizer has none"),
+    ]
+    config = load_config(CONFIG)
+    for settings, setting, rule in cases:
+        data = config.data.model_copy(update={"tokenizer": TokenizerConfig.model_validate(settings)})
+        with pytest.raises(ConfigError) as raised:
+            open_tokenizer(config.model_copy(update={"data": data}), "a.yaml")
+        assert str(raised.value).startswith(f"a.yaml: 1 problem\n  data.tokenizer.{setting} = "), raised.value
+        assert rule in str(raised.value)
+        flags = [f"--tokenizer-{key.replace('_', '-')}={value}" for key, value in settings.items() if key != "kind"]
+        outputs = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out")]
+        assert preprocess_data.main([*outputs, "--tokenizer", settings["kind"], *flags]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: --tokenizer-{setting.replace('_', '-')}"), said
+        assert rule in said
+        assert "data.tokenizer" not in said
+
+
+def test_end_tokens(files: dict[str, str], tmp_path: Path) -> None:
+    """Any token of the vocabulary; the fingerprint changes with the id, and only with it."""
+    for kind, token in (("sentencepiece", "<s>"), ("huggingface", "!"), ("tiktoken", "retu")):
+        usual, other = build(files, kind), build_tokenizer(kind, files[kind], token)  # type: ignore[arg-type]
+        assert other.decode([other.eod_id]) in (token, "")  # sentencepiece shows no control tokens
+        assert other.eod_id != usual.eod_id
+        assert other.fingerprint != usual.fingerprint
+        assert other.encode(TEXTS[0]) == usual.encode(TEXTS[0])
+    for kind, token in (("sentencepiece", "</s>"), ("huggingface", "<|endoftext|>"), ("tiktoken", "<|endoftext|>")):
+        same = build_tokenizer(kind, files[kind], token)  # type: ignore[arg-type]
+        assert (same.eod_id, same.fingerprint) == (build(files, kind).eod_id, build(files, kind).fingerprint)
+
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models
+
+    path = str(tmp_path / "t.json")
+    library = Library(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    library.save(path)
+    known = r"; special tokens are <\|im_start\|>, <\|im_end\|>"
+    with pytest.raises(ValueError, match=f"has no end-of-document token; .*{known}"):
+        build_tokenizer("huggingface", path)
+    with pytest.raises(ValueError, match=f"'</s>': .* has no such token; .*{known}"):
+        build_tokenizer("huggingface", path, "</s>")
+    assert build_tokenizer("huggingface", path, "<|im_end|>").eod_id == 3
+
+
+def test_texts_are_neither_cut_nor_padded(tmp_path: Path) -> None:
+    """A tokenizer.json may ask for both, to fit some model's context."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, pre_tokenizers
+
+    library = Library(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.enable_truncation(2)
+    library.save(str(tmp_path / "cut.json"))
+    library.no_truncation()
+    library.enable_padding(length=9)
+    library.save(str(tmp_path / "padded.json"))
+    for name in ("cut.json", "padded.json"):
+        assert build_tokenizer("huggingface", str(tmp_path / name)).encode("a b a b") == [0, 1, 0, 1]
+
+
+def test_tiktoken_ranks_files(files: dict[str, str], tmp_path: Path) -> None:
+    """Their own pattern decides what merges, against the library; and a file is read anew when it has changed."""
+    tiktoken = pytest.importorskip("tiktoken")
+    path = tmp_path / "r.tiktoken"
+
+    def save(*merges: bytes) -> dict[bytes, int]:
+        tokens = [*(bytes([i]) for i in range(256)), *merges]
+        path.write_bytes(b"".join(base64.b64encode(t) + f" {rank}\n".encode() for rank, t in enumerate(tokens)))
+        return {token: rank for rank, token in enumerate(tokens)}
+
+    text = "a 12345 word's  end\n"
+    ranks = save(b"34", b"d'", b" e")
+    prints = set()
+    for pattern in (None, CL100K, r"\s+|\S+", r"[\s\S]"):
+        tokenizer = build_tokenizer("tiktoken", str(path), None, pattern)
+        default = build_tokenizer("tiktoken", str(path))
+        if pattern is not None:
+            reference = tiktoken.Encoding("r", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+            assert tokenizer.encode(text) == reference.encode_ordinary(text)
+        assert (tokenizer.encode(text) == default.encode(text)) == (pattern in (None, CL100K)), pattern
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.eod_id == 259
+        prints.add(tokenizer.fingerprint)
+    assert len(prints) == 4
+    save(b"12", b"or", b"rd")
+    assert build_tokenizer("tiktoken", str(path)).encode("12") == [256], "an earlier content of the file was used"
+    for damaged, message in (
+        (b"IQ== 0\n", "no token for the single byte 0x00"),
+        (b"IQ==\n", "line 1: not enough values"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=message):
+            build_tokenizer("tiktoken", str(path))
 
 
 def test_no_end_of_document_token(tmp_path: Path) -> None:

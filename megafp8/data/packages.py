@@ -1,0 +1,21 @@
+"""Packages that only some tokenizers and file formats need."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_EXTRAS = {"tokenizers": "hf", "tiktoken": "data", "pyarrow": "data"}
+
+
+def import_package(name: str, what: str) -> Any:
+    """The module `name`. ValueError, naming the command that installs it, where it is missing; `what` needs it."""
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise  # installed, and one of its own imports is missing
+    extra = _EXTRAS.get(package)
+    command = f"pip install {package}" + (f" (or megafp8 with its extra: pip install -e '.[{extra}]')" if extra else "")
+    raise ValueError(f"{what} needs the package {package}, which is not installed: {command}")
