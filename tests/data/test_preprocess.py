@@ -286,7 +286,6 @@ def test_publishing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         while True:
             at += 1
             write("old", overwrite=True)
-            (tmp_path / "x.json").write_text("old")
             calls[0] = 0
             with monkeypatch.context() as patched:
                 patched.setattr(os, "replace", stopping("replace", at, end))
