@@ -237,7 +237,9 @@ def _check_llama(hf: HfConfig) -> dict[str, Any]:
     """What transformers' LlamaConfig refuses, although its layers could: such a model is written as Mistral."""
     hidden, heads = hf.get("hidden_size"), hf.get("num_attention_heads")
     if isinstance(hidden, int) and isinstance(heads, int) and hidden % max(heads, 1):
-        _refuse("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}) in this family, even with head_dim")
+        _refuse(
+            "hidden_size", hidden, f"a multiple of num_attention_heads ({heads}) in this family, even with head_dim"
+        )
     std = hf.get("initializer_range", 0.0)
     if isinstance(std, (int, float)) and not 0 <= std <= 1:
         _refuse("initializer_range", std, "0 to 1")
@@ -358,32 +360,32 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys of any family that change what the model computes, and the values with which they do not."""
 
-_HARMLESS = frozenset(
-    # what the file is about
-    "model_type architectures transformers_version name_or_path _name_or_path _commit_hash transformers.js_config "
-    "torch_dtype dtype use_bfloat16 torchscript tf_legacy_loss is_llama_config unsloth_fixed unsloth_version "
-    # tokens
-    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix "
-    # outputs, caches, and implementations that differ in rounding alone
-    "use_cache return_dict output_hidden_states output_attentions output_past tie_last_hidden_states is_decoder "
-    "chunk_size_feed_forward pretraining_tp attn_implementation _attn_implementation "
-    "_attn_implementation_autoset experts_implementation gradient_checkpointing reorder_and_upcast_attn "
-    # dropout, of which evaluation has none
-    "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop classifier_dropout "
-    # sizes of buffers in old releases
-    "n_ctx max_sequence_length "
-    # heads of other models over the same layers
-    "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout id2label label2id "
-    "num_labels _num_labels problem_type task_specific_params finetuning_task predict_special_tokens "
-    # settings of generate()
-    "max_length min_length do_sample early_stopping num_beams num_beam_groups num_return_sequences diversity_penalty "
-    "temperature top_k top_p typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty "
-    "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids output_scores "
-    "return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values "
-    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens assistant_confidence_threshold "
-    "assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule target_lookbehind".split()
-)
-"""Keys of any family that do not change the logits."""
+_HARMLESS_FOR: Mapping[str, str] = {
+    "they describe the file": "model_type architectures transformers_version name_or_path _name_or_path _commit_hash "
+    "transformers.js_config torch_dtype dtype use_bfloat16 torchscript tf_legacy_loss is_llama_config unsloth_fixed "
+    "unsloth_version",
+    "they name tokens": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class "
+    "prefix",
+    "they choose outputs, caches, and implementations that differ in rounding alone": "use_cache return_dict "
+    "output_hidden_states output_attentions output_past tie_last_hidden_states is_decoder chunk_size_feed_forward "
+    "pretraining_tp attn_implementation _attn_implementation _attn_implementation_autoset experts_implementation "
+    "gradient_checkpointing reorder_and_upcast_attn",
+    "evaluation has no dropout, and training here has none": "attention_dropout hidden_dropout resid_pdrop embd_pdrop "
+    "attn_pdrop classifier_dropout",
+    "they are sizes of buffers in old releases": "n_ctx max_sequence_length",
+    "they belong to other heads over the same layers": "summary_type summary_use_proj summary_activation "
+    "summary_proj_to_labels summary_first_dropout id2label label2id num_labels _num_labels problem_type "
+    "task_specific_params finetuning_task predict_special_tokens",
+    "they are settings of generate()": "max_length min_length do_sample early_stopping num_beams num_beam_groups "
+    "num_return_sequences diversity_penalty temperature top_k top_p typical_p epsilon_cutoff eta_cutoff "
+    "repetition_penalty encoder_repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "bad_words_ids output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+    "assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule "
+    "target_lookbehind",
+}
+"""Why keys do not change the logits, and the keys, of any family."""
+_HARMLESS = frozenset(key for keys in _HARMLESS_FOR.values() for key in keys.split())
 
 
 def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:

@@ -34,21 +34,12 @@ from megafp8.conversion.hf_config import read_config
 from megafp8.conversion.hf_names import base_prefix, is_buffer, place
 from megafp8.conversion.model import model_tensors
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
+from megafp8.conversion.target import TOKENIZER_NAMES
 from megafp8.sharding import Shape
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
-OTHER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+GENERATION_FILE = "generation_config.json"
+OTHER_FILES = (*TOKENIZER_NAMES, GENERATION_FILE)
 """What a model brings along besides config and weights."""
 _OUTPUT = "lm_head.weight"
 _BLOCK = 1 << 25  # bytes of a tensor that are compared at a time
@@ -126,8 +117,8 @@ class HfSource:
             equal = equal and torch.equal(one.double(), other.double())
         if not equal:
             raise ValueError(
-                f"{self.path}: {CONFIG_FILE} has tie_word_embeddings = true, but {_OUTPUT} in {output.file.name} differs "
-                f"from {name}, and releases of transformers differ in which they use. Set tie_word_embeddings to false "
+                f"{self.path}: {CONFIG_FILE} has tie_word_embeddings = true, but {_OUTPUT} in {output.file.name} is "
+                f"not {name}, and releases of transformers differ in what they use. Set tie_word_embeddings to false "
                 f"to use both tensors (as transformers 5 does), or remove {_OUTPUT} to tie them (as 4 does)"
             )
 

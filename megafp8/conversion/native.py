@@ -27,7 +27,7 @@ from megafp8.checkpoint.store import METADATA_FILE, OWN_KEYS, metadata_text, wri
 from megafp8.checkpoint.writer import CheckpointWriter
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo
-from megafp8.conversion.target import Target, tokenizer_files
+from megafp8.conversion.target import TOKENIZER_NAMES, Target, tokenizer_files
 
 
 class NativeSource:
@@ -115,6 +115,15 @@ def _check(name: str, rectangle: StoredRectangle) -> None:
 
 
 def _tokenizer_files(path: Path, config: Mapping[str, Any]) -> list[Path]:
-    """What was converted with the checkpoint, or else the file that the run's config names, if it is still there."""
-    file = ((config.get("data") or {}).get("tokenizer") or {}).get("path")
-    return tokenizer_files(path) or ([Path(file)] if file and Path(file).is_file() else [])
+    """What was converted with the checkpoint, or else the file that the run's config names, if it is still there.
+
+    A file of a Hugging Face folder brings those along that say what its special tokens are.
+    """
+    if found := tokenizer_files(path):
+        return found
+    name = ((config.get("data") or {}).get("tokenizer") or {}).get("path")
+    file = Path(name) if name else None
+    if file is None or not file.is_file():
+        return []
+    others = TOKENIZER_NAMES if file.name in TOKENIZER_NAMES else ()
+    return [file, *(other for n in others if n != file.name and (other := file.with_name(n)).is_file())]

@@ -185,7 +185,7 @@ def test_what_is_there_is_left_alone(tmp_path: Path, what: str) -> None:
     kept = target if what == "a file" else target / "precious"
     kept.parent.mkdir(exist_ok=True)
     kept.write_text("precious")
-    with pytest.raises(ValueError, match="is there already, and was left as it is"):
+    with pytest.raises(ValueError, match="exists already and is no empty folder; nothing was overwritten"):
         HfSink(target).begin(RandomSource(ModelConfig(**SMALL), tmp_path))
     assert kept.read_text() == "precious"
     assert [f.name for f in tmp_path.iterdir()] == ["ours"]
