@@ -184,21 +184,20 @@ def _one_kind(hf: HfConfig) -> str | None:
     return found
 
 
-def _check_window(window: Any, kind: str | None, key: str) -> None:
+def _check_window(window: Any, kind: str | None) -> None:
     """Refuse layer_types that contradict the window."""
     if kind is not None and (kind == "sliding_attention") != (window is not None):
-        works = "full_attention in all layers where it is null" if window is None else "null where it is full_attention"
-        _refuse(key, window, f"{works} (layer_types are {kind})")
+        _refuse("layer_types", kind, f"{'full' if window is None else 'sliding'}_attention, as the window is {window}")
 
 
 def _read_no_window(hf: HfConfig) -> dict[str, Any]:
-    _check_window(None, _one_kind(hf), "sliding_window")
+    _check_window(None, _one_kind(hf))
     return {}
 
 
 def _read_mistral_window(hf: HfConfig) -> dict[str, Any]:
     window = hf.get("sliding_window", 4096)
-    _check_window(window, _one_kind(hf), "sliding_window")
+    _check_window(window, _one_kind(hf))
     return {"sliding_window": window}
 
 
@@ -211,7 +210,7 @@ def _read_qwen_window(hf: HfConfig) -> dict[str, Any]:
             _refuse("max_window_layers", first, f"0, or num_hidden_layers ({layers}): all layers alike")
         kind = "sliding_attention" if first <= 0 else "full_attention"
     if window is None:
-        _check_window(None, kind, "sliding_window")
+        _check_window(None, kind)
     return {"sliding_window": window if kind == "sliding_attention" else None}
 
 
@@ -240,10 +239,15 @@ def _check_llama(hf: HfConfig) -> dict[str, Any]:
         _refuse(
             "hidden_size", hidden, f"a multiple of num_attention_heads ({heads}) in this family, even with head_dim"
         )
-    std = hf.get("initializer_range", 0.0)
-    if isinstance(std, (int, float)) and not 0 <= std <= 1:
-        _refuse("initializer_range", std, "0 to 1")
     return {}
+
+
+_INIT_STD = Trait(
+    ("initializer_range",),
+    lambda hf: {"init_std": hf.get("initializer_range", 0.02)},
+    # LlamaConfig refuses more than 1. It says nothing about a trained model.
+    lambda model: {"initializer_range": model.init_std} if model.init_std <= 1 else {},
+)
 
 
 def _llama_like(*, num_key_value_heads: int | None, head_dim: int | None = None) -> tuple[Trait, ...]:
@@ -260,7 +264,7 @@ def _llama_like(*, num_key_value_heads: int | None, head_dim: int | None = None)
         same("activation", "hidden_act", "silu", {"silu": "swiglu", "swish": "swiglu"}),
         same("norm_eps", "rms_norm_eps", 1e-6),
         same("tie_embeddings", "tie_word_embeddings", False),
-        same("init_std", "initializer_range", 0.02),
+        _INIT_STD,
         always(position_embedding="rope", normalization="rmsnorm"),
         Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), _read_rope, _write_rope),
         only("rope_interleaved", False, written=False),

@@ -168,6 +168,8 @@ def _read_object(file: Path) -> dict[str, Any]:
 def _entries(path: Path) -> dict[str, Entry]:
     """All tensors in the weight files of `path`."""
     if (path / INDEX_FILE).is_file():
+        if (path / WEIGHTS_FILE).is_file() and WEIGHTS_FILE not in _weight_map(path).values():
+            raise ValueError(f"{path} has both {WEIGHTS_FILE} and {INDEX_FILE}, which are two models; remove one")
         return _indexed(path)
     if (path / WEIGHTS_FILE).is_file():
         return read_header(path / WEIGHTS_FILE)
@@ -182,11 +184,17 @@ def _entries(path: Path) -> dict[str, Entry]:
     raise ValueError(f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}")
 
 
-def _indexed(path: Path) -> dict[str, Entry]:
+def _weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, by the index."""
     index = path / INDEX_FILE
     files = _read_object(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(f, str) and Path(f).name == f for f in files.values()):
         raise ValueError(f"{index} is damaged: it has no weight_map of names to files")
+    return files
+
+
+def _indexed(path: Path) -> dict[str, Entry]:
+    index, files = path / INDEX_FILE, _weight_map(path)
     first = {file: name for name, file in reversed(files.items())}
     headers = {}
     for file, name in first.items():

@@ -17,8 +17,10 @@ original cannot be read, a warning says so and only the original is written. A t
 tokenizer_config.json is copied as it is.
 
 The limits: special tokens spelled out in a text, such as "</s>", are recognised by transformers and not by
-sentencepiece. For model_type qwen2 transformers 5 always takes its own Qwen2Tokenizer, which keeps the vocabulary of
-tokenizer.json but not the way text is cut; a warning says how to load the folder's tokenizer then.
+sentencepiece. Unigram models are ambiguous: where several ways to cut a text are equally likely, as in a long row of
+equal characters, and for combining characters that normalization composes, the libraries differ; a warning says so.
+For model_type qwen2 transformers 5 always takes its own Qwen2Tokenizer, which keeps the vocabulary of tokenizer.json
+but not the way text is cut; a warning says how to load the folder's tokenizer then.
 """
 
 from __future__ import annotations
@@ -219,6 +221,10 @@ def _from_sentencepiece(tokenizer: Tokenizer, path: str | None) -> tuple[Any, di
             models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback, ignore_merges=whole)
         )
     elif trainer.model_type == TrainerSpec.UNIGRAM:
+        _log.warning(
+            "%s is a unigram model: transformers may cut rare texts otherwise, such as long rows of one character; "
+            "tokenizer.model, which is written beside tokenizer.json, does not", path,
+        )  # fmt: skip
         scores = [(one.piece, one.score) for one in proto.pieces]
         library = Library(models.Unigram(scores, model.unk_id(), trainer.byte_fallback))
     else:
