@@ -75,6 +75,8 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
     files = {file.name: file.read_bytes() for file in source.tokenizer_files}
     found = find_tokenizer(source)
     if found is None:
+        if path := _of_run(source).get("path"):
+            _log.warning("the tokenizer %s of the run is not there any more; none is written", path)
         return TokenizerExport(files)
     kind, path = found
     try:
@@ -84,10 +86,8 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
             raise ValueError(f"as tokenizer.json it would encode {differing[0]!r} otherwise")
     except (ValueError, ImportError) as error:
         if CONFIG_FILE not in files:
-            _log.warning(
-            "the tokenizer %s (%s) is not written as tokenizer.json, so AutoTokenizer may not load it or give other "
-            "tokens: %s", path or "", kind, error,
-        )  # fmt: skip
+            what = f"the tokenizer {path or ''} ({kind}) is not written as {TOKENIZER_FILE}"
+            _log.warning("%s, so AutoTokenizer may not load it or give other tokens: %s", what, error)
         return TokenizerExport(files)
     end = library.id_to_token(tokenizer.eod_id)
     roles = {"bos_token": end, **roles, "eos_token": end}
@@ -109,7 +109,7 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
 def find_tokenizer(source: Source) -> tuple[TokenizerKind, str | None] | None:
     """Kind and path of the source's tokenizer, from the config of its run or from names; None where there is none."""
     files = {file.name: str(file) for file in source.tokenizer_files}
-    said = (source.about.get("config", {}).get("data") or {}).get("tokenizer") or {}
+    said = _of_run(source)
     kind: TokenizerKind | None = said.get("kind")
     path: str | None = said.get("path")
     if kind == "bytes":
@@ -124,9 +124,12 @@ def find_tokenizer(source: Source) -> tuple[TokenizerKind, str | None] | None:
         suffix = Path(name).suffix
         if name in files and suffix in by_suffix and (suffix != ".json" or name == TOKENIZER_FILE):
             return by_suffix[suffix], files[name]
-    if path is not None:
-        _log.warning("the tokenizer %s of the run is not there any more; none is written", path)
     return None
+
+
+def _of_run(source: Source) -> Mapping[str, Any]:
+    """data.tokenizer of the run that saved the source."""
+    return (source.about.get("config", {}).get("data") or {}).get("tokenizer") or {}
 
 
 def _differing(tokenizer: Tokenizer, library: Any) -> list[str]:
@@ -142,6 +145,7 @@ def _from_huggingface(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict
     """The file itself; roles by the model's unknown token, the padding it states, and customary names."""
     from tokenizers import Tokenizer as Library
 
+    assert path is not None
     library = Library.from_file(path)
     special = [token.content for token in library.get_added_tokens_decoder().values() if token.special]
     roles = {}
@@ -201,7 +205,7 @@ def _merges(ids: Mapping[str, int], order: Iterable[str], parts: Collection[str]
 
 def _from_sentencepiece(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, str]]:
     """BPE or unigram. Raises ValueError for what the library `tokenizers` has no equivalent of."""
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # type: ignore[attr-defined]
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Library
 

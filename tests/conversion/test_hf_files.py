@@ -327,8 +327,8 @@ def _two_models(folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    [_unlisted, _two_models, _truncate, _remove, _spoil_header, _spoil_length, _empty, _swap, _no_weights, _only_bin, _no_config,
-     _config_is_no_json, _another_shape, _more_layers, _fewer_layers, _of_integers, _unsupported],
+    [_unlisted, _two_models, _truncate, _remove, _spoil_header, _spoil_length, _empty, _swap, _no_weights, _only_bin,
+     _no_config, _config_is_no_json, _another_shape, _more_layers, _fewer_layers, _of_integers, _unsupported],
 )  # fmt: skip
 def test_damage_is_named(folder: Path, damage: Any) -> None:
     expected = damage(folder)

@@ -135,11 +135,12 @@ def _check_export(world: World, folder: Path, count: int, seed: int) -> tuple[Co
 
 
 @pytest.mark.slow
-def test_random_models_of_ours_load_in_transformers_or_are_refused(world2: World, tmp_path: Path) -> None:
-    families, reasons = _check_export(world2, tmp_path, 200, seed=1)
-    print(f"\n200 models: {families.total()} exported {dict(families)}, {reasons.total()} refused {dict(reasons)}")
-    assert families.total() > 100
-    assert set(families) == {"llama", "mistral", "qwen2", "qwen3", "gpt2"}
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_random_models_of_ours_load_in_transformers_or_are_refused(world2: World, tmp_path: Path, seed: int) -> None:
+    families, reasons = _check_export(world2, tmp_path, 50, seed)
+    print(f"\n50 models: {families.total()} exported {dict(families)}, {reasons.total()} refused {dict(reasons)}")
+    assert families.total() > 25
+    assert len(families) >= 4
 
 
 def test_a_model_that_cannot_be_built_is_not_exported(tmp_path: Path) -> None:
@@ -336,8 +337,8 @@ def _check_import(world: World, folder: Path, count: int, seed: int) -> Counter[
 
 
 def test_a_few_random_models_in_both_directions(world2: World, tmp_path: Path) -> None:
-    families, reasons = _check_export(world2, tmp_path / "ours", 6, seed=5)
-    assert len(families) >= 2
+    families, reasons = _check_export(world2, tmp_path / "ours", 6, seed=10)
+    assert len(families) == 4
     assert reasons
     found = _check_import(world2, tmp_path / "theirs", 10, seed=3)
     assert found["equal"] >= 2
@@ -345,8 +346,9 @@ def test_a_few_random_models_in_both_directions(world2: World, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_random_keys_of_theirs_are_honoured_or_refused(world2: World, tmp_path: Path) -> None:
-    found = _check_import(world2, tmp_path, 600, seed=1)
-    print(f"\n600 configs of theirs: {dict(found)}, 0 silently different")
-    assert found["equal"] > 150
-    assert found["refused"] > 150
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_random_keys_of_theirs_are_honoured_or_refused(world2: World, tmp_path: Path, seed: int) -> None:
+    found = _check_import(world2, tmp_path, 150, seed)
+    print(f"\n150 configs of theirs: {dict(found)}, none silently different")
+    assert found["equal"] > 30
+    assert found["refused"] > 30
