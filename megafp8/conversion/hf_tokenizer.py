@@ -78,9 +78,9 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
         if path := _of_run(source).get("path"):
             _log.warning("the tokenizer %s of the run is not there any more; none is written", path)
         return TokenizerExport(files)
-    kind, path = found
+    kind, path = found["kind"], found["path"]
     try:
-        tokenizer = build_tokenizer(kind, path)
+        tokenizer = build_tokenizer(**found)
         library, roles = _CONVERTERS[kind](tokenizer, path)
         if CONFIG_FILE not in files and (differing := _differing(tokenizer, library)):
             raise ValueError(f"as tokenizer.json it would encode {differing[0]!r} otherwise")
@@ -106,24 +106,25 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
     return TokenizerExport(files, tokenizer.eod_id, library.token_to_id(roles.get("pad_token", "")))
 
 
-def find_tokenizer(source: Source) -> tuple[TokenizerKind, str | None] | None:
-    """Kind and path of the source's tokenizer, from the config of its run or from names; None where there is none."""
+def find_tokenizer(source: Source) -> dict[str, Any] | None:
+    """Arguments of `build_tokenizer` for the source's tokenizer; None where it has none.
+
+    As the config of its run says, with the path of the file that lies with the source, or else by names of files.
+    """
     files = {file.name: str(file) for file in source.tokenizer_files}
-    said = _of_run(source)
-    kind: TokenizerKind | None = said.get("kind")
-    path: str | None = said.get("path")
-    if kind == "bytes":
-        return kind, None
-    if kind is not None and path is not None:
-        if Path(path).name in files:
-            return kind, files[Path(path).name]
-        if kind == "tiktoken" and not Path(path).suffix:
-            return kind, path  # the name of an encoding
+    said = {key: value for key, value in _of_run(source).items() if value is not None}
+    if said.get("kind") == "bytes":
+        return said | {"path": None}
+    if "kind" in said and (name := Path(said.get("path", "")).name):
+        if name in files:
+            return said | {"path": files[name]}
+        if said["kind"] == "tiktoken" and "." not in name:
+            return said  # the name of an encoding
     by_suffix: dict[str, TokenizerKind] = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
     for name in (TOKENIZER_FILE, _SENTENCEPIECE_FILE, *sorted(files)):
         suffix = Path(name).suffix
         if name in files and suffix in by_suffix and (suffix != ".json" or name == TOKENIZER_FILE):
-            return by_suffix[suffix], files[name]
+            return {"kind": by_suffix[suffix], "path": files[name]}
     return None
 
 
@@ -156,6 +157,8 @@ def _from_huggingface(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict
         roles["unk_token"] = unknown
     if library.padding:
         roles["pad_token"] = library.padding["pad_token"]
+    library.no_truncation()  # which transformers does too, unless a call asks for it
+    library.no_padding()
     return library, roles
 
 

@@ -82,7 +82,7 @@ def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
         return
     file = _tokenizer_file(opened, given.kind)
     if file is not None:
-        theirs = build_tokenizer(given.kind, file)
+        theirs = build_tokenizer(**given.model_dump(exclude_none=True) | {"path": file})
         if theirs.fingerprint != tokenizer.fingerprint and theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
             rule = f"gives other tokens than {file}, which the weights of checkpoint.init_from were trained with"
             works = f"write the data with that tokenizer, and set data.tokenizer.path={file}"
@@ -95,7 +95,7 @@ def _tokenizer_file(source: Source, kind: TokenizerKind) -> str | None:
     if _FILES.get(kind) in files:
         return files[_FILES[kind]]
     found = find_tokenizer(source)
-    return found[1] if found is not None and found[0] == kind else None
+    return found["path"] if found is not None and found["kind"] == kind else None
 
 
 @contextmanager
