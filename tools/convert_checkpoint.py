@@ -31,7 +31,7 @@ SOURCE_OPTIONS, SINK_OPTIONS = ("unsafe", "vocab_size"), ("tensor", "pipeline", 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", required=True, type=Path, metavar="PATH", help="checkpoint, or the folder of a run")
-    parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make")
+    parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to make, or an empty one")
     parser.add_argument("--to", required=True, choices=list(FORMATS))
     parser.add_argument("--from", dest="source", choices=list(FORMATS), help="default: what the files look like")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of weights; implies --weights-only")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from megafp8.config import optimizer_checks
 from megafp8.config.errors import ConfigError, Problem
-from megafp8.config.tree import V_SCHEDULES, Config
+from megafp8.config.tree import V_SCHEDULES, Config, ModelConfig
 
 
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
@@ -67,8 +67,8 @@ def _blend(config: Config) -> Iterator[Problem]:
             yield Problem(f"data.train.{prefix}", weight, rule, f"{works}, or leave the data set out")
 
 
-def _model(config: Config) -> Iterator[Problem]:
-    m = config.model
+def attention_heads(m: ModelConfig) -> Iterator[Problem]:
+    """Heads that attention cannot be built of, in any layout."""
     heads = m.num_attention_heads
     if m.head_dim is None and m.hidden_size % heads:
         yield Problem(
@@ -85,6 +85,11 @@ def _model(config: Config) -> Iterator[Problem]:
             "model.num_query_groups", m.query_groups, f"model.num_attention_heads ({heads}) is not a multiple of it",
             _divisors(heads, m.query_groups),
         )  # fmt: skip
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    m = config.model
+    yield from attention_heads(m)
     rows = m.max_position_embeddings
     if m.position_embedding == "learned" and rows is not None and rows < config.training.seq_length:
         yield Problem(

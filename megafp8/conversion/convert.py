@@ -28,6 +28,7 @@ from megafp8.checkpoint.store import write_text
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Sink, Source, TensorInfo
 from megafp8.conversion.hf_config import canonical, differences
+from megafp8.conversion.target import check_free, is_taken
 
 _SPARE_BYTES = 64 * 2**20  # indices, headers, journals
 
@@ -73,14 +74,13 @@ class Note:
     def check(self) -> bool:
         """Whether there is anything to convert: False where it is done, and was only not yet compared.
 
-        Raises ValueError where the target is another conversion's, half done, was there before, or would lie inside its
-        source.
+        Raises ValueError where the target is another conversion's, half done, holds something from before, or would lie
+        inside its source.
         """
         if self.target.resolve().is_relative_to(self._content["source"]):
             raise ValueError(f"{self.target} lies inside {self._content['source']}, its source; choose another path")
         if not self.path.exists():
-            if self.target.exists():
-                raise ValueError(f"{self.target} exists already, and nothing is overwritten; choose another path")
+            check_free(self.target)
             return True
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ class Note:
                 f"{self.target} is half done by another conversion: {what}. Repeat that one, or delete {self.path} and "
                 f"the hidden folder beside it to begin anew"
             )
-        return not self.target.exists()
+        return not is_taken(self.target)
 
     def write(self) -> None:
         write_text(self.path, json.dumps(self._content, indent=2) + "\n")

@@ -1,12 +1,18 @@
 """Hugging Face's config.json and our ModelConfig, both ways.
 
-A family (a `model_type`) is a list of traits. A trait knows one thing that config.json says, how it reads in our
-fields, and how our fields are written: `same` a key under another name, `always` what the family never says, `only` a
-key of which we have one value, and three that take more than one key (rotary embedding, sliding windows, biases).
+A family (a `model_type`) is a list of traits. A trait covers some keys of config.json: it reads them into fields of
+ours, and writes them. `same` renames one field, `always` sets what the family never writes, `only` accepts one value,
+and a few functions cover several keys at once (rotary embedding, sliding windows, biases).
 
-What we cannot express is refused by the trait that meets it, naming key, value and what is supported. Keys that no
-trait knows are ignored: the family's code in `transformers` reads none that matters besides these. (Dropout is one: we
-have none, and evaluation has none.)
+Every key of a config.json is one of these, and no value is ignored unless it cannot change the logits:
+
+- a key of a trait of the family: read, or refused with key, value and what is supported;
+- a key of `_FIXED`, which changes what the model computes and of which megafp8 has one value;
+- a key of `_HARMLESS`, such as dropout (none in evaluation), token ids and settings of `generate`;
+- any other key is refused by name: nobody has checked what it does.
+
+Keys that exist in several copies (rotary embedding in transformers 4 and 5) must agree, because versions of
+transformers differ in which copy they take.
 
 Writing needs no rules of its own. A model can be written as a family if what is written reads back as the same model;
 `choose` tries all, and says which fields stand in the way of the nearest.
@@ -18,14 +24,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from megafp8.config import ModelConfig, RopeScaling
+from megafp8.config.checks import attention_heads
 
 HfConfig = Mapping[str, Any]
 _REQUIRED: Any = object()
 
 
 class Trait(NamedTuple):
-    """One thing about a family: from config.json to fields of ours (raises ValueError), and back."""
+    """One property of a family: from config.json to fields of ours (raises ValueError), and back."""
 
+    keys: tuple[str, ...]
+    """What `read` looks at in config.json, all of it."""
     read: Callable[[HfConfig], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
 
@@ -42,16 +51,27 @@ def _refuse(key: str, value: object, supported: str) -> NoReturn:
     raise ValueError(f"{key} = {value!r}: megafp8 has no such model; supported: {supported}")
 
 
-def same(field: str, key: str, default: Any = _REQUIRED, values: Mapping[str, str] | None = None) -> Trait:
-    """Our `field` is their `key`, or `default` where config.json has no such key; `values`: their word to ours."""
+def same(
+    field: str,
+    key: str,
+    default: Any = _REQUIRED,
+    values: Mapping[str, str] | None = None,
+    nullable: bool = False,
+) -> Trait:
+    """Our `field` is their `key`, or `default` where config.json has no such key; `values`: their word to ours.
+
+    `nullable`: null is read as ours is; implied where it is the default.
+    """
 
     def read(hf: HfConfig) -> dict[str, Any]:
         value = hf.get(key, default)
         if value is _REQUIRED:
             raise ValueError(f"has no key {key}")
+        if value is None and default is not None and not nullable:
+            _refuse(key, value, ", ".join(values) if values else "a value that is not null")
         if values is None:
             return {field: value}
-        if value not in values:
+        if not isinstance(value, str) or value not in values:
             _refuse(key, value, ", ".join(values))
         return {field: values[value]}
 
@@ -61,44 +81,87 @@ def same(field: str, key: str, default: Any = _REQUIRED, values: Mapping[str, st
             return {} if value is None else {key: value}
         return {key: next((theirs for theirs, ours in values.items() if ours == value), next(iter(values)))}
 
-    return Trait(read, write)
+    return Trait((key,), read, write)
 
 
 def always(**fields: Any) -> Trait:
     """Fields of ours that are so in the whole family, which config.json does not say."""
-    return Trait(lambda hf: fields, lambda model: {})
+    return Trait((), lambda hf: fields, lambda model: {})
 
 
-def only(key: str, value: Any) -> Trait:
-    """Of this key we have one value, which is also its default."""
+def only(key: str, value: Any, written: bool = True) -> Trait:
+    """Of this key we have one value, which is also its default; `written`: stated in what we write."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         if hf.get(key, value) != value:
             _refuse(key, hf[key], repr(value))
         return {}
 
-    return Trait(read, lambda model: {key: value})
+    return Trait((key,), read, lambda model: {key: value} if written else {})
+
+
+def alias(key: str, of: str) -> Trait:
+    """A second name of `of`, which transformers takes instead of it where both are there: they must agree."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        if key in hf and hf[key] != hf.get(of):
+            _refuse(key, hf[key], f"the value of {of} ({hf.get(of)!r}), of which it is another name")
+        return {}
+
+    return Trait((key,), read, lambda model: {})
+
+
+def _flag(hf: HfConfig, key: str) -> bool:
+    """A key that is true or false, and false by default."""
+    value = hf.get(key, False)
+    if not isinstance(value, bool):
+        _refuse(key, value, "true, false")
+    return value
+
+
+_ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+_ROPE_TYPES: dict[str, tuple[str, ...]] = {"default": (), "llama3": tuple(RopeScaling.model_fields)}
+"""Supported values of rope_type, with the keys that each needs."""
 
 
 def _read_rope(hf: HfConfig) -> dict[str, Any]:
-    """transformers 4 has rope_theta and rope_scaling, 5 keeps it all in rope_parameters; the former win in both."""
-    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    rope = hf.get(key) or {}
+    """transformers 4 reads rope_theta and rope_scaling, 5 keeps all of it in rope_parameters: copies must agree."""
+    found = [_read_rope_dict(key, hf[key], hf) for key in ("rope_scaling", "rope_parameters") if hf.get(key)]
+    if len(found) == 2 and found[0] != found[1]:
+        _refuse("rope_parameters", hf["rope_parameters"], "the same as rope_scaling, or only one of the two")
+    if hf.get("partial_rotary_factor") not in (None, 1, 1.0):
+        _refuse("partial_rotary_factor", hf["partial_rotary_factor"], "1.0")
+    return found[0] if found else {"rope_theta": hf.get("rope_theta", 10000.0), "rope_scaling": None}
+
+
+def _read_rope_dict(key: str, rope: Any, hf: HfConfig) -> dict[str, Any]:
+    """One of the two dictionaries, held against the keys at the top level of config.json."""
+    if not isinstance(rope, dict):
+        _refuse(key, rope, "a dictionary, or null")
     if any(isinstance(value, dict) for value in rope.values()):
         _refuse(key, rope, "one rotary embedding for all layers")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        _refuse("partial_rotary_factor", partial, "1.0")
+    if not isinstance(kind, str) or kind not in _ROPE_TYPES:
+        _refuse(f"{key}.rope_type", kind, ", ".join(_ROPE_TYPES))
+    if rope.get("type", kind) != kind:
+        _refuse(f"{key}.type", rope["type"], f"the value of {key}.rope_type ({kind!r}), of which it is the old name")
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        _refuse(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
     theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
-    if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    if kind != "llama3":
-        _refuse(f"{key}.rope_type", kind, "default, llama3")
-    missing = [name for name in RopeScaling.model_fields if name not in rope]
-    if missing:
+    if hf.get("rope_theta", theta) != theta:
+        _refuse("rope_theta", hf["rope_theta"], f"the value of {key}.rope_theta ({theta!r}), or no second copy")
+    needed = _ROPE_TYPES[kind]
+    if missing := [name for name in needed if name not in rope]:
         raise ValueError(f"{key} has no key {missing[0]}")
-    return {"rope_theta": theta, "rope_scaling": RopeScaling(**{name: rope[name] for name in RopeScaling.model_fields})}
+    if unknown := sorted(rope.keys() - {*needed, "rope_type", "type", "rope_theta", "partial_rotary_factor"}):
+        _refuse(f"{key}.{unknown[0]}", rope[unknown[0]], f"with rope_type {kind!r} only {', '.join(needed) or 'none'}")
+    if not needed:
+        return {"rope_theta": theta, "rope_scaling": None}
+    if hf.get(_ORIGINAL_LENGTH, rope[_ORIGINAL_LENGTH]) != rope[_ORIGINAL_LENGTH]:
+        copy = f"{key}.{_ORIGINAL_LENGTH} ({rope[_ORIGINAL_LENGTH]!r})"
+        _refuse(_ORIGINAL_LENGTH, hf[_ORIGINAL_LENGTH], f"the value of {copy}, or no second copy")
+    return {"rope_theta": theta, "rope_scaling": RopeScaling(**{name: rope[name] for name in needed})}
 
 
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
@@ -110,33 +173,44 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 
 def _one_kind(hf: HfConfig) -> str | None:
     """What layer_types says of all layers; None where it is not there."""
-    kinds = hf.get("layer_types") or [None]
-    if set(kinds) not in ({None}, {"full_attention"}, {"sliding_attention"}):
-        _refuse("layer_types", sorted(set(kinds)), "all layers full_attention, or all sliding_attention")
-    found: str | None = kinds[0]
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != hf.get("num_hidden_layers"):
+        _refuse("layer_types", kinds, f"one entry for each of num_hidden_layers ({hf.get('num_hidden_layers')})")
+    if kinds not in ([one] * len(kinds) for one in ("full_attention", "sliding_attention")):
+        _refuse("layer_types", sorted(set(map(str, kinds))), "all layers full_attention, or all sliding_attention")
+    found: str = kinds[0]
     return found
 
 
-def _check_kinds(hf: HfConfig) -> dict[str, Any]:
-    _one_kind(hf)
+def _check_window(window: Any, kind: str | None) -> None:
+    """Refuse layer_types that contradict the window."""
+    if kind is not None and (kind == "sliding_attention") != (window is not None):
+        _refuse("layer_types", kind, f"{'full' if window is None else 'sliding'}_attention, as the window is {window}")
+
+
+def _read_no_window(hf: HfConfig) -> dict[str, Any]:
+    _check_window(None, _one_kind(hf))
     return {}
 
 
 def _read_mistral_window(hf: HfConfig) -> dict[str, Any]:
     window = hf.get("sliding_window", 4096)
-    if window is not None and _one_kind(hf) == "full_attention":
-        _refuse("sliding_window", window, "null where layer_types are full_attention")
+    _check_window(window, _one_kind(hf))
     return {"sliding_window": window}
 
 
 def _read_qwen_window(hf: HfConfig) -> dict[str, Any]:
     """Layers from max_window_layers on have the window, if use_sliding_window; or layer_types lists them."""
-    kind, window = _one_kind(hf), hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    kind, window = _one_kind(hf), hf.get("sliding_window", 4096) if _flag(hf, "use_sliding_window") else None
     if kind is None and window is not None:
         first, layers = hf.get("max_window_layers", 28), hf["num_hidden_layers"]
-        if 0 < first < layers:
+        if not isinstance(first, int) or 0 < first < layers:
             _refuse("max_window_layers", first, f"0, or num_hidden_layers ({layers}): all layers alike")
         kind = "sliding_attention" if first <= 0 else "full_attention"
+    if window is None:
+        _check_window(None, kind)
     return {"sliding_window": window if kind == "sliding_attention" else None}
 
 
@@ -147,7 +221,7 @@ def _write_qwen_window(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_llama_biases(hf: HfConfig) -> dict[str, Any]:
-    attention, mlp = bool(hf.get("attention_bias", False)), bool(hf.get("mlp_bias", False))
+    attention, mlp = _flag(hf, "attention_bias"), _flag(hf, "mlp_bias")
     if attention != mlp:
         key, other = ("attention_bias", "mlp_bias") if attention else ("mlp_bias", "attention_bias")
         _refuse(key, True, f"biases on all linear layers ({other} = true too), or on none")
@@ -158,13 +232,31 @@ def _write_llama_biases(model: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": model.linear_bias, "mlp_bias": model.linear_bias}
 
 
+def _check_llama(hf: HfConfig) -> dict[str, Any]:
+    """What transformers' LlamaConfig refuses, although its layers could: such a model is written as Mistral."""
+    hidden, heads = hf.get("hidden_size"), hf.get("num_attention_heads")
+    if isinstance(hidden, int) and isinstance(heads, int) and hidden % max(heads, 1):
+        _refuse(
+            "hidden_size", hidden, f"a multiple of num_attention_heads ({heads}) in this family, even with head_dim"
+        )
+    return {}
+
+
+_INIT_STD = Trait(
+    ("initializer_range",),
+    lambda hf: {"init_std": hf.get("initializer_range", 0.02)},
+    # LlamaConfig refuses more than 1. It says nothing about a trained model.
+    lambda model: {"initializer_range": model.init_std} if model.init_std <= 1 else {},
+)
+
+
 def _llama_like(*, num_key_value_heads: int | None, head_dim: int | None = None) -> tuple[Trait, ...]:
     """What Llama and its relatives share; the arguments are the defaults of `transformers`."""
     return (
         same("num_layers", "num_hidden_layers"),
         same("hidden_size", "hidden_size"),
         same("num_attention_heads", "num_attention_heads"),
-        same("num_query_groups", "num_key_value_heads", num_key_value_heads),
+        same("num_query_groups", "num_key_value_heads", num_key_value_heads, nullable=True),
         same("head_dim", "head_dim", head_dim),
         same("ffn_hidden_size", "intermediate_size"),
         same("vocab_size", "vocab_size"),
@@ -172,24 +264,54 @@ def _llama_like(*, num_key_value_heads: int | None, head_dim: int | None = None)
         same("activation", "hidden_act", "silu", {"silu": "swiglu", "swish": "swiglu"}),
         same("norm_eps", "rms_norm_eps", 1e-6),
         same("tie_embeddings", "tie_word_embeddings", False),
-        same("init_std", "initializer_range", 0.02),
+        _INIT_STD,
         always(position_embedding="rope", normalization="rmsnorm"),
-        Trait(_check_kinds, lambda model: {}),
-        Trait(_read_rope, _write_rope),
+        Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), _read_rope, _write_rope),
+        only("rope_interleaved", False, written=False),
     )
 
 
-_QWEN_WINDOW = Trait(_read_qwen_window, _write_qwen_window)
+_NO_WINDOW = Trait(("layer_types",), _read_no_window, lambda model: {})
+_MISTRAL_WINDOW = Trait(
+    ("sliding_window", "layer_types"), _read_mistral_window, lambda model: {"sliding_window": model.sliding_window}
+)
+_QWEN_WINDOW = Trait(
+    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), _read_qwen_window, _write_qwen_window
+)
+_LLAMA_BIASES = Trait(("attention_bias", "mlp_bias"), _read_llama_biases, _write_llama_biases)
 _GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-_LLAMA_BIASES = Trait(_read_llama_biases, _write_llama_biases)
-_MISTRAL_WINDOW = Trait(_read_mistral_window, lambda model: {"sliding_window": model.sliding_window})
 
-_LLAMA = Family("llama", "LlamaForCausalLM", (*_llama_like(num_key_value_heads=None), _LLAMA_BIASES))
-_MISTRAL = Family("mistral", "MistralForCausalLM", (*_llama_like(num_key_value_heads=8), _MISTRAL_WINDOW))
+_LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=None),
+        _LLAMA_BIASES,
+        _NO_WINDOW,
+        only("sliding_window", None, written=False),
+        Trait((), _check_llama, lambda model: {}),
+    ),
+)
+_MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=8),
+        _MISTRAL_WINDOW,
+        only("attention_bias", False, written=False),
+        only("mlp_bias", False, written=False),
+    ),
+)
 _QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
-    (*_llama_like(num_key_value_heads=32), always(qkv_bias=True), _QWEN_WINDOW),
+    (
+        *_llama_like(num_key_value_heads=32),
+        always(qkv_bias=True),
+        _QWEN_WINDOW,
+        only("mlp_bias", False, written=False),
+        only("use_mrope", False, written=False),
+    ),
 )
 _QWEN3 = Family(
     "qwen3",
@@ -199,6 +321,8 @@ _QWEN3 = Family(
         always(qk_norm=True),
         only("attention_bias", False),
         _QWEN_WINDOW,
+        only("mlp_bias", False, written=False),
+        only("use_mrope", False, written=False),
     ),
 )
 _GPT2 = Family(
@@ -215,6 +339,10 @@ _GPT2 = Family(
         same("norm_eps", "layer_norm_epsilon", 1e-5),
         same("tie_embeddings", "tie_word_embeddings", True),
         same("init_std", "initializer_range", 0.02),
+        alias("num_hidden_layers", "n_layer"),
+        alias("hidden_size", "n_embd"),
+        alias("num_attention_heads", "n_head"),
+        alias("max_position_embeddings", "n_positions"),
         always(position_embedding="learned", normalization="layernorm", linear_bias=True),
         only("scale_attn_weights", True),
         only("scale_attn_by_inverse_layer_idx", False),
@@ -224,21 +352,82 @@ _GPT2 = Family(
 FAMILIES = {family.model_type: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2)}
 """In the order of preference where several can express a model."""
 
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "is_causal": (True,),  # transformers takes null as false
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
+    "per_layer_config": ({}, None),
+    "auto_map": ({}, None),  # code in the folder, which may compute anything
+}
+"""Keys of any family that change what the model computes, and the values with which they do not."""
+
+_HARMLESS_FOR: Mapping[str, str] = {
+    "they describe the file": "model_type architectures transformers_version name_or_path _name_or_path _commit_hash "
+    "transformers.js_config torch_dtype dtype use_bfloat16 torchscript tf_legacy_loss is_llama_config unsloth_fixed "
+    "unsloth_version",
+    "they name tokens": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class "
+    "prefix",
+    "they choose outputs, caches, and implementations that differ in rounding alone": "use_cache return_dict "
+    "output_hidden_states output_attentions output_past tie_last_hidden_states is_decoder chunk_size_feed_forward "
+    "pretraining_tp attn_implementation _attn_implementation _attn_implementation_autoset experts_implementation "
+    "gradient_checkpointing reorder_and_upcast_attn",
+    "evaluation has no dropout, and training here has none": "attention_dropout hidden_dropout resid_pdrop embd_pdrop "
+    "attn_pdrop classifier_dropout",
+    "they are sizes of buffers in old releases": "n_ctx max_sequence_length",
+    "they belong to other heads over the same layers": "summary_type summary_use_proj summary_activation "
+    "summary_proj_to_labels summary_first_dropout id2label label2id num_labels _num_labels problem_type "
+    "task_specific_params finetuning_task predict_special_tokens",
+    "they are settings of generate()": "max_length min_length do_sample early_stopping num_beams num_beam_groups "
+    "num_return_sequences diversity_penalty temperature top_k top_p typical_p epsilon_cutoff eta_cutoff "
+    "repetition_penalty encoder_repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "bad_words_ids output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+    "assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule "
+    "target_lookbehind",
+}
+"""Why keys do not change the logits, and the keys, of any family."""
+_HARMLESS = frozenset(key for keys in _HARMLESS_FOR.values() for key in keys.split())
+
 
 def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
     """The family and model that a config.json describes. Raises ValueError where we have no such model."""
     kind = hf.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         _refuse("model_type", kind, ", ".join(sorted(FAMILIES)))
+    family = FAMILIES[kind]
+    if hf.get("architectures") not in (None, [], [family.architecture]):
+        _refuse("architectures", hf["architectures"], repr([family.architecture]))
     if hf.get("quantization_config"):
         _refuse("quantization_config", hf["quantization_config"].get("quant_method"), "weights in floating point")
     fields: dict[str, Any] = {}
-    for trait in FAMILIES[kind].traits:
+    known = {"quantization_config"}
+    for trait in family.traits:
         fields |= trait.read(hf)
+        known |= set(trait.keys)
+    for key, values in _FIXED.items():
+        if key not in known and key in hf and hf[key] not in values:
+            _refuse(key, hf[key], repr(values[0]))
+    if unknown := sorted(hf.keys() - known - _FIXED.keys() - _HARMLESS):
+        values_of = ", ".join(f"{key} = {hf[key]!r}" for key in unknown)
+        raise ValueError(
+            f"{values_of}: megafp8 does not know {'this key' if len(unknown) == 1 else 'these keys'} of {kind} models, "
+            f"which may change what the model computes; if that is not so, remove {' and '.join(unknown)}"
+        )
     try:
-        return FAMILIES[kind], ModelConfig(**fields)
+        model = ModelConfig(**fields)
     except ValueError as error:  # pydantic's, of a value that is no number
         raise ValueError(" ".join(str(error).split())) from None
+    _check_heads(model)
+    return family, model
+
+
+def _check_heads(model: ModelConfig) -> None:
+    """Raise ValueError for attention that neither transformers nor megafp8 can build."""
+    if problems := [str(problem) for problem in attention_heads(model)]:
+        raise ValueError("; ".join(problems))
 
 
 def write_config(family: Family, model: ModelConfig) -> dict[str, Any]:
@@ -251,21 +440,26 @@ def write_config(family: Family, model: ModelConfig) -> dict[str, Any]:
 
 def choose(model: ModelConfig) -> Family:
     """The first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
+    _check_heads(model)
     nearest: tuple[int, str] | None = None
     for family in FAMILIES.values():
-        _, again = read_config(write_config(family, model))
-        wrong = differences(model, again)
-        if not wrong:
+        lacks = _lacks(family, model)
+        if not lacks:
             return family
-        ours, theirs = canonical(model), canonical(again)
-        text = ", ".join(f"model.{key} = {ours[key]!r} (there {theirs[key]!r})" for key in wrong)
-        if nearest is None or len(wrong) < nearest[0]:
-            nearest = (
-                len(wrong),
-                f"no Hugging Face family has this model; the nearest, {family.model_type}, lacks {text}",
-            )
+        if nearest is None or len(lacks) < nearest[0]:
+            nearest = len(lacks), f"{family.model_type}, lacks {', '.join(lacks)}"
     assert nearest is not None
-    raise ValueError(nearest[1])
+    raise ValueError(f"no Hugging Face family has this model; the nearest, {nearest[1]}")
+
+
+def _lacks(family: Family, model: ModelConfig) -> list[str]:
+    """What of `model` the family cannot express."""
+    try:
+        _, again = read_config(write_config(family, model))
+    except ValueError as error:
+        return [str(error)]
+    ours, theirs = canonical(model), canonical(again)
+    return [f"model.{key} = {ours[key]!r} (there {theirs[key]!r})" for key in differences(model, again)]
 
 
 def canonical(model: ModelConfig) -> dict[str, Any]:

@@ -8,7 +8,8 @@ A conversion that was killed and is started again with the same source, files an
 with anything else it begins anew. `finish` adds what is small and renames the folder.
 
 config.json is the source's own where it came from Hugging Face and still describes the model, to the last key; else it
-is made from our config, as the first family that has such a model.
+is made from our config, as the first family that has such a model. The tokenizer is written so that AutoTokenizer loads
+it (`hf_tokenizer`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +29,12 @@ from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.conversion.hf_config import choose, differences, read_config, write_config
 from megafp8.conversion.hf_names import Place, place
-from megafp8.conversion.hf_source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from megafp8.conversion.hf_source import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, WEIGHTS_FILE
+from megafp8.conversion.hf_tokenizer import TokenizerExport, export_tokenizer
 from megafp8.conversion.journal import Journal
 from megafp8.conversion.model import check_source, resolved
 from megafp8.conversion.safetensors_format import header, write_at
-from megafp8.conversion.target import publish
-from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
+from megafp8.conversion.target import check_free, publish
 from megafp8.sharding import Shape
 
 _BLOCK = 1 << 25  # bytes of a tensor that are converted at a time
@@ -65,11 +65,11 @@ class HfSink:
         Raises ValueError where no Hugging Face family has the model, a tensor is missing or of another shape, `path`
         holds something, or another process is writing it; OSError where the disk has no room.
         """
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise ValueError(f"{self.path} is there already, and was left as it is; give another folder, or remove it")
+        check_free(self.path)
         self._source, model = source, resolved(source)
-        self._tokenizer = _tokenizer(source.tokenizer_files)
-        self._config = _config(model, source.about, self._weights_dtype(source), self._tokenizer)
+        self._config = _config(model, source.about, self._weights_dtype(source))
+        self._tokenizer = export_tokenizer(source, self._config["model_type"])
+        self._config |= {key: i for key, i in _token_ids(self._tokenizer).items() if key not in self._config}
         self._tensors = check_source(source, model)
         self._rows = model.vocab_size
         self._places = {name: place(self._config["model_type"], name) for name in self._tensors}
@@ -140,39 +140,34 @@ class HfSink:
             total = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in self._stored.values())
             _write(hidden / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": files})
         _write(hidden / CONFIG_FILE, self._config)
-        for file in self._source.tokenizer_files:
-            shutil.copyfile(file, hidden / file.name)
-        about = hidden / "tokenizer_config.json"
-        if (hidden / "tokenizer.json").is_file() and self._tokenizer is not None and not about.is_file():
-            end = self._tokenizer.decode([self._tokenizer.eod_id])
-            _write(about, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
+        for name, content in self._tokenizer.files.items():
+            (hidden / name).write_bytes(content)
+        if GENERATION_FILE not in self._tokenizer.files and (ids := _token_ids(self._tokenizer)):
+            pad = {} if self._tokenizer.pad_id is None else {"pad_token_id": self._tokenizer.pad_id}
+            _write(hidden / GENERATION_FILE, ids | pad)
         publish(self._journal, self.path)
 
 
-def _tokenizer(files: Collection[Path]) -> Tokenizer | None:
-    """The tokenizer among `files`; None where there is none that we read, such as one without an end of documents."""
-    kinds: dict[str, TokenizerKind] = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece"}
-    for file in files:
-        if file.name in kinds:
-            try:
-                return build_tokenizer(kinds[file.name], str(file))
-            except ValueError:
-                return None
-    return None
+def _token_ids(tokenizer: TokenizerExport) -> dict[str, int]:
+    """What starts and ends a text: a document of ours begins after the end of another."""
+    return {} if tokenizer.eod_id is None else {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
 
 
-def _config(
-    model: ModelConfig, about: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None
-) -> dict[str, Any]:
+def _config(model: ModelConfig, about: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """config.json. Raises ValueError where no family has such a model."""
     named = {"torch_dtype": _TORCH_DTYPES[dtype]} if dtype in _TORCH_DTYPES else {}
     theirs = about.get("huggingface")
-    if theirs is not None and not differences(model, read_config(theirs)[1]):
+    if theirs is not None and _describes(theirs, model):
         return {key: value for key, value in theirs.items() if key not in ("dtype", "torch_dtype")} | named
-    written = write_config(choose(model), model)
-    # A document of ours begins after the end of another.
-    tokens = {} if tokenizer is None else {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
-    return written | tokens | named
+    return write_config(choose(model), model) | named
+
+
+def _describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
+    """Whether a config.json that was read once still is that of `model`."""
+    try:
+        return not differences(model, read_config(config)[1])
+    except ValueError:  # of a checkpoint that an earlier release converted, which knew fewer keys
+        return False
 
 
 def _allocate(folder: Path, headers: Mapping[str, tuple[bytes, int]]) -> None:

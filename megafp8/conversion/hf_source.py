@@ -9,6 +9,11 @@ At the start headers are read and everything is checked that can be without read
 ours, that each of its tensors is there, of its shape and in floating point, that no file is cut off, and that there is
 no tensor we would silently leave out. safetensors has no checksums, so flipped bits in the data go unnoticed.
 
+One check reads weights: a folder whose config.json has tie_word_embeddings = true, but whose files hold an output layer
+beside the embedding. If the two are equal the copy is left out. If they differ the folder is refused, because what it
+means depends on who reads it: transformers 5 uses both tensors and does not tie them, transformers 4 drops the output
+layer.
+
 A tensor is read when it is asked for, by rows where only some are wanted. q, k and v of GPT-2 are parts of one
 transposed tensor; that is read whole for each of them.
 """
@@ -16,10 +21,12 @@ transposed tensor; that is read whole for each of them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megafp8.conversion.base import TensorInfo
@@ -27,22 +34,15 @@ from megafp8.conversion.hf_config import read_config
 from megafp8.conversion.hf_names import base_prefix, is_buffer, place
 from megafp8.conversion.model import model_tensors
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
+from megafp8.conversion.target import TOKENIZER_NAMES
 from megafp8.sharding import Shape
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
-OTHER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+GENERATION_FILE = "generation_config.json"
+OTHER_FILES = (*TOKENIZER_NAMES, GENERATION_FILE)
 """What a model brings along besides config and weights."""
+_OUTPUT = "lm_head.weight"
+_BLOCK = 1 << 25  # bytes of a tensor that are compared at a time
 
 
 class HfSource:
@@ -77,7 +77,8 @@ class HfSource:
 
     def _check(self) -> dict[str, TensorInfo]:
         """Our tensors, all of which are found in the files and use all that is in them."""
-        tensors, used = {}, {"lm_head.weight"} if self.model.tie_embeddings else set()
+        tensors: dict[str, TensorInfo] = {}
+        used: set[str] = set()
         for name, shape in model_tensors(self.model).items():
             there = place(self._model_type, name)
             entry = self._entries.get(there.name)
@@ -91,12 +92,35 @@ class HfSource:
                 raise ValueError(f"{entry.file}: {there.name} has shape {shapes}")
             tensors[name] = TensorInfo(shape, DTYPES[entry.dtype])
             used.add(there.name)
+        if self.model.tie_embeddings and _OUTPUT in self._entries:
+            self._check_copy(self._entries[_OUTPUT])
+            used.add(_OUTPUT)
         unknown = sorted(self._entries.keys() - used)
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             file = self._entries[unknown[0]].file
-            raise ValueError(f"{file} has a tensor {unknown[0]}{more}, which no {self._model_type} model of ours has")
+            raise ValueError(
+                f"{file} has a tensor {unknown[0]}{more}, which no {self._model_type} model of ours has: "
+                + ", ".join(unknown)
+            )
         return tensors
+
+    def _check_copy(self, output: Entry) -> None:
+        """Raise ValueError where the output layer of a tied model is not a copy of its embedding."""
+        name = place(self._model_type, "model.embedding.word.weight").name
+        word = self._entries[name]
+        equal = output.shape == word.shape and output.dtype in DTYPES
+        step = max(1, _BLOCK // max(1, math.prod(word.shape[1:]) * DTYPES[word.dtype].itemsize))
+        for first in range(0, word.shape[0] if equal else 0, step):
+            last = min(first + step, word.shape[0])
+            one, other = (read_rows(e, n, first, last) for e, n in ((word, name), (output, _OUTPUT)))
+            equal = equal and torch.equal(one.double(), other.double())
+        if not equal:
+            raise ValueError(
+                f"{self.path}: {CONFIG_FILE} has tie_word_embeddings = true, but {_OUTPUT} in {output.file.name} is "
+                f"not {name}, and releases of transformers differ in what they use. Set tie_word_embeddings to false "
+                f"to use both tensors (as transformers 5 does), or remove {_OUTPUT} to tie them (as 4 does)"
+            )
 
     def _stored(self, name: str, shape: Shape) -> Shape:
         """`shape` without the padding of the vocabulary."""
@@ -144,6 +168,8 @@ def _read_object(file: Path) -> dict[str, Any]:
 def _entries(path: Path) -> dict[str, Entry]:
     """All tensors in the weight files of `path`."""
     if (path / INDEX_FILE).is_file():
+        if (path / WEIGHTS_FILE).is_file() and WEIGHTS_FILE not in _weight_map(path).values():
+            raise ValueError(f"{path} has both {WEIGHTS_FILE} and {INDEX_FILE}, which are two models; remove one")
         return _indexed(path)
     if (path / WEIGHTS_FILE).is_file():
         return read_header(path / WEIGHTS_FILE)
@@ -158,11 +184,17 @@ def _entries(path: Path) -> dict[str, Entry]:
     raise ValueError(f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}")
 
 
-def _indexed(path: Path) -> dict[str, Entry]:
+def _weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, by the index."""
     index = path / INDEX_FILE
     files = _read_object(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(f, str) and Path(f).name == f for f in files.values()):
         raise ValueError(f"{index} is damaged: it has no weight_map of names to files")
+    return files
+
+
+def _indexed(path: Path) -> dict[str, Entry]:
+    index, files = path / INDEX_FILE, _weight_map(path)
     first = {file: name for name, file in reversed(files.items())}
     headers = {}
     for file, name in first.items():
@@ -172,4 +204,7 @@ def _indexed(path: Path) -> dict[str, Entry]:
     for name, file in files.items():
         if name not in headers[file]:
             raise ValueError(f"{path / file} has no tensor {name}, which {index.name} says it holds")
+    for file, header in headers.items():  # transformers would load these too
+        if unlisted := [name for name in header if files.get(name) != file and not is_buffer(name)]:
+            raise ValueError(f"{path / file} holds {', '.join(unlisted)}, and {index.name} does not say so")
     return {name: headers[file][name] for name, file in files.items()}

@@ -35,7 +35,7 @@ from megafp8.conversion.megatron_names import OUTPUT, Place, place, runs, their_
 from megafp8.conversion.megatron_source import FILES, TRACKER
 from megafp8.conversion.model import check_source, resolved, seq_length
 from megafp8.conversion.safetensors_format import write_at
-from megafp8.conversion.target import TOKENIZER_FOLDER, publish
+from megafp8.conversion.target import TOKENIZER_FOLDER, check_free, publish
 from megafp8.conversion.torch_file import reserve, seal, tensor_starts
 from megafp8.sharding import Shape
 
@@ -75,10 +75,7 @@ class MegatronSink:
         Raises ValueError where Megatron-LM has no such model or the layout does not divide it, a tensor is missing or
         of another shape, `path` holds something, or another process writes it; OSError where the disk has no room.
         """
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise ValueError(
-                f"{self.path} is there already; nothing was overwritten. Give another folder, or remove it"
-            )
+        check_free(self.path)
         self._source, self._model = source, resolved(source)
         self._check_layout(self._model)
         self._shapes = check_source(source, self._model)

@@ -27,7 +27,7 @@ from megafp8.checkpoint.store import METADATA_FILE, OWN_KEYS, metadata_text, wri
 from megafp8.checkpoint.writer import CheckpointWriter
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo
-from megafp8.conversion.target import TOKENIZER_FOLDER, Target, tokenizer_files
+from megafp8.conversion.target import TOKENIZER_FOLDER, Target, tokenizer_files, with_companions
 
 
 class NativeSource:
@@ -127,4 +127,4 @@ def _tokenizer_files(reader: CheckpointReader, config: Mapping[str, Any]) -> lis
         if reader.sums is not None and name in reader.sums:
             read_verified(reader.path, name, reader.sums)
     given = ((config.get("data") or {}).get("tokenizer") or {}).get("path")
-    return found or ([Path(given)] if given and Path(given).is_file() else [])
+    return found or (with_companions(Path(given)) if given and Path(given).is_file() else [])

@@ -12,6 +12,8 @@ training.precision.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from megafp8.conversion.base import Source
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.hf_source import HfSource
+from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_weights
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 from megafp8.training.state import checkpoint_folder, saved_model, weights
@@ -39,7 +42,7 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
     """Complete the model section of the config `tree`, in place, where `checkpoint.init_from` is set.
 
     Raises ConfigError with every key of the section that says something else than the folder, or the run's own newest
-    checkpoint; ValueError where that cannot be read.
+    checkpoint, or with checkpoint.init_from itself where the folder cannot be read.
     """
     section, given = tree.get("checkpoint"), tree.get("model") or {}
     folder = section.get("init_from") if isinstance(section, dict) else None
@@ -47,7 +50,8 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
         return  # nothing to do, or validation says what is wrong
     own = newest_readable(checkpoint_folder(Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name"))))
     if own is None:
-        model, where = open_source(folder).model, folder
+        with _naming_the_key(folder, source):
+            model, where = open_source(folder).model, folder
     else:
         model, where = saved_model(own), str(own.path)
     said = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
@@ -69,30 +73,53 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
 
 
 def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
-    """ValueError where `config.checkpoint.init_from` cannot be loaded, or has another vocabulary. Needs no group."""
+    """ConfigError where `config.checkpoint.init_from` cannot be loaded, or has another vocabulary. Needs no group."""
     folder = config.checkpoint.init_from
     if folder is None or latest(checkpoint_folder(run)) is not None:
         return
-    files = {path.name: path for path in _open(config, folder).tokenizer_files}
+    with _naming_the_key(folder):
+        opened = _open(config, folder)
     given = config.data.tokenizer
-    if tokenizer is None or given is None or given.kind not in _FILES:
+    if tokenizer is None or given is None:
         return
-    file = files.get(_FILES[given.kind])
+    file = _tokenizer_file(opened, given.kind)
     if file is not None:
-        theirs = build_tokenizer(given.kind, str(file), given.end_token, given.pattern)
+        theirs = build_tokenizer(**given.model_dump() | {"path": str(file)})
         if theirs.fingerprint != tokenizer.fingerprint and theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
             rule = f"gives other tokens than {file}, which the weights of checkpoint.init_from were trained with"
             works = f"write the data with that tokenizer, and set data.tokenizer.path={file}"
             raise ConfigError("config", [Problem("data.tokenizer.path", given.path, rule, works)])
 
 
+def _tokenizer_file(source: Source, kind: TokenizerKind) -> str | None:
+    """The tokenizer of the source, if it is one of `kind`; a Hugging Face folder may hold one of each."""
+    files = {path.name: str(path) for path in source.tokenizer_files}
+    if _FILES.get(kind) in files:
+        return files[_FILES[kind]]
+    found = find_tokenizer(source)
+    return found["path"] if found is not None and found["kind"] == kind else None
+
+
+@contextmanager
+def _naming_the_key(folder: str, source: str = "config") -> Iterator[None]:
+    """Raise what is wrong with the folder as a ConfigError of the key that names it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        works = "give a folder that tools/convert_checkpoint.py reads, or remove the key to start from random weights"
+        raise ConfigError(source, [Problem("checkpoint.init_from", folder, str(error), works)]) from error
+
+
 @torch.no_grad()
 def load_init(trainer: Trainer, folder: str) -> None:
     """Give the trainer, as yet untrained, the weights in `folder`. Collective where weights are FP8 codes."""
-    source = _open(trainer.config, folder)
-    load_weights(source, weights(trainer))
     state = trainer.optimizer.state()
-    load_weights(source, collect_fragments(state.get("master", []), "model."))
+    with _naming_the_key(folder):
+        source = _open(trainer.config, folder)
+        load_weights(source, weights(trainer))
+        load_weights(source, collect_fragments(state.get("master", []), "model."))
     trainer.optimizer.restore(state, 0)
     trainer.fp8.invalidate_weights()
     trainer.publish_weights()

@@ -52,7 +52,7 @@ from megafp8.checkpoint.store import METADATA_FILE
 from megafp8.collectives import broadcast_object
 from megafp8.config import Config, ModelConfig
 from megafp8.conversion.hf_config import canonical, differences
-from megafp8.conversion.target import TOKENIZER_FOLDER
+from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.optimizer.adam import State
 from megafp8.parallel_state import ParallelState
 from megafp8.sharding import Shape, spec_of
@@ -103,14 +103,14 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
 
 
 def tokenizer_copy(config: Config) -> dict[str, bytes]:
-    """The model file of the run's tokenizer, by its path in a checkpoint; none where it is no file of ours.
+    """The files of the run's tokenizer, by their paths in a checkpoint; none where it is no file.
 
     Raises ValueError where it cannot be read.
     """
     given = config.data.tokenizer
     if given is None or given.path is None or not Path(given.path).is_file():
         return {}  # plain bytes, or an encoding of tiktoken, whose name is in the config
-    return {f"{TOKENIZER_FOLDER}/{Path(given.path).name}": read_file(Path(given.path))}
+    return {f"{TOKENIZER_FOLDER}/{file.name}": read_file(file) for file in with_companions(Path(given.path))}
 
 
 def metadata(

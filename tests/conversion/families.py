@@ -80,6 +80,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", SMALL | {"tie_embeddings": True, "num_query_groups": None, "head_dim": 6}),
     "llama-biases": ("llama", SMALL | {"linear_bias": True}),
     "mistral": ("mistral", SMALL | {"sliding_window": 5}),
+    "mistral-no-multiple": ("mistral", SMALL | {"hidden_size": 34, "head_dim": 6, "init_std": 1.5}),
     "qwen2": ("qwen2", SMALL | {"qkv_bias": True}),
     "qwen2-window": ("qwen2", SMALL | {"qkv_bias": True, "sliding_window": 5, "tie_embeddings": True}),
     "qwen3": ("qwen3", SMALL | {"qk_norm": True, "head_dim": 16}),

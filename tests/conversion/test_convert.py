@@ -157,10 +157,22 @@ def test_what_is_done_is_not_read_again(tmp_path: Path, run: Run, monkeypatch: p
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_an_existing_target_is_refused(tmp_path: Path, run: Run, format: str) -> None:
+def test_an_empty_folder_is_filled_and_anything_else_left_alone(tmp_path: Path, run: Run, format: str) -> None:
     checkpoints.make(tmp_path / "run")
-    (tmp_path / "target").mkdir()
-    assert "exists already" in run(tmp_path / "run", tmp_path / "target", format, fails=True)
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "precious").write_text("precious")
+    said = run(tmp_path / "run", target, format, fails=True)
+    assert f"{target} exists already and is no empty folder; nothing was overwritten" in said
+    with pytest.raises(ValueError, match="exists already and is no empty folder"):  # without the tool as well
+        FORMATS[format].sink(target).begin(open_source(tmp_path / "run"))
+    assert (target / "precious").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "target"]
+
+    (target / "precious").unlink()
+    run(tmp_path / "run", target, format, "--weights-only", "--verify")
+    check_weights(target, checkpoints.weights())
+    assert "exists already and is no empty folder" in run(tmp_path / "run", target, format, fails=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "target"]
 
 

@@ -8,11 +8,12 @@ import pytest
 
 from megafp8.config import ModelConfig
 from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
-from tests.conversion.families import GPT2, LLAMA, OURS, SMALL, THEIRS
+from tests.conversion.families import GPT2, LLAMA, LLAMA3_ROPE, OURS, SMALL, THEIRS
 
 L = LLAMA | {"model_type": "llama"}
 M, Q2, Q3 = ({**L, "model_type": kind} for kind in ("mistral", "qwen2", "qwen3"))
 G = GPT2 | {"model_type": "gpt2"}
+ORIGINAL = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -41,6 +42,67 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"max_window_layers = 1: .*0, or num_hidden_layers \(3\)",
     ),
     "quantized": (L | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config = 'gptq'"),
+    "not causal": (L | {"is_causal": False}, "is_causal = False: .*supported: True"),
+    "null is not causal": (G | {"is_causal": None}, "is_causal = None"),
+    "an encoder": (L | {"is_encoder_decoder": True}, "is_encoder_decoder = True"),
+    "cross attention": (G | {"add_cross_attention": True}, "add_cross_attention = True"),
+    "cross attention in Llama": (L | {"add_cross_attention": True}, "add_cross_attention = True"),
+    "pruned heads": (G | {"pruned_heads": {"0": [1]}}, "pruned_heads = "),
+    "layers of their own": (L | {"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config = "),
+    "code in the folder": (L | {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map = "),
+    "a classifier": (
+        L | {"architectures": ["LlamaForSequenceClassification"]},
+        r"architectures = \['LlamaForSequenceClassification'\]: .*supported: \['LlamaForCausalLM'\]",
+    ),
+    "logits with a scale": (
+        L | {"logit_scale": 0.5, "final_logit_softcapping": 30.0},
+        r"final_logit_softcapping = 30.0, logit_scale = 0.5: megafp8 does not know these keys of llama models",
+    ),
+    "another scale of attention": (
+        Q3 | {"attention_multiplier": 0.1},
+        "attention_multiplier = 0.1: .*this key of qwen3",
+    ),
+    "an unknown key that is null": (L | {"new": None}, "new = None: .*if that is not so, remove new"),
+    "a key of another family": (G | {"rope_theta": 500.0}, "rope_theta = 500.0: .*does not know this key of gpt2"),
+    "a window in Llama": (L | {"sliding_window": 8}, "sliding_window = 8: .*supported: None"),
+    "windows in Llama's layers": (
+        L | {"layer_types": ["sliding_attention"] * 3},
+        "layer_types = 'sliding_attention'",
+    ),
+    "too few layer types": (Q2 | {"layer_types": ["full_attention"]}, r"layer_types = .*num_hidden_layers \(3\)"),
+    "windows without a size": (
+        Q2 | {"layer_types": ["sliding_attention"] * 3},
+        "layer_types = 'sliding_.*supported: full_",
+    ),
+    "a bias in Mistral": (M | {"attention_bias": True}, "attention_bias = True"),
+    "a bias that is no flag": (L | {"attention_bias": "false", "mlp_bias": "false"}, "attention_bias = 'false'"),
+    "interleaved": (L | {"rope_interleaved": True}, "rope_interleaved = True"),
+    "positions in three dims": (Q2 | {"use_mrope": True}, "use_mrope = True"),
+    "hidden size of another name": (G | {"hidden_size": 64}, r"hidden_size = 64: .*value of n_embd \(32\)"),
+    "heads do not divide": (
+        L | {"num_attention_heads": 6, "head_dim": 6, "num_key_value_heads": 6},
+        "hidden_size = 32",
+    ),
+    "groups do not divide": (M | {"num_key_value_heads": 3}, r"num_query_groups = 3"),
+    "an odd head": (M | {"head_dim": 7}, r"head_dim = 7: rotary embeddings turn pairs"),
+    "null for a size": (L | {"vocab_size": None}, "vocab_size = None"),
+    "another original length": (
+        L | {"rope_scaling": ORIGINAL, "original_max_position_embeddings": 16},
+        r"original_max_position_embeddings = 16: .*rope_scaling.original_max_position_embeddings \(8\)",
+    ),
+    "another theta": (
+        L | {"rope_theta": 5.0, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+        r"rope_theta = 5.0: .*rope_parameters.rope_theta \(7.0\)",
+    ),
+    "another type": (L | {"rope_scaling": {**ORIGINAL, "type": "linear"}}, "rope_scaling.type = 'linear'"),
+    "two rope dictionaries": (
+        L | {"rope_scaling": ORIGINAL, "rope_parameters": {"rope_type": "default"}},
+        "rope_parameters = .*the same as rope_scaling",
+    ),
+    "a foreign key of rope": (
+        L | {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
+        "rope_scaling.factor = 2.0",
+    ),
     "no hidden size": ({k: v for k, v in L.items() if k != "hidden_size"}, "has no key hidden_size"),
     "no number": (L | {"hidden_size": "wide"}, "hidden_size"),
 }
@@ -65,6 +127,36 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Qwen3's head": (Q3, {"channels": 128, "qk_norm": True}),
     "dropout": (G | {"attn_pdrop": 0.1}, {"ffn_size": 128, "activation": "gelu_tanh", "tie_embeddings": True}),
+    "copies that agree": (
+        L
+        | {
+            "rope_theta": 500.0,
+            "rope_scaling": {"type": "llama3", **ORIGINAL},
+            "rope_parameters": LLAMA3_ROPE,
+            "original_max_position_embeddings": 8,
+        },
+        {"rope_theta": 500.0},
+    ),
+    "windows by layer": (
+        Q2 | {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"] * 3},
+        {"sliding_window": 8},
+    ),
+    "what does not matter": (
+        Q2 | {"use_mrope": False, "is_causal": True, "pretraining_tp": 2, "temperature": 0.7, "torch_dtype": "float16"},
+        {"qkv_bias": True},
+    ),
+    "GPT-2 as OpenAI's is": (
+        G
+        | {
+            "n_ctx": 16,
+            "summary_type": "cls_index",
+            "task_specific_params": {"text-generation": {}},
+            "reorder_and_upcast_attn": True,
+            "hidden_size": 32,
+            "architectures": ["GPT2LMHeadModel"],
+        },
+        {"hidden_size": 32},
+    ),
     "theta, version 4": (L | {"rope_theta": 5e5}, {"rope_theta": 5e5}),
     "theta, version 5": (L | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5}),
 }
@@ -119,3 +211,12 @@ def test_a_model_of_no_family_is_refused(options: dict[str, Any], expected: str)
 
 def test_every_family_is_tested() -> None:
     assert {family for family, _ in OURS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2"])
+def test_every_key_of_theirs_is_known(kind: str) -> None:
+    """A release of `transformers` with a new key, which may change the model, is to be looked at."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")()
+    read_config(config.to_dict() | {"model_type": config.model_type})

@@ -185,7 +185,7 @@ def test_what_is_there_is_left_alone(tmp_path: Path, what: str) -> None:
     kept = target if what == "a file" else target / "precious"
     kept.parent.mkdir(exist_ok=True)
     kept.write_text("precious")
-    with pytest.raises(ValueError, match="is there already, and was left as it is"):
+    with pytest.raises(ValueError, match="exists already and is no empty folder; nothing was overwritten"):
         HfSink(target).begin(RandomSource(ModelConfig(**SMALL), tmp_path))
     assert kept.read_text() == "precious"
     assert [f.name for f in tmp_path.iterdir()] == ["ours"]
@@ -291,7 +291,10 @@ def _more_layers(folder: Path) -> str:
 
 def _fewer_layers(folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps(config(folder) | {"num_hidden_layers": 2}))
-    return "has a tensor model.layers.2.input_layernorm.weight and 8 more, which no llama model of ours has"
+    return (
+        "has a tensor model.layers.2.input_layernorm.weight and 8 more, which no llama model of ours has: "
+        "model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, "
+    )
 
 
 def _of_integers(folder: Path) -> str:
@@ -307,10 +310,25 @@ def _unsupported(folder: Path) -> str:
     return f"{folder / 'config.json'}: attention_bias = True"
 
 
+def _unlisted(folder: Path) -> str:
+    """A tensor that transformers loads from the file, although the index does not list it."""
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    file = content["weight_map"].pop("model.norm.weight")
+    assert file in content["weight_map"].values()
+    index.write_text(json.dumps(content))
+    return f"{folder / file} holds model.norm.weight, and {index.name} does not say so"
+
+
+def _two_models(folder: Path) -> str:
+    save_file(weights(folder), folder / "model.safetensors")
+    return f"{folder} has both model.safetensors and model.safetensors.index.json, which are two models"
+
+
 @pytest.mark.parametrize(
     "damage",
-    [_truncate, _remove, _spoil_header, _spoil_length, _empty, _swap, _no_weights, _only_bin, _no_config,
-     _config_is_no_json, _another_shape, _more_layers, _fewer_layers, _of_integers, _unsupported],
+    [_unlisted, _two_models, _truncate, _remove, _spoil_header, _spoil_length, _empty, _swap, _no_weights, _only_bin,
+     _no_config, _config_is_no_json, _another_shape, _more_layers, _fewer_layers, _of_integers, _unsupported],
 )  # fmt: skip
 def test_damage_is_named(folder: Path, damage: Any) -> None:
     expected = damage(folder)
@@ -340,3 +358,32 @@ def test_files_without_the_base_models_prefix_and_with_buffers(tmp_path: Path, n
     one, other = HfSource(tmp_path / "whole"), HfSource(tmp_path / "bare")
     assert one.tensors == other.tensors
     assert all(torch.equal(one.read(n), other.read(n)) for n in one.tensors)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_an_output_layer_beside_tied_embeddings(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy is left out; another tensor, which transformers 5 uses and 4 drops, is refused."""
+    monkeypatch.setattr("megafp8.conversion.hf_source._BLOCK", 300)  # compared in several blocks
+    make_theirs(name).save_pretrained(tmp_path)
+    alone = HfSource(tmp_path).tensors
+    found = weights(tmp_path)
+    embedding = found["model.embed_tokens.weight" if name == "llama-tied" else "transformer.wte.weight"]
+    save_file(found | {"lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert HfSource(tmp_path).tensors == alone
+
+    output = embedding.clone()
+    output[-1, -1] += 1e-3
+    for other in (output, output[:-1].clone()):
+        save_file(found | {"lm_head.weight": other}, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(
+            ValueError, match=r"tie_word_embeddings = true, but lm_head\.weight in .* is not .*Set tie_"
+        ):
+            HfSource(tmp_path)
+
+    import transformers
+
+    save_file(found | {"lm_head.weight": output}, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.lm_head.weight, output), "transformers ties: the error message is wrong"
+    (tmp_path / "config.json").write_text(json.dumps(config(tmp_path) | {"tie_word_embeddings": False}))
+    assert torch.equal(HfSource(tmp_path).read_rows("model.output.weight", 0, len(output)), output)

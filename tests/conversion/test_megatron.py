@@ -262,7 +262,7 @@ def test_what_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is there already; nothing was overwritten"):
+    with pytest.raises(ValueError, match="exists already and is no empty folder; nothing was overwritten"):
         MegatronSink(tmp_path).begin(made_up("llama"))
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 

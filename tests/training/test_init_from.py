@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import subprocess
@@ -230,9 +231,24 @@ def test_a_wrong_key_is_still_explained(tmp_path: Path, quickstart_data: Quickst
         load_config(CONFIG, overrides(quickstart_data, tmp_path, "model.hidden_sise=32"), complete_model)
 
 
-def test_a_folder_that_is_none(tmp_path: Path, quickstart_data: QuickstartData) -> None:
-    with pytest.raises(ValueError, match=r"there is no .*absent"):
-        load_config(CONFIG, overrides(quickstart_data, tmp_path / "absent"), complete_model)
+def test_what_is_wrong_with_the_folder_names_the_key(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    folder = tmp_path / "model"
+    options = overrides(quickstart_data, folder)
+    with pytest.raises(ConfigError, match=r"checkpoint\.init_from = '.*model': there is no .*model; give a folder"):
+        load_config(CONFIG, options, complete_model)
+    save_model(folder, "llama3")
+    config = load_config(CONFIG, options, complete_model)
+    (folder / "model.safetensors").write_bytes(b"")  # after the config was read
+    with pytest.raises(ConfigError, match=r"checkpoint\.init_from = .*is no safetensors file") as caught:
+        check_init(config, tmp_path, None)
+    assert [problem.path for problem in caught.value.problems] == ["checkpoint.init_from"]
+    with pytest.raises(ConfigError, match=r"checkpoint\.init_from = .*is no safetensors file"):
+        load_config(CONFIG, options, complete_model)
+    save_model(folder, "llama3")
+    changed = json.loads((folder / "config.json").read_text()) | {"is_causal": False}
+    (folder / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match=r"checkpoint\.init_from = .*config\.json: is_causal = False"):
+        load_config(CONFIG, options, complete_model)
 
 
 def test_another_tokenizer(tmp_path: Path, quickstart_data: QuickstartData) -> None:

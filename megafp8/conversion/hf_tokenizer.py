@@ -1,0 +1,263 @@
+"""A run's tokenizer as files that `AutoTokenizer.from_pretrained` loads, whatever the run's own file is called.
+
+transformers recognises a tokenizer by the names of files and classes. A run's tokenizer is a file of any name of one of
+four kinds, or no file at all. So it is written as tokenizer.json, the format of the library `tokenizers`, which holds
+the whole pipeline and needs no class of its own:
+
+    huggingface      the file itself
+    sentencepiece    BPE or unigram with the same pieces and normalization; the .model lies beside as tokenizer.model
+    tiktoken, bytes  byte-level BPE with the same ranks, pattern and special tokens
+
+tokenizer.json does not say which token has which role; tokenizer_config.json and special_tokens_map.json do: eos is the
+token that ends the run's documents, bos, unk and pad are the tokenizer's own. A tokenizer without bos gets eos there,
+after which each document of a run begins.
+
+A conversion is trusted only as far as it is checked: both tokenizers encode `SAMPLES`. Where they differ, or where the
+original cannot be read, a warning says so and only the original is written. A tokenizer that comes with its own
+tokenizer_config.json is copied as it is.
+
+The limits: special tokens spelled out in a text, such as "</s>", are recognised by transformers and not by
+sentencepiece. Unigram models are ambiguous: where several ways to cut a text are equally likely, as in a long row of
+equal characters, and for combining characters that normalization composes, the libraries differ; a warning says so.
+For model_type qwen2 transformers 5 always takes its own Qwen2Tokenizer, which keeps the vocabulary of tokenizer.json
+but not the way text is cut; a warning says how to load the folder's tokenizer then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megafp8.conversion.base import Source
+from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
+
+_log = logging.getLogger(__name__)
+
+TOKENIZER_FILE, CONFIG_FILE, TOKENS_FILE = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+_SENTENCEPIECE_FILE = "tokenizer.model"
+_BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>")
+_PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
+_UNK_NAMES = ("<unk>", "[UNK]")
+
+SAMPLES = (
+    "The 3 quick brown foxes' naïve été: Straße, 東京! They've said: \"don't\" (twice).",
+    "def f(x_1):\n\treturn x_1 ** 2 != 0x1F  # ~3.14\n\n\n    if  a:\r\n        pass  \n",
+    " leading, trailing and   several    spaces  ",
+    "1234567890 12 123 1234 12,345.67 1e-5 ½ ² ٣",
+    "Привет, мир! Γειά σου Κόσμε. مرحبا بالعالم हिन्दी ภาษาไทย 안녕하세요 日本語テキスト 中文字符",
+    "😀👩‍👩‍👧‍👦🇩🇪 e\u0301 \ufb01 \u200b\u00a0\u3000 ｆｕｌｌ",
+    "<html><body class='x'>&amp;</body></html> https://example.org/?q=a%20b&c=d#e {\"k\": [1, null]}",
+    "aaaaaaaaaaaaaaaaaaaaaaa bbbbbb --------- ======= ......",
+    "",
+    "x",
+    "\n",
+)
+"""Texts that every tokenizer.json that is written encodes as the run's tokenizer does."""
+
+
+class TokenizerExport(NamedTuple):
+    """Files by name, and the ids of the tokens that end and pad a text, where they are known."""
+
+    files: Mapping[str, bytes]
+    eod_id: int | None = None
+    pad_id: int | None = None
+
+
+def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
+    """The tokenizer of `source` for a folder of `model_type`; no files where it has none.
+
+    Logs a warning where AutoTokenizer will not load it, or will give other ids.
+    """
+    files = {file.name: file.read_bytes() for file in source.tokenizer_files}
+    found = find_tokenizer(source)
+    if found is None:
+        if path := _of_run(source).get("path"):
+            _log.warning("the tokenizer %s of the run is not there any more; none is written", path)
+        return TokenizerExport(files)
+    kind, path = found["kind"], found["path"]
+    try:
+        tokenizer = build_tokenizer(**found)
+        library, roles = _CONVERTERS[kind](tokenizer, path)
+        if CONFIG_FILE not in files and (differing := _differing(tokenizer, library)):
+            raise ValueError(f"as tokenizer.json it would encode {differing[0]!r} otherwise")
+    except (ValueError, ImportError) as error:
+        if CONFIG_FILE not in files:
+            what = f"the tokenizer {path or ''} ({kind}) is not written as {TOKENIZER_FILE}"
+            _log.warning("%s, so AutoTokenizer may not load it or give other tokens: %s", what, error)
+        return TokenizerExport(files)
+    end = library.id_to_token(tokenizer.eod_id)
+    roles = {"bos_token": end, **roles, "eos_token": end}
+    if CONFIG_FILE not in files:
+        if model_type == "qwen2":
+            _log.warning(
+                "AutoTokenizer of transformers 5 cuts text in Qwen2's way for models of type qwen2, and so may give "
+                "other tokens than the run's tokenizer; transformers.PreTrainedTokenizerFast.from_pretrained does not"
+            )
+        original = files.pop(Path(path).name, None) if path else None
+        files[TOKENIZER_FILE] = original if kind == "huggingface" and original else library.to_str().encode()
+        if kind == "sentencepiece" and original:
+            files[_SENTENCEPIECE_FILE] = original
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        files |= {CONFIG_FILE: _json(about | roles), TOKENS_FILE: _json(roles)}
+    return TokenizerExport(files, tokenizer.eod_id, library.token_to_id(roles.get("pad_token", "")))
+
+
+def find_tokenizer(source: Source) -> dict[str, Any] | None:
+    """Arguments of `build_tokenizer` for the source's tokenizer; None where it has none.
+
+    As the config of its run says, with the path of the file that lies with the source, or else by names of files.
+    """
+    files = {file.name: str(file) for file in source.tokenizer_files}
+    said = {key: value for key, value in _of_run(source).items() if value is not None}
+    if said.get("kind") == "bytes":
+        return said | {"path": None}
+    if "kind" in said and (name := Path(said.get("path", "")).name):
+        if name in files:
+            return said | {"path": files[name]}
+        if said["kind"] == "tiktoken" and "." not in name:
+            return said  # the name of an encoding
+    by_suffix: dict[str, TokenizerKind] = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
+    for name in (TOKENIZER_FILE, _SENTENCEPIECE_FILE, *sorted(files)):
+        suffix = Path(name).suffix
+        if name in files and suffix in by_suffix and (suffix != ".json" or name == TOKENIZER_FILE):
+            return {"kind": by_suffix[suffix], "path": files[name]}
+    return None
+
+
+def _of_run(source: Source) -> Mapping[str, Any]:
+    """data.tokenizer of the run that saved the source."""
+    return (source.about.get("config", {}).get("data") or {}).get("tokenizer") or {}
+
+
+def _differing(tokenizer: Tokenizer, library: Any) -> list[str]:
+    """The samples of which the two make different ids."""
+    return [t for t in SAMPLES if library.encode(t, add_special_tokens=False).ids != tokenizer.encode(t)]
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _from_huggingface(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, str]]:
+    """The file itself; roles by the model's unknown token, the padding it states, and customary names."""
+    from tokenizers import Tokenizer as Library
+
+    assert path is not None
+    library = Library.from_file(path)
+    special = [token.content for token in library.get_added_tokens_decoder().values() if token.special]
+    roles = {}
+    for role, names in (("bos_token", _BOS_NAMES), ("unk_token", _UNK_NAMES), ("pad_token", _PAD_NAMES)):
+        if present := [name for name in names if name in special]:
+            roles[role] = present[0]
+    if unknown := getattr(library.model, "unk_token", None):
+        roles["unk_token"] = unknown
+    if library.padding:
+        roles["pad_token"] = library.padding["pad_token"]
+    library.no_truncation()  # which transformers does too, unless a call asks for it
+    library.no_padding()
+    return library, roles
+
+
+def _from_tiktoken(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, str]]:
+    encoding = tokenizer._model  # type: ignore[attr-defined]
+    return _byte_level(encoding._mergeable_ranks, encoding._pat_str, encoding._special_tokens), {}
+
+
+def _from_bytes(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, str]]:
+    return _byte_level({bytes([i]): i for i in range(256)}, None, {"<|endoftext|>": tokenizer.eod_id}), {}
+
+
+def _byte_level(ranks: Mapping[bytes, int], pattern: str | None, special: Mapping[str, int]) -> Any:
+    """Byte-level BPE. `pattern`: of the words that text is cut into first; None: it is one word."""
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Library
+
+    letters = _letters_of_bytes()
+    vocab = {"".join(letters[byte] for byte in token): rank for token, rank in ranks.items()}
+    merges = _merges(vocab, sorted(vocab, key=lambda token: vocab[token]), vocab)
+    library = Library(models.BPE({**vocab, **special}, merges, ignore_merges=True))
+    steps = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return library
+
+
+def _letters_of_bytes() -> list[str]:
+    """The printable character that stands for each byte in GPT-2's vocabularies and everybody's since."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _merges(ids: Mapping[str, int], order: Iterable[str], parts: Collection[str]) -> list[tuple[str, str]]:
+    """Every way to put each token of `order`, most urgent first, together from two of `parts`."""
+    found = []
+    for token in order:
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        possible = [(left, right) for left, right in cuts if left in parts and right in parts]
+        found += sorted(possible, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    return found
+
+
+def _from_sentencepiece(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, str]]:
+    """BPE or unigram. Raises ValueError for what the library `tokenizers` has no equivalent of."""
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # type: ignore[attr-defined]
+    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Library
+
+    model = tokenizer._model  # type: ignore[attr-defined]
+    proto = ModelProto.FromString(model.serialized_model_proto())
+    trainer, normalizer, piece = proto.trainer_spec, proto.normalizer_spec, ModelProto.SentencePiece
+    ids = {one.piece: i for i, one in enumerate(proto.pieces)}
+    normal = {one.piece: one.score for one in proto.pieces if one.type == piece.NORMAL}
+    inserted = sorted((one.piece for one in proto.pieces if one.type == piece.USER_DEFINED), key=len, reverse=True)
+    if trainer.treat_whitespace_as_suffix:
+        raise ValueError("spaces at the end of words are not supported")
+    if trainer.model_type == TrainerSpec.BPE:
+        merges = _merges(ids, sorted(normal, key=lambda one: -normal[one]), normal.keys())
+        unknown, fallback = model.id_to_piece(model.unk_id()), trainer.byte_fallback
+        whole = any(len(one) > 1 for one in inserted)  # a user-defined symbol has no merges that lead to it
+        library = Library(
+            models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback, ignore_merges=whole)
+        )
+    elif trainer.model_type == TrainerSpec.UNIGRAM:
+        _log.warning(
+            "%s is a unigram model: transformers may cut rare texts otherwise, such as long rows of one character; "
+            "tokenizer.model, which is written beside tokenizer.json, does not", path,
+        )  # fmt: skip
+        scores = [(one.piece, one.score) for one in proto.pieces]
+        library = Library(models.Unigram(scores, model.unk_id(), trainer.byte_fallback))
+    else:
+        raise ValueError("it is neither BPE nor unigram")
+
+    steps: list[Any] = []
+    if normalizer.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(normalizer.precompiled_charsmap))
+    if normalizer.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if normalizer.add_dummy_prefix:
+        steps.append(normalizers.Prepend("▁"))
+    library.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    ends = [decoders.Strip(" ", 1, 0)] if normalizer.add_dummy_prefix else []
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    if inserted:
+        library.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, inserted))), "isolated")
+    control = [one.piece for one in proto.pieces if one.type in (piece.CONTROL, piece.UNKNOWN)]
+    library.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in control])
+    found = {"bos_token": model.bos_id(), "unk_token": model.unk_id(), "pad_token": model.pad_id()}
+    return library, {role: model.id_to_piece(i) for role, i in found.items() if i >= 0}
+
+
+_CONVERTERS: Mapping[TokenizerKind, Any] = {
+    "huggingface": _from_huggingface,
+    "sentencepiece": _from_sentencepiece,
+    "tiktoken": _from_tiktoken,
+    "bytes": _from_bytes,
+}
