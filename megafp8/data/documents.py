@@ -19,7 +19,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from megafp8.data.packages import import_package
 
@@ -192,12 +192,12 @@ class _ZstdFile(io.RawIOBase):
 def _unpacked(file: BinaryIO, compression: str) -> BinaryIO:
     """`file` without its compression. Closing `file` is left to the caller."""
     if compression == ".gz":
-        return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
     if compression == ".bz2":
-        return bz2.BZ2File(file)
+        return cast(BinaryIO, bz2.BZ2File(file))
     if compression == ".xz":
-        return lzma.LZMAFile(file)
-    return io.BufferedReader(_ZstdFile(file), 2**16) if compression == ".zst" else file  # type: ignore[return-value]
+        return cast(BinaryIO, lzma.LZMAFile(file))
+    return io.BufferedReader(_ZstdFile(file), 2**16) if compression == ".zst" else file
 
 
 def read_documents(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -89,7 +89,7 @@ def preprocess(
 
 def _tokenized(
     documents: Iterable[Document], tokenizer: TokenizerSettings, workers: int
-) -> Iterator[tuple[Document, Ids | None]]:
+) -> Generator[tuple[Document, Ids | None], None, None]:
     """`documents`, in their order, with their token ids; None for those that have an error."""
     make = partial(_make_tokenize, tokenizer)
     chunks = map_in_order(make, _chunks(documents), workers=workers, describe=_describe)

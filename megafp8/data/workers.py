@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TypeVar
+from typing import TypeVar, cast
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -29,7 +29,7 @@ def map_in_order(
     *,
     workers: int,
     describe: Callable[[Task], str],
-) -> Iterator[tuple[Task, Result]]:
+) -> Generator[tuple[Task, Result], None, None]:
     """Each of `tasks` with `make()(task)`, in their order, computed by `workers` processes; with 0 by this one.
 
     `make` is called once in each process. It, tasks and results must be picklable; `tasks` is read as they are needed.
@@ -99,7 +99,7 @@ def _run(
                 connection.send(task)
         if not running:
             return
-        for connection in wait(list(running)):
+        for connection in cast(list[Connection], wait(list(running))):
             number, task = running.pop(connection)
             try:
                 finished[number] = task, connection.recv()

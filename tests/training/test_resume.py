@@ -205,6 +205,7 @@ def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, quickstart_data: Q
     [
         ("seed=7", "was saved with seed = 1234, this run has 7"),
         ("training.global_batch_size=16", "was saved with training.global_batch_size = 8, this run has 16"),
+        ("training.steps=3", "was saved with training.steps = 2, this run has 3, and without optimizer.decay_until"),
         ("checkpoint.resume=false", "already holds a run, and checkpoint.resume is false"),
         ("model.rope_theta=5e5", "holds the weights of another model (model.rope_theta 10000.0 -> 500000.0)"),
     ],
