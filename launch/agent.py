@@ -53,6 +53,7 @@ LOST_STORE = (RendezvousConnectionError, dist.DistNetworkError, dist.DistStoreEr
 OUTCOME_KEY = "megafp8/outcome"
 OUTCOME_SECONDS = 45.0  # for other nodes to learn of the outcome: torch takes up to 30 to end ranks that hang
 FOLLOWER_SECONDS = 5.0  # for the node of the rank that failed first to say so
+GRACE_SECONDS = 5  # for ranks to leave by themselves once one has failed
 STOP_SECONDS = 110  # from a stop signal until ranks are killed; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it
 
 
@@ -145,7 +146,20 @@ class Agent(LocalElasticAgent):
         for handler in self._pcontext.subprocess_handlers.values():  # type: ignore[union-attr]
             handler.proc.send_signal(number)
 
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        self._end_ranks()
+        super()._shutdown(*args, **kwargs)
+
+    def _end_ranks(self) -> None:
+        # The ranks' handler of SIGTERM waits for the end of their step. Where a rank is gone, the step never ends: others
+        # wait for it in a collective, and torch would wait 30 seconds for them, on one node after the other.
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM, GRACE_SECONDS)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ranks = self._pcontext.subprocess_handlers.values()  # type: ignore[union-attr]
+        if any(rank.proc.poll() for rank in ranks):
+            self._end_ranks()
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY:
             if time.monotonic() > self._stop_deadline:
