@@ -6,6 +6,7 @@
     python pretrain_gpt.py --print-schema > megafp8.schema.json        # completion for editors
 
 A config or data set that cannot run ends the job with exit code 2 and one message, before any process group exists.
+Exit codes: 0 done or stopped cleanly, 2 bad config, data or checkpoint, 1 another failure (docs/launching.md).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def outcome_of(failures: Mapping[int, ProcessFailure]) -> Outcome:
     def order(rank: int) -> tuple[bool, bool, int]:
         failure = failures[rank]
         ended_by_agent = not _details(failure) and failure.exitcode == -signal.SIGTERM
-        return bool(_details(failure).get("follows")), ended_by_agent, failure.timestamp
+        return ended_by_agent, bool(_details(failure).get("follows")), failure.timestamp
 
     if not failures:
         return Outcome(FAILED, "error: the ranks of this node were ended")

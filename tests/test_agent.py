@@ -258,7 +258,9 @@ def test_a_failure_of_one_rank_on_two_nodes(launch: Launch, error: str, code: in
     for name in ("head", "other"):
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{launch.port}", "--rdzv-id", launch.word]
         agent = [sys.executable, "-m", "launch.agent", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"]
-        options = launch.options("parallel.tensor=2", "parallel.pipeline=1", "training.steps=20", "checkpoint.interval=0")
+        options = launch.options(
+            "parallel.tensor=2", "parallel.pipeline=1", "training.steps=20", "checkpoint.interval=0"
+        )
         with (launch.folder / f"{name}.log").open("w") as log:
             processes.append(
                 subprocess.Popen(
