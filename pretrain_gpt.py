@@ -6,7 +6,8 @@
     python pretrain_gpt.py --print-schema > megafp8.schema.json        # completion for editors
 
 A config or data set that cannot run ends the job with exit code 2 and one message, before any process group exists.
-A run that has diverged, or in which replicas of the weights differ, ends with exit code 1 and one message.
+Exit codes: 0 done or stopped cleanly; 2 bad config, data or checkpoint, or a run that has diverged; 1 another failure
+(docs/launching.md).
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ import argparse
 import json
 import os
 import sys
-import time
 
-from megafp8.checkpoint import DamagedCheckpoint, FolderInUse, IncompatibleCheckpoint
 from megafp8.config import Config, check_layout, load_config
 from megafp8.planner.memory import memory_table, pipeline_memory
 from megafp8.training.describe import describe
 from megafp8.training.determinism import make_deterministic
-from megafp8.training.errors import TrainingError
+from megafp8.training.error_report import run_and_report
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.init_from import complete_model
 from megafp8.training.inputs import Inputs, describe_planned_data, open_inputs, with_vocabulary
@@ -74,38 +73,14 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     return inputs
 
 
-PATIENCE_SECONDS = 60.0
-
-
-def _refuse(error: ValueError | TrainingError) -> int:
-    """Say why there is no training, or no more; the exit code."""
-    # One voice: under torchrun every rank finds the same fault, and LOCAL_RANK, so that a fault of one node is heard.
-    # The others do not leave before it has spoken, since torchrun ends all when one leaves; and speak if it is silent.
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank:
-        time.sleep(PATIENCE_SECONDS)
-    who = f"rank {os.environ['RANK']}: " if local_rank else ""
-    print(f"error: {who}{error}", file=sys.stderr, flush=True)
-    return 1 if isinstance(error, TrainingError) else 2
+def run() -> None:
+    inputs = prepare(parse_arguments())
+    if inputs is not None:
+        train(inputs)
 
 
 def main() -> int:
-    try:
-        inputs = prepare(parse_arguments())
-    except ValueError as error:
-        return _refuse(error)
-    if inputs is None:
-        return 0
-    try:
-        train(inputs)
-    except (
-        FolderInUse,
-        DamagedCheckpoint,
-        IncompatibleCheckpoint,
-        TrainingError,
-    ) as error:  # met by all ranks alike
-        return _refuse(error)
-    return 0
+    return run_and_report(run)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,10 @@
 # RDZV_ID          any word that is the same on all machines of this job, and of no other
 # MAX_RESTARTS     restarts after a failure (3)
 # NPROC_PER_NODE   processes on each machine (its GPUs)
+# LOG_DIR          keep what each rank prints, in files below this folder
+#
+# Exit codes: 0 done, or stopped cleanly by SIGTERM or Ctrl-C on any machine; 2 a fault of config, data or checkpoint,
+# which is not restarted; 1 another failure. docs/launching.md says how failures are found and mended.
 #
 # Paths are relative to the repository. What is exported below can be set by you instead.
 set -euo pipefail
@@ -17,7 +21,7 @@ cd "$(dirname "$0")/.."
 for name in NNODES HEAD_NODE RDZV_ID; do
     [[ -n ${!name:-} ]] || { echo "error: $name is not set; this script's first lines say what it is" >&2; exit 2; }
 done
-command -v torchrun >/dev/null || { echo "error: torchrun is not on PATH; after make venv: . .venv/bin/activate" >&2; exit 2; }
+python -c 'import importlib.util as i; exit(not i.find_spec("torch"))' || { echo "error: the python on PATH has no torch; after make venv: . .venv/bin/activate" >&2; exit 2; }
 config=$1
 shift
 
@@ -29,15 +33,16 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # Long runs allocate many sizes; growing segments keep that from fragmenting the GPU's memory.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-# Seconds from a stop signal until torchrun kills: time to finish the step and save. Torch 2.11 always takes 30.
+# Seconds from a stop signal until ranks are killed: time to finish the step and save.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
 # A restarted job resumes from its newest complete checkpoint by itself.
-exec torchrun \
+exec python -m launch.agent \
     --nnodes "$NNODES" \
     --nproc-per-node "${NPROC_PER_NODE:-gpu}" \
     --rdzv-backend c10d \
     --rdzv-endpoint "$HEAD_NODE:${HEAD_PORT:-29400}" \
     --rdzv-id "$RDZV_ID" \
     --max-restarts "${MAX_RESTARTS:-3}" \
+    ${LOG_DIR:+--log-dir "$LOG_DIR" --tee 3} \
     pretrain_gpt.py --config "$config" "$@"

@@ -4,12 +4,19 @@
 #   launch/single_node.sh CONFIG [section.key=value ...]
 #   NPROC_PER_NODE=4 launch/single_node.sh configs/quickstart.yaml
 #
+# MAX_RESTARTS     restarts after a failure (0)
+# NPROC_PER_NODE   processes (the GPUs)
+# LOG_DIR          keep what each rank prints, in files below this folder
+#
+# Exit codes: 0 done, or stopped cleanly by SIGTERM or Ctrl-C; 2 a fault of config, data or checkpoint, which is not
+# restarted; 1 another failure. docs/launching.md says how failures are found and mended.
+#
 # Paths are relative to the repository. What is exported below can be set by you instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [[ $# -ge 1 ]] || { echo "usage: launch/single_node.sh CONFIG [section.key=value ...]" >&2; exit 2; }
 [[ -f $1 ]] || { echo "error: no such config: $1; there are: $(echo configs/*.yaml)" >&2; exit 2; }
-command -v torchrun >/dev/null || { echo "error: torchrun is not on PATH; after make venv: . .venv/bin/activate" >&2; exit 2; }
+python -c 'import importlib.util as i; exit(not i.find_spec("torch"))' || { echo "error: the python on PATH has no torch; after make venv: . .venv/bin/activate" >&2; exit 2; }
 config=$1
 shift
 
@@ -23,7 +30,12 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
 # Long runs allocate many sizes; growing segments keep that from fragmenting the GPU's memory.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-# Seconds from a stop signal until torchrun kills: time to finish the step and save. Torch 2.11 always takes 30.
+# Seconds from a stop signal until ranks are killed: time to finish the step and save.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
-exec torchrun --standalone --nproc-per-node "${NPROC_PER_NODE:-$processes}" pretrain_gpt.py --config "$config" "$@"
+exec python -m launch.agent \
+    --standalone \
+    --nproc-per-node "${NPROC_PER_NODE:-$processes}" \
+    --max-restarts "${MAX_RESTARTS:-0}" \
+    ${LOG_DIR:+--log-dir "$LOG_DIR" --tee 3} \
+    pretrain_gpt.py --config "$config" "$@"

@@ -1,4 +1,4 @@
-"""The launch scripts with stand-ins for torchrun, srun and friends: the commands they build, and what they refuse."""
+"""The launch scripts with stand-ins for python, srun and friends: the commands they build, and what they refuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = "configs/quickstart.yaml"
 def tools(tmp_path: Path) -> dict[str, str]:
     """An environment in which the programs the scripts call print how they were called."""
     stand_ins = {
-        "torchrun": 'echo "torchrun $*"; echo "threads $OMP_NUM_THREADS"; env | grep SHUTDOWN',
+        "python": '[[ $1 == -c ]] || { echo "python $*"; echo "threads $OMP_NUM_THREADS"; env | grep SHUTDOWN; }',
         "scancel": 'echo "scancel $*"',
         "srun": 'echo "srun $1"; shift; exec "$@"',
         "scontrol": 'if [[ $1 == show ]]; then echo node7; echo node8; else echo "scontrol $*"; fi',
@@ -39,13 +39,15 @@ def launch(script: str, *arguments: str, **environment: str) -> subprocess.Compl
 def test_single_node_takes_every_gpu(tools: dict[str, str]) -> None:
     done = launch("single_node.sh", CONFIG, "parallel.tensor=2", **tools)
     assert done.returncode == 0, done.stderr
-    expected = f"torchrun --standalone --nproc-per-node gpu pretrain_gpt.py --config {CONFIG} parallel.tensor=2"
+    agent = "python -m launch.agent --standalone --nproc-per-node gpu --max-restarts 0"
+    expected = f"{agent} pretrain_gpt.py --config {CONFIG} parallel.tensor=2"
     assert done.stdout.splitlines() == [expected, "threads 8", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110"]
 
 
 def test_single_node_as_the_user_says(tools: dict[str, str]) -> None:
-    done = launch("single_node.sh", CONFIG, NPROC_PER_NODE="2", OMP_NUM_THREADS="3", **tools)
-    assert "--nproc-per-node 2 " in done.stdout
+    choice = {"NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "3", "MAX_RESTARTS": "1", "LOG_DIR": "my logs"}
+    done = launch("single_node.sh", CONFIG, **choice, **tools)
+    assert "--nproc-per-node 2 --max-restarts 1 --log-dir my logs --tee 3 pretrain_gpt.py" in done.stdout
     assert "threads 3" in done.stdout
 
 
@@ -66,7 +68,7 @@ def test_multi_node(tools: dict[str, str]) -> None:
     done = launch("multi_node.sh", CONFIG, "seed=7", **MULTI, **tools)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == (
-        "torchrun --nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id run1 "
+        "python -m launch.agent --nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id run1 "
         f"--max-restarts 3 pretrain_gpt.py --config {CONFIG} seed=7"
     )
 
@@ -89,8 +91,18 @@ def test_slurm_starts_a_launcher_on_each_node(tools: dict[str, str]) -> None:
 
 def test_slurm_asks_for_a_save_and_queues_again(tools: dict[str, str], tmp_path: Path) -> None:
     """The batch shell gets USR1; the training processes get TERM, by scancel, and finish before the job is requeued."""
-    (tmp_path / "torchrun").write_text(
-        f"#!/usr/bin/env bash\ntrap 'echo saved; exit 0' TERM\necho $$ > {tmp_path}/pid\nwhile :; do sleep 0.05; done\n"
+    printed = stop_a_batch_job(tools, tmp_path, leaves_with=0)
+    assert printed.splitlines()[-3:] == ["scancel --signal=TERM 99", "saved", "scontrol requeue 99"]
+
+
+def test_slurm_does_not_queue_a_wrong_config_again(tools: dict[str, str], tmp_path: Path) -> None:
+    assert "requeue" not in stop_a_batch_job(tools, tmp_path, leaves_with=2)
+
+
+def stop_a_batch_job(tools: dict[str, str], tmp_path: Path, leaves_with: int) -> str:
+    """What a batch job prints that gets USR1 and whose agent then leaves with an exit code."""
+    (tmp_path / "python").write_text(
+        f"#!/usr/bin/env bash\n[[ $1 == -c ]] && exit\ntrap 'echo saved; exit {leaves_with}' TERM\necho $$ > {tmp_path}/pid\nwhile :; do sleep 0.05; done\n"
     )
     (tmp_path / "scancel").write_text(f'#!/usr/bin/env bash\necho "scancel $*"\nkill -TERM $(cat {tmp_path}/pid)\n')
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node7", "SLURM_JOB_NUM_NODES": "1"}
@@ -101,13 +113,13 @@ def test_slurm_asks_for_a_save_and_queues_again(tools: dict[str, str], tmp_path:
     try:
         deadline = time.monotonic() + 20
         while not (tmp_path / "pid").exists():
-            assert time.monotonic() < deadline, "torchrun was not started"
+            assert time.monotonic() < deadline, "the agent was not started"
             time.sleep(0.05)
         batch.send_signal(signal.SIGUSR1)
         printed, _ = batch.communicate(timeout=20)
     finally:
         batch.kill()
-    assert printed.splitlines()[-3:] == ["scancel --signal=TERM 99", "saved", "scontrol requeue 99"]
+    return printed
 
 
 def test_slurm_is_for_sbatch(tools: dict[str, str]) -> None:

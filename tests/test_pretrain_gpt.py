@@ -11,7 +11,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -186,20 +185,8 @@ def test_through_torchrun_a_mistake_is_said_once_and_ends_the_job(data: Quicksta
     done = torchrun(*data.overrides, f"run_dir={tmp_path}", "training.seq_length=127", processes=4)
     assert done.returncode != 0
     assert done.stderr.count("training.seq_length = 127: sequence parallelism cuts it") == 1
-
-
-def test_other_ranks_let_the_first_of_their_node_speak_and_then_speak_up(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def sleep(seconds: float) -> None:
-        assert seconds == 60
-        assert capsys.readouterr().err == ""  # torchrun ends this rank here, if the first leaves with the same mistake
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("RANK", "9")
-    assert pretrain_gpt._refuse(ValueError("data.train: no such file")) == 2
-    assert capsys.readouterr().err == "error: rank 9: data.train: no such file\n"
+    last = done.stderr.strip().splitlines()[-2]  # before torchrun's closing rule
+    assert "training.seq_length = 127: sequence parallelism cuts it" in last
 
 
 def script(*arguments: str) -> subprocess.CompletedProcess[str]:

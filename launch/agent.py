@@ -1,0 +1,329 @@
+"""torchrun with an agent that knows how a training job ends: `python -m launch.agent [torchrun's options] SCRIPT ...`.
+
+torchrun's agent treats all failures alike: it restarts a job whose config is wrong, ends with a traceback of its own
+after a clean stop, and on the other nodes knows no more than that connections broke. This one is torch's own
+`LocalElasticAgent`, with torchrun's options (c10d rendezvous only), and differs in this:
+
+- Exit codes: 0 done, or stopped cleanly; 2 a fault of config, data or checkpoint, never restarted; 1 another failure,
+  after its restarts. The last thing printed is the message of the rank that failed first.
+- SIGTERM and Ctrl-C are a request to the ranks to finish their step, save and leave; the agent stays until they have.
+  torchrun's agent raises an exception instead, and agents of other nodes wait 5 minutes for it. A second Ctrl-C ends
+  the ranks at once. While no ranks run, signals end the agent as they end any process.
+- How the job ended is written to the rendezvous store, so that all nodes end at once, with one message and exit code.
+- The rendezvous store lives in the agent of the head node. Where that agent is lost, the others join again when it is
+  back, for as long as a rendezvous may take (`--rdzv-conf join_timeout=600`).
+- Each attempt gets a process group store of its own, see `main`.
+
+Exit codes, and messages of ranks: megafp8/training/error_report.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.utils.store import barrier
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, parse_args
+
+from megafp8.training.error_report import AGENT_REPORTS
+from megafp8.training.errors import DONE, FAILED, NO_RESTART
+
+LOST_STORE = (RendezvousConnectionError, dist.DistNetworkError, dist.DistStoreError)
+OUTCOME_KEY = "megafp8/outcome"
+OUTCOME_SECONDS = 45.0  # for other nodes to learn of the outcome: torch takes up to 30 to end ranks that hang
+FOLLOWER_SECONDS = 5.0  # for the node of the rank that failed first to say so
+GRACE_SECONDS = 5  # for ranks to leave by themselves once one has failed
+STOP_SECONDS = 110  # from a stop signal until ranks are killed; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a job, or one attempt of it, ended. `follows`: as the consequence of a failure on another node."""
+
+    code: int
+    message: str = ""
+    follows: bool = False
+
+
+def outcome_of(failures: Mapping[int, ProcessFailure]) -> Outcome:
+    """The outcome that the failures of one node's ranks, by global rank, amount to: that of the first cause."""
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        failure = failures[rank]
+        ended_by_agent = not _details(failure) and failure.exitcode == -signal.SIGTERM
+        return ended_by_agent, bool(_details(failure).get("follows")), failure.timestamp
+
+    if not failures:
+        return Outcome(FAILED, "error: the ranks of this node were ended")
+    rank = min(failures, key=order)
+    failure = failures[rank]
+    details = _details(failure)
+    where = f"rank {rank} on {socket.gethostname()}"
+    if details:
+        message, code = failure.message["message"], int(details["exit_code"])  # type: ignore[index]
+        if code == NO_RESTART:
+            return Outcome(code, message)
+        space = "\n" if "\n" in message else " "
+        return Outcome(code, f"error: {where} failed:{space}{message}", details["follows"])
+    if failure.exitcode < 0:
+        hint = ", as the kernel does when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
+        name = signal.Signals(-failure.exitcode).name
+        return Outcome(FAILED, f"error: {where} (process {failure.pid}) was ended by {name}{hint}")
+    code = NO_RESTART if failure.exitcode == NO_RESTART else FAILED
+    return Outcome(code, f"error: {where} left with exit code {failure.exitcode}")
+
+
+def _details(failure: ProcessFailure) -> dict[str, Any]:
+    """What error_report.py wrote for this failure; empty where the rank wrote nothing."""
+    message = failure.message
+    extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    return extra if "exit_code" in extra else {}
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent of one node; `outcome` says how the job ended, once it has."""
+
+    def __init__(self, spec: WorkerSpec, config: LaunchConfig) -> None:
+        super().__init__(
+            spec,
+            config.logs_specs,
+            start_method=config.start_method,
+            log_line_prefix_template=config.log_line_prefix_template,
+        )
+        self.outcome: Outcome | None = None
+        self._stop_signal: int | None = None
+        self._stop_deadline = float("inf")
+
+    @property
+    def remaining_restarts(self) -> int:
+        return self._remaining_restarts
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # Nothing runs here that could be asked to stop, and waiting for other nodes may last.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        super()._rendezvous(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        workers = super()._start_workers(worker_group)
+        for number in (signal.SIGTERM, signal.SIGINT):  # torch has installed its own
+            signal.signal(number, self._on_signal)
+        return workers
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stop_signal == number == signal.SIGINT:
+            self._signal_ranks(signal.SIGKILL)
+            raise SignalException("second Ctrl-C", signal.SIGINT)
+        if self._stop_signal is None:
+            seconds = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS))
+            self._stop_deadline = time.monotonic() + seconds
+            self._signal_ranks(signal.SIGTERM)
+        self._stop_signal = number
+        self._remaining_restarts = 0
+
+    def _signal_ranks(self, number: int) -> None:
+        for handler in self._pcontext.subprocess_handlers.values():  # type: ignore[union-attr]
+            handler.proc.send_signal(number)
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        self._end_ranks()
+        super()._shutdown(*args, **kwargs)
+
+    def _end_ranks(self) -> None:
+        # The ranks' handler of SIGTERM waits for the end of their step. Where a rank is gone, the step never ends: others
+        # wait for it in a collective, and torch would wait 30 seconds for them, on one node after the other.
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM, GRACE_SECONDS)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ranks = self._pcontext.subprocess_handlers.values()  # type: ignore[union-attr]
+        if any(rank.proc.poll() for rank in ranks):
+            self._end_ranks()
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.HEALTHY:
+            if time.monotonic() > self._stop_deadline:
+                self._signal_ranks(signal.SIGKILL)
+            if self._ended_elsewhere():
+                return RunResult(state=WorkerState.FAILED)
+        elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            self._on_failure(outcome_of(result.failures), result.failures)
+        return result
+
+    def _on_failure(self, outcome: Outcome, failures: Mapping[int, ProcessFailure]) -> None:
+        """Decide whether the ranks of this node, which have ended, are restarted."""
+        if self._stop_signal is not None and failures:
+            ends = {failure.exitcode for failure in failures.values()}
+            if ends == {-signal.SIGTERM}:  # they had not yet installed their handler: nothing to save
+                outcome = Outcome(DONE, "stopped on request before training began")
+            elif ends <= {-signal.SIGTERM, -signal.SIGKILL} and time.monotonic() > self._stop_deadline:
+                outcome = Outcome(FAILED, "error: killed: the step and its checkpoint were not done in time to stop")
+        if outcome.follows and self._is_settled_by_others():
+            return
+        if self._remaining_restarts == 0 or outcome.code == NO_RESTART:
+            self._end(outcome)
+        else:
+            left = f"restarting, {self._remaining_restarts} left"
+            print(f"{outcome.message}\n{left}", file=sys.stderr, flush=True)
+
+    def _is_settled_by_others(self) -> bool:
+        """Wait shortly for the node where a rank failed first: True where it ended or restarts the job."""
+        deadline = time.monotonic() + FOLLOWER_SECONDS
+        while self._worker_group.group_world_size > 1 and time.monotonic() < deadline:
+            if self._ended_elsewhere():
+                return True
+            if self._remaining_restarts and self._rdzv_handler.num_nodes_waiting():
+                return True
+            time.sleep(self._worker_group.spec.monitor_interval)
+        return False
+
+    def _ended_elsewhere(self) -> bool:
+        """Whether another node has ended the job; this one then ends alike."""
+        if self._worker_group.group_world_size > 1 and self._store.check([OUTCOME_KEY]):
+            self._end(Outcome(FAILED))
+            return True
+        return False
+
+    def _end(self, outcome: Outcome) -> None:
+        """End the job, on all nodes with the outcome that was written first."""
+        self._remaining_restarts = 0
+        self.outcome = outcome
+        nodes = self._worker_group.group_world_size
+        if nodes == 1:
+            return
+        try:
+            written = self._store.compare_set(OUTCOME_KEY, "", json.dumps(dataclasses.asdict(outcome)))
+            self.outcome = Outcome(**json.loads(written))
+            self._rdzv_handler.set_closed()  # for nodes that wait in a rendezvous
+            # The node that has the store must leave last.
+            barrier(self._store, nodes, f"{OUTCOME_KEY}/known", OUTCOME_SECONDS)
+        except (*LOST_STORE, RendezvousError):
+            pass  # a node is gone, and cannot be told
+
+    def end_as_others(self) -> Outcome:
+        """The outcome, where the rendezvous is closed because another node has ended the job."""
+        try:
+            if self._store is not None and self._store.check([OUTCOME_KEY]):
+                self._end(Outcome(FAILED))
+        except LOST_STORE:
+            pass
+        return self.outcome or Outcome(FAILED, "error: the rendezvous is closed: another node has ended the job")
+
+
+def run(config: LaunchConfig, entrypoint: str, arguments: list[str]) -> Outcome:
+    """Run a job's ranks on this node until the job has ended on all nodes."""
+    restarts = config.max_restarts
+    patience = float(config.rdzv_configs.get("join_timeout", 600))
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            agent = _make_agent(config, restarts, entrypoint, arguments)
+        except RendezvousConnectionError as error:
+            if time.monotonic() > give_up:
+                cause = error.__cause__ or error
+                return Outcome(FAILED, f"error: no agent answers at the head node, {config.rdzv_endpoint}: {cause}")
+            time.sleep(1.0)
+            continue
+        outcome = _attempt(agent)
+        if outcome is not None:
+            return outcome
+        restarts = agent.remaining_restarts - 1
+        if restarts < 0:
+            return Outcome(FAILED, f"error: lost the agent of the head node, {config.rdzv_endpoint}")
+        text = f"lost the agent of the head node, {config.rdzv_endpoint}; waiting for it to come back"
+        print(f"{text}, {restarts} restarts left", file=sys.stderr, flush=True)
+        give_up = time.monotonic() + patience
+
+
+def _make_agent(config: LaunchConfig, max_restarts: int, entrypoint: str, arguments: list[str]) -> Agent:
+    """An agent with a rendezvous of its own. Raises RendezvousConnectionError where no store answers."""
+    rendezvous = get_rendezvous_handler(
+        RendezvousParameters(
+            config.rdzv_backend,
+            config.rdzv_endpoint,
+            config.run_id,
+            config.min_nodes,
+            config.max_nodes,
+            local_addr=config.local_addr,
+            **config.rdzv_configs,
+        )
+    )
+    shared = {field.name for field in dataclasses.fields(WorkerSpec)} & {f.name for f in dataclasses.fields(config)}
+    settings = {name: getattr(config, name) for name in shared} | {"max_restarts": max_restarts}
+    spec = WorkerSpec(
+        local_world_size=config.nproc_per_node,
+        rdzv_handler=rendezvous,
+        entrypoint=entrypoint,
+        args=tuple(arguments),
+        **settings,
+    )
+    return Agent(spec, config)
+
+
+def _attempt(agent: Agent) -> Outcome | None:
+    """Run an agent to its end; None where it lost the rendezvous store."""
+    try:
+        result = agent.run()
+    except SignalException as stopped:
+        outcome = Outcome(FAILED, f"error: ended at once by {stopped.sigval.name}")
+    except RendezvousClosedError:
+        outcome = agent.end_as_others()
+    except LOST_STORE:
+        return None
+    except RendezvousError as error:
+        outcome = Outcome(FAILED, f"error: the nodes of the job did not meet: {type(error).__name__} {error}")
+    else:
+        done = result is not None and not result.is_failed()
+        outcome = Outcome(DONE) if done else agent.outcome or Outcome(FAILED, "error: the job ended unexpectedly")
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+    agent.get_worker_group().spec.rdzv_handler.shutdown()
+    return outcome
+
+
+def main() -> int:
+    # By default the ranks of all attempts share one store for their process groups, that of the agent on the first node
+    # (DynamicRendezvousHandler._shared_tcp_store_server). It keeps the addresses that ranks of an earlier attempt wrote,
+    # to which those of the next then connect ("connectFullMesh failed ... Connection refused", or a wait of minutes
+    # for a process that is gone), and it is gone itself with that node. Without sharing, rank 0 makes a store for each
+    # attempt, at a port that the agents agree on anew.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ[AGENT_REPORTS] = "1"
+    options = parse_args(sys.argv[1:])
+    if options.standalone:
+        options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+    if options.rdzv_backend != "c10d":
+        print("error: --standalone or --rdzv-backend c10d is needed", file=sys.stderr)
+        return NO_RESTART
+    config, entrypoint, arguments = config_from_args(options)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    outcome = run(config, str(entrypoint), arguments)
+    if outcome.message:
+        print(outcome.message, file=sys.stderr, flush=True)
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

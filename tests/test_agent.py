@@ -1,0 +1,297 @@
+"""Real agents (`launch/agent.py`) through the launch scripts: killed ranks and nodes, faults, clean stops."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megafp8.checkpoint import complete_checkpoints
+from megafp8.training.metrics import read_metrics
+from tests.quickstart_data import CONFIG, ROOT, QuickstartData
+
+SMALL = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=64",
+    "training.seq_length=16",
+    "training.micro_batch_size=2",
+    "training.global_batch_size=4",
+    "training.eval_interval=0",
+    "optimizer.warmup_steps=1",
+    "checkpoint.interval=5",
+    "fp8.recipe=none",
+]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes that `pid` started, and theirs: ranks have sessions of their own."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [member for child in children for member in (int(child), *descendants(int(child)))]
+
+
+class Node:
+    """One launch script and the ranks below it; what both print goes to a file."""
+
+    def __init__(self, script: str, log: Path, processes: int, options: list[str], **environment: str) -> None:
+        self.log = log
+        with log.open("a") as output:
+            self.process = subprocess.Popen(
+                ["bash", f"launch/{script}", str(CONFIG), *options],
+                cwd=ROOT,
+                env=os.environ
+                | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+                | {"NPROC_PER_NODE": str(processes)}
+                | environment,
+                start_new_session=True,
+                stdout=output,
+                stderr=output,
+            )
+
+    def rank_pids(self) -> list[int]:
+        """The ranks, by local rank."""
+        found = {}
+        for pid in descendants(self.process.pid):
+            with contextlib.suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                for variable in variables:
+                    if variable.startswith(b"LOCAL_RANK=") and b"pretrain_gpt.py" in words:
+                        found.setdefault(int(variable[11:]), pid)
+        return [found[rank] for rank in sorted(found)]
+
+    def kill(self) -> None:
+        """The agent and its ranks, as when a machine loses power."""
+        for pid in (self.process.pid, *descendants(self.process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.log.name} hangs; it printed:\n{self.log.read_text()}") from None
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+
+class Launch:
+    """Starts nodes that work in one run folder, and kills what is left of them at the end."""
+
+    def __init__(self, folder: Path, data: QuickstartData) -> None:
+        self.folder, self.data = folder, data
+        self.nodes: list[Node] = []
+        self.port, self.word = str(free_port()), folder.name
+
+    def options(self, *more: str) -> list[str]:
+        return [*SMALL, *self.data.overrides, f"run_dir={self.folder}", *more]
+
+    def single(self, processes: int, *options: str, **environment: str) -> Node:
+        log = self.folder / "single.log"
+        return self._started(Node("single_node.sh", log, processes, self.options(*options), **environment))
+
+    def multi(self, name: str, processes: int, *options: str, **environment: str) -> Node:
+        where = {"NNODES": "2", "HEAD_NODE": "localhost", "HEAD_PORT": self.port, "RDZV_ID": self.word}
+        log = self.folder / f"{name}.log"
+        return self._started(Node("multi_node.sh", log, processes, self.options(*options), **where, **environment))
+
+    def _started(self, node: Node) -> Node:
+        self.nodes.append(node)
+        return node
+
+    def steps(self) -> list[int]:
+        """Steps in metrics.jsonl, in the order in which they were done."""
+        path = self.folder / "quickstart" / "metrics.jsonl"
+        return [int(line.split('"step": ')[1].split(",")[0]) for line in path.read_text().splitlines()]
+
+    def curve(self) -> list[tuple[int, float]]:
+        return [(r["step"], r["loss"]) for r in read_metrics(self.folder / "quickstart" / "metrics.jsonl")]
+
+    def saved(self) -> list[int]:
+        return [step for step, _ in complete_checkpoints(self.folder / "quickstart" / "checkpoints")]
+
+    def wait_for(self, what: str, condition: Callable[[], bool], seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            printed = "\n".join(f"--- {node.log.name}\n{node.said()}" for node in self.nodes)
+            assert time.monotonic() < deadline, f"{what} did not come; printed:\n{printed}"
+            assert any(node.process.poll() is None for node in self.nodes), f"all ended before {what}:\n{printed}"
+            time.sleep(0.02)
+
+    def wait_for_save(self, step: int) -> None:
+        self.wait_for(f"checkpoint {step}", lambda: any(saved >= step for saved in self.saved()))
+
+
+@pytest.fixture
+def launch(tmp_path: Path, quickstart_data: QuickstartData) -> Iterator[Launch]:
+    started = Launch(tmp_path, quickstart_data)
+    yield started
+    for node in started.nodes:
+        node.kill()
+
+
+FOUR = ["parallel.tensor=2", "parallel.pipeline=2"]
+FOREVER = [*FOUR, "training.steps=1000000"]
+
+
+def two_nodes(launch: Launch, *options: str) -> tuple[Node, Node]:
+    """A head node, which has the rendezvous store, and another, training past their first checkpoint."""
+    head = launch.multi("head", 2, *options)
+    launch.wait_for("the head's store", lambda: answers(launch.port))
+    other = launch.multi("other", 2, *options)
+    launch.wait_for_save(5)
+    return head, other
+
+
+def answers(port: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", int(port))) == 0
+
+
+def wait_for_recovery(launch: Launch) -> None:
+    """Until new steps are done after a resume."""
+    launch.wait_for("a resume", lambda: any("resumed from step" in node.said() for node in launch.nodes), 100)
+    before = len(launch.steps())
+    launch.wait_for("new steps", lambda: len(launch.steps()) > before + 1)
+
+
+def stop(asked: Node, *nodes: Node) -> None:
+    """SIGTERM to one node ends all, with exit code 0, once a checkpoint is saved."""
+    asked.process.send_signal(signal.SIGTERM)
+    assert [node.wait(60) for node in nodes] == [0] * len(nodes)
+    assert any("stopped on request after step" in node.said() for node in nodes)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "rank",
+        pytest.param("rank of the head", marks=pytest.mark.slow),
+        pytest.param("node", marks=pytest.mark.slow),
+        pytest.param("head", marks=pytest.mark.slow),
+    ],
+)
+def test_two_nodes_recover_and_stop(launch: Launch, lost: str) -> None:
+    """From kill -9 of a rank, and of a whole node that is then started again; one is asked to stop, both leave with 0."""
+    head, other = two_nodes(launch, *FOREVER)
+    if lost == "rank":
+        os.kill(other.rank_pids()[1], signal.SIGKILL)
+    elif lost == "rank of the head":
+        os.kill(head.rank_pids()[0], signal.SIGKILL)
+    elif lost == "node":
+        other.kill()
+        other = launch.multi("other", 2, *FOREVER)
+    else:
+        head.kill()
+        head = launch.multi("head", 2, *FOREVER)
+    wait_for_recovery(launch)
+    stop(other, head, other)
+    steps = [step for step, _ in launch.curve()]
+    assert launch.saved()[-1] == steps[-1]
+    if lost == "rank":
+        assert "was ended by SIGKILL" in other.said()
+        assert "restarting, 3 left" in other.said()
+    assert "Traceback" not in head.said() + other.said()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_wrong_config_is_not_restarted(launch: Launch, nodes: int) -> None:
+    wrong = [*FOUR, "training.seq_length=127"]
+    if nodes == 1:
+        started = [launch.single(4, *wrong, MAX_RESTARTS="3")]
+    else:
+        started = [launch.multi(name, 2, *wrong) for name in ("head", "other")]
+    for node in started:
+        assert node.wait(120) == 2
+        *_, first, last = node.said().splitlines()
+        assert first.startswith("error: ")
+        assert last.startswith("  training.seq_length = 127: sequence parallelism cuts it")
+        assert node.said().count("training.seq_length = 127") == 1
+
+
+FAULT = """
+import os, sys
+import pretrain_gpt
+from megafp8.training import job
+one_step = job.Job._one_step
+def fail(self, stream):
+    if self.step == 2 and os.environ["RANK"] == "1":
+        raise {error}
+    return one_step(self, stream)
+job.Job._one_step = fail
+sys.exit(pretrain_gpt.main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("error", "code", "attempts"), [("ValueError('stdlib.bin: token 600')", 2, 1), ("KeyError('unexpected')", 1, 2)]
+)
+def test_a_failure_of_one_rank_on_two_nodes(launch: Launch, error: str, code: int, attempts: int) -> None:
+    """Both agents end with the message of the rank that failed, as the last thing they print."""
+    script = launch.folder / "fault.py"
+    script.write_text(FAULT.format(error=error))
+    processes = []
+    for name in ("head", "other"):
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{launch.port}", "--rdzv-id", launch.word]
+        agent = [sys.executable, "-m", "launch.agent", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"]
+        options = launch.options(
+            "parallel.tensor=2", "parallel.pipeline=1", "training.steps=20", "checkpoint.interval=0"
+        )
+        with (launch.folder / f"{name}.log").open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [*agent, *rendezvous, str(script), "--config", str(CONFIG), *options],
+                    cwd=ROOT,
+                    env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+    try:
+        assert [process.wait(200) for process in processes] == [code, code]
+    finally:
+        for process in processes:
+            for pid in (process.pid, *descendants(process.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+    said = [(launch.folder / f"{name}.log").read_text() for name in ("head", "other")]
+    last = "error: stdlib.bin: token 600" if code == 2 else "KeyError: 'unexpected'"
+    assert [text.splitlines()[-1] for text in said] == [last, last]
+    assert max(text.count(last) for text in said) == attempts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_node_stops(launch: Launch, number: int) -> None:
+    node = launch.single(2, "parallel.tensor=2", "parallel.pipeline=1", "training.steps=1000000")
+    launch.wait_for_save(5)
+    os.killpg(node.process.pid, number)
+    assert node.wait(60) == 0
+    assert "stopped on request after step" in node.said().splitlines()[-1]
+    assert "Traceback" not in node.said()

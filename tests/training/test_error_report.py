@@ -1,0 +1,122 @@
+"""What a rank that fails prints, and leaves for the agent of its node to print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from launch.agent import Outcome, outcome_of
+from megafp8.checkpoint import DamagedCheckpoint, FolderInUse
+from megafp8.data import DataError
+from megafp8.data.samples import split_documents
+from megafp8.training.error_report import lost_connection, run_and_report
+from megafp8.training.errors import DONE, FAILED, NO_RESTART, Diverged, ReplicasDiffer
+
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16050.")
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Run a job that raises `error` as local rank `rank` of a node; give back its exit code."""
+
+    def run(rank: int, error: Exception) -> int:
+        def job() -> None:
+            raise error
+
+        (tmp_path / str(rank)).mkdir(exist_ok=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        return run_and_report(job)
+
+    return run
+
+
+def failures(folder: Path, exit_codes: dict[int, int]) -> dict[int, ProcessFailure]:
+    """As torch's agent reads them."""
+    return {
+        rank: ProcessFailure(rank, 1000 + rank, code, str(folder / str(rank) / "error.json"))
+        for rank, code in exit_codes.items()
+    }
+
+
+def test_exit_codes_and_messages_without_an_agent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+
+    def raising(error: Exception) -> int:
+        def job() -> None:
+            raise error
+
+        return run_and_report(job)
+
+    assert run_and_report(lambda: None) == DONE
+    for error in (DataError("a"), FolderInUse("a"), DamagedCheckpoint("a"), Diverged("a"), ReplicasDiffer("a")):
+        assert raising(error) == (FAILED if isinstance(error, ReplicasDiffer) else NO_RESTART)
+        assert capsys.readouterr().err == "error: a\n"
+    assert run_and_report(lambda: split_documents(5, "no numbers")) == NO_RESTART  # a ValueError that we raise
+    assert capsys.readouterr().err.startswith("error: ")
+    assert run_and_report(lambda: json.loads("{")) == FAILED  # one from within a library
+    assert "Traceback (most recent call last):" in capsys.readouterr().err
+    assert raising(KeyError("b")) == FAILED
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback (most recent call last):")
+    assert said.endswith("KeyError: 'b'\n")
+
+
+def test_one_rank_of_a_node_speaks(
+    fail, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever is first; torchrun's summary ends with its message, whatever the order of ranks."""
+    assert [fail(rank, DataError("data.train: no such file")) for rank in (2, 0, 1)] == [NO_RESTART] * 3
+    assert capsys.readouterr().err == ""  # torchrun prints it
+    found = failures(tmp_path, {0: 2, 1: -15, 2: 2})
+    assert outcome_of(found) == Outcome(NO_RESTART, "error: data.train: no such file")
+    summary = str(ChildFailedError("pretrain_gpt.py", found))
+    assert summary.count("data.train: no such file") == 1
+    assert summary.splitlines()[-2].endswith("error: data.train: no such file")
+
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")  # it will restart, and print nothing
+    for attempt, said in (("0", "error: again\n"), ("1", "")):
+        (tmp_path / "first_error.json").unlink()
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        assert [fail(rank, DataError("again")) for rank in (0, 1)] == [NO_RESTART] * 2
+        assert capsys.readouterr().err == said
+
+
+def test_the_first_cause_is_told_from_what_followed(fail, tmp_path: Path) -> None:
+    assert fail(0, CLOSED) == FAILED  # before the rank that left is seen by the agent
+    assert fail(1, KeyError("c")) == FAILED
+    outcome = outcome_of(failures(tmp_path, {0: 1, 1: 1, 2: -15}))
+    assert outcome.code == FAILED
+    assert not outcome.follows
+    assert "rank 1 on " in outcome.message.splitlines()[0]
+    assert outcome.message.endswith("KeyError: 'c'")
+
+    killed = outcome_of(failures(tmp_path, {0: 1, 2: -15, 3: -9}))
+    assert "rank 3 on " in killed.message
+    assert "SIGKILL" in killed.message
+    only_followers = outcome_of(failures(tmp_path, {0: 1, 2: -15}))
+    assert only_followers.follows
+    assert "rank 0 on " in only_followers.message
+    assert "lost the connection to another rank" in only_followers.message
+    assert "\n" not in only_followers.message
+
+
+def test_a_rank_that_was_ended_before_it_could_leave_is_still_the_cause(fail, tmp_path: Path) -> None:
+    """The agent ends all ranks once one has left, also the first if it is slower to leave."""
+    fail(1, DataError("d"))
+    fail(0, DataError("d"))
+    assert outcome_of(failures(tmp_path, {0: 2, 1: -15})) == Outcome(NO_RESTART, "error: d")
+
+
+def test_lost_connections() -> None:
+    chained = RuntimeError("saving failed")
+    chained.__cause__ = CLOSED
+    lost = dist.DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed. Did the server crash?")
+    assert all(map(lost_connection, (CLOSED, chained, lost)))
+    others = (ConnectionResetError("Connection reset by peer"), RuntimeError("shapes differ"), KeyError("Broken pipe"))
+    assert not any(map(lost_connection, others))
