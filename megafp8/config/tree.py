@@ -189,7 +189,9 @@ class CustomRule(Section):
 
 
 class Fp8Config(Section):
-    """FP8 of the linear layers in the blocks. Embedding, output layer, norms and softmax keep training.precision."""
+    """FP8 of the linear layers in the blocks. Embedding, output layer, norms and softmax keep training.precision.
+
+    An option whose description names recipes is an error under any other, unless it is at its default."""
 
     recipe: Literal["none", "delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4", "custom"] = "none"
     """none; delayed: scales from the amax history; current: scale from the tensor itself; rowwise: a scale for each row
@@ -218,7 +220,8 @@ class Fp8Config(Section):
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """delayed: which of the history counts."""
     power_of_two_scale: bool | None = None
-    """Round scales down to a power of two. Default: only blockwise does."""
+    """delayed, current, rowwise, blockwise, static: round scales down to a power of two. Default: only blockwise
+    does."""
     amax_epsilon: NonNegative = 0.0
     """current, rowwise, blockwise: amaxes below this count as this."""
     smooth_swiglu: bool = False
@@ -230,7 +233,7 @@ class Fp8Config(Section):
     wgrad_in_bf16: bool = False
     """The same as true for wgrad there; usual with rowwise."""
     fast_accumulation: tuple[bool, bool, bool] = (True, False, False)
-    """Hopper's fast accumulation in (fprop, dgrad, wgrad)."""
+    """delayed, current, rowwise, static: Hopper's fast accumulation in (fprop, dgrad, wgrad)."""
     include: list[Pattern] = ["*"]
     """Layers that run in FP8, by pattern over names such as layers.0.attention.qkv."""
     exclude: list[Pattern] = []

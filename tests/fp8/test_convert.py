@@ -110,12 +110,23 @@ def test_patterns_choose_layers() -> None:
         ({"skip": ("model.layer.0.*",)}, r"skip pattern 'model.layer.0.\*' matches no layer; .* model.layers.0.mlp"),
         ({"skip": ("*",)}, "no nn.Linear to convert: 15 in all, 0 not skipped"),
         ({"gemm_backend": "cutlass"}, "gemm_backend is 'cutlass'.* auto, cublaslt"),
+        ({"recipe": "delayed"}, r"recipe is 'delayed'; it must be an Fp8Recipe, try megafp8.fp8.DelayedScaling\(\)"),
+        ({"recipe": "fp8"}, r"recipe is 'fp8'; it must be an Fp8Recipe, try megafp8.fp8.CurrentScaling\(\)"),
+        ({"recipe": None}, "recipe is None; it must be an Fp8Recipe"),
+        (
+            {"recipe": fp8.RowwiseScaling},
+            r"recipe is <class .*'>; .*, try megafp8.fp8.RowwiseScaling\(\)",
+        ),
+        (
+            {"skip": "lm_head"},
+            r"skip is the string 'lm_head'; .* a tuple of patterns, for example \('lm_head',\)",
+        ),
     ],
 )
 def test_mistakes_are_named_and_leave_the_model_alone(options: Any, message: str) -> None:
     model = llama(None)
     with pytest.raises(ValueError, match=message):
-        fp8.convert(model, fp8.CurrentScaling(), **options)
+        fp8.convert(model, **{"recipe": fp8.CurrentScaling(), **options})
     assert fp8_layers(model) == set()
 
 
