@@ -718,8 +718,6 @@ def test_examples_run_and_learn(script: str, tmp_path: Path) -> None:
     assert len(losses) == 5
     assert losses[-1] < 0.25
     if script == "fsdp2":
-        saved = torch.load(tmp_path / "fsdp2.pt")
-        model = fp8.convert(LlamaForCausalLM(), fp8.DelayedScaling())
-        model.load_state_dict(saved["model"])
-        fp8.load_state_dict(model, saved["fp8"])
-        assert in_fp8(model.eval(), counting_batch(256, 16, 32)).item() < 0.3
+        (restored,) = (line for line in result.stdout.splitlines() if line.startswith("restored"))
+        assert float(restored.split()[-1]) < 0.3
+    assert list(tmp_path.iterdir()) == [], "an example leaves something behind"
