@@ -47,7 +47,11 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
         return  # nothing to do, or validation says what is wrong
     own = latest(checkpoint_folder(Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name"))))
     if own is None:
-        model, where = open_source(folder).model, folder
+        try:
+            model, where = open_source(folder).model, folder
+        except ValueError as error:
+            works = "give a folder that tools/convert_checkpoint.py reads, or leave it out to begin from random weights"
+            raise ConfigError(source, [Problem("checkpoint.init_from", folder, str(error), works)]) from None
     else:
         model, where = ModelConfig(**read_metadata(own)["config"]["model"]), str(own)
     said = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
