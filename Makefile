@@ -4,6 +4,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # On a machine without an NVIDIA driver take the release whose PyPI build CI uses; elsewhere any supported one.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
+# The same driver decides about cuBLASLt's Python binding, which multiplies FP8 on GPUs.
+EXTRAS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),dev$(comma)gpu,dev)
+comma := ,
 # Errors only. Its exit code decides, so nothing is piped through a filter here.
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 
@@ -22,7 +25,7 @@ $(VENV)/.installed: pyproject.toml
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	@echo "installing into $(VENV) (about a minute) ..."
 	@$(PIP) '$(TORCH)'
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[$(EXTRAS)]'
 	@touch $@
 
 test: venv lint  ## lint and the whole CPU suite (under 15 minutes on 2 cores)

@@ -6,6 +6,7 @@
     python pretrain_gpt.py --print-schema > megafp8.schema.json        # completion for editors
 
 A config or data set that cannot run ends the job with exit code 2 and one message, before any process group exists.
+What can be checked without torch is checked before torch is imported, which takes longer than all the checks.
 Exit codes: 0 done or stopped cleanly; 2 bad config, data or checkpoint, or a run that has diverged; 1 another failure
 (docs/launching.md).
 """
@@ -16,34 +17,58 @@ import argparse
 import json
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 from megafp8.config import Config, check_layout, load_config
-from megafp8.planner.memory import memory_table, pipeline_memory
-from megafp8.training.describe import describe
-from megafp8.training.determinism import make_deterministic
 from megafp8.training.error_report import run_and_report
-from megafp8.training.fp8_config import build_fp8
-from megafp8.training.init_from import complete_model
-from megafp8.training.inputs import Inputs, describe_planned_data, open_inputs, with_vocabulary
-from megafp8.training.job import check_run, choose_device, train
-from megafp8.training.pipeline import num_microbatches, plan_pipeline
+
+if TYPE_CHECKING:
+    from megafp8.training.inputs import Inputs
+
+
+def _ranks(text: str) -> int:
+    """The type of --world-size."""
+    ranks = int(text)
+    if ranks < 1:
+        raise argparse.ArgumentTypeError(f"{ranks} ranks; at least 1 is needed")
+    return ranks
+
+
+class _Once(argparse.Action):
+    """An argument that may be given once, as the last of several would win unseen."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        before = getattr(namespace, self.dest)
+        if before is not None:
+            parser.error(f"{self.option_strings[0]} is given twice: {before} and {values}; give one")
+        setattr(namespace, self.dest, values)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", help="the YAML file of the run")
+    parser.add_argument("--config", action=_Once, help="the YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. parallel.tensor=2")
     parser.add_argument(
         "--dry-run",
         action="store_true",
         help="print config, rank layout, parameters, memory per rank and data sets; stop",
     )
-    parser.add_argument("--world-size", type=int, help="with --dry-run: the number of ranks to plan for")
+    parser.add_argument(
+        "--world-size", action=_Once, type=_ranks, help="with --dry-run: the number of ranks to plan for"
+    )
     parser.add_argument("--print-schema", action="store_true", help="print the JSON schema of the config; stop")
     arguments = parser.parse_intermixed_args()
     if not arguments.config and not arguments.print_schema:
         parser.error("--config is required, for example --config configs/quickstart.yaml")
+    if arguments.world_size is not None and not arguments.dry_run:
+        parser.error("--world-size is for --dry-run; a run has as many ranks as torchrun starts processes")
     return arguments
+
+
+def _complete_model(tree: dict[str, Any], source: str) -> None:
+    from megafp8.training.init_from import complete_model
+
+    complete_model(tree, source)
 
 
 def prepare(arguments: argparse.Namespace) -> Inputs | None:
@@ -51,24 +76,35 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     if arguments.print_schema:
         print(json.dumps(Config.model_json_schema(), indent=2))
         return None
-    config = load_config(arguments.config, arguments.overrides, complete_model)
+    config = load_config(arguments.config, arguments.overrides, _complete_model)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if arguments.dry_run:
         p = config.parallel
         world_size = arguments.world_size or max(world_size, p.tensor * p.pipeline * p.context)
     check_layout(config, world_size, arguments.config)
+
+    # From here on torch is needed; a dry run imports no more of it than it must.
+    from megafp8.training.fp8_config import check_recipe_options
+
+    check_recipe_options(config, arguments.config)
     if arguments.dry_run:
-        config = with_vocabulary(config, arguments.config)
-        plan = plan_pipeline(config, num_microbatches(config, world_size))
-        fp8 = build_fp8(config, None)
-        memories = pipeline_memory(config, fp8, world_size, plan.placement, plan.train)
-        described = describe(config, world_size, fp8), memory_table(memories), describe_planned_data(config)
-        print(*described, sep="\n\n")
+        from megafp8.training.describe import dry_run
+
+        print(dry_run(config, world_size, arguments.config))
         return None
-    plan_pipeline(config, num_microbatches(config, world_size))
+
+    from megafp8.training.determinism import make_deterministic
+    from megafp8.training.device_memory import check_device_memory
+    from megafp8.training.inputs import open_inputs
+    from megafp8.training.job import check_run, choose_device
+    from megafp8.training.pipeline import num_microbatches, plan_pipeline
+
     inputs = open_inputs(config, arguments.config)
+    plan = plan_pipeline(inputs.config, num_microbatches(config, world_size))
+    device = choose_device(config)
     if config.deterministic:
-        make_deterministic(choose_device(config))  # before anything looks at a GPU
+        make_deterministic(device)  # before anything looks at a GPU
+    check_device_memory(inputs.config, plan, world_size, device, arguments.config)
     check_run(inputs)
     return inputs
 
@@ -76,6 +112,8 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
 def run() -> None:
     inputs = prepare(parse_arguments())
     if inputs is not None:
+        from megafp8.training.job import train
+
         train(inputs)
 
 

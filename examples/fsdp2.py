@@ -1,4 +1,6 @@
-"""FP8 and FSDP2, with a checkpoint: `torchrun --nproc-per-node 2 examples/fsdp2.py`, on GPUs, or without any on a CPU.
+"""FP8 and FSDP2: `torchrun --nproc-per-node 2 examples/fsdp2.py`, on GPUs, or without any on a CPU.
+
+At the end weights and FP8 state are saved, and restored into a model on one rank.
 
 FSDP gathers the weights in high precision; each rank casts what it has gathered, and keeps no copy of what is freed.
 """
@@ -6,6 +8,8 @@ FSDP gathers the weights in high precision; each rank casts what it has gathered
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 import torch
 from llama import LlamaForCausalLM, counting_batch
@@ -47,8 +51,17 @@ def main() -> None:
     fp8.end_step(model)  # on every rank: the scales are then complete, and the same everywhere
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
-        torch.save({"model": weights, "fp8": fp8.state_dict(model)}, "fsdp2.pt")
-        print(f"fsdp2.pt: {len(weights)} parameters, {len(fp8.state_dict(model))} tensors of FP8 state", flush=True)
+        with tempfile.TemporaryDirectory() as folder:  # an example leaves nothing behind
+            file = Path(folder) / "fsdp2.pt"
+            torch.save({"model": weights, "fp8": fp8.state_dict(model)}, file)
+            saved = torch.load(file)
+        restored = fp8.convert(LlamaForCausalLM(), fp8.DelayedScaling()).to(device).eval()
+        restored.load_state_dict(saved["model"])
+        fp8.load_state_dict(restored, saved["fp8"])
+        with torch.no_grad(), fp8.autocast():
+            loss = restored(counting_batch(vocab=256, b=16, s=32, device=device))
+        counts = f"{len(saved['model'])} parameters, {len(saved['fp8'])} tensors of FP8 state"
+        print(f"restored from a file ({counts}): loss {loss.item():.4f}", flush=True)
     distributed.destroy_process_group()
 
 

@@ -56,6 +56,19 @@ def backwards_in_a_ring(placement: Placement, num_microbatches: int) -> Schedule
 CONFIG_MISTAKES = {
     "unknown key": (["training.stepz=3"], 4, "training.stepz = 3: there is no such key; did you mean training.steps?"),
     "wrong type": (["training.steps=many"], 4, "training.steps = 'many': input should be a valid integer"),
+    "an option of another recipe": (
+        ["fp8.recipe=rowwise", "fp8.margin=2"],
+        4,
+        "fp8.margin = 2: fp8.recipe rowwise has no such option; delayed, static have it; leave it out (its default is "
+        "0), or try fp8.recipe=delayed",
+    ),
+    "a size that no machine has": (
+        ["model.vocab_size=3e9"],
+        4,
+        "model.vocab_size = 3000000000: by formula a rank needs 7,152.6 GiB (loss 2,861.0 GiB, moments 2,145.8 GiB, "
+        "weights 1,072.9 GiB), and this host has for it",
+    ),
+    "nothing to start from": (["checkpoint.init_from=/absent"], 4, "checkpoint.init_from = '/absent': "),
     "world size not divisible": ([], 3, "the world has 3 ranks, not a multiple of 4; start 4 processes"),
     "a stage with no layers": (
         ["parallel.pipeline=8", "parallel.tensor=1"],
@@ -251,7 +264,7 @@ def test_dry_run_reads_the_vocabulary_or_says_what_it_lacks(tmp_path: Path) -> N
     assert done.returncode == 2
     assert f"{tmp_path}/none" in done.stderr
     assert "Traceback" not in done.stderr
-    tokenizer = ["data.tokenizer={kind: bytes}"]
+    tokenizer = ["data.tokenizer={kind: bytes}", "parallel.layers_per_stage=balanced"]
     done = script("--config", "configs/gpt2-125m.yaml", "--dry-run", "--world-size", "8", *tokenizer)
     assert done.returncode == 0, done.stderr
     assert "vocab_size: 257" in done.stdout
@@ -266,3 +279,65 @@ def test_no_config_is_a_usage_error() -> None:
     done = script()
     assert done.returncode == 2
     assert "--config is required" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--dry-run", "--world-size", "0"], "--world-size: 0 ranks; at least 1 is needed"),
+        (["--dry-run", "--world-size", "-4"], "--world-size: -4 ranks; at least 1 is needed"),
+        (["--dry-run", "--world-size", "4", "--world-size", "8"], "--world-size is given twice: 4 and 8; give one"),
+        (["--world-size", "4"], "--world-size is for --dry-run"),
+        (["training.steps=3", "--config", "b.yaml"], "--config is given twice: a.yaml and b.yaml; give one"),
+    ],
+)
+def test_arguments_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--config", "a.yaml", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        pretrain_gpt.parse_arguments()
+    assert stopped.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # importing it fails
+import pretrain_gpt
+for arguments in sys.argv[1:]:
+    sys.argv = ["pretrain_gpt.py", *arguments.split()]
+    assert pretrain_gpt.main() == (0 if "schema" in arguments else 2)
+"""
+
+
+def test_a_config_error_needs_no_torch() -> None:
+    mistakes = ["training.steps=ten", "training.stepz=3", "parallel.tensor=3", "name", "--dry-run --world-size 3"]
+    runs = [f"--config configs/quickstart.yaml {mistake}" for mistake in mistakes]
+    command = [sys.executable, "-c", WITHOUT_TORCH, *runs, "--config absent.yaml", "--print-schema"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: ") == len(mistakes) + 1
+    assert '"$defs"' in done.stdout
+
+
+DRY_RUN = """
+import sys
+import torch
+before = set(sys.modules)
+sys.argv = ["pretrain_gpt.py", "--config", "configs/llama3-405b.yaml", "--dry-run", "--world-size", "1024"]
+import pretrain_gpt
+assert pretrain_gpt.main() == 0
+print("imported:", *sorted(set(sys.modules) - before))
+"""
+
+
+def test_a_dry_run_imports_little_besides_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", DRY_RUN], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    imported = done.stdout.rpartition("imported:")[2].split()
+    assert "megafp8.training.describe" in imported
+    packages = {"matplotlib", "tensorboard", "transformers", "triton", "tokenizers", "wandb", "sympy", "pandas"}
+    assert not packages & {name.partition(".")[0] for name in imported}
+    prefixes = ("torch.distributed.checkpoint", "torch._dynamo", "torch.distributed.fsdp", "megafp8.checkpoint")
+    assert not [name for name in imported if name.startswith(prefixes)]

@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that a checkout needs no installation
-
 from megafp8.config import Config, load_config
 from megafp8.fp8.recipe import NVFP4Scaling
 from megafp8.fp8.report import EXACT_DB, FILE_NAME, OPERANDS, Record, advice, as_yaml, read_report

@@ -6,6 +6,7 @@ the project's ordinary commands, printed before it runs, so that what you see is
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import subprocess
@@ -41,6 +42,9 @@ def write_file_list() -> Path:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for pretrain_gpt.py, e.g. training.steps=20")
+    overrides = parser.parse_args().overrides
     start = time.monotonic()
     python = sys.executable
     model, prefix = DATA / "tokenizer.model", DATA / "stdlib"
@@ -52,7 +56,7 @@ def main() -> None:
         run(python, "tools/preprocess_data.py", "--text-files", "--input-list", files, "--tokenizer", "sentencepiece",
             "--tokenizer-path", model, "--output-prefix", prefix, "--workers", "2")  # fmt: skip
     run(python, "-m", "torch.distributed.run", "--nproc-per-node", "4", "pretrain_gpt.py",
-        "--config", "configs/quickstart.yaml", *sys.argv[1:])  # fmt: skip
+        "--config", "configs/quickstart.yaml", *overrides)  # fmt: skip
     checkpoints = sorted((ROOT / "runs/quickstart/checkpoints").glob("step_*"))
     print(f"checkpoint: {checkpoints[-1].relative_to(ROOT)}")
     print(f"quickstart took {time.monotonic() - start:.0f} s")

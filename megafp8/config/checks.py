@@ -19,7 +19,11 @@ from megafp8.config.tree import V_SCHEDULES, Config, ModelConfig
 
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
-    by_ranks = (lambda c: _batch(c, world_size), lambda c: _cuda_graphs(c, world_size))
+    by_ranks = (
+        lambda c: _counts(c, world_size),
+        lambda c: _batch(c, world_size),
+        lambda c: _cuda_graphs(c, world_size),
+    )
     rules = (
         _model,
         _tensor,
@@ -46,8 +50,8 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
 
 
 def _divisors(number: int, most: int) -> str:
-    """The divisors of `number` up to `most`, in words."""
-    found = [str(d) for d in range(1, most + 1) if number % d == 0]
+    """The divisors of `number` up to `most`, in words; of absurd sizes the small ones."""
+    found = [str(d) for d in range(1, min(most, 2**16) + 1) if number % d == 0]
     return "try " + " or ".join(found[-3:])
 
 
@@ -84,6 +88,13 @@ def attention_heads(m: ModelConfig) -> Iterator[Problem]:
         yield Problem(
             "model.num_query_groups", m.query_groups, f"model.num_attention_heads ({heads}) is not a multiple of it",
             _divisors(heads, m.query_groups),
+        )  # fmt: skip
+    scaling = m.rope_scaling
+    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield Problem(
+            "model.rope_scaling.high_freq_factor", scaling.high_freq_factor,
+            f"not above low_freq_factor ({scaling.low_freq_factor}), so there is no band to interpolate in",
+            f"try {4 * scaling.low_freq_factor}",
         )  # fmt: skip
 
 
@@ -365,6 +376,34 @@ def _deterministic(config: Config) -> Iterator[Problem]:
     if p.context > 1 and config.device != "cpu" and config.training.precision == "bf16":
         rule = "deterministic, and its attention is cuDNN's, whose backward adds up in any order"
         yield Problem("parallel.context", p.context, rule, f"try parallel.context=1, {off}")
+
+
+_MOST_RANKS = 2**18
+_MOST_MICROBATCHES = 2**16
+"""Of a step on one rank. Schedules are lists with each of them."""
+
+
+def _counts(config: Config, world_size: int) -> Iterator[Problem]:
+    """Counts that no cluster has and no run comes to, which would take for ever to plan or overflow 64 bits."""
+    p, t = config.parallel, config.training
+    if world_size > _MOST_RANKS:
+        rule = f"{world_size:,} ranks are more than {_MOST_RANKS:,}"
+        yield Problem("parallel", f"tensor {p.tensor} × pipeline {p.pipeline} × context {p.context}", rule, "try fewer")
+    data = max(1, world_size // (p.tensor * p.pipeline * p.context))
+    count = t.global_batch_size // (t.micro_batch_size * data)
+    if count > _MOST_MICROBATCHES:
+        rule = f"{count:,} micro-batches in a step on each rank are more than {_MOST_MICROBATCHES:,}"
+        yield Problem(
+            "training.global_batch_size", t.global_batch_size, rule,
+            f"try {_MOST_MICROBATCHES * t.micro_batch_size * data} or less, or a larger training.micro_batch_size",
+        )  # fmt: skip
+    tokens = t.steps * t.global_batch_size * t.seq_length
+    if tokens >= 2**63:
+        rule = (
+            f"times training.global_batch_size ({t.global_batch_size}) and training.seq_length ({t.seq_length}) it is "
+            "more tokens than 64 bits count"
+        )
+        yield Problem("training.steps", t.steps, rule, f"try {2**62 // (t.global_batch_size * t.seq_length)} or less")
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Problem]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_LONGEST_VALUE = 300
+"""Characters of a value in a message."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -16,7 +19,10 @@ class Problem:
     works: str
 
     def __str__(self) -> str:
-        return f"{self.path} = {self.value!r}: {self.rule}; {self.works}"
+        value = repr(self.value)
+        if len(value) > _LONGEST_VALUE:
+            value = f"{value[: _LONGEST_VALUE - 20]} … {value[-17:]}"
+        return f"{self.path} = {value}: {self.rule}; {self.works}"
 
 
 class ConfigError(ValueError):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megafp8.config.errors import ConfigError, Problem
+from megafp8.config.reader import compose, construct, duplicate_keys, member_with, members, override_value, section_of
 from megafp8.config.tree import Config
 
 Completion = Callable[[dict[str, Any], str], None]
@@ -19,32 +20,53 @@ Completion = Callable[[dict[str, Any], str], None]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Completion | None = None) -> Config:
-    """Read `path`, apply overrides such as `parallel.tensor=2` (values are YAML), `complete` the tree, and validate.
+    """Read `path`, apply overrides such as `parallel.tensor=2`, `complete` the tree, and validate.
 
-    Raises ConfigError for a file that cannot be read or parsed, an override that is not `key=value`, an unknown key
-    (with the nearest valid name) and a wrong type or range (with the rule).
+    The value of an override is YAML, or for a text field the text itself (`reader.override_value`). `complete` is
+    called where checkpoint.init_from is given. Raises ConfigError for a file that cannot be read or parsed, a key that
+    stands twice, an override that is not `key=value`, an unknown key (with the nearest valid name) and a wrong type or
+    range (with the rule).
     """
     source = str(path)
+    tree = _read(Path(path), source)
+    for override in overrides:
+        _apply(tree, override, source)
+    checkpoint = tree.get("checkpoint")
+    if complete is not None and isinstance(checkpoint, dict) and checkpoint.get("init_from") is not None:
+        complete(tree, source)
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(source, _explain(error.errors())) from None
+
+
+def _read(path: Path, source: str) -> dict[str, Any]:
+    """The tree in the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
-        nearby = ", ".join(sorted(str(p) for p in Path(path).parent.glob("*.yaml"))[:8]) or "no .yaml file beside it"
+        nearby = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:8]) or "no .yaml file beside it"
         raise ConfigError(source, [Problem("--config", source, f"{error.strerror}", f"there is: {nearby}")]) from None
+    except UnicodeDecodeError as error:
+        rule = f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise ConfigError(source, [Problem("--config", source, rule, "save it as UTF-8")]) from None
+    try:
+        node = compose(text)
+        duplicates = []
+        for d in list(duplicate_keys(node)):  # all, before merge keys are resolved in place
+            rule = f"line {d.second}: line {d.first} has this key already"
+            duplicates.append(Problem(d.path, construct(d.value), rule, "keep one of them"))
+        tree = construct(node)
     except yaml.YAMLError as error:
         raise ConfigError(source, [Problem("(file)", "…", f"not valid YAML: {error}", "mend the line named")]) from None
+    if duplicates:
+        raise ConfigError(source, duplicates)
     if not isinstance(tree, dict):
         problem = Problem(
             "(file)", tree, "the file must hold a mapping of sections", "start from configs/quickstart.yaml"
         )
         raise ConfigError(source, [problem])
-    for override in overrides:
-        _apply(tree, override, source)
-    if complete is not None:
-        complete(tree, source)
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(source, [_explain(e) for e in error.errors()]) from None
+    return tree
 
 
 def _apply(tree: dict[str, Any], override: str, source: str) -> None:
@@ -65,47 +87,115 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> None:
             raise ConfigError(source, [problem])
         node = child
     try:
-        node[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        problem = Problem(key, text, "the value is not valid YAML", "quote it, for example name='\"a: b\"'")
+        node[leaf] = override_value(text, _locate([*parents, leaf]).annotation)
+    except yaml.YAMLError as error:
+        why = getattr(error, "problem", None) or error
+        problem = Problem(key, text, f"the value is not valid YAML: {why}", "quote it, for example name='\"a: b\"'")
         raise ConfigError(source, [problem]) from None
 
 
-def _section_at(path: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """The section class that `path` leads to, walking the annotations."""
-    section: type[BaseModel] = Config
-    for key in path:
-        field = section.model_fields.get(str(key))
-        candidates = () if field is None else (field.annotation, *getattr(field.annotation, "__args__", ()))
-        found = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-        if found is None:
-            return None
-        section = found
-    return section
+class _Place(NamedTuple):
+    """Where a location leads: the keys and indices on the way, the section and the type there (None: unknown), and
+    the union that it leads into."""
+
+    path: tuple[str, ...]
+    section: type[BaseModel] | None
+    annotation: Any
+    is_key: bool
+    union: tuple[str, ...] | None
 
 
-def _explain(error: ErrorDetails) -> Problem:
-    """One of pydantic's errors as a Problem."""
-    location = error["loc"]
-    path = ".".join(str(part) for part in location)
-    section = _section_at(location[:-1])
-    if error["type"] == "extra_forbidden" and section is not None:
-        names = list(section.model_fields)
-        near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
-        works = (
-            f"did you mean {'.'.join([*map(str, location[:-1]), near[0]])}?" if near else f"valid: {', '.join(names)}"
-        )
-        return Problem(path, error["input"], "there is no such key", works)
-    if error["type"] == "missing":
+def _locate(location: Sequence[int | str]) -> _Place:
+    """Walk a location, as pydantic gives it, along the types.
+
+    It has more in it than keys and indices: behind a union the member that was tried, and `[key]` where the key of a
+    mapping is wrong and not its value.
+    """
+    path: list[str] = []
+    section: type[BaseModel] | None = None
+    annotation: Any = Config
+    union = None
+    is_key = False
+    for part in location:
+        if union is None and len(members(annotation)) > 1:
+            union = tuple(path)
+            kind = {"list": (list,), "tuple": (tuple,), "dict": (dict,)}.get(str(part).partition("[")[0], ())
+            annotation = member_with(annotation, *kind) if kind else None
+            continue
+        if part == "[key]":
+            is_key = True
+            continue
+        path.append(str(part))
+        section = section_of(annotation)
+        if section is not None:
+            field = section.model_fields.get(str(part))
+            annotation = None if field is None else field.annotation
+        else:
+            inner = get_args(member_with(annotation, list, tuple, dict))
+            annotation = inner[-1] if inner else None
+    return _Place(tuple(path), section, annotation, is_key, union)
+
+
+_WRONG_KIND = ("_type", "_parsing", "literal_error")
+"""Endings of pydantic's error types for a value that is of another kind than the type."""
+
+
+def _explain(errors: Sequence[ErrorDetails]) -> list[Problem]:
+    """Pydantic's errors as Problems. Of a union it gives the errors of every member: those of the members that the
+    value is of the kind of say what is wrong, and if there are none, all of them together."""
+    placed = [(error, _locate(error["loc"])) for error in errors]
+    fitting = {place.union for error, place in placed if place.union is not None and _is_of_kind(error, place)}
+    problems = []
+    merged: dict[tuple[str, ...], list[ErrorDetails]] = {}
+    for error, place in placed:
+        if place.union is None or (place.union in fitting and _is_of_kind(error, place)):
+            problems.append(_problem(error, place))
+        elif place.union not in fitting:
+            merged.setdefault(place.union, []).append(error)
+    return [*problems, *(_union_problem(path, of) for path, of in merged.items())]
+
+
+def _is_of_kind(error: ErrorDetails, place: _Place) -> bool:
+    return place.path != place.union or not error["type"].endswith(_WRONG_KIND)
+
+
+def _union_problem(path: tuple[str, ...], errors: Sequence[ErrorDetails]) -> Problem:
+    rules = dict.fromkeys(_rule(error) for error in errors)
+    return Problem(".".join(path), errors[0]["input"], ", or ".join(rules), _meaning(_locate(path)))
+
+
+def _rule(error: ErrorDetails) -> str:
+    return error["msg"][0].lower() + error["msg"][1:]
+
+
+def _problem(error: ErrorDetails, place: _Place) -> Problem:
+    path, value, kind = ".".join(place.path), error["input"], error["type"]
+    names = [] if place.section is None else list(place.section.model_fields)
+    if kind == "extra_forbidden" and place.section is not None:
+        near = difflib.get_close_matches(place.path[-1], names, n=1, cutoff=0.5)
+        works = f"did you mean {'.'.join([*place.path[:-1], near[0]])}?" if near else f"valid: {', '.join(names)}"
+        return Problem(path, value, "there is no such key", works)
+    if kind == "missing":
         return Problem(
             path, None, "this key is required and has no default", "add it; --print-schema says what it means"
         )
-    field = section.model_fields.get(str(location[-1])) if section is not None else None
-    works = (
-        f"its meaning: {field.description.split(chr(10))[0]}"
-        if field is not None and field.description
-        else "see --print-schema"
-    )
-    if field is not None and not field.is_required() and field.default is not None:
+    if kind in ("model_type", "model_attributes_type"):
+        section = section_of(place.annotation)
+        keys = "" if section is None else f": {', '.join(section.model_fields)}"
+        return Problem(path, value, "this is a section, a mapping of keys", f"its keys{keys}")
+    if kind == "string_type" and isinstance(value, (bool, int, float)):
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        of = "a key here" if place.is_key else "this key"
+        return Problem(path, value, f"{of} is text, and YAML reads this otherwise", f'quote it: "{text}"')
+    return Problem(path, value, _rule(error), _meaning(place))
+
+
+def _meaning(place: _Place) -> str:
+    """What would work: the default, and what the field is about."""
+    field = None if place.section is None else place.section.model_fields.get(place.path[-1])
+    if field is None or not field.description:
+        return "see --print-schema"
+    works = f"its meaning: {field.description.split(chr(10))[0]}"
+    if not field.is_required() and field.default is not None:
         works = f"for example {field.default!r}; {works}"
-    return Problem(path, error["input"], error["msg"][0].lower() + error["msg"][1:], works)
+    return works

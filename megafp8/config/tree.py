@@ -7,12 +7,49 @@ what a run was started with is what it runs with.
 
 from __future__ import annotations
 
+from decimal import Decimal, InvalidOperation
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, StringConstraints
-from pydantic import NonNegativeFloat as NonNegative
-from pydantic import NonNegativeInt as Count
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic_core import PydanticCustomError
 
+
+def _number(value: object) -> object:
+    """No truth value, which pydantic would take for 0 or 1."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "Input should be a number, not a truth value")
+    return value
+
+
+def _whole_number(value: object) -> object:
+    """An integer of 64 bits; also of text such as 1e3, which is how YAML reads that."""
+    if isinstance(value, str):
+        try:
+            number = Decimal(value)
+        except InvalidOperation:
+            return value
+        if number.is_finite() and abs(number.adjusted()) < 20 and number == number.to_integral_value():
+            value = int(number)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise PydanticCustomError("integer_range", "Input should be an integer of 64 bits")
+    return _number(value)
+
+
+def _in_fp32(value: float) -> float:
+    """A float that tensors of fp32 can be multiplied by."""
+    if abs(value) > 3.4e38:
+        raise PydanticCustomError("float_range", "Input should be a number in the range of fp32")
+    return value
+
+
+_INTEGER, _FLOAT, _IN_FP32 = BeforeValidator(_whole_number), BeforeValidator(_number), AfterValidator(_in_fp32)
+# Their bounds come first: behind a validator pydantic would leave them out of the JSON schema.
+Integer = Annotated[int, _INTEGER]
+Count = Annotated[int, Field(ge=0), _INTEGER]
+PositiveInt = Annotated[int, Field(gt=0), _INTEGER]
+NonNegative = Annotated[float, Field(ge=0), _FLOAT, _IN_FP32]
+PositiveFloat = Annotated[float, Field(gt=0), _FLOAT, _IN_FP32]
+Decay = Annotated[float, Field(ge=0, lt=1), _FLOAT]
 Pattern = Annotated[str, StringConstraints(min_length=1)]
 
 
@@ -36,7 +73,7 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """The network. The defaults are Llama's choices; GPT-2's and Qwen's are a few fields away."""
 
-    num_layers: PositiveInt
+    num_layers: Annotated[int, Field(gt=0, le=10_000), _INTEGER]
     """Transformer blocks in the whole model."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
@@ -134,7 +171,7 @@ class ParallelConfig(Section):
     travel by the GPUs' copy engines, for GPUs of one host; none, with a line in the log, where that cannot be set
     up. It uses no NVLink multicast. chunked: the same by NCCL (gloo on CPU), which was slower than none on H200. auto:
     symmetric on CUDA. Without effect when tensor is 1."""
-    layers_per_stage: list[int] | Literal["balanced"] | None = None
+    layers_per_stage: list[Integer] | Literal["balanced"] | None = None
     """Layers of each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. balanced: fewer where
     the output layer is, so that all ranks have as much work. Default: as even as possible."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -152,7 +189,7 @@ class ParallelConfig(Section):
     overlap_grad_reduce: bool = True
     """Reduce gradients over data parallelism while the backward pass still runs; with fsdp, while the next micro-batch
     runs as well, which takes memory as large as the embedding's gradient."""
-    bucket_mib: PositiveFloat = 160.0
+    bucket_mib: Annotated[float, Field(gt=0, le=2**20), _FLOAT] = 160.0
     """Smallest gradient bucket that is reduced at once, in MiB of fp32."""
     zero: Literal[0, 1] = 0
     """ZeRO stage. 1: each data-parallel rank keeps master weights and Adam state of an equal share of the parameters
@@ -189,7 +226,9 @@ class CustomRule(Section):
 
 
 class Fp8Config(Section):
-    """FP8 of the linear layers in the blocks. Embedding, output layer, norms and softmax keep training.precision."""
+    """FP8 of the linear layers in the blocks. Embedding, output layer, norms and softmax keep training.precision.
+
+    An option whose description names recipes is an error under any other, unless it is at its default."""
 
     recipe: Literal["none", "delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4", "custom"] = "none"
     """none; delayed: scales from the amax history; current: scale from the tensor itself; rowwise: a scale for each row
@@ -209,7 +248,7 @@ class Fp8Config(Section):
     calibration_steps: Count = 0
     """static: steps in which layers with tensors that static_amax does not name run in high precision, to find theirs;
     20 for example."""
-    margin: int = 0
+    margin: Annotated[int, Field(ge=-64, le=64), _INTEGER] = 0
     """delayed, static: scales are divided by 2^margin."""
     interval: PositiveInt = 1
     """delayed: steps between scale updates."""
@@ -218,7 +257,8 @@ class Fp8Config(Section):
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """delayed: which of the history counts."""
     power_of_two_scale: bool | None = None
-    """Round scales down to a power of two. Default: only blockwise does."""
+    """delayed, current, rowwise, blockwise, static: round scales down to a power of two. Default: only blockwise
+    does."""
     amax_epsilon: NonNegative = 0.0
     """current, rowwise, blockwise: amaxes below this count as this."""
     smooth_swiglu: bool = False
@@ -230,7 +270,7 @@ class Fp8Config(Section):
     wgrad_in_bf16: bool = False
     """The same as true for wgrad there; usual with rowwise."""
     fast_accumulation: tuple[bool, bool, bool] = (True, False, False)
-    """Hopper's fast accumulation in (fprop, dgrad, wgrad)."""
+    """delayed, current, rowwise, static: Hopper's fast accumulation in (fprop, dgrad, wgrad)."""
     include: list[Pattern] = ["*"]
     """Layers that run in FP8, by pattern over names such as layers.0.attention.qkv."""
     exclude: list[Pattern] = []
@@ -322,9 +362,9 @@ class OptimizerConfig(Section):
     """wsd: steps of the final decay. Default: a tenth of decay_until."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta1: Decay = 0.9
     """Decay of Adam's first moment."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    beta2: Decay = 0.95
     """Decay of Adam's second moment."""
     eps: PositiveFloat = 1e-8
     """Adam's epsilon."""
@@ -377,7 +417,7 @@ class DataConfig(Section):
     """Attention and positions start afresh at each document of a sample."""
     mask_eod_loss: bool = False
     """Do not train on predicting the token after an end of document."""
-    num_workers: Count = 0
+    num_workers: Annotated[int, Field(ge=0, le=1024), _INTEGER] = 0
     """Loader processes per rank; 0 loads in the training process."""
     index_cache: str | None = None
     """Folder on local disk for sample indices. Default: under the user's cache folder."""
@@ -430,18 +470,18 @@ class LoggingConfig(Section):
 class Config(Section):
     """A run of pretrain_gpt.py."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Name of the run and of its folder."""
     run_dir: str = "runs"
     """Where run folders are made; the run's own is <run_dir>/<name>."""
-    seed: int = 1234
+    seed: Integer = 1234
     """Decides initial weights and the order of the data."""
     deterministic: bool = False
     """Two runs of one layout on the same kind of machine are the same bits, on GPUs too: nothing adds up in an order of
     its own, nothing is chosen by its speed. Slower, in attention above all: docs/decisions/0016-determinism.md."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: CUDA where there is a GPU."""
-    timeout_seconds: PositiveFloat = 600.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=1e9), _FLOAT] = 600.0
     """A collective that takes longer ends the job."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()

@@ -40,13 +40,14 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from megafp8.fp8.build import RECIPES
 from megafp8.fp8.gemm import GemmBackend
 from megafp8.fp8.linear import Fp8Linear, LinearOp
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.fp8.matrix import Operand, Scaled
 from megafp8.fp8.patterns import no_match
 from megafp8.fp8.quantizers import Noting, Quantizer
-from megafp8.fp8.recipe import Fp8Recipe
+from megafp8.fp8.recipe import CurrentScaling, Fp8Recipe
 from megafp8.fp8.sources import Plain
 
 logger = logging.getLogger(__name__)
@@ -67,9 +68,15 @@ def convert(
     `skip`: shell-style patterns of qualified names (`model.named_modules()`), where `*` matches dots too. Layers whose
     dims are not multiples of 16, and subclasses of `nn.Linear`, stay as they are; the first are named in a warning.
     Converted layers run in FP8 within `autocast`. Convert before DDP, `fully_shard` or `torch.compile`; the device does
-    not matter, it may be "meta". ValueError if a pattern (of the recipe too) matches nothing, there is nothing to
-    convert, or a layer has been sharded already; the model is then as it was.
+    not matter, it may be "meta". ValueError if `recipe` is no Fp8Recipe (its name is not enough), a pattern (of the
+    recipe too) matches nothing, there is nothing to convert, or a layer has been sharded already; the model is then as
+    it was.
     """
+    if not isinstance(recipe, Fp8Recipe):
+        meant = recipe if isinstance(recipe, type) else RECIPES.get(str(recipe), CurrentScaling)
+        raise ValueError(f"recipe is {recipe!r}; it must be an Fp8Recipe, try megafp8.fp8.{meant.__name__}()")
+    if isinstance(skip, str):
+        raise ValueError(f"skip is the string {skip!r}; it must be a tuple of patterns, for example ({skip!r},)")
     if gemm_backend not in get_args(GemmBackend):
         raise ValueError(f"gemm_backend is {gemm_backend!r}; it must be one of {', '.join(get_args(GemmBackend))}")
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}

@@ -51,7 +51,13 @@ class DelayedState:
         self.step = torch.zeros((), dtype=torch.int64)  # on the host: it decides what end_step launches
         self.quantizers = {
             name: DelayedQuantizer(
-                fmt, self.scale_t[i], self.scale_inv_t[i], self.history_tl[i, 0], (groups or {}).get(name)
+                fmt,
+                self.scale_t[i],
+                self.scale_inv_t[i],
+                self.history_tl[i, 0],
+                (groups or {}).get(name),
+                margin=recipe.margin,
+                power_of_two=recipe.power_of_two_scale,
             )
             for i, (name, fmt) in enumerate(formats.items())
         }

@@ -31,6 +31,7 @@ from megafp8.fp8.matrix import Operand, Scaled
 from megafp8.fp8.microscaling import quantize_mxfp8
 from megafp8.fp8.nvfp4 import hadamard_transform, quantize_nvfp4
 from megafp8.fp8.quantize import amax
+from megafp8.fp8.scaling import ScaleRule
 from megafp8.fp8.sources import Source
 from megafp8.fp8.stochastic import TensorNoise
 from megafp8.philox import Key
@@ -82,6 +83,11 @@ class CurrentQuantizer:
     def __init__(self, fmt: Format, group: ProcessGroup | None, *, eps: float, power_of_two: bool) -> None:
         self.fmt, self.group, self.eps, self.power_of_two = fmt, group, eps, power_of_two
 
+    @property
+    def rule(self) -> ScaleRule:
+        """How the scale follows from the amax."""
+        return ScaleRule(self.fmt.max, eps=self.eps, power_of_two=self.power_of_two)
+
     def for_slices(self, group: ProcessGroup) -> CurrentQuantizer:
         return CurrentQuantizer(self.fmt, group, eps=self.eps, power_of_two=self.power_of_two)
 
@@ -98,18 +104,28 @@ class DelayedQuantizer:
     views of the shared state.
 
     While it is `fresh` there is no earlier step to scale by. It then scales by the tensor's own amax, over `group`
-    where this rank holds only a slice of it. Noting is a maximum, so micro-batches add up and a recomputed forward
-    changes nothing. `recording` is switched off during evaluation.
+    where this rank holds only a slice of it, and by the recipe's `margin` and `power_of_two`, as later steps do. Noting
+    is a maximum, so micro-batches add up and a recomputed forward changes nothing. `recording` is switched off during
+    evaluation.
     """
 
     one_factor: ClassVar[bool] = True
     token_block: ClassVar[int] = 1
 
     def __init__(
-        self, fmt: Format, scale: Tensor, scale_inv: Tensor, newest_amax: Tensor, group: ProcessGroup | None = None
+        self,
+        fmt: Format,
+        scale: Tensor,
+        scale_inv: Tensor,
+        newest_amax: Tensor,
+        group: ProcessGroup | None = None,
+        *,
+        margin: int = 0,
+        power_of_two: bool = False,
     ) -> None:
         self.fmt, self.scale, self.scale_inv, self.newest_amax = fmt, scale, scale_inv, newest_amax
         self.group = group
+        self.rule = ScaleRule(fmt.max, margin=margin, power_of_two=power_of_two)
         self.fresh, self.recording = False, True
 
     def for_slices(self, group: ProcessGroup) -> DelayedSliceQuantizer:
@@ -129,8 +145,9 @@ class DelayedQuantizer:
         whole_amax = all_reduce(implementation.amax(source), group, "max")
         if newest is not None:
             torch.maximum(newest, whole_amax, out=newest)
-        return implementation.cast_current(
-            source, whole_amax, self.fmt, rows=rows, columns=columns, power_of_two=False, eps=0.0
+        scale = self.rule.scale(whole_amax)
+        return implementation.cast_tensor(
+            source, scale, scale.reciprocal(), self.fmt, rows=rows, columns=columns, newest_amax=None
         )
 
 

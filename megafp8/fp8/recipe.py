@@ -64,10 +64,12 @@ class Fp8Recipe:
 
     `fp8_format`: "hybrid" casts activations and weights to E4M3 and gradients to E5M2; "e4m3" casts all to E4M3.
     `override_linear_precision`: GEMMs that run in the tensors' own precision. `use_fast_accum`: GEMMs that accumulate
-    fast. Both are (fprop, dgrad, wgrad). `name`: as in configs.
+    fast. Both are (fprop, dgrad, wgrad). `name`: as in configs. `without_effect`: fields that this recipe inherits and
+    its GEMMs ignore; a config may not set them.
     """
 
     name: ClassVar[str]
+    without_effect: ClassVar[frozenset[str]] = frozenset()
 
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     override_linear_precision: tuple[bool, bool, bool] = PerGemm(False, False, False)
@@ -187,6 +189,7 @@ class BlockwiseScaling(Fp8Recipe):
     """
 
     name: ClassVar[str] = "blockwise"
+    without_effect: ClassVar[frozenset[str]] = frozenset({"use_fast_accum"})
 
     fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
     power_of_two: bool = True
@@ -248,6 +251,7 @@ class MXFP8Scaling(Fp8Recipe):
     """
 
     name: ClassVar[str] = "mxfp8"
+    without_effect: ClassVar[frozenset[str]] = frozenset({"use_fast_accum"})
 
     fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
 
@@ -264,6 +268,7 @@ class NVFP4Scaling(Fp8Recipe):
     """
 
     name: ClassVar[str] = "nvfp4"
+    without_effect: ClassVar[frozenset[str]] = frozenset({"use_fast_accum"})
 
     fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
 

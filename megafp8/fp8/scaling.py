@@ -15,7 +15,7 @@ step i steps ago.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,19 @@ def scale_from_amax(
         scale = (scale.view(torch.int32) & _FP32_EXPONENT_BITS).view(torch.float32)
     usable = amax.isfinite() & (amax > 0)
     return torch.where(usable, scale, torch.ones_like(amax) if previous is None else previous)
+
+
+class ScaleRule(NamedTuple):
+    """How the scale of a tensor follows from its amax: the arguments of `scale_from_amax`."""
+
+    fp8_max: float
+    margin: int = 0
+    eps: float = 0.0
+    power_of_two: bool = False
+
+    def scale(self, amax: Tensor) -> Tensor:
+        """fp32 of any shape -> fp32 of that shape; 1 where amax is 0, infinite or NaN."""
+        return scale_from_amax(amax, self.fp8_max, margin=self.margin, eps=self.eps, power_of_two=self.power_of_two)
 
 
 def amax_of_history(history: Tensor, algorithm: AmaxAlgorithm) -> Tensor:

@@ -41,7 +41,7 @@ from megafp8.fp8.linear import Fp8Linear, LinearOp
 from megafp8.fp8.matrix import Scaled
 from megafp8.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer, StaticQuantizer, casts
 from megafp8.fp8.report import ObservedQuantizer
-from megafp8.fp8.scaling import scale_from_amax
+from megafp8.fp8.scaling import ScaleRule
 from megafp8.fp8.sources import Plain
 
 OneFactorQuantizer = CurrentQuantizer | DelayedQuantizer | StaticQuantizer
@@ -84,14 +84,6 @@ def code_format(op: LinearOp) -> Format | None:
     return None if quantizer is None else quantizer.fmt
 
 
-class _Rule(NamedTuple):
-    """How a scale follows from an amax."""
-
-    fp8_max: float
-    eps: float
-    power_of_two: bool
-
-
 class _Weight(NamedTuple):
     share: WeightShare
     quantizer: OneFactorQuantizer
@@ -105,12 +97,10 @@ class _Weight(NamedTuple):
         return q.scale, q.scale_inv
 
     @property
-    def rule(self) -> _Rule:
-        """How they follow from it."""
+    def rule(self) -> ScaleRule:
+        """How they follow from it; without meaning for a static scale, which is known."""
         q = self.quantizer
-        if isinstance(q, CurrentQuantizer):
-            return _Rule(q.fmt.max, q.eps, q.power_of_two)
-        return _Rule(q.fmt.max, 0.0, False)
+        return ScaleRule(q.fmt.max) if isinstance(q, StaticQuantizer) else q.rule
 
 
 class WeightShares:
@@ -159,9 +149,7 @@ class WeightShares:
         start = 0
         for rule, weights in groupby(self._weights, key=lambda weight: weight.rule):
             part = slice(start, start := start + len(list(weights)))
-            self._scale_t[part] = scale_from_amax(
-                self._amax_t[part], rule.fp8_max, eps=rule.eps, power_of_two=rule.power_of_two
-            )
+            self._scale_t[part] = rule.scale(self._amax_t[part])
         self._scale_inv_t.copy_(self._scale_t.reciprocal())
 
     @torch.no_grad()

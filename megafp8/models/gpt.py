@@ -273,15 +273,15 @@ class GPTStage(nn.Module):
         return x_sbh if branch_sbh is None else x_sbh + branch_sbh
 
 
-def fp8_layer_names(config: ModelConfig) -> Iterator[str]:
-    """Names of all linear layers of the whole model that an FP8 pattern can select."""
+def fp8_layer_names(config: ModelConfig, blocks: range | None = None) -> Iterator[str]:
+    """Names of all linear layers of `blocks`, by default the whole model's, that an FP8 pattern can select."""
     up = "mlp.gate_up" if config.activation == "swiglu" else "mlp.up"
-    for index in range(config.num_layers):
+    for index in range(config.num_layers) if blocks is None else blocks:
         for layer in ("attention.qkv", "attention.proj", up, "mlp.down"):
             yield f"layers.{index}.{layer}"
 
 
-def fp8_layer_sizes(config: ModelConfig, t: int) -> dict[str, tuple[int, int]]:
+def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) -> dict[str, tuple[int, int]]:
     """Inputs k and outputs n of a rank's slice of each layer in `fp8_layer_names`; t tensor-parallel size."""
     h, d = config.hidden_size, config.channels
     up = config.ffn_size * (2 if config.activation == "swiglu" else 1)
@@ -292,4 +292,4 @@ def fp8_layer_sizes(config: ModelConfig, t: int) -> dict[str, tuple[int, int]]:
         "up": (h, up // t),
         "down": (config.ffn_size // t, h),
     }
-    return {name: slices[name.rpartition(".")[2]] for name in fp8_layer_names(config)}
+    return {name: slices[name.rpartition(".")[2]] for name in fp8_layer_names(config, blocks)}

@@ -180,8 +180,9 @@ class _Execution:
         return (rank, Action(receive, action.microbatch, action.chunk)) in self.done
 
     def _advance(self, rank: int) -> bool:
-        start = self.positions[rank]
-        for action in self.schedule[rank][start:]:
+        start, actions = self.positions[rank], self.schedule[rank]
+        while self.positions[rank] < len(actions):
+            action = actions[self.positions[rank]]
             if not self._can_pass(rank, action):
                 break
             if action.kind in DIRECTION:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 
 class Kind(Enum):
@@ -39,6 +40,8 @@ class Kind(Enum):
     SEND_BACKWARD = "send_backward"  # gradient of the input, to the previous stage
     RECV_BACKWARD = "recv_backward"  # gradient of the output, from the next stage
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and checks of schedules hash millions of actions
+
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 RECEIVE_BEFORE = {Kind.FORWARD: Kind.RECV_FORWARD, Kind.BACKWARD: Kind.RECV_BACKWARD}
@@ -47,8 +50,7 @@ DIRECTION = {transfer: compute for table in (RECEIVE_BEFORE, SEND_AFTER) for com
 """FORWARD for transfers of activations, BACKWARD for those of gradients: each travel on a communicator of their own."""
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One step of one rank. `chunk` counts the stages that the rank holds; with one stage a rank it is 0."""
 
     kind: Kind
@@ -93,9 +95,18 @@ class Placement:
 
         The rank may be `rank` itself; then nothing is sent.
         """
-        step = -1 if transfer in (Kind.RECV_FORWARD, Kind.SEND_BACKWARD) else 1
-        stage = self.stages[rank][chunk] + step
-        return self.homes[stage] if 0 <= stage < self.num_stages else None
+        return self._neighbours[transfer][rank][chunk]
+
+    @cached_property
+    def _neighbours(self) -> dict[Kind, list[list[tuple[int, int] | None]]]:
+        """`neighbour`, as a table."""
+        found: dict[Kind, list[list[tuple[int, int] | None]]] = {}
+        for transfer in DIRECTION:
+            step = -1 if transfer in (Kind.RECV_FORWARD, Kind.SEND_BACKWARD) else 1
+            found[transfer] = [
+                [self.homes[s + step] if 0 <= s + step < self.num_stages else None for s in own] for own in self.stages
+            ]
+        return found
 
     def peer(self, transfer: Kind, rank: int, chunk: int) -> int | None:
         """The other rank with which chunk `chunk` of `rank` has this `transfer`; None where there is none."""

@@ -108,15 +108,16 @@ def simulate(schedule: Schedule, placement: Placement, times: Times | Sequence[T
         return max((ends[other] + sent[other] for other in needed), default=0.0)
 
     def advance(rank: int) -> bool:
-        done = len(spans[rank])
-        for action, duration in zip(compute[rank][done:], durations[rank][done:]):
+        done, own = len(spans[rank]), spans[rank]
+        while len(own) < len(compute[rank]):
+            action, duration = compute[rank][len(own)], durations[rank][len(own)]
             arrived = arrival(rank, action)
             if arrived is None:
                 break
-            start = max(arrived, spans[rank][-1].end if spans[rank] else 0.0)
-            spans[rank].append(Span(action, start, start + duration))
+            start = max(arrived, own[-1].end if own else 0.0)
+            own.append(Span(action, start, start + duration))
             ends[rank, action] = start + duration
-        return len(spans[rank]) > done
+        return len(own) > done
 
     while sum(advance(rank) for rank in range(len(schedule))):
         pass

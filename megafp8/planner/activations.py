@@ -173,9 +173,8 @@ def block_leaves_for_later(config: Config, fp8: Fp8Manager, index: int) -> int:
     """Bytes of what the weight gradients of block `index` need where a schedule computes them apart: of each linear
     layer its input and its output's gradient, as columns in FP8."""
     x, total = sizes(config), 0
-    for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor).items():
-        if int(name.split(".")[1]) == index:
-            layer = precision(fp8, name)
-            of_element = 1 if layer.fp8_wgrad else x.e
-            total += x.m * (k + n) * of_element
+    for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor, range(index, index + 1)).items():
+        layer = precision(fp8, name)
+        of_element = 1 if layer.fp8_wgrad else x.e
+        total += x.m * (k + n) * of_element
     return total

@@ -29,6 +29,7 @@ from typing import NamedTuple
 from megafp8.config import Config
 from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.matrix import TENSOR
+from megafp8.fp8.recipe import DelayedScaling
 from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.buckets import bucket_layout
@@ -68,6 +69,7 @@ class RankMemory(StateMemory):
     """Bytes of a rank at its fullest moment. `host` is pinned memory of the host and not in the total."""
 
     fp8_weights: int = 0
+    amax_history: int = 0
     activations: int = 0
     loss: int = 0
     backward: int = 0
@@ -126,7 +128,7 @@ def _norm(config: Config) -> list[_Parameter]:
 def _block(config: Config, index: int) -> list[_Parameter]:
     """The parameters of block `index`."""
     model, x, norm = config.model, sizes(config), _norm(config)
-    layers = [name for name in fp8_layer_names(model) if name.startswith(f"layers.{index}.")]
+    layers = fp8_layer_names(model, range(index, index + 1))
     width = (x.a + 2 * x.g) * x.d
     qkv, proj, up, down = map(_Parameter, (width * x.h, x.h * x.a * x.d, x.up * x.h, x.h * x.f), layers)
     output_bias, head_norms = [_Parameter(x.h)] * model.linear_bias, [_Parameter(x.d)] * (2 * model.qk_norm)
@@ -162,14 +164,24 @@ def coded_parameters(config: Config, fp8: Fp8Manager, layers: range) -> list[int
 def fp8_weight_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
     """The FP8 copies of the weights of `layers`: rows, unless they are the weights, and columns for dgrad."""
     total = 0
-    for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor).items():
+    for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor, layers).items():
         layer = precision(fp8, name)
-        if int(name.split(".")[1]) not in layers or layer.weight is None or (layer.high.fprop and layer.high.dgrad):
+        if layer.weight is None or (layer.high.fprop and layer.high.dgrad):
             continue
         rows_are_copies = not (config.fp8.param_gather and layer.weight is TENSOR)
         total += codes(layer.weight, n, k) - (0 if rows_are_copies else n * k)
         total += 0 if layer.high.dgrad else codes(layer.weight, k, n)
     return total
+
+
+def amax_history_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
+    """Of delayed scaling's amax histories for the operands of a stage's layers, fp32."""
+    count = 0
+    for name in fp8_layer_names(config.model, layers):
+        operands = fp8.recipe.operands(name) if fp8.recipe is not None and fp8.selects(name) else None
+        if operands is not None:
+            count += sum(isinstance(operand, DelayedScaling) for operand in operands)
+    return count * config.fp8.amax_history_len * 4
 
 
 def rank_memory(
@@ -191,6 +203,7 @@ def rank_memory(
     static = RankMemory(
         **vars(state),
         fp8_weights=0 if p.fsdp else sum(fp8_weight_bytes(config, fp8, layers) for layers in stages),
+        amax_history=sum(amax_history_bytes(config, fp8, layers) for layers in stages),
         # In flight: an activation and a gradient each way, of which the received activation is the first block's input.
         communication=0 if p.pipeline == 1 else 3 * x.m_own * x.h * x.e,
         workspace=_WORKSPACES,

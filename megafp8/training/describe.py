@@ -19,9 +19,13 @@ from megafp8.models.context import BuildContext
 from megafp8.models.flops import flops_per_token
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import rank_groups
-from megafp8.planner.memory import coded_parameters, state_memory
+from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
+from megafp8.planner.memory import coded_parameters, memory_table, state_memory
 from megafp8.sharding import spec_of
-from megafp8.training.pipeline import describe_schedule, num_microbatches, plan_pipeline, stages_of
+from megafp8.training.device_memory import memory_under
+from megafp8.training.fp8_config import build_fp8
+from megafp8.training.inputs import describe_planned_data, with_vocabulary
+from megafp8.training.pipeline import PipelinePlan, describe_schedule, num_microbatches, plan_pipeline, stages_of
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,25 @@ def position_rows(config: Config) -> int:
     return config.model.max_position_embeddings or config.training.seq_length
 
 
-def describe(config: Config, world_size: int, fp8: Fp8Manager) -> str:
-    """The text of --dry-run; `fp8`: which layers are FP8, as the config says."""
+def dry_run(config: Config, world_size: int, source: str) -> str:
+    """The text of --dry-run of a config that `check_layout` has passed. Data sets are described where they are there.
+
+    Raises ValueError (ConfigError where a key of the config is at fault) for what can be seen without data and devices.
+    """
+    config = with_vocabulary(config, source)
+    plan = plan_pipeline(config, num_microbatches(config, world_size))
+    memories = memory_under(plan, world_size)
+    check_memory(config, memories, NO_DEVICE_HAS, "no device has", source)
+    described = _describe(config, world_size, build_fp8(config, None), plan)
+    return "\n\n".join([described, memory_table(memories(config)), describe_planned_data(config)])
+
+
+def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePlan) -> str:
+    """Config, layout, parameters and their state, groups; `fp8`: which layers are FP8, as the config says."""
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline * p.context)
     groups = rank_groups(world_size, p.tensor, p.pipeline, p.context)
     microbatches = num_microbatches(config, world_size)
-    plan = plan_pipeline(config, microbatches)
     stages = [planned_stage(config, stage) for stage in range(plan.placement.num_stages)]
     counts = [sum(x.numel() for x in stage.parameters()) for stage in stages]
     params = [param for stage in stages for param in stage.parameters() if not spec_of(param).is_copy]

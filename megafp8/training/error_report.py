@@ -39,8 +39,8 @@ def run_and_report(job: Callable[[], object]) -> int:
     """Run `job` and return the exit code of this process; an exception is reported as the module's docstring says.
 
     A ValueError of this package is a fault of config, data or checkpoint: its message is all that is said, as of a
-    TrainingError. Other exceptions, ValueErrors from within a library too, are reported with their traceback. SystemExit and
-    KeyboardInterrupt pass through.
+    TrainingError. Other exceptions, ValueErrors from within a library too, are reported with their traceback.
+    SystemExit and KeyboardInterrupt pass through.
     """
     try:
         job()

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from megafp8.config import Config, Fp8Config
+from megafp8.config import Config, ConfigError, Fp8Config, Problem
 from megafp8.fp8 import RECIPES, ContextGroups, CustomScaling, Fp8Manager, Fp8Recipe, Rule
 from megafp8.fp8.report import Recorder
 from megafp8.models.gpt import fp8_layer_names
 from megafp8.parallel_state import ParallelState
+
+_KEYS = {
+    "fp8_format": "format",
+    "use_fast_accum": "fast_accumulation",
+    "power_of_two": "power_of_two_scale",
+    "amax": "static_amax",
+    "rules": "custom",
+}
+"""Fields of recipes that have another name in the config."""
+
+
+def _key(field: str) -> str:
+    return _KEYS.get(field, field)
 
 
 def fp8_recipe(config: Config) -> Fp8Recipe | None:
@@ -22,22 +36,13 @@ def fp8_recipe(config: Config) -> Fp8Recipe | None:
 
 def _recipe(f: Fp8Config, name: str) -> Fp8Recipe:
     """The recipe `name` with those of its options that `f` gives."""
+    recipe = RECIPES[name]
     fprop, dgrad, wgrad = f.override_linear_precision
-    options: dict[str, Any] = {
-        "fp8_format": f.format,
-        "override_linear_precision": (fprop, dgrad, wgrad or f.wgrad_in_bf16),
-        "use_fast_accum": f.fast_accumulation,
-        "margin": f.margin,
-        "interval": f.interval,
-        "amax_history_len": f.amax_history_len,
-        "amax_compute_algo": f.amax_compute_algo,
-        "power_of_two_scale": f.power_of_two_scale,  # delayed scaling's name for it
-        "power_of_two": f.power_of_two_scale,
-        "amax_epsilon": f.amax_epsilon,
-        "amax": tuple(f.static_amax.items()),
-        "calibration_steps": f.calibration_steps,
-    }
-    if name == CustomScaling.name:
+    options: dict[str, Any] = {field.name: getattr(f, _key(field.name)) for field in fields(recipe)}
+    options |= {"override_linear_precision": (fprop, dgrad, wgrad or f.wgrad_in_bf16)}
+    if "amax" in options:
+        options["amax"] = tuple(f.static_amax.items())
+    if "rules" in options:
         options["rules"] = tuple(
             Rule(
                 layers=rule.layers,
@@ -47,8 +52,44 @@ def _recipe(f: Fp8Config, name: str) -> Fp8Recipe:
             )
             for rule in f.custom
         )
-    recipe = RECIPES[name]
-    return recipe(**{o.name: options[o.name] for o in fields(recipe) if options[o.name] is not None})
+    return recipe(**{field: value for field, value in options.items() if value is not None})
+
+
+def _option_keys(recipe: type[Fp8Recipe]) -> set[str]:
+    """Keys of the config's section `fp8` that have an effect under `recipe` and not under every recipe."""
+    return {_key(field.name) for field in fields(recipe) if field.name not in recipe.without_effect}
+
+
+def _shown(default: object) -> str:
+    return "null" if default is None else str(default)
+
+
+def check_recipe_options(config: Config, source: str) -> None:
+    """Raise ConfigError for each option under `fp8` that the recipe in use does not have and would ignore.
+
+    Options at their defaults are not set. fp8.recipe none switches the whole section off, whatever else is in it.
+    """
+    problems = list(_foreign_options(config.fp8))
+    if problems:
+        raise ConfigError(source, problems)
+
+
+def _foreign_options(f: Fp8Config) -> Iterator[Problem]:
+    if f.recipe == "none":
+        return
+    used = {f.recipe}
+    if f.recipe == CustomScaling.name:
+        used |= {name for rule in f.custom for name in (rule.input, rule.weight, rule.grad_output)}
+    effective = set().union(*(_option_keys(RECIPES[name]) for name in used))
+    for key, field in Fp8Config.model_fields.items():
+        have = [name for name, recipe in RECIPES.items() if key in _option_keys(recipe)]
+        value, default = getattr(f, key), field.get_default(call_default_factory=True)
+        if have and key not in effective and value != default:
+            who = f"fp8.recipe {f.recipe}" + (f", of {', '.join(sorted(used - {f.recipe}))}," if len(used) > 1 else "")
+            yield Problem(
+                f"fp8.{key}", value, f"{who} has no such option; {', '.join(have)} {'have' if have[1:] else 'has'} it",
+                f"leave it out (its default is {_shown(default)}), or try fp8.recipe={have[0]}",
+            )  # fmt: skip
 
 
 def _kept_blocks(config: Config) -> list[str]:

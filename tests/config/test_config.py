@@ -48,6 +48,25 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("parallel.tenor=2", "parallel.tenor = 2: there is no such key; did you mean parallel.tensor?"),
         ("modle.num_layers=2", "modle = {'num_layers': 2}: there is no such key; did you mean model?"),
         ("training.steps=ten", "training.steps = 'ten': input should be a valid integer"),
+        ("training.steps=1.5e0", "training.steps = '1.5e0': input should be a valid integer"),
+        ("training.steps=true", "training.steps = True: input should be a number, not a truth value"),
+        ("optimizer.learning_rate=true", "optimizer.learning_rate = True: input should be a number, not a truth value"),
+        ("optimizer.eps=1e300", "optimizer.eps = '1e300': input should be a number in the range of fp32"),
+        ("seed=1e19", "seed = '1e19': input should be an integer of 64 bits"),
+        (f"seed={'9' * 5000}", "seed = '9999"),
+        ("training.steps=[1", "training.steps = '[1': the value is not valid YAML"),
+        ("training.steps=" + "[" * 1000, "nested too deeply"),
+        ("training={steps: 1, steps: 2}", "the value is not valid YAML: it has the key steps twice"),
+        ("training=5", "training = 5: this is a section, a mapping of keys; its keys: steps, seq_length, micro_batch"),
+        ("data.train=text", "data.train = 'text': input should be a valid list, or input should be a valid dictionary"),
+        ("data.train={a: -1}", "data.train.a = -1: input should be greater than 0"),
+        ("parallel.layers_per_stage=[1, x]", "parallel.layers_per_stage.1 = 'x': input should be a valid integer"),
+        (
+            "parallel.layers_per_stage=even",
+            "parallel.layers_per_stage = 'even': input should be a valid list, or input should be 'balanced'",
+        ),
+        ("parallel.offload=-1", "parallel.offload = -1: input should be greater than 0"),
+        ("fp8.static_amax={a: x}", "fp8.static_amax.a = 'x': input should be a valid number"),
         ("training.steps=0", "training.steps = 0: input should be greater than 0"),
         ("training.steps=2.5", "training.steps = 2.5: input should be a valid integer"),
         (
@@ -66,6 +85,124 @@ def test_a_single_wrong_value(tmp_path: Path, override: str, expected: str) -> N
     assert expected in messages(write(tmp_path), override)
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("name=off", "off"),
+        ("name=123", "123"),
+        ("name=1e3", "1e3"),
+        ("name=010", "010"),
+        ("name=null", "null"),
+        ("name=2024-01-01", "2024-01-01"),
+        ("name='quoted'", "quoted"),
+        ("run_dir=a: b, {c", "a: b, {c"),
+        ("run_dir=@home", "@home"),
+        ("run_dir=", ""),
+        ("data.split=100,0,0", "100,0,0"),
+        ('data.split="100,0,0"', "100,0,0"),
+        ("data.index_cache=12:30", "12:30"),
+        ("data.index_cache=null", None),
+        ("data.index_cache=~", None),
+        ("data.index_cache='null'", "null"),
+        ("logging.wandb_project=no", "no"),
+        ("data.train=[2024, off, 1e3]", ["2024", "off", "1e3"]),
+        ("data.train={2024-01-01: 1, no: 1e-1}", {"2024-01-01": 1.0, "no": 0.1}),
+        ("fp8.include=[1, '*']", ["1", "*"]),
+        ("fp8.static_amax={1.0: 2}", {"1.0": 2.0}),
+        ("data.tokenizer={kind: bytes, path: 7}", {"kind": "bytes", "path": "7"}),
+        ("data.tokenizer={kind: bytes, path: null}", {"kind": "bytes", "path": None}),
+        ("training.steps=1e3", 1000),
+        ("training.steps=1.5e3", 1500),
+        ("training.steps=10.0", 10),
+        ("training.steps=1_000", 1000),
+        ("training.steps=010", 10),
+        ("parallel.offload=1e0", 1),
+        ("parallel.offload=on", True),
+        ("parallel.layers_per_stage=[1e0, 3]", [1, 3]),
+        ("deterministic=yes", True),
+        ("deterministic=off", False),
+        ("optimizer.learning_rate=1e-4", 1e-4),
+        ("parallel.placement=null", None),
+    ],
+)
+def test_an_override_is_what_its_field_makes_of_it(tmp_path: Path, override: str, expected: Any) -> None:
+    value: Any = load_config(write(tmp_path), [override])
+    for key in override.partition("=")[0].split("."):
+        value = getattr(value, key)
+    assert (value.model_dump() if hasattr(value, "model_dump") else value) == expected
+    assert type(value) is type(expected) or hasattr(value, "model_dump")
+
+
+def test_text_in_a_file_is_quoted_where_yaml_reads_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    template = yaml.safe_dump({k: v for k, v in MINIMAL.items() if k not in ("name", "data")})
+
+    def load(name: str, train: str) -> Config:
+        path.write_text(f"{template}name: {name}\ndata: {{train: {train}}}\n")
+        return load_config(path)
+
+    for text in ("off", "no", "2024-01-01", "1e3", "010", '"123"', "0o17"):
+        assert load(text, "[on, 2024-01-01]").name == text.strip('"')
+    for text, shown in (("123", "123"), ("1.5", "1.5"), ("true", "True")):
+        said = f'name = {shown}: this key is text, and YAML reads this otherwise; quote it: "{text}"'
+        with pytest.raises(ConfigError) as error:
+            load(text, "[a]")
+        assert said in str(error.value)
+    for train, said in (
+        ("[1]", "data.train.0 = 1: this key is text"),
+        ("{1: 2}", "data.train.1 = 1: a key here is text"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load("a", train)
+        assert said in str(error.value)
+        assert len(error.value.problems) == 1
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    """A run's config.yaml is PyYAML's, which follows YAML 1.1."""
+    texts = ["off", "123", "1e3", "010", "08", "0o17", "null", "2024-01-01", "1_000", "0x1F", "1.5", "1:30", "1e-5"]
+    overrides = [f"data.train=[{', '.join(texts)}]", "optimizer.learning_rate=1e-5"]
+    for text in texts:
+        config = load_config(write(tmp_path), [*overrides, f"run_dir={text}"])
+        assert (config.data.train, config.run_dir) == (texts, text)
+        assert load_config(write(tmp_path, config.model_dump(mode="json"))) == config
+
+
+def test_duplicate_keys(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    text = (
+        yaml.safe_dump(MINIMAL)
+        + "fp8:\n  recipe: delayed\n  margin: 1\n  margin: 2\nfp8: {recipe: none}\n'seed': 1\nseed: 1\n"
+    )
+    path.write_text(text)
+    said = messages(path)
+    lines = text.splitlines()
+    first, margin, last, seed = (
+        lines.index(x) + 1 for x in ("fp8:", "  margin: 1", "fp8: {recipe: none}", "'seed': 1")
+    )
+    assert f"{path}: 3 problems" in said
+    assert f"fp8 = {{'recipe': 'none'}}: line {last}: line {first} has this key already; keep one" in said
+    assert f"fp8.margin = 2: line {margin + 1}: line {margin} has this key already" in said
+    assert f"seed = 1: line {seed + 1}: line {seed} has this key already" in said
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    tree = {k: v for k, v in MINIMAL.items() if k != "model"}
+    base = "{num_layers: 4, hidden_size: 64, num_attention_heads: 8, vocab_size: 512}"
+    # `model` overrides what it merges, and is itself merged again: neither is a duplicate.
+    text = (
+        f"{yaml.safe_dump(tree)}model: &model\n  <<: {base}\n  num_layers: 2\n"
+        "parallel: &again {tensor: 2}\nlogging: {interval: &n 7}\ncheckpoint: {<<: {interval: 3}, interval: *n}\n"
+    )
+    path.write_text(text)
+    config = load_config(path)
+    assert (config.model.num_layers, config.model.hidden_size) == (2, 64)
+    assert (config.checkpoint.interval, config.logging.interval) == (7, 7)
+    path.write_text(text + "optimizer: {<<: {learning_rate: 1.0}, <<: {learning_rate: 2.0}}\n")
+    assert "optimizer.<<" in messages(path)  # PyYAML takes the last, and of a list `<<: [a, b]` the first
+
+
 def test_a_missing_key_and_a_missing_section(tmp_path: Path) -> None:
     tree = {k: v for k, v in MINIMAL.items() if k != "optimizer"} | {"training": {"steps": 10, "seq_length": 32}}
     said = messages(write(tmp_path, tree))
@@ -82,6 +219,13 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     assert "must hold a mapping" in messages(tmp_path / "list.yaml")
     (tmp_path / "broken.yaml").write_text("model: {num_layers: 4\n")
     assert "not valid YAML" in messages(tmp_path / "broken.yaml")
+    for content, byte in ((b"name: caf\xe9\n", "byte 9 is 0xe9"), ("name: a".encode("utf-16"), "byte 0 is 0xff")):
+        (tmp_path / "other.yaml").write_bytes(content)
+        assert f"not UTF-8: {byte}; save it as UTF-8" in messages(tmp_path / "other.yaml")
+    (tmp_path / "deep.yaml").write_text("model: " + "[" * 1000)
+    assert "nested too deeply" in messages(tmp_path / "deep.yaml")
+    (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_config(tmp_path / "bom.yaml") == load_config(path)
 
 
 TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
@@ -190,6 +334,20 @@ TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
         ),
         (["optimizer.warmup_steps=10"], 1, "optimizer.warmup_steps = 10: the run has only training.steps = 10"),
         (["optimizer.min_learning_rate=1.0"], 1, "larger than optimizer.learning_rate (0.001)"),
+        (["parallel.tensor=1e9"], 1, "model.ffn_hidden_size (256) is not a multiple of it; try 64 or 128 or 256"),
+        (["parallel.context=524288"], 524288, "524,288 ranks are more than 262,144; try fewer"),
+        (
+            ["training.global_batch_size=1e12"],
+            1,
+            "training.global_batch_size = 1000000000000: 1,000,000,000,000 micro-batches in a step on each rank are "
+            "more than 65,536; try 65536 or less, or a larger training.micro_batch_size",
+        ),
+        (["training.steps=9e18"], 1, "it is more tokens than 64 bits count; try 18014398509481984 or less"),
+        (
+            ["model.rope_scaling={low_freq_factor: 4}"],
+            1,
+            "model.rope_scaling.high_freq_factor = 4.0: not above low_freq_factor (4.0), so there is no band",
+        ),
         (["fp8.recipe=custom"], 1, "fp8.custom = []: fp8.recipe custom needs a rule; try [{layers: "),
         (["fp8.smooth_swiglu=true"], 1, "fp8.smooth_swiglu = True: fp8.recipe is none, and only a cast needs it; try"),
         (

@@ -101,6 +101,26 @@ def test_the_first_step_scales_by_the_tensor_at_hand() -> None:
     assert grown.rows.data.float().item() == 57344  # saturated: from the second step on by what was seen before
 
 
+@pytest.mark.parametrize("margin", [-1, 0, 3])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_the_first_step_keeps_margin_and_powers_of_two(margin: int, power_of_two: bool) -> None:
+    recipe = DelayedScaling(amax_history_len=4, margin=margin, power_of_two_scale=power_of_two)
+    state = DelayedState(recipe, FORMATS, CPU)
+    peaks = {"a": 3.7, "b": 2e-6, "c": 1000.0}
+    for name, fmt in FORMATS.items():
+        x = torch.tensor([[-peaks[name], peaks[name] / 3]])
+        rows = state.quantizers[name](Plain(x), rows=True, columns=False).rows
+        assert rows is not None
+        scale = scale_of(x.abs().max().item(), fmt.max, margin=margin, power_of_two=power_of_two)
+        assert rows.scale_inv.item() == torch.tensor(scale).reciprocal().item()
+        scaled = (x * torch.tensor(scale)).clamp(-fmt.max, fmt.max)
+        assert torch.equal(rows.data.float(), scaled.to(fmt.dtype).float())
+    state.end_step(None)
+    for i, (name, fmt) in enumerate(FORMATS.items()):  # the next step scales the same amax by the same scale
+        peak = torch.tensor(peaks[name]).item()
+        assert state.scale_t[i].item() == scale_of(peak, fmt.max, margin=margin, power_of_two=power_of_two)
+
+
 def test_evaluation_before_the_first_step_notes_nothing() -> None:
     state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E4M3}, CPU)
     quantizer = state.quantizers["a"]

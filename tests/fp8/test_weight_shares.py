@@ -18,7 +18,7 @@ SHAPES = {"layers.0.a": (48, 32), "layers.1.b": (16, 96), "layers.2.c": (32, 64)
 RECIPES: dict[str, Fp8Recipe] = {
     "current": CurrentScaling(),
     "power-of-two": CurrentScaling(power_of_two=True, amax_epsilon=8.0),
-    "delayed": DelayedScaling(amax_history_len=3, margin=1),
+    "delayed": DelayedScaling(amax_history_len=3, margin=1, power_of_two_scale=True),
     "static": StaticScaling(amax=(("*", 3.0),)),
 }
 

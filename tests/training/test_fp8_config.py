@@ -23,7 +23,7 @@ from megafp8.fp8 import (
 )
 from megafp8.fp8.linear import Fp8Linear
 from megafp8.models.gpt import fp8_layer_names
-from megafp8.training.fp8_config import build_fp8, fp8_recipe
+from megafp8.training.fp8_config import build_fp8, check_recipe_options, fp8_recipe
 from tests.config.test_config import MINIMAL
 
 
@@ -64,6 +64,64 @@ def rule(layers: str, x: str, w: str, dy: str) -> dict[str, str]:
 )  # fmt: skip
 def test_recipes(fp8: dict[str, Any], recipe: Fp8Recipe | None) -> None:
     assert fp8_recipe(configured(**fp8)) == recipe
+
+
+OPTION_VALUES: dict[str, Any] = {
+    "format": "e4m3",
+    "custom": [rule("*", "current", "current", "current")],
+    "static_amax": {"*": 3.0},
+    "calibration_steps": 5,
+    "margin": 2,
+    "interval": 3,
+    "amax_history_len": 4,
+    "amax_compute_algo": "most_recent",
+    "power_of_two_scale": True,
+    "amax_epsilon": 1e-6,
+    "fast_accumulation": [False, False, False],
+    "wgrad_in_bf16": True,
+    "override_linear_precision": [False, False, True],
+}
+SCALED = {"power_of_two_scale", "amax_epsilon"}
+OPTIONS_OF = {
+    "delayed": {
+        "margin", "interval", "amax_history_len", "amax_compute_algo", "power_of_two_scale", "fast_accumulation"
+    },
+    "current": {*SCALED, "fast_accumulation"},
+    "rowwise": {*SCALED, "fast_accumulation"},
+    "blockwise": SCALED,
+    "static": {"static_amax", "calibration_steps", "margin", "power_of_two_scale", "fast_accumulation"},
+    "mxfp8": set(),
+    "nvfp4": set(),
+    "none": set(OPTION_VALUES),
+}  # fmt: skip
+"""What each recipe has besides COMMON, by the descriptions of the keys."""
+COMMON = {"format", "wgrad_in_bf16", "override_linear_precision"}
+
+
+@pytest.mark.parametrize("recipe", OPTIONS_OF)
+def test_an_option_that_the_recipe_does_not_have_is_an_error(recipe: str) -> None:
+    for key, value in OPTION_VALUES.items():
+        config = configured(recipe=recipe, **{key: value})
+        if key in OPTIONS_OF[recipe] | COMMON:
+            check_recipe_options(config, "run.yaml")
+            continue
+        with pytest.raises(ConfigError) as error:
+            check_recipe_options(config, "run.yaml")
+        have = [name for name, keys in OPTIONS_OF.items() if key in keys and name != "none"] or ["custom"]
+        (problem,) = error.value.problems
+        assert str(problem).startswith(f"fp8.{key} = ")
+        assert f"fp8.recipe {recipe} has no such option; {have[0]}" in problem.rule
+        assert all(name in problem.rule for name in have)
+        assert f"try fp8.recipe={have[0]}" in problem.works
+        default = type(config.fp8).model_fields[key].default
+        check_recipe_options(configured(recipe=recipe, **{key: default}), "run.yaml")  # as good as left out
+
+
+def test_custom_has_the_options_of_the_recipes_it_names() -> None:
+    mixed = {"recipe": "custom", "custom": [rule("*", "static", "current", "current")], "calibration_steps": 2}
+    check_recipe_options(configured(**mixed, amax_epsilon=1e-6, margin=1), "run.yaml")
+    with pytest.raises(ConfigError, match=r"fp8.recipe custom, of current, static, has no such option"):
+        check_recipe_options(configured(**mixed, interval=3), "run.yaml")
 
 
 CUSTOM = """

@@ -1,0 +1,198 @@
+"""YAML as configs are written in it, and a dotted override's value by the type of its field.
+
+A plain scalar is null, true, false, an integer, a float, or text. PyYAML follows YAML 1.1, where `off` and `no` are
+truth values too, 12:30 is 750, 010 is 8 and 2024-01-01 is a date; here these are text, and a boolean field still takes
+`on` and `off` from it. What PyYAML writes, this reads back unchanged.
+
+Duplicate keys are an error; anchors, aliases and merge keys (`<<: *base`) work as in PyYAML.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+_TEXT = "tag:yaml.org,2002:str"
+_NULL = "tag:yaml.org,2002:null"
+_MERGE = "tag:yaml.org,2002:merge"
+_LONGEST_INTEGER = 100
+"""Digits; Python refuses to print much longer ones."""
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's interface
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+    ("merge", r"<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})\\Z"), _first)
+
+
+def compose(text: str) -> Node | None:
+    """The nodes of the one document in `text`, None where it is empty. Raises yaml.YAMLError."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    finally:
+        loader.dispose()
+
+
+def construct(node: Node | None) -> Any:
+    """The value of `node`. Raises yaml.YAMLError."""
+    loader = _Loader("")
+    try:
+        return None if node is None else loader.construct_document(node)
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    finally:
+        loader.dispose()
+
+
+def _construct_integer(loader: _Loader, node: ScalarNode) -> int:
+    if len(node.value) > _LONGEST_INTEGER:
+        problem = f"an integer of {len(node.value)} digits"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return int(node.value.replace("_", ""), 0)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_integer)
+
+
+class Duplicate(NamedTuple):
+    """A key that a mapping has twice: its dotted path, its second value, and both lines, counted from 1."""
+
+    path: str
+    value: Node
+    first: int
+    second: int
+
+
+def duplicate_keys(node: Node | None) -> Iterator[Duplicate]:
+    """The duplicate keys of all mappings under `node`."""
+    seen: set[int] = set()  # nodes that aliases lead to again
+
+    def walk(node: Node | None, path: str) -> Iterator[Duplicate]:
+        if node is None or id(node) in seen:
+            return
+        seen.add(id(node))
+        if isinstance(node, SequenceNode):
+            for i, item in enumerate(node.value):
+                yield from walk(item, f"{path}{i}.")
+        elif isinstance(node, MappingNode):
+            lines: dict[tuple[str, str], int] = {}
+            for key, value in node.value:
+                if isinstance(key, ScalarNode):
+                    line, name = key.start_mark.line + 1, (key.tag, key.value)
+                    if name in lines:
+                        yield Duplicate(f"{path}{key.value}", value, lines[name], line)
+                    lines.setdefault(name, line)
+                    yield from walk(value, f"{path}{key.value}.")
+
+    return walk(node, "")
+
+
+# --- by type --------------------------------------------------------------------------------------------------------
+
+
+def bare(annotation: Any) -> Any:
+    """A type without what `Annotated` adds to it."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return annotation
+
+
+def members(annotation: Any) -> list[Any]:
+    """The types that a value may have: those of a union, or the one; None aside."""
+    annotation = bare(annotation)
+    of = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return [bare(member) for member in of if member is not NoneType]
+
+
+def takes_none(annotation: Any) -> bool:
+    """Whether null is a value of the type."""
+    annotation = bare(annotation)
+    return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section among the types that a value may have."""
+    return next((m for m in members(annotation) if isinstance(m, type) and issubclass(m, BaseModel)), None)
+
+
+def member_with(annotation: Any, *origins: type) -> Any:
+    """The list, tuple or dict among the types that a value may have, None where there is none of `origins`."""
+    return next((member for member in members(annotation) if get_origin(member) in origins), None)
+
+
+def override_value(text: str, annotation: Any) -> Any:
+    """What the override `key=text` sets a field of type `annotation` to (None: unknown). Raises yaml.YAMLError.
+
+    A text field is set to the text as it is, or to what stands in quotes if all of it does; `null` is null where the
+    field may be that. All other values are YAML, in which elements, keys and values that are to be text are text too,
+    whatever they look like.
+    """
+    takes_text = str in members(annotation)
+    try:
+        node = compose(text)
+        duplicates = list(duplicate_keys(node))
+        if duplicates:
+            raise yaml.YAMLError(f"it has the key {duplicates[0].path} twice")
+    except yaml.YAMLError:
+        if not takes_text:
+            raise
+        return text
+    if takes_text and not _is_collection(node, annotation):
+        quoted = isinstance(node, ScalarNode) and node.style in ("'", '"')
+        null = node is None or node.tag == _NULL
+        if not quoted and not (null and takes_none(annotation)):
+            return text
+    _keep_text(node, annotation)
+    return construct(node)
+
+
+def _is_collection(node: Node | None, annotation: Any) -> bool:
+    """Whether `node` is a list or mapping for a field that may be one."""
+    if isinstance(node, SequenceNode):
+        return member_with(annotation, list, tuple) is not None
+    return isinstance(node, MappingNode) and member_with(annotation, dict) is not None
+
+
+def _keep_text(node: Node | None, annotation: Any) -> None:
+    """Tag what is to be text under `node` as text."""
+    if isinstance(node, ScalarNode):
+        null = node.tag == _NULL and takes_none(annotation)
+        if str in members(annotation) and node.style is None and not null:
+            node.tag = _TEXT
+    elif isinstance(node, SequenceNode):
+        items = get_args(member_with(annotation, list, tuple))
+        for i, item in enumerate(node.value if items else ()):
+            _keep_text(item, items[min(i, len(items) - 1)])
+    elif isinstance(node, MappingNode):
+        section, types = section_of(annotation), get_args(member_with(annotation, dict))
+        for key, value in node.value:
+            if key.tag == _MERGE:
+                continue
+            if section is not None:
+                field = section.model_fields.get(str(key.value))
+                if field is not None:
+                    _keep_text(value, field.annotation)
+            elif types:
+                _keep_text(key, types[0])
+                _keep_text(value, types[1])

@@ -1,0 +1,92 @@
+"""Whether the memory that a config needs by formula can be there at all: asked before anything is allocated.
+
+The formula is that of CUDA. It counts neither CUDA's context nor fragments, so what is refused does not fit; what
+passes may still run out of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from megafp8.config import Config, ConfigError, Problem
+from megafp8.planner.activations import sizes
+from megafp8.planner.memory import RankMemory
+
+NO_DEVICE_HAS = 2**50
+"""Bytes, a PiB: the limit where the device is not known."""
+_USUAL = {
+    "model.vocab_size": 2**19,
+    "model.vocab_multiple": 2**14,
+    "model.hidden_size": 2**15,
+    "model.ffn_hidden_size": 2**17,
+    "model.head_dim": 2**9,
+    "model.max_position_embeddings": 2**20,
+    "training.seq_length": 2**20,
+    "training.micro_batch_size": 2**8,
+    "fp8.amax_history_len": 2**14,
+}
+"""The most that models and runs have today: of a config that does not fit, a key beyond is likely to be the mistake."""
+_SAVING = {"parallel.zero": (0, 1), "parallel.recompute": ("none", "full"), "optimizer.moments_dtype": ("fp32", "bf16")}
+"""Keys that save memory and change neither model nor layout: their default, and the value that does."""
+
+
+def check_memory(
+    config: Config, plan: Callable[[Config], Sequence[RankMemory]], limit: int, who_has: str, source: str
+) -> None:
+    """Raise ConfigError if a pipeline rank needs more than `limit` bytes, which is what `who_has`, e.g. "this GPU has".
+
+    `plan`: the memory of each pipeline rank under a config. The error has the largest terms, the key that is out of
+    proportion, and what would fit by the same formula.
+    """
+
+    def total(changed: Config) -> float:
+        x = sizes(changed)
+        possible = min(x.h, x.a, x.g, x.d, x.f) > 0
+        return max(memory.total for memory in plan(changed)) if possible else math.inf
+
+    most = max(plan(config), key=lambda memory: memory.total)
+    if most.total <= limit:
+        return
+    terms = {field.name: getattr(most, field.name) for field in fields(most) if field.name != "host"}
+    largest = [name for name in sorted(terms, key=lambda name: -terms[name])[:3] if 100 * terms[name] > most.total]
+    shown = ", ".join(f"{name.replace('_', ' ')} {_gib(terms[name])}" for name in largest)
+    unusual = [key for key, usual in _USUAL.items() if (_get(config, key) or 0) > usual]
+    key = min(unusual, key=lambda key: total(_with(config, key, _USUAL[key])), default=_first_key(config, largest[0]))
+    works = [
+        f"{saving}={value}"
+        for saving, (default, value) in _SAVING.items()
+        if _get(config, saving) == default and not config.parallel.fsdp and total(_with(config, saving, value)) <= limit
+    ][:1]
+    value = smaller = _get(config, key)
+    least = 1 if key in _USUAL else value
+    while smaller > least and total(_with(config, key, smaller)) > limit:
+        smaller = max(smaller // 2, least)
+    if total(_with(config, key, smaller)) <= limit:
+        works.append(f"{key}={smaller}")
+    works.append("more ranks by parallel.tensor or parallel.pipeline")
+    rule = f"by formula a rank needs {_gib(most.total)} ({shown}), and {who_has} {_gib(limit)}"
+    raise ConfigError(source, [Problem(key, value, rule, f"try {', or '.join(works)}")])
+
+
+def _first_key(config: Config, term: str) -> str:
+    """Where no key is out of proportion: the one that the largest term grows with."""
+    if term in ("activations", "loss", "backward", "communication"):
+        return "training.micro_batch_size" if config.training.micro_batch_size > 1 else "training.seq_length"
+    return "model.num_layers"
+
+
+def _get(config: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _with(config: Config, key: str, value: Any) -> Config:
+    section, name = key.split(".")
+    return config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

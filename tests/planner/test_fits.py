@@ -1,0 +1,77 @@
+"""What is refused for its size, and that what is offered instead fits by the formula."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megafp8.config import Config, ConfigError, check_layout, load_config
+from megafp8.planner.fits import check_memory
+from megafp8.training.device_memory import check_device_memory, memory_under
+from megafp8.training.pipeline import PipelinePlan, num_microbatches, plan_pipeline
+from tests.quickstart_data import ROOT
+
+GPU = 141 * 10**9
+
+
+def planned(name: str, *overrides: str, world_size: int = 1) -> tuple[Config, PipelinePlan]:
+    config = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
+    check_layout(config, world_size)
+    return config, plan_pipeline(config, num_microbatches(config, world_size))
+
+
+def refusal(name: str, *overrides: str, world_size: int = 1) -> str:
+    config, plan = planned(name, *overrides, world_size=world_size)
+    with pytest.raises(ConfigError) as error:
+        check_memory(config, memory_under(plan, world_size), GPU, "this GPU has", "run.yaml")
+    return str(error.value)
+
+
+ONE_GPU = ["parallel.tensor=1", "parallel.pipeline=1", "model.vocab_size=2048"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "term"),
+    [
+        ("model.vocab_size", 4 * 10**9, "moments"),
+        ("model.vocab_size", 2**62, "moments"),
+        ("model.vocab_multiple", 2**40, "moments"),
+        ("model.hidden_size", 2**24, "moments"),
+        ("model.ffn_hidden_size", 2**40, "moments"),
+        ("model.head_dim", 2**40, "activations"),
+        ("training.seq_length", 2**40, "activations"),
+        ("fp8.amax_history_len", 2**50, "amax history"),
+    ],
+)
+def test_an_absurd_size_is_named_with_one_that_fits(key: str, value: int, term: str) -> None:
+    said = refusal("quickstart", *ONE_GPU, f"{key}={value}")
+    assert f"{key} = {value}: by formula a rank needs " in said
+    assert f"GiB ({term} " in said
+    assert "and this GPU has 131.3 GiB; try" in said
+    offered = re.search(rf"{re.escape(key)}=(\d+)", said)
+    assert offered is not None
+    section, name = key.split(".")
+    for size, fits in ((int(offered[1]), True), (2 * int(offered[1]) + 1, False)):
+        config, plan = planned("quickstart", *ONE_GPU)
+        changed = getattr(config, section).model_copy(update={name: size})
+        (memory,) = memory_under(plan, 1)(config.model_copy(update={section: changed}))
+        assert (memory.total <= GPU) is fits
+
+
+def test_what_saves_memory_is_offered_where_it_is_enough() -> None:
+    """Llama 3 8B on 8 data-parallel ranks: 16 bytes a parameter do not fit, with Adam's state shared out they do."""
+    layout = ["parallel.tensor=1", "parallel.pipeline=1", "model.vocab_size=128256", "training.global_batch_size=8"]
+    small = ["training.seq_length=1024", "fp8.recipe=none"]
+    said = refusal("llama3-8b", *layout, *small, "parallel.zero=0", world_size=8)
+    assert "try parallel.zero=1, or " in said
+    config, plan = planned("llama3-8b", *layout, *small, "parallel.zero=1", world_size=8)
+    check_memory(config, memory_under(plan, 8), GPU, "this GPU has", "run.yaml")
+
+
+def test_this_machine() -> None:
+    config, plan = planned("quickstart", *ONE_GPU)
+    check_device_memory(config, plan, 1, "cpu", "run.yaml")
+    huge, plan = planned("quickstart", *ONE_GPU, "model.vocab_size=4e9")
+    with pytest.raises(ConfigError, match="this host has for it"):
+        check_device_memory(huge, plan, 1, "cpu", "run.yaml")
