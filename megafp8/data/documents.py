@@ -236,11 +236,6 @@ def _wide_encoding(head: bytes) -> str | None:
     return None
 
 
-def _decoded(content: bytes) -> str:
-    """The text of `content` without a byte order mark. Raises UnicodeDecodeError."""
-    return content.removeprefix(_BOM).decode("utf-8")
-
-
 def _read_text(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
     try:
         content = stream.read()
@@ -248,7 +243,7 @@ def _read_text(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
             error = f"not UTF-8 text but {encoding}: convert it, for example by iconv -f {encoding} -t UTF-8"
             yield Document(str(file.path), None, error)
         else:
-            yield Document(str(file.path), _decoded(content))
+            yield Document(str(file.path), content.removeprefix(_BOM).decode("utf-8"))
     except UnicodeDecodeError as failure:
         yield Document(str(file.path), None, f"not UTF-8 text: {_position(failure)}")
     except _READ_ERRORS as failure:
@@ -271,7 +266,7 @@ def _read_json_lines(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
 def _parse_line(line: bytes, origin: str, key: str) -> Document:
     hint = "; it holds zero bytes, as UTF-16 and UTF-32 do: only UTF-8 is read" if b"\0" in line else ""
     try:
-        record = json.loads(_decoded(line))
+        record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Document(origin, None, f"not UTF-8 text: {_position(error)}{hint}")
     except (ValueError, RecursionError) as error:  # RecursionError: brackets nested a thousand deep

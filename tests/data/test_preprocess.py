@@ -330,10 +330,10 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--workers -1: must be 0 or more" in refused(tmp_path / "x", "--workers", "-1")
     (tmp_path / "folder.idx").mkdir()
     assert "folder.idx is a folder" in refused(tmp_path / "folder", "--overwrite")
-    (tmp_path / "large.txt").write_text("x" * 4_000_000)
-    source = tmp_path / "large.txt"
+    source = tmp_path / "noise.jsonl"
+    source.write_bytes(NOISE)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, limits[1]))  # like a disk that is full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # like a disk that is full
     try:
         assert re.search(r"error: \[Errno 27\] File too large: '.*x\.bin\.incomplete-", refused(tmp_path / "x"))
     finally:
