@@ -96,7 +96,10 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         if op.gathered_weight is not None:
             names = ", ".join(piece.name for piece in spec_of(param).pieces)
             found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
-    found += [Replica(name, values, all_layers) for name, values in trainer.fp8.state_dict().items()]
+    for name, values in trainer.fp8.state_dict().items():
+        # Slot 0 of a history is that of the running step, and each rank's own: an evaluation has quantized weights.
+        done = values[1:] if name.endswith(".amax_history") else values
+        found.append(Replica(name, done, all_layers))
     found.append(Replica("number of optimizer steps", torch.tensor(trainer.optimizer.step_count), all_layers))
     sizes = {"data": parallel.data_context.size, "tensor": parallel.tensor.size, "embedding": parallel.pipeline.size}
     return [replica for replica in found if any(sizes[axis] > 1 for axis in replica.shared_over)]

@@ -65,17 +65,21 @@ Part = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def _compared(settings: Config, steps: int) -> dict[Part, bool]:
-    """What of a checkpoint's tensors this rank holds, and whether it is compared. No check finds anything."""
+    """What of a checkpoint's tensors this rank holds, and whether it is compared. No check finds anything, after steps
+    or after evaluations."""
     trainer, parallel = start(settings)
     check_replicas(trainer, 0)
     for step in range(steps):
         trainer.train_step(step, batches(step, settings, parallel, False))
         check_replicas(trainer, step + 1)
+        trainer.evaluate(batches(1000, settings, parallel, False))
+        check_replicas(trainer, step + 1)
     trainer.wait_for_weights()
     spans = [(r.values.data_ptr(), r.values.data_ptr() + r.values.nbytes) for r in replicated_state(trainer)]
 
     def is_compared(view: Tensor) -> bool:
-        return any(begin <= view.data_ptr() < end for begin, end in spans)
+        last = view.data_ptr() + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride())) * view.itemsize
+        return any(begin <= last < end for begin, end in spans)  # the first of a history is the running step's
 
     return {
         (name, tuple(offset), tuple(view.shape)): is_compared(view)
