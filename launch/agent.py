@@ -152,8 +152,8 @@ class Agent(LocalElasticAgent):
         super()._shutdown(*args, **kwargs)
 
     def _end_ranks(self) -> None:
-        # The ranks' handler of SIGTERM waits for the end of their step. Where a rank is gone, the step never ends: others
-        # wait for it in a collective, and torch would wait 30 seconds for them, on one node after the other.
+        # The ranks' handler of SIGTERM waits for the end of their step. Where a rank is gone, the step never ends:
+        # others wait for it in a collective, and torch would wait 30 seconds for them, on one node after the other.
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGTERM, GRACE_SECONDS)
 
@@ -304,11 +304,11 @@ def _attempt(agent: Agent) -> Outcome | None:
 
 
 def main() -> int:
-    # By default the ranks of all attempts share one store for their process groups, that of the agent on the first node
-    # (DynamicRendezvousHandler._shared_tcp_store_server). It keeps the addresses that ranks of an earlier attempt wrote,
-    # to which those of the next then connect ("connectFullMesh failed ... Connection refused", or a wait of minutes
-    # for a process that is gone), and it is gone itself with that node. Without sharing, rank 0 makes a store for each
-    # attempt, at a port that the agents agree on anew.
+    # By default the ranks of all attempts share one store for their process groups, that of the agent on the first
+    # node (DynamicRendezvousHandler._shared_tcp_store_server). It keeps the addresses that ranks of an earlier attempt
+    # wrote, to which those of the next then connect ("connectFullMesh failed ... Connection refused", or a wait of
+    # minutes for a process that is gone), and it is gone itself with that node. Without sharing, rank 0 makes a store
+    # for each attempt, at a port that the agents agree on anew.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[AGENT_REPORTS] = "1"
     options = parse_args(sys.argv[1:])

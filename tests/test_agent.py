@@ -192,7 +192,7 @@ def stop(asked: Node, *nodes: Node) -> None:
     ],
 )
 def test_two_nodes_recover_and_stop(launch: Launch, lost: str) -> None:
-    """From kill -9 of a rank, and of a whole node that is then started again; one is asked to stop, both leave with 0."""
+    """From kill -9 of a rank, and of a whole node that is then started again; then one is asked to stop."""
     head, other = two_nodes(launch, *FOREVER)
     if lost == "rank":
         os.kill(other.rank_pids()[1], signal.SIGKILL)

@@ -68,7 +68,8 @@ def test_multi_node(tools: dict[str, str]) -> None:
     done = launch("multi_node.sh", CONFIG, "seed=7", **MULTI, **tools)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == (
-        "python -m launch.agent --nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id run1 "
+        "python -m launch.agent --nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint node0:29400 "
+        "--rdzv-id run1 "
         f"--max-restarts 3 pretrain_gpt.py --config {CONFIG} seed=7"
     )
 
@@ -102,7 +103,8 @@ def test_slurm_does_not_queue_a_wrong_config_again(tools: dict[str, str], tmp_pa
 def stop_a_batch_job(tools: dict[str, str], tmp_path: Path, leaves_with: int) -> str:
     """What a batch job prints that gets USR1 and whose agent then leaves with an exit code."""
     (tmp_path / "python").write_text(
-        f"#!/usr/bin/env bash\n[[ $1 == -c ]] && exit\ntrap 'echo saved; exit {leaves_with}' TERM\necho $$ > {tmp_path}/pid\nwhile :; do sleep 0.05; done\n"
+        f"#!/usr/bin/env bash\n[[ $1 == -c ]] && exit\ntrap 'echo saved; exit {leaves_with}' TERM\n"
+        f"echo $$ > {tmp_path}/pid\nwhile :; do sleep 0.05; done\n"
     )
     (tmp_path / "scancel").write_text(f'#!/usr/bin/env bash\necho "scancel $*"\nkill -TERM $(cat {tmp_path}/pid)\n')
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node7", "SLURM_JOB_NUM_NODES": "1"}
