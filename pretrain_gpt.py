@@ -16,10 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from megafp8.config import Config, check_layout, load_config
+from megafp8.config import Config, ConfigError, Problem, check_layout, load_config
 from megafp8.training.error_report import run_and_report
 
 if TYPE_CHECKING:
@@ -34,6 +35,13 @@ def _ranks(text: str) -> int:
     return ranks
 
 
+class _Parser(argparse.ArgumentParser):
+    """Mistakes are raised, as all ranks make them alike and one is to report them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("command line", [Problem("(arguments)", shlex.join(sys.argv[1:]), message, "see --help")])
+
+
 class _Once(argparse.Action):
     """An argument that may be given once, as the last of several would win unseen."""
 
@@ -45,7 +53,7 @@ class _Once(argparse.Action):
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action=_Once, help="the YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. parallel.tensor=2")
     parser.add_argument(

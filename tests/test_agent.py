@@ -234,6 +234,7 @@ def test_a_wrong_config_is_not_restarted(launch: Launch, nodes: int) -> None:
 FAULT = """
 import os, sys
 import pretrain_gpt
+from megafp8.data import DataError
 from megafp8.training import job
 one_step = job.Job._one_step
 def fail(self, stream):
@@ -248,7 +249,7 @@ sys.exit(pretrain_gpt.main())
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("error", "code", "attempts"), [("ValueError('stdlib.bin: token 600')", 2, 1), ("KeyError('unexpected')", 1, 2)]
+    ("error", "code", "attempts"), [("DataError('stdlib.bin: token 600')", 2, 1), ("KeyError('unexpected')", 1, 2)]
 )
 def test_a_failure_of_one_rank_on_two_nodes(launch: Launch, error: str, code: int, attempts: int) -> None:
     """Both agents end with the message of the rank that failed, as the last thing they print."""

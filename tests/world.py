@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 # A server process imports torch and the package once; every rank is a fork of it, ready in milliseconds.
@@ -40,6 +41,10 @@ def _serve(pipe: Connection, stack_path: str) -> None:
         task = pipe.recv()
         if task is None:
             return
+        for own in (1, 2):
+            theirs = recv_handle(pipe)
+            os.dup2(theirs, own)
+            os.close(theirs)
         if dist.is_initialized():  # the last case's, which a rank may have left while others still connected to it
             dist.destroy_process_group()
         function, args, rank, ranks, store, timeout = task
@@ -104,6 +109,11 @@ class World:
         store = os.path.join(self.folder, f"store-{self.cases}")
         for rank in range(ranks):
             self.pipes[rank].send((function, args, rank, ranks, store, timeout))
+            for handle in (
+                1,
+                2,
+            ):  # what ranks print goes where this process' output goes now, so that pytest captures it
+                send_handle(self.pipes[rank], handle, self.processes[rank].pid)
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < ranks and time.monotonic() < deadline:

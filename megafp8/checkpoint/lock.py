@@ -13,7 +13,8 @@ hosts need not agree. A lock is taken over
 - at once where the owner ran on this host and its process is gone (process numbers are reused, so the process' start
   is compared too, and they mean nothing outside their PID namespace, e.g. a container's);
 - at once where the owner was an earlier attempt of this very job, which Slurm or torchrun started anew;
-- otherwise when its heartbeat has been still for 2 minutes.
+- otherwise when its heartbeat has been still for 2 minutes. An attempt of the same job on another host
+  waits for that: it may have been started, with its restarts counted anew, because the owner's host is gone.
 
 What it gives up: an owner that stood still for longer (a suspended process, a file system that hung) may lose the lock
 while it lives. It notices by the token in the file, before it changes the folder the next time, and stops.
@@ -24,10 +25,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import os
 import socket
 import tempfile
 import threading
+import time
 import uuid
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +39,8 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from megafp8.checkpoint.failures import FolderInUse, rank_in, together, whole_job
+
+_logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 HEARTBEAT_SECONDS = 15.0
@@ -81,10 +86,18 @@ def is_over(owner: dict[str, Any], us: dict[str, Any]) -> bool:
     """Whether `owner`, as a lock file describes it, is known to have ended, by a process that is `us`."""
     if us["job"] and owner.get("job") == us["job"] and owner.get("restart", us["restart"]) < us["restart"]:
         return True
+    return _is_here(owner, us) and _process_start(owner["pid"]) != owner.get("process_start")
+
+
+def _is_here(owner: dict[str, Any], us: dict[str, Any]) -> bool:
+    """Whether the process number of `owner` means something to `us`."""
     here = (us["host"], us["pid_namespace"])
-    if us["pid_namespace"] is None or (owner.get("host"), owner.get("pid_namespace")) != here:
-        return False
-    return _process_start(owner["pid"]) != owner.get("process_start")
+    return us["pid_namespace"] is not None and (owner.get("host"), owner.get("pid_namespace")) == here
+
+
+def may_be_restarted(owner: dict[str, Any], us: dict[str, Any]) -> bool:
+    """Whether `owner` may be an attempt of the job of `us` that was lost with its host."""
+    return bool(us["job"]) and owner.get("job") == us["job"] and not _is_here(owner, us)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -153,12 +166,22 @@ class FolderLock:
 
     def _take(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        deadline = None
         while not self._create():
             with contextlib.suppress(FileNotFoundError):  # it was released in between
                 owner, age = _read(self.file), _age(self.file)
-                if not (owner and is_over(owner, self._us)) and age < STALE_SECONDS:
+                if (owner and is_over(owner, self._us)) or age >= STALE_SECONDS:
+                    self._remove(owner)
+                elif may_be_restarted(owner, self._us) and (deadline is None or time.monotonic() < deadline):
+                    if deadline is None:
+                        deadline = time.monotonic() + STALE_SECONDS + HEARTBEAT_SECONDS
+                        _logger.warning(
+                            f"{self.file} is held by an attempt of this job on {owner['host']}; waiting until "
+                            f"{STALE_SECONDS:.0f} s after its last sign of life"
+                        )
+                    time.sleep(min(1.0, STALE_SECONDS / 10))
+                else:
                     raise FolderInUse(self._refusal(owner, age))
-                self._remove(owner)
 
     def _create(self) -> bool:
         try:

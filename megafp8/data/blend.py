@@ -28,7 +28,7 @@ BLOCK = 1024
 def shares(weights: Sequence[float]) -> NDArray[np.float64]:
     """`weights` divided by their sum. Pure."""
     found = np.asarray(weights, np.float64) / float(np.sum(weights))
-    assert found.min() > 0, "the sum of the weights overflows; config.checks refuses such weights"
+    assert found.min() > 0, "a share is too small for a float; config.checks refuses such weights"
     return found
 
 

@@ -125,7 +125,7 @@ def check_writable(config: Config, folder: Path) -> None:
 def _check_wandb(config: Config) -> None:
     project = config.logging.wandb_project
     if project is not None and importlib.util.find_spec("wandb") is None:
-        works = "run pip install 'megafp8[wandb]', or leave it out"
+        works = "run pip install -e '.[wandb]', or leave it out"
         raise ConfigError("config", [Problem("logging.wandb_project", project, "wandb is not installed", works)])
 
 

@@ -90,6 +90,7 @@ def test_who_is_dead(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setattr(lock_module, "may_be_restarted", lambda *_: False)  # which would only wait
     file = _write_lock(tmp_path, age, **changes)
     assert _is_taken(tmp_path) == taken
     assert file.exists() != taken
@@ -104,6 +105,36 @@ def test_a_lock_that_names_nobody_counts_by_its_age(tmp_path: Path, content: str
         FolderLock(tmp_path).__enter__()
     os.utime(file, (time.time() - STALE_SECONDS - 5,) * 2)
     assert _is_taken(tmp_path)
+
+
+def test_an_attempt_of_the_same_job_waits_for_one_on_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restarts are counted anew where the agent is new, so they do not tell that the other attempt has ended."""
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setattr(lock_module, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(lock_module, "HEARTBEAT_SECONDS", 0.2)
+    _write_lock(tmp_path, host="elsewhere")
+    start = time.monotonic()
+    assert _is_taken(tmp_path)
+    assert 0.5 < time.monotonic() - start < 30
+    other = _write_lock(tmp_path, host="elsewhere")
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.1):
+            os.utime(other)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        assert not _is_taken(tmp_path)  # it lives: two jobs of one name
+    finally:
+        stop.set()
+        thread.join()
+    os.utime(other)
+    monkeypatch.setenv("SLURM_JOB_ID", "4712")
+    assert not _is_taken(tmp_path)  # another job does not wait
 
 
 def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

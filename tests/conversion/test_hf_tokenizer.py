@@ -27,7 +27,7 @@ TEXT += "\nПривет мир 東京 日本語 été Straße\n" * 20
 
 def _tool(file: Path) -> None:
     """As tools/train_tokenizer.py makes them."""
-    train_tokenizer.train([TEXT[i : i + 4000] for i in range(0, len(TEXT), 4000)], file, 900)
+    file.write_bytes(train_tokenizer.train([TEXT[i : i + 4000] for i in range(0, len(TEXT), 4000)], 900))
 
 
 def _sentencepiece(file: Path, **options: Any) -> None:

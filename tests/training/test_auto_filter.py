@@ -258,7 +258,7 @@ def test_measured_on_a_cpu_and_resumed(tmp_path: Path, quickstart_data: Quicksta
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
-        lines = [line for line in done.stderr.splitlines() if line.startswith("fp8.auto_filter: ")]
+        lines = [line for line in done.stderr.splitlines() if "] fp8.auto_filter: " in line]
         assert all(any(f"layers.0-3.{kind}" in line and said in line for line in lines) for kind in kinds), lines
     (folder,) = (tmp_path / yaml.safe_load(CONFIG.read_text())["name"] / "checkpoints").glob("step_*2")
     assert len(json.loads((folder / "metadata.json").read_text())["fp8_left_out"]) == 16

@@ -179,7 +179,7 @@ def test_the_log_says_so(quickstart_data: QuickstartData, tmp_path: Path) -> Non
     command += [*quickstart_data.overrides, *ALONE, *SMALL, "training.steps=1", "optimizer.warmup_steps=0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert describe_determinism("cpu") in done.stderr.splitlines()
+    assert f"] {describe_determinism('cpu')}\n" in done.stderr
 
 
 def test_a_mixed_benchmark_is_refused(tmp_path: Path) -> None:

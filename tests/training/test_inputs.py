@@ -44,7 +44,7 @@ def config(train: Any, cache: Path, **data: Any) -> Config:
     model = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": VOCABULARY}
     training = {"steps": 10, "seq_length": S, "global_batch_size": 4, "eval_interval": 5, "eval_steps": 2}
     data = {"train": train, "split": SPLIT, "index_cache": str(cache), **data}
-    rest = {"training": training, "optimizer": {"learning_rate": 1}, "seed": SEED}
+    rest = {"training": training, "optimizer": {"learning_rate": 1, "schedule": "constant"}, "seed": SEED}
     return Config.model_validate({"name": "t", "model": model, "data": data, **rest})
 
 
@@ -292,7 +292,6 @@ def test_a_list_weighs_by_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "key", "rule"),
     [
-        ([1e308, 1.2e308], "data.train.b = 1.2e+308", "the sum of all weights is too large"),
         ([1e-308, 1e10], "data.train.a = 1e-308", "its share of the sum of all weights (1e+10) is too small"),
         ([5e-324, 1.0], "data.train.a = 5e-324", "is too small for a float"),
     ],

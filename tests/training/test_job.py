@@ -143,7 +143,7 @@ def test_a_diverged_run_ends_with_an_error(tmp_path: Path, quickstart_data: Quic
     job = Process(tmp_path, quickstart_data, 1, [*ALONE, "fp8.recipe=none", *rate, *keep])
     process = job.start()
     errors = process.communicate(timeout=100)[1].decode()
-    assert process.returncode == 1, errors
+    assert process.returncode == 2, errors
     last = max(r["step"] for r in read_metrics(job.run / "metrics.jsonl"))
     first = last - 3
     message = (

@@ -190,7 +190,7 @@ def test_one_job_at_a_time_and_a_damaged_checkpoint_is_set_aside(
 
 
 def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, quickstart_data: QuickstartData) -> None:
-    job = Job(tmp_path, quickstart_data, 1, [*ALONE, "training.steps=2", "fp8.recipe=current"])
+    job = Job(tmp_path, quickstart_data, 1, [*ALONE, "training.steps=2", "fp8.recipe=delayed"])
     job.finish()
     copy = job.run / "checkpoints" / "step_00000002" / "tokenizer" / "tokenizer.model"
     assert copy.read_bytes() == (quickstart_data.folder / "tokenizer.model").read_bytes()
@@ -205,7 +205,7 @@ def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, quickstart_data: Q
     [
         ("seed=7", "was saved with seed = 1234, this run has 7"),
         ("training.global_batch_size=16", "was saved with training.global_batch_size = 8, this run has 16"),
-        ("training.steps=3", "was saved with training.steps = 2, this run has 3, and without optimizer.decay_until"),
+        ("training.steps=4", "was saved with training.steps = 3, this run has 4, and without optimizer.decay_until"),
         ("checkpoint.resume=false", "already holds a run, and checkpoint.resume is false"),
         ("model.rope_theta=5e5", "holds the weights of another model (model.rope_theta 10000.0 -> 500000.0)"),
     ],
@@ -214,7 +214,7 @@ def test_another_run_in_the_same_folder_is_refused(
     tmp_path_factory: pytest.TempPathFactory, quickstart_data: QuickstartData, change: str, message: str
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "refused"
-    options = [*ALONE, "training.steps=2", "fp8.recipe=none"]
+    options = [*ALONE, "training.steps=3", "fp8.recipe=none"]
     if not folder.exists():
         Job(folder, quickstart_data, 1, options).finish()
     process = Job(folder, quickstart_data, 1, [*options, change]).start()
