@@ -255,6 +255,7 @@ def test_a_failure_of_one_rank_on_two_nodes(launch: Launch, error: str, code: in
     """Both agents end with the message of the rank that failed, as the last thing they print."""
     script = launch.folder / "fault.py"
     script.write_text(FAULT.format(error=error))
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     processes = []
     for name in ("head", "other"):
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{launch.port}", "--rdzv-id", launch.word]
@@ -267,7 +268,7 @@ def test_a_failure_of_one_rank_on_two_nodes(launch: Launch, error: str, code: in
                 subprocess.Popen(
                     [*agent, *rendezvous, str(script), "--config", str(CONFIG), *options],
                     cwd=ROOT,
-                    env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                    env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                     stdout=log,
                     stderr=log,
                 )
