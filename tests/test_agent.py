@@ -177,7 +177,8 @@ def wait_for_recovery(launch: Launch) -> None:
 def stop(asked: Node, *nodes: Node) -> None:
     """SIGTERM to one node ends all, with exit code 0, once a checkpoint is saved."""
     asked.process.send_signal(signal.SIGTERM)
-    assert [node.wait(60) for node in nodes] == [0] * len(nodes)
+    codes = [node.wait(60) for node in nodes]
+    assert codes == [0] * len(nodes), "\n".join(f"--- {node.log.name}\n{node.said()}" for node in nodes)
     assert any("stopped on request after step" in node.said() for node in nodes)
 
 
