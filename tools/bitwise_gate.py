@@ -51,7 +51,6 @@ BASE: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
     },
     "parallel": {"bucket_mib": 0.25},
-    "fp8": {"amax_history_len": 4},
     "training": {
         "steps": STEPS, "seq_length": 128, "micro_batch_size": 1, "global_batch_size": 8, "precision": "bf16",
         "eval_interval": 3, "eval_steps": 1,
@@ -62,15 +61,16 @@ BASE: dict[str, Any] = {
     "logging": {"progress": False, "tensorboard": False},
 }  # fmt: skip
 
+DELAYED = ["fp8.recipe=delayed", "fp8.amax_history_len=4"]
 RECIPES: dict[str, list[str]] = {
     "bf16": [],
     "fp32": ["training.precision=fp32"],
-    "delayed": ["fp8.recipe=delayed"],
+    "delayed": DELAYED,
     "delayed-options": [
-        "fp8.recipe=delayed", "fp8.margin=1", "fp8.interval=2", "fp8.amax_compute_algo=most_recent", "fp8.format=e4m3",
+        *DELAYED, "fp8.margin=1", "fp8.interval=2", "fp8.amax_compute_algo=most_recent", "fp8.format=e4m3",
         "fp8.power_of_two_scale=true",
     ],
-    "delayed-smooth": ["fp8.recipe=delayed", "fp8.smooth_swiglu=true"],
+    "delayed-smooth": [*DELAYED, "fp8.smooth_swiglu=true"],
     "current": ["fp8.recipe=current"],
     "rowwise": ["fp8.recipe=rowwise"],
     "rowwise-wgrad-bf16": ["fp8.recipe=rowwise", "fp8.wgrad_in_bf16=true", "fp8.power_of_two_scale=true"],
@@ -79,7 +79,7 @@ RECIPES: dict[str, list[str]] = {
     "mxfp8": ["fp8.recipe=mxfp8"],
     "nvfp4": ["fp8.recipe=nvfp4"],
     "custom": [
-        "fp8.recipe=custom",
+        "fp8.recipe=custom", "fp8.amax_history_len=4",
         'fp8.custom=[{layers: "*.mlp.down", input: rowwise, weight: rowwise, grad_output: rowwise}, '
         '{layers: "*", input: delayed, weight: current, grad_output: delayed}]',
     ],
@@ -89,7 +89,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2-pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2"]),
     "dp2-zero": (2, ["parallel.zero=1"]),
 }
-DELAYED, CURRENT, PP2 = ["fp8.recipe=delayed"], ["fp8.recipe=current"], ["parallel.pipeline=2"]
+CURRENT, PP2 = ["fp8.recipe=current"], ["parallel.pipeline=2"]
 TWO_CHUNKS = [*PP2, "parallel.virtual_pipeline=2"]
 SELECTIVE = ["parallel.recompute=selective", "parallel.recompute_ops=[norms,activation,attention]"]
 DOCUMENTS = ["data.mask_eod_loss=true", "data.reset_at_documents=true"]

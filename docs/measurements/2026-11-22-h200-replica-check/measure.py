@@ -54,9 +54,13 @@ def seconds_of(run, times: int) -> float:
 def main() -> None:
     device = initialize_distributed("cuda", 600.0)
     groups = Groups(device)
-    say = print if dist.get_rank() == 0 else lambda *_, **__: None
-    say(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; 8 layers of Llama-3-8B, s = 8192, delayed")
-    say(f"{'layout':<30}{'step ms':>9}{'check ms':>10}{'GB read':>9}{'GB/s':>7}{'% of 100 steps':>16}  a flipped bit")
+    report = print if dist.get_rank() == 0 else lambda *_, **__: None
+    report(
+        f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; 8 layers of Llama-3-8B, s = 8192, delayed"
+    )
+    report(
+        f"{'layout':<30}{'step ms':>9}{'check ms':>10}{'GB read':>9}{'GB/s':>7}{'% of 100 steps':>16}  a flipped bit"
+    )
     for name, keys in LAYOUTS.items():
         data = 1 if "parallel.tensor=2" in keys else 2
         config = load_config(
@@ -83,7 +87,7 @@ def main() -> None:
             found = "NOT FOUND"
         except ReplicasDiffer as error:
             found = " ".join(str(error).split())[:170]
-        say(
+        report(
             f"{name:<30}{step * 1e3:>9.1f}{check * 1e3:>10.2f}{read / 1e9:>9.2f}{read / check / 1e9:>7.0f}"
             f"{check / step:>16.4f}  {found}",
             flush=True,
