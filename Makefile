@@ -28,7 +28,7 @@ $(VENV)/.installed: pyproject.toml
 	@$(PIP) -e '.[$(EXTRAS)]'
 	@touch $@
 
-test: venv lint  ## lint and the whole CPU suite (under 15 minutes on 2 cores)
+test: venv lint  ## lint and the whole CPU suite (about 10 minutes on 2 cores)
 	$(PY) -m pytest -q -n 2 --dist loadfile
 
 test-slow: venv  ## the tests too slow for every change

@@ -206,7 +206,7 @@ class Job:
             if changes:
                 _logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
         check_ranks_agree(self.inputs, self.step * self.config.training.global_batch_size, parallel.world.group)
-        _logger.info(describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
+        _logger.info("data:\n" + describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
         _logger.info(f"optimizer: {self.trainer.optimizer.reason}")
         _logger.info(describe_path(self.trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
         weights, sharded = self.trainer.weights, self.trainer.sharded
