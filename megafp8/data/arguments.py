@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import get_args
 
 from megafp8.data.documents import InputFile, SkippedFile, find_files
-from megafp8.data.tokenizers import TokenizerSettingError, TokenizerSettings
+from megafp8.data.tokenizers import TokenizerKind, TokenizerSettingError, TokenizerSettings
 
-_KINDS = ["sentencepiece", "huggingface", "tiktoken", "bytes"]
 _INTERRUPTED, _FAILED = 130, 2
 
 
@@ -61,7 +61,7 @@ def _describe_skipped(skipped: list[SkippedFile]) -> str:
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Flags of the settings that the config has under data.tokenizer."""
-    parser.add_argument("--tokenizer", required=required, choices=_KINDS, help="the config's data.tokenizer.kind")
+    parser.add_argument("--tokenizer", required=required, choices=get_args(TokenizerKind), help="the config's data.tokenizer.kind")
     parser.add_argument("--tokenizer-path", help="model file; for tiktoken also an encoding's name")
     parser.add_argument("--tokenizer-end-token", help="token that ends a document, if not the tokenizer's own")
     parser.add_argument("--tokenizer-pattern", help="tiktoken ranks files: regular expression that splits text")

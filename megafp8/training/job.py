@@ -108,8 +108,8 @@ def check_run(inputs: Inputs) -> None:
 _PROBE_BYTES = 1 << 16
 
 
-def check_writable(config: Config, folder: Path) -> None:
-    """Make `folder`, in which the run saves, and write to it; raises ConfigError of run_dir where that fails."""
+def _check_writable(folder: Path, key: str, value: object, refusal: str, works: str) -> None:
+    """Make `folder` and write to it; raises ConfigError of `key`, "`refusal` folder: reason", where that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
@@ -117,9 +117,14 @@ def check_writable(config: Config, folder: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        rule = f"the run cannot write to {folder}: {error.strerror}"
-        works = "set run_dir to a folder that this user may write to, on a disk with space for checkpoints"
-        raise ConfigError("config", [Problem("run_dir", config.run_dir, rule, works)]) from error
+        rule = f"{refusal} {folder}: {error.strerror}"
+        raise ConfigError("config", [Problem(key, value, rule, works)]) from error
+
+
+def check_writable(config: Config, folder: Path) -> None:
+    """Make `folder`, in which the run saves, and write to it; raises ConfigError of run_dir where that fails."""
+    works = "set run_dir to a folder that this user may write to, on a disk with space for checkpoints"
+    _check_writable(folder, "run_dir", config.run_dir, "the run cannot write to", works)
 
 
 def _check_wandb(config: Config) -> None:
@@ -133,14 +138,8 @@ def _check_index_cache(config: Config) -> None:
     """The folder of sample indices must be one that this rank can write to."""
     given = config.data.index_cache
     folder = default_cache() if given is None else Path(given)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        rule = f"sample indices cannot be written to {folder}: {error.strerror}"
-        works = "name a folder on local disk that can be written to"
-        raise ConfigError("config", [Problem("data.index_cache", given, rule, works)]) from error
+    works = "name a folder on local disk that can be written to"
+    _check_writable(folder, "data.index_cache", given, "sample indices cannot be written to", works)
 
 
 def train(inputs: Inputs) -> None:
