@@ -61,7 +61,9 @@ def _describe_skipped(skipped: list[SkippedFile]) -> str:
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Flags of the settings that the config has under data.tokenizer."""
-    parser.add_argument("--tokenizer", required=required, choices=get_args(TokenizerKind), help="the config's data.tokenizer.kind")
+    parser.add_argument(
+        "--tokenizer", required=required, choices=get_args(TokenizerKind), help="the config's data.tokenizer.kind"
+    )
     parser.add_argument("--tokenizer-path", help="model file; for tiktoken also an encoding's name")
     parser.add_argument("--tokenizer-end-token", help="token that ends a document, if not the tokenizer's own")
     parser.add_argument("--tokenizer-pattern", help="tiktoken ranks files: regular expression that splits text")
