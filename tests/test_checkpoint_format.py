@@ -14,7 +14,7 @@ import torch
 from megafp8.checkpoint import Rectangle, Rectangles, read_metadata, save
 from megafp8.checkpoint.store import FORMAT_VERSION
 from megafp8.config import Config, ModelConfig
-from megafp8.sharding import spec_of
+from megafp8.distributed.sharding import spec_of
 from megafp8.training.describe import planned_stage
 from megafp8.training.pipeline import stages_of
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megafp8 import parallel_state
-from megafp8.collectives import all_reduce
+from megafp8.distributed.collectives import all_reduce
 from megafp8.parallel_state import AXES, initialize_model_parallel, rank_groups
 from tests.world import World
 

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.config import Config, load_config
-from megafp8.fp8.recipe import NVFP4Scaling
-from megafp8.fp8.report import EXACT_DB, FILE_NAME, OPERANDS, Record, advice, as_yaml, read_report
+from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, advice, as_yaml, read_report
+from megafp8.fp8.recipes.base import NVFP4Scaling
 from megafp8.training.fp8_config import fp8_recipe
 
 _MOST_NAMES = 20
@@ -124,7 +124,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def advice_text(records: Sequence[Record], config: Config) -> str:
-    """What `megafp8.fp8.report.advice` says, and the YAML that does it."""
+    """What `megafp8.fp8.health.advice` says, and the YAML that does it."""
     recipe = fp8_recipe(config)
     if recipe is None:
         return "Advice: none, since the run was last started with fp8.recipe none."

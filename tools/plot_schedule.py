@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megafp8.pipeline_parallel.catalogue import BUILT_IN, cell, training_schedule
+from megafp8.pipeline_parallel.registry import BUILT_IN, cell, training_schedule
 from megafp8.pipeline_parallel.schedules import Kind, Placement, in_a_v, in_turns, splits
 from megafp8.pipeline_parallel.simulate import Timeline, Times, mean_times, simulate
 from megafp8.pipeline_parallel.trace import chrome_trace, read_timeline

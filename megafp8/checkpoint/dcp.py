@@ -43,11 +43,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megafp8 import collectives
 from megafp8.checkpoint import archives
 from megafp8.checkpoint.checksums import Checksum, ChecksummedFiles
 from megafp8.checkpoint.failures import DamagedCheckpoint, listing, rank_in, together
 from megafp8.checkpoint.rectangles import Rectangles
+from megafp8.distributed import collectives
 
 INDEX_FILE = ".metadata"
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megafp8 import collectives
+from megafp8.distributed import collectives
 
 T = TypeVar("T")
 

@@ -24,7 +24,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megafp8 import collectives
 from megafp8.checkpoint import dcp, store
 from megafp8.checkpoint.checksums import CHECKSUMS_FILE, Checksum, find_damage
 from megafp8.checkpoint.failures import (
@@ -39,7 +38,8 @@ from megafp8.checkpoint.failures import (
 )
 from megafp8.checkpoint.opened import OpenedCheckpoint, all_damaged, open_checkpoint
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
-from megafp8.sharding import Shape
+from megafp8.distributed import collectives
+from megafp8.distributed.sharding import Shape
 
 Kind = tuple[Shape, torch.dtype]
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from megafp8.checkpoint import dcp
 from megafp8.checkpoint.checksums import Checksum
 from megafp8.checkpoint.opened import open_checkpoint
-from megafp8.sharding import Shape
+from megafp8.distributed.sharding import Shape
 
 _BLOCK_BYTES = 16 * 2**20
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megafp8.sharding import Fragment, Piece, Shape, pieces_of, spec_of
+from megafp8.distributed.sharding import Fragment, Piece, Shape, pieces_of, spec_of
 
 
 class Rectangle(NamedTuple):

@@ -32,13 +32,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.planner import WriteItem
 
-from megafp8 import collectives
 from megafp8.checkpoint import dcp, store
 from megafp8.checkpoint.checksums import Checksum
 from megafp8.checkpoint.failures import on_first, rank_in, together, whole_job
 from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
 from megafp8.checkpoint.staging import HostMemory, copied_state
+from megafp8.distributed import collectives
 
 _log = logging.getLogger(__name__)
 

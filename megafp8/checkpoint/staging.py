@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.dcp import SaveParts
 from megafp8.checkpoint.rectangles import Rectangles
-from megafp8.sharding import Shape
+from megafp8.distributed.sharding import Shape
 
 _ALIGNMENT = 64
 _log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megafp8.checkpoint.checksums import EMPTY, Checksum, ChecksummedFile
 from megafp8.checkpoint.dcp import SaveParts, write_index
-from megafp8.sharding import Shape
+from megafp8.distributed.sharding import Shape
 
 RECTANGLE_BYTES = 64 * 2**20
 FILE_BYTES = 4 * 2**30

@@ -3,7 +3,7 @@
 from megafp8.config.checks import check_layout
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.load import load_config
-from megafp8.config.tree import (
+from megafp8.config.schema import (
     CheckpointConfig,
     Config,
     CustomRule,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from megafp8.config import optimizer_checks
 from megafp8.config.errors import ConfigError, Problem
-from megafp8.config.tree import V_SCHEDULES, Config, ModelConfig
+from megafp8.config.schema import V_SCHEDULES, Config, ModelConfig
 
 
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:

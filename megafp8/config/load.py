@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.reader import compose, construct, duplicate_keys, member_with, members, override_value, section_of
-from megafp8.config.tree import Config
+from megafp8.config.schema import Config
 
 Completion = Callable[[dict[str, Any], str], None]
 """Fills in, in place, what a tree of sections leaves out; the second argument is the file that it came from."""

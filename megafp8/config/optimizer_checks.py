@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config.errors import Problem
-from megafp8.config.tree import Config
+from megafp8.config.schema import Config
 
 
 def schedule(config: Config) -> Iterator[Problem]:

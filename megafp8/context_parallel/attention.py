@@ -31,10 +31,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megafp8.collectives import all_gather_async, reduce_scatter
 from megafp8.context_parallel import kernels
 from megafp8.context_parallel.blocks import Block, plan, visible
-from megafp8.context_parallel.cut import by_rank, in_sequence
+from megafp8.context_parallel.split import by_rank, in_sequence
+from megafp8.distributed.collectives import all_gather_async, reduce_scatter
 
 MOST_OF_A_MASK = 2**26
 """Elements: 64 MiB as booleans, 128 as cuDNN wants them."""

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megafp8.context_parallel.cut import chunks_of
+from megafp8.context_parallel.split import chunks_of
 
 STEP = 128  # what kernels like lengths to be multiples of
 

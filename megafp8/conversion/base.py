@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import ModelConfig
-from megafp8.sharding import Shape
+from megafp8.distributed.sharding import Shape
 
 
 class TensorInfo(NamedTuple):

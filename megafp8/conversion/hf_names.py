@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megafp8.sharding import Shape
+from megafp8.distributed.sharding import Shape
 
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 

@@ -35,7 +35,7 @@ from megafp8.conversion.journal import Journal
 from megafp8.conversion.model import check_source, resolved
 from megafp8.conversion.safetensors_format import header, write_at
 from megafp8.conversion.target import check_free, publish
-from megafp8.sharding import Shape
+from megafp8.distributed.sharding import Shape
 
 _BLOCK = 1 << 25  # bytes of a tensor that are converted at a time
 _TORCH_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

@@ -35,7 +35,7 @@ from megafp8.conversion.hf_names import base_prefix, is_buffer, place
 from megafp8.conversion.model import model_tensors
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
 from megafp8.conversion.target import TOKENIZER_NAMES
-from megafp8.sharding import Shape
+from megafp8.distributed.sharding import Shape
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"

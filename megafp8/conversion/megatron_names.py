@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megafp8.config import ModelConfig
-from megafp8.sharding import Shape
+from megafp8.distributed.sharding import Shape
 
 _OUTER = {
     "embedding.word": "embedding.word_embeddings",

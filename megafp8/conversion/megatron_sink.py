@@ -37,7 +37,7 @@ from megafp8.conversion.model import check_source, resolved, seq_length
 from megafp8.conversion.safetensors_format import write_at
 from megafp8.conversion.target import TOKENIZER_FOLDER, check_free, publish
 from megafp8.conversion.torch_file import reserve, seal, tensor_starts
-from megafp8.sharding import Shape
+from megafp8.distributed.sharding import Shape
 
 _BLOCK = 1 << 25  # bytes of a tensor that are written at a time
 _WITH_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")

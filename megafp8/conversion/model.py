@@ -9,10 +9,10 @@ from torch.distributed import ProcessGroup
 
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
+from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
-from megafp8.sharding import Shape, spec_of
 
 
 class _Alone:

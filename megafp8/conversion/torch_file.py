@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megafp8.sharding import Shape
+from megafp8.distributed.sharding import Shape
 
 _BLOCK = 1 << 25  # bytes that are checksummed at a time
 _LOCAL_HEADER, _DIRECTORY_ENTRY, _DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"

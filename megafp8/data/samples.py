@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megafp8.context_parallel.cut import cut
+from megafp8.context_parallel.split import cut
 from megafp8.data.errors import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, all_within, check_ids
 

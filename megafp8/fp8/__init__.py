@@ -1,15 +1,10 @@
 """FP8 linear layers: formats, scaling, casts, GEMMs, and the manager that hands each layer its operation."""
 
-from megafp8.fp8.build import RECIPES
 from megafp8.fp8.convert import autocast, convert, end_step, load_state_dict, state_dict
-from megafp8.fp8.custom import CustomScaling, Rule
-from megafp8.fp8.describe import describe_path
 from megafp8.fp8.formats import E4M3, E5M2, Format
-from megafp8.fp8.gathering import Ends
-from megafp8.fp8.handover import Computed, GradSlot, Input, InputCast, Quantized, carrier
-from megafp8.fp8.linear import Fp8Linear, LinearOp
+from megafp8.fp8.gemm.describe import describe_path
 from megafp8.fp8.manager import ContextGroups, Fp8Manager
-from megafp8.fp8.recipe import (
+from megafp8.fp8.recipes.base import (
     BlockwiseScaling,
     CurrentScaling,
     DelayedScaling,
@@ -19,6 +14,11 @@ from megafp8.fp8.recipe import (
     RowwiseScaling,
     StaticScaling,
 )
+from megafp8.fp8.recipes.build import RECIPES
+from megafp8.fp8.recipes.custom import CustomScaling, Rule
+from megafp8.ops.fusion import Computed, GradSlot, Input, InputCast, Quantized, carrier
+from megafp8.ops.linear import Fp8Linear, LinearOp
+from megafp8.ops.quantized_gather import Ends
 
 __all__ = [
     "E4M3",

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megafp8.fp8.formats import Format
-from megafp8.fp8.matrix import BLOCK_1X128, BLOCK_128X128, ROW, Granularity, Scaled, expand
 from megafp8.fp8.quantize import quantize
 from megafp8.fp8.scaling import scale_from_amax
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, Granularity, Scaled, expand
 
 
 def block_amax(x_rc: Tensor, granularity: Granularity) -> Tensor:

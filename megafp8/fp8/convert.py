@@ -40,15 +40,15 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megafp8.fp8.build import RECIPES
-from megafp8.fp8.gemm import GemmBackend
-from megafp8.fp8.linear import Fp8Linear, LinearOp
+from megafp8.fp8.gemm.dispatch import GemmBackend
 from megafp8.fp8.manager import Fp8Manager
-from megafp8.fp8.matrix import Operand, Scaled
 from megafp8.fp8.patterns import no_match
 from megafp8.fp8.quantizers import Noting, Quantizer
-from megafp8.fp8.recipe import CurrentScaling, Fp8Recipe
+from megafp8.fp8.recipes.base import CurrentScaling, Fp8Recipe
+from megafp8.fp8.recipes.build import RECIPES
 from megafp8.fp8.sources import Plain
+from megafp8.fp8.tensor import Operand, Scaled
+from megafp8.ops.linear import Fp8Linear, LinearOp
 
 logger = logging.getLogger(__name__)
 

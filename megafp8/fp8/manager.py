@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.fp8.build import Fp8Tensor, State, build, by_recipe
-from megafp8.fp8.gemm import Fp8Gemm, GemmBackend
-from megafp8.fp8.linear import Fp8Linear, LinearOp, Quantizers, high_precision_linear
-from megafp8.fp8.matrix import TENSOR, Operand
+from megafp8.data_parallel.fp8_weight_shards import WeightShare, WeightShares
+from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend
+from megafp8.fp8.health import Recorder
 from megafp8.fp8.patterns import no_match
 from megafp8.fp8.quantizers import Noting, Quantizer, StaticQuantizer
-from megafp8.fp8.recipe import Fp8Recipe, PerGemm
-from megafp8.fp8.report import Recorder
+from megafp8.fp8.recipes.base import Fp8Recipe, PerGemm
+from megafp8.fp8.recipes.build import Fp8Tensor, State, build, by_recipe
+from megafp8.fp8.recipes.static import Calibration
 from megafp8.fp8.smoothing import SmoothingState
-from megafp8.fp8.static import Calibration
 from megafp8.fp8.stochastic import NoiseClock
-from megafp8.fp8.weight_shares import WeightShare, WeightShares
+from megafp8.fp8.tensor import TENSOR, Operand
+from megafp8.ops.linear import Fp8Linear, LinearOp, Quantizers, high_precision_linear
 
 
 @dataclass(frozen=True)

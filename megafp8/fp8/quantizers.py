@@ -8,7 +8,7 @@ communication in the layer, at the risk of saturating a tensor that grew since. 
 construction; `NVFP4Quantizer` does too, under one for the tensor.
 
 A tensor whose tokens are cut over ranks is cast where its slices are, so that codes travel and not values
-(`megafp8.fp8.gathering`). `for_slices` gives the quantizer whose casts of slices are slices of the whole's cast.
+(`megafp8.ops.quantized_gather`). `for_slices` gives the quantizer whose casts of slices are slices of the whole's cast.
 
 How a cast is computed is chosen here once: by a fused kernel on CUDA, by the plain twin elsewhere. The last two have no
 kernels.
@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.collectives import all_reduce
-from megafp8.fp8 import plain
+from megafp8.distributed.collectives import all_reduce
+from megafp8.fp8 import reference as plain
 from megafp8.fp8.formats import Format
-from megafp8.fp8.matrix import Operand, Scaled
-from megafp8.fp8.microscaling import quantize_mxfp8
-from megafp8.fp8.nvfp4 import hadamard_transform, quantize_nvfp4
 from megafp8.fp8.quantize import amax
+from megafp8.fp8.recipes.mxfp8 import quantize_mxfp8
+from megafp8.fp8.recipes.nvfp4 import hadamard_transform, quantize_nvfp4
 from megafp8.fp8.scaling import ScaleRule
 from megafp8.fp8.sources import Source
 from megafp8.fp8.stochastic import TensorNoise
+from megafp8.fp8.tensor import Operand, Scaled
 from megafp8.philox import Key
 
 
@@ -66,9 +66,9 @@ class Noting(Protocol):
 
 
 def casts(source: Source) -> ModuleType:
-    """The implementation for `source`: `megafp8.fp8.kernels.quantize`, or `megafp8.fp8.plain`."""
+    """The implementation for `source`: `megafp8.kernels.quantize`, or `megafp8.fp8.reference`."""
     if source.device.type == "cuda" and source.dtype in (torch.bfloat16, torch.float32):
-        from megafp8.fp8.kernels import quantize  # needs Triton, which comes with torch's CUDA builds
+        from megafp8.kernels import quantize  # needs Triton, which comes with torch's CUDA builds
 
         return quantize
     return plain

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8 import collectives
+from megafp8.distributed import collectives
 from megafp8.fp8.quantizers import casts
 from megafp8.fp8.scaling import scale_from_amax
 from megafp8.fp8.sources import Source

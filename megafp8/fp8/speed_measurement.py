@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from megafp8.fp8.gemm import GemmBackend
-from megafp8.fp8.linear import Fp8Linear, LinearOp, high_precision_linear
+from megafp8.fp8.gemm.dispatch import GemmBackend
 from megafp8.fp8.manager import Fp8Manager
-from megafp8.fp8.recipe import Fp8Recipe
+from megafp8.fp8.recipes.base import Fp8Recipe
 from megafp8.fp8.speed_model import LinearSeconds, LinearSize
+from megafp8.ops.linear import Fp8Linear, LinearOp, high_precision_linear
 
 _HEAD_START_CYCLES = 2_000_000  # about a millisecond
 _WARM_STEPS = 2  # delayed scaling knows its scales then

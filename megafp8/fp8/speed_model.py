@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import torch
 
-from megafp8.fp8.custom import GEMMS, needs_blackwell
-from megafp8.fp8.recipe import OPERANDS, Fp8Recipe, OperandName, OperandRecipes
+from megafp8.fp8.recipes.base import OPERANDS, Fp8Recipe, OperandName, OperandRecipes
+from megafp8.fp8.recipes.custom import GEMMS, needs_blackwell
 
 
 class LinearSize(NamedTuple):

@@ -26,12 +26,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
 from megafp8.context_parallel.blocks import visible
+from megafp8.distributed.sharding import Init
 from megafp8.fp8 import Input, InputCast
-from megafp8.fp8.fused import rotate_and_split
 from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm
 from megafp8.models.rotary import apply_rotary
-from megafp8.sharding import Init
+from megafp8.ops.fused import rotate_and_split
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]

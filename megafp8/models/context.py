@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from megafp8.exchange import Exchange
+from megafp8.distributed.tp_overlap import Exchange
 from megafp8.fp8 import Fp8Manager
 
 

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
 from megafp8.context_parallel.attention import context_attention
+from megafp8.distributed.sharding import Init, ParamSpec, cut, set_spec, whole
 from megafp8.models.attention import Attention, CoreAttention, attention_mask, core_attention
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
@@ -33,7 +34,6 @@ from megafp8.models.norms import Norm
 from megafp8.models.offload import ActivationOffload
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.rotary import inverse_frequencies, rotary_table
-from megafp8.sharding import Init, ParamSpec, cut, set_spec, whole
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megafp8.tensor_parallel.mappings import scatter_to_sequence_parallel

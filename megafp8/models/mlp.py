@@ -1,7 +1,7 @@
 """The block's MLP: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU, its width cut over the tensor-parallel group.
 
 For SwiGLU, gate and up are one column-parallel product whose weight rows are [gate | up] of this rank. SwiGLU and
-GELU's tanh form are computed as they are cast (`megafp8.fp8.fused`), GELU with the up projection's bias.
+GELU's tanh form are computed as they are cast (`megafp8.ops.fused`), GELU with the up projection's bias.
 
 Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
 """
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
+from megafp8.distributed.sharding import Init
 from megafp8.fp8 import Computed, Input, InputCast
-from megafp8.fp8.fused import gelu, swiglu
-from megafp8.fp8.handover import Again, Remake
 from megafp8.fp8.sources import Plain
 from megafp8.models.context import BuildContext
-from megafp8.sharding import Init
+from megafp8.ops.fused import gelu, swiglu
+from megafp8.ops.fusion import Again, Remake
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.fp8 import Input, InputCast, fused
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, whole
+from megafp8.fp8 import Input, InputCast
 from megafp8.models.context import BuildContext
-from megafp8.sharding import Init, ParamSpec, set_spec, whole
+from megafp8.ops import fused
 
 
 class Norm(nn.Module):

@@ -22,7 +22,7 @@ operations make, and makes that again when backward needs it. Megatron-LM's name
     attention    (core_attn)        2ad + 4a less, for a forward of attention. In high precision only 4a, for there the
                                     projection keeps the output. With norms over heads, only their inputs are kept.
 
-The codes that are made again are the same, and with them losses and gradients, bit for bit (`megafp8.fp8.handover`).
+The codes that are made again are the same, and with them losses and gradients, bit for bit (`megafp8.ops.fusion`).
 There is no dropout, so nothing depends on random numbers but nvfp4's rounding of gradients, which is keyed by place.
 """
 

@@ -13,7 +13,7 @@ It works on fragments: flat runs of elements of the parameters, whose state alon
 parameter, or under ZeRO what this rank owns of it; Adam works on single elements and cannot tell.
 
 A parameter may be hollow: its values are in the masters alone, and whoever needs them rounded takes them from there
-(FP8 parameters, `megafp8.fp8.weight_shares`; weights that torch shards, `fully_sharded`).
+(FP8 parameters, `megafp8.data_parallel.fp8_weight_shards`; weights that torch shards, `fully_sharded`).
 
 State may be kept in less between steps (`kept`): moments in bf16, as DeepSeek-V3 does (arXiv:2412.19437, section
 3.3.3), or in FP8 (`fp8_moments`), and of a master what its bf16 parameter leaves (`remainders`). The kernels want fp32,
@@ -35,11 +35,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from megafp8.data_parallel.grad_buffer import gradient_of
+from megafp8.distributed.sharding import Fragment, spec_of
 from megafp8.optimizer.fp8_moments import FIRST, SECOND, Fp8Moment
-from megafp8.optimizer.grad_buffer import gradient_of
-from megafp8.optimizer.kept import AsIs, Kept
 from megafp8.optimizer.remainders import SplitMaster
-from megafp8.sharding import Fragment, spec_of
+from megafp8.optimizer.state_storage import AsIs, Kept
 
 
 def _apex_fused_adam() -> tuple[type[Optimizer] | None, str]:

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8 import collectives
-from megafp8.optimizer.grad_buffer import gradient_of
-from megafp8.sharding import Fragment, spec_of
+from megafp8.data_parallel.grad_buffer import gradient_of
+from megafp8.distributed import collectives
+from megafp8.distributed.sharding import Fragment, spec_of
 
 
 def finalize_gradients(

@@ -41,10 +41,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megafp8.distributed.sharding import Fragment, spec_of
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.noise import noise_key, words
 from megafp8.philox import Key
-from megafp8.sharding import Fragment, spec_of
 
 BLOCK = 128
 _CHUNK = 1 << 22
@@ -127,7 +127,7 @@ def _encode_into(codes_n: Tensor, exponent_b: Tensor, x_n: Tensor, fmt: MomentFo
         for kept, new in zip((codes_n, exponent_b), encode(x_n, fmt, key)):
             kept.copy_(new)
         return
-    from megafp8.fp8.kernels.moments import encode_blocks
+    from megafp8.kernels.moments import encode_blocks
 
     encode_blocks(
         x_n, codes_n, exponent_b, key, largest=fmt.largest, min_exponent=fmt.min_exponent, positive=fmt.positive,

@@ -20,9 +20,9 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megafp8.distributed.sharding import Fragment
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.finalize import clip_, finalize_gradients, global_norm
-from megafp8.sharding import Fragment
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ that each wait for that would never send.
 root of its graph: the `GradientEdge` of its output rather than the output. Once sent, an output is thus freed unless
 an operation saved it, with nothing replaced behind autograd's back; Megatron-LM's `deallocate_output_tensor` is for the
 same memory. A backward whose weight gradients have a WEIGHT action of their own leaves their operands in the store that
-the layers' gradient sinks know (`megafp8.fp8.deferred`), and these live until then.
+the layers' gradient sinks know (`megafp8.ops.deferred_wgrad`), and these live until then.
 
 An error in a stage propagates and ends the process; ending the neighbours, who wait for it, is the launcher's task.
 """
@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megafp8.collectives import DONE, Work, recv_async, send_async
-from megafp8.fp8 import deferred
+from megafp8.distributed.collectives import DONE, Work, recv_async, send_async
+from megafp8.ops import deferred_wgrad as deferred
 from megafp8.parallel_state import Group
 from megafp8.pipeline_parallel.schedules import (
     COMPUTE,

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from megafp8.collectives import all_gather_objects, barrier
+from megafp8.distributed.collectives import all_gather_objects, barrier
 from megafp8.parallel_state import Group
-from megafp8.pipeline_parallel.catalogue import action_of, cell
+from megafp8.pipeline_parallel.registry import action_of, cell
 from megafp8.pipeline_parallel.schedules import Action, Placement
 from megafp8.pipeline_parallel.simulate import Span, Timeline
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from megafp8.config import Config
 from megafp8.fp8 import Fp8Manager
-from megafp8.fp8.matrix import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, ROW, TENSOR, Granularity
-from megafp8.fp8.recipe import PerGemm
+from megafp8.fp8.recipes.base import PerGemm
+from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, ROW, TENSOR, Granularity
 from megafp8.models.gpt import fp8_layer_sizes
 from megafp8.models.recompute import BlockMemory
 

@@ -27,12 +27,12 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from megafp8.config import Config
+from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.fp8 import Fp8Manager
-from megafp8.fp8.matrix import TENSOR
-from megafp8.fp8.recipe import DelayedScaling
+from megafp8.fp8.recipes.base import DelayedScaling
+from megafp8.fp8.tensor import TENSOR
 from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
 from megafp8.models.recompute import block_memory
-from megafp8.optimizer.buckets import bucket_layout
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.schedules import Action, Kind, Placement, Schedule, splits
 from megafp8.planner.activations import (

@@ -23,7 +23,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megafp8.collectives import all_reduce
+from megafp8.distributed.collectives import all_reduce
 
 
 class _VocabParallelCrossEntropy(Function):

@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
-from megafp8.collectives import all_reduce
-from megafp8.fp8.kernels.cross_entropy import gradient_, statistics
+from megafp8.distributed.collectives import all_reduce
+from megafp8.kernels.cross_entropy import gradient_, statistics
 
 
 class _FusedVocabParallelCrossEntropy(Function):

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.exchange import Exchange, collective_exchange
+from megafp8.distributed.sharding import Init, ParamSpec, cut, set_spec, stack, whole
+from megafp8.distributed.tp_overlap import Exchange, collective_exchange
 from megafp8.fp8 import Ends, Fp8Linear, Fp8Manager, GradSlot, Input, InputCast, LinearOp, Quantized
 from megafp8.fp8.quantizers import Quantizer
-from megafp8.sharding import Init, ParamSpec, cut, set_spec, stack, whole
-from megafp8.tensor_parallel.embedding import look_up
+from megafp8.ops.embedding import look_up
 from megafp8.tensor_parallel.mappings import (
     gather_from_tensor_parallel,
     reduce_from_tensor_parallel,

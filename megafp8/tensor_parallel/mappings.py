@@ -13,7 +13,7 @@ arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198):
     gather_from_tensor_parallel           all-gather last   slice of last     ranks held slices of the last dim
 
 The layers of `megafp8.tensor_parallel.layers` have the first four inside their matrix products, where they overlap
-(`megafp8.exchange`); these are for what stands beside a product.
+(`megafp8.distributed.tp_overlap`); these are for what stands beside a product.
 
 The sequence is dim 0 (`[s, b, h]`), so its collectives need no copy. `scatter_to_sequence_parallel` is right only where
 every rank computed the same whole tensor and its gradient is the union of the slices.
@@ -30,7 +30,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megafp8.collectives import all_gather, all_reduce, reduce_scatter
+from megafp8.distributed.collectives import all_gather, all_reduce, reduce_scatter
 
 
 def _slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:

@@ -16,8 +16,8 @@ import math
 import torch
 from torch import Tensor
 
+from megafp8.distributed.sharding import Init, Piece, pieces_of, spec_of
 from megafp8.philox import Key, key_of, philox
-from megafp8.sharding import Init, Piece, pieces_of, spec_of
 
 _CHUNK = 1 << 24  # elements generated at a time: bounds the int64 temporaries to some hundred MiB
 

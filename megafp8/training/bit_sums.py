@@ -36,7 +36,7 @@ def bit_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The bit sums of each of `tensors`: int64 `[t, 2]` on `device`, where most of them are. Does not wait for it."""
     words = [words_of(x.to(device)) for x in tensors]
     if device.type == "cuda" and words:
-        from megafp8.fp8.kernels.bit_sums import bit_sums as on_gpu  # needs Triton, which comes with CUDA builds
+        from megafp8.kernels.bit_sums import bit_sums as on_gpu  # needs Triton, which comes with CUDA builds
 
         return on_gpu(words)
     return reference(words)

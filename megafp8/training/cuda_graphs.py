@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8 import Fp8Manager
-from megafp8.fp8.matrix import Operand
+from megafp8.fp8.tensor import Operand
 
 EAGER_STEPS = 2
 """The first meets every kernel and shape; in the second all is as it will stay, the optimizer's state included."""

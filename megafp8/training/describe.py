@@ -14,6 +14,7 @@ import yaml
 from torch.distributed import ProcessGroup
 
 from megafp8.config import Config
+from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.flops import flops_per_token
@@ -21,7 +22,6 @@ from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import rank_groups
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
 from megafp8.planner.memory import coded_parameters, memory_table, state_memory
-from megafp8.sharding import spec_of
 from megafp8.training.device_memory import memory_under
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.inputs import describe_planned_data, with_vocabulary

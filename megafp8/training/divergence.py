@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafp8.collectives import all_gather_objects
-from megafp8.optimizer.grad_buffer import gradient_of
-from megafp8.sharding import Fragment, spec_of
+from megafp8.data_parallel.grad_buffer import gradient_of
+from megafp8.distributed.collectives import all_gather_objects
+from megafp8.distributed.sharding import Fragment, spec_of
 from megafp8.training.errors import Diverged
 from megafp8.training.metrics import StepMetrics
 from megafp8.training.trainer import Trainer

@@ -8,7 +8,7 @@ from typing import Any
 
 from megafp8.config import Config, ConfigError, Fp8Config, Problem
 from megafp8.fp8 import RECIPES, ContextGroups, CustomScaling, Fp8Manager, Fp8Recipe, Rule
-from megafp8.fp8.report import Recorder
+from megafp8.fp8.health import Recorder
 from megafp8.models.gpt import fp8_layer_names
 from megafp8.parallel_state import ParallelState
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from megafp8.collectives import all_gather_objects
 from megafp8.config import Config, ConfigError, Problem
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment, shares
@@ -21,6 +20,7 @@ from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
 from megafp8.data.samples import PackedDataset, split_documents
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettingError, build_tokenizer
+from megafp8.distributed.collectives import all_gather_objects
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megafp8.data.blend import Blend
 from megafp8.data.sampler import batches as batch_stream
 from megafp8.data.samples import Batch, default_cache
 from megafp8.fp8 import describe_path
-from megafp8.fp8.report import FILE_NAME
+from megafp8.fp8.health import FILE_NAME
 from megafp8.models.flops import PEAK_FLOPS, flops_per_token
 from megafp8.parallel_state import (
     ParallelState,
@@ -33,7 +33,9 @@ from megafp8.parallel_state import (
     initialize_model_parallel,
 )
 from megafp8.pipeline_parallel.trace import write_timeline
-from megafp8.training import auto_filter, fp8_parameters, fully_sharded
+from megafp8.training import auto_filter
+from megafp8.training import fp8_param_gather as fp8_parameters
+from megafp8.training import fsdp as fully_sharded
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
 from megafp8.training.errors import TrainingError

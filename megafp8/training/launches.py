@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import megafp8
-from megafp8.collectives import gather_objects
+from megafp8.distributed.collectives import gather_objects
 from megafp8.parallel_state import ParallelState
 
 LAUNCHES_FILE = "launches.jsonl"

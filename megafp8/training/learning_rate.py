@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megafp8.config import Config, OptimizerConfig
-from megafp8.optimizer.schedule import ScheduleKind, learning_rate
+from megafp8.optimizer.learning_rate import ScheduleKind, learning_rate
 
 
 @dataclass(frozen=True)

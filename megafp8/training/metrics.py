@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from megafp8.config import LoggingConfig
-from megafp8.fp8.report import OPERANDS, Record, ReportWriter
+from megafp8.fp8.health import OPERANDS, Record, ReportWriter
 from megafp8.training.run_log import STEPS
 
 _logger, _steps_logger = logging.getLogger(__name__), logging.getLogger(STEPS)

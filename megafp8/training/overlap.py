@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megafp8.config import ParallelConfig
-from megafp8.exchange import Chunked, Exchange, collective_exchange
+from megafp8.distributed.tp_overlap import Chunked, Exchange, collective_exchange
 from megafp8.parallel_state import Group, ParallelState
 
 
@@ -31,7 +31,7 @@ def token_exchange(
     if not on_one_host(parallel.tensor, environment):
         say(f"parallel.overlap_tensor = {mode}: a tensor-parallel group spans hosts; going on with none")
         return at_once
-    from megafp8.symmetric import Symmetric  # which needs parts of torch that cost start-up time
+    from megafp8.distributed.tp_symmetric import Symmetric  # which needs parts of torch that cost start-up time
 
     try:
         return Symmetric(group, parallel.device)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafp8.config import Config, ConfigError, Problem
-from megafp8.pipeline_parallel.catalogue import training_schedule
 from megafp8.pipeline_parallel.check import check_schedule
 from megafp8.pipeline_parallel.communication import with_communication
+from megafp8.pipeline_parallel.registry import training_schedule
 from megafp8.pipeline_parallel.schedules import Placement, Schedule, forward_only, in_a_v, in_turns
 from megafp8.pipeline_parallel.simulate import simulate
 from megafp8.planner.stages import layers_of_stages

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.collectives import all_gather_objects, all_reduce
-from megafp8.sharding import spec_of
+from megafp8.distributed.collectives import all_gather_objects, all_reduce
+from megafp8.distributed.sharding import spec_of
 from megafp8.training.bit_sums import bit_sums
 from megafp8.training.errors import ReplicasDiffer
 from megafp8.training.trainer import Trainer

@@ -49,13 +49,13 @@ from megafp8.checkpoint import (
 from megafp8.checkpoint.checksums import read_file
 from megafp8.checkpoint.failures import together
 from megafp8.checkpoint.store import METADATA_FILE
-from megafp8.collectives import broadcast_object
 from megafp8.config import Config, ModelConfig
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
+from megafp8.distributed.collectives import broadcast_object
+from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.optimizer.adam import State
 from megafp8.parallel_state import ParallelState
-from megafp8.sharding import Shape, spec_of
 from megafp8.training.auto_filter import Choice, kept_choice
 from megafp8.training.cuda_graphs import silent
 from megafp8.training.describe import planned_stage, position_rows

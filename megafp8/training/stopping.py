@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 from torch.distributed import ProcessGroup
 
-from megafp8.collectives import all_reduce
+from megafp8.distributed.collectives import all_reduce
 
 
 class StopRequest:

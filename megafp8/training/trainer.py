@@ -20,20 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megafp8.collectives import all_gather_objects, all_reduce, broadcast
 from megafp8.config import Config
 from megafp8.data.samples import Batch
-from megafp8.fp8.deferred import WgradStore
+from megafp8.data_parallel.fp8_weight_gather import Carrier
+from megafp8.data_parallel.fsdp import FullySharded
+from megafp8.data_parallel.grad_buffer import GradBuffer
+from megafp8.data_parallel.param_buffer import ParamBuffer
+from megafp8.distributed.collectives import all_gather_objects, all_reduce, broadcast
 from megafp8.fp8.formats import E4M3
-from megafp8.fp8.report import Record
+from megafp8.fp8.health import Record
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
+from megafp8.ops.deferred_wgrad import WgradStore
 from megafp8.optimizer.adam import MixedPrecisionAdamW
-from megafp8.optimizer.fully_sharded import FullySharded
-from megafp8.optimizer.gathered_codes import Carrier
-from megafp8.optimizer.grad_buffer import GradBuffer
-from megafp8.optimizer.param_buffer import ParamBuffer
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction, StageOutput
@@ -45,8 +45,8 @@ from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs
 from megafp8.training.describe import position_rows
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.fp8_parameters import shares, weights_as_codes
-from megafp8.training.fully_sharded import gather_as_codes, shard
+from megafp8.training.fp8_param_gather import shares, weights_as_codes
+from megafp8.training.fsdp import gather_as_codes, shard
 from megafp8.training.learning_rate import schedule_of
 from megafp8.training.overlap import token_exchange
 from megafp8.training.pipeline import plan_pipeline

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megafp8.checkpoint import Rectangle, Rectangles, collect, collect_fragments, load, open_checkpoint, save
 from megafp8.checkpoint.rectangles import boxes
-from megafp8.sharding import Fragment, Init, ParamSpec, cut, set_spec, stack
+from megafp8.distributed.sharding import Fragment, Init, ParamSpec, cut, set_spec, stack
 from tests.checkpoint import toy
 
 

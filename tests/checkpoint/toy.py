@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.checkpoint import Rectangles, collect
-from megafp8.sharding import Init, ParamSpec, Piece, cut, set_spec, stack, whole
+from megafp8.distributed.sharding import Init, ParamSpec, Piece, cut, set_spec, stack, whole
 
 LAYERS = 2
 QKV = {"q": (16, 4), "k": (8, 4), "v": (8, 4)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megafp8.context_parallel.attention import ContextAttention, context_attention
 from megafp8.context_parallel.blocks import plan
-from megafp8.context_parallel.cut import cut
+from megafp8.context_parallel.split import cut
 from megafp8.parallel_state import initialize_model_parallel
 from tests.world import World
 

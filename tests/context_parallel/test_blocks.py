@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megafp8.context_parallel.blocks import STEP, plan, visible
-from megafp8.context_parallel.cut import cut
+from megafp8.context_parallel.split import cut
 
 CPU = torch.device("cpu")
 

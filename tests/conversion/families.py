@@ -11,7 +11,7 @@ from torch import Tensor
 from megafp8.config import ModelConfig, RopeScaling
 from megafp8.conversion.base import TensorInfo
 from megafp8.conversion.model import model_tensors
-from megafp8.sharding import Init, Piece
+from megafp8.distributed.sharding import Init, Piece
 from megafp8.tensor_parallel.random import fill_
 
 V, S, B = 101, 12, 2

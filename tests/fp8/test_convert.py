@@ -33,8 +33,8 @@ from examples.llama import LlamaDecoderLayer, LlamaForCausalLM, counting_batch
 from megafp8 import fp8
 from megafp8.fp8 import E4M3, E5M2
 from megafp8.fp8.convert import Fp8LinearModule
+from tests.fp8.gemm.test_dispatch import needs_cpu_kernel
 from tests.fp8.reference import decode, encode, scale_of
-from tests.fp8.test_gemm import needs_cpu_kernel
 from tests.world import World
 
 RECIPES = {

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, group
 
 from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe, LinearOp
-from megafp8.fp8.linear import Fp8Linear, high_precision_linear
 from megafp8.fp8.sources import Plain
+from megafp8.ops.linear import Fp8Linear, high_precision_linear
 from tests.fp8.reference import bytes_of
 from tests.world import World
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Linear, Fp8Manager, Fp8Recipe, GradSlot, InputCast, Quantized
-from megafp8.fp8.fused import norm, swiglu
-from megafp8.fp8.matrix import Operand
+from megafp8.fp8.health import OPERANDS, Record, Recorder
 from megafp8.fp8.quantizers import CurrentQuantizer
-from megafp8.fp8.recipe import NVFP4Scaling
-from megafp8.fp8.report import OPERANDS, Record, Recorder
+from megafp8.fp8.recipes.base import NVFP4Scaling
+from megafp8.fp8.tensor import Operand
+from megafp8.ops.fused import norm, swiglu
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8 import E4M3, E5M2, Format
-from megafp8.fp8.matrix import Scaled
 from megafp8.fp8.quantize import amax, dequantize, quantize
 from megafp8.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer
 from megafp8.fp8.sources import Plain
+from megafp8.fp8.tensor import Scaled
 from tests.fp8.reference import bytes_of, encode, finite_values, scale_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

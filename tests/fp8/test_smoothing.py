@@ -21,9 +21,9 @@ from megafp8.fp8 import (
     RowwiseScaling,
     StaticScaling,
 )
-from megafp8.fp8.fused import swiglu
-from megafp8.fp8.linear import high_precision_linear
 from megafp8.fp8.smoothing import MOST, smooth
+from megafp8.ops.fused import swiglu
+from megafp8.ops.linear import high_precision_linear
 
 R, C, N = 64, 24, 40
 OUTLIER = 3

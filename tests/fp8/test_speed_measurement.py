@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8 import CurrentScaling, Fp8Recipe, StaticScaling, plain, speed_measurement
+from megafp8.fp8 import CurrentScaling, Fp8Recipe, StaticScaling, speed_measurement
+from megafp8.fp8 import reference as plain
 from megafp8.fp8.speed_measurement import measure, time_in_turns
 from megafp8.fp8.speed_model import LinearSize
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.collectives import all_reduce
 from megafp8.config import ModelConfig
-from megafp8.context_parallel.cut import cut
+from megafp8.context_parallel.split import cut
 from megafp8.data.samples import Batch
+from megafp8.distributed.collectives import all_reduce
+from megafp8.distributed.sharding import Piece, pieces_of, spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import initialize_model_parallel
-from megafp8.sharding import Piece, pieces_of, spec_of
 from tests.models.test_gpt import MEMORY, MODELS, B, _value
 from tests.models.twin import twin_loss
 from tests.world import World

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.collectives import all_reduce
 from megafp8.config import ModelConfig, RopeScaling
+from megafp8.distributed.collectives import all_reduce
+from megafp8.distributed.sharding import Init, Piece, pieces_of, spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import BlockMemory
 from megafp8.parallel_state import initialize_model_parallel
-from megafp8.sharding import Init, Piece, pieces_of, spec_of
 from megafp8.tensor_parallel.random import fill_
 from tests.models.twin import twin_loss
 from tests.world import World

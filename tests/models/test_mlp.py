@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.collectives import all_gather, all_reduce
 from megafp8.config import ModelConfig
+from megafp8.distributed.collectives import all_gather, all_reduce
+from megafp8.distributed.sharding import Init, Piece, pieces_of, spec_of
 from megafp8.fp8 import CurrentScaling, Fp8Linear, Fp8Manager
-from megafp8.fp8.linear import Quantizers
-from megafp8.fp8.matrix import Operand
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.sources import Source
+from megafp8.fp8.tensor import Operand
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
+from megafp8.ops.linear import Quantizers
 from megafp8.parallel_state import initialize_model_parallel
-from megafp8.sharding import Init, Piece, pieces_of, spec_of
 from megafp8.tensor_parallel.random import fill_
 from tests.world import World
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
+from megafp8.distributed.sharding import Fragment
 from megafp8.optimizer import adam
 from megafp8.optimizer.adam import MixedPrecisionAdamW, choose_adam
-from megafp8.optimizer.grad_buffer import GradBuffer, main_grad_of
-from megafp8.sharding import Fragment
 from tests.optimizer.tiny import make_param
 
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1

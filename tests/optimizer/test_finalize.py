@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.finalize import clip_, finalize_gradients, global_norm
-from megafp8.optimizer.grad_buffer import GradBuffer, main_grad_of
 from megafp8.optimizer.step import OptimizerStep
 from megafp8.parallel_state import ParallelState, initialize_model_parallel
 from tests.optimizer.tiny import make_param

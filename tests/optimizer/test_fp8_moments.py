@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megafp8.distributed.sharding import Fragment
 from megafp8.fp8.noise import noise_key, words
 from megafp8.optimizer import fp8_moments
 from megafp8.optimizer.fp8_moments import BLOCK, FIRST, SECOND, Fp8Moment, MomentFormat, decode, encode
 from megafp8.philox import Key
-from megafp8.sharding import Fragment
 from tests.optimizer.tiny import make_param
 
 FORMATS = {"first": FIRST, "second": SECOND}

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
+from megafp8.data_parallel.param_buffer import ParamBuffer
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.finalize import finalize_gradients, global_norm
-from megafp8.optimizer.grad_buffer import GradBuffer, main_grad_of
-from megafp8.optimizer.param_buffer import ParamBuffer
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from tests.optimizer.tiny import batch, loss_sum, make_param, reference, tiny_params
 from tests.world import World

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megafp8.sharding import Init, ParamSpec, set_spec, whole
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, whole
 
 VOCABULARY, HIDDEN = 11, 8
 NO_DECAY = ("norm", "bias")

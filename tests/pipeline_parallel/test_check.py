@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megafp8.pipeline_parallel.catalogue import BUILT_IN
 from megafp8.pipeline_parallel.check import check_compute, check_schedule
 from megafp8.pipeline_parallel.communication import with_communication
+from megafp8.pipeline_parallel.registry import BUILT_IN
 from megafp8.pipeline_parallel.schedules import (
     Action,
     Kind,

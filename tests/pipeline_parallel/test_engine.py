@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megafp8.fp8.deferred import WgradStore
+from megafp8.ops.deferred_wgrad import WgradStore
 from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
-from megafp8.pipeline_parallel.catalogue import BUILT_IN
 from megafp8.pipeline_parallel.communication import with_communication
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageOutput
+from megafp8.pipeline_parallel.registry import BUILT_IN
 from megafp8.pipeline_parallel.schedules import COMPUTE, Placement, forward_only, in_a_v, in_turns, one_f_one_b
 from megafp8.pipeline_parallel.split import even, stage_layers
 from megafp8.pipeline_parallel.trace import Stopwatch

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megafp8.tensor_parallel import cross_entropy
-from tests.fp8.kernels import DEVICE  # before the kernels: it chooses the interpreter where there is no GPU
-from tests.fp8.kernels.test_cross_entropy import DTYPES, U, error_of_sum
+from tests.kernels import DEVICE  # before the kernels: it chooses the interpreter where there is no GPU
+from tests.kernels.test_cross_entropy import DTYPES, U, error_of_sum
 
 fused = pytest.importorskip("megafp8.tensor_parallel.fused_cross_entropy")
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.collectives import all_reduce
-from megafp8.exchange import Chunked
+from megafp8.distributed.collectives import all_reduce
+from megafp8.distributed.sharding import Init, Piece, spec_of
+from megafp8.distributed.tp_overlap import Chunked
 from megafp8.fp8 import Fp8Manager
 from megafp8.parallel_state import Group, initialize_model_parallel
-from megafp8.sharding import Init, Piece, spec_of
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megafp8.tensor_parallel.random import fill_, initialize_parameters
 from tests.world import World

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.collectives import all_gather, all_reduce
+from megafp8.distributed.collectives import all_gather, all_reduce
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.tensor_parallel import mappings
 from tests.world import World

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from megafp8 import collectives
-from megafp8.exchange import AtOnce, Chunked
+from megafp8.distributed import collectives
+from megafp8.distributed.sharding import Init
+from megafp8.distributed.tp_overlap import AtOnce, Chunked
 from megafp8.fp8 import (
     BlockwiseScaling,
     CurrentScaling,
@@ -31,9 +32,8 @@ from megafp8.fp8 import (
     RowwiseScaling,
     fused,
 )
-from megafp8.fp8.linear import Fp8Linear
+from megafp8.ops.linear import Fp8Linear
 from megafp8.parallel_state import initialize_model_parallel
-from megafp8.sharding import Init
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.mappings import (
     gather_from_sequence_parallel,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megafp8.distributed.sharding import Init, Piece, cut
 from megafp8.philox import key_of
-from megafp8.sharding import Init, Piece, cut
 from megafp8.tensor_parallel import random as layout_random
 from megafp8.tensor_parallel.random import fill_, normal_at
 

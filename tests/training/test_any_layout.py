@@ -26,8 +26,8 @@ from megafp8.checkpoint import CheckpointReader
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout
 from megafp8.data.samples import Batch, next_token_batch
+from megafp8.distributed.sharding import Fragment, spec_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
-from megafp8.sharding import Fragment, spec_of
 from megafp8.training.state import checkpoint_folder, load_latest, save_state
 from megafp8.training.trainer import Trainer
 from tests.marks import slow_but

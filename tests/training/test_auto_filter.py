@@ -22,10 +22,11 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 
+from benchmarks.bench_step import random_batches
 from megafp8.config import Config, check_layout, load_config
-from megafp8.fp8.linear import Fp8Linear, high_precision_linear
 from megafp8.fp8.speed_model import CEILINGS, Ceilings, LinearSize
 from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
+from megafp8.ops.linear import Fp8Linear, high_precision_linear
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.training import auto_filter
@@ -37,7 +38,6 @@ from megafp8.training.trainer import Trainer
 from tests.config.test_config import MINIMAL
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 from tests.world import World
-from tools.bench_step import random_batches
 
 CPU = torch.device("cpu")
 FAKE = Ceilings(bf16=1.0, fp8={"tensor·tensor": 2.0, "row·row": 2.0}, bandwidth=1e30, launch=240_000.0)

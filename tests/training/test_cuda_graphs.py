@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megafp8.config import Config, ConfigError
 from megafp8.data.samples import Batch, next_token_batch
-from megafp8.fp8.matrix import Operand
+from megafp8.fp8.tensor import Operand
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import (
     ParallelState,

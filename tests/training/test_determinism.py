@@ -163,9 +163,9 @@ def test_two_runs_on_a_cpu(world4: World, recipe: str) -> None:
 
 
 def _losses(folder: Path, name: str, *options: str) -> list[float]:
-    """Of a run of tools/bench_step.py in a process of its own: each round trains the same model anew."""
+    """Of a run of benchmarks/bench_step.py in a process of its own: each round trains the same model anew."""
     path = folder / name
-    command = [sys.executable, "-m", "tools.bench_step", "--config", "configs/llama3-8b.yaml", "--json", str(path)]
+    command = [sys.executable, "-m", "benchmarks.bench_step", "--config", "configs/llama3-8b.yaml", "--json", str(path)]
     command += ["--layouts", "tensor=1 pipeline=1", "--micro-batches", "2", "--warmup", "1", "--rounds", "2", *options]
     environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, env=environment)

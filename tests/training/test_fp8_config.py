@@ -21,8 +21,8 @@ from megafp8.fp8 import (
     Rule,
     StaticScaling,
 )
-from megafp8.fp8.linear import Fp8Linear
 from megafp8.models.gpt import fp8_layer_names
+from megafp8.ops.linear import Fp8Linear
 from megafp8.training.fp8_config import build_fp8, check_recipe_options, fp8_recipe
 from tests.config.test_config import MINIMAL
 

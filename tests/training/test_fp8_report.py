@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megafp8.config import check_layout, load_config
-from megafp8.fp8.report import EXACT_DB, FILE_NAME, OPERANDS, Record, read_report
+from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, read_report
 from megafp8.training.inputs import open_inputs
 from megafp8.training.job import check_run, train
 from megafp8.training.metrics import read_metrics

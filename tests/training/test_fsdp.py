@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from megafp8.config import Config, ConfigError, check_layout
-from megafp8.optimizer.fully_sharded import FullySharded, Hollow
-from megafp8.training.fully_sharded import report
+from megafp8.data_parallel.fsdp import FullySharded, Hollow
+from megafp8.training.fsdp import report
 from megafp8.training.trainer import Trainer
 from tests.training.test_cuda_graphs import Curve, batches
-from tests.training.test_fp8_parameters import CURRENT, DELAYED, LAYERNORM, SMALL, STATIC, Changes, _bad_step, _with
+from tests.training.test_fp8_param_gather import CURRENT, DELAYED, LAYERNORM, SMALL, STATIC, Changes, _bad_step, _with
 from tests.training.test_zero import _contents, _resume, _save, settings, start, steps_of
 from tests.world import World
 

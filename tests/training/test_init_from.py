@@ -17,8 +17,8 @@ from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.conversion.hf_source import HfSource
 from megafp8.data.sampler import batches
 from megafp8.data.tokenizers import build_tokenizer
+from megafp8.distributed.sharding import pieces_of, spec_of
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
-from megafp8.sharding import pieces_of, spec_of
 from megafp8.training.init_from import check_init, complete_model, load_init
 from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import read_metrics

@@ -17,7 +17,7 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megafp8.config import ModelConfig
-from megafp8.fp8.report import Record
+from megafp8.fp8.health import Record
 from megafp8.models.flops import flops_per_token, matmul_parameters
 from megafp8.training.errors import TrainingError
 from megafp8.training.metrics import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megafp8.config import ParallelConfig
-from megafp8.exchange import AtOnce, Chunked, Replicated
+from megafp8.distributed.tp_overlap import AtOnce, Chunked, Replicated
 from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
 from megafp8.training.overlap import on_one_host, token_exchange
 from tests.world import World

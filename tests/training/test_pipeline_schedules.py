@@ -19,11 +19,11 @@ from torch import Tensor
 
 from megafp8.config import Config, check_layout
 from megafp8.data.samples import Batch, next_token_batch
-from megafp8.optimizer.grad_buffer import main_grad_of
+from megafp8.data_parallel.grad_buffer import main_grad_of
+from megafp8.distributed.sharding import pieces_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
-from megafp8.pipeline_parallel.catalogue import BUILT_IN, write_csv
+from megafp8.pipeline_parallel.registry import BUILT_IN, write_csv
 from megafp8.pipeline_parallel.schedules import COMPUTE, Action, Kind, Placement, Schedule, in_turns
-from megafp8.sharding import pieces_of
 from megafp8.training.state import load_latest, save_state
 from megafp8.training.trainer import Trainer
 from tests.marks import slow_but

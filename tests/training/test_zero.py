@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8 import collectives
 from megafp8.checkpoint import latest, load, open_checkpoint
 from megafp8.config import Config, check_layout
+from megafp8.distributed import collectives
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training.cuda_graphs import MicrobatchGraphs
 from megafp8.training.state import checkpoint_folder, load_latest, save_state

@@ -17,12 +17,13 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from tools.bench_step import Groups, random_batches  # noqa: E402
+
 from megafp8.config import check_layout, load_config  # noqa: E402
 from megafp8.parallel_state import initialize_distributed  # noqa: E402
 from megafp8.training.errors import ReplicasDiffer  # noqa: E402
 from megafp8.training.replicas import check_replicas, replicated_state  # noqa: E402
 from megafp8.training.trainer import Trainer  # noqa: E402
-from tools.bench_step import Groups, random_batches  # noqa: E402
 
 LAYOUTS = {
     "DP2": ["parallel.tensor=1"],

@@ -1,0 +1,1 @@
+"""Data parallelism: gradient buckets, ZeRO, FSDP, and weights gathered in FP8."""

@@ -1,0 +1,165 @@
+"""FP8 parameters: weights that exist as codes, cast in shares by those who update them.
+
+Where data-parallel ranks update a share of the weights each (ZeRO stage 1), every rank gathers all of them after the
+step, and then casts all of them. Cast first, and half the bytes travel, each weight is cast once and not on every rank,
+and nobody but the owners of its masters has its values: a weight of 2 bytes and two copies of codes beside it becomes
+the two copies.
+
+A share is a flat run of a weight's elements that begins and ends anywhere in a row. With one factor for the tensor that
+does not matter: casting is elementwise once the factor is known. It is known beforehand where it comes from earlier
+steps (delayed) or for good (static). Where it comes from the tensor itself (current, and delayed in its first step),
+each rank takes the amax of its shares, of all weights, and one all-reduce of that vector, over everyone who runs the
+same layers, makes them those of the weights: tensor-parallel slices and data-parallel shares are both parts of a whole.
+
+Finer factors do not fit. Blocks of 128×128 would lie across shares, and want an amax each; with a factor for each row,
+or for its blocks, the columns are another cast of the same values, so that twice the codes would travel, as many bytes
+as in bf16. Those recipes gather values.
+
+The codes are bit for bit those of a whole cast: the owner rounds the fp32 master to the model's dtype first, since that
+is what would have been gathered. Another rounding fewer would be more exact, and another run. The amax for delayed
+scaling is noted likewise, in the step that computes with the codes; `end_step` reduces it over all ranks anyway.
+
+The transposed copy, which dgrad wants, is made from the gathered codes by whoever needs it first (`Fp8Linear.weight8`).
+
+Shapes: t weights; n outputs, k inputs of one; f elements of this rank's share of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megafp8.distributed.collectives import all_reduce
+from megafp8.fp8.formats import Format
+from megafp8.fp8.health import ObservedQuantizer
+from megafp8.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer, StaticQuantizer, casts
+from megafp8.fp8.scaling import ScaleRule
+from megafp8.fp8.sources import Plain
+from megafp8.fp8.tensor import Scaled
+from megafp8.ops.linear import Fp8Linear, LinearOp
+
+OneFactorQuantizer = CurrentQuantizer | DelayedQuantizer | StaticQuantizer
+
+
+class WeightShare(NamedTuple):
+    """What a rank does for a weight. `codes_nk`: where all of its codes come to lie; or those of whole rows of it
+    that this rank has, which are then gathered elsewhere. `master_f`: the fp32 values, live, of the elements from
+    `start` that are this rank's, counted row by row; perhaps none. `dtype`: the model's."""
+
+    op: Fp8Linear
+    codes_nk: Tensor
+    start: int
+    master_f: Tensor
+    dtype: torch.dtype
+
+    def source(self) -> Plain:
+        """What is cast: the values in the model's dtype, with columns divided as smoothing wants it. As a matrix, for
+        the kernels' sake; its shape means nothing."""
+        x_f, k = self.master_f.to(self.dtype), self.codes_nk.shape[1]
+        if self.op.smoothing is not None:
+            before = self.start % k
+            rows = -(-(before + len(x_f)) // k)
+            factor_f = self.op.smoothing.scale_inv_f.repeat(rows)[before : before + len(x_f)]
+            x_f = x_f.to(torch.promote_types(x_f.dtype, torch.float32)) * factor_f
+        return Plain(x_f.view(-1, math.gcd(len(x_f), 1024)))
+
+
+def one_factor_quantizer(quantizer: Quantizer) -> OneFactorQuantizer | None:
+    """The quantizer itself, under whoever observes it, if it has one factor for a tensor."""
+    inner = quantizer.quantizer if isinstance(quantizer, ObservedQuantizer) else quantizer
+    return inner if isinstance(inner, (CurrentQuantizer, DelayedQuantizer, StaticQuantizer)) else None
+
+
+def code_format(op: LinearOp) -> Format | None:
+    """Of the codes that are all that a layer, which has been set up, needs of its weight; None where it needs more."""
+    if not isinstance(op, Fp8Linear) or op.high_precision.fprop or op.high_precision.dgrad:
+        return None
+    quantizer = one_factor_quantizer(op.quantizers.weight)
+    return None if quantizer is None else quantizer.fmt
+
+
+class _Weight(NamedTuple):
+    share: WeightShare
+    quantizer: OneFactorQuantizer
+
+    @property
+    def known_scale(self) -> tuple[Tensor, Tensor] | None:
+        """The scale and its reciprocal, fp32 `[]`; None where they follow from the weight as it is."""
+        q = self.quantizer
+        if isinstance(q, CurrentQuantizer) or (isinstance(q, DelayedQuantizer) and q.fresh):
+            return None
+        return q.scale, q.scale_inv
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How they follow from it; without meaning for a static scale, which is known."""
+        q = self.quantizer
+        return ScaleRule(q.fmt.max) if isinstance(q, StaticQuantizer) else q.rule
+
+
+class WeightShares:
+    """This rank's shares of all weights that are gathered as codes. `group`: everyone who has shares of the same.
+
+    From the first `cast` on the layers compute with the codes, which someone gathers after each.
+    """
+
+    def __init__(self, shares: Sequence[WeightShare], group: ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._weights: list[_Weight] = []
+        for share in shares:
+            quantizer = one_factor_quantizer(share.op.quantizers.weight)
+            assert quantizer is not None, "a weight whose factors are finer than the tensor"
+            self._weights.append(_Weight(share, quantizer))
+        self._weights.sort(key=lambda weight: weight.rule)  # so that one call makes the scales of all with one rule
+        t = len(shares)
+        self._amax_t = torch.zeros(t, device=device)
+        self._scale_t = torch.ones(t, device=device)
+        # Four apart: cuBLASLt wants a factor at a multiple of 16 bytes.
+        self._scale_inv_t = torch.ones(t, 4, device=device)[:, 0]
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Write this rank's codes, from masters and scales as they are. One all-reduce where scales need an amax."""
+        self._amax_t.zero_()
+        unknown = [i for i, weight in enumerate(self._weights) if weight.known_scale is None]
+        for i in unknown:
+            source = self._weights[i].share.source()
+            self._amax_t[i].copy_(casts(source).amax(source))
+        if unknown:
+            all_reduce(self._amax_t, self._group, "max")
+            self._make_scales()
+        for weight, *own, amax in zip(self._weights, self._scale_t, self._scale_inv_t, self._amax_t):
+            scale, scale_inv = weight.known_scale or own
+            share, source = weight.share, weight.share.source()
+            made = casts(source).cast_tensor(
+                source, scale, scale_inv, weight.quantizer.fmt, rows=True, columns=False, newest_amax=amax
+            )
+            f = len(share.master_f)
+            share.codes_nk.view(torch.uint8).view(-1)[share.start : share.start + f] = _bytes(made.rows)
+            share.op.gathered_weight = Scaled(share.codes_nk, scale_inv)
+
+    def _make_scales(self) -> None:
+        """Of all weights, from their amaxes."""
+        start = 0
+        for rule, weights in groupby(self._weights, key=lambda weight: weight.rule):
+            part = slice(start, start := start + len(list(weights)))
+            self._scale_t[part] = rule.scale(self._amax_t[part])
+        self._scale_inv_t.copy_(self._scale_t.reciprocal())
+
+    @torch.no_grad()
+    def note_amaxes(self) -> None:
+        """Tell delayed scaling the amaxes of the weights that the step computed with; before it ends the step."""
+        delayed = [(q, amax) for (_, q), amax in zip(self._weights, self._amax_t) if isinstance(q, DelayedQuantizer)]
+        if delayed:
+            torch._foreach_maximum_([q.newest_amax for q, _ in delayed], [amax for _, amax in delayed])
+
+
+def _bytes(rows: Scaled | None) -> Tensor:
+    assert rows is not None
+    return rows.data.view(torch.uint8).view(-1)

@@ -1,0 +1,1 @@
+"""FP8 matrix products: dispatch over cuBLASLt, torch's scaled_mm, and emulation."""

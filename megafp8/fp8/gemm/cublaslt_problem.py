@@ -1,0 +1,135 @@
+"""What cuBLASLt is asked for: a GEMM's description, how its operands must lie in memory, and what is refused.
+
+Pure functions, so that they can be tested where cuBLASLt is not; `megafp8.fp8.gemm.cublaslt` does the asking.
+
+Factors must lie in memory as cuBLASLt reads them (`factor_strides`), the same for both operands. 1×128: one block of k
+after the other, all rows of a block together, so `[r, blocks]` has strides (1, r). 128×128: rows of blocks, each padded
+to a multiple of four. Rows: one after the other. All but a tensor's single factor start at a multiple of 16 bytes. The
+casting kernels write them so; `arranged` copies factors that came from elsewhere.
+(cuBLAS documentation, "Narrow Precision Data Types Usage"; sizes and alignments found by trying, cuBLASLt 13.1.)
+
+Shapes: m, n the result's dims, k the dim summed over; r, c rows and columns of an operand.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Scaled
+
+ALIGNMENT = 16  # bytes, of a pointer; elements, of an FP8 row
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_SCALINGS = "tensor·tensor row·row 1x128·1x128 1x128·128x128 128x128·1x128"
+
+
+def factor_strides(granularity: Granularity, r: int, c: int) -> tuple[int, int]:
+    """Strides that the factors `granularity.grid(r, c)` of an operand `[r, c]` must have; not for a tensor's one."""
+    if granularity is BLOCK_1X128:
+        return 1, r
+    if granularity is BLOCK_128X128:
+        blocks = -(-c // 128)
+        return blocks + -blocks % 4, 1
+    assert granularity is ROW
+    return 1, 1
+
+
+def is_arranged(x: Scaled) -> bool:
+    """Whether the factors of `x` lie in memory as cuBLASLt reads them. A dim of one element may have any stride."""
+    if x.granularity is TENSOR:
+        return True
+    wanted = factor_strides(x.granularity, *x.data.shape)
+    factors = x.scale_inv
+    return all(s == w or size == 1 for size, s, w in zip(factors.shape, factors.stride(), wanted))
+
+
+def arranged(x: Scaled) -> Scaled:
+    """`x` with its factors as cuBLASLt reads them: itself, or with a copy of them."""
+    if is_arranged(x):
+        return x
+    factors = x.scale_inv
+    if x.granularity is BLOCK_128X128:
+        down, across = factors.shape
+        padded = factors.new_zeros(down, factor_strides(x.granularity, *x.data.shape)[0])
+        padded[:, :across] = factors
+        return x._replace(scale_inv=padded[:, :across])
+    return x._replace(scale_inv=factors.t().contiguous().t())
+
+
+class Problem(NamedTuple):
+    """All that cuBLASLt's choice of an algorithm depends on. `*_order`: an operand's dims, the contiguous one last;
+    `*_scaling`: the name of its granularity, or "none"; `fast`: sums kept in the tensor cores' 14 bits."""
+
+    m: int
+    n: int
+    k: int
+    a_dtype: torch.dtype
+    a_order: Literal["mk", "km"]
+    a_scaling: str
+    b_dtype: torch.dtype
+    b_order: Literal["nk", "kn"]
+    b_scaling: str
+    out_dtype: torch.dtype
+    accumulate: bool
+    fast: bool
+
+    @staticmethod
+    def of_scaled(a: Scaled, b: Scaled, out_mn: Tensor, *, accumulate: bool, use_fast_accum: bool) -> Problem:
+        """`out (+)= a · bᵀ`, a `[m, k]`, b `[n, k]`. Sums of blocks are promoted at every block, so never fast."""
+        (m, k), n = a.data.shape, b.data.shape[0]
+        assert b.data.shape[1] == k
+        assert out_mn.shape == (m, n)
+        assert is_arranged(a)
+        assert is_arranged(b)
+        fast = use_fast_accum and a.granularity in (TENSOR, ROW)
+        return Problem(
+            m, n, k, a.data.dtype, "mk", a.granularity.name, b.data.dtype, "nk", b.granularity.name, out_mn.dtype,
+            accumulate, fast,
+        )  # fmt: skip
+
+    @staticmethod
+    def of_plain(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool) -> Problem:
+        """`out (+)= a · b`, each operand row-major or the transpose of such."""
+        (m, k), n = a_mk.shape, b_kn.shape[1]
+        assert b_kn.shape[0] == k
+        assert out_mn.shape == (m, n)
+        a_order: Literal["mk", "km"] = "mk" if a_mk.is_contiguous() else "km"
+        b_order: Literal["nk", "kn"] = "kn" if b_kn.is_contiguous() else "nk"
+        assert a_order == "mk" or a_mk.t().is_contiguous()
+        assert b_order == "kn" or b_kn.t().is_contiguous()
+        return Problem(
+            m, n, k, a_mk.dtype, a_order, "none", b_kn.dtype, b_order, "none", out_mn.dtype, accumulate, False
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        """Its name, in the cache file and in messages."""
+        a = f"{self.a_order}:{self.a_dtype}:{self.a_scaling}"
+        b = f"{self.b_order}:{self.b_dtype}:{self.b_scaling}"
+        size = f"m={self.m} n={self.n} k={self.k}"
+        text = f"{size} {a} {b} {'+=' if self.accumulate else '='}:{self.out_dtype} {'fast' if self.fast else 'split'}"
+        return text.replace("torch.", "")
+
+    def require_supported(self) -> None:
+        """ValueError where cuBLASLt has nothing for the problem on Hopper."""
+        dtypes = {self.a_dtype, self.b_dtype}
+        scalings = f"{self.a_scaling}·{self.b_scaling}"
+        rules = [
+            (min(self[:3]) > 0, "every dim must be at least 1"),
+            (self.out_dtype in (torch.bfloat16, torch.float32), "the result must be bf16 or fp32"),
+        ]
+        if scalings == "none·none":
+            rules.append((dtypes == {torch.bfloat16}, "operands without factors must both be bf16"))
+        else:
+            aligned = self.n % ALIGNMENT == 0 == self.k % ALIGNMENT
+            rules += [
+                (dtypes <= {_E4M3, _E5M2}, "operands with factors must be FP8"),
+                (dtypes != {_E5M2}, "one operand at least must be E4M3"),
+                (scalings in _SCALINGS.split(), f"granularities must be one of {_SCALINGS}"),
+                (aligned, f"n and k must be multiples of {ALIGNMENT}; pad with zeros"),
+                (self.a_scaling != "1x128" or self.m % 4 == 0, "m must be a multiple of 4; pad with zeros"),
+            ]
+        for holds, rule in rules:
+            if not holds:
+                raise ValueError(f"cuBLASLt cannot compute {self}: {rule}")

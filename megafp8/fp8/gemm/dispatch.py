@@ -1,0 +1,162 @@
+"""Matrix products: one for FP8 operands with several backends, one for everything else.
+
+Hopper's tensor cores take FP8 only as a · bᵀ with both operands row-major ("TN"), so that is the one form there is;
+transposing beforehand is the caller's business. Factors of finer granularity than the tensor are applied by the GEMM
+itself, block by block.
+
+Backends for FP8:
+    cublaslt   cuBLASLt through nvmath-python: the algorithm is chosen by measurement, weight gradients are accumulated
+               in place, and a call costs a few microseconds of the host
+    scaled_mm  torch.nn.functional.scaled_mm: cuBLASLt's first choice on CUDA; oneDNN on CPU, where torch has it
+    emulated   the same product with fp32 operands, anywhere: exact products (FP8 × FP8 fits fp32), fp32 sums;
+               for a float64 result float64 sums, which lets layouts be compared without the noise of their order
+
+Blocks of 32 and 16 (mxfp8, nvfp4) are Blackwell's. Where its tensor cores are found to multiply them, scaled_mm does,
+under every backend but emulated (`megafp8.fp8.gemm.scaled_mm`); all other GPUs emulate them.
+
+cuBLASLt wants n and k to be multiples of 16. Others are padded with zeros, which adds nothing to any sum and costs a
+copy; layer sizes and tokens per micro-batch that are multiples of 16 never pay it.
+
+Shapes: m, n the result's dims, k the dim summed over.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megafp8.fp8.gemm.cublaslt import CublasLt, available
+from megafp8.fp8.gemm.cublaslt_problem import arranged
+from megafp8.fp8.gemm.scaled_mm import block_scaled_mm, multiplies
+from megafp8.fp8.gemm.scaled_mm_check import why_emulated
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Scaled, zero_pad
+
+GemmBackend = Literal["auto", "cublaslt", "scaled_mm", "emulated"]
+
+_ALIGNMENT = 16
+_SCALING = {
+    TENSOR: F.ScalingType.TensorWise,
+    ROW: F.ScalingType.RowWise,
+    BLOCK_1X128: F.ScalingType.BlockWise1x128,
+    BLOCK_128X128: F.ScalingType.BlockWise128x128,
+}
+
+
+def algorithm_file() -> Path:
+    """Where cuBLASLt's fastest algorithms are kept from one run to the next."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megafp8" / "cublaslt.json"
+
+
+class Fp8Gemm:
+    """FP8 products with one backend on one device. `backend` "auto" is the fastest there is on the device.
+
+    `autotune`: let cuBLASLt's algorithms be timed when a shape is first met. ValueError where a backend is asked for by
+    name and is not there.
+    """
+
+    def __init__(self, backend: GemmBackend, device: torch.device, *, autotune: bool = True) -> None:
+        has_cublaslt = available(device)
+        if backend == "cublaslt" and not has_cublaslt:
+            raise ValueError(
+                "fp8.gemm_backend = cublaslt: needs nvmath-python (pip install -e '.[gpu]') and a Hopper GPU, and "
+                f"{device} has not both; try auto"
+            )
+        if backend == "auto":
+            backend = ("cublaslt" if has_cublaslt else "scaled_mm") if device.type == "cuda" else "emulated"
+        self.backend = backend
+        self._has_block_scaled = backend != "emulated" and why_emulated(device) is None
+        self._cublaslt: CublasLt | None = None
+        if backend == "cublaslt":
+            self._cublaslt = CublasLt(device, autotune=autotune, cache_file=algorithm_file() if autotune else None)
+
+    def tn(
+        self, a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype, *, use_fast_accum: bool, out: Tensor | None = None
+    ) -> Tensor:
+        """`a · bᵀ`, `[m, n]` in `out_dtype`, rounded to it once; in `out`, contiguous, where there is one.
+        `use_fast_accum` matters on Hopper only."""
+        assert a_mk.data.is_contiguous()
+        assert b_nk.data.is_contiguous()
+        if self._has_block_scaled and multiplies(a_mk, b_nk, out_dtype):
+            return _into(out, block_scaled_mm(a_mk, b_nk, out_dtype))
+        if self.backend == "emulated" or not {a_mk.granularity, b_nk.granularity} <= _SCALING.keys():
+            return _into(out, _emulated(a_mk, b_nk, out_dtype))
+        if self._cublaslt is not None and _fits(a_mk, b_nk):
+            if out is None:
+                shape = (a_mk.data.shape[0], b_nk.data.shape[0])
+                out = torch.empty(shape, dtype=out_dtype, device=a_mk.data.device)
+            self._cublaslt.matmul_tn(a_mk, b_nk, out, accumulate=False, use_fast_accum=use_fast_accum)
+            return out
+        return _into(out, _scaled_mm(a_mk, b_nk, out_dtype, use_fast_accum))
+
+    def accumulate_tn(self, a_mk: Scaled, b_nk: Scaled, out_mn: Tensor, *, use_fast_accum: bool) -> None:
+        """Add `a · bᵀ` to `out_mn`, fp32 and contiguous."""
+        if self._cublaslt is not None and _fits(a_mk, b_nk):
+            self._cublaslt.matmul_tn(a_mk, b_nk, out_mn, accumulate=True, use_fast_accum=use_fast_accum)
+        else:
+            out_mn.add_(self.tn(a_mk, b_nk, out_mn.dtype, use_fast_accum=use_fast_accum))
+
+
+def _into(out: Tensor | None, y_mn: Tensor) -> Tensor:
+    return y_mn if out is None else out.copy_(y_mn)
+
+
+def _fits(a_mk: Scaled, b_nk: Scaled) -> bool:
+    """Whether cuBLASLt takes these operands as they are."""
+    n, k = b_nk.data.shape
+    return (
+        {a_mk.granularity, b_nk.granularity} <= _SCALING.keys()
+        and n % _ALIGNMENT == 0
+        and k % _ALIGNMENT == 0
+        and (a_mk.granularity is not BLOCK_1X128 or a_mk.data.shape[0] % 4 == 0)
+    )
+
+
+def _emulated(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(out_dtype, torch.float32)
+    if a_mk.granularity is TENSOR and b_nk.granularity is TENSOR:  # the factors multiply the finished sum
+        y_mn = a_mk.data.to(wide) @ b_nk.data.to(wide).t()
+        return y_mn.mul_(a_mk.scale_inv).mul_(b_nk.scale_inv).to(out_dtype)
+    return (a_mk.dequantize(wide) @ b_nk.dequantize(wide).t()).to(out_dtype)
+
+
+def _scaled_mm(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+    n, k = b_nk.data.shape
+    pad_n, pad_k = -n % _ALIGNMENT, -k % _ALIGNMENT
+    a_mk, b_nk = arranged(a_mk), arranged(b_nk)
+    b_scale_inv = b_nk.scale_inv
+    if b_nk.granularity is ROW:
+        b_scale_inv = F.pad(b_scale_inv, (0, 0, 0, pad_n)).t()
+    elif b_nk.granularity is BLOCK_128X128:
+        b_scale_inv = b_scale_inv.t()
+    y_mn = F.scaled_mm(
+        zero_pad(a_mk.data, 0, pad_k),
+        zero_pad(b_nk.data, pad_n, pad_k).t(),
+        a_mk.scale_inv,
+        _SCALING[a_mk.granularity],
+        b_scale_inv,
+        _SCALING[b_nk.granularity],
+        output_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )
+    return y_mn[:, :n].contiguous() if pad_n else y_mn
+
+
+def gemm(a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """`a · b` of two matrices of one dtype in any layout, `[m, n]` in `out_dtype`; in `out` where there is one.
+
+    Sums are fp32 for 16-bit operands, and reach an fp32 result unrounded. On CPU those operands are widened first: the
+    same products and sums, and far faster there.
+    """
+    wide = torch.promote_types(a_mk.dtype, torch.float32)
+    if not a_mk.is_cuda:
+        a_mk, b_kn = a_mk.to(wide), b_kn.to(wide)
+    elif a_mk.dtype != wide and out_dtype == wide:
+        return _into(out, torch.mm(a_mk, b_kn, out_dtype=wide))
+    elif out is not None and out_dtype == a_mk.dtype:
+        return torch.mm(a_mk, b_kn, out=out)
+    return _into(out, (a_mk @ b_kn).to(out_dtype))

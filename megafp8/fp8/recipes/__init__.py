@@ -1,0 +1,1 @@
+"""FP8 recipes: which elements of a tensor share a scale, and where the scale comes from."""

@@ -1,0 +1,90 @@
+"""NVFP4: four-bit values under two levels of factors, cast in plain PyTorch (NVIDIA 2025, arXiv:2509.25149).
+
+E2M1 has eight magnitudes, so sixteen neighbours share a factor. That factor is itself only E4M3, so the tensor has one
+more, in fp32, which puts the largest block's factor at E4M3's maximum. With S = 448·6 / amax of the tensor:
+
+    block factor b = E4M3(amax of the block · S / 6)        value = E2M1(x · S / b)        x ≈ value · b / S
+
+A matrix has b / S in fp32, which is what emulation multiplies by, and S beside it. Tensor cores want b itself; it is
+E4M3((b / S) · S), always: the two roundings are below 2^-12, also where b / S is subnormal, and E4M3's below 2^-5.
+
+Three measures keep training alive at four bits, each where it helps:
+  squares of 16×16 on weights, whose forward and backward casts then are transposes of each other, so that the gradient
+    belongs to the function that was computed;
+  a 16-point Hadamard transform of both operands of wgrad along the dim that is summed: it spreads an outlier over its
+    block, and leaves the product as it was because the transform is orthogonal;
+  stochastic rounding of gradients, which is right on average where rounding to nearest loses small values every time.
+
+What is given up: b is rounded to nearest, so the largest values of a block may lie up to 1/16 beyond 6 (further where b
+is subnormal) and saturate, under stochastic rounding too, which is unbiased within ±6.
+
+Edges. A tensor of zeros, or one that is not finite, has S = 1. A block whose factor rounds to zero (about 459,000 times
+smaller than the tensor's amax) is zeros. A block with an infinity or a NaN has the largest factor, 448: infinities
+saturate, and a NaN stays a NaN. Hardware's E2M1 cannot hold one, E4M3 can, and a broken step should show: on tensor
+cores the block's factor becomes the NaN (`megafp8.fp8.gemm.scaled_mm`).
+
+Shapes: r rows, c columns of a matrix.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megafp8.fp8.blocks import block_amax
+from megafp8.fp8.formats import E2M1, E4M3
+from megafp8.fp8.noise import uniform
+from megafp8.fp8.quantize import amax, quantize
+from megafp8.fp8.scaling import scale_from_amax
+from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_16X16, Scaled, expand
+from megafp8.philox import Key
+
+_POINTS = 16
+
+
+def round_to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
+    """The value of E2M1 for each of x: fp32 to fp32 of that shape, saturating at ±6; NaN stays NaN.
+
+    To nearest, ties to the even code; or, with `noise` uniform in [0, 1), up where the noise is below the part of the
+    step that x has gone, so that the mean is x.
+    """
+    magnitude = x.abs().clamp(max=E2M1.max)
+    step = torch.full_like(x, 0.5).masked_fill_(magnitude >= 2, 1.0).masked_fill_(magnitude >= 4, 2.0)
+    steps = magnitude / step  # exact; a value's count is even where its last bit is 0
+    whole = steps.round() if noise is None else steps.floor() + (noise < steps.frac())
+    return (whole * step).copysign(x)
+
+
+def hadamard_transform(x_rc: Tensor) -> Tensor:
+    """The orthogonal Hadamard transform of every 16 neighbours in a row: any float dtype to fp32 `[r, c]`.
+
+    A tail shorter than 16 stays as it is. Sums are taken in pairs, in an order that is the same everywhere.
+    """
+    r, c = x_rc.shape
+    whole = c - c % _POINTS
+    y = x_rc[:, :whole].float() * _POINTS**-0.5  # first, so that no sum overflows that need not
+    distance = 1
+    while distance < _POINTS:
+        a, b = y.view(r, whole // (2 * distance), 2, distance).unbind(2)
+        y = torch.stack([a + b, a - b], dim=2).view(r, whole)
+        distance *= 2
+    return torch.cat([y, x_rc[:, whole:].float()], dim=1)
+
+
+def quantize_nvfp4(x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: Key | None) -> Scaled:
+    """x `[r, c]`, any float dtype, to E2M1 values `[r, c]` held in E4M3, factors b / S, and S.
+
+    `whole_amax`: the amax, fp32 `[]`, of the tensor that x is a slice of; by default x is all of it. `weight`: blocks
+    of 16×16 instead of 1×16. `stochastic`: round stochastically, with the noise of this key.
+    """
+    x_rc = x_rc.float()
+    r, c = x_rc.shape
+    granularity = BLOCK_16X16 if weight else BLOCK_1X16
+    tensor_scale = scale_from_amax(amax(x_rc) if whole_amax is None else whole_amax, E4M3.max * E2M1.max)
+    block = block_amax(x_rc, granularity) * tensor_scale
+    # Tensor by tensor: CUDA divides by a number as a product with its reciprocal, which rounds twice.
+    block = quantize(block / torch.full_like(block, E2M1.max), torch.ones_like(block), E4M3).float()
+    block_rc = expand(block, granularity, r, c)
+    values = torch.where(block_rc == 0, 0.0, x_rc * tensor_scale / block_rc)
+    values = round_to_e2m1(values, None if stochastic is None else uniform(r, c, stochastic, x_rc.device))
+    return Scaled(values.to(E2M1.dtype), block / tensor_scale, granularity, tensor_scale)

@@ -1,0 +1,123 @@
+"""Cross-entropy over a slice of the vocabulary: one pass over the logits forward, one backward, nothing in between.
+
+The plain version in `megafp8.tensor_parallel.cross_entropy` makes an fp32 copy of the logits, the largest tensor of the
+model, goes over it six times, and keeps it for the backward. Here bf16 logits are read once forward (2 bytes an
+element), and read and written once backward (4 bytes); nothing of their size is allocated.
+
+Forward, the maximum is not known before the sum of exp(x - maximum) begins, so it is kept online (Milakov and
+Gimelshein 2018, arXiv:1805.02867): when a larger x comes, the sum so far is scaled down. Each lane does that for its
+own columns; lanes meet once, at the end. One exponential an element suffices, of -|x - maximum|: it scales either the
+sum or the element. With two, the GPU's special function units would be slower than its memory. The order of summation
+is another than torch's, so the sum agrees to rounding, not to the bit.
+
+Backward, the gradient is written over the logits, of which nobody has any more use. So the logits may not be read after
+the backward.
+
+Ranks combine in between: the maximum of maxima, then sums scaled to it (`megafp8.tensor_parallel.fused_cross_entropy`).
+Triton's interpreter reads and writes bf16 wrongly: there the kernels are given fp32, and torch rounds.
+
+Shapes: n tokens, v columns of this rank's slice of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.arithmetic import ceil_div, readable
+
+BLOCK = 4096  # columns at a time: 16 a thread
+_WARPS = 8
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # not -inf: subtracting that from itself gives NaN
+
+
+@triton.jit
+def statistics_kernel(x_nv, labels_n, statistics_3n, n, columns, first, valid, BLOCK: tl.constexpr):
+    """One token: the maximum, the sum of exponentials, and the label's logit."""
+    token = tl.program_id(0)
+    row = x_nv + token.to(tl.int64) * columns
+    j = tl.arange(0, BLOCK)
+    largest = tl.full([BLOCK], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, valid, BLOCK):
+        x = tl.load(row + start + j, mask=start + j < valid, other=-float("inf")).to(tl.float32)
+        rise = x - largest
+        e = tl.exp(-tl.abs(rise))
+        total = tl.where(rise > 0.0, total * e + 1.0, total + e)
+        largest = tl.maximum(largest, x)
+    maximum = tl.max(largest, axis=0)
+    local = tl.load(labels_n + token) - first
+    label_logit = tl.load(row + local, mask=(local >= 0) & (local < valid), other=0.0).to(tl.float32)
+    tl.store(statistics_3n + token, maximum)
+    tl.store(statistics_3n + n + token, tl.sum(total * tl.exp(largest - maximum), axis=0))
+    tl.store(statistics_3n + 2 * n + token, label_logit)
+
+
+@triton.jit
+def gradient_kernel(x_nv, labels_n, maximum_n, weight_n, dloss_n, blocks, columns, first, valid,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """A block of columns of one token."""
+    token = tl.program_id(0) // blocks
+    j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    row = x_nv + token.to(tl.int64) * columns
+    x = tl.load(row + j, mask=j < valid, other=-float("inf")).to(tl.float32)
+    dloss = tl.load(dloss_n + token)
+    dx = tl.exp(x - tl.load(maximum_n + token)) * (tl.load(weight_n + token) * dloss)
+    dx = tl.where(j == tl.load(labels_n + token) - first, dx - dloss, dx)
+    tl.store(row + j, dx.to(x_nv.dtype.element_ty), mask=j < columns)
+
+
+def _check(x_nv: Tensor, labels_n: Tensor, valid: int) -> None:
+    assert x_nv.dtype in (torch.bfloat16, torch.float32)
+    assert labels_n.dtype == torch.int64
+    assert x_nv.is_contiguous()
+    assert labels_n.is_contiguous()
+    assert labels_n.shape == x_nv.shape[:1]
+    assert 0 <= valid <= x_nv.shape[1]
+
+
+def statistics(x_nv: Tensor, labels_n: Tensor, *, first: int, valid: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The maximum, the sum of exp(x - maximum), and the label's logit of each token, all `[n]` fp32.
+
+    `x_nv` contiguous bf16 or fp32, columns `first` to `first + v` of the vocabulary; columns from `valid` on do not
+    count. `labels_n` int64; the logit of a label that is not here is 0, and so is the sum where no column counts.
+    """
+    _check(x_nv, labels_n, valid)
+    n, columns = x_nv.shape
+    statistics_3n = torch.empty(3, n, dtype=torch.float32, device=x_nv.device)
+    if n:
+        statistics_kernel[(n,)](
+            readable(x_nv), labels_n, statistics_3n, n, columns, first, valid, BLOCK=BLOCK, num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    maximum_n, total_n, label_logit_n = statistics_3n.unbind()
+    return maximum_n, total_n, label_logit_n
+
+
+def gradient_(
+    x_nv: Tensor, labels_n: Tensor, maximum_n: Tensor, weight_n: Tensor, dloss_n: Tensor, *, first: int, valid: int
+) -> None:
+    """Write the logits' gradient over the logits: `exp(x - maximum)·weight·dloss`, less dloss at the label.
+
+    `weight_n` is what makes the exponential a softmax and holds the z-loss: (1 + 2·z·log Z) / Σ exp(x - maximum). It,
+    `maximum_n` and `dloss_n` are contiguous fp32 `[n]`, the rest as for `statistics`. Padded columns become 0. Autograd
+    does not see the change.
+    """
+    _check(x_nv, labels_n, valid)
+    for per_token in (maximum_n, weight_n, dloss_n):
+        assert per_token.dtype == torch.float32
+        assert per_token.shape == labels_n.shape
+        assert per_token.is_contiguous()
+    n, columns = x_nv.shape
+    if not x_nv.numel():
+        return
+    blocks = ceil_div(columns, BLOCK)
+    target = readable(x_nv)
+    gradient_kernel[(n * blocks,)](
+        target, labels_n, maximum_n, weight_n, dloss_n, blocks, columns, first, valid, BLOCK=BLOCK, num_warps=_WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    if target is not x_nv:
+        x_nv.copy_(target)

@@ -1,0 +1,116 @@
+"""Row statistics with the residual addition, and the backward of a norm: the kernels of `megafp8.ops.norm_reference`.
+
+A row is one program's: it is read once, held in registers, and reduced in float64, which Hopper computes at half the
+rate of fp32, so memory stays the limit. In backward a program takes every P-th row and keeps the weight's gradient of
+its rows; the P shares are added at the end.
+
+Shapes: r rows, c columns, p programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.arithmetic import INTERPRETED, next_power_of_2, readable
+from megafp8.ops.norm_reference import EXACT
+
+_PROGRAMS = 4 if INTERPRETED else 264  # two for each of an H200's 132 multiprocessors; measured
+
+
+@triton.jit
+def statistics_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, c, eps, ADD: tl.constexpr, CENTERED: tl.constexpr,
+                      WIDTH: tl.constexpr):  # fmt: skip
+    i = tl.program_id(0)
+    j = tl.arange(0, WIDTH)
+    at = i.to(tl.int64) * c + j
+    x = tl.load(x_rc + at, mask=j < c, other=0.0)
+    if ADD:
+        x = (x.to(tl.float32) + tl.load(branch_rc + at, mask=j < c, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(sum_rc + at, x, mask=j < c)
+    x = x.to(tl.float32)
+    if CENTERED:
+        mean = (tl.sum(x.to(tl.float64)) / c).to(tl.float32)
+        tl.store(mean_r + i, mean)
+        x = tl.where(j < c, x - mean, 0.0)
+    x = x.to(tl.float64)
+    variance = (tl.sum(x * x) / c).to(tl.float32)
+    tl.store(rstd_r + i, tl.div_rn(1.0, tl.sqrt_rn(variance + eps)))
+
+
+@triton.jit
+def backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc, dweight_pc, dbias_pc, r, c,
+                    RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    j = tl.arange(0, WIDTH)
+    weight = tl.load(weight_c + j, mask=j < c, other=0.0).to(tl.float32)
+    dweight = tl.zeros([WIDTH], tl.float64)
+    dbias = tl.zeros([WIDTH], tl.float64)
+    i = tl.program_id(0).to(tl.int64)
+    while i < r:
+        at = i * c + j
+        dy = tl.load(dy_rc + at, mask=j < c, other=0.0).to(tl.float32)
+        x = tl.load(x_rc + at, mask=j < c, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_r + i)
+        if CENTERED:
+            x = x - tl.load(mean_r + i)
+            dbias += dy.to(tl.float64)
+        normalized = x * rstd
+        dweight += (dy * normalized).to(tl.float64)
+        scaled = dy * weight
+        dx = scaled - normalized * (tl.sum((scaled * normalized).to(tl.float64)) / c).to(tl.float32)
+        if CENTERED:
+            dx = dx - (tl.sum(scaled.to(tl.float64)) / c).to(tl.float32)
+        dx = dx * rstd
+        if RESIDUAL:
+            dx = dx + tl.load(dresidual_rc + at, mask=j < c, other=0.0).to(tl.float32)
+        tl.store(dx_rc + at, dx.to(dx_rc.dtype.element_ty), mask=j < c)
+        i += tl.num_programs(0)
+    at = tl.program_id(0) * c + j
+    tl.store(dweight_pc + at, dweight, mask=j < c)
+    if CENTERED:
+        tl.store(dbias_pc + at, dbias, mask=j < c)
+
+
+def _warps(width: int) -> int:
+    return min(16, max(4, width // 512))
+
+
+def statistics(
+    x_rc: Tensor, branch_rc: Tensor | None, eps: float, *, centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`x + branch` in x's dtype (x itself without a branch), and `normalization.statistics` of it."""
+    r, c = x_rc.shape
+    x, branch = readable(x_rc), x_rc if branch_rc is None else readable(branch_rc)
+    total = torch.empty_like(x) if branch_rc is not None else x_rc
+    rstd_r = torch.empty(r, dtype=torch.float32, device=x.device)
+    mean_r = torch.empty_like(rstd_r) if centered else None
+    if r:
+        width = next_power_of_2(c)
+        statistics_kernel[(r,)](
+            x, branch, total, rstd_r if mean_r is None else mean_r, rstd_r, c, eps, ADD=branch_rc is not None,
+            CENTERED=centered, WIDTH=width, num_warps=_warps(width), enable_fp_fusion=False,
+        )  # fmt: skip
+    return total, mean_r, rstd_r
+
+
+def backward(
+    dy_rc: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual_rc: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`normalization.backward`."""
+    r, c = x_rc.shape
+    dy, x, weight = readable(dy_rc), readable(x_rc), readable(weight_c)
+    dx = torch.empty_like(x)
+    width, programs = next_power_of_2(c), min(r, _PROGRAMS)
+    dweight_pc = torch.empty((programs, c), dtype=EXACT, device=x.device)
+    dbias_pc = torch.empty_like(dweight_pc) if mean_r is not None else dweight_pc
+    if r:
+        backward_kernel[(programs,)](
+            dy, x, rstd_r if mean_r is None else mean_r, rstd_r, weight,
+            dy if dresidual_rc is None else readable(dresidual_rc), dx, dweight_pc, dbias_pc, r, c,
+            RESIDUAL=dresidual_rc is not None, CENTERED=mean_r is not None, WIDTH=width, num_warps=_warps(width),
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    dweight_c = dweight_pc.sum(dim=0).float()
+    return dx, dweight_c, dbias_pc.sum(dim=0).float() if mean_r is not None else None

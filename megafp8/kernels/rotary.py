@@ -1,0 +1,79 @@
+"""Rotary embedding of the packed qkv, where it lies.
+
+Plain PyTorch turns q and k through nine temporaries in fp32, some sixty bytes an element. What must move is four: every
+bf16 element of a q or k head is read once and written once. So one kernel turns both over the memory of the qkv
+product, whose own gradient never needs the values it overwrites, and leaves v alone. (The backward is no kernel of its
+own: the gradients of q, k and v are gathered, turned back and cast in one, `QKVGrad` in `megafp8.fp8.sources`.)
+
+A program takes some rows; a row is one head of one token, its two halves lie d/2 apart and are read as two tiles of
+16-byte accesses. Rows run over tokens and heads alike, so that any number of heads fills the programs. The heads of one
+token read the same angles, from L1.
+
+The arithmetic is that of `rotate` in `megafp8.fp8.sources`, bit for bit: fp32, two products and a sum, no multiply-add
+contraction, one rounding at the end. Triton's interpreter reads and writes bf16 wrongly: there the kernel is given
+fp32, and torch rounds.
+
+Shapes: s sequence, b micro-batch, c = (a + 2g)·d channels of a query heads, g key and g value heads of width d.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.arithmetic import ceil_div, next_power_of_2, readable
+
+_PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
+
+
+@triton.jit
+def rotary_kernel(x_sbc, cos, sin, cos_stride_s, cos_stride_b, rows, b, c, heads, D: tl.constexpr,
+                  ROWS: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """Turn rows of the first `heads` heads of each token."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = row // heads
+    j = tl.arange(0, HALF)
+    inside = (row < rows)[:, None] & (j < D // 2)[None, :]
+    at = (token.to(tl.int64) * c + row % heads * D)[:, None] + j[None, :]
+    angle = (token // b * cos_stride_s + token % b * cos_stride_b)[:, None] + j[None, :]
+    first = tl.load(x_sbc + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x_sbc + D // 2 + at, mask=inside, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + angle, mask=inside, other=1.0)
+    sine = tl.load(sin + angle, mask=inside, other=0.0)
+    tl.store(x_sbc + at, (first * cosine - second * sine).to(x_sbc.dtype.element_ty), mask=inside)
+    tl.store(x_sbc + D // 2 + at, (second * cosine + first * sine).to(x_sbc.dtype.element_ty), mask=inside)
+
+
+def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the q and k heads of `qkv_sbc` in place and return it. Twin: `sources.rotate`.
+
+    `qkv_sbc` `[s, b, (a + 2g)·d]`, contiguous bf16 or fp32, is [q heads | k heads | v heads]; `num_heads` is a. `cos`
+    and `sin` are fp32 `[s, 1 or b, d/2]` in one layout, neighbours in the last dim. Autograd does not see the change.
+    """
+    s, b, c = qkv_sbc.shape
+    half = cos.shape[-1]
+    d = 2 * half
+    groups = (c // d - num_heads) // 2
+    heads = num_heads + groups
+    assert c == (heads + groups) * d, f"{c} channels are not {num_heads} q heads of {d}, and k and v heads"
+    assert cos.dtype == sin.dtype == torch.float32
+    assert qkv_sbc.dtype in (torch.bfloat16, torch.float32)
+    assert qkv_sbc.is_contiguous()
+    cos, sin = cos.expand(s, b, half), sin.expand(s, b, half)  # one angle for all samples: stride 0
+    assert cos.stride() == sin.stride()
+    assert cos.stride(-1) == 1
+    if not qkv_sbc.numel():
+        return qkv_sbc
+    rows = s * b * heads
+    width = next_power_of_2(half)
+    tile = max(1, _PAIRS // width)
+    target = readable(qkv_sbc)
+    rotary_kernel[(ceil_div(rows, tile),)](
+        target, cos, sin, cos.stride(0), cos.stride(1), rows, b, c, heads, D=d, ROWS=tile, HALF=width, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    if target is not qkv_sbc:
+        qkv_sbc.copy_(target)
+    return qkv_sbc

@@ -1,0 +1,61 @@
+"""Transposing codes: one byte an element, 16 bytes an access.
+
+Gathered rows become the columns that wgrad wants, and a gathered weight those of dgrad, by a transpose of nothing but
+bytes. Torch copies them one at a time: a ninth of the bandwidth, and a tenth of a tensor-parallel step. Here a matrix
+is read as 32-bit words, four columns of a row. Four rows' words hold a 4×4 block of bytes, which a thread turns within
+its registers; what then goes through shared memory, and to the other matrix, are words again, four rows of a column.
+
+Shapes: r rows, c columns of codes, both multiples of four; w = c/4 words of a row, q = r/4 quads of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.arithmetic import ceil_div
+
+_QUADS, _WORDS, _WARPS = 32, 32, 4  # of a program: 16 KiB
+
+
+@triton.jit
+def _gathered(a0, a1, a2, a3, k: tl.constexpr):
+    """Byte k of each of four words, as a word."""
+    first = ((a0 >> (8 * k)) & 0xFF) | (((a1 >> (8 * k)) & 0xFF) << 8)
+    second = ((a2 >> (8 * k)) & 0xFF) | (((a3 >> (8 * k)) & 0xFF) << 8)
+    return first | (second << 16)
+
+
+@triton.jit
+def transpose_kernel(x_rw, y_cq, words, quads, QUADS: tl.constexpr, WORDS: tl.constexpr):
+    """A tile of QUADS × 4 rows and WORDS × 4 columns."""
+    w0, q0 = tl.program_id(0) * WORDS, tl.program_id(1) * QUADS
+    w, q = tl.arange(0, WORDS), tl.arange(0, QUADS)
+    inside = (q0 + q < quads)[:, None] & (w0 + w < words)[None, :]
+    x = x_rw + q0.to(tl.int64) * 4 * words + w0 + (q[:, None] * (4 * words) + w[None, :])
+    a0 = tl.load(x, mask=inside, other=0)
+    a1 = tl.load(x + words, mask=inside, other=0)
+    a2 = tl.load(x + 2 * words, mask=inside, other=0)
+    a3 = tl.load(x + 3 * words, mask=inside, other=0)
+    y = y_cq + w0.to(tl.int64) * 4 * quads + q0 + (w[:, None] * (4 * quads) + q[None, :])
+    turned = (w0 + w < words)[:, None] & (q0 + q < quads)[None, :]
+    for k in tl.static_range(4):
+        tl.store(y + k * quads, tl.trans(_gathered(a0, a1, a2, a3, k)), mask=turned)
+
+
+def transpose(codes_rc: Tensor) -> Tensor:
+    """`[r, c]` of a dtype of one byte, contiguous -> `[c, r]`, contiguous. Twin: `codes_rc.t().contiguous()`."""
+    r, c = codes_rc.shape
+    assert codes_rc.itemsize == 1
+    assert codes_rc.is_contiguous()
+    assert r % 4 == c % 4 == 0, f"{r}×{c} codes do not make whole words"
+    y_cr = torch.empty((c, r), dtype=codes_rc.dtype, device=codes_rc.device)
+    if codes_rc.numel():
+        words, quads = c // 4, r // 4
+        transpose_kernel[(ceil_div(words, _WORDS), ceil_div(quads, _QUADS))](
+            codes_rc.view(torch.int32), y_cr.view(torch.int32), words, quads, QUADS=_QUADS, WORDS=_WORDS,
+            num_warps=_WARPS,
+        )  # fmt: skip
+    return y_cr

@@ -1,0 +1,32 @@
+"""benchmarks/bench_checkpoint.py runs, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_checkpoint
+
+
+def test_it_measures_every_way_and_cleans_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--folder", str(tmp_path / "disk"), "--parameters", "1", "--step-seconds", "0.01", "--rounds", "2"]
+    assert bench_checkpoint.main([*arguments, "--json", str(tmp_path / "rows.json")]) == 0
+    rows, again = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["how"] for row in rows] == [
+        "the disk",
+        "torch.save",
+        "at once",
+        "load",
+        "load, verified",
+        "in the background, first",
+        "in the background, again",
+    ]
+    assert [row["how"] for row in again] == [row["how"] for row in rows]
+    assert all(0 < row["stalled"] <= row["total"] for row in rows)
+    assert {row["bytes"] for row in rows} == {2 * (2048 * (2 * 2048 + 2 * 512 + 3 * 5632) + 2048)}
+    assert "in the background, again" in capsys.readouterr().out
+    assert list((tmp_path / "disk").iterdir()) == []
+    (tmp_path / "disk" / "mine").write_text("x")
+    assert bench_checkpoint.main(arguments) == 2

@@ -1,0 +1,77 @@
+"""The benchmark of steps: its arithmetic, and a run on CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_step import layout_overrides, simulated_bubble, variant_overrides
+from benchmarks.step_profile import Kernel, by_name, outside, shares, union
+from megafp8.config import load_config
+from megafp8.pipeline_parallel.simulate import Times, simulate
+from megafp8.training.pipeline import plan_pipeline
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    *("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=2", "model.num_query_groups=1"),
+    *("model.ffn_hidden_size=64", "model.vocab_size=128", "training.seq_length=16"),
+]
+
+
+def test_intervals() -> None:
+    assert union([(3, 4), (0, 2), (1, 2.5), (2.5, 3)]) == [(0, 4)]
+    assert outside([(0, 4), (5, 6)], [(1, 2), (3, 5.5)]) == pytest.approx(1 + 1 + 0.5)
+
+
+def test_what_nothing_hides() -> None:
+    kernels = [
+        ("gemm", 0.0, 4.0),
+        ("ncclDevKernel_ReduceScatter", 2.0, 5.0),  # one of three is exposed
+        ("Memcpy PtoP (Device -> Device)", 6.0, 7.0),
+        ("Memset (Device)", 7.0, 8.0),
+    ]
+    found = shares(kernels, duration=10.0)
+    assert (found.computing, found.communicating, found.exposed) == pytest.approx((0.5, 0.4, 0.2))
+    assert found.idle == pytest.approx(0.3)
+    again = [("void gemm<128>(float*, int)", 8.0, 9.0), ("void gemm<128>(float*, float)", 9.0, 9.5)]
+    assert by_name([*kernels, *again])[:2] == [Kernel("gemm", 1, 4e-3), Kernel("ncclDevKernel_ReduceScatter", 1, 3e-3)]
+    assert Kernel("gemm<128>", 2, 1.5e-3) in by_name(again)
+
+
+def test_layouts_and_variants() -> None:
+    assert layout_overrides("tensor=2 training.precision=bf16") == ["parallel.tensor=2", "training.precision=bf16"]
+    assert variant_overrides("fp32") == ["training.precision=fp32", "fp8.recipe=none"]
+    assert variant_overrides("current+fast")[1:] == ["fp8.recipe=current", "fp8.fast_accumulation=[true,true,true]"]
+    assert variant_overrides("bf16+deterministic")[2:] == ["deterministic=true"]
+    with pytest.raises(ValueError, match=r"'bf16\+slow' has the option 'slow', which is none of fast, graphs, determ"):
+        variant_overrides("bf16+slow")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_simulated_timeline_is_simulated_again(schedule: str) -> None:
+    """From its own spans, whatever each stage takes."""
+    overrides = ["parallel.tensor=1", "parallel.pipeline=4", f"parallel.schedule={schedule}"]
+    plan = plan_pipeline(load_config(ROOT / "configs/llama3-8b.yaml", overrides), 8)
+    times = [Times(1.0, 1.5, 0.5), Times(2.0, 1.0, 1.0), Times(0.5, 1.0, 2.0), Times(4.0, 3.0, 1.0)]
+    measured = simulate(plan.train, plan.placement, times)
+    assert simulated_bubble(plan, measured) == pytest.approx(measured.bubble_fraction)
+
+
+def test_a_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.bench_step", "--config", "configs/llama3-8b.yaml", "--layouts"]
+    command += ["tensor=1 pipeline=1", "tensor=2 pipeline=1", "--variants", "fp32,current+fast", "--micro-batches", "2"]
+    command += ["--warmup", "1", "--steps", "2", "--rounds", "2", "--json", str(tmp_path / "out.json"), "--set", *TINY]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {(row["layout"], row["variant"]): row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    fp32, current = (rows["tensor=1 pipeline=1", variant] for variant in ("fp32", "current+fast"))
+    assert fp32["first_loss"] == pytest.approx(math.log(128), rel=0.02)
+    assert 0 < abs(current["last_loss"] - fp32["last_loss"]) < 0.01
+    assert fp32["tokens_per_second_per_gpu"] == pytest.approx(2 * 16 / (fp32["step_ms"] / 1e3))
+    assert "parallel.tensor" in rows["tensor=2 pipeline=1", "fp32"]["failure"]
+    assert "parallel.tensor" in done.stdout

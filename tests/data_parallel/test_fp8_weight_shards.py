@@ -1,0 +1,114 @@
+"""A weight cast in shares is the weight cast whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.data_parallel.fp8_weight_shards import WeightShare, code_format
+from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Linear, Fp8Manager, StaticScaling
+from megafp8.fp8.recipes.base import BlockwiseScaling, Fp8Recipe
+from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from tests.world import World
+
+SHAPES = {"layers.0.a": (48, 32), "layers.1.b": (16, 96), "layers.2.c": (32, 64)}
+RECIPES: dict[str, Fp8Recipe] = {
+    "current": CurrentScaling(),
+    "power-of-two": CurrentScaling(power_of_two=True, amax_epsilon=8.0),
+    "delayed": DelayedScaling(amax_history_len=3, margin=1, power_of_two_scale=True),
+    "static": StaticScaling(amax=(("*", 3.0),)),
+}
+
+
+def _manager(recipe: Fp8Recipe, group: Any) -> tuple[Fp8Manager, dict[str, Fp8Linear]]:
+    manager = Fp8Manager(recipe, amax_group=group)
+    whole: dict[str, Any] = {"tp_group": None, "input_sharded": False, "grad_output_sharded": False}
+    ops = {name: manager.linear_op(name, **whole) for name in SHAPES}
+    manager.materialize(torch.device("cpu"))
+    return manager, {name: op for name, op in ops.items() if isinstance(op, Fp8Linear)}
+
+
+def _weight(name: str, step: int) -> Tensor:
+    seed = list(SHAPES).index(name) + 10 * step
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed)) * (1 + seed)
+
+
+def _cuts(numel: int, ranks: int) -> list[int]:
+    """Edges of uneven shares that begin within rows; rank 0 has none of the last weight."""
+    return [0, *(0 if numel == 32 * 64 and r == 0 else (r + 1) * numel // ranks - 13 for r in range(ranks - 1)), numel]
+
+
+def _case(recipe: Fp8Recipe, dtype: torch.dtype) -> list[list[bool]]:
+    """In each step: whether codes as rows and as columns, factors, and the state after the step are those of a rank
+    that casts everything."""
+    parallel = initialize_model_parallel(device=initialize_distributed("cpu"))
+    group, rank, ranks = parallel.world.group, parallel.rank, parallel.world_size
+    reference, whole_ops = _manager(recipe, None)
+    manager, ops = _manager(recipe, group)
+    shares, masters = [], {}
+    for name, op in ops.items():
+        edges = _cuts(_weight(name, 0).numel(), ranks)
+        masters[name] = torch.empty(edges[rank + 1] - edges[rank])
+        codes = torch.zeros(SHAPES[name], dtype=torch.uint8).view(torch.float8_e4m3fn)
+        shares.append(WeightShare(op, codes, edges[rank], masters[name], dtype))
+    manager.share_weights(shares, torch.device("cpu"))
+    found = []
+    for step in range(4):
+        for name, share in zip(ops, shares, strict=True):
+            values = _weight(name, step).view(-1)
+            masters[name].copy_(values[share.start : share.start + len(masters[name])])
+        manager.cast_weights()
+        for name, share in zip(ops, shares, strict=True):
+            gathered = torch.zeros(ranks, share.codes_nk.numel(), dtype=torch.int32)
+            gathered[rank, share.start : share.start + len(masters[name])] = 1
+            gathered[rank] *= share.codes_nk.view(torch.uint8).view(-1).int()
+            torch.distributed.all_reduce(gathered, group=group)
+            share.codes_nk.view(torch.uint8).view(-1).copy_(gathered.sum(dim=0))
+        same = []
+        for name, op in ops.items():
+            weight = torch.nn.Parameter(_weight(name, step).to(dtype))
+            expected = whole_ops[name].weight8(weight, columns=True)
+            made = op.weight8(torch.full(SHAPES[name], torch.nan), columns=True)
+            for a, b in ((made.rows, expected.rows), (made.columns, expected.columns)):
+                assert a is not None
+                assert b is not None
+                same += [torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))]
+                same += [torch.equal(a.scale_inv, b.scale_inv)]
+        reference.end_step()
+        manager.end_step()
+        state = reference.state_dict()
+        same += [torch.equal(x, state[name]) for name, x in manager.state_dict().items()]
+        found.append(same)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shares_are_cast_as_the_whole(world2: World, recipe: str, dtype: torch.dtype) -> None:
+    for steps in world2.run(_case, RECIPES[recipe], dtype):
+        assert [all(same) for same in steps] == [True] * 4
+        assert len(steps[0]) >= 12
+
+
+def test_a_weight_that_breaks_shows() -> None:
+    """A value that is not finite stays one, as in a cast of the whole; what is below the margin saturates."""
+    manager, ops = _manager(CurrentScaling(), None)
+    codes = torch.zeros(48, 32, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    master = torch.ones(48 * 32)
+    master[7] = torch.nan
+    manager.share_weights([WeightShare(ops["layers.0.a"], codes, 0, master, torch.float32)], torch.device("cpu"))
+    manager.cast_weights()
+    assert codes.float().isnan().sum() == 1
+    assert codes.float().view(-1)[7].isnan()
+
+
+def test_what_can_be_codes() -> None:
+    assert code_format(_manager(CurrentScaling(), None)[1]["layers.0.a"]) is CurrentScaling().forward_format
+    assert code_format(_manager(BlockwiseScaling(), None)[1]["layers.0.a"]) is None
+    dgrad = CurrentScaling(override_linear_precision=(False, True, False))
+    assert code_format(_manager(dgrad, None)[1]["layers.0.a"]) is None
+    wgrad = CurrentScaling(override_linear_precision=(False, False, True))
+    assert code_format(_manager(wgrad, None)[1]["layers.0.a"]) is not None

@@ -1,0 +1,192 @@
+"""The history against a naive list, one number at a time, for longer than it is long."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup, group
+
+from megafp8.fp8 import E4M3, E5M2, DelayedScaling
+from megafp8.fp8.recipes.delayed import DelayedState
+from megafp8.fp8.sources import Plain
+from tests.fp8.reference import scale_of
+from tests.world import World
+
+CPU = torch.device("cpu")
+FORMATS = {"a": E4M3, "b": E5M2, "c": E4M3}
+
+
+class NaiveTensor:
+    """Delayed scaling of one tensor with Python lists."""
+
+    def __init__(self, fp8_max: float, recipe: DelayedScaling) -> None:
+        self.fp8_max, self.recipe = fp8_max, recipe
+        self.past: list[float] = []  # newest last, finite only (0 for a bad step)
+        self.scale, self.steps = 1.0, 0
+
+    def step(self, amax: float) -> None:
+        window = [*self.past, amax][-self.recipe.amax_history_len :]
+        chosen = max(window, key=lambda a: math.inf if math.isnan(a) else a)
+        if self.recipe.amax_compute_algo == "most_recent":
+            chosen = amax
+        if self.steps % self.recipe.interval == 0 and math.isfinite(chosen) and chosen > 0:
+            self.scale = scale_of(
+                chosen, self.fp8_max, margin=self.recipe.margin, power_of_two=self.recipe.power_of_two_scale
+            )
+        self.past.append(amax if math.isfinite(amax) else 0.0)
+        self.steps += 1
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        DelayedScaling(),
+        DelayedScaling(amax_history_len=16, interval=3, margin=1),
+        DelayedScaling(amax_history_len=7, amax_compute_algo="most_recent", power_of_two_scale=True),
+        DelayedScaling(amax_history_len=1),
+    ],
+    ids=["default", "interval", "most_recent", "length_one"],
+)
+def test_1030_steps_against_a_naive_list(recipe: DelayedScaling) -> None:
+    rng = random.Random(0)
+    state = DelayedState(recipe, FORMATS, CPU)
+    quantizers = state.quantizers
+    naive = {name: NaiveTensor(fmt.max, recipe) for name, fmt in FORMATS.items()}
+    for step in range(1030):
+        for name in FORMATS:
+            peaks = [torch.tensor(rng.lognormvariate(0, 2) * 10 ** (-step / 300)).item() for _ in range(2)]
+            if rng.random() < 0.05:
+                peaks[0] = rng.choice([0.0, math.inf, math.nan])
+            for peak in peaks:  # two micro-batches
+                quantizers[name](Plain(torch.tensor([[-peak, peak / 2]])), rows=True, columns=False)
+            naive[name].step(max(peaks, key=lambda a: math.inf if math.isnan(a) else a))
+        state.end_step(None)
+        assert state.scale_t.tolist() == [naive[name].scale for name in FORMATS], step
+        assert state.history_tl[:, 0].tolist() == [0, 0, 0]
+    length = recipe.amax_history_len
+    for i, name in enumerate(FORMATS):
+        assert state.history_tl[i, 1:].tolist() == naive[name].past[::-1][: length - 1]
+
+
+def test_one_bad_step_costs_one_update() -> None:
+    state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E4M3}, CPU)
+    quantizer = state.quantizers["a"]
+    scales = []
+    for peak in (2.0, torch.nan, 4.0, 1.0, 1.0, 1.0, 1.0):
+        quantizer(Plain(torch.tensor([[peak]])), rows=True, columns=False)
+        state.end_step(None)
+        scales.append(state.scale_t.item())
+        assert state.history_tl.isfinite().all()
+    assert scales == [224, 224, 112, 112, 112, 112, 448]
+
+
+def test_the_first_step_scales_by_the_tensor_at_hand() -> None:
+    state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E5M2}, CPU)
+    quantizer = state.quantizers["a"]
+    tiny = Plain(torch.tensor([[3e-7, -1e-7, 0.0]]))  # below E5M2's least number: a scale of 1 would make them zeros
+    for _ in range(2):  # two micro-batches, or a forward that is recomputed
+        operand = quantizer(tiny, rows=True, columns=True)
+        assert operand.rows is not None
+        assert operand.columns is not None
+        expected = tiny.x_rc.double() * (57344 / 3e-7)
+        assert torch.equal(operand.rows.data.double(), expected.float().to(torch.float8_e5m2).double())
+        assert operand.rows.dequantize(torch.float32).allclose(tiny.x_rc, rtol=0.125)
+    state.end_step(None)
+    assert state.scale_t.item() == pytest.approx(57344 / 3e-7)
+    grown = quantizer(Plain(torch.tensor([[1.0]])), rows=True, columns=False)
+    assert grown.rows is not None
+    assert grown.rows.data.float().item() == 57344  # saturated: from the second step on by what was seen before
+
+
+@pytest.mark.parametrize("margin", [-1, 0, 3])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_the_first_step_keeps_margin_and_powers_of_two(margin: int, power_of_two: bool) -> None:
+    recipe = DelayedScaling(amax_history_len=4, margin=margin, power_of_two_scale=power_of_two)
+    state = DelayedState(recipe, FORMATS, CPU)
+    peaks = {"a": 3.7, "b": 2e-6, "c": 1000.0}
+    for name, fmt in FORMATS.items():
+        x = torch.tensor([[-peaks[name], peaks[name] / 3]])
+        rows = state.quantizers[name](Plain(x), rows=True, columns=False).rows
+        assert rows is not None
+        scale = scale_of(x.abs().max().item(), fmt.max, margin=margin, power_of_two=power_of_two)
+        assert rows.scale_inv.item() == torch.tensor(scale).reciprocal().item()
+        scaled = (x * torch.tensor(scale)).clamp(-fmt.max, fmt.max)
+        assert torch.equal(rows.data.float(), scaled.to(fmt.dtype).float())
+    state.end_step(None)
+    for i, (name, fmt) in enumerate(FORMATS.items()):  # the next step scales the same amax by the same scale
+        peak = torch.tensor(peaks[name]).item()
+        assert state.scale_t[i].item() == scale_of(peak, fmt.max, margin=margin, power_of_two=power_of_two)
+
+
+def test_evaluation_before_the_first_step_notes_nothing() -> None:
+    state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E4M3}, CPU)
+    quantizer = state.quantizers["a"]
+    quantizer.recording = False
+    operand = quantizer(Plain(torch.tensor([[1e-6]])), rows=True, columns=False)
+    assert operand.rows is not None
+    assert operand.rows.data.float().item() == 448
+    assert state.history_tl.sum() == 0
+    assert quantizer.fresh
+
+
+def test_who_resumes_goes_on_with_the_history() -> None:
+    first, second = (DelayedState(DelayedScaling(amax_history_len=1), {"a": E4M3}, CPU) for _ in range(2))
+    first.quantizers["a"](Plain(torch.tensor([[2.0]])), rows=True, columns=False)
+    first.end_step(None)
+    second.refresh()
+    assert second.quantizers["a"].fresh
+    for name, tensor in second.state_dict().items():
+        tensor.copy_(first.state_dict()[name])
+    second.refresh()
+    assert not second.quantizers["a"].fresh
+    assert second.quantizers["a"].scale_inv.item() == pytest.approx(2 / 448)
+
+
+def test_a_callable_sees_the_newest_first() -> None:
+    seen = []
+
+    def second_newest(history_tl: torch.Tensor) -> torch.Tensor:
+        seen.append(history_tl[0, :3].tolist())
+        return history_tl[:, 1]
+
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=second_newest)
+    state = DelayedState(recipe, {"a": E4M3}, CPU)
+    quantizer = state.quantizers["a"]
+    for peak in (2.0, 7.0, 4.0):
+        quantizer(Plain(torch.tensor([[peak]])), rows=True, columns=False)
+        state.end_step(None)
+    assert seen == [[2, 0, 0], [7, 2, 0], [4, 7, 2]]
+    assert state.scale_t.item() == 64
+
+
+def _ranks_agree() -> list[list[float]]:
+    world = group.WORLD
+    assert isinstance(world, ProcessGroup)
+    rank = world.rank()
+    state = DelayedState(DelayedScaling(amax_history_len=8), {"a": E4M3, "b": E5M2}, CPU)
+    a, b = state.quantizers.values()
+    scales = []
+    for step in range(4):
+        a(Plain(torch.tensor([[1.0 + rank * (3 - step)]])), rows=True, columns=False)
+        b(
+            Plain(torch.tensor([[torch.nan if step == 2 and rank == 0 else 2.0 ** (rank + step)]])),
+            rows=True,
+            columns=False,
+        )
+        state.end_step(world)
+        scales.append(state.scale_t.tolist())
+    assert state.history_tl[0, 1:5].tolist() == [1, 2, 3, 4]
+    return scales
+
+
+def test_ranks_share_the_largest_amax_and_a_bad_step(world2: World) -> None:
+    first, second = world2.run(_ranks_agree)
+    assert first == second
+    assert first == [[112, 57344 / 2], [112, 57344 / 4], [112, 57344 / 4], [112, 57344 / 16]]
+
+
+def test_a_rank_without_fp8_layers_takes_no_part() -> None:
+    DelayedState(DelayedScaling(), {}, CPU).end_step(None)

@@ -1,0 +1,421 @@
+"""FP8 health: each statistic against loops over the elements, what is sampled, the file, and the advice."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megafp8.config import Config
+from megafp8.fp8 import E4M3, E5M2, Format
+from megafp8.fp8 import health as report
+from megafp8.fp8.health import (
+    EXACT_DB,
+    Advice,
+    Record,
+    Recorder,
+    ReportWriter,
+    advice,
+    as_yaml,
+    read_report,
+    statistics,
+)
+from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Scaled
+from tests.fp8.reference import decode, encode
+
+GRANULARITIES = [TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, BLOCK_1X32, BLOCK_1X16]
+AMAX, _, UNDERFLOW, SATURATED, SNR_DB = range(5)
+
+
+def blocks_of(granularity: Granularity, r: int, c: int) -> Iterator[tuple[tuple[int, ...], tuple[slice, slice]]]:
+    """Each block's place among the factors, and its elements."""
+    rows, columns = granularity.rows or r, granularity.columns or c
+    for i in range(0, r, rows):
+        for j in range(0, c, columns):
+            place = () if granularity.rows is None else (i // rows, j // columns)
+            yield place, (slice(i, i + rows), slice(j, j + columns))
+
+
+def cast(x: Tensor, fmt: Format, granularity: Granularity, stale: float) -> tuple[Scaled, NDArray[np.float32]]:
+    """x quantized by the reference with scales `stale` times those that fit, and the scales."""
+    values = x.float().numpy()
+    scale = np.ones(granularity.grid(*x.shape), np.float32)
+    codes = np.zeros(x.shape, np.uint8)
+    for place, block in blocks_of(granularity, *x.shape):
+        amax = np.abs(values[block]).max()
+        if amax > 0:
+            scale[place] = np.float32(fmt.max) / amax * np.float32(stale)
+        codes[block] = encode(values[block] * scale[place], fmt)
+    return Scaled(torch.from_numpy(codes).view(fmt.dtype), torch.tensor(1 / scale), granularity), scale
+
+
+def by_hand(x: Tensor, q: Scaled, scale: NDArray[np.float32], fmt: Format) -> list[float]:
+    """The five figures, element by element in float64."""
+    signal = noise = 0.0
+    nonzero = lost = clamped = 0
+    codes, scale_inv = q.data.view(torch.uint8).numpy(), q.scale_inv.numpy()
+    for place, block in blocks_of(q.granularity, *x.shape):
+        for value, code in zip(x[block].flatten().tolist(), codes[block].flatten().tolist()):
+            rounded = float(np.float32(decode(code, fmt)) * scale_inv[place])  # dequantized means to fp32
+            signal += value**2
+            noise += (value - rounded) ** 2
+            nonzero += value != 0
+            lost += value != 0 and code & 0x7F == 0
+            clamped += abs(value) * float(scale[place]) > fmt.max * (1 + 1e-6)  # scales are rounded to fp32
+    amax = max(abs(v) for v in x.flatten().tolist())
+    middle = float(np.sort(scale.flatten())[scale.size // 2])
+    return [amax, middle, lost / nonzero, clamped / x.numel(), 10 * math.log10(signal / noise)]
+
+
+def heavy_tailed(r: int, c: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Values over many octaves, some of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    normal, spread, kept = (torch.randn(r, c, generator=generator) for _ in range(3))
+    return (normal * torch.exp(3 * spread) * (kept > -1.5)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("stale", [1.0, 8.0, 2.0**-9], ids=["fits", "saturates", "underflows"])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=lambda granularity: granularity.name)
+def test_statistics_against_loops(
+    granularity: Granularity, fmt: Format, stale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = heavy_tailed(131, 137, dtype)
+    q, scale = cast(x, fmt, granularity, stale)
+    expected = by_hand(x, q, scale, fmt)
+    for band in (2**23, 700):  # in one piece, and in bands of a few rows
+        monkeypatch.setattr(report, "_BAND_ELEMENTS", band)
+        found = statistics(x, q)
+        assert found.dtype == torch.float32
+        np.testing.assert_allclose(found[:SNR_DB].tolist(), expected[:SNR_DB], rtol=3e-7, atol=0)
+        assert found[SNR_DB].item() == pytest.approx(expected[SNR_DB], abs=1e-4, rel=0)  # norms are summed in fp32
+    assert (expected[SATURATED] > 0) == (stale > 1)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_rounding_alone_leaves_the_decibels_promised(fmt: Format) -> None:
+    x = torch.randn(128, 512, generator=torch.Generator().manual_seed(1))
+    q, _ = cast(x, fmt, TENSOR, 1.0)
+    assert statistics(x, q)[SNR_DB].item() == pytest.approx({"e4m3": 31, "e5m2": 25}[fmt.name], abs=1)
+
+
+def scaled(x: Tensor, fmt: Format = E4M3, scale: float = 1.0) -> Scaled:
+    codes = encode(x.float().numpy() * np.float32(scale), fmt)
+    return Scaled(torch.from_numpy(codes).view(fmt.dtype), torch.tensor(scale).reciprocal())
+
+
+def test_saturated_is_beyond_the_maximum_though_it_would_round_to_it() -> None:
+    x = torch.tensor([[448.0, -448.0, 450.0, -1e4]])
+    assert statistics(x, scaled(x))[SATURATED].item() == 0.5
+
+
+def test_a_scale_that_fits_never_saturates() -> None:
+    amaxes = torch.rand(1000, 1, generator=torch.Generator().manual_seed(0)) * 10
+    for dtype in (torch.float32, torch.bfloat16):
+        x = amaxes.to(dtype)
+        for fmt in (E4M3, E5M2):
+            q, _ = cast(x, fmt, ROW, 1.0)
+            assert statistics(x, q)[SATURATED].item() == 0
+
+
+def test_underflow_is_of_the_non_zero_elements_and_starts_at_half_the_least_code() -> None:
+    half = 2.0**-10  # E4M3's least is 2^-9; the tie goes to zero
+    x = torch.tensor([[half, -half, math.nextafter(half, 1) * (1 + 2**-20), 0.0, -0.0, 1.0]])
+    assert statistics(x, scaled(x))[UNDERFLOW].item() == 0.5
+
+
+def test_exact_casts_zeros_and_total_loss() -> None:
+    exact = torch.tensor([[1.0, -0.25, 448.0, 0.0]])
+    assert statistics(exact, scaled(exact)).tolist() == [448.0, 1.0, 0.0, 0.0, EXACT_DB]
+    zeros = torch.zeros(3, 5, dtype=torch.bfloat16)
+    assert statistics(zeros, scaled(zeros)).tolist() == [0.0, 1.0, 0.0, 0.0, EXACT_DB]
+    lost = torch.full((2, 2), 1e-6)
+    assert statistics(lost, scaled(lost)).tolist()[UNDERFLOW:] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("power", [-120, -60, 60, 110])
+def test_snr_does_not_depend_on_the_size(power: int) -> None:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    at_one = statistics(x, scaled(x, scale=64.0))
+    moved = statistics(x * 2.0**power, scaled(x * 2.0**power, scale=64.0 * 2.0**-power))
+    assert moved[SNR_DB].item() == at_one[SNR_DB].item()
+    assert moved[AMAX].item() == at_one[AMAX].item() * 2.0**power
+
+
+def test_a_factor_of_zero_loses_and_does_not_clamp() -> None:
+    x = torch.ones(1, 32)
+    codes = encode(np.array([[2.0] * 16 + [0.0] * 16], np.float32), E4M3)
+    q = Scaled(torch.from_numpy(codes).view(E4M3.dtype), torch.tensor([[0.5, 0.0]]), BLOCK_1X16)
+    assert statistics(x, q).tolist()[UNDERFLOW : SATURATED + 1] == [0.5, 0]
+
+
+@pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("granularity", [TENSOR, BLOCK_1X16], ids=lambda granularity: granularity.name)
+def test_what_is_not_finite_becomes_null(granularity: Granularity, broken: float, tmp_path: Path) -> None:
+    x = torch.ones(2, 32)
+    x[1, 3] = broken
+    recorder = Recorder(1)
+    recorder.begin_step(1)
+    recorder.observe("a", "input", x, Scaled(scaled(x).data, torch.ones(granularity.grid(2, 32)), granularity))
+    (record,) = recorder.end_step()
+    saturated = 0.0 if math.isnan(broken) else 0.015625
+    assert record == Record(1, "a", "input", None, 1.0, 0.0, saturated, None)
+    writer = ReportWriter(tmp_path / "r", 0)
+    writer.write([record])
+    writer.close()
+    line = json.loads((tmp_path / "r").read_text(), parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+    assert (line["amax"], line["snr_db"]) == (None, None)
+
+
+# --- what is sampled ------------------------------------------------------------------------------------------------
+
+
+def observe(recorder: Recorder, layer: str, operand: str, amax: float) -> None:
+    x = torch.full((2, 4), amax)
+    recorder.observe(layer, operand, x, scaled(x))
+
+
+def test_every_nth_step_and_each_tensors_first_micro_batch() -> None:
+    recorder = Recorder(3)
+    found = []
+    for step in range(1, 8):
+        assert recorder.begin_step(step) == (step in (3, 6))
+        assert recorder.wants("a", "input") == (step in (3, 6))
+        for microbatch in range(3):
+            observe(recorder, "b", "input", step + microbatch)
+            observe(recorder, "a", "input", 2.0 * step + microbatch)
+            observe(recorder, "a", "grad_output", 8.0)
+        assert not recorder.wants("a", "input")
+        found += recorder.end_step()
+        assert not recorder.wants("c", "input")
+        observe(recorder, "a", "input", 1.0)  # evaluation, between steps
+    assert [(r.step, r.layer, r.operand, r.amax) for r in found] == [
+        (3, "b", "input", 3.0), (3, "a", "input", 6.0), (3, "a", "grad_output", 8.0),
+        (6, "b", "input", 6.0), (6, "a", "input", 12.0), (6, "a", "grad_output", 8.0),
+    ]  # fmt: skip
+    assert found[0] == Record(3, "b", "input", amax=3.0, scale=1.0, underflow=0.0, saturated=0.0, snr_db=EXACT_DB)
+
+
+def test_figures_have_six_digits() -> None:
+    recorder = Recorder(1)
+    recorder.begin_step(1)
+    observe(recorder, "a", "input", 1.23456789)
+    assert recorder.end_step()[0].amax == 1.23457
+
+
+def test_an_interval_of_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="interval is 0; it must be at least 1 step"):
+        Recorder(0)
+
+
+class CountsReads(TorchDispatchMode):
+    """Counts what waits for a device: `item` and its kin."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal)
+        self.reads += func.overloadpacket in waits
+        return func(*args, **(kwargs or {}))
+
+
+def test_observing_waits_for_nothing() -> None:
+    recorder = Recorder(1)
+    recorder.begin_step(1)
+    x = heavy_tailed(4, 256, torch.bfloat16)
+    casts = [cast(x, E4M3, granularity, 1.0)[0] for granularity in GRANULARITIES]
+    with CountsReads() as counter:
+        for q in casts:
+            recorder.observe(q.granularity.name, "input", x, q)
+        assert counter.reads == 0
+        x.sum().item()
+        assert counter.reads == 1
+
+
+@pytest.mark.gpu
+def test_observing_waits_for_nothing_on_a_gpu_and_finds_the_same() -> None:
+    x = heavy_tailed(131, 137, torch.bfloat16)
+    for granularity in GRANULARITIES:
+        q, _ = cast(x, E4M3, granularity, 8.0)
+        on_gpu = x.cuda(), Scaled(q.data.cuda(), q.scale_inv.cuda(), granularity)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = statistics(*on_gpu)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        np.testing.assert_allclose(found.tolist(), statistics(x, q).tolist(), rtol=3e-7, atol=1e-4)
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+RECORD = Record(100, "layers.0.mlp.down", "input", 3.5, 128.0, 0.01, 0.0, 31.5)
+
+
+def write(path: Path, step: int, *records: Record) -> None:
+    writer = ReportWriter(path, step)
+    writer.write(records)
+    writer.close()
+
+
+def test_one_object_a_tensor_with_the_names_promised(tmp_path: Path) -> None:
+    write(tmp_path / "r", 0, RECORD, replace(RECORD, operand="weight", snr_db=None))
+    lines = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
+    assert lines[0] == {
+        "step": 100, "layer": "layers.0.mlp.down", "operand": "input", "amax": 3.5, "scale": 128.0,
+        "underflow": 0.01, "saturated": 0.0, "snr_db": 31.5,
+    }  # fmt: skip
+    assert read_report(tmp_path / "r") == [RECORD, replace(RECORD, operand="weight", snr_db=None)]
+
+
+def test_resuming_drops_what_was_lost_and_keeps_the_rest(tmp_path: Path) -> None:
+    first = [replace(RECORD, step=step, operand=o) for step in (100, 200, 300, 400) for o in ("input", "weight")]
+    write(tmp_path / "r", 0, *first)
+    again = replace(RECORD, step=250, amax=9.0)
+    write(tmp_path / "r", 200, again)  # with another interval
+    assert read_report(tmp_path / "r") == [*first[:4], again]
+    write(tmp_path / "r", 250)
+    assert read_report(tmp_path / "r") == [*first[:4], again]
+    write(tmp_path / "r", 0)
+    assert read_report(tmp_path / "r") == []
+
+
+def test_a_line_cut_short_is_dropped_by_both(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    write(path, 0, RECORD, replace(RECORD, step=200))
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    assert read_report(path) == [RECORD]
+    write(path, 500, replace(RECORD, step=600))
+    assert read_report(path) == [RECORD, replace(RECORD, step=600)]
+
+
+@pytest.mark.parametrize("line", ["not json", "[1, 2]", '{"step": 3}', '{"loss": 3.0}'])
+def test_a_line_of_something_else_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    write(path, 0, RECORD)
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match="r, line 2 is no line of an FP8 report"):
+        read_report(path)
+    with pytest.raises(ValueError, match="r, line 2 is no line of an FP8 report"):
+        ReportWriter(path, 500)
+
+
+# --- advice ---------------------------------------------------------------------------------------------------------
+
+
+def healthy(steps: int = 12, layers: int = 4) -> list[Record]:
+    """A report in which nothing is amiss."""
+    return [
+        Record(step, f"layers.{i}.{kind}", operand, 2.0, 224.0, 1e-5, 0.0, 25.5 if operand == "grad_output" else 31.5)
+        for step in range(100, 100 * steps + 1, 100)
+        for i in range(layers)
+        for kind in ("attention.qkv", "mlp.down")
+        for operand in ("input", "weight", "grad_output")
+    ]
+
+
+def changed(layer: str, operand: str, first_step: int = 0, last_step: int = 10**9, **figures: Any) -> list[Record]:
+    """The healthy report with one tensor's figures replaced in some steps."""
+    return [
+        replace(r, **figures) if (r.layer, r.operand) == (layer, operand) and first_step <= r.step <= last_step else r
+        for r in healthy()
+    ]
+
+
+def fields_of(advised: list[Advice]) -> list[tuple[str, str, str, str]]:
+    return [(a.layer, a.operand, a.field, a.value) for a in advised]
+
+
+def test_a_healthy_run_gets_no_advice() -> None:
+    assert advice(healthy(), fp8_format="e4m3") == []
+    assert advice([], fp8_format="hybrid") == []
+
+
+def test_saturation_wants_current_scaling() -> None:
+    layer = "layers.2.attention.qkv"
+    (a,) = advice(changed(layer, "input", saturated=2e-3), fp8_format="hybrid")
+    assert fields_of([a]) == [(layer, "input", "recipe", "current")]
+    assert "0.20% of the elements are clamped" in a.reason
+    assert "margin" in a.reason
+    assert advice(changed(layer, "input", saturated=1e-3), fp8_format="hybrid") == []
+    assert advice(changed(layer, "input", last_step=700, saturated=0.5), fp8_format="hybrid") == []  # long ago
+    assert advice(changed(layer, "input", first_step=1200, saturated=4e-3), fp8_format="hybrid") == []  # 8e-4 of five
+
+
+def test_gradients_that_underflow_in_e4m3_want_e5m2() -> None:
+    records = changed("layers.1.mlp.down", "grad_output", underflow=0.06)
+    assert fields_of(advice(records, fp8_format="e4m3")) == [("layers.1.mlp.down", "grad_output", "format", "hybrid")]
+    assert advice(records, fp8_format="hybrid") == []
+    assert advice(changed("layers.1.mlp.down", "grad_output", underflow=0.05), fp8_format="e4m3") == []
+    assert advice(changed("layers.1.mlp.down", "input", underflow=0.06), fp8_format="e4m3") == []
+
+
+def test_snr_far_below_its_peers_stays_in_bf16() -> None:
+    layer = "layers.3.attention.qkv"
+    (a,) = advice(changed(layer, "grad_output", snr_db=19.0), fp8_format="hybrid")
+    assert fields_of([a]) == [(layer, "grad_output", "exclude", layer)]
+    assert "SNR 19.0 dB, 6.5 below" in a.reason
+    assert advice(changed(layer, "grad_output", snr_db=20.0), fp8_format="hybrid") == []
+    assert advice(changed(layer, "grad_output", first_step=1000, snr_db=None), fp8_format="hybrid") == []
+    assert (
+        len(advice(changed(layer, "input", first_step=1000, snr_db=25.0), fp8_format="hybrid")) == 1
+    )  # 3 of the last 5
+    alone = [r for r in changed(layer, "input", snr_db=5.0) if r.layer in (layer, "layers.0.mlp.down")]
+    assert advice(alone, fp8_format="hybrid") == []  # two tensors have no median
+
+
+def test_a_growing_amax_before_the_second_mlp_gemm_is_swiglus_outlier() -> None:
+    layer = "layers.3.mlp.down"
+    grown = changed(layer, "input", first_step=800, amax=30.0, saturated=0.5, snr_db=3.0)
+    (a,) = advice(grown, fp8_format="hybrid")
+    assert fields_of([a]) == [(layer, "input", "exclude", layer)]
+    assert "amax grew 15 times since step 100: SwiGLU's known outlier" in a.reason
+    for records in (
+        changed(layer, "input", first_step=800, amax=20.0),  # ten times, no more
+        changed(layer, "input", first_step=1100, amax=1e4),  # two samples
+        changed(layer, "weight", first_step=800, amax=30.0),
+        changed("layers.3.attention.qkv", "input", first_step=800, amax=30.0),
+        changed(layer, "input", first_step=800, amax=None),
+        [replace(r, amax=0.0) for r in healthy()],
+    ):
+        assert advice(records, fp8_format="hybrid") == []
+
+
+def test_two_samples_are_enough_to_see_growth_and_one_is_not() -> None:
+    pair = [replace(RECORD, step=1, amax=1.0), replace(RECORD, step=2, amax=11.0)]
+    assert len(advice(pair, fp8_format="hybrid")) == 1
+    assert advice(pair[:1], fp8_format="hybrid") == []
+
+
+def test_the_yaml_is_a_config_section_and_keeps_what_was_excluded() -> None:
+    advised = [
+        Advice("layers.1.mlp.down", "input", "", "exclude", "layers.1.mlp.down"),
+        Advice("layers.1.mlp.down", "weight", "", "exclude", "layers.1.mlp.down"),
+        Advice("layers.0.mlp.down", "input", "", "recipe", "current"),
+        Advice("layers.2.mlp.down", "input", "", "recipe", "current"),
+        Advice("layers.2.mlp.down", "grad_output", "", "format", "hybrid"),
+    ]
+    section = yaml.safe_load(as_yaml(advised, ["layers.0.*"]))["fp8"]
+    assert section == {"recipe": "current", "format": "hybrid", "exclude": ["layers.0.*", "layers.1.mlp.down"]}
+    config = Config.model_validate(
+        {
+            "name": "a", "fp8": section, "model": {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 1},
+            "training": {"steps": 1, "seq_length": 1, "global_batch_size": 1},
+            "optimizer": {"learning_rate": 1.0}, "data": {"train": ["a"]},
+        }
+    )  # fmt: skip
+    assert config.fp8.exclude == ["layers.0.*", "layers.1.mlp.down"]
+    assert yaml.safe_load(as_yaml(advised[2:3], ["layers.0.*"]))["fp8"] == {"recipe": "current"}

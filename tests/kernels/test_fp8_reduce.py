@@ -1,0 +1,55 @@
+"""The kernels of messages against their plain twins, bit for bit.
+
+Shapes as there.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.data_parallel.fp8_reduce import BLOCK, add_up_plain, message_bytes, pack_plain
+from megafp8.kernels import fp8_reduce as messages
+from tests.data_parallel.test_fp8_reduce import SHAPES, gradients
+from tests.kernels import DEVICE
+
+
+def bucket(r: int, n: int) -> Tensor:
+    """One rank's bucket with zeros, what is not finite, and the ends of fp32 in it."""
+    x_b64 = gradients(r, n)[0].reshape(-1, BLOCK)
+    for i, special in enumerate([0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-38, 1e-44, 448.0, 448.00003]):
+        x_b64[i % len(x_b64), 3 * i] = special
+    x_b64[-1] *= 0
+    return x_b64.view(r, n).to(DEVICE)
+
+
+def meaning(messages_m: Tensor, n: int) -> Tensor:
+    """A message's bytes without its padding and with one NaN."""
+    message = messages_m[:, : n + n // BLOCK].clone()
+    message[:, :n][message[:, :n] == 0xFF] = 0x7F
+    return message
+
+
+@pytest.mark.parametrize(("r", "n"), SHAPES)
+def test_codes_and_exponents(r: int, n: int) -> None:
+    x = bucket(r, n)
+    for own in {0, 1, r - 1}:
+        found, expected = messages.pack(x, own), pack_plain(x, own)
+        assert found.shape == expected.shape == (r - 1, message_bytes(n))
+        assert torch.equal(meaning(found, n), meaning(expected, n))
+
+
+@pytest.mark.parametrize(("r", "n"), SHAPES)
+def test_sums_of_any_bytes(r: int, n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    received = torch.randint(256, (r - 1, message_bytes(n)), dtype=torch.uint8, generator=generator).to(DEVICE)
+    received[received % 128 == 127] -= 1  # NaN's codes come under the factor NaN alone
+    received[:, n : n + 1] = torch.tensor([[0], [1], [254], [255], [127], [128], [2]], dtype=torch.uint8)[: r - 1]
+    for own in {0, 1, r - 1}:
+        found = gradients(r, n)[own, own].to(DEVICE)
+        expected = found.clone()
+        messages.add_up(found, received, own)
+        add_up_plain(expected, received, own)
+        assert torch.equal(found.nan_to_num(1.0), expected.nan_to_num(1.0))
+        assert torch.equal(found.isnan(), expected.isnan())

@@ -1,0 +1,92 @@
+"""The end of a delayed-scaling step in one kernel against `DelayedState.end_step` on the CPU, bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.fp8 import E4M3, E5M2, DelayedScaling
+from megafp8.fp8.recipes.delayed import DelayedState
+from megafp8.kernels import scales as kernels
+from tests.kernels import DEVICE
+
+TENSORS = 13
+SPECIAL = [0.0, math.inf, math.nan, 1e-45, 1e-38, 1.17549435e-38, 3.4e38, 448.0, 1.0]
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, in the interpreter
+
+
+def newest(step: int) -> Tensor:
+    """Amaxes of thirteen tensors, each around a magnitude of its own; every third one's is special, in turn."""
+    generator = torch.Generator().manual_seed(step)
+    amax = torch.randn(TENSORS, generator=generator).abs() * 10.0 ** torch.arange(-39, 39, 6)
+    for i in range(0, TENSORS, 3):
+        amax[i] = SPECIAL[(i // 3 + step) % len(SPECIAL)]
+    return amax
+
+
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "power_of_two"])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize(
+    ("length", "interval", "margin"), [(1, 1, 0), (2, 1, 1), (7, 3, 0), (16, 1, -2), (1024, 1, 0), (1500, 2, 3)]
+)
+def test_steps_equal_the_plain_state(
+    length: int, interval: int, margin: int, algorithm: str, power_of_two: bool
+) -> None:
+    recipe = DelayedScaling(
+        amax_history_len=length,
+        interval=interval,
+        margin=margin,
+        amax_compute_algo=algorithm,  # type: ignore[arg-type]
+        power_of_two_scale=power_of_two,
+    )
+    formats = {f"t{i}": E5M2 if i % 2 else E4M3 for i in range(TENSORS)}
+    plain = DelayedState(recipe, formats, torch.device("cpu"))
+    # As after many steps, but for the slot of the step now running; some histories are empty.
+    past = torch.stack([newest(1000 + i).nan_to_num(posinf=0.0) for i in range(length)], dim=1)
+    past[4] = 0
+    past[:, 0] = 0
+    plain.history_tl.copy_(past)
+    history, scale = plain.history_tl.clone().to(DEVICE), plain.scale_t.clone().to(DEVICE)
+    fp8_max = plain.fp8_max_t.to(DEVICE)
+    for step in range(4):
+        plain.history_tl[:, 0] = newest(step)
+        history[:, 0] = plain.history_tl[:, 0].to(DEVICE)
+        plain.end_step(None)
+        kernels.end_step_(
+            history,
+            scale,
+            fp8_max,
+            margin=margin,
+            power_of_two=power_of_two,
+            algorithm=algorithm,
+            update=step % interval == 0,
+        )
+        assert torch.equal(history.cpu().view(torch.int32), plain.history_tl.view(torch.int32)), step
+        assert torch.equal(scale.cpu().view(torch.int32), plain.scale_t.view(torch.int32)), step
+    assert len(scale.unique()) > 7
+
+
+def test_many_tensors_with_a_long_history_move_by_one() -> None:
+    """Each slot holds its own number, so one read after it was written would show."""
+    t, length = 300, 1024
+    history = torch.arange(t * length, dtype=torch.float32, device=DEVICE).view(t, length)
+    before = history.clone()
+    kernels.end_step_(
+        history,
+        torch.ones(t, device=DEVICE),
+        torch.ones(t, device=DEVICE),
+        margin=0,
+        power_of_two=False,
+        algorithm="most_recent",
+        update=False,
+    )
+    assert torch.equal(history[:, 1:], before[:, :-1])
+    assert history[:, 0].count_nonzero() == 0
+
+
+def test_no_tensors() -> None:
+    none = torch.zeros(0, device=DEVICE)
+    kernels.end_step_(none.view(0, 16), none, none, margin=0, power_of_two=False, algorithm="max", update=True)

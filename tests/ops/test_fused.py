@@ -1,0 +1,143 @@
+"""Norm, SwiGLU and GELU before the cast, against torch's own in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from megafp8.fp8 import (
+    BlockwiseScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Fp8Linear,
+    Fp8Manager,
+    Fp8Recipe,
+    GradSlot,
+    InputCast,
+    Quantized,
+    RowwiseScaling,
+)
+from megafp8.ops.fused import gelu, norm, rotate_and_split, swiglu
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_branch", [False, True])
+def test_gradients_of_the_norm(with_bias: bool, with_branch: bool) -> None:
+    x, branch, weight, bias = leaves((3, 2, 8), (3, 2, 8), (8,), (8,))
+    inputs = [x, *([branch] if with_branch else []), weight, *([bias] if with_bias else [])]
+
+    def function(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rest = list(given)
+        first, second = rest.pop(0), rest.pop(0) if with_branch else None
+        total, y = norm(first, second, rest.pop(0), rest.pop(0) if with_bias else None, 1e-5, None)
+        assert isinstance(y, torch.Tensor)
+        return total, y
+
+    assert torch.autograd.gradcheck(function, inputs)
+    total, y = function(*inputs)
+    whole = x + branch if with_branch else x
+    torch.testing.assert_close(total, whole)
+    expected = F.layer_norm(whole, (8,), weight, bias) if with_bias else F.rms_norm(whole, (8,), weight, 1e-5)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_swiglu() -> None:
+    (gate_up,) = leaves((3, 2, 10))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = swiglu(x, None, None)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    assert torch.autograd.gradcheck(function, [gate_up])
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.testing.assert_close(function(gate_up), F.silu(gate) * up, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gradients_of_gelu(with_bias: bool) -> None:
+    x, bias = leaves((3, 2, 5), (5,))
+
+    def function(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = gelu(x, bias, None, None)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    inputs = [x, bias] if with_bias else [x]
+    assert torch.autograd.gradcheck(function, inputs)
+    expected = F.gelu(x + bias if with_bias else x, approximate="tanh")
+    torch.testing.assert_close(function(*inputs), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_rotated_heads() -> None:
+    (qkv,) = leaves((5, 2, (3 + 2) * 4))
+    angles = torch.randn(5, 1, 1, 2, dtype=torch.float64)
+    cos, sin = angles.cos(), angles.sin()
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return rotate_and_split(x * 1, 3, 1, cos, sin, None)
+
+    assert torch.autograd.gradcheck(function, [qkv])
+    q, k, v = function(qkv)
+    heads = qkv.unflatten(-1, (-1, 4))
+    for actual, part, turned in ((q, heads[:, :, :3], True), (k, heads[:, :, 3:4], True), (v, heads[:, :, 4:], False)):
+        pairs = torch.complex(part[..., :2].contiguous(), part[..., 2:].contiguous())
+        rotated = pairs * torch.complex(cos, sin) if turned else pairs
+        torch.testing.assert_close(actual, torch.cat([rotated.real, rotated.imag], dim=-1), rtol=1e-12, atol=1e-12)
+
+
+def test_values_that_another_needs_are_not_overwritten_unnoticed() -> None:
+    (qkv,) = leaves((5, 2, 12))
+    angles = torch.randn(5, 1, 1, 2, dtype=torch.float64)
+    q, _, _ = rotate_and_split(qkv.exp(), 1, 1, angles.cos(), angles.sin(), None)  # exp keeps its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        q.sum().backward()
+
+
+RECIPES = [CurrentScaling(), DelayedScaling(), RowwiseScaling(), BlockwiseScaling()]
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gelu of biased"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_codes_give_what_values_give(recipe: Fp8Recipe, activation: str) -> None:
+    """norm, linear, activation, linear in fp32: handing codes on, both ways, changes no bit."""
+    generator = torch.Generator().manual_seed(0)
+    width = 96 if activation == "swiglu" else 48
+    x, norm_weight, w_up, w_down, dy, bias = (
+        torch.randn(shape, generator=generator)
+        for shape in ((9, 2, 32), (32,), (width, 32), (32, 48), (9, 2, 32), (48,))
+    )
+    results = []
+    for fused in (False, True):
+        manager = Fp8Manager(recipe, amax_group=None)
+        options: dict[str, Any] = {"tp_group": None, "input_sharded": False, "grad_output_sharded": False}
+        up, down = manager.linear_op("up", **options), manager.linear_op("down", **options)
+        manager.materialize(torch.device("cpu"))
+        assert isinstance(up, Fp8Linear)
+        assert isinstance(down, Fp8Linear)
+        biased = [bias] if activation == "gelu of biased" else []
+        params = [nn.Parameter(p.clone()) for p in (x, norm_weight, w_up, w_down, *biased)]
+        slot = GradSlot(up.quantizers.grad_output) if fused else None
+        total, normed = norm(params[0], None, params[1], None, 1e-5, InputCast(up.quantizers.input) if fused else None)
+        z, cast = up(normed, params[2], grad_slot=slot), InputCast(down.quantizers.input) if fused else None
+        if activation == "swiglu":
+            activated = swiglu(z, cast, slot)
+        else:
+            activated = gelu(z, params[4] if biased else None, cast, slot)
+        assert isinstance(normed, Quantized) == isinstance(activated, Quantized) == fused
+        y = total + down(activated, params[3])
+        y.backward(dy)
+        results.append([y.detach(), *(p.grad for p in params), *manager.state_dict().values()])
+    for ours, expected in zip(results[1], results[0], strict=True):
+        assert ours is not None
+        assert expected is not None
+        assert torch.equal(ours, expected)

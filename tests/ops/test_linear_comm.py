@@ -1,0 +1,97 @@
+"""What a linear layer does between the two ends of a collective: the sum of dx is under way while wgrad is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megafp8.distributed.tp_overlap import Arriving, Product, Summed
+from megafp8.fp8 import BlockwiseScaling, CurrentScaling, DelayedScaling, Ends, Fp8Manager, Fp8Recipe
+from megafp8.ops.deferred_wgrad import WgradStore
+
+RECIPES = {
+    "high precision": None,
+    "delayed": DelayedScaling(amax_history_len=2),
+    "current, wgrad kept": CurrentScaling(override_linear_precision=(False, False, True)),
+    "current, dgrad kept": CurrentScaling(override_linear_precision=(False, True, False)),
+    "blockwise": BlockwiseScaling(),
+}
+
+
+class Diary:
+    """An exchange with nobody that writes down what happens, and brings tokens in two halves."""
+
+    group = None
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def gather(self, own: Sequence[Tensor]) -> Arriving:
+        m = own[0].shape[0]
+        halves = [slice(0, m // 2), slice(m // 2, m)]
+        self.events.append("gather")
+        return Arriving(
+            list(own), [(half, lambda i=i: self.events.append(f"half {i}")) for i, half in enumerate(halves)]
+        )
+
+    def sum(self, product: Product) -> Summed:
+        y_mn = product.whole()
+        self.events.append("sum begins")
+        return Summed(self, lambda: y_mn)
+
+    def wait(self) -> None:
+        self.events.append("sum ends")
+
+
+class Sink:
+    """Takes the weight's gradient as it comes."""
+
+    def __init__(self, diary: Diary, weight: Tensor) -> None:
+        self.events, self.wgrads = diary.events, WgradStore()
+        self.main_grad = torch.zeros_like(weight)
+
+    def __call__(self, grad: Tensor) -> None:
+        self.main_grad += grad.detach()
+        self.added()
+
+    def added(self) -> None:
+        self.events.append("wgrad")
+
+
+def _run(recipe: Fp8Recipe | None, ends: Ends, diary: Diary) -> tuple[list[Tensor], list[str], list[str]]:
+    """y, dx and dw; and what happened forward and backward."""
+    manager = Fp8Manager(recipe, amax_group=None)
+    op = manager.linear_op("layer", tp_group=None, input_sharded=False, grad_output_sharded=False)
+    manager.materialize(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(128, 2, 32, generator=generator).requires_grad_()
+    weight = nn.Parameter(torch.randn(48, 32, generator=generator))
+    weight.grad_sink = sink = Sink(diary, weight)  # type: ignore[attr-defined]
+    y = op(x, weight, ends=ends)
+    forward = list(diary.events)
+    diary.events.clear()
+    y.backward(torch.randn(y.shape, generator=generator))
+    assert x.grad is not None
+    return [y.detach(), x.grad, sink.main_grad], forward, list(diary.events)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_dx_is_summed_while_wgrad_runs(name: str) -> None:
+    diary, nobody = Diary(), Diary()
+    found, forward, backward = _run(RECIPES[name], Ends(enter=diary), diary)
+    assert forward == ["gather", "half 0", "half 1"]
+    assert backward == ["sum begins", "wgrad", "sum ends"]
+    expected, _, _ = _run(RECIPES[name], Ends(), nobody)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_gathered_gradient(name: str) -> None:
+    diary = Diary()
+    _, forward, backward = _run(RECIPES[name], Ends(leave=diary), diary)
+    assert forward == ["sum begins", "sum ends"]
+    assert backward == ["gather", "half 0", "half 1", "wgrad"]

@@ -1,0 +1,152 @@
+"""Slices of the tokens cast on real ranks and gathered, against the whole tensor cast by the plain twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, group
+
+from megafp8.distributed.tp_overlap import AtOnce, Chunked, Exchange
+from megafp8.fp8.blocks import quantize_1x128, quantize_rows
+from megafp8.fp8.formats import E4M3, E5M2
+from megafp8.fp8.gemm.cublaslt_problem import is_arranged
+from megafp8.fp8.quantize import amax, quantize
+from megafp8.fp8.quantizers import (
+    BlockQuantizer,
+    CurrentQuantizer,
+    DelayedQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    RowQuantizer,
+    StaticQuantizer,
+)
+from megafp8.fp8.recipes.mxfp8 import quantize_mxfp8
+from megafp8.fp8.scaling import scale_from_amax
+from megafp8.fp8.sources import Plain
+from megafp8.fp8.tensor import Operand, Scaled
+from megafp8.ops.quantized_gather import Rows, gather_columns
+from tests.fp8.reference import bytes_of
+from tests.world import World
+
+
+def _one(x: Tensor) -> Scaled:
+    scale = scale_from_amax(amax(x), E5M2.max)
+    return Scaled(quantize(x, scale, E5M2), scale.reciprocal())
+
+
+def _given(x: Tensor) -> Scaled:
+    return Scaled(quantize(x, torch.tensor(3.0), E4M3), torch.tensor(3.0).reciprocal())
+
+
+SCALE = (torch.tensor(3.0), torch.tensor(3.0).reciprocal(), torch.zeros(()))
+KINDS: dict[str, tuple[Quantizer, Callable[[Tensor], Scaled]]] = {
+    "row": (
+        RowQuantizer(E4M3, None, eps=0.0, power_of_two=False),
+        lambda x: quantize_rows(x, E4M3, power_of_two=False, eps=0.0),
+    ),
+    "row-pow2": (
+        RowQuantizer(E5M2, None, eps=1e-3, power_of_two=True),
+        lambda x: quantize_rows(x, E5M2, power_of_two=True, eps=1e-3),
+    ),
+    "1x128": (
+        BlockQuantizer(E4M3, square=False, eps=0.0, power_of_two=True),
+        lambda x: quantize_1x128(x, E4M3, power_of_two=True, eps=0.0),
+    ),
+    "1x32": (MXFP8Quantizer(E4M3), quantize_mxfp8),
+    "current": (CurrentQuantizer(E5M2, None, eps=0.0, power_of_two=False), _one),
+    "delayed": (DelayedQuantizer(E4M3, *SCALE), _given),
+    "static": (StaticQuantizer(E4M3, *SCALE), _given),
+}
+
+
+def _whole(r: int, c: int, dtype: torch.dtype) -> Tensor:
+    """`[r, c]`, in which every slice of rows has other amaxes, some columns are zeros, and some are not finite."""
+    x = torch.randn(r, c) * torch.arange(1, r + 1).unsqueeze(-1)
+    x[:, 3], x[: r // 2, 4], x[-1, 5], x[0, 6] = 0, 0, torch.inf, torch.nan
+    return x.to(dtype)
+
+
+def _equal(actual: Scaled, expected: Scaled) -> None:
+    assert actual.granularity is expected.granularity
+    assert actual.data.is_contiguous()
+    assert actual.scale_inv.shape == expected.scale_inv.shape
+    assert (bytes_of(actual.data) == bytes_of(expected.data)).all()
+    assert torch.equal(actual.scale_inv, expected.scale_inv)
+
+
+def _as_kernels_write(operand: Operand) -> Operand:
+    """The same with blocks' factors in cuBLASLt's order."""
+    parts = [x._replace(scale_inv=x.scale_inv.t().contiguous().t()) for x in operand[:2] if isinstance(x, Scaled)]
+    return Operand(parts[0], parts[1])
+
+
+def _cast(kind: str, r: int, c: int, dtype: torch.dtype, ordered: bool) -> None:
+    world = group.WORLD
+    assert isinstance(world, ProcessGroup)
+    x = _whole(r * world.size(), c, dtype)
+    if kind == "current":
+        x[5:, :], x[:1, :] = 1, 2  # finite, and the amax is another rank's
+        x.nan_to_num_(0, 0, 0)
+    quantizer, reference = KINDS[kind]
+    own = quantizer.for_slices(world)
+    assert own is not None
+    assert r % own.token_block == 0
+    made = own(Plain(x.chunk(world.size())[world.rank()]), rows=True, columns=not own.one_factor)
+    made = _as_kernels_write(made) if ordered else made
+    for exchange in (AtOnce(world), Chunked(world)):
+        _gathered(made, exchange, own, x, reference)
+
+
+def _gathered(
+    made: Operand, exchange: Exchange, own: Quantizer, x: Tensor, reference: Callable[[Tensor], Scaled]
+) -> None:
+    assert exchange.group is not None
+    rows, whole = Rows(made.required_rows, exchange), reference(x)
+    for part in rows.arriving:
+        piece = rows.part(part)
+        factors = whole.scale_inv if own.one_factor else whole.scale_inv[part]
+        _equal(piece, whole._replace(data=whole.data[part], scale_inv=factors))
+        if whole.granularity.columns != 32:
+            assert is_arranged(piece)
+    if own.one_factor:
+        columns = rows.columns()
+    else:
+        columns = gather_columns(made.required_columns, exchange.group).wait()
+    _equal(columns, reference(x.t().contiguous()))
+    if whole.granularity.columns != 32:
+        assert is_arranged(columns)
+
+
+@pytest.mark.parametrize(
+    ("kind", "r", "c", "dtype"),
+    [
+        *[(kind, 128, 144, torch.bfloat16) for kind in KINDS],
+        ("row", 3, 16, torch.float32),  # neither words of eight tokens nor of four
+        ("row-pow2", 24, 300, torch.float32),
+        ("1x128", 256, 300, torch.float32),
+        ("1x32", 32, 40, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gathered_casts_are_casts_of_the_whole(
+    world4: World, kind: str, r: int, c: int, dtype: torch.dtype, ranks: int
+) -> None:
+    world4.run(_cast, kind, r, c, dtype, False, ranks=ranks)
+
+
+def test_factors_as_the_kernels_write_them(world2: World) -> None:
+    world2.run(_cast, "1x128", 256, 300, torch.float32, True)
+
+
+def _no_slices() -> None:
+    world = group.WORLD
+    assert isinstance(world, ProcessGroup)
+    assert NVFP4Quantizer(None, square=False, hadamard=True, noise=None).for_slices(world) is None
+
+
+def test_four_bits_are_cast_whole(world2: World) -> None:
+    world2.run(_no_slices)
