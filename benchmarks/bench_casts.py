@@ -49,7 +49,7 @@ def cases() -> list[Case]:
     rstd = torch.rand(M, device="cuda")
     angles = torch.rand(M, 1, 1, 64, device="cuda")
     scale, note = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
-    both = {"rows": True, "columns": True}
+    both = {"rowwise": True, "columnwise": True}
     blocks = {"power_of_two": True, "eps": 0.0} | both
     current = {"power_of_two": False, "eps": 0.0} | both
     heads = (noise(M, 1, 32, 128), noise(M, 1, 8, 128), noise(M, 1, 8, 128))

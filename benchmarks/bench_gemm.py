@@ -1,12 +1,14 @@
 """Matrix products by every backend, the quantize kernels against a copy, and the sizes from which FP8 pays.
 
-    python -m benchmarks.bench_gemm                                       # the twelve GEMMs of a Llama-3-8B layer, and casts
+    python -m benchmarks.bench_gemm                                       # the twelve GEMMs of a Llama-3-8B layer,
+    and casts
     python -m benchmarks.bench_gemm --shapes llama3-70b-tp8,4096x8192x16384 --parts gemms --json gemms.json
     python -m benchmarks.bench_gemm --sweep --png speed.png               # whole FP8 linears over bf16 by size
     python -m benchmarks.bench_gemm --sweep --predicted-only --ceilings "NVIDIA H200"      # no GPU needed
 
 A shape is a layer of a model (see `benchmarks.reference_layers`), whose linears are taken in turn, or one linear as
-tokens x inputs x outputs. `benchmarks.gemm_variants` says what each GEMM is and what each variant does; FP8 operands are
+tokens x inputs x outputs. `benchmarks.gemm_variants` says what each GEMM is and what each variant does; FP8 operands
+are
 quantized beforehand. In the table of GEMMs wgrad adds to an fp32 sum; what adding in place is worth is printed below
 it.
 

@@ -2,7 +2,8 @@
 side.
 
     python -m benchmarks.bench_layer                                      # everything, four layers of Llama-3-8B
-    python -m benchmarks.bench_layer --shapes llama3-8b,llama3-70b-tp8 --variants compiled,megafp8:delayed --json out.json
+    python -m benchmarks.bench_layer --shapes llama3-8b,llama3-70b-tp8 --variants compiled,megafp8:delayed --json
+    out.json
     python -m benchmarks.bench_layer --profile megafp8:delayed            # kernel by kernel, and how busy the GPU is
     python -m benchmarks.bench_layer --shapes small --variants megafp8:delayed,megafp8:delayed+graph
 

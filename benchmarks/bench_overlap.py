@@ -40,7 +40,7 @@ from benchmarks.clock import milliseconds, now
 from megafp8.config import Config
 from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.distributed.collectives import DONE, all_reduce
-from megafp8.distributed.tp_overlap import Arriving, AtOnce, Chunked, Exchange, Product, Summed
+from megafp8.distributed.tp_overlap import AllGatherHandle, Collective, P2PRing, Product, ReduceHandle, TPOverlap
 from megafp8.fp8 import describe_path
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage, LayerInputs
@@ -81,7 +81,7 @@ class Silent:
         self.group = group
         self._gathered: dict[Any, Tensor] = {}
 
-    def gather(self, own: Sequence[Tensor]) -> Arriving:
+    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
         whole = []
         for x in own:
             key = (x.shape, x.dtype)
@@ -89,12 +89,12 @@ class Silent:
                 t = self.group.size()
                 self._gathered[key] = torch.cat([x.view(torch.uint8)] * t).view(x.dtype)
             whole.append(self._gathered[key])
-        return Arriving(whole, [(slice(0, whole[0].shape[0]), DONE.wait)])
+        return AllGatherHandle(whole, [(slice(0, whole[0].shape[0]), DONE.wait)])
 
-    def sum(self, product: Product) -> Summed:
+    def sum(self, product: Product) -> ReduceHandle:
         y_mn = product.whole()
         own = y_mn[: y_mn.shape[0] // self.group.size()]
-        return Summed(DONE, lambda: own)
+        return ReduceHandle(DONE, lambda: own)
 
 
 class Nudged:
@@ -102,13 +102,13 @@ class Nudged:
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group = group
-        self._at_once = AtOnce(group)
+        self._at_once = Collective(group)
         self._generator = torch.Generator(device).manual_seed(group.rank())
 
-    def gather(self, own: Sequence[Tensor]) -> Arriving:
+    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
         return self._at_once.gather(own)
 
-    def sum(self, product: Product) -> Summed:
+    def sum(self, product: Product) -> ReduceHandle:
         summed = self._at_once.sum(product)
         return summed._replace(result=lambda: self._nudged(summed.result()))
 
@@ -118,16 +118,16 @@ class Nudged:
         return (x.double() * torch.where(up, 1 + step, 1 - step)).to(x.dtype)
 
 
-def _symmetric(group: ProcessGroup, device: torch.device) -> Exchange:
-    from megafp8.distributed.tp_symmetric import Symmetric
+def _symmetric(group: ProcessGroup, device: torch.device) -> TPOverlap:
+    from megafp8.distributed.tp_symmetric import SymmetricMemory
 
-    return Symmetric(group, device)
+    return SymmetricMemory(group, device)
 
 
-MODES: dict[str, Callable[[ProcessGroup, torch.device], Exchange]] = {
+MODES: dict[str, Callable[[ProcessGroup, torch.device], TPOverlap]] = {
     "silent": lambda group, _: Silent(group),
-    "none": lambda group, _: AtOnce(group),
-    "chunked": lambda group, _: Chunked(group),
+    "none": lambda group, _: Collective(group),
+    "chunked": lambda group, _: P2PRing(group),
     "symmetric": _symmetric,
 }
 
@@ -188,10 +188,10 @@ class Blocks:
         size = (shape.seq_length // t, 1, shape.hidden_size)
         self.x_sbh, self.dy_sbh = (torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(2))
 
-    def use(self, exchange: Exchange) -> None:
+    def use(self, tp_overlap: TPOverlap) -> None:
         for module in self.stage.modules():
             if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                module.exchange = exchange
+                module.tp_overlap = tp_overlap
 
     def run(self, between: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor]:
         """y and dx; `between` forward and backward."""
@@ -249,7 +249,7 @@ def measure(
 ) -> list[Result]:
     """Check every mode, then time those that passed in turn."""
     group, device = parallel.tensor.group, parallel.device
-    blocks.use(AtOnce(group))
+    blocks.use(Collective(group))
     for _ in range(WARM_UP):  # until delayed scaling knows its scales, and GEMMs their algorithms
         blocks.run()
         blocks.manager.end_step()
@@ -260,8 +260,8 @@ def measure(
     for result in results:
         say(f"  checking {result.mode}")
         try:
-            exchanges[result.mode] = exchange = MODES[result.mode](group, device)
-            blocks.use(exchange)
+            exchanges[result.mode] = tp_overlap = MODES[result.mode](group, device)
+            blocks.use(tp_overlap)
             blocks.run()
             if result.mode != "silent":
                 result.note = compare(blocks.results(), blocks.results(), expected, allowed)

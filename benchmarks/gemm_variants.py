@@ -24,7 +24,7 @@ from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend, algorithm_file, gemm
 from megafp8.fp8.quantizers import BlockQuantizer, CurrentQuantizer, Quantizer, RowQuantizer
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.speed_model import LinearSize
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Scaled
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 ALIGNMENT = 16
@@ -52,7 +52,7 @@ class Operands:
     gemm: str
     a_rs: Tensor
     b_sc: Tensor
-    _cast: dict[tuple[str, Granularity], Scaled] = field(default_factory=dict)
+    _cast: dict[tuple[str, Granularity], ScaledTensor] = field(default_factory=dict)
 
     @property
     def accumulates(self) -> bool:
@@ -62,14 +62,14 @@ class Operands:
     def flops(self) -> float:
         return 2.0 * self.a_rs.shape[0] * self.a_rs.shape[1] * self.b_sc.shape[1]
 
-    def quantized(self, which: str, granularity: Granularity) -> Scaled:
+    def quantized(self, which: str, granularity: Granularity) -> ScaledTensor:
         """Operand "a" as `[r, s]` or "b" as `[c, s]`, made once for all variants."""
         is_gradient = which == "a" and self.gemm != "fprop"
         fmt = E5M2 if is_gradient and granularity is TENSOR else E4M3
         key = (which, granularity)
         if key not in self._cast:
             values = self.a_rs if which == "a" else self.b_sc.t()
-            rows = _quantizer(granularity, fmt)(Plain(values.contiguous()), rows=True, columns=False).rows
+            rows = _quantizer(granularity, fmt)(Plain(values.contiguous()), rowwise=True, columnwise=False).rows
             assert rows is not None
             self._cast[key] = rows
         return self._cast[key]

@@ -6,9 +6,10 @@ its communicator, where they wait for gradients to be reduced. Codes need none o
 torch computes nothing with them, so what torch asks for when it gathers (`fsdp_pre_all_gather`) is answered with a
 handful of bytes, and the codes of the block are brought beside them, each weight's to a place of its own. When torch
 says that its part has come (`fsdp_post_all_gather`), so have they, for its stream waited for ours. The parameter that
-the layer sees is `Hollow`: shape and dtype for autograd, and no memory.
+the layer sees is `Released`: shape and dtype for autograd, and no memory.
 
-*Who brings them* is a `Carrier`. `Collective`: one all-gather. `megafp8.data_parallel.symmetric_weight_gather`: copies from the memory
+*Who brings them* is a `Carrier`. `Collective`: one all-gather. `megafp8.data_parallel.symmetric_weight_gather`:
+copies from the memory
 of the other GPUs of the host. Codes change once a step, so that nobody has to be waited for in between.
 
 *Where they lie.* Torch keeps what it gathered until it reshards a block; then it resizes that storage to nothing, and
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.data_parallel.fsdp import Hollow, Rows
+from megafp8.data_parallel.fsdp import Released, Rows
 from megafp8.distributed.collectives import all_gather_into_async
 from megafp8.distributed.symmetric_memory import pieces, starts
 
@@ -166,7 +167,7 @@ class _Block:
             for (rows, code_dtype, arrived), piece in zip(self._coded, self._cut(self._here)):
                 arrived(piece.view(code_dtype).view(-1, rows.of[1])[: rows.of[0]])
         rows = self._coded[at].rows
-        return None if out is not None else (Hollow(rows.of, dtype, rows.values.device), ())
+        return None if out is not None else (Released(rows.of, dtype, rows.values.device), ())
 
 
 def gather_codes(blocks: Sequence[Sequence[CodedWeight]], carrier: Carrier, ranks: int, device: torch.device) -> None:

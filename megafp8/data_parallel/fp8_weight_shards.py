@@ -41,13 +41,13 @@ from megafp8.fp8.health import ObservedQuantizer
 from megafp8.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer, StaticQuantizer, casts
 from megafp8.fp8.scaling import ScaleRule
 from megafp8.fp8.sources import Plain
-from megafp8.fp8.tensor import Scaled
+from megafp8.fp8.tensor import ScaledTensor
 from megafp8.ops.linear import Fp8Linear, LinearOp
 
-OneFactorQuantizer = CurrentQuantizer | DelayedQuantizer | StaticQuantizer
+PerTensorQuantizer = CurrentQuantizer | DelayedQuantizer | StaticQuantizer
 
 
-class WeightShare(NamedTuple):
+class WeightShard(NamedTuple):
     """What a rank does for a weight. `codes_nk`: where all of its codes come to lie; or those of whole rows of it
     that this rank has, which are then gathered elsewhere. `master_f`: the fp32 values, live, of the elements from
     `start` that are this rank's, counted row by row; perhaps none. `dtype`: the model's."""
@@ -70,23 +70,23 @@ class WeightShare(NamedTuple):
         return Plain(x_f.view(-1, math.gcd(len(x_f), 1024)))
 
 
-def one_factor_quantizer(quantizer: Quantizer) -> OneFactorQuantizer | None:
+def per_tensor_quantizer(quantizer: Quantizer) -> PerTensorQuantizer | None:
     """The quantizer itself, under whoever observes it, if it has one factor for a tensor."""
     inner = quantizer.quantizer if isinstance(quantizer, ObservedQuantizer) else quantizer
     return inner if isinstance(inner, (CurrentQuantizer, DelayedQuantizer, StaticQuantizer)) else None
 
 
-def code_format(op: LinearOp) -> Format | None:
+def fp8_data_format(op: LinearOp) -> Format | None:
     """Of the codes that are all that a layer, which has been set up, needs of its weight; None where it needs more."""
     if not isinstance(op, Fp8Linear) or op.high_precision.fprop or op.high_precision.dgrad:
         return None
-    quantizer = one_factor_quantizer(op.quantizers.weight)
+    quantizer = per_tensor_quantizer(op.quantizers.weight)
     return None if quantizer is None else quantizer.fmt
 
 
 class _Weight(NamedTuple):
-    share: WeightShare
-    quantizer: OneFactorQuantizer
+    share: WeightShard
+    quantizer: PerTensorQuantizer
 
     @property
     def known_scale(self) -> tuple[Tensor, Tensor] | None:
@@ -103,17 +103,17 @@ class _Weight(NamedTuple):
         return ScaleRule(q.fmt.max) if isinstance(q, StaticQuantizer) else q.rule
 
 
-class WeightShares:
+class WeightShards:
     """This rank's shares of all weights that are gathered as codes. `group`: everyone who has shares of the same.
 
     From the first `cast` on the layers compute with the codes, which someone gathers after each.
     """
 
-    def __init__(self, shares: Sequence[WeightShare], group: ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, shares: Sequence[WeightShard], group: ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._weights: list[_Weight] = []
         for share in shares:
-            quantizer = one_factor_quantizer(share.op.quantizers.weight)
+            quantizer = per_tensor_quantizer(share.op.quantizers.weight)
             assert quantizer is not None, "a weight whose factors are finer than the tensor"
             self._weights.append(_Weight(share, quantizer))
         self._weights.sort(key=lambda weight: weight.rule)  # so that one call makes the scales of all with one rule
@@ -138,11 +138,11 @@ class WeightShares:
             scale, scale_inv = weight.known_scale or own
             share, source = weight.share, weight.share.source()
             made = casts(source).cast_tensor(
-                source, scale, scale_inv, weight.quantizer.fmt, rows=True, columns=False, newest_amax=amax
+                source, scale, scale_inv, weight.quantizer.fmt, rowwise=True, columnwise=False, newest_amax=amax
             )
             f = len(share.master_f)
-            share.codes_nk.view(torch.uint8).view(-1)[share.start : share.start + f] = _bytes(made.rows)
-            share.op.gathered_weight = Scaled(share.codes_nk, scale_inv)
+            share.codes_nk.view(torch.uint8).view(-1)[share.start : share.start + f] = _bytes(made.rowwise)
+            share.op.gathered_weight = ScaledTensor(share.codes_nk, scale_inv)
 
     def _make_scales(self) -> None:
         """Of all weights, from their amaxes."""
@@ -160,6 +160,6 @@ class WeightShares:
             torch._foreach_maximum_([q.newest_amax for q, _ in delayed], [amax for _, amax in delayed])
 
 
-def _bytes(rows: Scaled | None) -> Tensor:
+def _bytes(rows: ScaledTensor | None) -> Tensor:
     assert rows is not None
     return rows.data.view(torch.uint8).view(-1)

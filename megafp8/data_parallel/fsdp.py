@@ -17,7 +17,8 @@ Reductions have a communicator of their own, so that no gather stands behind the
 micro-batch before the next one begins (`start_overlap`): the first blocks' gradients, and the embedding's, which is
 larger than any, travel while it computes.
 
-*Weights as codes* are in `megafp8.data_parallel.fp8_weight_gather`. Torch asks the tensor that it shards what to send, and
+*Weights as codes* are in `megafp8.data_parallel.fp8_weight_gather`. Torch asks the tensor that it shards what to
+send, and
 what becomes of what came (`fsdp_pre_all_gather`, `fsdp_post_all_gather`; it looks for them once more right before the
 first forward, so that they may be set later).
 
@@ -43,11 +44,11 @@ from megafp8.distributed.sharding import Fragment, rows_of, set_spec, spec_of
 _ALIGN = 64  # fp32 elements: 256 bytes
 
 
-class Hollow(Tensor):
+class Released(Tensor):
     """A tensor of some shape and dtype without values; whoever computes with it gets an error."""
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Hollow:
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Released:
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     @classmethod

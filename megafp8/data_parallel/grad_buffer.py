@@ -28,7 +28,8 @@ and the other slices keep what is of no more use. Unsharded is the same with one
 rounded once when it leaves, and with each addition on its way. The rounded copies live until `finish`, 2 bytes a
 parameter at the end of the backward pass, where activations have gone.
 
-*In FP8*, sharded only, it is an all-to-all instead (`megafp8.data_parallel.fp8_reduce`): each rank is sent its share of a bucket as
+*In FP8*, sharded only, it is an all-to-all instead (`megafp8.data_parallel.fp8_reduce`): each rank is sent its share
+of a bucket as
 codes, and adds in fp32 what came, at `finish`. Sums are not rounded then, gradients once and coarsely. What is sent and
 what is received live until `finish`, some 2 bytes a parameter together.
 """

@@ -2,24 +2,25 @@
 
 A tensor-parallel layer is a product with a collective on one side. Tokens come in, x in forward of a column-parallel
 layer and dy in backward of a row-parallel one: they are gathered. Or a product goes out of which each rank has a share,
-y of a row-parallel layer and dx of a column-parallel one: the shares are summed. An `Exchange` is these two directions;
-a layer has one at either end (`megafp8.ops.quantized_gather.Ends`) and does not know which.
+y of a row-parallel layer and dx of a column-parallel one: the shares are summed. An `TPOverlap` is these two
+directions; a layer has one at either end (`megafp8.ops.quantized_gather.TPComm`) and does not know which.
 
     Replicated   every rank has all tokens: nothing to gather, shares are all-reduced
-    AtOnce       tokens are cut over ranks: one all-gather, one reduce-scatter
-    Chunked      the same rank by rank, each part multiplied while the next one travels
-    Symmetric    the same by the GPUs' copy engines (`megafp8.distributed.tp_symmetric`)
+    Collective   tokens are cut over ranks: one all-gather, one reduce-scatter
+    P2PRing      the same rank by rank, each part multiplied while the next one travels
+    SymmetricMemory  the same by the GPUs' copy engines (`megafp8.distributed.tp_symmetric`)
 
 *What hides behind what.* A sum begins when its product has been queued and is waited for only when someone wants it, so
 the sum of dx runs beside the weight gradient in every mode. In forward there is nothing else to do: there the product
 itself has to be cut, along the tokens. A part is what one rank has or will have, so parts need no reordering: gathering
 begins with the product of one's own tokens while the next rank's arrive; summing ends with the share one keeps, when
 the others are on their way. Rank r deals with rank r + 1 first, then r + 2: each link carries one part at a time.
-Of more than four ranks some neighbours make a part together (`turns`): eighths of a product would be too few tiles to
-fill a GPU with.
+Of more than four ranks some neighbours make a part together (`ring_steps`): eighths of a product would be too few
+tiles to fill a GPU with.
 
 *Numbers.* Gathering moves bits. A row of a product is the same sum over k however many rows there are, but a GEMM may
-add it up in another order for another shape; that is all that `Chunked` and `Symmetric` change there. Their shares are
+add it up in another order for another shape; that is all that `P2PRing` and `SymmetricMemory` change there. Their
+shares are
 added in fp32 in the order of ranks and rounded once, those of a collective in the library's order, rounded at each hop.
 Of two ranks both are the same.
 
@@ -53,7 +54,7 @@ from megafp8.distributed.collectives import (
 )
 
 
-class Arriving:
+class AllGatherHandle:
     """Matrices being gathered: `whole`, the first of them `[m, c]`.
 
     Iterating gives parts in the order in which they come, each when it may be read on the current stream. That happens
@@ -85,7 +86,7 @@ PARTS = 4
 """Parts that a product is cut into, at most."""
 
 
-class Turn(NamedTuple):
+class RingStep(NamedTuple):
     """What a rank does with one part of a product: that of `ranks`, which are neighbours.
 
     `there`: these ranks one after the other, from whom something comes when parts are gathered, and to whom it goes
@@ -102,7 +103,7 @@ class Turn(NamedTuple):
 
 
 @cache
-def turns(rank: int, t: int, parts: int) -> tuple[Turn, ...]:
+def ring_steps(rank: int, t: int, parts: int) -> tuple[RingStep, ...]:
     """The parts of t ranks as `rank` deals with them, its own first: as many as divide t, but no more than `parts`."""
     count = max(n for n in range(1, parts + 1) if t % n == 0)
     g = t // count
@@ -114,7 +115,7 @@ def turns(rank: int, t: int, parts: int) -> tuple[Turn, ...]:
     found = []
     for step in range(count):
         start = (own + step) % count * g
-        found.append(Turn(range(start, start + g), ranks(own + step, 1), ranks(own - step, -1)))
+        found.append(RingStep(range(start, start + g), ranks(own + step, 1), ranks(own - step, -1)))
     return tuple(found)
 
 
@@ -129,7 +130,7 @@ class Product(NamedTuple):
     `rows(part, out)` computes a part, into `out` where there is one, and gives it back.
     """
 
-    arriving: Arriving
+    arriving: AllGatherHandle
     n: int
     dtype: torch.dtype
     rows: Callable[[slice, Tensor | None], Tensor]
@@ -150,7 +151,7 @@ class Product(NamedTuple):
         return y_mn
 
 
-class Summed(NamedTuple):
+class ReduceHandle(NamedTuple):
     """A sum over ranks under way. `alive`: what is still being read for it."""
 
     work: Work
@@ -163,7 +164,7 @@ class Summed(NamedTuple):
         return self.result()
 
 
-class Exchange(Protocol):
+class TPOverlap(Protocol):
     """How tokens come to a layer and leave it."""
 
     @property
@@ -171,11 +172,11 @@ class Exchange(Protocol):
         """The ranks over which tokens are cut outside the layer; None where each has all of them."""
         ...
 
-    def gather(self, own: Sequence[Tensor]) -> Arriving:
+    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
         """Start gathering along dim 0 contiguous matrices that all ranks have in the same shapes."""
         ...
 
-    def sum(self, product: Product) -> Summed:
+    def sum(self, product: Product) -> ReduceHandle:
         """Compute this rank's share of the product and start summing shares, to the rows that it has outside."""
         ...
 
@@ -187,51 +188,51 @@ class Replicated:
     ranks: ProcessGroup | None
     group: None = None
 
-    def gather(self, own: Sequence[Tensor]) -> Arriving:
-        return Arriving(list(own), [(slice(0, own[0].shape[0]), DONE.wait)])
+    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
+        return AllGatherHandle(list(own), [(slice(0, own[0].shape[0]), DONE.wait)])
 
-    def sum(self, product: Product) -> Summed:
+    def sum(self, product: Product) -> ReduceHandle:
         y_mn = product.whole()
-        return Summed(all_reduce_async(y_mn, self.ranks), lambda: y_mn)
+        return ReduceHandle(all_reduce_async(y_mn, self.ranks), lambda: y_mn)
 
 
-ALONE: Exchange = Replicated(None)
+NO_COMM: TPOverlap = Replicated(None)
 """At an end where nothing is exchanged."""
 
 
 @dataclass(frozen=True)
-class AtOnce:
+class Collective:
     """Tokens are cut over `group`; one collective each way."""
 
     group: ProcessGroup
 
-    def gather(self, own: Sequence[Tensor]) -> Arriving:
+    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
         whole, work = all_gather_async(own, self.group)
 
         def wait(_: Sequence[Tensor] = own) -> None:  # which is alive until then
             work.wait()
 
-        return Arriving(whole, [(slice(0, whole[0].shape[0]), wait)])
+        return AllGatherHandle(whole, [(slice(0, whole[0].shape[0]), wait)])
 
-    def sum(self, product: Product) -> Summed:
+    def sum(self, product: Product) -> ReduceHandle:
         share_mn = product.whole()
         own, work = reduce_scatter_async(share_mn, self.group)
-        return Summed(work, lambda: own, share_mn)
+        return ReduceHandle(work, lambda: own, share_mn)
 
 
 @dataclass(frozen=True)
-class Chunked:
+class P2PRing:
     """Tokens are cut over `group`; ranks send each other their parts, while those at hand are multiplied."""
 
     group: ProcessGroup
     parts: int = PARTS
 
-    def gather(self, own: Sequence[Tensor]) -> Arriving:
+    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
         t, rank = self.group.size(), self.group.rank()
         whole = [x.new_empty((t * x.shape[0], *x.shape[1:])) for x in own]
         m = whole[0].shape[0]
         pieces: list[tuple[slice, Callable[[], Any]]] = []
-        for turn in turns(rank, t, self.parts):
+        for turn in ring_steps(rank, t, self.parts):
             works = []
             for sender, receiver in zip(turn.there, turn.back):
                 if sender != rank:
@@ -240,23 +241,23 @@ class Chunked:
             pieces.append((turn.rows(m, t), _All(works).wait))
         for x, mine in zip(whole, own):
             as_bytes(x[part_of(rank, x.shape[0], t)]).copy_(as_bytes(mine))
-        return Arriving(whole, pieces)
+        return AllGatherHandle(whole, pieces)
 
-    def sum(self, product: Product) -> Summed:
+    def sum(self, product: Product) -> ReduceHandle:
         t, rank = self.group.size(), self.group.rank()
         m = product.arriving.wait()[0].shape[0]
         shares_trn = product.empty(t, m // t)
         works: list[Work] = []
-        own, *others = turns(rank, t, self.parts)
+        own, *others = ring_steps(rank, t, self.parts)
         for turn in (*others, own):
             shares = shares_of(product, turn, shares_trn, rank)
             for to, sender in zip(turn.there, turn.back):
                 if to != rank:
                     works.append(swap_async([shares[to]], to, [shares_trn[sender]], sender, self.group))
-        return Summed(_All(works), lambda: add_shares(shares_trn))
+        return ReduceHandle(_All(works), lambda: add_shares(shares_trn))
 
 
-def shares_of(product: Product, turn: Turn, shares_trn: Tensor, rank: int) -> dict[int, Tensor]:
+def shares_of(product: Product, turn: RingStep, shares_trn: Tensor, rank: int) -> dict[int, Tensor]:
     """This rank's shares of a part, by whose they are; its own goes to its place in `shares_trn` `[t, m/t, n]`."""
     t, r, n = shares_trn.shape
     part = turn.rows(t * r, t)
@@ -290,8 +291,8 @@ def add_shares(shares_trn: Tensor) -> Tensor:
     return total.to(dtype)
 
 
-def collective_exchange(group: ProcessGroup, *, sequence_parallel: bool) -> Exchange:
+def default_overlap(group: ProcessGroup, *, sequence_parallel: bool) -> TPOverlap:
     """The one that needs nothing set up."""
     if group.size() == 1:
-        return ALONE
-    return AtOnce(group) if sequence_parallel else Replicated(group)
+        return NO_COMM
+    return Collective(group) if sequence_parallel else Replicated(group)

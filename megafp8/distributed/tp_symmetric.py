@@ -1,4 +1,4 @@
-"""The `Exchange` that computes while the GPUs' copy engines carry tokens.
+"""The `TPOverlap` that computes while the GPUs' copy engines carry tokens.
 
 NCCL moves data with kernels, which take multiprocessors away from the product they are to hide behind. Copy engines
 take none. They need addresses: symmetric memory is a buffer of each rank that all ranks of a host have mapped, and a
@@ -33,10 +33,18 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import DONE, barrier
 from megafp8.distributed.symmetric_memory import Mapped, starts
-from megafp8.distributed.tp_overlap import PARTS, Arriving, Product, Summed, add_shares, shares_of, turns
+from megafp8.distributed.tp_overlap import (
+    PARTS,
+    AllGatherHandle,
+    Product,
+    ReduceHandle,
+    add_shares,
+    ring_steps,
+    shares_of,
+)
 
 
-class Symmetric:
+class SymmetricMemory:
     """Tokens are cut over `group`, whose ranks are GPUs of one host. Collective: build it on every rank.
 
     Buffers begin with `size` bytes each and grow; growing synchronizes. RuntimeError, on every rank alike, where
@@ -46,7 +54,7 @@ class Symmetric:
     def __init__(self, group: ProcessGroup, device: torch.device, size: int = 2**20, parts: int = PARTS) -> None:
         self.group, self.device = group, device
         self._stream = torch.cuda.Stream(device)
-        self._turns = turns(group.rank(), group.size(), parts)
+        self._turns = ring_steps(group.rank(), group.size(), parts)
         # Of one exchange, whose waits have all been queued when the next one records them again.
         self._computed = torch.cuda.Event()
         self._moved = [torch.cuda.Event() for _ in self._turns]
@@ -55,7 +63,7 @@ class Symmetric:
         self._busy = False
         self._grow(size)
 
-    def gather(self, own: Sequence[Tensor]) -> Arriving:
+    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
         t, rank = self.group.size(), self.group.rank()
         own_bytes = [_flat(x) for x in own]
         sizes = tuple(x.numel() for x in own_bytes)
@@ -84,9 +92,9 @@ class Symmetric:
                 pieces.append((turn.rows(m, t), partial(self._wait, moved, current, last=moved is self._moved[-1])))
         for part, x in zip(parts[rank], own_bytes):
             part.copy_(x)
-        return Arriving([y.view(x.dtype).view(-1, *x.shape[1:]) for x, y in zip(own, whole)], pieces)
+        return AllGatherHandle([y.view(x.dtype).view(-1, *x.shape[1:]) for x, y in zip(own, whole)], pieces)
 
-    def sum(self, product: Product) -> Summed:
+    def sum(self, product: Product) -> ReduceHandle:
         t, rank = self.group.size(), self.group.rank()
         m = product.arriving.wait()[0].shape[0]
         share_bytes = m // t * product.n * product.dtype.itemsize
@@ -114,7 +122,7 @@ class Symmetric:
             buffer.barrier()
             return add_shares(shares_trn)
 
-        return Summed(_Waiting(partial(self._wait, all_sent, current, last=True)), result, sent)
+        return ReduceHandle(_Waiting(partial(self._wait, all_sent, current, last=True)), result, sent)
 
     def _wait(self, event: torch.cuda.Event, current: torch.cuda.Stream, *, last: bool) -> None:
         event.wait(current)

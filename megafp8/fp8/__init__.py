@@ -16,9 +16,9 @@ from megafp8.fp8.recipes.base import (
 )
 from megafp8.fp8.recipes.build import RECIPES
 from megafp8.fp8.recipes.custom import CustomScaling, Rule
-from megafp8.ops.fusion import Computed, GradSlot, Input, InputCast, Quantized, carrier
+from megafp8.ops.fusion import Computed, Input, InputCast, Quantized, QuantizedGradHandoff, carrier
 from megafp8.ops.linear import Fp8Linear, LinearOp
-from megafp8.ops.quantized_gather import Ends
+from megafp8.ops.quantized_gather import TPComm
 
 __all__ = [
     "E4M3",
@@ -30,21 +30,21 @@ __all__ = [
     "CurrentScaling",
     "CustomScaling",
     "DelayedScaling",
-    "Ends",
     "Format",
     "Fp8Linear",
     "Fp8Manager",
     "Fp8Recipe",
-    "GradSlot",
     "Input",
     "InputCast",
     "LinearOp",
     "MXFP8Scaling",
     "NVFP4Scaling",
     "Quantized",
+    "QuantizedGradHandoff",
     "RowwiseScaling",
     "Rule",
     "StaticScaling",
+    "TPComm",
     "autocast",
     "carrier",
     "convert",

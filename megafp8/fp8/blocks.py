@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from megafp8.fp8.formats import Format
 from megafp8.fp8.quantize import quantize
 from megafp8.fp8.scaling import scale_from_amax
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, Granularity, Scaled, expand
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, Granularity, ScaledTensor, expand
 
 
 def block_amax(x_rc: Tensor, granularity: Granularity) -> Tensor:
@@ -41,24 +41,26 @@ def block_amax(x_rc: Tensor, granularity: Granularity) -> Tensor:
 
 def _quantize(
     x_rc: Tensor, amax: Tensor, fmt: Format, granularity: Granularity, power_of_two: bool, eps: float
-) -> Scaled:
+) -> ScaledTensor:
     scale = scale_from_amax(amax, fmt.max, eps=eps, power_of_two=power_of_two)
     data = quantize(x_rc, expand(scale, granularity, *x_rc.shape), fmt)
-    return Scaled(data, scale.reciprocal(), granularity)
+    return ScaledTensor(data, scale.reciprocal(), granularity)
 
 
-def quantize_rows(x_rc: Tensor, fmt: Format, *, power_of_two: bool, eps: float, amax_r: Tensor | None = None) -> Scaled:
+def quantize_rows(
+    x_rc: Tensor, fmt: Format, *, power_of_two: bool, eps: float, amax_r: Tensor | None = None
+) -> ScaledTensor:
     """One factor a row: x `[r, c]`, any float dtype; factors `[r, 1]`. `amax_r`: the rows' amaxes, fp32 `[r]`, where
     they are those of longer rows that x is a part of."""
     amax = block_amax(x_rc, ROW) if amax_r is None else amax_r.unsqueeze(-1)
     return _quantize(x_rc, amax, fmt, ROW, power_of_two, eps)
 
 
-def quantize_1x128(x_rc: Tensor, fmt: Format, *, power_of_two: bool, eps: float) -> Scaled:
+def quantize_1x128(x_rc: Tensor, fmt: Format, *, power_of_two: bool, eps: float) -> ScaledTensor:
     """One factor for 128 neighbours in a row: x `[r, c]`, any float dtype; factors `[r, ⌈c/128⌉]`."""
     return _quantize(x_rc, block_amax(x_rc, BLOCK_1X128), fmt, BLOCK_1X128, power_of_two, eps)
 
 
-def quantize_128x128(x_rc: Tensor, fmt: Format, *, power_of_two: bool, eps: float) -> Scaled:
+def quantize_128x128(x_rc: Tensor, fmt: Format, *, power_of_two: bool, eps: float) -> ScaledTensor:
     """One factor for a square of 128×128: x `[r, c]`, any float dtype; factors `[⌈r/128⌉, ⌈c/128⌉]`."""
     return _quantize(x_rc, block_amax(x_rc, BLOCK_128X128), fmt, BLOCK_128X128, power_of_two, eps)

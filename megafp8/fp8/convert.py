@@ -43,11 +43,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megafp8.fp8.gemm.dispatch import GemmBackend
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.fp8.patterns import no_match
-from megafp8.fp8.quantizers import Noting, Quantizer
+from megafp8.fp8.quantizers import AmaxRecording, Quantizer
 from megafp8.fp8.recipes.base import CurrentScaling, Fp8Recipe
 from megafp8.fp8.recipes.build import RECIPES
 from megafp8.fp8.sources import Plain
-from megafp8.fp8.tensor import Operand, Scaled
+from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
 from megafp8.ops.linear import Fp8Linear, LinearOp
 
 logger = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ class _Conversion:
 
     def _note_weights(self, flag: bool) -> None:
         for op in self._fp8_ops():
-            if isinstance(op.quantizers.weight, Noting):
+            if isinstance(op.quantizers.weight, AmaxRecording):
                 op.quantizers.weight.recording = flag
 
     def _state(self) -> dict[str, Tensor]:
@@ -304,11 +304,11 @@ class _WatchingLinear(Fp8Linear):
 
     _copies: _WeightCopies | None = None
 
-    def weight8(self, weight: Tensor, *, columns: bool) -> Operand:
+    def weight8(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
         if self._copies is None or not self._copies.are_of(weight):
             self._copies = _WeightCopies(weight, self.quantizers.weight)
-        self._copies.make(columns=columns)
-        return cast(Operand, self._copies)  # to the layer, whatever has rows and columns is an operand
+        self._copies.make(columnwise=columnwise)
+        return cast(QuantizedTensor, self._copies)  # to the layer, whatever has rows and columns is an operand
 
     def invalidate_weight(self) -> None:
         self._copies = None
@@ -319,7 +319,8 @@ class _WatchingLinear(Fp8Linear):
 
 
 class _WeightCopies:
-    """The rows and columns of a weight in FP8, as an `Operand` has them, that can be released and are then made again.
+    """The rows and columns of a weight in FP8, as an `QuantizedTensor` has them, that can be released and are then
+    made again.
 
     Layer and graph share one while the weight stays. When it changes, the layer gets another, and a graph from before
     keeps the values it was computed with. When FSDP2 frees the weight, this one is released for both, and whoever asks
@@ -328,28 +329,28 @@ class _WeightCopies:
 
     def __init__(self, weight: Tensor, quantizer: Quantizer) -> None:
         self._weight, self._quantizer = weight, quantizer
-        self._made: Operand | None = None
+        self._made: QuantizedTensor | None = None
         self._made_from: tuple[int, int] | None = None
 
     def are_of(self, weight: Tensor) -> bool:
         return self._weight is weight and (self._made is None or self._made_from == _stamp(weight))
 
-    def make(self, *, columns: bool) -> Operand:
-        if self._made is None or (columns and self._made.columns is None):
+    def make(self, *, columnwise: bool) -> QuantizedTensor:
+        if self._made is None or (columnwise and self._made.columnwise is None):
             self._made_from = _stamp(self._weight)
-            self._made = self._quantizer(Plain(self._weight.detach()), rows=True, columns=columns)
+            self._made = self._quantizer(Plain(self._weight.detach()), rowwise=True, columnwise=columnwise)
         return self._made
 
     def release(self) -> None:
         self._made = None
 
     @property
-    def rows(self) -> Scaled | None:
-        return self.make(columns=False).rows
+    def rowwise(self) -> ScaledTensor | None:
+        return self.make(columnwise=False).rowwise
 
     @property
-    def columns(self) -> Scaled | None:
-        return self.make(columns=True).columns
+    def columnwise(self) -> ScaledTensor | None:
+        return self.make(columnwise=True).columnwise
 
 
 def _stamp(weight: Tensor) -> tuple[int, int]:

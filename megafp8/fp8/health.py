@@ -45,7 +45,7 @@ from megafp8.fp8.quantize import amax
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.scaling import scale_from_amax
 from megafp8.fp8.sources import Source
-from megafp8.fp8.tensor import Operand, Scaled, expand
+from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor, expand
 
 FILE_NAME = "fp8_report.jsonl"
 OPERANDS = ("input", "weight", "grad_output")
@@ -62,7 +62,7 @@ _ROUNDING = 1 + 2.0**-20
 
 
 @torch.no_grad()
-def statistics(x_rc: Tensor, q: Scaled) -> Tensor:
+def statistics(x_rc: Tensor, q: ScaledTensor) -> Tensor:
     """`[amax, scale, underflow, saturated, snr_db]`, fp32 `[5]` on x's device, without host synchronisation.
 
     `x_rc` `[r, c]` bf16 or fp32, not empty; `q` the same matrix quantized, of any granularity.
@@ -84,17 +84,17 @@ def statistics(x_rc: Tensor, q: Scaled) -> Tensor:
     return torch.stack([amax_x, scale, lost / nonzero.clamp(min=1), clamped / x_rc.numel(), snr_db]).float()
 
 
-def _bands(x_rc: Tensor, q: Scaled) -> Iterator[tuple[Tensor, Scaled]]:
+def _bands(x_rc: Tensor, q: ScaledTensor) -> Iterator[tuple[Tensor, ScaledTensor]]:
     """Both in bands of whole rows of blocks, some `_BAND_ELEMENTS` each."""
     r, c = x_rc.shape
     block = q.granularity.rows or 1
     rows = max(1, _BAND_ELEMENTS // (block * c)) * block
     for i in range(0, r, rows):
         factors = q.scale_inv if q.granularity.rows is None else q.scale_inv[i // block : (i + rows) // block]
-        yield x_rc[i : i + rows], Scaled(q.data[i : i + rows], factors, q.granularity)
+        yield x_rc[i : i + rows], ScaledTensor(q.data[i : i + rows], factors, q.granularity)
 
 
-def _sums(x_rc: Tensor, q: Scaled, unit: Tensor) -> Tensor:
+def _sums(x_rc: Tensor, q: ScaledTensor, unit: Tensor) -> Tensor:
     """Of a band, float64 `[5]`: unit² Σx², unit² Σ(x - y)², elements not zero, of these with code zero, clamped."""
     r, c = x_rc.shape
     values = x_rc * unit.view(1, 1)  # fp32: a factor `[]` would leave bf16 as it is
@@ -151,7 +151,7 @@ class Recorder:
         """Whether `observe` would look: ask first where x must be computed for it."""
         return self._step is not None and (layer_name, operand) not in self._statistics
 
-    def observe(self, layer_name: str, operand: str, x_rc: Tensor, q: Scaled) -> None:
+    def observe(self, layer_name: str, operand: str, x_rc: Tensor, q: ScaledTensor) -> None:
         """Note `statistics(x_rc, q)` of an operand, one of `OPERANDS`, if it is wanted. No host synchronisation."""
         assert operand in OPERANDS
         if self.wants(layer_name, operand):
@@ -178,24 +178,24 @@ class ObservedQuantizer:
         self.layer_name, self.operand = layer_name, operand
 
     @property
-    def one_factor(self) -> bool:
-        return self.quantizer.one_factor
+    def per_tensor(self) -> bool:
+        return self.quantizer.per_tensor
 
     @property
-    def token_block(self) -> int:
-        return self.quantizer.token_block
+    def shard_alignment(self) -> int:
+        return self.quantizer.shard_alignment
 
-    def for_slices(self, group: ProcessGroup) -> ObservedQuantizer | None:
-        quantizer = self.quantizer.for_slices(group)
+    def for_sharded_input(self, group: ProcessGroup) -> ObservedQuantizer | None:
+        quantizer = self.quantizer.for_sharded_input(group)
         return None if quantizer is None else ObservedQuantizer(quantizer, self.recorder, self.layer_name, self.operand)
 
-    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         if not self.recorder.wants(self.layer_name, self.operand):
-            return self.quantizer(source, rows=rows, columns=columns)
-        made = self.quantizer(source, rows=True, columns=columns)
-        assert made.rows is not None
-        self.recorder.observe(self.layer_name, self.operand, source.values(), made.rows)
-        return made if rows else Operand(None, made.columns)
+            return self.quantizer(source, rowwise=rowwise, columnwise=columnwise)
+        made = self.quantizer(source, rowwise=True, columnwise=columnwise)
+        assert made.rowwise is not None
+        self.recorder.observe(self.layer_name, self.operand, source.values(), made.rowwise)
+        return made if rowwise else QuantizedTensor(None, made.columnwise)
 
 
 def _record(

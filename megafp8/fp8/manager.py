@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.data_parallel.fp8_weight_shards import WeightShare, WeightShares
+from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards
 from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend
 from megafp8.fp8.health import Recorder
 from megafp8.fp8.patterns import no_match
-from megafp8.fp8.quantizers import Noting, Quantizer, StaticQuantizer
+from megafp8.fp8.quantizers import AmaxRecording, Quantizer, StaticQuantizer
 from megafp8.fp8.recipes.base import Fp8Recipe, PerGemm
 from megafp8.fp8.recipes.build import Fp8Tensor, State, build, by_recipe
 from megafp8.fp8.recipes.static import Calibration
 from megafp8.fp8.smoothing import SmoothingState
 from megafp8.fp8.stochastic import NoiseClock
-from megafp8.fp8.tensor import TENSOR, Operand
+from megafp8.fp8.tensor import TENSOR, QuantizedTensor
 from megafp8.ops.linear import Fp8Linear, LinearOp, Quantizers, high_precision_linear
 
 
@@ -90,8 +90,8 @@ class Fp8Manager:
         self._layers: dict[str, _Layer] = {}
         self._smoothed: dict[str, int] = {}  # layers, and the channels of their input over all ranks
         self._states: list[State] | None = None
-        self._noting: list[Noting] = []  # quantizers of activations and gradients
-        self._shares: WeightShares | None = None
+        self._noting: list[AmaxRecording] = []  # quantizers of activations and gradients
+        self._shares: WeightShards | None = None
 
     # --- building ---------------------------------------------------------------------------------------------------
 
@@ -198,9 +198,9 @@ class Fp8Manager:
         for name, layer in self._layers.items():
             x, w, dy = (quantizers[f"{name}.{operand}"] for operand in Quantizers._fields)
             layer.op.set_up(Quantizers(x, w, dy), gemm)
-            self._noting += [q for q in (x, dy) if isinstance(q, Noting)]
+            self._noting += [q for q in (x, dy) if isinstance(q, AmaxRecording)]
             if any(isinstance(q, StaticQuantizer) for q in (x, w, dy)):
-                layer.op.stand_in = Calibration(layer.op.quantizers)
+                layer.op.fallback = Calibration(layer.op.quantizers)
         if self._smoothed:
             self._states.append(self._smoothing(device))
         if self.recorder is not None:
@@ -216,9 +216,9 @@ class Fp8Manager:
             self._noting.append(scales)
         return state
 
-    def share_weights(self, shares: Sequence[WeightShare], device: torch.device) -> None:
+    def shard_weights(self, shares: Sequence[WeightShard], device: torch.device) -> None:
         """Let the weights of `shares` be codes that ranks cast in shares, by `cast_weights`, and gather."""
-        self._shares = WeightShares(shares, self.amax_group, device)
+        self._shares = WeightShards(shares, self.amax_group, device)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class Fp8Manager:
             layer.op.invalidate_weight()
 
     @property
-    def kept_weights(self) -> list[Operand | None]:
+    def kept_weights(self) -> list[QuantizedTensor | None]:
         """The weights' FP8 copies as the layers hold them now, None where there are none.
 
         Settable, for who has copies of the weights as they are: a CUDA graph has its own.
@@ -270,7 +270,7 @@ class Fp8Manager:
         return [layer.op.kept_weight for layer in self._layers.values()]
 
     @kept_weights.setter
-    def kept_weights(self, copies: Sequence[Operand | None]) -> None:
+    def kept_weights(self, copies: Sequence[QuantizedTensor | None]) -> None:
         for layer, copy in zip(self._layers.values(), copies, strict=True):
             layer.op.kept_weight = copy
 

@@ -8,7 +8,8 @@ communication in the layer, at the risk of saturating a tensor that grew since. 
 construction; `NVFP4Quantizer` does too, under one for the tensor.
 
 A tensor whose tokens are cut over ranks is cast where its slices are, so that codes travel and not values
-(`megafp8.ops.quantized_gather`). `for_slices` gives the quantizer whose casts of slices are slices of the whole's cast.
+(`megafp8.ops.quantized_gather`). `for_sharded_input` gives the quantizer whose casts of slices are slices of the
+whole's cast.
 
 How a cast is computed is chosen here once: by a fused kernel on CUDA, by the plain twin elsewhere. The last two have no
 kernels.
@@ -33,33 +34,33 @@ from megafp8.fp8.recipes.nvfp4 import hadamard_transform, quantize_nvfp4
 from megafp8.fp8.scaling import ScaleRule
 from megafp8.fp8.sources import Source
 from megafp8.fp8.stochastic import TensorNoise
-from megafp8.fp8.tensor import Operand, Scaled
+from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
 from megafp8.philox import Key
 
 
 class Quantizer(Protocol):
     """Casts a source `[r, c]` to FP8: its rows, and its columns (`[c, r]`), whichever are asked for.
 
-    `one_factor`: a tensor has one factor, the same on all ranks that hold slices of it, so slices fit together.
-    `token_block`: factors of the columns begin anew at every so many tokens.
+    `per_tensor`: a tensor has one factor, the same on all ranks that hold slices of it, so slices fit together.
+    `shard_alignment`: factors of the columns begin anew at every so many tokens.
     """
 
     @property
-    def one_factor(self) -> bool: ...
+    def per_tensor(self) -> bool: ...
 
     @property
-    def token_block(self) -> int: ...
+    def shard_alignment(self) -> int: ...
 
-    def for_slices(self, group: ProcessGroup) -> Quantizer | None:
-        """The quantizer of slices, each of a multiple of `token_block` tokens, that the ranks of `group` hold; None
+    def for_sharded_input(self, group: ProcessGroup) -> Quantizer | None:
+        """The quantizer of slices, each of a multiple of `shard_alignment` tokens, that the ranks of `group` hold; None
         where slices cannot be cast on their own."""
         ...
 
-    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand: ...
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor: ...
 
 
 @runtime_checkable
-class Noting(Protocol):
+class AmaxRecording(Protocol):
     """A quantizer in which casts leave a trace, while it is `recording`."""
 
     recording: bool
@@ -77,8 +78,8 @@ def casts(source: Source) -> ModuleType:
 class CurrentQuantizer:
     """Scales a tensor by its own amax, over `group` where this rank holds only a slice of it."""
 
-    one_factor: ClassVar[bool] = True
-    token_block: ClassVar[int] = 1
+    per_tensor: ClassVar[bool] = True
+    shard_alignment: ClassVar[int] = 1
 
     def __init__(self, fmt: Format, group: ProcessGroup | None, *, eps: float, power_of_two: bool) -> None:
         self.fmt, self.group, self.eps, self.power_of_two = fmt, group, eps, power_of_two
@@ -88,14 +89,20 @@ class CurrentQuantizer:
         """How the scale follows from the amax."""
         return ScaleRule(self.fmt.max, eps=self.eps, power_of_two=self.power_of_two)
 
-    def for_slices(self, group: ProcessGroup) -> CurrentQuantizer:
+    def for_sharded_input(self, group: ProcessGroup) -> CurrentQuantizer:
         return CurrentQuantizer(self.fmt, group, eps=self.eps, power_of_two=self.power_of_two)
 
-    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         implementation = casts(source)
         whole_amax = all_reduce(implementation.amax(source), self.group, "max")
         return implementation.cast_current(
-            source, whole_amax, self.fmt, rows=rows, columns=columns, power_of_two=self.power_of_two, eps=self.eps
+            source,
+            whole_amax,
+            self.fmt,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            power_of_two=self.power_of_two,
+            eps=self.eps,
         )
 
 
@@ -109,8 +116,8 @@ class DelayedQuantizer:
     evaluation.
     """
 
-    one_factor: ClassVar[bool] = True
-    token_block: ClassVar[int] = 1
+    per_tensor: ClassVar[bool] = True
+    shard_alignment: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -128,43 +135,43 @@ class DelayedQuantizer:
         self.rule = ScaleRule(fmt.max, margin=margin, power_of_two=power_of_two)
         self.fresh, self.recording = False, True
 
-    def for_slices(self, group: ProcessGroup) -> DelayedSliceQuantizer:
-        return DelayedSliceQuantizer(self, group)
+    def for_sharded_input(self, group: ProcessGroup) -> DelayedShardQuantizer:
+        return DelayedShardQuantizer(self, group)
 
-    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
-        return self.cast(source, self.group, rows=rows, columns=columns)
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        return self.cast(source, self.group, rowwise=rowwise, columnwise=columnwise)
 
-    def cast(self, source: Source, group: ProcessGroup | None, *, rows: bool, columns: bool) -> Operand:
+    def cast(self, source: Source, group: ProcessGroup | None, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         """Cast the tensor, or what this rank of `group` holds of it."""
         implementation = casts(source)
         newest = self.newest_amax if self.recording else None
         if not self.fresh:
             return implementation.cast_tensor(
-                source, self.scale, self.scale_inv, self.fmt, rows=rows, columns=columns, newest_amax=newest
+                source, self.scale, self.scale_inv, self.fmt, rowwise=rowwise, columnwise=columnwise, newest_amax=newest
             )
         whole_amax = all_reduce(implementation.amax(source), group, "max")
         if newest is not None:
             torch.maximum(newest, whole_amax, out=newest)
         scale = self.rule.scale(whole_amax)
         return implementation.cast_tensor(
-            source, scale, scale.reciprocal(), self.fmt, rows=rows, columns=columns, newest_amax=None
+            source, scale, scale.reciprocal(), self.fmt, rowwise=rowwise, columnwise=columnwise, newest_amax=None
         )
 
 
 @dataclass(frozen=True)
-class DelayedSliceQuantizer:
+class DelayedShardQuantizer:
     """`whole` for a tensor that the ranks of `group` hold slices of."""
 
     whole: DelayedQuantizer
     group: ProcessGroup
-    one_factor: ClassVar[bool] = True
-    token_block: ClassVar[int] = 1
+    per_tensor: ClassVar[bool] = True
+    shard_alignment: ClassVar[int] = 1
 
-    def for_slices(self, group: ProcessGroup) -> DelayedSliceQuantizer:
-        return DelayedSliceQuantizer(self.whole, group)
+    def for_sharded_input(self, group: ProcessGroup) -> DelayedShardQuantizer:
+        return DelayedShardQuantizer(self.whole, group)
 
-    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
-        return self.whole.cast(source, self.group, rows=rows, columns=columns)
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        return self.whole.cast(source, self.group, rowwise=rowwise, columnwise=columnwise)
 
 
 class StaticQuantizer:
@@ -174,8 +181,8 @@ class StaticQuantizer:
     `recording` is switched off during evaluation.
     """
 
-    one_factor: ClassVar[bool] = True
-    token_block: ClassVar[int] = 1
+    per_tensor: ClassVar[bool] = True
+    shard_alignment: ClassVar[int] = 1
 
     def __init__(self, fmt: Format, scale: Tensor, scale_inv: Tensor, newest_amax: Tensor) -> None:
         self.fmt, self.scale, self.scale_inv, self.newest_amax = fmt, scale, scale_inv, newest_amax
@@ -186,12 +193,12 @@ class StaticQuantizer:
         if self.calibrating and self.recording:
             torch.maximum(self.newest_amax, amax(x), out=self.newest_amax)
 
-    def for_slices(self, group: ProcessGroup) -> StaticQuantizer:
+    def for_sharded_input(self, group: ProcessGroup) -> StaticQuantizer:
         return self
 
-    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         return casts(source).cast_tensor(
-            source, self.scale, self.scale_inv, self.fmt, rows=rows, columns=columns, newest_amax=None
+            source, self.scale, self.scale_inv, self.fmt, rowwise=rowwise, columnwise=columnwise, newest_amax=None
         )
 
 
@@ -201,60 +208,68 @@ class RowQuantizer:
     `group`: the ranks whose tokens, the rows, a column goes on over; its amax is theirs.
     """
 
-    one_factor: ClassVar[bool] = False
-    token_block: ClassVar[int] = 1
+    per_tensor: ClassVar[bool] = False
+    shard_alignment: ClassVar[int] = 1
 
     def __init__(self, fmt: Format, group: ProcessGroup | None, *, eps: float, power_of_two: bool) -> None:
         self.fmt, self.group, self.eps, self.power_of_two = fmt, group, eps, power_of_two
 
-    def for_slices(self, group: ProcessGroup) -> RowQuantizer:
+    def for_sharded_input(self, group: ProcessGroup) -> RowQuantizer:
         return RowQuantizer(self.fmt, group, eps=self.eps, power_of_two=self.power_of_two)
 
-    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         implementation, amaxes = casts(source), None
-        if columns and self.group is not None:
+        if columnwise and self.group is not None:
             amaxes = implementation.amaxes(source)
             all_reduce(amaxes[1], self.group, "max")
         return implementation.cast_rows(
-            source, self.fmt, rows=rows, columns=columns, power_of_two=self.power_of_two, eps=self.eps, amaxes=amaxes
+            source,
+            self.fmt,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            power_of_two=self.power_of_two,
+            eps=self.eps,
+            amaxes=amaxes,
         )
 
 
 class BlockQuantizer:
     """A factor for each 128 neighbours in a row (`square=False`), or for each 128 × 128 elements."""
 
-    one_factor: ClassVar[bool] = False
-    token_block: ClassVar[int] = 128
+    per_tensor: ClassVar[bool] = False
+    shard_alignment: ClassVar[int] = 128
 
     def __init__(self, fmt: Format, *, square: bool, eps: float, power_of_two: bool) -> None:
         self.fmt, self.square, self.eps, self.power_of_two = fmt, square, eps, power_of_two
 
-    def for_slices(self, group: ProcessGroup) -> BlockQuantizer:
+    def for_sharded_input(self, group: ProcessGroup) -> BlockQuantizer:
         return self
 
-    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         implementation = casts(source)
         cast = implementation.cast_128x128 if self.square else implementation.cast_1x128
-        return cast(source, self.fmt, rows=rows, columns=columns, power_of_two=self.power_of_two, eps=self.eps)
+        return cast(
+            source, self.fmt, rowwise=rowwise, columnwise=columnwise, power_of_two=self.power_of_two, eps=self.eps
+        )
 
 
 class MXFP8Quantizer:
     """A power of two for each 32 neighbours in a row of the rows, and of the columns."""
 
-    one_factor: ClassVar[bool] = False
-    token_block: ClassVar[int] = 32
+    per_tensor: ClassVar[bool] = False
+    shard_alignment: ClassVar[int] = 32
 
     def __init__(self, fmt: Format) -> None:
         self.fmt = fmt
 
-    def for_slices(self, group: ProcessGroup) -> MXFP8Quantizer:
+    def for_sharded_input(self, group: ProcessGroup) -> MXFP8Quantizer:
         return self
 
-    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         x_rc = source.values()
-        return Operand(
-            quantize_mxfp8(x_rc, self.fmt) if rows else None,
-            quantize_mxfp8(x_rc.t().contiguous(), self.fmt) if columns else None,
+        return QuantizedTensor(
+            quantize_mxfp8(x_rc, self.fmt) if rowwise else None,
+            quantize_mxfp8(x_rc.t().contiguous(), self.fmt) if columnwise else None,
         )
 
 
@@ -266,25 +281,25 @@ class NVFP4Quantizer:
     casts while `recording`.
     """
 
-    one_factor: ClassVar[bool] = False
-    token_block: ClassVar[int] = 16
+    per_tensor: ClassVar[bool] = False
+    shard_alignment: ClassVar[int] = 16
 
     def __init__(self, group: ProcessGroup | None, *, square: bool, hadamard: bool, noise: TensorNoise | None) -> None:
         self.group, self.square, self.hadamard, self.noise = group, square, hadamard, noise
         self.recording = True
 
-    def for_slices(self, group: ProcessGroup) -> None:
+    def for_sharded_input(self, group: ProcessGroup) -> None:
         return None  # noise is that of the whole tensor
 
-    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         x_rc = source.values()
         row_key, column_key = (None, None) if self.noise is None else self.noise.next_keys(advance=self.recording)
-        by_rows = self._cast(x_rc, row_key) if rows else None
-        if not columns:
-            return Operand(by_rows, None)
+        by_rows = self._cast(x_rc, row_key) if rowwise else None
+        if not columnwise:
+            return QuantizedTensor(by_rows, None)
         x_cr = x_rc.t().contiguous()
-        return Operand(by_rows, self._cast(hadamard_transform(x_cr) if self.hadamard else x_cr, column_key))
+        return QuantizedTensor(by_rows, self._cast(hadamard_transform(x_cr) if self.hadamard else x_cr, column_key))
 
-    def _cast(self, x_rc: Tensor, key: Key | None) -> Scaled:
+    def _cast(self, x_rc: Tensor, key: Key | None) -> ScaledTensor:
         whole_amax = all_reduce(amax(x_rc), self.group, "max")
         return quantize_nvfp4(x_rc, whole_amax, weight=self.square, stochastic=key)

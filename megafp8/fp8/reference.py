@@ -1,7 +1,7 @@
 """Sources to operands in plain PyTorch: what every fused kernel must reproduce bit for bit.
 
-`megafp8.kernels.quantize` implements the same functions: a `Source` and a way of scaling in, an `Operand` with the
-rows and columns that were asked for out.
+`megafp8.kernels.quantize` implements the same functions: a `Source` and a way of scaling in, an `QuantizedTensor`
+with the rows and columns that were asked for out.
 
 Shapes: r rows, c columns of a matrix.
 """
@@ -20,7 +20,7 @@ from megafp8.fp8.quantize import amax as largest
 from megafp8.fp8.quantize import quantize
 from megafp8.fp8.scaling import scale_from_amax
 from megafp8.fp8.sources import Source
-from megafp8.fp8.tensor import ROW, Operand, Scaled
+from megafp8.fp8.tensor import ROW, QuantizedTensor, ScaledTensor
 
 
 def materialize(source: Source) -> Tensor:
@@ -47,28 +47,28 @@ def column_sums(source: Source) -> Tensor:
 
 
 def cast_tensor(
-    source: Source, scale: Tensor, scale_inv: Tensor, fmt: Format, *, rows: bool, columns: bool,
+    source: Source, scale: Tensor, scale_inv: Tensor, fmt: Format, *, rowwise: bool, columnwise: bool,
     newest_amax: Tensor | None,
-) -> Operand:  # fmt: skip
+) -> QuantizedTensor:  # fmt: skip
     """By one factor, `scale`, fp32 `[]`, `scale_inv` its reciprocal; `newest_amax`, fp32 `[]`, is raised to the
     source's amax where given."""
     values = source.values()
     if newest_amax is not None:
         torch.maximum(newest_amax, largest(values), out=newest_amax)
-    by_rows = Scaled(quantize(values, scale, fmt), scale_inv)
-    return Operand(by_rows if rows else None, by_rows.t() if columns else None)
+    by_rows = ScaledTensor(quantize(values, scale, fmt), scale_inv)
+    return QuantizedTensor(by_rows if rowwise else None, by_rows.t() if columnwise else None)
 
 
 def cast_current(
-    source: Source, whole_amax: Tensor, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float
-) -> Operand:
+    source: Source, whole_amax: Tensor, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+) -> QuantizedTensor:
     """By one factor made of the amax, fp32 `[]`, of the tensor that the source is all or a part of."""
     scale = scale_from_amax(whole_amax, fmt.max, eps=eps, power_of_two=power_of_two)
-    return cast_tensor(source, scale, scale.reciprocal(), fmt, rows=rows, columns=columns, newest_amax=None)
+    return cast_tensor(source, scale, scale.reciprocal(), fmt, rowwise=rowwise, columnwise=columnwise, newest_amax=None)
 
 
-def _both(values: Tensor, cast: Callable[[Tensor], Scaled], rows: bool, columns: bool) -> Operand:
-    return Operand(cast(values) if rows else None, cast(values.t().contiguous()) if columns else None)
+def _both(values: Tensor, cast: Callable[[Tensor], ScaledTensor], rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    return QuantizedTensor(cast(values) if rowwise else None, cast(values.t().contiguous()) if columnwise else None)
 
 
 def amaxes(source: Source) -> tuple[Tensor, Tensor]:
@@ -78,25 +78,33 @@ def amaxes(source: Source) -> tuple[Tensor, Tensor]:
 
 
 def cast_rows(
-    source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float,
+    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
     amaxes: tuple[Tensor, Tensor] | None = None,
-) -> Operand:  # fmt: skip
+) -> QuantizedTensor:  # fmt: skip
     """By one factor for each row of the rows, and of the columns. `amaxes` of both where they are not the source's own
     but those of a tensor that it is a part of."""
     x_rc = source.values()
     amax_r, amax_c = (None, None) if amaxes is None else amaxes
     cast = partial(quantize_rows, fmt=fmt, power_of_two=power_of_two, eps=eps)
-    return Operand(
-        cast(x_rc, amax_r=amax_r) if rows else None,
-        cast(x_rc.t().contiguous(), amax_r=amax_c) if columns else None,
+    return QuantizedTensor(
+        cast(x_rc, amax_r=amax_r) if rowwise else None,
+        cast(x_rc.t().contiguous(), amax_r=amax_c) if columnwise else None,
     )
 
 
-def cast_1x128(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:
+def cast_1x128(
+    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+) -> QuantizedTensor:
     """By blocks of 128 neighbours in a row of the rows, and of the columns."""
-    return _both(source.values(), lambda x: quantize_1x128(x, fmt, power_of_two=power_of_two, eps=eps), rows, columns)
+    return _both(
+        source.values(), lambda x: quantize_1x128(x, fmt, power_of_two=power_of_two, eps=eps), rowwise, columnwise
+    )
 
 
-def cast_128x128(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:
+def cast_128x128(
+    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+) -> QuantizedTensor:
     """By square blocks: the columns are the rows transposed, factors and codes."""
-    return _both(source.values(), lambda x: quantize_128x128(x, fmt, power_of_two=power_of_two, eps=eps), rows, columns)
+    return _both(
+        source.values(), lambda x: quantize_128x128(x, fmt, power_of_two=power_of_two, eps=eps), rowwise, columnwise
+    )

@@ -37,8 +37,8 @@ def time_in_turns(
     """Seconds of each of `runs` in each of `rounds`, after `warm_up` rounds that do not count. On CUDA the device's
     time, from a cold L2; on a CPU the host's."""
     clock = _cuda_round if device.type == "cuda" else _cpu_round
-    turns = [clock(runs, device) for _ in range(warm_up + rounds)][warm_up:]
-    return [list(times) for times in zip(*turns, strict=True)]
+    ring_steps = [clock(runs, device) for _ in range(warm_up + rounds)][warm_up:]
+    return [list(times) for times in zip(*ring_steps, strict=True)]
 
 
 def _cpu_round(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
@@ -111,7 +111,7 @@ def measure(
     assert isinstance(op, Fp8Linear), f"{layer} is no FP8 layer"
     manager.materialize(device)
     step = 0
-    while step < _WARM_STEPS or (op.stand_in is not None and op.stand_in.active):  # until static scales are calibrated
+    while step < _WARM_STEPS or (op.fallback is not None and op.fallback.active):  # until static scales are calibrated
         run(op)
         manager.end_step()
         step += 1

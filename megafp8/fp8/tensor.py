@@ -4,7 +4,8 @@ Recipes differ in how many elements share a factor, from the whole tensor down t
 `Granularity`; everything else about a quantized matrix is the same for all, so there is one type.
 
 A GEMM sums over the last dim of both operands ("TN"), and a matrix takes part in two GEMMs that sum over different
-dims. So a tensor is wanted as rows `[r, c]` and as columns `[c, r]`, its transpose: an `Operand` is both or either.
+dims. So a tensor is wanted as rows `[r, c]` and as columns `[c, r]`, its transpose: an `QuantizedTensor` is both or
+either.
 With one factor for the tensor the second is a transposed copy of the first; with finer blocks they are two different
 casts.
 
@@ -45,11 +46,11 @@ BLOCK_1X16 = Granularity("1x16", 1, 16)
 BLOCK_16X16 = Granularity("16x16", 16, 16)
 
 
-class Scaled(NamedTuple):
+class ScaledTensor(NamedTuple):
     """`data · scale_inv`: codes `[r, c]` in an FP8 dtype, row-major; factors fp32, shaped `granularity.grid(r, c)`.
 
-    `tensor_scale`: fp32 `[]`, NVFP4's second level, which `scale_inv` was divided by (`megafp8.fp8.recipes.nvfp4`); None for
-    factors of one level.
+    `tensor_scale`: fp32 `[]`, NVFP4's second level, which `scale_inv` was divided by (`megafp8.fp8.recipes.nvfp4`);
+    None for factors of one level.
     """
 
     data: Tensor
@@ -62,29 +63,29 @@ class Scaled(NamedTuple):
         r, c = self.data.shape
         return self.data.to(dtype) * expand(self.scale_inv.to(dtype), self.granularity, r, c)
 
-    def t(self) -> Scaled:
+    def t(self) -> ScaledTensor:
         """The transposed matrix `[c, r]`, row-major again; for one factor a tensor only."""
         assert self.granularity is TENSOR
-        return Scaled(_transposed(self.data), self.scale_inv)
+        return ScaledTensor(_transposed(self.data), self.scale_inv)
 
 
-class Operand(NamedTuple):
-    """A tensor `[r, c]` as the GEMMs want it: `rows` `[r, c]` and `columns` `[c, r]`, whichever were asked for."""
+class QuantizedTensor(NamedTuple):
+    """A tensor `[r, c]` as GEMMs want it: `rowwise` `[r, c]`, `columnwise` `[c, r]`, whichever were asked for."""
 
-    rows: Scaled | None
-    columns: Scaled | None
+    rowwise: ScaledTensor | None
+    columnwise: ScaledTensor | None
 
     @property
-    def required_rows(self) -> Scaled:
+    def required_rowwise(self) -> ScaledTensor:
         """The rows, which were asked for."""
-        assert self.rows is not None
-        return self.rows
+        assert self.rowwise is not None
+        return self.rowwise
 
     @property
-    def required_columns(self) -> Scaled:
+    def required_columnwise(self) -> ScaledTensor:
         """The columns, which were asked for."""
-        assert self.columns is not None
-        return self.columns
+        assert self.columnwise is not None
+        return self.columnwise
 
 
 def _transposed(codes_rc: Tensor) -> Tensor:

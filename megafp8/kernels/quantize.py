@@ -13,7 +13,7 @@ from torch import Tensor
 from megafp8.fp8.formats import Format
 from megafp8.fp8.scaling import scale_from_amax
 from megafp8.fp8.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, ScaledColumns, Source, SwiGLU, SwiGLUGrad
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Operand, Scaled
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor, ScaledTensor
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, readable
 from megafp8.kernels.cast import tile_kernel
 from megafp8.kernels.reductions import maxima_kernel, sums_kernel
@@ -42,8 +42,8 @@ def _of(matrices: Tile, *, swiglu: Tile, swiglu_grad: Tile, **others: Tile) -> d
 _SUM_TILE = Tile(32, 128, 4)
 
 
-# By pass, then by the source's name in the kernels. Measured on H200 (`benchmarks/bench_casts.py --sweep`). A head's columns
-# are at most half a head.
+# By pass, then by the source's name in the kernels. Measured on H200 (`benchmarks/bench_casts.py --sweep`). A head's
+# columns are at most half a head.
 TILES = {
     "one factor": _of(Tile(128, 64, 4), swiglu=Tile(64, 128, 8), swiglu_grad=Tile(64, 64, 4), qkv_grad=Tile(32, 64, 4)),
     "amax": _of(Tile(64, 256, 8), swiglu=Tile(32, 256, 8), swiglu_grad=Tile(32, 128, 4), qkv_grad=Tile(32, 64, 4)),
@@ -135,21 +135,21 @@ def _cast(
     )  # fmt: skip
 
 
-def _empty(source: Source, fmt: Format, rows: bool, columns: bool) -> tuple[Tensor | None, Tensor | None]:
+def _empty(source: Source, fmt: Format, rowwise: bool, columnwise: bool) -> tuple[Tensor | None, Tensor | None]:
     """Room for the codes as rows and as columns."""
     r, c = source.shape
     return (
-        torch.empty((r, c), dtype=fmt.dtype, device=source.device) if rows else None,
-        torch.empty((c, r), dtype=fmt.dtype, device=source.device) if columns else None,
+        torch.empty((r, c), dtype=fmt.dtype, device=source.device) if rowwise else None,
+        torch.empty((c, r), dtype=fmt.dtype, device=source.device) if columnwise else None,
     )
 
 
 def _operand(
     rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor, column_scale_inv: Tensor, granularity: Granularity
-) -> Operand:
-    return Operand(
-        None if rows is None else Scaled(rows, scale_inv, granularity),
-        None if columns is None else Scaled(columns, column_scale_inv, granularity),
+) -> QuantizedTensor:
+    return QuantizedTensor(
+        None if rows is None else ScaledTensor(rows, scale_inv, granularity),
+        None if columns is None else ScaledTensor(columns, column_scale_inv, granularity),
     )
 
 
@@ -187,10 +187,10 @@ def column_sums(source: Source) -> Tensor:
 
 
 def cast_tensor(
-    source: Source, scale: Tensor, scale_inv: Tensor, fmt: Format, *, rows: bool, columns: bool,
+    source: Source, scale: Tensor, scale_inv: Tensor, fmt: Format, *, rowwise: bool, columnwise: bool,
     newest_amax: Tensor | None,
-) -> Operand:  # fmt: skip
-    by_rows, by_columns = _empty(source, fmt, rows, columns)
+) -> QuantizedTensor:  # fmt: skip
+    by_rows, by_columns = _empty(source, fmt, rowwise, columnwise)
     noted = scale if newest_amax is None else newest_amax
     outputs = (scale, scale, noted.view(torch.int32), noted)
     _cast(source, "tensor", fmt, outputs, by_rows, by_columns, record=newest_amax is not None)
@@ -198,9 +198,9 @@ def cast_tensor(
 
 
 def cast_current(
-    source: Source, whole_amax: Tensor, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float
-) -> Operand:
-    by_rows, by_columns = _empty(source, fmt, rows, columns)
+    source: Source, whole_amax: Tensor, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+) -> QuantizedTensor:
+    by_rows, by_columns = _empty(source, fmt, rowwise, columnwise)
     scale_inv = torch.empty_like(whole_amax) if 0 not in source.shape else torch.ones_like(whole_amax)
     outputs = (scale_inv, scale_inv, whole_amax.view(torch.int32), whole_amax)
     _cast(source, "current", fmt, outputs, by_rows, by_columns, power_of_two=power_of_two, eps=eps)
@@ -208,26 +208,26 @@ def cast_current(
 
 
 def amaxes(source: Source) -> tuple[Tensor, Tensor]:
-    return _amaxes(source, rows=True, columns=True)
+    return _amaxes(source, rowwise=True, columnwise=True)
 
 
-def _amaxes(source: Source, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+def _amaxes(source: Source, *, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor]:
     """Zeros for those that are not asked for."""
     r, c = source.shape
     maxima = torch.zeros(r + c, dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
         bits = maxima.view(torch.int32)
-        _launch(maxima_kernel, "maxima", source, (bits, bits, bits[r:]), WHOLE=False, ROWS=rows, COLUMNS=columns)
+        _launch(maxima_kernel, "maxima", source, (bits, bits, bits[r:]), WHOLE=False, ROWS=rowwise, COLUMNS=columnwise)
     return maxima[:r], maxima[r:]
 
 
 def cast_rows(
-    source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float,
+    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
     amaxes: tuple[Tensor, Tensor] | None = None,
-) -> Operand:  # fmt: skip
+) -> QuantizedTensor:  # fmt: skip
     r, c = source.shape
-    by_rows, by_columns = _empty(source, fmt, rows, columns)
-    row_amax, column_amax = _amaxes(source, rows=rows, columns=columns) if amaxes is None else amaxes
+    by_rows, by_columns = _empty(source, fmt, rowwise, columnwise)
+    row_amax, column_amax = _amaxes(source, rowwise=rowwise, columnwise=columnwise) if amaxes is None else amaxes
     start = r + -r % 4  # of the columns' factors: each part begins at a multiple of 16 bytes
     inverse = torch.empty(start + c, dtype=torch.float32, device=source.device)
     if 0 in source.shape:
@@ -237,10 +237,12 @@ def cast_rows(
     return _operand(by_rows, by_columns, inverse[:r].unsqueeze(-1), inverse[start:].unsqueeze(-1), ROW)
 
 
-def cast_1x128(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:
+def cast_1x128(
+    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+) -> QuantizedTensor:
     """The factors `[r, ceil(c/128)]` lie in memory column by column, as cuBLASLt wants them."""
     r, c = source.shape
-    by_rows, by_columns = _empty(source, fmt, rows, columns)
+    by_rows, by_columns = _empty(source, fmt, rowwise, columnwise)
     scale_inv = torch.empty((-(-c // 128), r), dtype=torch.float32, device=source.device)
     column_scale_inv = torch.empty((-(-r // 128), c), dtype=torch.float32, device=source.device)
     outputs = (scale_inv, column_scale_inv, scale_inv, scale_inv)
@@ -249,10 +251,12 @@ def cast_1x128(source: Source, fmt: Format, *, rows: bool, columns: bool, power_
     return _operand(by_rows, by_columns, scale_inv.t(), column_scale_inv.t(), BLOCK_1X128)
 
 
-def cast_128x128(source: Source, fmt: Format, *, rows: bool, columns: bool, power_of_two: bool, eps: float) -> Operand:
+def cast_128x128(
+    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+) -> QuantizedTensor:
     """A row of the factors begins at a multiple of four, as cuBLASLt wants them."""
     r, c = source.shape
-    by_rows, by_columns = _empty(source, fmt, rows, columns)
+    by_rows, by_columns = _empty(source, fmt, rowwise, columnwise)
     down, across = -(-r // 128), -(-c // 128)
     scale_inv = torch.empty((down, across + -across % 4), dtype=torch.float32, device=source.device)
     column_scale_inv = torch.empty((across, down + -down % 4), dtype=torch.float32, device=source.device)

@@ -90,7 +90,7 @@ class Attention(nn.Module):
             "dtype": context.dtype,
             "device": context.device,
             "sequence_parallel": context.sequence_parallel,
-            "exchange": context.exchange,
+            "tp_overlap": context.tp_overlap,
         }
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
@@ -123,7 +123,7 @@ class Attention(nn.Module):
     def forward(self, x_sbh: Input, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
         if rotary is not None and self.q_norm is None:
             slot = self.qkv.grad_slot()
-            if slot is not None and not slot.quantizer.one_factor:
+            if slot is not None and not slot.quantizer.per_tensor:
                 slot = None  # blocks of 128 do not fit the tiles of a head
             heads, groups, _ = (size // self.d for size in self.split)
             q, k, v = rotate_and_split(self.qkv(x_sbh, slot), heads, groups, *rotary, slot)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.tp_overlap import Exchange
+from megafp8.distributed.tp_overlap import TPOverlap
 from megafp8.fp8 import Fp8Manager
 
 
@@ -16,7 +16,8 @@ class BuildContext:
     """Handed down through the constructors; layers read nothing else of the job.
 
     `sequence_parallel` is what the config says; with a tensor group of one rank it has no effect. `context_parallel`:
-    the ranks that hold the tokens of the same sequences between them; None where this rank has whole ones. `exchange`:
+    the ranks that hold the tokens of the same sequences between them; None where this rank has whole ones.
+    `tp_overlap`:
     how linear layers exchange tokens with the tensor group; None: by one collective at a time. `blocks_on_meta`:
     weights of blocks are given memory later, by someone else.
     """
@@ -27,7 +28,7 @@ class BuildContext:
     device: torch.device
     sequence_parallel: bool
     context_parallel: ProcessGroup | None = None
-    exchange: Exchange | None = None
+    tp_overlap: TPOverlap | None = None
     blocks_on_meta: bool = False
 
     @property

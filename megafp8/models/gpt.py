@@ -147,7 +147,7 @@ class Head(nn.Module):
             sequence_parallel=context.sequence_parallel,
             high_precision=True,
             weight=tied,
-            exchange=context.exchange,
+            tp_overlap=context.tp_overlap,
         )
 
     def logits(self, x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:

@@ -45,7 +45,7 @@ class MLP(nn.Module):
             "dtype": context.dtype,
             "device": context.device,
             "sequence_parallel": context.sequence_parallel,
-            "exchange": context.exchange,
+            "tp_overlap": context.tp_overlap,
             "bias": config.linear_bias,
         }
         self.up = ColumnParallelLinear(

@@ -2,7 +2,8 @@
 
 A linear layer that runs in FP8 wants its input as codes, rows and columns, and never looks at the bf16 values; so a
 norm or an activation in front of it hands over the codes (`Quantized`) and the values are not stored at all. Backward
-of an activation likewise leaves the gradient of the layer before it as codes in that layer's `GradSlot`. In front of a
+of an activation likewise leaves the gradient of the layer before it as codes in that layer's `QuantizedGradHandoff`.
+In front of a
 layer in high precision the same Functions compute the values, in x's dtype. Either can be handed over with what it is
 made of, so that the layer need not keep it (`megafp8.ops.fusion`).
 
@@ -29,9 +30,9 @@ from torch.autograd.graph import increment_version
 
 from megafp8.fp8.quantizers import casts
 from megafp8.fp8.sources import GELU, GELUGrad, Normalized, QKVGrad, Source, SwiGLU, SwiGLUGrad, rotate
-from megafp8.fp8.tensor import Operand
+from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.ops import norm_reference as normalization
-from megafp8.ops.fusion import Again, Computed, GradSlot, Input, InputCast, Quantized, again, carrier
+from megafp8.ops.fusion import Again, Computed, Input, InputCast, Quantized, QuantizedGradHandoff, again, carrier
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -48,19 +49,19 @@ class _Handed:
     cast: InputCast | None
     grad_enabled: bool  # torch itself says that gradients are needed within no_grad too
     remade: bool
-    operand: Operand | None = None
+    operand: QuantizedTensor | None = None
     again: Again | None = None
 
     def hand_over(self, source: Source, like: Tensor) -> Tensor:
         """The source's values shaped like `like` but for the last dim; or a carrier, its operand put here."""
         shape, cast = (*like.shape[:-1], source.shape[1]), self.cast
-        by_values = cast is None or source.shape[0] % cast.token_block != 0
+        by_values = cast is None or source.shape[0] % cast.shard_alignment != 0
         if self.remade and self.grad_enabled:
             self.again = again(source, None if cast is None or by_values else cast.quantizer)
         if cast is None or by_values:
             return casts(source).materialize(source).view(shape)
-        columns = cast.columns and self.grad_enabled and not self.remade
-        self.operand = cast.quantizer(source, rows=True, columns=columns)
+        columns = cast.columnwise and self.grad_enabled and not self.remade
+        self.operand = cast.quantizer(source, rowwise=True, columnwise=columns)
         return carrier(like, shape)
 
     def result(self, y: Tensor) -> Input:
@@ -69,18 +70,18 @@ class _Handed:
         return y if self.again is None else Computed(y, self.again)
 
 
-def _gradient(source: Source, like: Tensor, slot: GradSlot | None) -> Tensor:
+def _gradient(source: Source, like: Tensor, slot: QuantizedGradHandoff | None) -> Tensor:
     """The source's values shaped like `like` but for the last dim; or a carrier, its operand put into `slot`."""
     shape = (*like.shape[:-1], source.shape[1])
     if slot is None:
         return casts(source).materialize(source).view(shape)
-    slot.operand = slot.quantizer(source, rows=True, columns=True)
+    slot.operand = slot.quantizer(source, rowwise=True, columnwise=True)
     return carrier(like, shape)
 
 
 class _SwiGLU(Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, slot: GradSlot | None, handed: _Handed) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, slot: QuantizedGradHandoff | None, handed: _Handed) -> Tensor:
         x_rc, smoothing = _matrix(gate_up), None if handed.cast is None else handed.cast.smoothing
         if smoothing is not None:
             smoothing.note(SwiGLU(x_rc))
@@ -97,7 +98,9 @@ class _SwiGLU(Function):
         return _gradient(source, gate_up, ctx.slot), None, None
 
 
-def swiglu(gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None, *, remade: bool = False) -> Input:
+def swiglu(
+    gate_up: Tensor, cast: InputCast | None, slot: QuantizedGradHandoff | None, *, remade: bool = False
+) -> Input:
     """`silu(gate) · up` of `[..., 2f]`: values `[..., f]`, or codes where the layer that takes them has a `cast`.
 
     `slot`: where the layer that made `gate_up`, its only other user, looks for the gradient. `remade`: the layer that
@@ -109,7 +112,7 @@ def swiglu(gate_up: Tensor, cast: InputCast | None, slot: GradSlot | None, *, re
 
 class _GELU(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, slot: GradSlot | None, handed: _Handed) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, slot: QuantizedGradHandoff | None, handed: _Handed) -> Tensor:
         ctx.save_for_backward(x, bias)
         ctx.slot = slot
         return handed.hand_over(GELU(_matrix(x), bias), x)
@@ -124,7 +127,7 @@ class _GELU(Function):
 
 
 def gelu(
-    x: Tensor, bias: Tensor | None, cast: InputCast | None, slot: GradSlot | None, *, remade: bool = False
+    x: Tensor, bias: Tensor | None, cast: InputCast | None, slot: QuantizedGradHandoff | None, *, remade: bool = False
 ) -> Input:
     """GELU's tanh form of x + bias, x `[..., f]`, bias `[f]`: values, or codes where the layer that takes them has a
     `cast`. `slot`, `remade`: as for `swiglu`."""
@@ -135,7 +138,7 @@ def gelu(
 class _RotateAndSplit(Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, slot: GradSlot | None
+        ctx: Any, qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, slot: QuantizedGradHandoff | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.slot = slot
@@ -161,7 +164,7 @@ class _RotateAndSplit(Function):
 
 
 def rotate_and_split(
-    qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, slot: GradSlot | None
+    qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, slot: QuantizedGradHandoff | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q `[s, b, a, d]` and k `[s, b, g, d]`, turned, and v `[s, b, g, d]`, from the packed heads [q | k | v].
 

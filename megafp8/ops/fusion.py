@@ -1,8 +1,8 @@
 """What a linear layer and its neighbours hand each other: values, codes in their place, and what to make them of again.
 
 Codes for values. A norm or an activation in front of an FP8 layer may cast what it makes (`InputCast` says how) and
-hand over codes, `Quantized`; an activation behind it may cast the gradient and leave it in the layer's `GradSlot`.
-Autograd then carries a tensor of the right shape without storage.
+hand over codes, `Quantized`; an activation behind it may cast the gradient and leave it in the layer's
+`QuantizedGradHandoff`. Autograd then carries a tensor of the right shape without storage.
 
 Made again instead of kept. What a layer keeps for wgrad is its input: FP8 columns, or values. Whoever made that input
 keeps the tensors it was made of for its own backward: a norm the residual stream, an activation the product before it.
@@ -30,7 +30,7 @@ from megafp8.distributed.collectives import all_gather_async
 from megafp8.fp8.quantizers import Quantizer, casts
 from megafp8.fp8.smoothing import ChannelScales
 from megafp8.fp8.sources import Plain, Source
-from megafp8.fp8.tensor import Operand, Scaled
+from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,15 @@ class Remake:
     quantizer: Quantizer | None = None
     group: ProcessGroup | None = None
 
-    def columns(self, tensors: Sequence[Tensor | None], of_layer: Quantizer) -> tuple[Scaled, ProcessGroup | None]:
+    def columns(
+        self, tensors: Sequence[Tensor | None], of_layer: Quantizer
+    ) -> tuple[ScaledTensor, ProcessGroup | None]:
         """Columns `[k, m]` and None; or this rank's, and the group to gather them over. `of_layer` casts values."""
         if self.quantizer is None:
-            made = of_layer(Plain(self.values(tensors)()), rows=False, columns=True)
-            return made.required_columns, None
-        made = self.quantizer(self.source(*tensors), rows=False, columns=True)
-        return made.required_columns, self.group
+            made = of_layer(Plain(self.values(tensors)()), rowwise=False, columnwise=True)
+            return made.required_columnwise, None
+        made = self.quantizer(self.source(*tensors), rowwise=False, columnwise=True)
+        return made.required_columnwise, self.group
 
     def values(self, tensors: Sequence[Tensor | None]) -> Callable[[], Tensor]:
         """Starts gathering the values; what it returns waits for them, `[m, k]`."""
@@ -102,7 +104,7 @@ class Quantized(NamedTuple):
     """
 
     carrier: Tensor
-    operand: Operand
+    operand: QuantizedTensor
     again: Again | None = None
 
 
@@ -114,26 +116,26 @@ def carrier(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_empty(1).expand(shape)
 
 
-class GradSlot:
+class QuantizedGradHandoff:
     """Where the consumer of a layer's output leaves the output's gradient if it has quantized it itself."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         self.quantizer = quantizer
-        self.operand: Operand | None = None
+        self.operand: QuantizedTensor | None = None
 
-    def take(self) -> Operand | None:
+    def take(self) -> QuantizedTensor | None:
         operand, self.operand = self.operand, None
         return operand
 
 
 class InputCast(NamedTuple):
     """How a layer wants its input quantized: rows, and columns too unless the layer makes them itself; but as values
-    where the tokens are no multiple of `token_block`.
+    where the tokens are no multiple of `shard_alignment`.
 
     `smoothing`: by what its channels are to be multiplied before.
     """
 
     quantizer: Quantizer
-    columns: bool = True
-    token_block: int = 1
+    columnwise: bool = True
+    shard_alignment: int = 1
     smoothing: ChannelScales | None = None

@@ -9,15 +9,15 @@ one factor for the tensor they are the gathered rows transposed, but with finer 
 same values, and have to be gathered too. Nobody needs them before wgrad. So they stay cut: the
 input's are kept for backward as a slice, 1/t of the memory, and backward sends them while dgrad runs. A column's
 factors must be those of the whole: blocks along the tokens begin anew on every rank, which is right where a slice is a
-multiple of a block, and else the values are gathered as before (`Quantizer.token_block`); a factor for the whole
-column is made from the amax over all ranks (`Quantizer.for_slices`). Every cast is then, bit for bit, a slice of the
-whole tensor's.
+multiple of a block, and else the values are gathered as before (`Quantizer.shard_alignment`); a factor for the whole
+column is made from the amax over all ranks (`Quantizer.for_sharded_input`). Every cast is then, bit for bit, a slice
+of the whole tensor's.
 
 What it costs beyond the bytes that travel: gathered columns are t matrices `[c, r]` beside each other, and the GEMM
 wants one `[c, t·r]`, a copy. Summing t GEMMs instead would pass over the fp32 weight gradient t - 1 times more, which
 is up to seven times those bytes in Llama-3-8B. The count is in docs/decisions/0005-gathering-codes.md.
 
-How tokens travel, at once or part by part while a GEMM runs, is the layer's `Exchange`s' business (`Ends`).
+How tokens travel, at once or part by part while a GEMM runs, is the layer's `TPOverlap`s' business (`TPComm`).
 
 Factors travel as they lie in memory, block after block of the dim summed over, all rows of a block together (see
 `cublaslt_problem`). So those of gathered columns arrive in place, and those of rows, a 32nd of the codes' bytes where
@@ -35,23 +35,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import DONE, Work, all_gather_async
-from megafp8.distributed.tp_overlap import ALONE, Exchange
+from megafp8.distributed.tp_overlap import NO_COMM, TPOverlap
 from megafp8.fp8.quantizers import Quantizer
-from megafp8.fp8.tensor import ROW, TENSOR, Scaled
+from megafp8.fp8.tensor import ROW, TENSOR, ScaledTensor
 
 
-class Ends(NamedTuple):
-    """Where a layer's tokens come from and where they go: x and dx pass `enter`, y and dy `leave`.
+class TPComm(NamedTuple):
+    """Where a layer's tokens come from and where they go: x and dx pass `input`, y and dy `output`.
 
-    `grad_cast`: casts dy before it is gathered at `leave`, where its slices can be cast; None gathers values.
+    `grad_cast`: casts dy before it is gathered at `output`, where its slices can be cast; None gathers values.
     """
 
-    enter: Exchange = ALONE
-    leave: Exchange = ALONE
+    input: TPOverlap = NO_COMM
+    output: TPOverlap = NO_COMM
     grad_cast: Quantizer | None = None
 
 
-LOCAL = Ends()
+LOCAL_COMM = TPComm()
 """Of a layer that has all its tokens, and all of its weight."""
 
 
@@ -69,14 +69,14 @@ def _joined_codes(gathered: Tensor, ranks: int) -> Tensor:
 class Rows:
     """Rows `[t·r, c]` on their way from each rank's `own` `[r, c]`. `arriving`: which of them are there."""
 
-    def __init__(self, own: Scaled, exchange: Exchange) -> None:
+    def __init__(self, own: ScaledTensor, tp_overlap: TPOverlap) -> None:
         codes, factors, granularity, tensor_scale = own
         self._own = own
-        self._cuts_factors = exchange.group is not None and granularity is not TENSOR
+        self._cuts_factors = tp_overlap.group is not None and granularity is not TENSOR
         assert tensor_scale is None or not self._cuts_factors, "slices are not cast under two levels of factors"
-        self.arriving = exchange.gather([codes, factors.t().contiguous()] if self._cuts_factors else [codes])
+        self.arriving = tp_overlap.gather([codes, factors.t().contiguous()] if self._cuts_factors else [codes])
 
-    def part(self, part: slice) -> Scaled:
+    def part(self, part: slice) -> ScaledTensor:
         """Some of them, which must have arrived; of all ranks or of one."""
         own, codes = self._own, self.arriving.whole[0]
         if self._cuts_factors:
@@ -89,7 +89,7 @@ class Rows:
             factors = own.scale_inv[part].t().contiguous().t()
         return own._replace(data=codes[part], scale_inv=factors)
 
-    def columns(self) -> Scaled:
+    def columns(self) -> ScaledTensor:
         """`[c, t·r]`, waited for; of one factor for all of them."""
         return self._own._replace(data=self.arriving.wait()[0]).t()
 
@@ -98,12 +98,12 @@ class Columns(NamedTuple):
     """Columns under way: `arriving` has the codes of `ranks` ranks, `[c, r]` each, one after the other; `sent` is being
     read."""
 
-    arriving: Scaled
+    arriving: ScaledTensor
     ranks: int
     work: Work
     sent: list[Tensor]
 
-    def wait(self) -> Scaled:
+    def wait(self) -> ScaledTensor:
         """`[c, t·r]`."""
         self.work.wait()
         if self.ranks == 1:
@@ -111,7 +111,7 @@ class Columns(NamedTuple):
         return self.arriving._replace(data=_joined_codes(self.arriving.data, self.ranks))
 
 
-def gather_columns(own: Scaled, group: ProcessGroup | None) -> Columns:
+def gather_columns(own: ScaledTensor, group: ProcessGroup | None) -> Columns:
     """Start gathering the whole's columns from each rank's `own` `[c, r]`; they are whole where there is no group."""
     if group is None:
         return Columns(own, 1, DONE, [])
@@ -119,4 +119,4 @@ def gather_columns(own: Scaled, group: ProcessGroup | None) -> Columns:
     wanted = [own.data] if same_factors else [own.data, own.scale_inv.t().contiguous()]
     gathered, work = all_gather_async(wanted, group)
     factors = own.scale_inv if same_factors else gathered[1].t()
-    return Columns(Scaled(gathered[0], factors, own.granularity), group.size(), work, wanted)
+    return Columns(ScaledTensor(gathered[0], factors, own.granularity), group.size(), work, wanted)

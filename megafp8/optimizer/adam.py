@@ -39,7 +39,7 @@ from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed.sharding import Fragment, spec_of
 from megafp8.optimizer.fp8_moments import FIRST, SECOND, Fp8Moment
 from megafp8.optimizer.remainders import SplitMaster
-from megafp8.optimizer.state_storage import AsIs, Kept
+from megafp8.optimizer.state_storage import PlainStorage, StateStorage
 
 
 def _apex_fused_adam() -> tuple[type[Optimizer] | None, str]:
@@ -88,12 +88,12 @@ def _batches(fragments: Sequence[Fragment], elements: int) -> list[list[Fragment
     return batches
 
 
-def _moments(fragment: Fragment, dtype: torch.dtype, seed: int) -> dict[str, Kept]:
+def _moments(fragment: Fragment, dtype: torch.dtype, seed: int) -> dict[str, StateStorage]:
     """Adam's moments of a fragment, zero."""
     if dtype == torch.float8_e4m3fn:
         return {name: Fp8Moment(fragment, name, fmt, seed) for name, fmt in zip(_MOMENTS, (FIRST, SECOND))}
     device = fragment.param.device
-    return {name: AsIs(torch.zeros(len(fragment), dtype=dtype, device=device)) for name in _MOMENTS}
+    return {name: PlainStorage(torch.zeros(len(fragment), dtype=dtype, device=device)) for name in _MOMENTS}
 
 
 class MixedPrecisionAdamW:
@@ -103,7 +103,7 @@ class MixedPrecisionAdamW:
     says in one line which implementation runs and why; `step_count` is the number of updates made so far.
     `moments_dtype`: fp32, bf16, or float8_e4m3fn for `fp8_moments`, whose noise is that of `seed`.
     `store_param_remainders`: keep masters as `remainders` of the parameters, which are bf16 and not hollow.
-    `hollow`: parameters whose values, read here for the last time, are in the masters from now on; or for long, where
+    `released`: parameters whose values, read here for the last time, are in the masters from now on; or for long, where
     `masters` has one, fp32 and as flat as the fragment, which is updated in place.
     """
 
@@ -118,23 +118,23 @@ class MixedPrecisionAdamW:
         moments_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         seed: int = 0,
-        hollow: AbstractSet[nn.Parameter] = frozenset(),
+        released: AbstractSet[nn.Parameter] = frozenset(),
         masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
     ) -> None:
         self.fragments = list(fragments)
-        self.hollow = hollow
+        self.released = released
         self._masters: dict[nn.Parameter, Tensor] = {}
-        self.kept: dict[Tensor, dict[str, Kept]] = {}
+        self.kept: dict[Tensor, dict[str, StateStorage]] = {}
         low_precision: list[Fragment] = []
         for fragment in fragments:
             param, master = fragment.param, self._make_master(fragment, masters)
             self._masters[param], self.kept[master] = master, _moments(fragment, moments_dtype, seed)
-            if store_param_remainders and param.dtype == torch.bfloat16 and param not in hollow:
+            if store_param_remainders and param.dtype == torch.bfloat16 and param not in released:
                 self.kept[master]["master"] = SplitMaster(fragment.of(param.detach()))
                 master.data = master.data.new_empty(0)
             elif param.dtype != torch.float32:
-                self.kept[master]["master"] = AsIs(master)
-                low_precision += [] if param in hollow else [fragment]
+                self.kept[master]["master"] = PlainStorage(master)
+                low_precision += [] if param in released else [fragment]
         self._low_precision = [fragment.of(fragment.param.detach()) for fragment in low_precision]
         self._their_masters = [self._masters[fragment.param] for fragment in low_precision]
         self._rounds = store_param_remainders or moments_dtype != torch.float32
@@ -161,7 +161,7 @@ class MixedPrecisionAdamW:
         param = fragment.param
         master = given.get(param)
         if master is None:
-            master = fragment.of(param.detach()).to(torch.float32, copy=param in self.hollow)
+            master = fragment.of(param.detach()).to(torch.float32, copy=param in self.released)
         master.grad = gradient_of(fragment)
         return master
 
@@ -195,7 +195,7 @@ class MixedPrecisionAdamW:
         `exp_avg_sq`: live tensors, as they are stored."""
         master = self._masters[fragment.param]
         stored = {key: kept.tensors for key, kept in self.kept[master].items()}
-        if fragment.param in self.hollow:  # also where it is fp32
+        if fragment.param in self.released:  # also where it is fp32
             stored["master"] = (master.detach(),)
         return stored
 
@@ -224,8 +224,8 @@ class MixedPrecisionAdamW:
     def hollow_values(self) -> list[tuple[Fragment, Tensor]]:
         """The fragments of hollow parameters with their values, flat, in the parameters' dtype: the masters themselves
         where that is theirs, so that a checkpoint loads into them, else a copy."""
-        hollow = [fragment for fragment in self.fragments if fragment.param in self.hollow]
-        return [(fragment, self.master_of(fragment).to(fragment.param.dtype)) for fragment in hollow]
+        released = [fragment for fragment in self.fragments if fragment.param in self.released]
+        return [(fragment, self.master_of(fragment).to(fragment.param.dtype)) for fragment in released]
 
     @torch.no_grad()
     def _copy_masters_to_params(self) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Kept(Protocol):
+class StateStorage(Protocol):
     """A tensor of state, `nbytes` on the device between steps."""
 
     @property
@@ -34,7 +34,7 @@ class Kept(Protocol):
         """What a checkpoint holds, `[n]`: the live tensor, or a copy on the host. `keep` of it changes no value."""
 
 
-class AsIs:
+class PlainStorage:
     """fp32 or bf16: `tensor`, to which values are rounded. fp32 values are live."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.sharding import Init, ParamSpec, cut, set_spec, stack, whole
-from megafp8.distributed.tp_overlap import Exchange, collective_exchange
-from megafp8.fp8 import Ends, Fp8Linear, Fp8Manager, GradSlot, Input, InputCast, LinearOp, Quantized
+from megafp8.distributed.tp_overlap import TPOverlap, default_overlap
+from megafp8.fp8 import Fp8Linear, Fp8Manager, Input, InputCast, LinearOp, Quantized, QuantizedGradHandoff, TPComm
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.ops.embedding import look_up
 from megafp8.tensor_parallel.mappings import (
@@ -49,15 +49,17 @@ def _input_cast(op: LinearOp) -> InputCast | None:
     return InputCast(op.quantizers.input, smoothing=op.smoothing) if isinstance(op, Fp8Linear) and op.fusible else None
 
 
-def _grad_slot(op: LinearOp) -> GradSlot | None:
-    return GradSlot(op.quantizers.grad_output) if isinstance(op, Fp8Linear) and op.fusible else None
+def _grad_slot(op: LinearOp) -> QuantizedGradHandoff | None:
+    return QuantizedGradHandoff(op.quantizers.grad_output) if isinstance(op, Fp8Linear) and op.fusible else None
 
 
-def _apply(op: LinearOp, x: Input, weight: nn.Parameter, ends: Ends, grad_slot: GradSlot | None = None) -> Tensor:
+def _apply(
+    op: LinearOp, x: Input, weight: nn.Parameter, comm: TPComm, grad_slot: QuantizedGradHandoff | None = None
+) -> Tensor:
     if isinstance(op, Fp8Linear):
-        return op(x, weight, grad_slot=grad_slot, ends=ends)
+        return op(x, weight, grad_slot=grad_slot, comm=comm)
     assert not isinstance(x, Quantized), "codes for a layer in high precision"
-    return op(x, weight, ends=ends)
+    return op(x, weight, comm=comm)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -66,7 +68,7 @@ class ColumnParallelLinear(nn.Module):
     x is `[s, b, k]`, or `[s/t, b, k]` with `sequence_parallel`; y is `[s, b, n/t]`, or `[s, b, n]` with
     `gather_output`. `parts` names the projections stacked in the output, default one part called `name`; under TP a
     rank's output holds its slice of each part in order. `skip_bias_add` returns `(y, bias)` instead of adding.
-    `weight`: use this parameter (tied embedding) rather than make one. `exchange`: how x is gathered and dx summed;
+    `weight`: use this parameter (tied embedding) rather than make one. `tp_overlap`: how x is gathered and dx summed;
     default one collective each.
     """
 
@@ -88,7 +90,7 @@ class ColumnParallelLinear(nn.Module):
         parts: dict[str, int] | None = None,
         high_precision: bool = False,
         weight: nn.Parameter | None = None,
-        exchange: Exchange | None = None,
+        tp_overlap: TPOverlap | None = None,
     ) -> None:
         super().__init__()
         parts = parts or {name: output_size}
@@ -96,7 +98,7 @@ class ColumnParallelLinear(nn.Module):
         t, rank = group.size(), group.rank()
         self.group, self.gather_output, self.skip_bias_add = group, gather_output, skip_bias_add
         self.sequence_parallel = sequence_parallel and t > 1
-        self.exchange = exchange or collective_exchange(group, sequence_parallel=sequence_parallel)
+        self.tp_overlap = tp_overlap or default_overlap(group, sequence_parallel=sequence_parallel)
         self.slices = fp8.slices(group)
         self.op = fp8.linear_op(
             name,
@@ -122,20 +124,20 @@ class ColumnParallelLinear(nn.Module):
         cast = _input_cast(self.op)
         if cast is None or not self.sequence_parallel:
             return cast
-        quantizer = cast.quantizer.for_slices(self.slices)
+        quantizer = cast.quantizer.for_sharded_input(self.slices)
         if quantizer is None:
             return None
-        return InputCast(quantizer, columns=not quantizer.one_factor, token_block=quantizer.token_block)
+        return InputCast(quantizer, columnwise=not quantizer.per_tensor, shard_alignment=quantizer.shard_alignment)
 
-    def grad_slot(self) -> GradSlot | None:
+    def grad_slot(self) -> QuantizedGradHandoff | None:
         """A place for the gradient of the next `forward`'s output as codes; None where the layer wants values."""
         adds_bias = self.bias is not None and not self.skip_bias_add  # whose gradient needs values
         return None if adds_bias or self.gather_output else _grad_slot(self.op)
 
-    def forward(self, x: Input, grad_slot: GradSlot | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Input, grad_slot: QuantizedGradHandoff | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
         if self.sequence_parallel and not isinstance(x, Tensor) and x.again is not None:
             x = x._replace(again=x.again.over(self.group))
-        y = _apply(self.op, x, self.weight, Ends(enter=self.exchange), grad_slot)
+        y = _apply(self.op, x, self.weight, TPComm(input=self.tp_overlap), grad_slot)
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         if self.gather_output:
@@ -149,7 +151,7 @@ class RowParallelLinear(nn.Module):
     x is this rank's `[s, b, k/t]`, or the whole `[s, b, k]` with `input_is_parallel=False`; y is `[s, b, n]`, or
     `[s/t, b, n]` with `sequence_parallel`. The bias is whole on every rank and added after the sum; under sequence
     parallelism each rank sees its slice of s only, so the bias gradient is summed over the group once a step
-    (`reduce_over_tp`). `skip_bias_add` returns `(y, bias)`. `exchange`: how y is summed and dy gathered; default one
+    (`reduce_over_tp`). `skip_bias_add` returns `(y, bias)`. `tp_overlap`: how y is summed and dy gathered; default one
     collective each.
     """
 
@@ -169,13 +171,13 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         skip_bias_add: bool = False,
         high_precision: bool = False,
-        exchange: Exchange | None = None,
+        tp_overlap: TPOverlap | None = None,
     ) -> None:
         super().__init__()
         t, rank = group.size(), group.rank()
         self.group, self.input_is_parallel, self.skip_bias_add = group, input_is_parallel, skip_bias_add
         self.sequence_parallel = sequence_parallel and t > 1
-        self.exchange = exchange or collective_exchange(group, sequence_parallel=sequence_parallel)
+        self.tp_overlap = tp_overlap or default_overlap(group, sequence_parallel=sequence_parallel)
         self.slices = fp8.slices(group)
         self.op = fp8.linear_op(
             name, tp_group=group, input_sharded=t > 1, grad_output_sharded=False, fp8=not high_precision
@@ -204,13 +206,13 @@ class RowParallelLinear(nn.Module):
     def _grad_cast(self) -> Quantizer | None:
         """Casts this rank's slice of the output's gradient; None where that stays values, or is whole."""
         slot = _grad_slot(self.op) if self.sequence_parallel else None
-        return None if slot is None else slot.quantizer.for_slices(self.slices)
+        return None if slot is None else slot.quantizer.for_sharded_input(self.slices)
 
     def forward(self, x: Input) -> Tensor | tuple[Tensor, Tensor | None]:
         if not self.input_is_parallel:
             assert isinstance(x, Tensor)
             x = scatter_to_tensor_parallel(x, self.group)
-        y = _apply(self.op, x, self.weight, Ends(leave=self.exchange, grad_cast=self._grad_cast))
+        y = _apply(self.op, x, self.weight, TPComm(output=self.tp_overlap, grad_cast=self._grad_cast))
         if self.skip_bias_add:
             return y, self.bias
         return y if self.bias is None else y + self.bias

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8 import Fp8Manager
-from megafp8.fp8.tensor import Operand
+from megafp8.fp8.tensor import QuantizedTensor
 
 EAGER_STEPS = 2
 """The first meets every kernel and shape; in the second all is as it will stay, the optimizer's state included."""
@@ -103,7 +103,7 @@ class MicrobatchGraphs:
         self._inputs: list[Tensor | None] | None = None
         self._first: Captured | None = None
         self._later: Captured | None = None
-        self._weights: list[Operand | None] = []  # FP8 copies in the memory of `_first`
+        self._weights: list[QuantizedTensor | None] = []  # FP8 copies in the memory of `_first`
 
     def begin_step(self) -> None:
         """Begin a step."""

@@ -34,7 +34,7 @@ def diverged(trainer: Trainer, metrics: StepMetrics, saved_step: int) -> Diverge
     step, skipped = metrics.step, metrics.skipped_in_a_row
     fragments, config = trainer.optimizer.fragments, trainer.config
     trainer.wait_for_weights()
-    masters = set(trainer.optimizer.hollow)
+    masters = set(trainer.optimizer.released)
     values = [(f, trainer.optimizer.master_of(f) if f.param in masters else f.of(f.param.detach())) for f in fragments]
     weights, gradients = (
         _not_finite(trainer, tensors) for tensors in (values, [(f, gradient_of(f)) for f in fragments])

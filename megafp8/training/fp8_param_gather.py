@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from megafp8.data_parallel.fp8_weight_shards import WeightShare, code_format
+from megafp8.data_parallel.fp8_weight_shards import WeightShard, fp8_data_format
 from megafp8.data_parallel.param_buffer import ParamBuffer
 from megafp8.fp8 import Fp8Linear
 from megafp8.fp8.formats import Format
@@ -25,7 +25,7 @@ def weights_as_codes(model: nn.Module) -> dict[nn.Parameter, tuple[Fp8Linear, Fo
     found: dict[nn.Parameter, tuple[Fp8Linear, Format]] = {}
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and isinstance(module.op, Fp8Linear):
-            fmt = code_format(module.op)
+            fmt = fp8_data_format(module.op)
             if fmt is not None:
                 found[module.weight] = module.op, fmt
     return found
@@ -33,7 +33,7 @@ def weights_as_codes(model: nn.Module) -> dict[nn.Parameter, tuple[Fp8Linear, Fo
 
 def shares(
     weights: Mapping[nn.Parameter, tuple[Fp8Linear, Format]], buffer: ParamBuffer, optimizer: MixedPrecisionAdamW
-) -> list[WeightShare]:
+) -> list[WeightShard]:
     """What this rank casts of each; nothing of those that others own."""
     owned = {fragment.param: fragment for fragment in optimizer.fragments}
     found = []
@@ -41,7 +41,7 @@ def shares(
         fragment = owned.get(param)
         start = 0 if fragment is None else fragment.start
         master_f = torch.empty(0, device=param.device) if fragment is None else optimizer.master_of(fragment)
-        found.append(WeightShare(op, buffer.codes[param], start, master_f, param.dtype))
+        found.append(WeightShard(op, buffer.codes[param], start, master_f, param.dtype))
     return found
 
 

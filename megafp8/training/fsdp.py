@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megafp8.data_parallel.fp8_weight_gather import Carrier, CodedWeight, Collective, gather_codes
-from megafp8.data_parallel.fp8_weight_shards import WeightShare
+from megafp8.data_parallel.fp8_weight_shards import WeightShard
 from megafp8.data_parallel.fsdp import FullySharded
 from megafp8.data_parallel.symmetric_weight_gather import Pulled
 from megafp8.fp8 import Fp8Linear
@@ -62,7 +62,7 @@ def shard(
 class Coded(NamedTuple):
     """Weights gathered as codes: what this rank casts of each, between two `settle`s of `carrier`."""
 
-    shares: list[WeightShare]
+    shares: list[WeightShard]
     carrier: Carrier
 
 
@@ -87,7 +87,7 @@ def gather_as_codes(
     for param, own in zip(params, carrier.own, strict=True):
         rows, (op, fmt) = sharded.rows[param], weights[param]
         codes_mk = own.view(fmt.dtype).view(-1, rows.of[1])
-        shares.append(WeightShare(op, codes_mk, 0, rows.values.view(-1), rows.param.dtype))
+        shares.append(WeightShard(op, codes_mk, 0, rows.values.view(-1), rows.param.dtype))
     return Coded(shares, carrier)
 
 

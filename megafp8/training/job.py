@@ -214,7 +214,7 @@ class Job:
         if weights is not None and weights.codes:
             _logger.info(fp8_parameters.report(weights, parallel.data_context.size))
         if sharded is not None:
-            _logger.info(fully_sharded.report(sharded, self.trainer.hollow, parallel.data_context.size))
+            _logger.info(fully_sharded.report(sharded, self.trainer.released, parallel.data_context.size))
         for reason in self.trainer.auto_filter.reasons:
             _logger.info(reason)
         if self.config.deterministic:
@@ -271,10 +271,10 @@ class Job:
             if self.saver is not None:
                 self.saver.poll()
             stopped = self.stop.agreed(self.parallel.world.group)
-            ends = stopped or self.step == last
-            if self._save_is_due(ends):
+            comm = stopped or self.step == last
+            if self._save_is_due(comm):
                 self._check_replicas()
-                self._save(ends)
+                self._save(comm)
             elif _is_at(self.config.training.replica_check_interval, self.step) or self.skipped_in_a_row == 1:
                 self._check_replicas()
         return stopped
@@ -389,15 +389,15 @@ class Job:
             self.saver.wait_copied()
             self.save_seconds += time.perf_counter() - start
 
-    def _save_is_due(self, ends: bool) -> bool:
-        """Whether to save this step, the last one if the run `ends`.
+    def _save_is_due(self, comm: bool) -> bool:
+        """Whether to save this step, the last one if the run `comm`.
 
         No step is saved that was skipped, but the last one: the checkpoint would be another copy of the weights of an
         earlier step, and in a run that has diverged would push the last good one out of keep_last. It waits for the
         next step that is not skipped.
         """
         at_interval = _is_at(self.config.checkpoint.interval, self.step)
-        if ends or ((at_interval or self.save_postponed) and not self.skipped_in_a_row):
+        if comm or ((at_interval or self.save_postponed) and not self.skipped_in_a_row):
             self.save_postponed = False
             return True
         if at_interval and not self.save_postponed:
@@ -406,14 +406,14 @@ class Job:
                 _logger.warning(f"step {self.step} is not saved, as it was skipped; the next one that is not will be")
         return False
 
-    def _save(self, ends: bool) -> None:
-        """Save this step; at once where the run `ends`, as there is nothing left to do meanwhile."""
+    def _save(self, comm: bool) -> None:
+        """Save this step; at once where the run `comm`, as there is nothing left to do meanwhile."""
         if self.saved_step == self.step:
             return
         start = time.perf_counter()
         self.saved_step = self.step
         data = self.inputs.record(self.step * self.config.training.global_batch_size)
-        if self.saver is not None and not ends:
+        if self.saver is not None and not comm:
             begin_save(self.trainer, self.saver, self.step, self.inputs.fingerprint, data)
         else:
             if self.saver is not None:

@@ -83,7 +83,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
 
     for param in trainer.params:
         name = _name_of(param)
-        if param not in trainer.optimizer.hollow:
+        if param not in trainer.optimizer.released:
             add(param, f"model.{name}", [param.detach()], True)
         elif trainer.weights is not None:
             add(param, f"FP8 data of model.{name}", [trainer.weights.codes[param]], True)
@@ -92,7 +92,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         for key, tensors in trainer.optimizer.stored_tensors(fragment).items():
             add(fragment.param, f"optimizer.{key}.{_name_of(fragment.param)}{part}", tensors, not sharded)
     all_layers = frozenset({"data", "tensor"})
-    for param, (op, _) in trainer.hollow.items():
+    for param, (op, _) in trainer.released.items():
         if op.gathered_weight is not None:
             names = ", ".join(piece.name for piece in spec_of(param).pieces)
             found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))

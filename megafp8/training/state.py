@@ -72,7 +72,7 @@ def checkpoint_folder(run: Path) -> Path:
 def weights(trainer: Trainer) -> dict[str, Rectangles]:
     """Views of this rank's weights; where it has no whole ones, or FP8 codes, of its share of the masters."""
     trainer.wait_for_weights()
-    filled = [param for param in trainer.params if param not in trainer.optimizer.hollow]
+    filled = [param for param in trainer.params if param not in trainer.optimizer.released]
     values = collect(filled, lambda p: p.detach(), "model.")
     return values | collect_fragments(trainer.optimizer.hollow_values(), "model.")
 

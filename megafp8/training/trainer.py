@@ -72,7 +72,7 @@ class Trainer:
     `choice`: what fp8.auto_filter chose earlier in this run; None lets it choose now.
     `fp8_records`: FP8 health of the latest `train_step` in all stages, on rank 0, if that step was sampled; else empty.
     `params`: what this rank has of the model; of
-    these, `tied` are shared by stages, and `hollow`, with their layers, FP8 codes on all ranks (`fp8.weight_shares`).
+    these, `tied` are shared by stages, and `released`, with their layers, FP8 codes on all ranks (`fp8.weight_shares`).
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Trainer:
         self.params = list(self.model.parameters())
         tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
         self.tied = tied if p.pipeline > 1 else []
-        self.hollow = weights_as_codes(self.model) if config.fp8.param_gather else {}
+        self.released = weights_as_codes(self.model) if config.fp8.param_gather else {}
         wgrads = WgradStore()
         self.weights: ParamBuffer | None = None
         self.sharded: FullySharded | None = None
@@ -120,10 +120,10 @@ class Trainer:
             self.gradients, self.weights = self._build_buffers(wgrads)
         self.update = self._build_update()
         self.optimizer = self.update.optimizer
-        if self.weights is not None and self.hollow:
-            self.fp8.share_weights(shares(self.hollow, self.weights, self.optimizer), parallel.device)
+        if self.weights is not None and self.released:
+            self.fp8.shard_weights(shares(self.released, self.weights, self.optimizer), parallel.device)
             self.weights.hollow_out()
-        if self.hollow:
+        if self.released:
             self.publish_weights()
         s = t.seq_length // p.context // (parallel.tensor.size if context.cuts_sequence else 1)
         self.engine = PipelineEngine(
@@ -146,12 +146,12 @@ class Trainer:
         """Have everything in shares: from here on parameters are this rank's rows of what they were."""
         reduce_dtype, seed = DTYPES[self.config.optimizer.reduce_dtype], self.config.seed
         sharded = shard(self.stages, self.parallel, dtype=dtype, reduce_dtype=reduce_dtype, seed=seed)
-        if self.hollow:
-            coded = gather_as_codes(self.hollow, sharded, self.parallel, os.environ, _logger.info)
+        if self.released:
+            coded = gather_as_codes(self.released, sharded, self.parallel, os.environ, _logger.info)
             self.carrier = coded.carrier
-            self.fp8.share_weights(coded.shares, self.parallel.device)
+            self.fp8.shard_weights(coded.shares, self.parallel.device)
         self.params, self.tied = sharded.params, [sharded.rows[param].param for param in self.tied]
-        self.hollow = {sharded.rows[param].param: how for param, how in self.hollow.items()}
+        self.released = {sharded.rows[param].param: how for param, how in self.released.items()}
         return sharded
 
     def _build_buffers(self, wgrads: WgradStore) -> tuple[GradBuffer, ParamBuffer | None]:
@@ -164,14 +164,14 @@ class Trainer:
             device=self.parallel.device,
             sharded=p.zero == 1,
             alone=self.tied,
-            apart=self.hollow.keys(),
+            apart=self.released.keys(),
             reduce_dtype=DTYPES[self.config.optimizer.reduce_dtype],
             wgrads=wgrads,
         )
         if p.zero == 0:
             return gradients, None
         weights = ParamBuffer(
-            self.params, gradients.layout, data_parallel, {w: fmt.dtype for w, (_, fmt) in self.hollow.items()}
+            self.params, gradients.layout, data_parallel, {w: fmt.dtype for w, (_, fmt) in self.released.items()}
         )
         if p.overlap_param_gather:
             weights.wait_before([unit for stage in self.stages for unit in stage.units])
@@ -191,7 +191,7 @@ class Trainer:
                 moments_dtype=DTYPES[o.moments_dtype],
                 store_param_remainders=o.store_param_remainders,
                 seed=self.config.seed,
-                hollow=self.hollow.keys() if self.sharded is None else set(self.params),
+                released=self.released.keys() if self.sharded is None else set(self.params),
                 masters={} if self.sharded is None else self.sharded.masters,
             ),
             tensor_group=parallel.tensor.group,

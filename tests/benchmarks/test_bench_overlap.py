@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.bench_overlap import BLOCKS, MODES, Result, compare, main, table
 from megafp8.distributed.collectives import DONE
-from megafp8.distributed.tp_overlap import AtOnce, Product, Summed
+from megafp8.distributed.tp_overlap import Collective, Product, ReduceHandle
 from tests.world import World
 
 
@@ -41,12 +41,12 @@ def test_wrong_results_are_told_from_rounding() -> None:
     assert compare([nan], [nan], [x], [1.0]).startswith("WRONG")
 
 
-class _Forgetful(AtOnce):
+class _Forgetful(Collective):
     """Twice its own share, whatever the others have: wrong by much more than rounding."""
 
-    def sum(self, product: Product) -> Summed:
+    def sum(self, product: Product) -> ReduceHandle:
         y_mn = product.whole()
-        return Summed(DONE, lambda: y_mn[: y_mn.shape[0] // self.group.size()] * 2)
+        return ReduceHandle(DONE, lambda: y_mn[: y_mn.shape[0] // self.group.size()] * 2)
 
 
 def _wrong() -> tuple[int, str]:

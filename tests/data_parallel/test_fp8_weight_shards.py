@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.data_parallel.fp8_weight_shards import WeightShare, code_format
+from megafp8.data_parallel.fp8_weight_shards import WeightShard, fp8_data_format
 from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Linear, Fp8Manager, StaticScaling
 from megafp8.fp8.recipes.base import BlockwiseScaling, Fp8Recipe
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
@@ -53,8 +53,8 @@ def _case(recipe: Fp8Recipe, dtype: torch.dtype) -> list[list[bool]]:
         edges = _cuts(_weight(name, 0).numel(), ranks)
         masters[name] = torch.empty(edges[rank + 1] - edges[rank])
         codes = torch.zeros(SHAPES[name], dtype=torch.uint8).view(torch.float8_e4m3fn)
-        shares.append(WeightShare(op, codes, edges[rank], masters[name], dtype))
-    manager.share_weights(shares, torch.device("cpu"))
+        shares.append(WeightShard(op, codes, edges[rank], masters[name], dtype))
+    manager.shard_weights(shares, torch.device("cpu"))
     found = []
     for step in range(4):
         for name, share in zip(ops, shares, strict=True):
@@ -70,9 +70,9 @@ def _case(recipe: Fp8Recipe, dtype: torch.dtype) -> list[list[bool]]:
         same = []
         for name, op in ops.items():
             weight = torch.nn.Parameter(_weight(name, step).to(dtype))
-            expected = whole_ops[name].weight8(weight, columns=True)
-            made = op.weight8(torch.full(SHAPES[name], torch.nan), columns=True)
-            for a, b in ((made.rows, expected.rows), (made.columns, expected.columns)):
+            expected = whole_ops[name].weight8(weight, columnwise=True)
+            made = op.weight8(torch.full(SHAPES[name], torch.nan), columnwise=True)
+            for a, b in ((made.rowwise, expected.rowwise), (made.columnwise, expected.columnwise)):
                 assert a is not None
                 assert b is not None
                 same += [torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))]
@@ -99,16 +99,16 @@ def test_a_weight_that_breaks_shows() -> None:
     codes = torch.zeros(48, 32, dtype=torch.uint8).view(torch.float8_e4m3fn)
     master = torch.ones(48 * 32)
     master[7] = torch.nan
-    manager.share_weights([WeightShare(ops["layers.0.a"], codes, 0, master, torch.float32)], torch.device("cpu"))
+    manager.shard_weights([WeightShard(ops["layers.0.a"], codes, 0, master, torch.float32)], torch.device("cpu"))
     manager.cast_weights()
     assert codes.float().isnan().sum() == 1
     assert codes.float().view(-1)[7].isnan()
 
 
 def test_what_can_be_codes() -> None:
-    assert code_format(_manager(CurrentScaling(), None)[1]["layers.0.a"]) is CurrentScaling().forward_format
-    assert code_format(_manager(BlockwiseScaling(), None)[1]["layers.0.a"]) is None
+    assert fp8_data_format(_manager(CurrentScaling(), None)[1]["layers.0.a"]) is CurrentScaling().forward_format
+    assert fp8_data_format(_manager(BlockwiseScaling(), None)[1]["layers.0.a"]) is None
     dgrad = CurrentScaling(override_linear_precision=(False, True, False))
-    assert code_format(_manager(dgrad, None)[1]["layers.0.a"]) is None
+    assert fp8_data_format(_manager(dgrad, None)[1]["layers.0.a"]) is None
     wgrad = CurrentScaling(override_linear_precision=(False, False, True))
-    assert code_format(_manager(wgrad, None)[1]["layers.0.a"]) is not None
+    assert fp8_data_format(_manager(wgrad, None)[1]["layers.0.a"]) is not None

@@ -12,16 +12,16 @@ from torch.distributed import group as groups
 
 from megafp8.distributed import symmetric_memory as mapped
 from megafp8.distributed.tp_overlap import (
-    ALONE,
-    AtOnce,
-    Chunked,
-    Exchange,
+    NO_COMM,
+    Collective,
+    P2PRing,
     Product,
     Replicated,
-    collective_exchange,
-    turns,
+    TPOverlap,
+    default_overlap,
+    ring_steps,
 )
-from megafp8.distributed.tp_symmetric import Symmetric
+from megafp8.distributed.tp_symmetric import SymmetricMemory
 from tests.distributed.test_symmetric_memory import map_files
 from tests.world import World
 
@@ -42,21 +42,21 @@ class _Now:
     def __exit__(self, *_: Any) -> None: ...
 
 
-def symmetric_on_cpu(group: ProcessGroup, folder: str, parts: int = 4) -> Symmetric:
-    """`Symmetric` as it is, on streams and memory of the host: every byte is moved, only nothing runs beside it."""
+def symmetric_on_cpu(group: ProcessGroup, folder: str, parts: int = 4) -> SymmetricMemory:
+    """`SymmetricMemory` on streams and memory of the host: every byte is moved, but nothing runs beside it."""
     map_files(group, folder)
     cuda = torch.cuda
     cuda.Stream = cuda.Event = cuda.current_stream = cuda.stream = lambda *_: _Now()  # type: ignore[assignment, misc]
     cuda.synchronize = lambda *_: None
-    return Symmetric(group, torch.device("cpu"), size=64, parts=parts)
+    return SymmetricMemory(group, torch.device("cpu"), size=64, parts=parts)
 
 
-def _exchange(name: str, group: ProcessGroup, folder: str) -> Exchange:
+def _exchange(name: str, group: ProcessGroup, folder: str) -> TPOverlap:
     if name.startswith("symmetric"):
         return symmetric_on_cpu(group, folder, 2 if name.endswith("pairs") else 4)
     if name == "chunked pairs":
-        return Chunked(group, parts=2)
-    return {"replicated": Replicated, "at once": AtOnce, "chunked": Chunked}[name](group)
+        return P2PRing(group, parts=2)
+    return {"replicated": Replicated, "at once": Collective, "chunked": P2PRing}[name](group)
 
 
 def _parts(name: str, t: int, rank: int) -> list[tuple[int, int]]:
@@ -81,11 +81,11 @@ def _data(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _gathers(name: str, folder: str) -> None:
     group = _world()
     t, rank = group.size(), group.rank()
-    exchange = _exchange(name, group, folder)
-    assert exchange.group is group
+    tp_overlap = _exchange(name, group, folder)
+    assert tp_overlap.group is group
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float64):
         expected = [torch.cat(x) for x in zip(*(_data(r, dtype) for r in range(t)))]
-        arriving = exchange.gather(_data(rank, dtype))
+        arriving = tp_overlap.gather(_data(rank, dtype))
         assert arriving.in_pieces == (name != "at once")
         order = []
         for part in arriving:
@@ -111,7 +111,7 @@ def test_gathered_is_everything_in_order(world4: World, name: str, ranks: int, t
 @pytest.mark.parametrize(("t", "parts"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (7, 1), (8, 4), (16, 4)])
 def test_turns_meet(t: int, parts: int) -> None:
     """Every rank deals with each other once; in each step, who deals with whom is agreed on by both."""
-    of = [turns(rank, t, 4) for rank in range(t)]
+    of = [ring_steps(rank, t, 4) for rank in range(t)]
     for rank, found in enumerate(of):
         assert len(found) == parts
         assert found[0].there[0] == found[0].back[0] == rank
@@ -130,7 +130,7 @@ def _share(rank: int, m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return a, b.t()
 
 
-def _product(a: Tensor, b: Tensor, source: Exchange) -> tuple[Product, list[slice]]:
+def _product(a: Tensor, b: Tensor, source: TPOverlap) -> tuple[Product, list[slice]]:
     arriving, computed = source.gather([a]), []
 
     def rows(part: slice, out: Tensor | None) -> Tensor:
@@ -144,12 +144,12 @@ def _product(a: Tensor, b: Tensor, source: Exchange) -> tuple[Product, list[slic
 def _sums(name: str, folder: str) -> None:
     group = _world()
     t, rank = group.size(), group.rank()
-    exchange = _exchange(name, group, folder)
+    tp_overlap = _exchange(name, group, folder)
     for turn, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16)):
         m = t * R * (turn + 1)  # so that buffers grow
         shares = [torch.mm(*_share(r, m, dtype)) for r in range(t)]
-        product, computed = _product(*_share(rank, m, dtype), ALONE)
-        y = exchange.sum(product).wait()
+        product, computed = _product(*_share(rank, m, dtype), NO_COMM)
+        y = tp_overlap.sum(product).wait()
         whole = torch.stack(shares).double().sum(0)
         assert y.dtype == dtype
         assert torch.equal(y.double(), whole if name == "replicated" else whole.chunk(t)[rank])
@@ -167,7 +167,7 @@ def _rounds_once(name: str, folder: str) -> None:
     """1 and three times half a bf16 step at 1: rounded with each addition they vanish, rounded once they count."""
     group = _world()
     value = 1.0 if group.rank() == 0 else 2.0**-8
-    product, _ = _product(torch.full((4, K), value / K), torch.ones(K, N), ALONE)
+    product, _ = _product(torch.full((4, K), value / K), torch.ones(K, N), NO_COMM)
     share = product._replace(dtype=torch.bfloat16, rows=lambda part, out: _as(product.rows(part, None), out))
     assert (_exchange(name, group, folder).sum(share).wait() == 1 + 2.0**-6).all()
 
@@ -187,7 +187,7 @@ def _through_a_layer(name: str, folder: str) -> None:
     group = _world()
     a, b = _share(0, R, torch.float32)
     product, computed = _product(a + group.rank(), b, _exchange(name, group, folder))
-    y = ALONE.sum(product).wait()
+    y = NO_COMM.sum(product).wait()
     assert len(computed) == (2 if name.endswith("pairs") else group.size())
     assert torch.equal(y, torch.cat([(a + r) @ b for r in range(group.size())]))
 
@@ -198,13 +198,13 @@ def test_a_product_of_pieces_is_the_product(world4: World, name: str, tmp_path: 
 
 
 def _one_at_a_time(folder: str) -> None:
-    exchange = symmetric_on_cpu(_world(), folder)
+    tp_overlap = symmetric_on_cpu(_world(), folder)
     x = torch.zeros(2, 2)
-    first = exchange.gather([x])
+    first = tp_overlap.gather([x])
     with pytest.raises(AssertionError, match="before the last one was waited for"):
-        exchange.gather([x])
+        tp_overlap.gather([x])
     first.wait()
-    exchange.gather([x]).wait()
+    tp_overlap.gather([x]).wait()
 
 
 def test_two_at_once_would_need_more_buffers(world2: World, tmp_path: Any) -> None:
@@ -213,7 +213,7 @@ def test_two_at_once_would_need_more_buffers(world2: World, tmp_path: Any) -> No
 
 def _cannot(folder: str) -> str:
     group = _world()
-    exchange = symmetric_on_cpu(group, folder)
+    tp_overlap = symmetric_on_cpu(group, folder)
     if group.rank() == 0:
 
         def fails(*_: Any) -> None:
@@ -221,7 +221,7 @@ def _cannot(folder: str) -> str:
 
         mapped.symmetric_memory._SymmetricMemory.empty_strided_p2p = fails
     with pytest.raises(RuntimeError) as error:
-        exchange.gather([torch.zeros(1000, 1)])
+        tp_overlap.gather([torch.zeros(1000, 1)])
     return str(error.value)
 
 
@@ -233,9 +233,9 @@ def test_where_one_rank_cannot_all_say_so(world2: World, tmp_path: Any) -> None:
 
 def _plain() -> list[str]:
     group = _world()
-    return [type(collective_exchange(group, sequence_parallel=sp)).__name__ for sp in (False, True)]
+    return [type(default_overlap(group, sequence_parallel=sp)).__name__ for sp in (False, True)]
 
 
 def test_the_plain_exchange_of_a_layout(world2: World) -> None:
     assert world2.run(_plain, ranks=1) == [["Replicated", "Replicated"]]
-    assert world2.run(_plain) == [["Replicated", "AtOnce"]] * 2
+    assert world2.run(_plain) == [["Replicated", "Collective"]] * 2

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megafp8.fp8 import E4M3, E5M2, Format
 from megafp8.fp8.blocks import block_amax, quantize_1x128, quantize_128x128, quantize_rows
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, Scaled
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, ScaledTensor
 from tests.fp8.reference import bytes_of, encode, scale_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-Quantize = Callable[..., Scaled]
+Quantize = Callable[..., ScaledTensor]
 # Rows and columns of a block; a row of any length is below a million.
 QUANTIZERS: dict[str, tuple[Quantize, int, int]] = {
     "row": (quantize_rows, 1, 10**6),

@@ -31,7 +31,16 @@ from megafp8.fp8.health import (
     read_report,
     statistics,
 )
-from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Scaled
+from megafp8.fp8.tensor import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    ROW,
+    TENSOR,
+    Granularity,
+    ScaledTensor,
+)
 from tests.fp8.reference import decode, encode
 
 GRANULARITIES = [TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, BLOCK_1X32, BLOCK_1X16]
@@ -47,7 +56,7 @@ def blocks_of(granularity: Granularity, r: int, c: int) -> Iterator[tuple[tuple[
             yield place, (slice(i, i + rows), slice(j, j + columns))
 
 
-def cast(x: Tensor, fmt: Format, granularity: Granularity, stale: float) -> tuple[Scaled, NDArray[np.float32]]:
+def cast(x: Tensor, fmt: Format, granularity: Granularity, stale: float) -> tuple[ScaledTensor, NDArray[np.float32]]:
     """x quantized by the reference with scales `stale` times those that fit, and the scales."""
     values = x.float().numpy()
     scale = np.ones(granularity.grid(*x.shape), np.float32)
@@ -57,10 +66,10 @@ def cast(x: Tensor, fmt: Format, granularity: Granularity, stale: float) -> tupl
         if amax > 0:
             scale[place] = np.float32(fmt.max) / amax * np.float32(stale)
         codes[block] = encode(values[block] * scale[place], fmt)
-    return Scaled(torch.from_numpy(codes).view(fmt.dtype), torch.tensor(1 / scale), granularity), scale
+    return ScaledTensor(torch.from_numpy(codes).view(fmt.dtype), torch.tensor(1 / scale), granularity), scale
 
 
-def by_hand(x: Tensor, q: Scaled, scale: NDArray[np.float32], fmt: Format) -> list[float]:
+def by_hand(x: Tensor, q: ScaledTensor, scale: NDArray[np.float32], fmt: Format) -> list[float]:
     """The five figures, element by element in float64."""
     signal = noise = 0.0
     nonzero = lost = clamped = 0
@@ -111,9 +120,9 @@ def test_rounding_alone_leaves_the_decibels_promised(fmt: Format) -> None:
     assert statistics(x, q)[SNR_DB].item() == pytest.approx({"e4m3": 31, "e5m2": 25}[fmt.name], abs=1)
 
 
-def scaled(x: Tensor, fmt: Format = E4M3, scale: float = 1.0) -> Scaled:
+def scaled(x: Tensor, fmt: Format = E4M3, scale: float = 1.0) -> ScaledTensor:
     codes = encode(x.float().numpy() * np.float32(scale), fmt)
-    return Scaled(torch.from_numpy(codes).view(fmt.dtype), torch.tensor(scale).reciprocal())
+    return ScaledTensor(torch.from_numpy(codes).view(fmt.dtype), torch.tensor(scale).reciprocal())
 
 
 def test_saturated_is_beyond_the_maximum_though_it_would_round_to_it() -> None:
@@ -157,7 +166,7 @@ def test_snr_does_not_depend_on_the_size(power: int) -> None:
 def test_a_factor_of_zero_loses_and_does_not_clamp() -> None:
     x = torch.ones(1, 32)
     codes = encode(np.array([[2.0] * 16 + [0.0] * 16], np.float32), E4M3)
-    q = Scaled(torch.from_numpy(codes).view(E4M3.dtype), torch.tensor([[0.5, 0.0]]), BLOCK_1X16)
+    q = ScaledTensor(torch.from_numpy(codes).view(E4M3.dtype), torch.tensor([[0.5, 0.0]]), BLOCK_1X16)
     assert statistics(x, q).tolist()[UNDERFLOW : SATURATED + 1] == [0.5, 0]
 
 
@@ -168,7 +177,7 @@ def test_what_is_not_finite_becomes_null(granularity: Granularity, broken: float
     x[1, 3] = broken
     recorder = Recorder(1)
     recorder.begin_step(1)
-    recorder.observe("a", "input", x, Scaled(scaled(x).data, torch.ones(granularity.grid(2, 32)), granularity))
+    recorder.observe("a", "input", x, ScaledTensor(scaled(x).data, torch.ones(granularity.grid(2, 32)), granularity))
     (record,) = recorder.end_step()
     saturated = 0.0 if math.isnan(broken) else 0.015625
     assert record == Record(1, "a", "input", None, 1.0, 0.0, saturated, None)
@@ -249,7 +258,7 @@ def test_observing_waits_for_nothing_on_a_gpu_and_finds_the_same() -> None:
     x = heavy_tailed(131, 137, torch.bfloat16)
     for granularity in GRANULARITIES:
         q, _ = cast(x, E4M3, granularity, 8.0)
-        on_gpu = x.cuda(), Scaled(q.data.cuda(), q.scale_inv.cuda(), granularity)
+        on_gpu = x.cuda(), ScaledTensor(q.data.cuda(), q.scale_inv.cuda(), granularity)
         torch.cuda.set_sync_debug_mode("error")
         try:
             found = statistics(*on_gpu)

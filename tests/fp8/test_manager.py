@@ -205,7 +205,7 @@ def _casts(kind: str, power_of_two: bool) -> list[np.ndarray[Any, Any]]:
     assert isinstance(op, Fp8Linear)
     casts: list[np.ndarray[Any, Any]] = []
     for quantizer, tensor in zip(op.quantizers, (x, w, dy), strict=True):
-        rows = quantizer(Plain(tensor), rows=True, columns=False).rows
+        rows = quantizer(Plain(tensor), rowwise=True, columnwise=False).rowwise
         assert rows is not None
         x8, scale_inv, *_ = rows
         casts += [bytes_of(x8), scale_inv.numpy()]

@@ -9,11 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Linear, Fp8Manager, Fp8Recipe, GradSlot, InputCast, Quantized
+from megafp8.fp8 import (
+    CurrentScaling,
+    DelayedScaling,
+    Fp8Linear,
+    Fp8Manager,
+    Fp8Recipe,
+    InputCast,
+    Quantized,
+    QuantizedGradHandoff,
+)
 from megafp8.fp8.health import OPERANDS, Record, Recorder
 from megafp8.fp8.quantizers import CurrentQuantizer
 from megafp8.fp8.recipes.base import NVFP4Scaling
-from megafp8.fp8.tensor import Operand
+from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.ops.fused import norm, swiglu
 
 CPU = torch.device("cpu")
@@ -45,10 +54,10 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def check(record: Record, operand: str, values: Tensor, cast: Operand) -> None:
+def check(record: Record, operand: str, values: Tensor, cast: QuantizedTensor) -> None:
     """The record is of `values`, and of these as they were cast."""
-    assert cast.rows is not None
-    error = values - cast.rows.dequantize(torch.float64)
+    assert cast.rowwise is not None
+    error = values - cast.rowwise.dequantize(torch.float64)
     assert record.operand == operand
     assert record.amax == pytest.approx(values.abs().max().item(), rel=1e-5)
     assert record.snr_db == pytest.approx(10 * math.log10(values.square().sum() / error.square().sum()), abs=1e-3)
@@ -68,7 +77,7 @@ def test_a_norm_and_an_activation_show_what_they_cast(dtype: torch.dtype) -> Non
     check(record, "input", F.rms_norm(x.double(), (24,), weight.double(), 1e-5).detach(), y.operand)
 
     recorder.begin_step(2)
-    slot = GradSlot(quantizers.grad_output)
+    slot = QuantizedGradHandoff(quantizers.grad_output)
     y = swiglu(gate_up, InputCast(quantizers.input), slot)
     assert isinstance(y, Quantized)
     dy = normal(32, 24, seed=3, dtype=dtype)

@@ -11,7 +11,7 @@ from megafp8.fp8 import E4M3, E5M2, Format
 from megafp8.fp8.quantize import amax, dequantize, quantize
 from megafp8.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer
 from megafp8.fp8.sources import Plain
-from megafp8.fp8.tensor import Scaled
+from megafp8.fp8.tensor import ScaledTensor
 from tests.fp8.reference import bytes_of, encode, finite_values, scale_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -52,8 +52,8 @@ def test_cast_at_every_boundary(fmt: Format, device: str) -> None:
     np.testing.assert_array_equal(bytes_of(x8), encode(x.numpy(), fmt))
 
 
-def rows_of(quantizer: Quantizer, x: Tensor) -> Scaled:
-    rows = quantizer(Plain(x), rows=True, columns=False).rows
+def rows_of(quantizer: Quantizer, x: Tensor) -> ScaledTensor:
+    rows = quantizer(Plain(x), rowwise=True, columnwise=False).rowwise
     assert rows is not None
     return rows
 
@@ -95,7 +95,7 @@ def test_amax(dtype: torch.dtype) -> None:
 
 def test_transpose_is_a_row_major_copy() -> None:
     x = torch.randn(5, 7)
-    matrix = Scaled(quantize(x, torch.tensor(1.0), E4M3), torch.tensor(1.0))
+    matrix = ScaledTensor(quantize(x, torch.tensor(1.0), E4M3), torch.tensor(1.0))
     transposed = matrix.t()
     assert transposed.data.is_contiguous()
     np.testing.assert_array_equal(bytes_of(transposed.data), bytes_of(matrix.data).T)

@@ -34,14 +34,14 @@ def count_casts(
     casts: list[tuple[bool, bool]] = []
     original = getattr(plain, cast)
 
-    def counting(*arguments: Any, rows: bool, columns: bool, **options: Any) -> Any:
-        casts.append((rows, columns))
-        return original(*arguments, rows=rows, columns=columns, **options)
+    def counting(*arguments: Any, rowwise: bool, columnwise: bool, **options: Any) -> Any:
+        casts.append((rowwise, columnwise))
+        return original(*arguments, rowwise=rowwise, columnwise=columnwise, **options)
 
     monkeypatch.setattr(plain, cast, counting)
     counts: list[int] = []
 
-    def turns(runs: Sequence[Callable[[], object]], device: torch.device, *, rounds: int) -> list[list[float]]:
+    def ring_steps(runs: Sequence[Callable[[], object]], device: torch.device, *, rounds: int) -> list[list[float]]:
         for run in runs:
             casts.clear()
             run()
@@ -49,7 +49,7 @@ def count_casts(
             counts.append(len(casts))
         return [[6.0] * rounds, [5.0] * rounds, [1.0] * rounds]
 
-    monkeypatch.setattr(speed_measurement, "time_in_turns", turns)
+    monkeypatch.setattr(speed_measurement, "time_in_turns", ring_steps)
     return counts, measure(SIZE, recipe, CPU, micro_batches=micro_batches, dtype=torch.float32)
 
 

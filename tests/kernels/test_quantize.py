@@ -14,7 +14,7 @@ from torch import Tensor
 from megafp8.fp8 import reference as plain
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, ScaledColumns, Source, SwiGLU, SwiGLUGrad
-from megafp8.fp8.tensor import Operand
+from megafp8.fp8.tensor import QuantizedTensor
 from tests.kernels import DEVICE
 
 kernels = pytest.importorskip("megafp8.kernels.quantize")
@@ -61,7 +61,7 @@ OPTIONS["powers of two"] = {"power_of_two": True, "eps": 1e-4}
 BLOCKS = ["cast_rows", "cast_1x128", "cast_128x128"]
 
 
-def same(actual: Operand, expected: Operand) -> None:
+def same(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
     for a, e in zip(actual, expected):
         assert (a is None) == (e is None)
         if a is not None and e is not None:
@@ -75,7 +75,7 @@ def same(actual: Operand, expected: Operand) -> None:
 def check_tensor(source: Source, scale: float, fmt: Format) -> None:
     factor = torch.tensor(scale, device=DEVICE)
     inverse = factor.reciprocal()
-    for wanted in ({"rows": True, "columns": True}, {"rows": True, "columns": False}, {"rows": False, "columns": True}):
+    for wanted in ({"rowwise": True, "columnwise": True}, {"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
         noted, expected_note = torch.tensor(0.25, device=DEVICE), torch.tensor(0.25, device=DEVICE)
         expected = plain.cast_tensor(source, factor, inverse, fmt, newest_amax=expected_note, **wanted)
         same(kernels.cast_tensor(source, factor, inverse, fmt, newest_amax=noted, **wanted), expected)
@@ -83,7 +83,7 @@ def check_tensor(source: Source, scale: float, fmt: Format) -> None:
         same(kernels.cast_tensor(source, factor, inverse, fmt, newest_amax=None, **wanted), expected)
     whole = kernels.amax(source)
     assert whole.item() == plain.amax(source).item()
-    options: dict[str, Any] = {"rows": True, "columns": True, "power_of_two": scale > 1, "eps": 0.0}
+    options: dict[str, Any] = {"rowwise": True, "columnwise": True, "power_of_two": scale > 1, "eps": 0.0}
     same(kernels.cast_current(source, whole, fmt, **options), plain.cast_current(source, whole, fmt, **options))
 
 
@@ -100,7 +100,7 @@ def test_one_factor_a_tensor(shape: tuple[int, int], kind: str, dtype: torch.dty
 @pytest.mark.parametrize("shape", [(1, 1), (3, 200), (130, 130), (0, 16), (16, 0)], ids=str)
 def test_a_factor_a_block(shape: tuple[int, int], kind: str, cast: str, options: dict[str, Any]) -> None:
     source = SOURCES[kind](*shape, torch.bfloat16)
-    for wanted in ({"rows": True, "columns": True}, {"rows": True, "columns": False}, {"rows": False, "columns": True}):
+    for wanted in ({"rowwise": True, "columnwise": True}, {"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
         actual = getattr(kernels, cast)(source, E4M3, **wanted, **options)
         same(actual, getattr(plain, cast)(source, E4M3, **wanted, **options))
 
@@ -115,7 +115,7 @@ def test_rows_and_columns_of_a_larger_tensor(shape: tuple[int, int], kind: str) 
         assert ours.shape == (extent,)
         assert torch.equal(ours, theirs)
     larger = tuple(amax * (1 + noise(amax.shape[0]).abs()) for amax in amaxes)
-    options: dict[str, Any] = {"rows": True, "columns": True, "power_of_two": False, "eps": 0.0}
+    options: dict[str, Any] = {"rowwise": True, "columnwise": True, "power_of_two": False, "eps": 0.0}
     made = kernels.cast_rows(source, E4M3, amaxes=larger, **options)
     same(made, plain.cast_rows(source, E4M3, amaxes=larger, **options))
     for part, amax in zip(made[:2], larger):
@@ -139,7 +139,7 @@ def test_gradient_of_qkv(shape: tuple[int, ...], own_angles: bool) -> None:
     source = QKVGrad(dq, dk, dv, angles.cos(), angles.sin())
     check_tensor(source, 3.7, E4M3)
     assert torch.equal(kernels.materialize(source), plain.materialize(source))
-    options: dict[str, Any] = {"power_of_two": False, "eps": 0.0, "rows": True, "columns": True}
+    options: dict[str, Any] = {"power_of_two": False, "eps": 0.0, "rowwise": True, "columnwise": True}
     for cast in BLOCKS:
         same(getattr(kernels, cast)(source, E4M3, **options), getattr(plain, cast)(source, E4M3, **options))
 
@@ -232,7 +232,7 @@ def test_blocks_of_odd_values(cast: str, value: float) -> None:
     x = noise(130, 260)
     x[:128, :128] = 0.0
     x[3, 5] = value
-    options = {"power_of_two": True, "eps": 0.0, "rows": True, "columns": True}
+    options = {"power_of_two": True, "eps": 0.0, "rowwise": True, "columnwise": True}
     same(getattr(kernels, cast)(Plain(x), E4M3, **options), getattr(plain, cast)(Plain(x), E4M3, **options))
 
 
@@ -249,5 +249,5 @@ def test_blocks_of_odd_values(cast: str, value: float) -> None:
 def test_any_matrix(r: int, c: int, scale: float, spread: float, seed: int, fmt: Format, cast: str) -> None:
     x = noise(r, c, scale=10.0**spread, dtype=torch.bfloat16, seed=seed)
     check_tensor(Plain(x), scale, fmt)
-    options = {"power_of_two": bool(seed % 2), "eps": 0.0, "rows": True, "columns": True}
+    options = {"power_of_two": bool(seed % 2), "eps": 0.0, "rowwise": True, "columnwise": True}
     same(getattr(kernels, cast)(Plain(x), fmt, **options), getattr(plain, cast)(Plain(x), fmt, **options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.fp8.tensor import Scaled
+from megafp8.fp8.tensor import ScaledTensor
 from megafp8.kernels.transpose import transpose
 from tests.kernels import DEVICE
 
@@ -31,6 +31,6 @@ def test_rows_that_begin_anywhere() -> None:
 
 @pytest.mark.parametrize(("r", "c"), [(64, 96), (6, 8), (8, 6)])
 def test_a_scaled_matrix_turns_whatever_its_shape(r: int, c: int) -> None:
-    x = Scaled(codes(r, c).view(torch.float8_e4m3fn), torch.tensor(2.0, device=DEVICE))
+    x = ScaledTensor(codes(r, c).view(torch.float8_e4m3fn), torch.tensor(2.0, device=DEVICE))
     assert torch.equal(x.t().data.view(torch.uint8), codes(r, c).t().contiguous())
     assert x.t().scale_inv is x.scale_inv

@@ -16,7 +16,7 @@ from megafp8.distributed.sharding import Init, Piece, pieces_of, spec_of
 from megafp8.fp8 import CurrentScaling, Fp8Linear, Fp8Manager
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.sources import Source
-from megafp8.fp8.tensor import Operand
+from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
 from megafp8.ops.linear import Quantizers
@@ -33,18 +33,18 @@ ROUNDING = 0.08
 class Spy:
     """A quantizer that notes what kind of source it casts."""
 
-    one_factor, token_block = True, 1
+    per_tensor, shard_alignment = True, 1
 
     def __init__(self, quantizer: Quantizer, kinds: list[str]) -> None:
         self.quantizer, self.kinds = quantizer, kinds
 
-    def for_slices(self, group: ProcessGroup) -> Spy | None:
-        quantizer = self.quantizer.for_slices(group)
+    def for_sharded_input(self, group: ProcessGroup) -> Spy | None:
+        quantizer = self.quantizer.for_sharded_input(group)
         return None if quantizer is None else Spy(quantizer, self.kinds)
 
-    def __call__(self, source: Source, *, rows: bool, columns: bool) -> Operand:
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         self.kinds.append(source.kind)
-        return self.quantizer(source, rows=rows, columns=columns)
+        return self.quantizer(source, rowwise=rowwise, columnwise=columnwise)
 
 
 def spy(layer: torch.nn.Module) -> list[str]:

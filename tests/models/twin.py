@@ -49,8 +49,8 @@ def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
     """The halves of a head as complex numbers, turned by position × frequency."""
     half = x_bsd.shape[-1] // 2
     frequencies = torch.tensor([_frequency(i, config) for i in range(half)], dtype=torch.float64)
-    turns = torch.polar(torch.ones((), dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies)
-    turned = torch.complex(x_bsd[..., :half], x_bsd[..., half:]) * turns
+    ring_steps = torch.polar(torch.ones((), dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies)
+    turned = torch.complex(x_bsd[..., :half], x_bsd[..., half:]) * ring_steps
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 

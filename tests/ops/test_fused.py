@@ -16,9 +16,9 @@ from megafp8.fp8 import (
     Fp8Linear,
     Fp8Manager,
     Fp8Recipe,
-    GradSlot,
     InputCast,
     Quantized,
+    QuantizedGradHandoff,
     RowwiseScaling,
 )
 from megafp8.ops.fused import gelu, norm, rotate_and_split, swiglu
@@ -126,7 +126,7 @@ def test_codes_give_what_values_give(recipe: Fp8Recipe, activation: str) -> None
         assert isinstance(down, Fp8Linear)
         biased = [bias] if activation == "gelu of biased" else []
         params = [nn.Parameter(p.clone()) for p in (x, norm_weight, w_up, w_down, *biased)]
-        slot = GradSlot(up.quantizers.grad_output) if fused else None
+        slot = QuantizedGradHandoff(up.quantizers.grad_output) if fused else None
         total, normed = norm(params[0], None, params[1], None, 1e-5, InputCast(up.quantizers.input) if fused else None)
         z, cast = up(normed, params[2], grad_slot=slot), InputCast(down.quantizers.input) if fused else None
         if activation == "swiglu":

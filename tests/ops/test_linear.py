@@ -228,13 +228,13 @@ def test_weight_is_quantized_once_until_invalidated() -> None:
     x, weight, dy = tensors()
     with torch.no_grad():
         op(x, weight)
-    rows_alone = op.weight8(weight, columns=False)
-    assert rows_alone.columns is None
+    rows_alone = op.weight8(weight, columnwise=False)
+    assert rows_alone.columnwise is None
     run(op, x, weight, dy)
-    w8 = op.weight8(weight, columns=True)
+    w8 = op.weight8(weight, columnwise=True)
     y, _, _ = run(op, x, weight, dy)
-    assert op.weight8(weight, columns=False) is w8
-    assert w8.columns is not None
+    assert op.weight8(weight, columnwise=False) is w8
+    assert w8.columnwise is not None
     with torch.no_grad():
         weight.mul_(-2)
     assert torch.equal(op(x, weight), y)  # stale by design until told

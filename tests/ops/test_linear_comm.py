@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megafp8.distributed.tp_overlap import Arriving, Product, Summed
-from megafp8.fp8 import BlockwiseScaling, CurrentScaling, DelayedScaling, Ends, Fp8Manager, Fp8Recipe
+from megafp8.distributed.tp_overlap import AllGatherHandle, Product, ReduceHandle
+from megafp8.fp8 import BlockwiseScaling, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe, TPComm
 from megafp8.ops.deferred_wgrad import WgradStore
 
 RECIPES = {
@@ -29,18 +29,18 @@ class Diary:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def gather(self, own: Sequence[Tensor]) -> Arriving:
+    def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
         m = own[0].shape[0]
         halves = [slice(0, m // 2), slice(m // 2, m)]
         self.events.append("gather")
-        return Arriving(
+        return AllGatherHandle(
             list(own), [(half, lambda i=i: self.events.append(f"half {i}")) for i, half in enumerate(halves)]
         )
 
-    def sum(self, product: Product) -> Summed:
+    def sum(self, product: Product) -> ReduceHandle:
         y_mn = product.whole()
         self.events.append("sum begins")
-        return Summed(self, lambda: y_mn)
+        return ReduceHandle(self, lambda: y_mn)
 
     def wait(self) -> None:
         self.events.append("sum ends")
@@ -61,7 +61,7 @@ class Sink:
         self.events.append("wgrad")
 
 
-def _run(recipe: Fp8Recipe | None, ends: Ends, diary: Diary) -> tuple[list[Tensor], list[str], list[str]]:
+def _run(recipe: Fp8Recipe | None, comm: TPComm, diary: Diary) -> tuple[list[Tensor], list[str], list[str]]:
     """y, dx and dw; and what happened forward and backward."""
     manager = Fp8Manager(recipe, amax_group=None)
     op = manager.linear_op("layer", tp_group=None, input_sharded=False, grad_output_sharded=False)
@@ -70,7 +70,7 @@ def _run(recipe: Fp8Recipe | None, ends: Ends, diary: Diary) -> tuple[list[Tenso
     x = torch.randn(128, 2, 32, generator=generator).requires_grad_()
     weight = nn.Parameter(torch.randn(48, 32, generator=generator))
     weight.grad_sink = sink = Sink(diary, weight)  # type: ignore[attr-defined]
-    y = op(x, weight, ends=ends)
+    y = op(x, weight, comm=comm)
     forward = list(diary.events)
     diary.events.clear()
     y.backward(torch.randn(y.shape, generator=generator))
@@ -81,10 +81,10 @@ def _run(recipe: Fp8Recipe | None, ends: Ends, diary: Diary) -> tuple[list[Tenso
 @pytest.mark.parametrize("name", RECIPES)
 def test_dx_is_summed_while_wgrad_runs(name: str) -> None:
     diary, nobody = Diary(), Diary()
-    found, forward, backward = _run(RECIPES[name], Ends(enter=diary), diary)
+    found, forward, backward = _run(RECIPES[name], TPComm(input=diary), diary)
     assert forward == ["gather", "half 0", "half 1"]
     assert backward == ["sum begins", "wgrad", "sum ends"]
-    expected, _, _ = _run(RECIPES[name], Ends(), nobody)
+    expected, _, _ = _run(RECIPES[name], TPComm(), nobody)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
@@ -92,6 +92,6 @@ def test_dx_is_summed_while_wgrad_runs(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_gathered_gradient(name: str) -> None:
     diary = Diary()
-    _, forward, backward = _run(RECIPES[name], Ends(leave=diary), diary)
+    _, forward, backward = _run(RECIPES[name], TPComm(output=diary), diary)
     assert forward == ["sum begins", "sum ends"]
     assert backward == ["gather", "half 0", "half 1", "wgrad"]

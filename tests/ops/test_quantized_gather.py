@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, group
 
-from megafp8.distributed.tp_overlap import AtOnce, Chunked, Exchange
+from megafp8.distributed.tp_overlap import Collective, P2PRing, TPOverlap
 from megafp8.fp8.blocks import quantize_1x128, quantize_rows
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.gemm.cublaslt_problem import is_arranged
@@ -27,23 +27,23 @@ from megafp8.fp8.quantizers import (
 from megafp8.fp8.recipes.mxfp8 import quantize_mxfp8
 from megafp8.fp8.scaling import scale_from_amax
 from megafp8.fp8.sources import Plain
-from megafp8.fp8.tensor import Operand, Scaled
+from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
 from megafp8.ops.quantized_gather import Rows, gather_columns
 from tests.fp8.reference import bytes_of
 from tests.world import World
 
 
-def _one(x: Tensor) -> Scaled:
+def _one(x: Tensor) -> ScaledTensor:
     scale = scale_from_amax(amax(x), E5M2.max)
-    return Scaled(quantize(x, scale, E5M2), scale.reciprocal())
+    return ScaledTensor(quantize(x, scale, E5M2), scale.reciprocal())
 
 
-def _given(x: Tensor) -> Scaled:
-    return Scaled(quantize(x, torch.tensor(3.0), E4M3), torch.tensor(3.0).reciprocal())
+def _given(x: Tensor) -> ScaledTensor:
+    return ScaledTensor(quantize(x, torch.tensor(3.0), E4M3), torch.tensor(3.0).reciprocal())
 
 
 SCALE = (torch.tensor(3.0), torch.tensor(3.0).reciprocal(), torch.zeros(()))
-KINDS: dict[str, tuple[Quantizer, Callable[[Tensor], Scaled]]] = {
+KINDS: dict[str, tuple[Quantizer, Callable[[Tensor], ScaledTensor]]] = {
     "row": (
         RowQuantizer(E4M3, None, eps=0.0, power_of_two=False),
         lambda x: quantize_rows(x, E4M3, power_of_two=False, eps=0.0),
@@ -70,7 +70,7 @@ def _whole(r: int, c: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _equal(actual: Scaled, expected: Scaled) -> None:
+def _equal(actual: ScaledTensor, expected: ScaledTensor) -> None:
     assert actual.granularity is expected.granularity
     assert actual.data.is_contiguous()
     assert actual.scale_inv.shape == expected.scale_inv.shape
@@ -78,10 +78,10 @@ def _equal(actual: Scaled, expected: Scaled) -> None:
     assert torch.equal(actual.scale_inv, expected.scale_inv)
 
 
-def _as_kernels_write(operand: Operand) -> Operand:
+def _as_kernels_write(operand: QuantizedTensor) -> QuantizedTensor:
     """The same with blocks' factors in cuBLASLt's order."""
-    parts = [x._replace(scale_inv=x.scale_inv.t().contiguous().t()) for x in operand[:2] if isinstance(x, Scaled)]
-    return Operand(parts[0], parts[1])
+    parts = [x._replace(scale_inv=x.scale_inv.t().contiguous().t()) for x in operand[:2] if isinstance(x, ScaledTensor)]
+    return QuantizedTensor(parts[0], parts[1])
 
 
 def _cast(kind: str, r: int, c: int, dtype: torch.dtype, ordered: bool) -> None:
@@ -92,30 +92,30 @@ def _cast(kind: str, r: int, c: int, dtype: torch.dtype, ordered: bool) -> None:
         x[5:, :], x[:1, :] = 1, 2  # finite, and the amax is another rank's
         x.nan_to_num_(0, 0, 0)
     quantizer, reference = KINDS[kind]
-    own = quantizer.for_slices(world)
+    own = quantizer.for_sharded_input(world)
     assert own is not None
-    assert r % own.token_block == 0
-    made = own(Plain(x.chunk(world.size())[world.rank()]), rows=True, columns=not own.one_factor)
+    assert r % own.shard_alignment == 0
+    made = own(Plain(x.chunk(world.size())[world.rank()]), rowwise=True, columnwise=not own.per_tensor)
     made = _as_kernels_write(made) if ordered else made
-    for exchange in (AtOnce(world), Chunked(world)):
-        _gathered(made, exchange, own, x, reference)
+    for tp_overlap in (Collective(world), P2PRing(world)):
+        _gathered(made, tp_overlap, own, x, reference)
 
 
 def _gathered(
-    made: Operand, exchange: Exchange, own: Quantizer, x: Tensor, reference: Callable[[Tensor], Scaled]
+    made: QuantizedTensor, tp_overlap: TPOverlap, own: Quantizer, x: Tensor, reference: Callable[[Tensor], ScaledTensor]
 ) -> None:
-    assert exchange.group is not None
-    rows, whole = Rows(made.required_rows, exchange), reference(x)
+    assert tp_overlap.group is not None
+    rows, whole = Rows(made.required_rowwise, tp_overlap), reference(x)
     for part in rows.arriving:
         piece = rows.part(part)
-        factors = whole.scale_inv if own.one_factor else whole.scale_inv[part]
+        factors = whole.scale_inv if own.per_tensor else whole.scale_inv[part]
         _equal(piece, whole._replace(data=whole.data[part], scale_inv=factors))
         if whole.granularity.columns != 32:
             assert is_arranged(piece)
-    if own.one_factor:
+    if own.per_tensor:
         columns = rows.columns()
     else:
-        columns = gather_columns(made.required_columns, exchange.group).wait()
+        columns = gather_columns(made.required_columnwise, tp_overlap.group).wait()
     _equal(columns, reference(x.t().contiguous()))
     if whole.granularity.columns != 32:
         assert is_arranged(columns)
@@ -145,7 +145,7 @@ def test_factors_as_the_kernels_write_them(world2: World) -> None:
 def _no_slices() -> None:
     world = group.WORLD
     assert isinstance(world, ProcessGroup)
-    assert NVFP4Quantizer(None, square=False, hadamard=True, noise=None).for_slices(world) is None
+    assert NVFP4Quantizer(None, square=False, hadamard=True, noise=None).for_sharded_input(world) is None
 
 
 def test_four_bits_are_cast_whole(world2: World) -> None:

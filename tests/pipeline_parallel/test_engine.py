@@ -268,4 +268,4 @@ def test_over_nccl(tmp_path: Path, name: str, placement: Placement, m: int) -> N
     rows = 300_000
     torch.multiprocessing.spawn(_nccl_rank, (port, name, placement, m, rows, tmp_path), nprocs=p)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(p)]
-    _assert_equals_whole_model(ranks, placement, m, rows=rows)
+    _assert_equals_whole_model(ranks, placement, m, rowwise=rows)

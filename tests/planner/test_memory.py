@@ -183,7 +183,7 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
     trainer = _trainer(config)
     for module in trainer.model.modules():
         if isinstance(op := getattr(module, "op", None), Fp8Linear):
-            op.weight8(module.weight, columns=not op.high_precision.dgrad)
+            op.weight8(module.weight, columnwise=not op.high_precision.dgrad)
     weights = [part for kept in trainer.fp8.kept_weights if kept is not None for part in kept[:2] if part is not None]
     sizes = _state_bytes(trainer)
     measured = [
@@ -223,7 +223,7 @@ def _rows(overrides: list[str]) -> tuple[list[int], list[int]]:
     assert trainer.sharded is not None
     sizes = _state_bytes(trainer)
     values = sum(rows.values.nbytes for rows in trainer.sharded.rows.values())
-    codes = sum(rows.values.numel() for rows in trainer.sharded.rows.values() if rows.param in trainer.hollow)
+    codes = sum(rows.values.numel() for rows in trainer.sharded.rows.values() if rows.param in trainer.released)
     measured = [codes, trainer.sharded.flat.nbytes, values, sizes["exp_avg"] + sizes["exp_avg_sq"]]
     p = _plans(config, trainer.parallel.world_size)[trainer.parallel.pipeline.rank]
     return measured, [p.weights, p.gradients, p.masters, p.moments]

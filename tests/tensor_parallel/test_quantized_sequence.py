@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init
-from megafp8.distributed.tp_overlap import AtOnce, Chunked
+from megafp8.distributed.tp_overlap import Collective, P2PRing
 from megafp8.fp8 import (
     BlockwiseScaling,
     CurrentScaling,
@@ -30,8 +30,8 @@ from megafp8.fp8 import (
     NVFP4Scaling,
     Quantized,
     RowwiseScaling,
-    fused,
 )
+from megafp8.ops import fused
 from megafp8.ops.linear import Fp8Linear
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -68,7 +68,7 @@ class Pair(nn.Module):
         common: dict[str, Any] = {
             "group": group, "fp8": self.fp8, "init": Init("normal", 0.1), "dtype": dtype,
             "device": torch.device("cpu"), "sequence_parallel": True,
-            "exchange": Chunked(group) if chunked else AtOnce(group),
+            "tp_overlap": P2PRing(group) if chunked else Collective(group),
         }  # fmt: skip
         self.norm_weight = nn.Parameter(torch.linspace(0.5, 1.5, H, dtype=dtype))
         parts = {"gate": F, "up": F}

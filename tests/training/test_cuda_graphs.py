@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megafp8.config import Config, ConfigError
 from megafp8.data.samples import Batch, next_token_batch
-from megafp8.fp8.tensor import Operand
+from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import (
     ParallelState,
@@ -87,7 +87,7 @@ def train(
 # --- with a stand-in for CUDA ----------------------------------------------------------------------------------------
 
 
-class StandIn:
+class HighPrecisionFallback:
     """Captures nothing: replaying is doing the work again. Counts captures and replays."""
 
     def __init__(self) -> None:
@@ -108,10 +108,10 @@ def _both(settings: Config, steps: int, masked: bool) -> tuple[Curve, Curve, int
     """The curve of eager micro-batches and of replayed ones on the ranks that are here, captures and replays."""
     parallel = initialize_model_parallel(device=initialize_distributed("cpu"))
     eager, _ = train(settings, parallel, steps, None, masked)
-    stand_in = StandIn()
-    graphs = functools.partial(MicrobatchGraphs, eager_steps=1, capture=stand_in)
+    fallback = HighPrecisionFallback()
+    graphs = functools.partial(MicrobatchGraphs, eager_steps=1, capture=fallback)
     replayed, _ = train(settings, parallel, steps, graphs, masked)
-    return eager, replayed, stand_in.captures, stand_in.replays
+    return eager, replayed, fallback.captures, fallback.replays
 
 
 CASES: dict[str, tuple[dict[str, Any], bool, int]] = {  # changes, masked, how often 3 of 4 steps replay something
@@ -177,18 +177,18 @@ class Weights:
 
     def __init__(self) -> None:
         self.diary: list[str] = []
-        self._kept: list[Operand | None] = [None]
+        self._kept: list[QuantizedTensor | None] = [None]
 
     def forget_weights(self) -> None:
         self.diary.append("forget")
 
     @property
-    def kept_weights(self) -> list[Operand | None]:
+    def kept_weights(self) -> list[QuantizedTensor | None]:
         self.diary.append("take")
         return self._kept
 
     @kept_weights.setter
-    def kept_weights(self, copies: list[Operand | None]) -> None:
+    def kept_weights(self, copies: list[QuantizedTensor | None]) -> None:
         assert copies is self._kept
         self.diary.append("give back")
 
@@ -217,7 +217,7 @@ def test_the_weights_belong_to_the_first_graph() -> None:
 
 
 def test_inputs_of_another_shape_are_refused() -> None:
-    graphs = MicrobatchGraphs(Weights(), torch.device("cpu"), eager_steps=0, capture=StandIn())
+    graphs = MicrobatchGraphs(Weights(), torch.device("cpu"), eager_steps=0, capture=HighPrecisionFallback())
     graphs.run(lambda x, y: torch.zeros(2, dtype=torch.float64), (torch.ones(3), None), first=True)
     with pytest.raises(AssertionError, match=r"an input of \(1,\) for a graph of \(3,\)"):
         graphs.run(lambda x, y: x, (torch.ones(1), None), first=True)

@@ -20,7 +20,7 @@ from megafp8.training import fp8_param_gather as fp8_parameters
 from megafp8.training.cuda_graphs import MicrobatchGraphs
 from megafp8.training.state import load_latest, save_state
 from megafp8.training.trainer import Trainer
-from tests.training.test_cuda_graphs import Curve, StandIn, batches
+from tests.training.test_cuda_graphs import Curve, HighPrecisionFallback, batches
 from tests.training.test_zero import _contents, _Late, settings, start, steps_of
 from tests.world import World
 
@@ -113,7 +113,7 @@ def _same_weights(values: Trainer, codes: Trainer) -> bool:
         torch.equal(flat, fragment.of(whole[fragment.param].detach()))
         for fragment, flat in codes.optimizer.hollow_values()
     ]
-    rest = [torch.equal(p, whole[p]) for p in codes.params if p not in codes.hollow]
+    rest = [torch.equal(p, whole[p]) for p in codes.params if p not in codes.released]
     return all(owned + rest)
 
 
@@ -122,9 +122,9 @@ def _case(changes: Changes) -> tuple[Curve, Curve, bool, int, int, list[int]]:
     expected, values = _train(plain)
     found, codes = _train(coded)
     assert codes.weights is not None
-    hollow = [param.untyped_storage().nbytes() // param.element_size() for param in codes.hollow]
-    elements = sum(param.numel() for param in codes.hollow)
-    return expected, found, _same_weights(values, codes), len(codes.hollow), elements, hollow
+    released = [param.untyped_storage().nbytes() // param.element_size() for param in codes.released]
+    elements = sum(param.numel() for param in codes.released)
+    return expected, found, _same_weights(values, codes), len(codes.released), elements, released
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES])
@@ -160,9 +160,9 @@ def _graphs_case(coded: Config) -> tuple[Curve, Curve, int]:
     trainer, parallel = start(coded)
     expected = steps_of(trainer, parallel, range(4))
     trainer, parallel = start(coded)
-    stand_in = StandIn()
-    trainer.graphs = MicrobatchGraphs(trainer.fp8, parallel.device, eager_steps=1, capture=stand_in)
-    return expected, steps_of(trainer, parallel, range(4)), stand_in.replays
+    fallback = HighPrecisionFallback()
+    trainer.graphs = MicrobatchGraphs(trainer.fp8, parallel.device, eager_steps=1, capture=fallback)
+    return expected, steps_of(trainer, parallel, range(4)), fallback.replays
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def _report_case(coded: Config) -> tuple[str, int, int, int, int]:
     finally:
         collectives.all_gather_in_place_async = gather
     text = fp8_parameters.report(trainer.weights, parallel.data_context.size)
-    coded_elements = sum(param.numel() for param in trainer.hollow)
+    coded_elements = sum(param.numel() for param in trainer.released)
     return text, sum(sent), trainer.weights.nbytes, coded_elements, sum(param.numel() for param in trainer.params)
 
 

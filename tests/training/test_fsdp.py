@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import Config, ConfigError, check_layout
-from megafp8.data_parallel.fsdp import FullySharded, Hollow
+from megafp8.data_parallel.fsdp import FullySharded, Released
 from megafp8.training.fsdp import report
 from megafp8.training.trainer import Trainer
 from tests.training.test_cuda_graphs import Curve, batches
@@ -151,18 +151,18 @@ def _codes_case(changes: Changes) -> tuple[Curve, Curve, bool, list[str]]:
     same = all(torch.equal(a, b) for (_, a), (_, b) in pairs)
     for block in codes.stages[0].blocks:
         block.unshard()
-    hollow = [name for name, p in codes.stages[0].named_parameters() if isinstance(p, Hollow)]
-    return expected, found, same, hollow
+    released = [name for name, p in codes.stages[0].named_parameters() if isinstance(p, Released)]
+    return expected, found, same, released
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW_CODES)) for c in CODES])
 def test_codes_train_what_values_train_bit_for_bit(world4: World, case: str) -> None:
     ranks, changes = CODES[case]
     layers = {"some-layers": 3, "bf16": 4, "pp2-dp2": 4}.get(case, 8)
-    for expected, found, same, hollow in world4.run(_codes_case, changes, ranks=ranks):
+    for expected, found, same, released in world4.run(_codes_case, changes, ranks=ranks):
         assert found == expected
         assert same
-        assert len(hollow) == layers
+        assert len(released) == layers
         assert len({loss for loss, _ in found}) == len(found)
 
 
@@ -183,7 +183,7 @@ def _held(settings: Config) -> tuple[int, int, int]:
     held = [p._sharded_param_data for g in groups for p in g.fsdp_params]
     held += [t for g in groups for p in g.fsdp_params for t in (*p.all_gather_outputs, p._unsharded_param)]
     held += [old.data for old in trainer.gradients.rows]
-    return total, _storages([t for t in held if not isinstance(t, Hollow)]), trainer.gradients.flat.nbytes
+    return total, _storages([t for t in held if not isinstance(t, Released)]), trainer.gradients.flat.nbytes
 
 
 def _groups(module: Any) -> list[Any]:
@@ -202,7 +202,7 @@ def test_between_steps_a_rank_holds_its_share(world4: World) -> None:
 def _report(settings: Config) -> str:
     trainer, parallel = start(settings)
     assert trainer.sharded is not None
-    return report(trainer.sharded, trainer.hollow, parallel.data_context.size)
+    return report(trainer.sharded, trainer.released, parallel.data_context.size)
 
 
 def test_the_log_says_what_is_held_and_received(world4: World) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megafp8.config import ParallelConfig
-from megafp8.distributed.tp_overlap import AtOnce, Chunked, Replicated
+from megafp8.distributed.tp_overlap import Collective, P2PRing, Replicated
 from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
 from megafp8.training.overlap import on_one_host, token_exchange
 from tests.world import World
@@ -41,9 +41,9 @@ def _chosen() -> dict[str, tuple[str, list[str]]]:
 
 def test_what_each_run_gets(world2: World) -> None:
     for found in world2.run(_chosen):
-        assert found["auto on CPU"] == (AtOnce.__name__, [])
+        assert found["auto on CPU"] == (Collective.__name__, [])
         spans = "parallel.overlap_tensor = auto: a tensor-parallel group spans hosts; going on with none"
-        assert found["auto over hosts"] == (AtOnce.__name__, [spans])
-        assert found["none"] == (AtOnce.__name__, [])
-        assert found["chunked"] == (Chunked.__name__, [])
+        assert found["auto over hosts"] == (Collective.__name__, [spans])
+        assert found["none"] == (Collective.__name__, [])
+        assert found["chunked"] == (P2PRing.__name__, [])
         assert found["auto, whole tokens"] == (Replicated.__name__, [])

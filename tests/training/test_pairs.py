@@ -39,7 +39,7 @@ from megafp8.data.samples import Batch, next_token_batch
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training.cuda_graphs import MicrobatchGraphs
 from megafp8.training.trainer import Trainer
-from tests.training.test_cuda_graphs import Curve, StandIn
+from tests.training.test_cuda_graphs import Curve, HighPrecisionFallback
 from tests.world import World
 
 FAST_STEPS, SLOW_STEPS = 4, 10
@@ -215,7 +215,7 @@ def _train(keys: Mapping[str, Any], steps: int) -> Curve:
     )
     trainer = Trainer(config, parallel)
     if graphs:
-        trainer.graphs = MicrobatchGraphs(trainer.fp8, parallel.device, eager_steps=1, capture=StandIn())
+        trainer.graphs = MicrobatchGraphs(trainer.fp8, parallel.device, eager_steps=1, capture=HighPrecisionFallback())
     for stage in trainer.stages:
         if stage.offload is not None:
             stage.offload.smallest = 0

@@ -23,7 +23,7 @@ from megafp8.training.cuda_graphs import MicrobatchGraphs
 from megafp8.training.state import checkpoint_folder, load_latest, save_state
 from megafp8.training.trainer import Trainer
 from tests.marks import slow_but
-from tests.training.test_cuda_graphs import Curve, StandIn, batches, config
+from tests.training.test_cuda_graphs import Curve, HighPrecisionFallback, batches, config
 from tests.world import World
 
 STEPS = 8
@@ -179,9 +179,9 @@ def test_nobody_computes_with_weights_that_are_still_on_their_way(world4: World,
 def _graphs_case(sharded: Config) -> tuple[Curve, Curve, int]:
     expected = _train(sharded)[0]
     trainer, parallel = start(sharded)
-    stand_in = StandIn()
-    trainer.graphs = MicrobatchGraphs(trainer.fp8, parallel.device, eager_steps=1, capture=stand_in)
-    return expected, steps_of(trainer, parallel, range(STEPS)), stand_in.replays
+    fallback = HighPrecisionFallback()
+    trainer.graphs = MicrobatchGraphs(trainer.fp8, parallel.device, eager_steps=1, capture=fallback)
+    return expected, steps_of(trainer, parallel, range(STEPS)), fallback.replays
 
 
 def test_graphs_of_micro_batches(world4: World) -> None:

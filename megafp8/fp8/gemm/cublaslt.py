@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8.gemm.cublaslt_problem import ALIGNMENT, Problem
-from megafp8.fp8.tensor import Scaled
+from megafp8.fp8.tensor import ScaledTensor
 
 # Values of `cudaDataType` and `cublasComputeType_t`.
 _CUDA_TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
@@ -223,7 +223,9 @@ class CublasLt:
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._workspaces: dict[int, Tensor] = {}  # one for each stream: two GEMMs at once must not share one
 
-    def matmul_tn(self, a: Scaled, b: Scaled, out_mn: Tensor, *, accumulate: bool, use_fast_accum: bool) -> None:
+    def matmul_tn(
+        self, a: ScaledTensor, b: ScaledTensor, out_mn: Tensor, *, accumulate: bool, use_fast_accum: bool
+    ) -> None:
         """`out = a · bᵀ`, or `out += a · bᵀ`, of quantized operands a `[m, k]` and b `[n, k]`.
 
         `out_mn` is row-major, bf16 or fp32; accumulated in bf16, the product is rounded before it is added. E4M3 and

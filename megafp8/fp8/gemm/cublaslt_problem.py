@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Scaled
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 
 ALIGNMENT = 16  # bytes, of a pointer; elements, of an FP8 row
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -36,7 +36,7 @@ def factor_strides(granularity: Granularity, r: int, c: int) -> tuple[int, int]:
     return 1, 1
 
 
-def is_arranged(x: Scaled) -> bool:
+def is_arranged(x: ScaledTensor) -> bool:
     """Whether the factors of `x` lie in memory as cuBLASLt reads them. A dim of one element may have any stride."""
     if x.granularity is TENSOR:
         return True
@@ -45,7 +45,7 @@ def is_arranged(x: Scaled) -> bool:
     return all(s == w or size == 1 for size, s, w in zip(factors.shape, factors.stride(), wanted))
 
 
-def arranged(x: Scaled) -> Scaled:
+def arranged(x: ScaledTensor) -> ScaledTensor:
     """`x` with its factors as cuBLASLt reads them: itself, or with a copy of them."""
     if is_arranged(x):
         return x
@@ -76,7 +76,9 @@ class Problem(NamedTuple):
     fast: bool
 
     @staticmethod
-    def of_scaled(a: Scaled, b: Scaled, out_mn: Tensor, *, accumulate: bool, use_fast_accum: bool) -> Problem:
+    def of_scaled(
+        a: ScaledTensor, b: ScaledTensor, out_mn: Tensor, *, accumulate: bool, use_fast_accum: bool
+    ) -> Problem:
         """`out (+)= a · bᵀ`, a `[m, k]`, b `[n, k]`. Sums of blocks are promoted at every block, so never fast."""
         (m, k), n = a.data.shape, b.data.shape[0]
         assert b.data.shape[1] == k

@@ -34,7 +34,7 @@ from megafp8.fp8.gemm.cublaslt import CublasLt, available
 from megafp8.fp8.gemm.cublaslt_problem import arranged
 from megafp8.fp8.gemm.scaled_mm import block_scaled_mm, multiplies
 from megafp8.fp8.gemm.scaled_mm_check import why_emulated
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Scaled, zero_pad
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, ScaledTensor, zero_pad
 
 GemmBackend = Literal["auto", "cublaslt", "scaled_mm", "emulated"]
 
@@ -75,7 +75,13 @@ class Fp8Gemm:
             self._cublaslt = CublasLt(device, autotune=autotune, cache_file=algorithm_file() if autotune else None)
 
     def tn(
-        self, a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype, *, use_fast_accum: bool, out: Tensor | None = None
+        self,
+        a_mk: ScaledTensor,
+        b_nk: ScaledTensor,
+        out_dtype: torch.dtype,
+        *,
+        use_fast_accum: bool,
+        out: Tensor | None = None,
     ) -> Tensor:
         """`a · bᵀ`, `[m, n]` in `out_dtype`, rounded to it once; in `out`, contiguous, where there is one.
         `use_fast_accum` matters on Hopper only."""
@@ -93,7 +99,7 @@ class Fp8Gemm:
             return out
         return _into(out, _scaled_mm(a_mk, b_nk, out_dtype, use_fast_accum))
 
-    def accumulate_tn(self, a_mk: Scaled, b_nk: Scaled, out_mn: Tensor, *, use_fast_accum: bool) -> None:
+    def accumulate_tn(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_mn: Tensor, *, use_fast_accum: bool) -> None:
         """Add `a · bᵀ` to `out_mn`, fp32 and contiguous."""
         if self._cublaslt is not None and _fits(a_mk, b_nk):
             self._cublaslt.matmul_tn(a_mk, b_nk, out_mn, accumulate=True, use_fast_accum=use_fast_accum)
@@ -105,7 +111,7 @@ def _into(out: Tensor | None, y_mn: Tensor) -> Tensor:
     return y_mn if out is None else out.copy_(y_mn)
 
 
-def _fits(a_mk: Scaled, b_nk: Scaled) -> bool:
+def _fits(a_mk: ScaledTensor, b_nk: ScaledTensor) -> bool:
     """Whether cuBLASLt takes these operands as they are."""
     n, k = b_nk.data.shape
     return (
@@ -116,7 +122,7 @@ def _fits(a_mk: Scaled, b_nk: Scaled) -> bool:
     )
 
 
-def _emulated(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype) -> Tensor:
+def _emulated(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(out_dtype, torch.float32)
     if a_mk.granularity is TENSOR and b_nk.granularity is TENSOR:  # the factors multiply the finished sum
         y_mn = a_mk.data.to(wide) @ b_nk.data.to(wide).t()
@@ -124,7 +130,7 @@ def _emulated(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype) -> Tensor:
     return (a_mk.dequantize(wide) @ b_nk.dequantize(wide).t()).to(out_dtype)
 
 
-def _scaled_mm(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
     n, k = b_nk.data.shape
     pad_n, pad_k = -n % _ALIGNMENT, -k % _ALIGNMENT
     a_mk, b_nk = arranged(a_mk), arranged(b_nk)

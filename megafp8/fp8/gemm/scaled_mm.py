@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megafp8.fp8.recipes.mxfp8 import e8m0_encode
-from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_16X16, Scaled, zero_pad
+from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_16X16, ScaledTensor, zero_pad
 
 _TILE_ROWS, _TILE_BLOCKS = 128, 4
 _K_MULTIPLE, _N_MULTIPLE = 32, 16
@@ -51,7 +51,7 @@ class Arranged(NamedTuple):
     swizzle: list[F.SwizzleType]
 
 
-def multiplies(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype) -> bool:
+def multiplies(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype) -> bool:
     """Whether Blackwell has a product of two such matrices."""
     granularities = {a_mk.granularity, b_nk.granularity}
     like = granularities == {BLOCK_1X32} or granularities <= _NVFP4
@@ -59,7 +59,7 @@ def multiplies(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype) -> bool:
     return like and some_e4m3 and out_dtype in (torch.bfloat16, torch.float32)
 
 
-def block_scaled_mm(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype) -> Tensor:
+def block_scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype) -> Tensor:
     """`a · bᵀ`, `[m, n]` in `out_dtype`, bf16 or fp32; for matrices that `multiplies` takes, on Blackwell."""
     n = b_nk.data.shape[0]
     a, b = arranged(a_mk), arranged(b_nk, row_multiple=_N_MULTIPLE)
@@ -77,14 +77,14 @@ def block_scaled_mm(a_mk: Scaled, b_nk: Scaled, out_dtype: torch.dtype) -> Tenso
     return y_mn[:, :n].contiguous() if n % _N_MULTIPLE else y_mn
 
 
-def arranged(x_rk: Scaled, *, row_multiple: int = 1) -> Arranged:
+def arranged(x_rk: ScaledTensor, *, row_multiple: int = 1) -> Arranged:
     """`x` with zeros appended until k is a multiple of 32, and r one of `row_multiple`."""
     r, k = x_rk.data.shape
     codes_rk = zero_pad(x_rk.data, -r % row_multiple, -k % _K_MULTIPLE)
     return _mxfp8(codes_rk, x_rk) if x_rk.granularity is BLOCK_1X32 else _nvfp4(codes_rk, x_rk)
 
 
-def _mxfp8(codes_rk: Tensor, x_rk: Scaled) -> Arranged:
+def _mxfp8(codes_rk: Tensor, x_rk: ScaledTensor) -> Arranged:
     factors = swizzled(e8m0_encode(x_rk.scale_inv), codes_rk.shape[0])
     return Arranged(
         codes_rk,
@@ -94,7 +94,7 @@ def _mxfp8(codes_rk: Tensor, x_rk: Scaled) -> Arranged:
     )
 
 
-def _nvfp4(codes_rk: Tensor, x_rk: Scaled) -> Arranged:
+def _nvfp4(codes_rk: Tensor, x_rk: ScaledTensor) -> Arranged:
     assert x_rk.tensor_scale is not None
     (r, k), unpadded_r = codes_rk.shape, x_rk.data.shape[0]
     factors = (x_rk.scale_inv * x_rk.tensor_scale).to(torch.float8_e4m3fn).view(torch.uint8)

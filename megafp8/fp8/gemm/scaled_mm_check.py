@@ -20,7 +20,7 @@ from megafp8.fp8.formats import E5M2
 from megafp8.fp8.gemm.scaled_mm import block_scaled_mm
 from megafp8.fp8.recipes.mxfp8 import quantize_mxfp8
 from megafp8.fp8.recipes.nvfp4 import quantize_nvfp4
-from megafp8.fp8.tensor import Scaled
+from megafp8.fp8.tensor import ScaledTensor
 
 _BLACKWELL = (10, 0)
 _M, _N, _K = 160, 136, 330
@@ -48,7 +48,7 @@ def why_emulated(device: torch.device) -> str | None:
     return None
 
 
-def _problems(device: torch.device) -> Iterator[tuple[str, Scaled, Scaled]]:
+def _problems(device: torch.device) -> Iterator[tuple[str, ScaledTensor, ScaledTensor]]:
     """What is multiplied, and its name."""
     a, b = _spread(_M, _K, 0).to(device), _spread(_N, _K, 1).to(device)
     yield "mxfp8", quantize_mxfp8(a), quantize_mxfp8(b)
@@ -64,7 +64,7 @@ def _spread(r: int, c: int, seed: int) -> Tensor:
     return torch.randn(r, c, generator=generator) * units
 
 
-def _right(y_mn: Tensor, a_mk: Scaled, b_nk: Scaled) -> bool:
+def _right(y_mn: Tensor, a_mk: ScaledTensor, b_nk: ScaledTensor) -> bool:
     a, b = a_mk.dequantize(torch.float64), b_nk.dequantize(torch.float64)
     allowed = (a.abs() @ b.abs().t()) * (_SUM + (_BF16 if y_mn.dtype == torch.bfloat16 else 0))
     return bool(((y_mn.double() - a @ b.t()).abs() <= allowed).all())

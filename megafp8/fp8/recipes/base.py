@@ -6,7 +6,8 @@ often; fast accumulation is harmless in the forward pass and measurably not in t
 
 The three GEMMs of a linear layer, y = x wᵀ:  fprop y = x wᵀ,  dgrad dx = dy w,  wgrad dw = dyᵀ x.
 
-`megafp8.fp8.recipes.build` makes quantizers of a recipe; `megafp8.fp8.recipes.custom` has the recipe that is made of others.
+`megafp8.fp8.recipes.build` makes quantizers of a recipe; `megafp8.fp8.recipes.custom` has the recipe that is made of
+others.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch import Tensor
 from megafp8.fp8.blocks import block_amax
 from megafp8.fp8.formats import E4M3, Format
 from megafp8.fp8.quantize import quantize
-from megafp8.fp8.tensor import BLOCK_1X32, Scaled, expand
+from megafp8.fp8.tensor import BLOCK_1X32, ScaledTensor, expand
 
 _MANTISSA = 0x7FFFFF  # of fp32
 _SMALLEST = 0x400000  # the bits of 2^-127, an fp32 subnormal
@@ -47,11 +47,11 @@ def e8m0_decode(code: Tensor) -> Tensor:
     return code.view(torch.float8_e8m0fnu).float()
 
 
-def quantize_mxfp8(x_rc: Tensor, fmt: Format = E4M3) -> Scaled:
+def quantize_mxfp8(x_rc: Tensor, fmt: Format = E4M3) -> ScaledTensor:
     """One power of two for 32 neighbours in a row: x `[r, c]`, any float dtype; factors `[r, ⌈c/32⌉]`."""
     largest = block_amax(x_rc, BLOCK_1X32)
     # Tensor by tensor: CUDA divides by a number as a product with its reciprocal, which rounds twice.
     code = e8m0_encode(largest / torch.full_like(largest, fmt.max))
     scale = e8m0_decode(_LARGEST_CODE - code)
     data = quantize(x_rc, expand(scale, BLOCK_1X32, *x_rc.shape), fmt)
-    return Scaled(data, e8m0_decode(code), BLOCK_1X32)
+    return ScaledTensor(data, e8m0_decode(code), BLOCK_1X32)

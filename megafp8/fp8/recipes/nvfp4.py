@@ -36,7 +36,7 @@ from megafp8.fp8.formats import E2M1, E4M3
 from megafp8.fp8.noise import uniform
 from megafp8.fp8.quantize import amax, quantize
 from megafp8.fp8.scaling import scale_from_amax
-from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_16X16, Scaled, expand
+from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_16X16, ScaledTensor, expand
 from megafp8.philox import Key
 
 _POINTS = 16
@@ -71,7 +71,9 @@ def hadamard_transform(x_rc: Tensor) -> Tensor:
     return torch.cat([y, x_rc[:, whole:].float()], dim=1)
 
 
-def quantize_nvfp4(x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: Key | None) -> Scaled:
+def quantize_nvfp4(
+    x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: Key | None
+) -> ScaledTensor:
     """x `[r, c]`, any float dtype, to E2M1 values `[r, c]` held in E4M3, factors b / S, and S.
 
     `whole_amax`: the amax, fp32 `[]`, of the tensor that x is a slice of; by default x is all of it. `weight`: blocks
@@ -87,4 +89,4 @@ def quantize_nvfp4(x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bo
     block_rc = expand(block, granularity, r, c)
     values = torch.where(block_rc == 0, 0.0, x_rc * tensor_scale / block_rc)
     values = round_to_e2m1(values, None if stochastic is None else uniform(r, c, stochastic, x_rc.device))
-    return Scaled(values.to(E2M1.dtype), block / tensor_scale, granularity, tensor_scale)
+    return ScaledTensor(values.to(E2M1.dtype), block / tensor_scale, granularity, tensor_scale)

@@ -27,7 +27,7 @@ from megafp8.fp8.quantizers import Quantizer, StaticQuantizer
 from megafp8.fp8.recipes.base import StaticScaling
 from megafp8.fp8.scaling import scale_from_amax
 from megafp8.ops.linear import Quantizers, high_precision_linear
-from megafp8.ops.quantized_gather import LOCAL, Ends
+from megafp8.ops.quantized_gather import LOCAL_COMM, TPComm
 
 
 class StaticState:
@@ -95,10 +95,12 @@ class Calibration:
     def active(self) -> bool:
         return any(isinstance(q, StaticQuantizer) and q.calibrating for q in self.quantizers)
 
-    def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None, *, ends: Ends = LOCAL) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None, *, comm: TPComm = LOCAL_COMM
+    ) -> Tensor:
         _note(self.quantizers.input, x)
         _note(self.quantizers.weight, weight)
-        y = high_precision_linear(x, weight, bias, ends=ends)
+        y = high_precision_linear(x, weight, bias, comm=comm)
         if y.requires_grad:
             y.register_hook(partial(_note, self.quantizers.grad_output))
         return y

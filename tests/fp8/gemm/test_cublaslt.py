@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megafp8.fp8.gemm.cublaslt import AlgorithmFile, CublasLt, available
 from megafp8.fp8.gemm.cublaslt_problem import Problem, arranged
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Scaled
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 # Error of one sum as a share of Σ|a·b|: a Hopper tensor core aligns the terms of a block to the largest and keeps 13
@@ -19,12 +19,12 @@ E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16,
 FP8_SUM, BF16_SUM = 2.0**-11, 2.0**-18
 
 
-def operand(r: int, c: int, dtype: torch.dtype, granularity: Granularity, device: str, seed: int) -> Scaled:
+def operand(r: int, c: int, dtype: torch.dtype, granularity: Granularity, device: str, seed: int) -> ScaledTensor:
     """Random codes and factors, no two factors alike."""
     generator = torch.Generator().manual_seed(seed)
     data = (torch.randn(r, c, generator=generator) * 20).to(dtype)
     factors = torch.rand(granularity.grid(r, c), generator=generator) + 0.5
-    return arranged(Scaled(data.to(device), factors.to(device), granularity))
+    return arranged(ScaledTensor(data.to(device), factors.to(device), granularity))
 
 
 def test_not_available_on_cpu() -> None:
@@ -103,7 +103,7 @@ def check(out: Tensor, start: Tensor | None, a64: Tensor, b64: Tensor, share: fl
     assert ((out.double() - expected).abs() <= share * (a64.abs() @ b64.abs()) + unit * rounded).all()
 
 
-def check_tn(lt: CublasLt, a: Scaled, b: Scaled, dtype: torch.dtype, accumulate: bool, fast: bool) -> None:
+def check_tn(lt: CublasLt, a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, accumulate: bool, fast: bool) -> None:
     start = initial(a.data.shape[0], b.data.shape[0], dtype)
     out = start.clone()
     lt.matmul_tn(a, b, out, accumulate=accumulate, use_fast_accum=fast)

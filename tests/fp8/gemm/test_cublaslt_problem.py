@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from megafp8.fp8.gemm.cublaslt_problem import Problem, arranged, factor_strides, is_arranged
-from megafp8.fp8.tensor import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, Scaled
+from megafp8.fp8.tensor import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 PROBLEM = Problem(32, 48, 64, E4M3, "mk", "tensor", E4M3, "nk", "tensor", BF16, False, True)
 
 
-def scaled(r: int, c: int, granularity: Granularity, dtype: torch.dtype = E4M3) -> Scaled:
+def scaled(r: int, c: int, granularity: Granularity, dtype: torch.dtype = E4M3) -> ScaledTensor:
     """No two factors alike."""
-    return Scaled(torch.zeros(r, c).to(dtype), torch.rand(granularity.grid(r, c)) + 0.5, granularity)
+    return ScaledTensor(torch.zeros(r, c).to(dtype), torch.rand(granularity.grid(r, c)) + 0.5, granularity)
 
 
 def test_every_field_of_a_problem_tells_in_its_name() -> None:
@@ -119,8 +119,8 @@ def test_arranging_moves_factors_and_changes_none(granularity: Granularity) -> N
 
 
 def test_one_block_is_arranged_however_it_is_strided() -> None:
-    assert is_arranged(Scaled(torch.zeros(16, 128).to(E4M3), torch.ones(16, 1), BLOCK_1X128))
-    assert is_arranged(Scaled(torch.zeros(16, 128).to(E4M3), torch.ones(1, 1), BLOCK_128X128))
+    assert is_arranged(ScaledTensor(torch.zeros(16, 128).to(E4M3), torch.ones(16, 1), BLOCK_1X128))
+    assert is_arranged(ScaledTensor(torch.zeros(16, 128).to(E4M3), torch.ones(1, 1), BLOCK_128X128))
 
 
 def test_other_granularities_have_no_layout() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megafp8.fp8 import RECIPES, CurrentScaling, CustomScaling, Fp8Recipe, MXFP8Scaling, NVFP4Scaling, Rule
+from megafp8.fp8.gemm import describe
 from megafp8.fp8.gemm.describe import describe_path
-from megafp8.fp8.gemm.dispatch import describe
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HOPPER, BLACKWELL = (9, 0), (10, 3)

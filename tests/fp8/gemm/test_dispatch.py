@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megafp8.fp8 import E4M3, E5M2, Format
 from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend, gemm
-from megafp8.fp8.tensor import Scaled
+from megafp8.fp8.tensor import ScaledTensor
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Error of one sum as a share of Σ|a·b|. fp32: one rounding for each of k = 96 terms at most, and the two scales. A
@@ -31,7 +31,7 @@ def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, backend: GemmBackend, 
     scales = (torch.tensor(s, device=a.device) for s in SCALES)
     a_scale_inv, b_scale_inv = scales
     product = Fp8Gemm(backend, a.device)
-    return product.tn(Scaled(a, a_scale_inv), Scaled(b, b_scale_inv), out_dtype, use_fast_accum=fast)
+    return product.tn(ScaledTensor(a, a_scale_inv), ScaledTensor(b, b_scale_inv), out_dtype, use_fast_accum=fast)
 
 
 def exact(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ def test_scales_whose_product_underflows() -> None:
     """1e-25 · 1e-25 is 0 in fp32, the sum times both is not."""
     a = torch.full((1, 16), 448.0).to(E4M3.dtype)
     tiny = torch.tensor(1e-25)
-    operand = Scaled(a, tiny)
+    operand = ScaledTensor(a, tiny)
     y = Fp8Gemm("emulated", a.device).tn(operand, operand, torch.float32, use_fast_accum=False)
     assert y.item() == pytest.approx(448.0**2 * 16 * 1e-50, abs=2.0**-149)
     assert y.item() > 0

@@ -36,7 +36,7 @@ from megafp8.fp8.recipes.base import OPERANDS
 from megafp8.fp8.recipes.mxfp8 import quantize_mxfp8
 from megafp8.fp8.recipes.nvfp4 import hadamard_transform, quantize_nvfp4
 from megafp8.fp8.sources import Plain
-from megafp8.fp8.tensor import Scaled
+from megafp8.fp8.tensor import ScaledTensor
 from megafp8.ops.linear import Fp8Linear
 from tests.ops.test_linear import assert_product, cast_exactly, managed, run
 
@@ -65,7 +65,7 @@ def columns(x: Tensor) -> Tensor:
     return x.detach().t().contiguous()
 
 
-def by(quantize: Callable[..., Scaled], **options: Any) -> Cast:
+def by(quantize: Callable[..., ScaledTensor], **options: Any) -> Cast:
     return lambda x_rc: quantize(x_rc, **options).dequantize(torch.float64)
 
 
@@ -183,11 +183,11 @@ def test_granularity_is_what_the_quantizers_make(name: str) -> None:
     _, op = managed(recipe)
     assert isinstance(op, Fp8Linear)
     for operand, quantizer in zip(OPERANDS, op.quantizers, strict=True):
-        made = quantizer(Plain(torch.randn(256, 256)), rows=True, columns=True)
-        assert made.rows is not None
-        assert made.columns is not None
-        assert made.rows.granularity is made.columns.granularity is recipe.granularity(operand)
-        assert quantizer.one_factor == (made.rows.scale_inv.numel() == 1)
+        made = quantizer(Plain(torch.randn(256, 256)), rowwise=True, columnwise=True)
+        assert made.rowwise is not None
+        assert made.columnwise is not None
+        assert made.rowwise.granularity is made.columnwise.granularity is recipe.granularity(operand)
+        assert quantizer.per_tensor == (made.rowwise.scale_inv.numel() == 1)
 
 
 @pytest.mark.parametrize("case", ["rowwise", "blockwise", "static", "mxfp8", "nvfp4"])

@@ -17,7 +17,7 @@ from megafp8.fp8 import E4M3, E5M2
 from megafp8.fp8.gemm.scaled_mm import arranged, block_scaled_mm, multiplies, packed, swizzled
 from megafp8.fp8.recipes.mxfp8 import e8m0_decode, quantize_mxfp8
 from megafp8.fp8.recipes.nvfp4 import quantize_nvfp4
-from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_16X16, TENSOR, Scaled
+from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_16X16, TENSOR, ScaledTensor
 from tests.fp8 import blackwell
 from tests.fp8.reference import finite_values
 from tests.fp8.test_blocks import spread
@@ -27,7 +27,7 @@ KINDS = pytest.mark.parametrize("kind", ["mxfp8", "mxfp8-e5m2", "nvfp4", "nvfp4-
 SHAPES = pytest.mark.parametrize("mnk", [(1, 1, 1), (7, 20, 33), (128, 16, 128), (130, 136, 200), (33, 48, 320)])
 
 
-def operands(kind: str, m: int, n: int, k: int) -> tuple[Scaled, Scaled]:
+def operands(kind: str, m: int, n: int, k: int) -> tuple[ScaledTensor, ScaledTensor]:
     a, b = spread(m, k, seed=1), spread(n, k, seed=2)
     if kind.startswith("mxfp8"):
         return quantize_mxfp8(a, E5M2 if kind == "mxfp8-e5m2" else E4M3), quantize_mxfp8(b)
@@ -74,14 +74,14 @@ def test_block_factors_are_found_again_under_any_tensor_scale(tensor_scale: floa
     block = torch.from_numpy(finite_values(E4M3)).float()
     block = block[block >= 0].view(1, -1)
     scale = torch.tensor(tensor_scale)
-    x = Scaled(torch.zeros(1, 16 * block.shape[1]).to(torch.float8_e4m3fn), block / scale, BLOCK_1X16, scale)
+    x = ScaledTensor(torch.zeros(1, 16 * block.shape[1]).to(torch.float8_e4m3fn), block / scale, BLOCK_1X16, scale)
     found = blackwell.unswizzled(arranged(x).factors[0], 1, block.shape[1])
     assert torch.equal(found, block.double())
 
 
 def test_powers_of_two_keep_their_code() -> None:
     codes = torch.arange(255, dtype=torch.uint8).view(1, -1)
-    x = Scaled(torch.zeros(1, 32 * 255).to(torch.float8_e4m3fn), e8m0_decode(codes), BLOCK_1X32)
+    x = ScaledTensor(torch.zeros(1, 32 * 255).to(torch.float8_e4m3fn), e8m0_decode(codes), BLOCK_1X32)
     flat = arranged(x).factors[0].view(torch.uint8)
     assert [flat[blackwell.offset(0, j, 255)].item() for j in range(255)] == list(range(255))
 
@@ -176,7 +176,7 @@ def test_a_nan_shows_in_its_row_and_nowhere_else(weight: bool, monkeypatch: pyte
 )
 def test_what_blackwell_multiplies(a, b, dtypes, out_dtype: torch.dtype, expected: bool) -> None:  # type: ignore[no-untyped-def]
     first, second = (
-        Scaled(torch.zeros(32, 32).to(fmt.dtype), torch.ones(granularity.grid(32, 32)), granularity)
+        ScaledTensor(torch.zeros(32, 32).to(fmt.dtype), torch.ones(granularity.grid(32, 32)), granularity)
         for granularity, fmt in zip((a, b), dtypes)
     )
     assert multiplies(first, second, out_dtype) is expected
@@ -192,9 +192,9 @@ def blackwell_gpu() -> bool:
 @pytest.mark.parametrize("mnk", [(7, 20, 33), (130, 136, 200), (256, 512, 1024)])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_products_on_blackwell(kind: str, mnk: tuple[int, int, int], out_dtype: torch.dtype) -> None:
-    def there(x: Scaled) -> Scaled:
+    def there(x: ScaledTensor) -> ScaledTensor:
         scale = x.tensor_scale
-        return Scaled(x.data.cuda(), x.scale_inv.cuda(), x.granularity, None if scale is None else scale.cuda())
+        return ScaledTensor(x.data.cuda(), x.scale_inv.cuda(), x.granularity, None if scale is None else scale.cuda())
 
     a, b = operands(kind, *mnk)
     y: Tensor = block_scaled_mm(there(a), there(b), out_dtype).cpu()

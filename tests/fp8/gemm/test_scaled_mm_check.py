@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megafp8.fp8.gemm import scaled_mm_check as block_scaled_check
 from megafp8.fp8.gemm.dispatch import Fp8Gemm
-from megafp8.fp8.gemm.dispatch import scaled_mm_check as block_scaled_check
 from megafp8.fp8.gemm.scaled_mm_check import why_emulated
 from megafp8.fp8.recipes.mxfp8 import quantize_mxfp8
 from megafp8.fp8.recipes.nvfp4 import quantize_nvfp4
-from megafp8.fp8.tensor import Scaled
+from megafp8.fp8.tensor import ScaledTensor
 from tests.fp8 import blackwell
 from tests.fp8.gemm.test_recipe_gemms import CASES, expected, tensors
 from tests.fp8.test_blocks import spread
@@ -74,7 +74,7 @@ def test_factors_read_in_another_layout_are_found_out(layout: Any, gpu: pytest.M
     assert str(why_emulated(CUDA)).endswith(" gave a wrong product")
 
 
-def made(kind: str) -> tuple[Scaled, Scaled]:
+def made(kind: str) -> tuple[ScaledTensor, ScaledTensor]:
     a, b = spread(20, 100, seed=1), spread(24, 100, seed=2)
     if kind == "mxfp8":
         return quantize_mxfp8(a), quantize_mxfp8(b)

@@ -61,7 +61,7 @@ def test_1030_steps_against_a_naive_list(recipe: DelayedScaling) -> None:
             if rng.random() < 0.05:
                 peaks[0] = rng.choice([0.0, math.inf, math.nan])
             for peak in peaks:  # two micro-batches
-                quantizers[name](Plain(torch.tensor([[-peak, peak / 2]])), rows=True, columns=False)
+                quantizers[name](Plain(torch.tensor([[-peak, peak / 2]])), rowwise=True, columnwise=False)
             naive[name].step(max(peaks, key=lambda a: math.inf if math.isnan(a) else a))
         state.end_step(None)
         assert state.scale_t.tolist() == [naive[name].scale for name in FORMATS], step
@@ -76,7 +76,7 @@ def test_one_bad_step_costs_one_update() -> None:
     quantizer = state.quantizers["a"]
     scales = []
     for peak in (2.0, torch.nan, 4.0, 1.0, 1.0, 1.0, 1.0):
-        quantizer(Plain(torch.tensor([[peak]])), rows=True, columns=False)
+        quantizer(Plain(torch.tensor([[peak]])), rowwise=True, columnwise=False)
         state.end_step(None)
         scales.append(state.scale_t.item())
         assert state.history_tl.isfinite().all()
@@ -88,17 +88,17 @@ def test_the_first_step_scales_by_the_tensor_at_hand() -> None:
     quantizer = state.quantizers["a"]
     tiny = Plain(torch.tensor([[3e-7, -1e-7, 0.0]]))  # below E5M2's least number: a scale of 1 would make them zeros
     for _ in range(2):  # two micro-batches, or a forward that is recomputed
-        operand = quantizer(tiny, rows=True, columns=True)
-        assert operand.rows is not None
-        assert operand.columns is not None
+        operand = quantizer(tiny, rowwise=True, columnwise=True)
+        assert operand.rowwise is not None
+        assert operand.columnwise is not None
         expected = tiny.x_rc.double() * (57344 / 3e-7)
-        assert torch.equal(operand.rows.data.double(), expected.float().to(torch.float8_e5m2).double())
-        assert operand.rows.dequantize(torch.float32).allclose(tiny.x_rc, rtol=0.125)
+        assert torch.equal(operand.rowwise.data.double(), expected.float().to(torch.float8_e5m2).double())
+        assert operand.rowwise.dequantize(torch.float32).allclose(tiny.x_rc, rtol=0.125)
     state.end_step(None)
     assert state.scale_t.item() == pytest.approx(57344 / 3e-7)
-    grown = quantizer(Plain(torch.tensor([[1.0]])), rows=True, columns=False)
-    assert grown.rows is not None
-    assert grown.rows.data.float().item() == 57344  # saturated: from the second step on by what was seen before
+    grown = quantizer(Plain(torch.tensor([[1.0]])), rowwise=True, columnwise=False)
+    assert grown.rowwise is not None
+    assert grown.rowwise.data.float().item() == 57344  # saturated: from the second step on by what was seen before
 
 
 @pytest.mark.parametrize("margin", [-1, 0, 3])
@@ -109,7 +109,7 @@ def test_the_first_step_keeps_margin_and_powers_of_two(margin: int, power_of_two
     peaks = {"a": 3.7, "b": 2e-6, "c": 1000.0}
     for name, fmt in FORMATS.items():
         x = torch.tensor([[-peaks[name], peaks[name] / 3]])
-        rows = state.quantizers[name](Plain(x), rows=True, columns=False).rows
+        rows = state.quantizers[name](Plain(x), rowwise=True, columnwise=False).rowwise
         assert rows is not None
         scale = scale_of(x.abs().max().item(), fmt.max, margin=margin, power_of_two=power_of_two)
         assert rows.scale_inv.item() == torch.tensor(scale).reciprocal().item()
@@ -125,16 +125,16 @@ def test_evaluation_before_the_first_step_notes_nothing() -> None:
     state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E4M3}, CPU)
     quantizer = state.quantizers["a"]
     quantizer.recording = False
-    operand = quantizer(Plain(torch.tensor([[1e-6]])), rows=True, columns=False)
-    assert operand.rows is not None
-    assert operand.rows.data.float().item() == 448
+    operand = quantizer(Plain(torch.tensor([[1e-6]])), rowwise=True, columnwise=False)
+    assert operand.rowwise is not None
+    assert operand.rowwise.data.float().item() == 448
     assert state.history_tl.sum() == 0
     assert quantizer.fresh
 
 
 def test_who_resumes_goes_on_with_the_history() -> None:
     first, second = (DelayedState(DelayedScaling(amax_history_len=1), {"a": E4M3}, CPU) for _ in range(2))
-    first.quantizers["a"](Plain(torch.tensor([[2.0]])), rows=True, columns=False)
+    first.quantizers["a"](Plain(torch.tensor([[2.0]])), rowwise=True, columnwise=False)
     first.end_step(None)
     second.refresh()
     assert second.quantizers["a"].fresh
@@ -156,7 +156,7 @@ def test_a_callable_sees_the_newest_first() -> None:
     state = DelayedState(recipe, {"a": E4M3}, CPU)
     quantizer = state.quantizers["a"]
     for peak in (2.0, 7.0, 4.0):
-        quantizer(Plain(torch.tensor([[peak]])), rows=True, columns=False)
+        quantizer(Plain(torch.tensor([[peak]])), rowwise=True, columnwise=False)
         state.end_step(None)
     assert seen == [[2, 0, 0], [7, 2, 0], [4, 7, 2]]
     assert state.scale_t.item() == 64
@@ -170,11 +170,11 @@ def _ranks_agree() -> list[list[float]]:
     a, b = state.quantizers.values()
     scales = []
     for step in range(4):
-        a(Plain(torch.tensor([[1.0 + rank * (3 - step)]])), rows=True, columns=False)
+        a(Plain(torch.tensor([[1.0 + rank * (3 - step)]])), rowwise=True, columnwise=False)
         b(
             Plain(torch.tensor([[torch.nan if step == 2 and rank == 0 else 2.0 ** (rank + step)]])),
-            rows=True,
-            columns=False,
+            rowwise=True,
+            columnwise=False,
         )
         state.end_step(world)
         scales.append(state.scale_t.tolist())
