@@ -31,7 +31,7 @@ from megafp8.fp8 import Input, InputCast
 from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm
 from megafp8.models.rotary import apply_rotary
-from megafp8.ops.fused import rotate_and_split
+from megafp8.ops.rotary import rotate_and_split
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,7 +1,7 @@
 """The block's MLP: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU, its width cut over the tensor-parallel group.
 
 For SwiGLU, gate and up are one column-parallel product whose weight rows are [gate | up] of this rank. SwiGLU and
-GELU's tanh form are computed as they are cast (`megafp8.ops.fused`), GELU with the up projection's bias.
+GELU's tanh form are computed as they are cast (`megafp8.ops.activation`), GELU with the up projection's bias.
 
 Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
 """
@@ -20,7 +20,7 @@ from megafp8.distributed.sharding import Init
 from megafp8.fp8 import Computed, Input, InputCast
 from megafp8.fp8.sources import Plain
 from megafp8.models.context import BuildContext
-from megafp8.ops.fused import gelu, swiglu
+from megafp8.ops.activation import gelu, swiglu
 from megafp8.ops.fusion import Again, Remake
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, whole
 from megafp8.fp8 import Input, InputCast
 from megafp8.models.context import BuildContext
-from megafp8.ops import fused
+from megafp8.ops.norm import norm
 
 
 class Norm(nn.Module):
@@ -58,4 +58,4 @@ class Norm(nn.Module):
 
         `remade`: that layer does not keep its input, and makes it again in backward.
         """
-        return fused.norm(x, branch, self.weight, self.bias, self.eps, cast, remade=remade)
+        return norm(x, branch, self.weight, self.bias, self.eps, cast, remade=remade)

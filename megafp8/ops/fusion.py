@@ -139,3 +139,47 @@ class InputCast(NamedTuple):
     columnwise: bool = True
     shard_alignment: int = 1
     smoothing: ChannelScales | None = None
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+@dataclass
+class FusedOutput:
+    """How the next layer wants what a Function computes, and what the Function hands over beside a tensor.
+
+    `remade`: that layer is to make its input again in backward.
+    """
+
+    cast: InputCast | None
+    grad_enabled: bool  # torch itself says that gradients are needed within no_grad too
+    remade: bool
+    operand: QuantizedTensor | None = None
+    again: Again | None = None
+
+    def hand_over(self, source: Source, like: Tensor) -> Tensor:
+        """The source's values shaped like `like` but for the last dim; or a carrier, its operand put here."""
+        shape, cast = (*like.shape[:-1], source.shape[1]), self.cast
+        by_values = cast is None or source.shape[0] % cast.shard_alignment != 0
+        if self.remade and self.grad_enabled:
+            self.again = again(source, None if cast is None or by_values else cast.quantizer)
+        if cast is None or by_values:
+            return casts(source).materialize(source).view(shape)
+        columns = cast.columnwise and self.grad_enabled and not self.remade
+        self.operand = cast.quantizer(source, rowwise=True, columnwise=columns)
+        return carrier(like, shape)
+
+    def result(self, y: Tensor) -> Input:
+        if self.operand is not None:
+            return Quantized(y, self.operand, self.again)
+        return y if self.again is None else Computed(y, self.again)
+
+
+def fused_gradient(source: Source, like: Tensor, slot: QuantizedGradHandoff | None) -> Tensor:
+    """The source's values shaped like `like` but for the last dim; or a carrier, its operand put into `slot`."""
+    shape = (*like.shape[:-1], source.shape[1])
+    if slot is None:
+        return casts(source).materialize(source).view(shape)
+    slot.operand = slot.quantizer(source, rowwise=True, columnwise=True)
+    return carrier(like, shape)

@@ -23,7 +23,8 @@ from megafp8.fp8.health import OPERANDS, Record, Recorder
 from megafp8.fp8.quantizers import CurrentQuantizer
 from megafp8.fp8.recipes.base import NVFP4Scaling
 from megafp8.fp8.tensor import QuantizedTensor
-from megafp8.ops.fused import norm, swiglu
+from megafp8.ops.activation import swiglu
+from megafp8.ops.norm import norm
 
 CPU = torch.device("cpu")
 

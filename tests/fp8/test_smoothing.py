@@ -22,7 +22,7 @@ from megafp8.fp8 import (
     StaticScaling,
 )
 from megafp8.fp8.smoothing import MOST, smooth
-from megafp8.ops.fused import swiglu
+from megafp8.ops.activation import swiglu
 from megafp8.ops.linear import high_precision_linear
 
 R, C, N = 64, 24, 40

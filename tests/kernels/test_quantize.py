@@ -75,7 +75,11 @@ def same(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
 def check_tensor(source: Source, scale: float, fmt: Format) -> None:
     factor = torch.tensor(scale, device=DEVICE)
     inverse = factor.reciprocal()
-    for wanted in ({"rowwise": True, "columnwise": True}, {"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
+    for wanted in (
+        {"rowwise": True, "columnwise": True},
+        {"rowwise": True, "columnwise": False},
+        {"rowwise": False, "columnwise": True},
+    ):
         noted, expected_note = torch.tensor(0.25, device=DEVICE), torch.tensor(0.25, device=DEVICE)
         expected = plain.cast_tensor(source, factor, inverse, fmt, newest_amax=expected_note, **wanted)
         same(kernels.cast_tensor(source, factor, inverse, fmt, newest_amax=noted, **wanted), expected)
@@ -100,7 +104,11 @@ def test_one_factor_a_tensor(shape: tuple[int, int], kind: str, dtype: torch.dty
 @pytest.mark.parametrize("shape", [(1, 1), (3, 200), (130, 130), (0, 16), (16, 0)], ids=str)
 def test_a_factor_a_block(shape: tuple[int, int], kind: str, cast: str, options: dict[str, Any]) -> None:
     source = SOURCES[kind](*shape, torch.bfloat16)
-    for wanted in ({"rowwise": True, "columnwise": True}, {"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
+    for wanted in (
+        {"rowwise": True, "columnwise": True},
+        {"rowwise": True, "columnwise": False},
+        {"rowwise": False, "columnwise": True},
+    ):
         actual = getattr(kernels, cast)(source, E4M3, **wanted, **options)
         same(actual, getattr(plain, cast)(source, E4M3, **wanted, **options))
 

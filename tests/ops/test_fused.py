@@ -21,7 +21,9 @@ from megafp8.fp8 import (
     QuantizedGradHandoff,
     RowwiseScaling,
 )
-from megafp8.ops.fused import gelu, norm, rotate_and_split, swiglu
+from megafp8.ops.activation import gelu, swiglu
+from megafp8.ops.norm import norm
+from megafp8.ops.rotary import rotate_and_split
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:

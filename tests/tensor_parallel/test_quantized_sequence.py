@@ -31,8 +31,9 @@ from megafp8.fp8 import (
     Quantized,
     RowwiseScaling,
 )
-from megafp8.ops import fused
+from megafp8.ops.activation import swiglu
 from megafp8.ops.linear import Fp8Linear
+from megafp8.ops.norm import norm
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.mappings import (
@@ -81,15 +82,15 @@ class Pair(nn.Module):
         slot = self.up.grad_slot()
         down_cast = self.down.input_cast
         cast = self.up.input_cast if self.codes else None
-        _, normed = fused.norm(x_sbh, None, self.norm_weight, None, 1e-5, cast)
+        _, normed = norm(x_sbh, None, self.norm_weight, None, 1e-5, cast)
         self.handed_codes = isinstance(normed, Quantized)
         if self.codes:
-            return self.down(fused.swiglu(self.up(normed, slot), down_cast, slot))
+            return self.down(swiglu(self.up(normed, slot), down_cast, slot))
         assert isinstance(normed, Tensor)
         assert isinstance(self.up.op, Fp8Linear)
         assert isinstance(self.down.op, Fp8Linear)
         gate_up = self.up.op(gather_from_sequence_parallel(normed, self.group), self.up.weight, grad_slot=slot)
-        y = self.down.op(fused.swiglu(gate_up, down_cast, slot), self.down.weight)
+        y = self.down.op(swiglu(gate_up, down_cast, slot), self.down.weight)
         return reduce_scatter_to_sequence_parallel(y, self.group)
 
 

@@ -33,7 +33,7 @@ from megafp8.training.inputs import open_inputs
 from megafp8.training.state import load_latest, save_state
 from megafp8.training.trainer import Trainer
 from tests.quickstart_data import CONFIG, QuickstartData
-from tests.training.test_equivalence import LAYOUTS, ALONE, SMALL, Curve, curve
+from tests.training.test_equivalence import ALONE, LAYOUTS, SMALL, Curve, curve
 from tests.world import World
 
 TINY = [

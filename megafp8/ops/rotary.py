@@ -1,0 +1,55 @@
+"""Rotary embedding of the packed q, k and v, in place; in backward fused with the cast of their gradient.
+
+Shapes: s sequence, b micro-batch, a query heads, g key-value heads of width d; c = (a + 2g)·d.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+from megafp8.fp8.sources import QKVGrad, rotate
+from megafp8.ops.fusion import QuantizedGradHandoff, fused_gradient
+
+
+class _RotateAndSplit(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, slot: QuantizedGradHandoff | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.slot = slot
+        d = 2 * cos.shape[-1]
+        # The linear layer needs its output for nothing; were it kept by another, autograd would complain.
+        increment_version(qkv_sbc)
+        qkv_sbc = qkv_sbc.detach()
+        if qkv_sbc.is_cuda and cos.dtype == torch.float32:
+            from megafp8.kernels.rotary import rotate_qkv_  # needs Triton, which comes with torch's CUDA builds
+
+            rotate_qkv_(qkv_sbc, heads, cos.squeeze(2), sin.squeeze(2))
+        else:
+            turned = qkv_sbc[..., : (heads + groups) * d].unflatten(-1, (-1, d))
+            turned.copy_(rotate(turned, cos, sin))
+        q, k, v = qkv_sbc.split([heads * d, groups * d, groups * d], dim=-1)
+        return q.unflatten(-1, (-1, d)), k.unflatten(-1, (-1, d)), v.unflatten(-1, (-1, d))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        source = QKVGrad(dq.contiguous(), dk.contiguous(), dv.contiguous(), *ctx.saved_tensors)
+        return fused_gradient(source, dq.flatten(2), ctx.slot), *[None] * 5
+
+
+def rotate_and_split(
+    qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, slot: QuantizedGradHandoff | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q `[s, b, a, d]` and k `[s, b, g, d]`, turned, and v `[s, b, g, d]`, from the packed heads [q | k | v].
+
+    They are views of `qkv_sbc`, which is overwritten. cos and sin are `[s, 1 or b, 1, d/2]`. `slot`: as for `swiglu`.
+    """
+    return _RotateAndSplit.apply(qkv_sbc, heads, groups, cos, sin, slot)
