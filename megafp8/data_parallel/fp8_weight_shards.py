@@ -19,7 +19,8 @@ The codes are bit for bit those of a whole cast: the owner rounds the fp32 maste
 is what would have been gathered. Another rounding fewer would be more exact, and another run. The amax for delayed
 scaling is noted likewise, in the step that computes with the codes; `end_step` reduces it over all ranks anyway.
 
-The transposed copy, which dgrad wants, is made from the gathered codes by whoever needs it first (`Fp8Linear.weight8`).
+The transposed copy, which dgrad wants, is made from the gathered codes by whoever needs it first
+(`LinearState.fp8_weight`).
 
 Shapes: t weights; n outputs, k inputs of one; f elements of this rank's share of it.
 """
@@ -38,11 +39,11 @@ from torch.distributed import ProcessGroup
 from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import Format
 from megafp8.fp8.health import ObservedQuantizer
+from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer, StaticQuantizer, casts
 from megafp8.fp8.scaling import ScaleRule
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import ScaledTensor
-from megafp8.ops.linear import Fp8Linear, LinearOp
 
 PerTensorQuantizer = CurrentQuantizer | DelayedQuantizer | StaticQuantizer
 
@@ -52,7 +53,7 @@ class WeightShard(NamedTuple):
     that this rank has, which are then gathered elsewhere. `master_f`: the fp32 values, live, of the elements from
     `start` that are this rank's, counted row by row; perhaps none. `dtype`: the model's."""
 
-    op: Fp8Linear
+    state: LinearState
     codes_nk: Tensor
     start: int
     master_f: Tensor
@@ -62,10 +63,10 @@ class WeightShard(NamedTuple):
         """What is cast: the values in the model's dtype, with columns divided as smoothing wants it. As a matrix, for
         the kernels' sake; its shape means nothing."""
         x_f, k = self.master_f.to(self.dtype), self.codes_nk.shape[1]
-        if self.op.smoothing is not None:
+        if self.state.smoothing is not None:
             before = self.start % k
             rows = -(-(before + len(x_f)) // k)
-            factor_f = self.op.smoothing.scale_inv_f.repeat(rows)[before : before + len(x_f)]
+            factor_f = self.state.smoothing.scale_inv_f.repeat(rows)[before : before + len(x_f)]
             x_f = x_f.to(torch.promote_types(x_f.dtype, torch.float32)) * factor_f
         return Plain(x_f.view(-1, math.gcd(len(x_f), 1024)))
 
@@ -76,12 +77,13 @@ def per_tensor_quantizer(quantizer: Quantizer) -> PerTensorQuantizer | None:
     return inner if isinstance(inner, (CurrentQuantizer, DelayedQuantizer, StaticQuantizer)) else None
 
 
-def fp8_data_format(op: LinearOp) -> Format | None:
-    """Of the codes that are all that a layer, which has been set up, needs of its weight; None where it needs more."""
-    if not isinstance(op, Fp8Linear) or op.high_precision.fprop or op.high_precision.dgrad:
+def gathered_format(state: LinearState) -> Format | None:
+    """The format in which the layer's weight is gathered; None where values are."""
+    if state.plan.weight not in ("zero fp8", "fsdp fp8"):
         return None
-    quantizer = per_tensor_quantizer(op.quantizers.weight)
-    return None if quantizer is None else quantizer.fmt
+    quantizer = per_tensor_quantizer(state.quantizers.weight)
+    assert quantizer is not None
+    return quantizer.fmt
 
 
 class _Weight(NamedTuple):
@@ -113,7 +115,7 @@ class WeightShards:
         self._group = group
         self._weights: list[_Weight] = []
         for share in shares:
-            quantizer = per_tensor_quantizer(share.op.quantizers.weight)
+            quantizer = per_tensor_quantizer(share.state.quantizers.weight)
             assert quantizer is not None, "a weight whose factors are finer than the tensor"
             self._weights.append(_Weight(share, quantizer))
         self._weights.sort(key=lambda weight: weight.rule)  # so that one call makes the scales of all with one rule
@@ -142,7 +144,7 @@ class WeightShards:
             )
             f = len(share.master_f)
             share.codes_nk.view(torch.uint8).view(-1)[share.start : share.start + f] = _bytes(made.rowwise)
-            share.op.gathered_weight = ScaledTensor(share.codes_nk, scale_inv)
+            share.state.set_gathered_weight(ScaledTensor(share.codes_nk, scale_inv))
 
     def _make_scales(self) -> None:
         """Of all weights, from their amaxes."""

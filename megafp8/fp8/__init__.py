@@ -1,4 +1,4 @@
-"""FP8 linear layers: formats, scaling, casts, GEMMs, and the manager that hands each layer its operation."""
+"""FP8 linear layers: formats, scaling, casts, GEMMs, the recipe manager, and FP8 for any PyTorch model."""
 
 from megafp8.fp8.convert import autocast, convert, end_step, load_state_dict, state_dict
 from megafp8.fp8.formats import E4M3, E5M2, Format
@@ -16,37 +16,25 @@ from megafp8.fp8.recipes.base import (
 )
 from megafp8.fp8.recipes.build import RECIPES
 from megafp8.fp8.recipes.custom import CustomScaling, Rule
-from megafp8.ops.fusion import Computed, Input, InputCast, Quantized, QuantizedGradHandoff, carrier
-from megafp8.ops.linear import Fp8Linear, LinearOp
-from megafp8.ops.quantized_gather import TPComm
 
 __all__ = [
     "E4M3",
     "E5M2",
     "RECIPES",
     "BlockwiseScaling",
-    "Computed",
     "ContextGroups",
     "CurrentScaling",
     "CustomScaling",
     "DelayedScaling",
     "Format",
-    "Fp8Linear",
     "Fp8Manager",
     "Fp8Recipe",
-    "Input",
-    "InputCast",
-    "LinearOp",
     "MXFP8Scaling",
     "NVFP4Scaling",
-    "Quantized",
-    "QuantizedGradHandoff",
     "RowwiseScaling",
     "Rule",
     "StaticScaling",
-    "TPComm",
     "autocast",
-    "carrier",
     "convert",
     "describe_path",
     "end_step",

@@ -41,6 +41,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megafp8.fp8.gemm.dispatch import GemmBackend
+from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.fp8.patterns import no_match
 from megafp8.fp8.quantizers import AmaxRecording, Quantizer
@@ -48,7 +49,8 @@ from megafp8.fp8.recipes.base import CurrentScaling, Fp8Recipe
 from megafp8.fp8.recipes.build import RECIPES
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
-from megafp8.ops.linear import Fp8Linear, LinearOp
+from megafp8.ops.linear import linear
+from megafp8.plan import LinearSite
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +193,7 @@ class _Conversion:
         self._step_is_over = False
         self._manager: Fp8Manager | None = None
         self._device: torch.device | None = None
-        self._ops: dict[str, LinearOp] = {}
+        self._layers: dict[str, LinearState] = {}
         _call_after_optimizer_steps(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -210,11 +212,11 @@ class _Conversion:
                 f"{layer.fp8_name} runs on {x.device}, and the converted model ran on {self._device} before; it must "
                 "be on one device, and be moved there before its first FP8 forward"
             )
-        op = self._ops[layer.fp8_name]
+        state, weight = self._layers[layer.fp8_name], cast(nn.Parameter, layer.weight)
         if layer.training:
-            return op(x, cast(nn.Parameter, layer.weight), layer.bias)
+            return linear(x, weight, state, bias=layer.bias)
         with self._manager.recording(False):
-            return op(x, cast(nn.Parameter, layer.weight), layer.bias)
+            return linear(x, weight, state, bias=layer.bias)
 
     def _build(self, device: torch.device) -> Fp8Manager:
         group = _world()
@@ -223,11 +225,9 @@ class _Conversion:
             amax_group=group,
             gemm_backend=self.gemm_backend,
             data_parallel=(0, 1) if group is None else (group.rank(), group.size()),
+            state_type=_WatchingState,
         )
-        whole: dict[str, Any] = {"tp_group": None, "input_sharded": False, "grad_output_sharded": False}
-        self._ops = {name: manager.linear_op(name, **whole) for name in self.names}
-        for op in self._fp8_ops():
-            op.__class__ = _WatchingLinear  # it stays the manager's, who sets it up and renews it like any other
+        self._layers = {name: manager.linear(LinearSite(name)) for name in self.names}
         manager.materialize(device)
         if self._loaded:
             manager.load_state_dict(self._loaded)
@@ -238,8 +238,8 @@ class _Conversion:
     def optimizer_stepped(self) -> None:
         """The weights are those of the next step, whose history does not begin before this one has ended."""
         self._step_is_over = True
-        for op in self._fp8_ops():
-            op.invalidate_weight()
+        for state in self._fp8_layers():
+            state.invalidate_weight()
         self._note_weights(False)
 
     def end_step_if_over(self) -> None:
@@ -254,17 +254,17 @@ class _Conversion:
 
     def release_weight(self, name: str) -> None:
         """Free the copies of a weight whose memory comes or goes."""
-        op = self._ops.get(name)
-        if isinstance(op, _WatchingLinear):
-            op.release_weight()
+        state = self._layers.get(name)
+        if isinstance(state, _WatchingState):
+            state.release_weight()
 
-    def _fp8_ops(self) -> list[Fp8Linear]:
-        return [op for op in self._ops.values() if isinstance(op, Fp8Linear)]
+    def _fp8_layers(self) -> list[LinearState]:
+        return [state for state in self._layers.values() if state.precision is not None]
 
     def _note_weights(self, flag: bool) -> None:
-        for op in self._fp8_ops():
-            if isinstance(op.quantizers.weight, AmaxRecording):
-                op.quantizers.weight.recording = flag
+        for state in self._fp8_layers():
+            if isinstance(state.quantizers.weight, AmaxRecording):
+                state.quantizers.weight.recording = flag
 
     def _state(self) -> dict[str, Tensor]:
         return self._loaded if self._manager is None else self._manager.state_dict()
@@ -299,12 +299,12 @@ def _call_after_optimizer_steps(conversion: _Conversion) -> None:
     weakref.finalize(conversion, register_optimizer_step_post_hook(stepped).remove)
 
 
-class _WatchingLinear(Fp8Linear):
-    """An `Fp8Linear` that sees for itself whether its weight has changed."""
+class _WatchingState(LinearState):
+    """A `LinearState` that sees for itself whether its weight has changed."""
 
     _copies: _WeightCopies | None = None
 
-    def weight8(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
+    def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
         if self._copies is None or not self._copies.are_of(weight):
             self._copies = _WeightCopies(weight, self.quantizers.weight)
         self._copies.make(columnwise=columnwise)

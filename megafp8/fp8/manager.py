@@ -1,9 +1,8 @@
-"""From a recipe to the operation of every linear layer, and the FP8 state of the job.
+"""FP8 recipe manager: plans every linear layer of a model and owns the FP8 state of the job.
 
-A model asks the manager for each layer's `LinearOp` by the layer's global name and never learns the precision. Once the
-model is built, `materialize` allocates what the recipe remembers for all layers of this rank together; a training loop
-then calls `end_step` after every optimizer step, and nothing else (and `begin_step` before it, where a `Recorder` is to
-see what the layers quantize).
+A model asks for each layer's `LinearState`, and with it the layer's plan, when it constructs the layer. Once the model
+is built, `materialize` allocates what the recipe remembers for all layers of this rank together; a training loop then
+calls `end_step` after every optimizer step (and `begin_step` before it, where a `Recorder` samples what is quantized).
 
 Names are global ("layers.3.attention.qkv" counts layers over all pipeline stages), so that patterns mean the same
 everywhere and state saved under one layout loads under another.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -21,26 +19,26 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards
 from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend
 from megafp8.fp8.health import Recorder
+from megafp8.fp8.linear_state import LinearState, Quantizers
 from megafp8.fp8.patterns import no_match
-from megafp8.fp8.quantizers import AmaxRecording, Quantizer, StaticQuantizer
-from megafp8.fp8.recipes.base import Fp8Recipe, PerGemm
+from megafp8.fp8.quantizers import AmaxRecording, Quantizer
+from megafp8.fp8.recipes.base import OPERANDS, Fp8Recipe, OperandName
 from megafp8.fp8.recipes.build import Fp8Tensor, State, build, by_recipe
-from megafp8.fp8.recipes.static import Calibration
 from megafp8.fp8.smoothing import SmoothingState
 from megafp8.fp8.stochastic import NoiseClock
-from megafp8.fp8.tensor import TENSOR, QuantizedTensor
-from megafp8.ops.linear import Fp8Linear, LinearOp, Quantizers, high_precision_linear
+from megafp8.fp8.tensor import BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, QuantizedTensor
+from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, Quantization
+
+_SHARD_ALIGNMENT = {TENSOR: 1, ROW: 1, BLOCK_1X128: 128, BLOCK_1X32: 32}
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """An FP8 layer and, by operand, the groups over which it is sharded; None where an operand is whole."""
-
-    op: Fp8Linear
-    groups: dict[str, ProcessGroup | None]
+def quantization(recipe: Fp8Recipe, operand: OperandName) -> Quantization:
+    """What a plan needs to know of how `recipe` quantizes `operand`."""
+    granularity = recipe.granularity(operand)
+    per_tensor = granularity is TENSOR
+    return Quantization(recipe.name, per_tensor, _SHARD_ALIGNMENT.get(granularity), per_tensor)
 
 
 class ContextGroups(NamedTuple):
@@ -52,7 +50,7 @@ class ContextGroups(NamedTuple):
 
 
 class Fp8Manager:
-    """Hands out linear operations and owns their FP8 state.
+    """Plans linear layers and owns their FP8 state.
 
     `recipe`: None leaves every layer in high precision. `amax_group`: the ranks that run the same layers
     (tensor × context × data), over which delayed scaling reduces its amaxes; None for one rank. `include`, `exclude`:
@@ -77,6 +75,7 @@ class Fp8Manager:
         data_parallel: tuple[int, int] = (0, 1),
         context: ContextGroups | None = None,
         smooth_swiglu: bool = False,
+        state_type: type[LinearState] = LinearState,
     ) -> None:
         self.recipe = recipe
         self.amax_group = amax_group
@@ -87,73 +86,87 @@ class Fp8Manager:
         self.context = context
         self._left_out: frozenset[str] = frozenset()
         self.smooth_swiglu = smooth_swiglu
-        self._layers: dict[str, _Layer] = {}
-        self._smoothed: dict[str, int] = {}  # layers, and the channels of their input over all ranks
+        self._state_type = state_type
+        self._all_layers: dict[str, LinearState] = {}
+        self._layers: dict[str, LinearState] = {}  # those in FP8
         self._states: list[State] | None = None
-        self._noting: list[AmaxRecording] = []  # quantizers of activations and gradients
-        self._shares: WeightShards | None = None
+        self._recording: list[AmaxRecording] = []  # quantizers of activations and gradients
 
     # --- building ---------------------------------------------------------------------------------------------------
 
-    def linear_op(
-        self,
-        name: str,
-        *,
-        tp_group: ProcessGroup | None,
-        input_sharded: bool,
-        grad_output_sharded: bool,
-        fp8: bool = True,
-    ) -> LinearOp:
-        """The operation of the layer `name`; call before `materialize`, once a layer.
+    def linear(
+        self, site: LinearSite, *, tp_group: ProcessGroup | None = None, high_precision: str = ""
+    ) -> LinearState:
+        """The state of the layer at `site`, with its plan; call before `materialize`, once a layer.
 
-        `input_sharded`, `grad_output_sharded`: this rank holds only its slice, over `tp_group`, of what is one tensor.
-        A weight always is a slice where the group has several ranks. `fp8=False` asks for high precision.
+        `tp_group`: the ranks over which the layer is sharded. `high_precision`: why the layer is not to be FP8, if so.
         """
-        assert name not in self._layers, f"layer {name} has its linear_op already"
-        if self.recipe is None or not fp8 or not self.selects(name):
-            return high_precision_linear
-        op = Fp8Linear(
-            high_precision=PerGemm(*self.recipe.override_linear_precision),
-            fast_accum=PerGemm(*self.recipe.use_fast_accum),
+        assert site.name not in self._all_layers, f"layer {site.name} has its state already"
+        reason = high_precision or self.why_not(site.name)
+        precision = None if reason else self._precision(site.name)
+        sharded = None if tp_group is None else self.sharded_group(tp_group)
+        state = self._state_type(
+            site,
+            precision,
+            high_reason=reason,
+            smooth=self.smooth_swiglu,
+            group=tp_group,
+            sharded_group=sharded,
         )
-        slices = None if tp_group is None else self.slices(tp_group)
-        self._layers[name] = _Layer(
-            op,
-            {
-                "input": slices if input_sharded else self.token_group,
-                "weight": tp_group,
-                "grad_output": slices if grad_output_sharded else self.token_group,
-            },
-        )
-        return op
+        self._all_layers[site.name] = state
+        if precision is not None:
+            self._layers[site.name] = state
+        return state
+
+    @property
+    def plans(self) -> list[LinearPlan]:
+        """The plans of all layers, in the order in which they were built."""
+        return [state.plan for state in self._all_layers.values()]
+
+    def _precision(self, name: str) -> LinearPrecision:
+        """How the recipe has an FP8 layer."""
+        assert self.recipe is not None
+        operands = self.recipe.operands(name)
+        assert operands is not None
+        x, w, dy = (quantization(recipe, operand) for recipe, operand in zip(operands, OPERANDS, strict=True))
+        high, fast = self.recipe.override_linear_precision, self.recipe.use_fast_accum
+        return LinearPrecision(x, w, dy, PerGemm(*high), PerGemm(*fast))
+
+    def _groups(self, state: LinearState) -> dict[str, ProcessGroup | None]:
+        """By operand, the ranks over which a layer's tensors are sharded; None where a rank has a whole one."""
+        site, sharded = state.site, state.sharded_group
+        several = site.tensor_parallel > 1
+        return {
+            "input": sharded if several and site.parallel == "row" else self.token_group,
+            "weight": state.group,
+            "grad_output": sharded if several and site.parallel == "column" else self.token_group,
+        }
 
     @property
     def token_group(self) -> ProcessGroup | None:
         """The ranks over which the tokens of whole activations are cut; None where this rank has them all."""
         return None if self.context is None else self.context.context
 
-    def slices(self, tp_group: ProcessGroup) -> ProcessGroup:
-        """The ranks that hold slices of an activation which is cut over `tp_group`, and over `token_group`."""
+    def sharded_group(self, tp_group: ProcessGroup) -> ProcessGroup:
+        """The ranks that hold slices of an activation which is sharded over `tp_group` and over `token_group`."""
         return tp_group if self.context is None else self.context.tensor_context
-
-    def smooth_input(self, name: str, channels: int) -> None:
-        """Let SwiGLU in front of the layer `name`, the only one to make its input, smooth it; `channels` of all ranks.
-
-        Call after `linear_op` and before `materialize`. Without effect unless `smooth_swiglu`, for layers in high
-        precision, and where factors are finer than the tensor: outliers harm only their neighbours there.
-        """
-        if not self.smooth_swiglu or self.recipe is None or name not in self._layers:
-            return
-        operands = self.recipe.operands(name)
-        if operands is not None and operands.input.granularity("input") is TENSOR:
-            self._smoothed[name] = channels
 
     def selects(self, name: str) -> bool:
         """Whether the layer `name` is to be FP8."""
-        included = any(fnmatchcase(name, pattern) for pattern in self.include)
-        excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
-        chosen = included and not excluded and name not in self._left_out
-        return chosen and self.recipe is not None and self.recipe.operands(name) is not None
+        return not self.why_not(name)
+
+    def why_not(self, name: str) -> str:
+        """Why the layer `name` is not to be FP8; empty where it is."""
+        if self.recipe is None:
+            return "fp8.recipe is none"
+        if not any(fnmatchcase(name, pattern) for pattern in self.include):
+            return "no pattern of fp8.include matches"
+        for pattern in self.exclude:
+            if fnmatchcase(name, pattern):
+                return f"fp8.exclude has {pattern!r}"
+        if name in self._left_out:
+            return "fp8.auto_filter: FP8 would be slower"
+        return "the recipe names it high precision" if self.recipe.operands(name) is None else ""
 
     def leave_out(self, names: Collection[str]) -> None:
         """Keep the layers `names` in high precision whatever the patterns say; call before their `linear_op`."""
@@ -180,45 +193,39 @@ class Fp8Manager:
             return
         quantizers: dict[str, Quantizer] = {}
         clock = NoiseClock(self.seed, *self.data_parallel)
-        for recipe, operands in by_recipe(self.recipe, self._layers).items():
+        groups = {name: self._groups(state) for name, state in self._layers.items()}
+        for recipe, operands in by_recipe(self.recipe, groups).items():
             tensors = [
-                Fp8Tensor(
-                    layer,
-                    operand,
-                    self._layers[layer].groups[operand],
-                    None if operand == "weight" else self.token_group,
-                )
+                Fp8Tensor(layer, operand, groups[layer][operand], None if operand == "weight" else self.token_group)
                 for layer, operand in operands
             ]
             made, state = build(recipe, tensors, device, clock)
             quantizers |= made
             if state is not None and state not in self._states:
                 self._states.append(state)
+        smoothing = self._smoothing(device)
+        if smoothing is not None:
+            self._states.append(smoothing)
         gemm = Fp8Gemm(self.gemm_backend, device, autotune=self.gemm_autotune)
         for name, layer in self._layers.items():
             x, w, dy = (quantizers[f"{name}.{operand}"] for operand in Quantizers._fields)
-            layer.op.set_up(Quantizers(x, w, dy), gemm)
-            self._noting += [q for q in (x, dy) if isinstance(q, AmaxRecording)]
-            if any(isinstance(q, StaticQuantizer) for q in (x, w, dy)):
-                layer.op.fallback = Calibration(layer.op.quantizers)
-        if self._smoothed:
-            self._states.append(self._smoothing(device))
-        if self.recorder is not None:
-            for name, layer in self._layers.items():
-                layer.op.show_to(self.recorder, name)
+            scales = None if smoothing is None else smoothing.channel_scales.get(name)
+            layer.complete(Quantizers(x, w, dy), gemm, scales, self.recorder)
+            self._recording += [q for q in (x, dy, scales) if isinstance(q, AmaxRecording)]
 
-    def _smoothing(self, device: torch.device) -> SmoothingState:
-        """The state of the layers whose input is smoothed, which are told."""
-        (channels,) = set(self._smoothed.values())
-        state = SmoothingState({name: self._layers[name].groups["weight"] for name in self._smoothed}, channels, device)
-        for name, scales in state.channel_scales.items():
-            self._layers[name].op.smoothing = scales
-            self._noting.append(scales)
-        return state
+    def _smoothing(self, device: torch.device) -> SmoothingState | None:
+        """The channel scales of the layers whose input is smoothed, all of equally many channels."""
+        smoothed = {name: state for name, state in self._layers.items() if state.plan.smoothed}
+        if not smoothed:
+            return None
+        (channels,) = {state.site.smoothable for state in smoothed.values()}
+        assert channels is not None
+        return SmoothingState({name: state.group for name, state in smoothed.items()}, channels, device)
 
-    def shard_weights(self, shares: Sequence[WeightShard], device: torch.device) -> None:
-        """Let the weights of `shares` be codes that ranks cast in shares, by `cast_weights`, and gather."""
-        self._shares = WeightShards(shares, self.amax_group, device)
+    def _replan(self) -> None:
+        """Replace the plans of layers whose calibration has ended or begun."""
+        for state in self._layers.values():
+            state.replan_if_calibrated()
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -235,44 +242,31 @@ class Fp8Manager:
         Collective over `amax_group`: one all-reduce with delayed scaling, with static scaling while it calibrates, and
         for smoothing; purely local otherwise.
         """
-        if self._shares is not None:
-            self._shares.note_amaxes()
         for state in self._states or ():
             state.end_step(self.amax_group)
+        self._replan()
         self.forget_weights()
-
-    def cast_weights(self) -> None:
-        """Cast this rank's shares of the weights, where they are shared; they are to be gathered then.
-
-        Call it when weights or scales have changed: after `end_step`, or `invalidate_weights`. Collective over
-        `amax_group`: one all-reduce where a recipe scales weights by their own amax.
-        """
-        if self._shares is not None:
-            self._shares.cast()
 
     def invalidate_weights(self) -> None:
         """Forget what was derived from weights and scales: call when they changed without a step, as on loading."""
         for state in self._states or ():
             state.refresh()
+        self._replan()
         self.forget_weights()
 
     def forget_weights(self) -> None:
         """Forget the weights' FP8 copies: whoever needs them next quantizes anew."""
-        for layer in self._layers.values():
-            layer.op.invalidate_weight()
+        for state in self._layers.values():
+            state.invalidate_weight()
 
-    @property
-    def kept_weights(self) -> list[QuantizedTensor | None]:
-        """The weights' FP8 copies as the layers hold them now, None where there are none.
+    def weight_copies(self) -> list[QuantizedTensor | None]:
+        """The FP8 copies of all weights as the layers hold them now, None where there are none."""
+        return [state.weight_copies() for state in self._layers.values()]
 
-        Settable, for who has copies of the weights as they are: a CUDA graph has its own.
-        """
-        return [layer.op.kept_weight for layer in self._layers.values()]
-
-    @kept_weights.setter
-    def kept_weights(self, copies: Sequence[QuantizedTensor | None]) -> None:
-        for layer, copy in zip(self._layers.values(), copies, strict=True):
-            layer.op.kept_weight = copy
+    def restore_weight_copies(self, copies: Sequence[QuantizedTensor | None]) -> None:
+        """Let the layers compute with `copies`, which `weight_copies` returned: a CUDA graph has its own."""
+        for state, own in zip(self._layers.values(), copies, strict=True):
+            state.restore_weight_copies(own)
 
     @contextmanager
     def recording(self, flag: bool) -> Iterator[None]:
@@ -280,13 +274,13 @@ class Fp8Manager:
 
         A weight's amax is noted either way: whoever quantizes it first in a step sees the same weight.
         """
-        before = [quantizer.recording for quantizer in self._noting]
-        for quantizer in self._noting:
+        before = [quantizer.recording for quantizer in self._recording]
+        for quantizer in self._recording:
             quantizer.recording = flag
         try:
             yield
         finally:
-            for quantizer, value in zip(self._noting, before, strict=True):
+            for quantizer, value in zip(self._recording, before, strict=True):
                 quantizer.recording = value
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

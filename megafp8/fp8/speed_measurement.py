@@ -24,7 +24,8 @@ from megafp8.fp8.gemm.dispatch import GemmBackend
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.fp8.recipes.base import Fp8Recipe
 from megafp8.fp8.speed_model import LinearSeconds, LinearSize
-from megafp8.ops.linear import Fp8Linear, LinearOp, high_precision_linear
+from megafp8.ops.linear import high_precision_linear, linear
+from megafp8.plan import LinearSite
 
 _HEAD_START_CYCLES = 2_000_000  # about a millisecond
 _WARM_STEPS = 2  # delayed scaling knows its scales then
@@ -103,23 +104,26 @@ def measure(
     weight = nn.Parameter(noise(size.n, size.k) * _WEIGHT_STD)
     weight.grad_sink = _Sum(weight)  # type: ignore[attr-defined]
 
-    def run(op: LinearOp) -> None:
-        op(x_mk.detach().requires_grad_(), weight).backward(dy_mn)
+    def run() -> None:
+        linear(x_mk.detach().requires_grad_(), weight, state).backward(dy_mn)
+
+    def run_high_precision() -> None:
+        high_precision_linear(x_mk.detach().requires_grad_(), weight).backward(dy_mn)
 
     manager = Fp8Manager(recipe, amax_group=None, gemm_backend=gemm_backend, gemm_autotune=gemm_autotune)
-    op = manager.linear_op(layer, tp_group=None, input_sharded=False, grad_output_sharded=False)
-    assert isinstance(op, Fp8Linear), f"{layer} is no FP8 layer"
+    state = manager.linear(LinearSite(layer))
+    assert state.plan.fp8, f"{layer} is no FP8 layer"
     manager.materialize(device)
     step = 0
-    while step < _WARM_STEPS or (op.fallback is not None and op.fallback.active):  # until static scales are calibrated
-        run(op)
+    while step < _WARM_STEPS or state.plan.calibrating:  # until static scales are calibrated
+        run()
         manager.end_step()
         step += 1
 
     def first_of_a_step() -> None:
-        op.invalidate_weight()
-        run(op)
+        state.invalidate_weight()
+        run()
 
-    runs = (lambda: run(high_precision_linear), first_of_a_step, lambda: run(op))
+    runs = (run_high_precision, first_of_a_step, run)
     high, first, later = (statistics.median(times) for times in time_in_turns(runs, device, rounds=rounds))
     return LinearSeconds(high, (first + (micro_batches - 1) * later) / micro_batches)

@@ -27,15 +27,19 @@ from torch.utils.checkpoint import checkpoint
 from megafp8.config import ModelConfig
 from megafp8.context_parallel.blocks import visible
 from megafp8.distributed.sharding import Init
-from megafp8.fp8 import Input, InputCast
 from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm
+from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.rotary import apply_rotary
+from megafp8.ops.fusion import LinearInput
 from megafp8.ops.rotary import rotate_and_split
+from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From q `[s, b, a, d]`, k and v `[s, b, g, d]` to what the values come to, `[s, b, a, d]`."""
+ATTENTION = Neighbor("attention", "none", "attention kernels read and write bf16")
+ROTARY = Neighbor("rotary embedding", "per_tensor")
 CUDA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -74,24 +78,20 @@ def core_attention(q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: Tensor 
 class Attention(nn.Module):
     """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape.
 
-    `remade`: what lies between the two products keeps its inputs only, and is computed again in backward.
+    `input`: the norm before it. `memory`: what is recomputed in backward.
     """
 
-    def __init__(self, name: str, config: ModelConfig, context: BuildContext, *, remade: bool = False) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, context: BuildContext, *, input: Neighbor, memory: BlockMemory = KEEP_ALL
+    ) -> None:
         super().__init__()
-        self.remade = remade
+        self.recompute = memory.attention
         t, d = context.tensor.size(), config.channels
         q_size, kv_size = config.num_attention_heads * d, config.query_groups * d
         self.split = [q_size // t, kv_size // t, kv_size // t]
         self.d = d
-        common: dict[str, Any] = {
-            "group": context.tensor,
-            "fp8": context.fp8,
-            "dtype": context.dtype,
-            "device": context.device,
-            "sequence_parallel": context.sequence_parallel,
-            "tp_overlap": context.tp_overlap,
-        }
+        common = context.linear_options()
+        rotates = config.position_embedding == "rope" and not config.qk_norm
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
             config.hidden_size,
@@ -99,14 +99,17 @@ class Attention(nn.Module):
             parts={f"{name}.q": q_size, f"{name}.k": kv_size, f"{name}.v": kv_size},
             bias=config.linear_bias or config.qkv_bias,
             init=Init("normal", config.init_std),
+            site=context.site(before=input, after=ROTARY if rotates else ATTENTION, recompute_input=memory.norms),
             **common,
         )
+        self.rotates = rotates
         self.proj = RowParallelLinear(
             f"{name}.proj",
             q_size,
             config.hidden_size,
             bias=config.linear_bias,
             init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
+            site=context.site(before=ATTENTION),
             **common,
         )
         self.q_norm: Norm | None = None
@@ -116,22 +119,17 @@ class Attention(nn.Module):
             self.q_norm = Norm(f"{name}.q_norm", d, context, **norm)
             self.k_norm = Norm(f"{name}.k_norm", d, context, **norm)
 
-    @property
-    def input_cast(self) -> InputCast | None:
-        return self.qkv.input_cast
-
-    def forward(self, x_sbh: Input, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
-        if rotary is not None and self.q_norm is None:
-            slot = self.qkv.grad_slot()
-            if slot is not None and not slot.quantizer.per_tensor:
-                slot = None  # blocks of 128 do not fit the tiles of a head
+    def forward(self, x_sbh: Tensor | LinearInput, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
+        if self.rotates:
+            assert rotary is not None
+            handoff = self.qkv.state.grad_handoff()
             heads, groups, _ = (size // self.d for size in self.split)
-            q, k, v = rotate_and_split(self.qkv(x_sbh, slot), heads, groups, *rotary, slot)
+            q, k, v = rotate_and_split(self.qkv(x_sbh, handoff), heads, groups, *rotary, handoff)
             return self.proj(self._run(core, q, k, v).flatten(-2))
         return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core).flatten(-2))
 
     def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        if not self.remade:
+        if not self.recompute:
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 

@@ -1,25 +1,28 @@
-"""What every layer of the model is built with: the groups it is cut over, the FP8 manager, dtype and device."""
+"""What every layer of the model is built with: process groups, FP8 manager, dtype, device, storage of weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
+from megafp8.config import Config
 from megafp8.distributed.tp_overlap import TPOverlap
-from megafp8.fp8 import Fp8Manager
+from megafp8.fp8.manager import Fp8Manager
+from megafp8.plan import LinearSite, WeightStorage
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Handed down through the constructors; layers read nothing else of the job.
+    """Passed down through the constructors; layers read nothing else of the job.
 
     `sequence_parallel` is what the config says; with a tensor group of one rank it has no effect. `context_parallel`:
-    the ranks that hold the tokens of the same sequences between them; None where this rank has whole ones.
-    `tp_overlap`:
-    how linear layers exchange tokens with the tensor group; None: by one collective at a time. `blocks_on_meta`:
-    weights of blocks are given memory later, by someone else.
+    the ranks that share the tokens of the same sequences; None where this rank has whole ones. `tp_overlap`: overlap of
+    tensor-parallel communication with GEMMs; None: one collective at a time. `blocks_on_meta`: weights of blocks are
+    allocated later (FSDP). `tokens`: of a micro-batch on this rank between tensor-parallel regions; None where they
+    vary. `weight_storage`, `param_gather`: see `megafp8.plan.LinearSite`.
     """
 
     tensor: ProcessGroup
@@ -30,8 +33,35 @@ class BuildContext:
     context_parallel: ProcessGroup | None = None
     tp_overlap: TPOverlap | None = None
     blocks_on_meta: bool = False
+    tokens: int | None = None
+    weight_storage: WeightStorage = "resident"
+    param_gather: bool = False
 
     @property
-    def cuts_sequence(self) -> bool:
+    def sequence_sharded(self) -> bool:
         """Activations between tensor-parallel regions hold only this rank's slice of the sequence."""
         return self.sequence_parallel and self.tensor.size() > 1
+
+    def site(self, **neighbors: Any) -> LinearSite:
+        """The place of a linear layer in this model; `neighbors`: fields of `LinearSite`."""
+        return LinearSite(
+            tokens=self.tokens, weight_storage=self.weight_storage, param_gather=self.param_gather, **neighbors
+        )
+
+    def linear_options(self) -> dict[str, Any]:
+        """Arguments that all tensor-parallel linear layers share."""
+        return {
+            "group": self.tensor,
+            "fp8": self.fp8,
+            "dtype": self.dtype,
+            "device": self.device,
+            "sequence_parallel": self.sequence_parallel,
+            "tp_overlap": self.tp_overlap,
+        }
+
+
+def tokens_per_rank(config: Config) -> int:
+    """Tokens of a micro-batch on a rank, between tensor-parallel regions."""
+    p, t = config.parallel, config.training
+    sequence = t.seq_length // p.context // (p.tensor if p.sequence_parallel else 1)
+    return sequence * t.micro_batch_size

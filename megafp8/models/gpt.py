@@ -34,6 +34,7 @@ from megafp8.models.norms import Norm
 from megafp8.models.offload import ActivationOffload
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.rotary import inverse_frequencies, rotary_table
+from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megafp8.tensor_parallel.mappings import scatter_to_sequence_parallel
@@ -59,7 +60,7 @@ def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
         context,
         kind=config.normalization,
         eps=config.norm_eps,
-        sees_a_slice=context.cuts_sequence,
+        sees_a_slice=context.sequence_sharded,
     )
 
 
@@ -69,19 +70,20 @@ class Block(nn.Module):
     def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.parallel, self.norms_remade = config.parallel_block, memory.norms
+        self.parallel = config.parallel_block
         self.attention_norm = _norm(f"{name}.attention_norm", config, context)
-        self.attention = Attention(f"{name}.attention", config, context, remade=memory.attention)
+        norm = Neighbor("attention_norm", "any")
+        self.attention = Attention(f"{name}.attention", config, context, input=norm, memory=memory)
         self.mlp_norm = _norm(f"{name}.mlp_norm", config, context)
-        self.mlp = MLP(f"{name}.mlp", config, context, remade=memory.activation)
+        self.mlp = MLP(f"{name}.mlp", config, context, input=Neighbor("mlp_norm", "any"), memory=memory)
 
     def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
-        remade = self.norms_remade
-        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_cast, remade=remade)
+        form = self.attention.qkv.state.input_format
+        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, form)
         attention = self.attention(normed, inputs.rotary, inputs.core)
         between = None if self.parallel else attention
-        x_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.input_cast, remade=remade)
+        x_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.up.state.input_format)
         mlp = self.mlp(normed)
         return x_sbh, mlp + attention if self.parallel else mlp
 
@@ -111,7 +113,7 @@ class Embedding(nn.Module):
                 whole("embedding.position.weight", shape),
                 init,
                 replicated_over_tp=True,
-                reduce_over_tp=context.cuts_sequence,
+                reduce_over_tp=context.sequence_sharded,
             )
             set_spec(self.position, spec)
 
@@ -123,7 +125,7 @@ class Embedding(nn.Module):
             ids_sb = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).unsqueeze(-1)
         else:
             ids_sb = position_ids_bs.transpose(0, 1)
-        if self.context.cuts_sequence:  # the table's gradient is then this rank's share: reduce_over_tp
+        if self.context.sequence_sharded:  # the table's gradient is then this rank's share: reduce_over_tp
             ids_sb = scatter_to_sequence_parallel(ids_sb, self.context.tensor)
         return x_sbh + nn.functional.embedding(ids_sb, self.position)
 
@@ -139,15 +141,11 @@ class Head(nn.Module):
             "output",
             config.hidden_size,
             config.padded_vocab_size,
-            group=context.tensor,
-            fp8=context.fp8,
             init=Init("normal", config.init_std),
-            dtype=context.dtype,
-            device=context.device,
-            sequence_parallel=context.sequence_parallel,
-            high_precision=True,
+            high_precision="the output layer stays in training.precision",
             weight=tied,
-            tp_overlap=context.tp_overlap,
+            site=context.site(),
+            **context.linear_options(),
         )
 
     def logits(self, x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:

@@ -9,7 +9,6 @@ Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +16,12 @@ from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init
-from megafp8.fp8 import Computed, Input, InputCast
 from megafp8.fp8.sources import Plain
 from megafp8.models.context import BuildContext
+from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.ops.activation import gelu, swiglu
-from megafp8.ops.fusion import Again, Remake
+from megafp8.ops.fusion import LinearInput, Recompute, RecomputedInput
+from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -32,22 +32,22 @@ def _exact_gelu(x: Tensor) -> Plain:
 class MLP(nn.Module):
     """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape.
 
-    `remade`: the activation's output is not kept, and made again in backward.
+    `input`: the norm before it. `memory`: what is recomputed in backward.
     """
 
-    def __init__(self, name: str, config: ModelConfig, context: BuildContext, *, remade: bool = False) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, context: BuildContext, *, input: Neighbor, memory: BlockMemory = KEEP_ALL
+    ) -> None:
         super().__init__()
-        self.activation, self.remade = config.activation, remade
+        self.activation = config.activation
         f, gated = config.ffn_size, config.activation == "swiglu"
-        common: dict[str, Any] = {
-            "group": context.tensor,
-            "fp8": context.fp8,
-            "dtype": context.dtype,
-            "device": context.device,
-            "sequence_parallel": context.sequence_parallel,
-            "tp_overlap": context.tp_overlap,
-            "bias": config.linear_bias,
-        }
+        common = context.linear_options() | {"bias": config.linear_bias}
+        exact = config.activation == "gelu"
+        activation = (
+            Neighbor(config.activation, "none", "exact GELU has no fused kernel")
+            if exact
+            else Neighbor(config.activation, "any")
+        )
         self.up = ColumnParallelLinear(
             f"{name}.gate_up" if gated else f"{name}.up",
             config.hidden_size,
@@ -55,6 +55,7 @@ class MLP(nn.Module):
             parts={f"{name}.gate": f, f"{name}.up": f} if gated else None,
             init=Init("normal", config.init_std),
             skip_bias_add=config.activation == "gelu_tanh",
+            site=context.site(before=input, after=activation, recompute_input=memory.norms),
             **common,
         )
         self.down = RowParallelLinear(
@@ -62,23 +63,22 @@ class MLP(nn.Module):
             f,
             config.hidden_size,
             init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
+            site=context.site(before=activation, recompute_input=memory.activation, smoothable=f if gated else None),
             **common,
         )
-        if gated:
-            context.fp8.smooth_input(f"{name}.down", f)
 
-    @property
-    def input_cast(self) -> InputCast | None:
-        return self.up.input_cast
-
-    def forward(self, x_sbh: Input) -> Tensor:
+    def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
+        form = self.down.state.input_format
         if self.activation == "gelu":
             y_sbf = self.up(x_sbh)
             activated = F.gelu(y_sbf)
-            remade = self.remade and torch.is_grad_enabled()
-            return self.down(Computed(activated, Again((y_sbf,), Remake(_exact_gelu))) if remade else activated)
-        slot, cast = self.up.grad_slot(), self.down.input_cast
+            if form is None or not torch.is_grad_enabled():
+                return self.down(activated)
+            return self.down(
+                LinearInput(activated, None, RecomputedInput((y_sbf,), Recompute(_exact_gelu, None, None)))
+            )
+        handoff = self.up.state.grad_handoff()
         if self.activation == "swiglu":
-            return self.down(swiglu(self.up(x_sbh, slot), cast, slot, remade=self.remade))
-        y_sbf, bias = self.up(x_sbh, slot)
-        return self.down(gelu(y_sbf, bias, cast, slot, remade=self.remade))
+            return self.down(swiglu(self.up(x_sbh, handoff), form, handoff))
+        y_sbf, bias = self.up(x_sbh, handoff)
+        return self.down(gelu(y_sbf, bias, form, handoff))

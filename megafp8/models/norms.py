@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, whole
-from megafp8.fp8 import Input, InputCast
+from megafp8.fp8.linear_state import InputFormat
 from megafp8.models.context import BuildContext
+from megafp8.ops.fusion import LinearInput
 from megafp8.ops.norm import norm
 
 
@@ -52,10 +53,7 @@ class Norm(nn.Module):
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
 
     def residual(
-        self, x: Tensor, branch: Tensor | None, cast: InputCast | None, *, remade: bool = False
-    ) -> tuple[Tensor, Input]:
-        """`x + branch`, and its norm as the layer behind it wants it: all in one pass, in both directions.
-
-        `remade`: that layer does not keep its input, and makes it again in backward.
-        """
-        return norm(x, branch, self.weight, self.bias, self.eps, cast, remade=remade)
+        self, x: Tensor, branch: Tensor | None, form: InputFormat | None
+    ) -> tuple[Tensor, Tensor | LinearInput]:
+        """`x + branch`, and its norm as the layer after it takes its input (`form`), in one pass each way."""
+        return norm(x, branch, self.weight, self.bias, self.eps, form)

@@ -15,50 +15,48 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megafp8.fp8.linear_state import InputFormat, QuantizedGradHandoff
 from megafp8.fp8.quantizers import casts
 from megafp8.fp8.sources import GELU, GELUGrad, SwiGLU, SwiGLUGrad
-from megafp8.ops.fusion import FusedOutput, Input, InputCast, QuantizedGradHandoff, as_matrix, fused_gradient
+from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix, fused_gradient
 
 
 class _SwiGLU(Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, slot: QuantizedGradHandoff | None, fused: FusedOutput) -> Tensor:
-        x_rc, smoothing = as_matrix(gate_up), None if fused.cast is None else fused.cast.smoothing
+    def forward(ctx: Any, gate_up: Tensor, handoff: QuantizedGradHandoff | None, fused: FusedOutput) -> Tensor:
+        x_rc, smoothing = as_matrix(gate_up), None if fused.format is None else fused.format.smoothing
         if smoothing is not None:
             smoothing.note(SwiGLU(x_rc))
         scale_f = None if smoothing is None else smoothing.scale_f
         ctx.save_for_backward(gate_up, scale_f)
-        ctx.slot = slot
-        return fused.hand_over(SwiGLU(x_rc, scale_f), gate_up)
+        ctx.handoff = handoff
+        return fused.compute(SwiGLU(x_rc, scale_f), gate_up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, scale_f = ctx.saved_tensors
         source = SwiGLUGrad(as_matrix(gate_up), as_matrix(dy), scale_f)
-        return fused_gradient(source, gate_up, ctx.slot), None, None
+        return fused_gradient(source, gate_up, ctx.handoff), None, None
 
 
-def swiglu(
-    gate_up: Tensor, cast: InputCast | None, slot: QuantizedGradHandoff | None, *, remade: bool = False
-) -> Input:
-    """`silu(gate) · up` of `[..., 2f]`: values `[..., f]`, or codes where the layer that takes them has a `cast`.
+def swiglu(gate_up: Tensor, form: InputFormat | None, handoff: QuantizedGradHandoff | None) -> Tensor | LinearInput:
+    """`silu(gate) · up` of `[..., 2f]`: values `[..., f]`, or what the layer after it takes, as `form` says.
 
-    `slot`: where the layer that made `gate_up`, its only other user, looks for the gradient. `remade`: the layer that
-    takes them makes them again in backward.
+    `handoff`: where the layer that made `gate_up`, its only other user, takes the gradient.
     """
-    fused = FusedOutput(cast, torch.is_grad_enabled(), remade)
-    return fused.result(_SwiGLU.apply(gate_up, slot, fused))
+    fused = FusedOutput(form, torch.is_grad_enabled())
+    return fused.result(_SwiGLU.apply(gate_up, handoff, fused))
 
 
 class _GELU(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, slot: QuantizedGradHandoff | None, fused: FusedOutput
+        ctx: Any, x: Tensor, bias: Tensor | None, handoff: QuantizedGradHandoff | None, fused: FusedOutput
     ) -> Tensor:
         ctx.save_for_backward(x, bias)
-        ctx.slot = slot
-        return fused.hand_over(GELU(as_matrix(x), bias), x)
+        ctx.handoff = handoff
+        return fused.compute(GELU(as_matrix(x), bias), x)
 
     @staticmethod
     @once_differentiable
@@ -66,13 +64,12 @@ class _GELU(Function):
         x, bias = ctx.saved_tensors
         source = GELUGrad(as_matrix(x), bias, dy_rc=as_matrix(dy))
         dbias = casts(source).column_sums(source).to(bias.dtype) if ctx.needs_input_grad[1] else None
-        return fused_gradient(source, x, ctx.slot), dbias, None, None
+        return fused_gradient(source, x, ctx.handoff), dbias, None, None
 
 
 def gelu(
-    x: Tensor, bias: Tensor | None, cast: InputCast | None, slot: QuantizedGradHandoff | None, *, remade: bool = False
-) -> Input:
-    """GELU's tanh form of x + bias, x `[..., f]`, bias `[f]`: values, or codes where the layer that takes them has a
-    `cast`. `slot`, `remade`: as for `swiglu`."""
-    fused = FusedOutput(cast, torch.is_grad_enabled(), remade)
-    return fused.result(_GELU.apply(x, bias, slot, fused))
+    x: Tensor, bias: Tensor | None, form: InputFormat | None, handoff: QuantizedGradHandoff | None
+) -> Tensor | LinearInput:
+    """GELU's tanh form of x + bias, x `[..., f]`, bias `[f]`. `form`, `handoff`: as for `swiglu`."""
+    fused = FusedOutput(form, torch.is_grad_enabled())
+    return fused.result(_GELU.apply(x, bias, handoff, fused))

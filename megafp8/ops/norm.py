@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megafp8.fp8.linear_state import InputFormat
 from megafp8.fp8.sources import Normalized
 from megafp8.ops import norm_reference
-from megafp8.ops.fusion import FusedOutput, Input, InputCast, as_matrix
+from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix
 
 
 class _Norm(Function):
@@ -27,7 +28,7 @@ class _Norm(Function):
         x_rc, branch_rc = as_matrix(x), None if branch is None else as_matrix(branch)
         total_rc, mean_r, rstd_r = _statistics(x_rc, branch_rc, eps, centered=bias is not None)
         source = Normalized(total_rc, rstd_r, weight, mean_r, bias)
-        y = fused.hand_over(source, x)
+        y = fused.compute(source, x)
         ctx.save_for_backward(total_rc, rstd_r, mean_r, weight)
         ctx.set_materialize_grads(False)
         return torch.ops.aten._unsafe_view(total_rc, x.shape), y  # what is a view, hooks of FSDP do not like
@@ -68,13 +69,12 @@ def _backward(
 
 
 def norm(
-    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, cast: InputCast | None, *,
-    remade: bool = False,
-) -> tuple[Tensor, Input]:  # fmt: skip
-    """`x + branch` (x where there is no branch), and its norm over the last dim: values, or codes as `cast` says.
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, form: InputFormat | None
+) -> tuple[Tensor, Tensor | LinearInput]:
+    """`x + branch` (x without a branch), and its norm over the last dim: values, or what the layer after it takes.
 
-    RMSNorm without a bias, LayerNorm with one; weight and bias `[c]`. `remade`: as for `swiglu`.
+    RMSNorm without a bias, LayerNorm with one; weight and bias `[c]`. `form`: how the layer takes its input.
     """
-    fused = FusedOutput(cast, torch.is_grad_enabled(), remade)
+    fused = FusedOutput(form, torch.is_grad_enabled())
     total, y = _Norm.apply(x, branch, weight, bias, eps, fused)
     return total, fused.result(y)

@@ -36,19 +36,14 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import DONE, Work, all_gather_async
 from megafp8.distributed.tp_overlap import NO_COMM, TPOverlap
-from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.tensor import ROW, TENSOR, ScaledTensor
 
 
 class TPComm(NamedTuple):
-    """Where a layer's tokens come from and where they go: x and dx pass `input`, y and dy `output`.
-
-    `grad_cast`: casts dy before it is gathered at `output`, where its slices can be cast; None gathers values.
-    """
+    """Communication at the two ends of a tensor-parallel layer: x and dx pass `input`, y and dy `output`."""
 
     input: TPOverlap = NO_COMM
     output: TPOverlap = NO_COMM
-    grad_cast: Quantizer | None = None
 
 
 LOCAL_COMM = TPComm()

@@ -13,17 +13,24 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
+from megafp8.fp8.linear_state import QuantizedGradHandoff
 from megafp8.fp8.sources import QKVGrad, rotate
-from megafp8.ops.fusion import QuantizedGradHandoff, fused_gradient
+from megafp8.ops.fusion import fused_gradient
 
 
 class _RotateAndSplit(Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, slot: QuantizedGradHandoff | None
+        ctx: Any,
+        qkv_sbc: Tensor,
+        heads: int,
+        groups: int,
+        cos: Tensor,
+        sin: Tensor,
+        handoff: QuantizedGradHandoff | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.slot = slot
+        ctx.handoff = handoff
         d = 2 * cos.shape[-1]
         # The linear layer needs its output for nothing; were it kept by another, autograd would complain.
         increment_version(qkv_sbc)
@@ -33,8 +40,8 @@ class _RotateAndSplit(Function):
 
             rotate_qkv_(qkv_sbc, heads, cos.squeeze(2), sin.squeeze(2))
         else:
-            turned = qkv_sbc[..., : (heads + groups) * d].unflatten(-1, (-1, d))
-            turned.copy_(rotate(turned, cos, sin))
+            rotated = qkv_sbc[..., : (heads + groups) * d].unflatten(-1, (-1, d))
+            rotated.copy_(rotate(rotated, cos, sin))
         q, k, v = qkv_sbc.split([heads * d, groups * d, groups * d], dim=-1)
         return q.unflatten(-1, (-1, d)), k.unflatten(-1, (-1, d)), v.unflatten(-1, (-1, d))
 
@@ -42,14 +49,15 @@ class _RotateAndSplit(Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         source = QKVGrad(dq.contiguous(), dk.contiguous(), dv.contiguous(), *ctx.saved_tensors)
-        return fused_gradient(source, dq.flatten(2), ctx.slot), *[None] * 5
+        return fused_gradient(source, dq.flatten(2), ctx.handoff), *[None] * 5
 
 
 def rotate_and_split(
-    qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, slot: QuantizedGradHandoff | None
+    qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, handoff: QuantizedGradHandoff | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q `[s, b, a, d]` and k `[s, b, g, d]`, turned, and v `[s, b, g, d]`, from the packed heads [q | k | v].
+    """q `[s, b, a, d]` and k `[s, b, g, d]`, rotated, and v `[s, b, g, d]`, from the packed heads [q | k | v].
 
-    They are views of `qkv_sbc`, which is overwritten. cos and sin are `[s, 1 or b, 1, d/2]`. `slot`: as for `swiglu`.
+    They are views of `qkv_sbc`, which is overwritten. cos and sin are `[s, 1 or b, 1, d/2]`. `handoff`: as for
+    `swiglu`.
     """
-    return _RotateAndSplit.apply(qkv_sbc, heads, groups, cos, sin, slot)
+    return _RotateAndSplit.apply(qkv_sbc, heads, groups, cos, sin, handoff)

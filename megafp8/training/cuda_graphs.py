@@ -122,9 +122,9 @@ class MicrobatchGraphs:
             if self._first is None:
                 self.fp8.forget_weights()  # whoever quantized them, an evaluation perhaps: the graph does it itself
                 self._first = self._captured(work, "the first micro-batch of a step")
-                self._weights = self.fp8.kept_weights
+                self._weights = self.fp8.weight_copies()
             self._first.replay()
-            self.fp8.kept_weights = self._weights
+            self.fp8.restore_weight_copies(self._weights)
             return self._first.result
         if self._later is None:
             self._later = self._captured(work, "later micro-batches")

@@ -16,10 +16,12 @@ from torch.distributed import ProcessGroup
 from megafp8.config import Config
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
-from megafp8.models.context import BuildContext
+from megafp8.models.context import BuildContext, tokens_per_rank
 from megafp8.models.flops import flops_per_token
 from megafp8.models.gpt import GPTStage
+from megafp8.models.recompute import block_memory
 from megafp8.parallel_state import rank_groups
+from megafp8.plan import plans_table
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
 from megafp8.planner.memory import coded_parameters, memory_table, state_memory
 from megafp8.training.device_memory import memory_under
@@ -41,17 +43,25 @@ class _PlannedGroup:
         return 0
 
 
-def planned_stage(config: Config, stage: int) -> GPTStage:
-    """Stage `stage` of the model as the first tensor rank will hold it, on the meta device."""
+def planned_stage(config: Config, stage: int, fp8: Fp8Manager | None = None) -> GPTStage:
+    """Stage `stage` of the model as the first tensor rank will hold it, on the meta device.
+
+    `fp8` plans its layers; None: in high precision.
+    """
+    p = config.parallel
     context = BuildContext(
-        tensor=cast(ProcessGroup, _PlannedGroup(config.parallel.tensor)),
-        fp8=Fp8Manager(None, amax_group=None),
+        tensor=cast(ProcessGroup, _PlannedGroup(p.tensor)),
+        fp8=Fp8Manager(None, amax_group=None) if fp8 is None else fp8,
         dtype=torch.float32,
         device=torch.device("meta"),
-        sequence_parallel=config.parallel.sequence_parallel,
+        sequence_parallel=p.sequence_parallel,
+        tokens=tokens_per_rank(config),
+        weight_storage="fsdp" if p.fsdp else "zero" if p.zero else "resident",
+        param_gather=config.fp8.param_gather,
     )
     _, layers = stages_of(config)
-    return GPTStage(config.model, context, layers=layers[stage], positions=position_rows(config))
+    memory = block_memory(p, len(layers[stage]))
+    return GPTStage(config.model, context, layers=layers[stage], positions=position_rows(config), memory=memory)
 
 
 def position_rows(config: Config) -> int:
@@ -68,8 +78,10 @@ def dry_run(config: Config, world_size: int, source: str) -> str:
     plan = plan_pipeline(config, num_microbatches(config, world_size))
     memories = memory_under(plan, world_size)
     check_memory(config, memories, NO_DEVICE_HAS, "no device has", source)
-    described = _describe(config, world_size, build_fp8(config, None), plan)
-    return "\n\n".join([described, memory_table(memories(config)), describe_planned_data(config)])
+    fp8 = build_fp8(config, None)
+    described = _describe(config, world_size, fp8, plan)
+    plans = f"linear layers:\n{plans_table(fp8.plans)}"
+    return "\n\n".join([described, plans, memory_table(memories(config)), describe_planned_data(config)])
 
 
 def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePlan) -> str:
@@ -78,7 +90,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     data = world_size // (p.tensor * p.pipeline * p.context)
     groups = rank_groups(world_size, p.tensor, p.pipeline, p.context)
     microbatches = num_microbatches(config, world_size)
-    stages = [planned_stage(config, stage) for stage in range(plan.placement.num_stages)]
+    stages = [planned_stage(config, stage, fp8) for stage in range(plan.placement.num_stages)]
     counts = [sum(x.numel() for x in stage.parameters()) for stage in stages]
     params = [param for stage in stages for param in stage.parameters() if not spec_of(param).is_copy]
     total = sum(x.numel() * (1 if spec_of(x).replicated_over_tp else p.tensor) for x in params)

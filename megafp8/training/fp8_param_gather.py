@@ -12,36 +12,36 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from megafp8.data_parallel.fp8_weight_shards import WeightShard, fp8_data_format
+from megafp8.data_parallel.fp8_weight_shards import WeightShard, gathered_format
 from megafp8.data_parallel.param_buffer import ParamBuffer
-from megafp8.fp8 import Fp8Linear
 from megafp8.fp8.formats import Format
+from megafp8.fp8.linear_state import LinearState
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
-def weights_as_codes(model: nn.Module) -> dict[nn.Parameter, tuple[Fp8Linear, Format]]:
+def weights_as_codes(model: nn.Module) -> dict[nn.Parameter, tuple[LinearState, Format]]:
     """The weights of `model`, with FP8 set up, that can be codes, with their layers and formats."""
-    found: dict[nn.Parameter, tuple[Fp8Linear, Format]] = {}
+    found: dict[nn.Parameter, tuple[LinearState, Format]] = {}
     for module in model.modules():
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and isinstance(module.op, Fp8Linear):
-            fmt = fp8_data_format(module.op)
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            fmt = gathered_format(module.state)
             if fmt is not None:
-                found[module.weight] = module.op, fmt
+                found[module.weight] = module.state, fmt
     return found
 
 
 def shares(
-    weights: Mapping[nn.Parameter, tuple[Fp8Linear, Format]], buffer: ParamBuffer, optimizer: MixedPrecisionAdamW
+    weights: Mapping[nn.Parameter, tuple[LinearState, Format]], buffer: ParamBuffer, optimizer: MixedPrecisionAdamW
 ) -> list[WeightShard]:
     """What this rank casts of each; nothing of those that others own."""
     owned = {fragment.param: fragment for fragment in optimizer.fragments}
     found = []
-    for param, (op, _) in weights.items():
+    for param, (state, _) in weights.items():
         fragment = owned.get(param)
         start = 0 if fragment is None else fragment.start
         master_f = torch.empty(0, device=param.device) if fragment is None else optimizer.master_of(fragment)
-        found.append(WeightShard(op, buffer.codes[param], start, master_f, param.dtype))
+        found.append(WeightShard(state, buffer.codes[param], start, master_f, param.dtype))
     return found
 
 

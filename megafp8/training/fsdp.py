@@ -14,15 +14,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megafp8.data_parallel.fp8_weight_gather import Carrier, CodedWeight, Collective, gather_codes
 from megafp8.data_parallel.fp8_weight_shards import WeightShard
 from megafp8.data_parallel.fsdp import FullySharded
 from megafp8.data_parallel.symmetric_weight_gather import Pulled
-from megafp8.fp8 import Fp8Linear
 from megafp8.fp8.formats import Format
+from megafp8.fp8.linear_state import LinearState
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import ParallelState
 from megafp8.tensor_parallel.random import initialize
@@ -52,10 +52,6 @@ def shard(
             stage.embedding.set_unshard_in_backward(False)
         if isinstance(stage.head, FSDPModule):
             stage.head.set_reshard_after_forward(False)
-        for module in stage.modules():
-            op = getattr(module, "op", None)
-            if isinstance(op, Fp8Linear):
-                op.transient = True
     return sharded
 
 
@@ -67,7 +63,7 @@ class Coded(NamedTuple):
 
 
 def gather_as_codes(
-    weights: Mapping[nn.Parameter, tuple[Fp8Linear, Format]],
+    weights: Mapping[nn.Parameter, tuple[LinearState, Format]],
     sharded: FullySharded,
     parallel: ParallelState,
     environment: Mapping[str, str],
@@ -78,25 +74,20 @@ def gather_as_codes(
     units = [[param for param in unit if param in weights] for unit in sharded.units]
     params = [param for unit in units for param in unit]
     blocks = [
-        [CodedWeight(sharded.rows[param], weights[param][1].dtype, _handed_to(weights[param][0])) for param in unit]
+        [
+            CodedWeight(sharded.rows[param], weights[param][1].dtype, weights[param][0].set_gathered_data)
+            for param in unit
+        ]
         for unit in units
     ]
     carrier = _carrier([weight.nbytes for block in blocks for weight in block], parallel, environment, say)
     gather_codes(blocks, carrier, parallel.data_context.size, parallel.device)
     shares = []
     for param, own in zip(params, carrier.own, strict=True):
-        rows, (op, fmt) = sharded.rows[param], weights[param]
+        rows, (state, fmt) = sharded.rows[param], weights[param]
         codes_mk = own.view(fmt.dtype).view(-1, rows.of[1])
-        shares.append(WeightShard(op, codes_mk, 0, rows.values.view(-1), rows.param.dtype))
+        shares.append(WeightShard(state, codes_mk, 0, rows.values.view(-1), rows.param.dtype))
     return Coded(shares, carrier)
-
-
-def _handed_to(op: Fp8Linear) -> Callable[[Tensor], None]:
-    def arrived(codes_nk: Tensor) -> None:
-        assert op.gathered_weight is not None, "gathered before it was cast"
-        op.gathered_weight = op.gathered_weight._replace(data=codes_nk)
-
-    return arrived
 
 
 def _carrier(

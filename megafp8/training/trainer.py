@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from megafp8.config import Config
 from megafp8.data.samples import Batch
 from megafp8.data_parallel.fp8_weight_gather import Carrier
+from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards
 from megafp8.data_parallel.fsdp import FullySharded
 from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.data_parallel.param_buffer import ParamBuffer
 from megafp8.distributed.collectives import all_gather_objects, all_reduce, broadcast
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.health import Record
-from megafp8.models.context import BuildContext
+from megafp8.models.context import BuildContext, tokens_per_rank
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
 from megafp8.ops.deferred_wgrad import WgradStore
@@ -98,6 +99,9 @@ class Trainer:
             parallel.context.group,
             token_exchange(p, parallel, os.environ, _logger.info),
             blocks_on_meta=p.fsdp,
+            tokens=tokens_per_rank(config),
+            weight_storage="fsdp" if p.fsdp else "zero" if p.zero else "resident",
+            param_gather=config.fp8.param_gather,
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.plan = plan_pipeline(config, self.num_microbatches)
@@ -109,6 +113,7 @@ class Trainer:
         self.tied = tied if p.pipeline > 1 else []
         self.released = weights_as_codes(self.model) if config.fp8.param_gather else {}
         wgrads = WgradStore()
+        self.weight_shards: WeightShards | None = None
         self.weights: ParamBuffer | None = None
         self.sharded: FullySharded | None = None
         self.carrier: Carrier | None = None
@@ -121,11 +126,11 @@ class Trainer:
         self.update = self._build_update()
         self.optimizer = self.update.optimizer
         if self.weights is not None and self.released:
-            self.fp8.shard_weights(shares(self.released, self.weights, self.optimizer), parallel.device)
+            self._shard_fp8_weights(shares(self.released, self.weights, self.optimizer))
             self.weights.hollow_out()
         if self.released:
             self.publish_weights()
-        s = t.seq_length // p.context // (parallel.tensor.size if context.cuts_sequence else 1)
+        s = t.seq_length // p.context // (parallel.tensor.size if context.sequence_sharded else 1)
         self.engine = PipelineEngine(
             parallel.pipeline,
             parallel.pipeline_backward,
@@ -149,10 +154,14 @@ class Trainer:
         if self.released:
             coded = gather_as_codes(self.released, sharded, self.parallel, os.environ, _logger.info)
             self.carrier = coded.carrier
-            self.fp8.shard_weights(coded.shares, self.parallel.device)
+            self._shard_fp8_weights(coded.shares)
         self.params, self.tied = sharded.params, [sharded.rows[param].param for param in self.tied]
         self.released = {sharded.rows[param].param: how for param, how in self.released.items()}
         return sharded
+
+    def _shard_fp8_weights(self, shards: Sequence[WeightShard]) -> None:
+        """Quantize the weights of `shards` by rank from here on."""
+        self.weight_shards = WeightShards(shards, self.parallel.amax.group, self.parallel.device)
 
     def _build_buffers(self, wgrads: WgradStore) -> tuple[GradBuffer, ParamBuffer | None]:
         """Where gradients lie, and under ZeRO the weights."""
@@ -213,7 +222,8 @@ class Trainer:
             self.sharded.reshard()
         if self.carrier is not None:
             self.carrier.settle()  # nobody fetches what is about to be overwritten
-        self.fp8.cast_weights()
+        if self.weight_shards is not None:
+            self.weight_shards.cast()
         if self.carrier is not None:
             self.carrier.settle()
         if self.weights is not None:
@@ -298,6 +308,8 @@ class Trainer:
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
         before_update()
         result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
+        if self.weight_shards is not None:
+            self.weight_shards.note_amaxes()
         self.fp8.end_step()
         self.publish_weights()
         self.fp8_records = self._gather_fp8_records() if sampled else []

@@ -15,6 +15,7 @@ from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, whole
 from megafp8.fp8 import BlockwiseScaling, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
 from megafp8.ops.deferred_wgrad import Wgrad, WgradStore, run
+from tests.fp8.linear_layer import LinearLayer
 
 CPU = torch.device("cpu")
 RECIPES = {
@@ -30,7 +31,7 @@ class Layer:
 
     def __init__(self, recipe: Fp8Recipe | None, n: int = 32, k: int = 16) -> None:
         manager = Fp8Manager(recipe, amax_group=None)
-        self.op = manager.linear_op("layer", tp_group=None, input_sharded=False, grad_output_sharded=False)
+        self.op = LinearLayer(manager)
         manager.materialize(CPU)
         self.weight = nn.Parameter(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
         set_spec(self.weight, ParamSpec(whole("layer.weight", (n, k)), Init("zeros"), replicated_over_tp=True))

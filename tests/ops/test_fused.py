@@ -13,17 +13,16 @@ from megafp8.fp8 import (
     BlockwiseScaling,
     CurrentScaling,
     DelayedScaling,
-    Fp8Linear,
     Fp8Manager,
     Fp8Recipe,
-    InputCast,
-    Quantized,
-    QuantizedGradHandoff,
     RowwiseScaling,
 )
 from megafp8.ops.activation import gelu, swiglu
+from megafp8.ops.fusion import LinearInput
 from megafp8.ops.norm import norm
 from megafp8.ops.rotary import rotate_and_split
+from megafp8.plan import Neighbor
+from tests.fp8.linear_layer import LinearLayer
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -110,8 +109,8 @@ RECIPES = [CurrentScaling(), DelayedScaling(), RowwiseScaling(), BlockwiseScalin
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "gelu of biased"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
-def test_codes_give_what_values_give(recipe: Fp8Recipe, activation: str) -> None:
-    """norm, linear, activation, linear in fp32: handing codes on, both ways, changes no bit."""
+def test_quantized_and_high_precision_handoff_agree(recipe: Fp8Recipe, activation: str) -> None:
+    """norm, linear, activation, linear in fp32: fusing the quantization, both ways, changes no bit."""
     generator = torch.Generator().manual_seed(0)
     width = 96 if activation == "swiglu" else 48
     x, norm_weight, w_up, w_down, dy, bias = (
@@ -121,21 +120,20 @@ def test_codes_give_what_values_give(recipe: Fp8Recipe, activation: str) -> None
     results = []
     for fused in (False, True):
         manager = Fp8Manager(recipe, amax_group=None)
-        options: dict[str, Any] = {"tp_group": None, "input_sharded": False, "grad_output_sharded": False}
-        up, down = manager.linear_op("up", **options), manager.linear_op("down", **options)
+        place: dict[str, Any] = {"before": Neighbor("op", "any"), "after": Neighbor("op", "any")} if fused else {}
+        up, down = (LinearLayer(manager, name, **place) for name in ("up", "down"))
         manager.materialize(torch.device("cpu"))
-        assert isinstance(up, Fp8Linear)
-        assert isinstance(down, Fp8Linear)
         biased = [bias] if activation == "gelu of biased" else []
         params = [nn.Parameter(p.clone()) for p in (x, norm_weight, w_up, w_down, *biased)]
-        slot = QuantizedGradHandoff(up.quantizers.grad_output) if fused else None
-        total, normed = norm(params[0], None, params[1], None, 1e-5, InputCast(up.quantizers.input) if fused else None)
-        z, cast = up(normed, params[2], grad_slot=slot), InputCast(down.quantizers.input) if fused else None
+        handoff, form = up.state.grad_handoff(), down.state.input_format
+        assert (handoff is not None) == (form is not None) == fused
+        total, normed = norm(params[0], None, params[1], None, 1e-5, up.state.input_format)
+        z = up(normed, params[2], handoff=handoff)
         if activation == "swiglu":
-            activated = swiglu(z, cast, slot)
+            activated = swiglu(z, form, handoff)
         else:
-            activated = gelu(z, params[4] if biased else None, cast, slot)
-        assert isinstance(normed, Quantized) == isinstance(activated, Quantized) == fused
+            activated = gelu(z, params[4] if biased else None, form, handoff)
+        assert isinstance(normed, LinearInput) == isinstance(activated, LinearInput) == fused
         y = total + down(activated, params[3])
         y.backward(dy)
         results.append([y.detach(), *(p.grad for p in params), *manager.state_dict().values()])

@@ -14,19 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megafp8.fp8 import E4M3, E5M2, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe, LinearOp
+from megafp8.fp8 import E4M3, E5M2, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
+from megafp8.fp8.gemm.dispatch import Fp8Gemm
 from megafp8.fp8.quantize import quantize
 from megafp8.fp8.scaling import scale_from_amax
 from megafp8.ops import linear, wgrad
-from megafp8.ops.linear import Fp8Linear, high_precision_linear
+from megafp8.ops.linear import high_precision_linear
+from tests.fp8.linear_layer import LinearLayer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 S, B, K, N = 6, 8, 32, 16  # 48 tokens
 
 
-def managed(recipe: Fp8Recipe | None, device: str = "cpu", **options: Any) -> tuple[Fp8Manager, LinearOp]:
+def managed(recipe: Fp8Recipe | None, device: str = "cpu", **options: Any) -> tuple[Fp8Manager, LinearLayer]:
     manager = Fp8Manager(recipe, amax_group=None, **options)
-    op = manager.linear_op("layer", tp_group=None, input_sharded=False, grad_output_sharded=False)
+    op = LinearLayer(manager)
     manager.materialize(torch.device(device))
     return manager, op
 
@@ -56,7 +58,9 @@ def assert_product(actual: Tensor, a: Tensor, b: Tensor, device: str = "cpu", ul
     assert (error <= share * magnitude + ulp * expected.abs()).all()
 
 
-def run(op: LinearOp, x: Tensor, weight: nn.Parameter, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def run(
+    op: Callable[..., Tensor], x: Tensor, weight: nn.Parameter, dy: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     y = op(x, weight)
     y.backward(dy)
     return y, x.grad, weight.grad
@@ -168,7 +172,7 @@ def test_grad_sink_takes_fp32_and_autograd_nothing(recipe: Fp8Recipe | None, dty
         assert not torch.equal(taken[0].bfloat16().float(), taken[0])
 
 
-def closed_over(op: LinearOp, weight: nn.Parameter, x: Tensor) -> Tensor:
+def closed_over(op: LinearLayer, weight: nn.Parameter, x: Tensor) -> Tensor:
     """A module's forward: the weight is no argument of the checkpoint."""
     return op(x, weight)
 
@@ -210,7 +214,7 @@ def test_only_wanted_gradients_are_computed(recipe: Fp8Recipe | None, monkeypatc
 
     for module in (linear, wgrad):
         monkeypatch.setattr(module, "gemm", counted("gemm", module.gemm))
-    monkeypatch.setattr(linear.Fp8Gemm, "tn", counted("tn", linear.Fp8Gemm.tn))
+    monkeypatch.setattr(Fp8Gemm, "tn", counted("tn", Fp8Gemm.tn))
     for x_wanted, w_wanted in ((True, False), (False, True), (True, True)):
         _, op = managed(recipe)
         x, weight, dy = tensors()
@@ -224,16 +228,15 @@ def test_only_wanted_gradients_are_computed(recipe: Fp8Recipe | None, monkeypatc
 
 def test_weight_is_quantized_once_until_invalidated() -> None:
     manager, op = managed(CurrentScaling())
-    assert isinstance(op, Fp8Linear)
     x, weight, dy = tensors()
     with torch.no_grad():
         op(x, weight)
-    rows_alone = op.weight8(weight, columnwise=False)
+    rows_alone = op.state.fp8_weight(weight, columnwise=False)
     assert rows_alone.columnwise is None
     run(op, x, weight, dy)
-    w8 = op.weight8(weight, columnwise=True)
+    w8 = op.state.fp8_weight(weight, columnwise=True)
     y, _, _ = run(op, x, weight, dy)
-    assert op.weight8(weight, columnwise=False) is w8
+    assert op.state.fp8_weight(weight, columnwise=False) is w8
     assert w8.columnwise is not None
     with torch.no_grad():
         weight.mul_(-2)
@@ -304,7 +307,7 @@ def test_high_precision_converts_a_weight_of_another_dtype() -> None:
 
 def test_an_operation_used_too_early_says_what_is_missing() -> None:
     manager = Fp8Manager(CurrentScaling(), amax_group=None)
-    op = manager.linear_op("layer", tp_group=None, input_sharded=False, grad_output_sharded=False)
+    op = LinearLayer(manager)
     x, weight, _ = tensors()
     with pytest.raises(AssertionError, match="materialize"):
         op(x, weight)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.distributed.tp_overlap import AllGatherHandle, Product, ReduceHandle
-from megafp8.fp8 import BlockwiseScaling, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe, TPComm
+from megafp8.fp8 import BlockwiseScaling, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
 from megafp8.ops.deferred_wgrad import WgradStore
+from megafp8.ops.quantized_gather import TPComm
+from tests.fp8.linear_layer import LinearLayer
 
 RECIPES = {
     "high precision": None,
@@ -64,7 +66,7 @@ class Sink:
 def _run(recipe: Fp8Recipe | None, comm: TPComm, diary: Diary) -> tuple[list[Tensor], list[str], list[str]]:
     """y, dx and dw; and what happened forward and backward."""
     manager = Fp8Manager(recipe, amax_group=None)
-    op = manager.linear_op("layer", tp_group=None, input_sharded=False, grad_output_sharded=False)
+    op = LinearLayer(manager)
     manager.materialize(torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(128, 2, 32, generator=generator).requires_grad_()

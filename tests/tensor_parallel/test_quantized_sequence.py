@@ -28,13 +28,14 @@ from megafp8.fp8 import (
     Fp8Recipe,
     MXFP8Scaling,
     NVFP4Scaling,
-    Quantized,
     RowwiseScaling,
 )
 from megafp8.ops.activation import swiglu
-from megafp8.ops.linear import Fp8Linear
+from megafp8.ops.fusion import LinearInput
+from megafp8.ops.linear import linear
 from megafp8.ops.norm import norm
 from megafp8.parallel_state import initialize_model_parallel
+from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.mappings import (
     gather_from_sequence_parallel,
@@ -61,36 +62,43 @@ class Pair(nn.Module):
     """The two layers on this rank; `codes=False` goes through values."""
 
     def __init__(
-        self, recipe: Fp8Recipe, group: ProcessGroup, dtype: torch.dtype, *, codes: bool, chunked: bool = False
+        self,
+        recipe: Fp8Recipe,
+        group: ProcessGroup,
+        dtype: torch.dtype,
+        tokens: int,
+        *,
+        codes: bool,
+        chunked: bool = False,
     ) -> None:
         super().__init__()
         self.group, self.codes = group, codes
         self.fp8 = Fp8Manager(recipe, amax_group=group)
         common: dict[str, Any] = {
             "group": group, "fp8": self.fp8, "init": Init("normal", 0.1), "dtype": dtype,
-            "device": torch.device("cpu"), "sequence_parallel": True,
+            "device": torch.device("cpu"), "sequence_parallel": codes,
             "tp_overlap": P2PRing(group) if chunked else Collective(group),
         }  # fmt: skip
         self.norm_weight = nn.Parameter(torch.linspace(0.5, 1.5, H, dtype=dtype))
         parts = {"gate": F, "up": F}
-        self.up = ColumnParallelLinear("gate_up", H, 2 * F, parts=parts, **common)
-        self.down = RowParallelLinear("down", F, H, **common)
+        norm, activation = Neighbor("norm", "any" if codes else "none"), Neighbor("swiglu", "any")
+        up = LinearSite(tokens=tokens, before=norm, after=activation)
+        self.up = ColumnParallelLinear("gate_up", H, 2 * F, parts=parts, site=up, **common)
+        down = LinearSite(tokens=tokens, before=activation)
+        self.down = RowParallelLinear("down", F, H, site=down, **common)
         initialize_parameters(nn.ModuleList([self.up, self.down]), seed=3)
         self.fp8.materialize(torch.device("cpu"))
 
     def forward(self, x_sbh: Tensor) -> Tensor:
-        slot = self.up.grad_slot()
-        down_cast = self.down.input_cast
-        cast = self.up.input_cast if self.codes else None
-        _, normed = norm(x_sbh, None, self.norm_weight, None, 1e-5, cast)
-        self.handed_codes = isinstance(normed, Quantized)
+        up, down = self.up.state, self.down.state
+        handoff = up.grad_handoff()
+        _, normed = norm(x_sbh, None, self.norm_weight, None, 1e-5, up.input_format)
+        self.handed_codes = isinstance(normed, LinearInput)
         if self.codes:
-            return self.down(swiglu(self.up(normed, slot), down_cast, slot))
+            return self.down(swiglu(self.up(normed, handoff), down.input_format, handoff))
         assert isinstance(normed, Tensor)
-        assert isinstance(self.up.op, Fp8Linear)
-        assert isinstance(self.down.op, Fp8Linear)
-        gate_up = self.up.op(gather_from_sequence_parallel(normed, self.group), self.up.weight, grad_slot=slot)
-        y = self.down.op(swiglu(gate_up, down_cast, slot), self.down.weight)
+        gate_up = linear(gather_from_sequence_parallel(normed, self.group), self.up.weight, up, handoff=handoff)
+        y = linear(swiglu(gate_up, down.input_format, handoff), self.down.weight, down)
         return reduce_scatter_to_sequence_parallel(y, self.group)
 
 
@@ -140,7 +148,9 @@ def _slices(s: int, b: int, group: ProcessGroup, dtype: torch.dtype) -> tuple[Te
 def _against_values(name: str, s: int, b: int, recompute: bool) -> tuple[bool, list[list[int]]]:
     group = initialize_model_parallel(torch.distributed.get_world_size()).tensor.group
     x, dy = _slices(s, b, group, torch.float32)
-    codes, values = (Pair(RECIPES[name], group, torch.float32, codes=codes) for codes in (True, False))
+    codes, values = (
+        Pair(RECIPES[name], group, torch.float32, x.shape[:2].numel(), codes=codes) for codes in (True, False)
+    )
     found, sizes = _run(codes, x, dy, recompute)
     expected, _ = _run(values, x, dy, False)
     for ours, theirs in zip(found, expected, strict=True):
@@ -188,9 +198,9 @@ def _in_chunks(name: str, s: int, b: int, recompute: bool) -> None:
     """Sums of float64 products of few bits are nearly exact, so no value crosses a rounding boundary of FP8."""
     group = initialize_model_parallel(torch.distributed.get_world_size()).tensor.group
     x, dy = _slices(s, b, group, torch.float64)
-    chunked = Pair(RECIPES[name], group, torch.float64, codes=True, chunked=True)
+    chunked = Pair(RECIPES[name], group, torch.float64, x.shape[:2].numel(), codes=True, chunked=True)
     found, sizes = _run(chunked, x, dy, recompute)
-    expected, _ = _run(Pair(RECIPES[name], group, torch.float64, codes=False), x, dy, False)
+    expected, _ = _run(Pair(RECIPES[name], group, torch.float64, x.shape[:2].numel(), codes=False), x, dy, False)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert sizes[0] == [], "codes were gathered at once"
@@ -220,7 +230,7 @@ def _kept(name: str) -> int:
     """Bytes of FP8 that the pair keeps for backward."""
     group = initialize_model_parallel(torch.distributed.get_world_size()).tensor.group
     x, _ = _slices(256, 1, group, torch.float32)
-    pair = Pair(RECIPES[name], group, torch.float32, codes=True)
+    pair = Pair(RECIPES[name], group, torch.float32, x.shape[:2].numel(), codes=True)
     kept: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -240,7 +250,7 @@ def test_a_rank_keeps_its_own_tokens(world2: World, name: str) -> None:
 def _in_float64(name: str, s: int, b: int) -> list[Tensor]:
     group = initialize_model_parallel(torch.distributed.get_world_size()).tensor.group
     x, dy = _slices(s, b, group, torch.float64)
-    pair = Pair(RECIPES[name], group, torch.float64, codes=True)
+    pair = Pair(RECIPES[name], group, torch.float64, x.shape[:2].numel(), codes=True)
     return _run(pair, x, dy, False)[0]
 
 

@@ -15,19 +15,15 @@ Shapes: t tensors.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import Format
-from megafp8.fp8.quantizers import Quantizer, StaticQuantizer
+from megafp8.fp8.quantizers import StaticQuantizer
 from megafp8.fp8.recipes.base import StaticScaling
 from megafp8.fp8.scaling import scale_from_amax
-from megafp8.ops.linear import Quantizers, high_precision_linear
-from megafp8.ops.quantized_gather import LOCAL_COMM, TPComm
 
 
 class StaticState:
@@ -83,29 +79,3 @@ class StaticState:
             state[f"fp8.{name}.amax"] = self.amax_t[i]
             state[f"fp8.{name}.calibrated_steps"] = self.steps_t[i]
         return state
-
-
-class Calibration:
-    """Runs a layer in high precision, in place of FP8, while one of its tensors calibrates, and notes their amaxes."""
-
-    def __init__(self, quantizers: Quantizers) -> None:
-        self.quantizers = quantizers
-
-    @property
-    def active(self) -> bool:
-        return any(isinstance(q, StaticQuantizer) and q.calibrating for q in self.quantizers)
-
-    def __call__(
-        self, x: Tensor, weight: nn.Parameter, bias: Tensor | None = None, *, comm: TPComm = LOCAL_COMM
-    ) -> Tensor:
-        _note(self.quantizers.input, x)
-        _note(self.quantizers.weight, weight)
-        y = high_precision_linear(x, weight, bias, comm=comm)
-        if y.requires_grad:
-            y.register_hook(partial(_note, self.quantizers.grad_output))
-        return y
-
-
-def _note(quantizer: Quantizer, x: Tensor) -> None:
-    if isinstance(quantizer, StaticQuantizer):
-        quantizer.note(x)

@@ -1,0 +1,226 @@
+"""State of one linear layer: its plan, and where it runs in FP8 its quantizers, GEMM and the FP8 copies of its weight.
+
+A layer's state is made by `Fp8Manager.linear` together with the layer, and completed when the model has been built.
+What the operations around the layer need follows from the plan: `input_format` for the one before, `grad_handoff` for
+the one after. Nobody but the state changes its attributes.
+
+Shapes: n outputs, k inputs of the weight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megafp8.fp8.gemm.dispatch import Fp8Gemm
+from megafp8.fp8.health import ObservedQuantizer, Recorder
+from megafp8.fp8.quantizers import Quantizer
+from megafp8.fp8.smoothing import ChannelScales
+from megafp8.fp8.sources import Plain, ScaledColumns
+from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
+from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, plan_linear
+
+
+class Quantizers(NamedTuple):
+    """How each operand of a layer is quantized."""
+
+    input: Quantizer
+    weight: Quantizer
+    grad_output: Quantizer
+
+
+class InputFormat(NamedTuple):
+    """In which form a linear layer takes its input from the operation before it.
+
+    `quantizer`: quantizes it, None for values; `columnwise`: in both orientations, else rowwise alone. `alignment`: of
+    its rows (tokens). `smoothing`: what its channels are multiplied by before. `recompute`: the layer keeps what the
+    input was computed from instead of the input; `group`: the ranks whose slices of the tokens are then gathered.
+    """
+
+    quantizer: Quantizer | None
+    columnwise: bool = True
+    alignment: int = 1
+    smoothing: ChannelScales | None = None
+    recompute: bool = False
+    group: ProcessGroup | None = None
+
+
+class QuantizedGradHandoff:
+    """Where the operation after a linear layer leaves the output's gradient, quantized, in its backward."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self.quantizer = quantizer
+        self.grad: QuantizedTensor | None = None
+
+    def take(self) -> QuantizedTensor | None:
+        grad, self.grad = self.grad, None
+        return grad
+
+
+class LinearState:
+    """State of the layer at `site`; `precision` None, for `high_reason`, keeps it in high precision.
+
+    `group`: the tensor-parallel ranks; `sharded_group`: those that hold slices of an activation sharded over them. The
+    FP8 copies of the weight live from first use to `invalidate_weight`; under FSDP they are made anew for backward.
+    """
+
+    def __init__(
+        self,
+        site: LinearSite,
+        precision: LinearPrecision | None,
+        *,
+        high_reason: str = "",
+        smooth: bool = False,
+        group: ProcessGroup | None = None,
+        sharded_group: ProcessGroup | None = None,
+    ) -> None:
+        self.site, self.precision = site, precision
+        self._high_reason, self._smooth = high_reason, smooth
+        self.group, self.sharded_group = group, sharded_group
+        self.plan = self._planned(calibrating=False)
+        self._smoothing: ChannelScales | None = None
+        self._quantizers: Quantizers | None = None
+        self._own_quantizers: Quantizers | None = None  # as the recipe made them, with nobody looking on
+        self._gemm: Fp8Gemm | None = None
+        self._weight: QuantizedTensor | None = None
+        self._gathered_weight: ScaledTensor | None = None
+        self.input_format: InputFormat | None = None
+        self.shard_grad_quantizer: Quantizer | None = None
+        self.high_precision = self.fast_accum = PerGemm(False, False, False)
+        self.transient_weight = False  # the weight exists only while the layer runs: no copies of it are kept either
+        if precision is None:
+            self._follow_plan()
+
+    def complete(
+        self, quantizers: Quantizers, gemm: Fp8Gemm, smoothing: ChannelScales | None, recorder: Recorder | None
+    ) -> None:
+        """Set what is known once the whole model has been built; `recorder` sees what is quantized from here on.
+
+        Called by `Fp8Manager.materialize`.
+        """
+        self._gemm, self._smoothing, self._own_quantizers = gemm, smoothing, quantizers
+        self._quantizers = quantizers
+        if recorder is not None:
+            named = quantizers._asdict()
+            observed = (ObservedQuantizer(named[k], recorder, self.site.name, k) for k in Quantizers._fields)
+            self._quantizers = Quantizers(*observed)
+        self.replan()
+
+    def replan(self) -> None:
+        """Replace the plan: calibration has ended or begun."""
+        assert self._own_quantizers is not None
+        calibrating = any(getattr(quantizer, "calibrating", False) for quantizer in self._own_quantizers)
+        self.plan = self._planned(calibrating=calibrating)
+        self._follow_plan()
+
+    def replan_if_calibrated(self) -> None:
+        """Replace the plan where one of the layer's tensors began or ended its calibration."""
+        assert self._own_quantizers is not None
+        if self.plan.calibrating != any(getattr(q, "calibrating", False) for q in self._own_quantizers):
+            self.replan()
+
+    def _planned(self, *, calibrating: bool) -> LinearPlan:
+        return plan_linear(
+            self.site, self.precision, high_reason=self._high_reason, calibrating=calibrating, smooth=self._smooth
+        )
+
+    def _follow_plan(self) -> None:
+        plan, group = self.plan, self.group if self.plan.gather else None
+        self.high_precision = PerGemm(*(gemm == "high" for gemm in plan.gemms))
+        self.fast_accum = PerGemm(*(gemm == "fp8 fast" for gemm in plan.gemms))
+        self.transient_weight = plan.weight in ("fsdp", "fsdp fp8")
+        recompute = plan.saved == "recompute"
+        self.input_format = InputFormat(None, recompute=recompute, group=group) if recompute else None
+        self.shard_grad_quantizer = None
+        if plan.input == "fused":
+            quantizer: Quantizer | None = self.quantizers.input
+            alignment, columnwise = 1, True
+            if plan.gather is not None:
+                assert self.sharded_group is not None
+                quantizer = self.quantizers.input.for_sharded_input(self.sharded_group)
+                assert quantizer is not None
+                alignment, columnwise = quantizer.shard_alignment, not quantizer.per_tensor
+            self.input_format = InputFormat(quantizer, columnwise, alignment, self.smoothing, recompute, group)
+        if plan.grad_output == "layer, then gather":
+            assert self.sharded_group is not None
+            self.shard_grad_quantizer = self.quantizers.grad_output.for_sharded_input(self.sharded_group)
+
+    @property
+    def quantizers(self) -> Quantizers:
+        assert self._quantizers is not None, "call Fp8Manager.materialize(device) once the model is built"
+        return self._quantizers
+
+    @property
+    def smoothing(self) -> ChannelScales | None:
+        """What channels of the input are multiplied by, and columns of the weight divided by."""
+        return self._smoothing
+
+    @property
+    def gemm(self) -> Fp8Gemm:
+        assert self._gemm is not None
+        return self._gemm
+
+    def record_amax(self, operand: str, x: Tensor) -> None:
+        """Take the amax of an operand, of any shape, into its static scale while that is calibrated."""
+        assert self._own_quantizers is not None
+        quantizer = getattr(self._own_quantizers, operand)
+        if getattr(quantizer, "calibrating", False):
+            quantizer.note(x)
+
+    def grad_handoff(self) -> QuantizedGradHandoff | None:
+        """Where the next forward's consumer leaves the output's gradient; None where the layer quantizes it itself."""
+        return QuantizedGradHandoff(self.quantizers.grad_output) if self.plan.grad_output == "fused" else None
+
+    # --- weight -----------------------------------------------------------------------------------------------------
+
+    def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
+        """The FP8 copies of `weight`, made at the first call since the last `invalidate_weight`.
+
+        Rowwise alone until a call that wants `columnwise` too, as the first one that a backward will follow does.
+        """
+        if self.transient_weight:
+            return self._quantize_weight(weight, rowwise=True, columnwise=columnwise)
+        if self._weight is None or (columnwise and self._weight.columnwise is None):
+            self._weight = self._quantize_weight(weight, rowwise=True, columnwise=columnwise)
+        return self._weight
+
+    def dgrad_weight(self, weight: Tensor, kept: QuantizedTensor | None) -> ScaledTensor:
+        """`weight` columnwise in backward, where forward has `kept` its copies or None."""
+        made = self._quantize_weight(weight, rowwise=False, columnwise=True) if kept is None else kept
+        return made.required_columnwise
+
+    def _quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        data = self._gathered_weight
+        if data is not None:
+            return QuantizedTensor(data if rowwise else None, data.t() if columnwise else None)
+        w = weight.detach()
+        source = Plain(w) if self.smoothing is None else ScaledColumns(w, self.smoothing.scale_inv_f)
+        return self.quantizers.weight(source, rowwise=rowwise, columnwise=columnwise)
+
+    def set_gathered_weight(self, weight: ScaledTensor) -> None:
+        """Compute with `weight` `[n, k]`, gathered in FP8, from now on; the values are never read."""
+        self._gathered_weight = weight
+
+    @property
+    def gathered_weight(self) -> ScaledTensor | None:
+        """The weight as gathered in FP8, if it is."""
+        return self._gathered_weight
+
+    def set_gathered_data(self, data_nk: Tensor) -> None:
+        """The gathered weight's data lies in `data_nk` now."""
+        assert self._gathered_weight is not None, "gathered before it was quantized"
+        self._gathered_weight = self._gathered_weight._replace(data=data_nk)
+
+    def invalidate_weight(self) -> None:
+        """Forget the FP8 copies: the weight has changed."""
+        self._weight = None
+
+    def weight_copies(self) -> QuantizedTensor | None:
+        """The FP8 copies of the weight as they are; None where there are none."""
+        return self._weight
+
+    def restore_weight_copies(self, copies: QuantizedTensor | None) -> None:
+        """Compute with `copies` until the next `invalidate_weight`: those of a CUDA graph, after its replay."""
+        self._weight = copies
