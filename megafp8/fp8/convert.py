@@ -345,12 +345,12 @@ class _WeightCopies:
         self._made = None
 
     @property
-    def rowwise(self) -> ScaledTensor | None:
-        return self.make(columnwise=False).rowwise
+    def required_rowwise(self) -> ScaledTensor:
+        return self.make(columnwise=False).required_rowwise
 
     @property
-    def columnwise(self) -> ScaledTensor | None:
-        return self.make(columnwise=True).columnwise
+    def required_columnwise(self) -> ScaledTensor:
+        return self.make(columnwise=True).required_columnwise
 
 
 def _stamp(weight: Tensor) -> tuple[int, int]:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.data_parallel.fp8_weight_shards import WeightShard, fp8_data_format
-from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Linear, Fp8Manager, StaticScaling
+from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards, gathered_format
+from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Manager, StaticScaling
+from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.recipes.base import BlockwiseScaling, Fp8Recipe
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.plan import LinearSite
 from tests.world import World
 
 SHAPES = {"layers.0.a": (48, 32), "layers.1.b": (16, 96), "layers.2.c": (32, 64)}
@@ -23,12 +25,11 @@ RECIPES: dict[str, Fp8Recipe] = {
 }
 
 
-def _manager(recipe: Fp8Recipe, group: Any) -> tuple[Fp8Manager, dict[str, Fp8Linear]]:
+def _manager(recipe: Fp8Recipe, group: Any) -> tuple[Fp8Manager, dict[str, LinearState]]:
     manager = Fp8Manager(recipe, amax_group=group)
-    whole: dict[str, Any] = {"tp_group": None, "input_sharded": False, "grad_output_sharded": False}
-    ops = {name: manager.linear_op(name, **whole) for name in SHAPES}
+    states = {name: manager.linear(LinearSite(name, weight_storage="zero", param_gather=True)) for name in SHAPES}
     manager.materialize(torch.device("cpu"))
-    return manager, {name: op for name, op in ops.items() if isinstance(op, Fp8Linear)}
+    return manager, {name: state for name, state in states.items() if state.plan.fp8}
 
 
 def _weight(name: str, step: int) -> Tensor:
@@ -54,13 +55,13 @@ def _case(recipe: Fp8Recipe, dtype: torch.dtype) -> list[list[bool]]:
         masters[name] = torch.empty(edges[rank + 1] - edges[rank])
         codes = torch.zeros(SHAPES[name], dtype=torch.uint8).view(torch.float8_e4m3fn)
         shares.append(WeightShard(op, codes, edges[rank], masters[name], dtype))
-    manager.shard_weights(shares, torch.device("cpu"))
+    weights = WeightShards(shares, manager.amax_group, torch.device("cpu"))
     found = []
     for step in range(4):
         for name, share in zip(ops, shares, strict=True):
             values = _weight(name, step).view(-1)
             masters[name].copy_(values[share.start : share.start + len(masters[name])])
-        manager.cast_weights()
+        weights.cast()
         for name, share in zip(ops, shares, strict=True):
             gathered = torch.zeros(ranks, share.codes_nk.numel(), dtype=torch.int32)
             gathered[rank, share.start : share.start + len(masters[name])] = 1
@@ -70,14 +71,15 @@ def _case(recipe: Fp8Recipe, dtype: torch.dtype) -> list[list[bool]]:
         same = []
         for name, op in ops.items():
             weight = torch.nn.Parameter(_weight(name, step).to(dtype))
-            expected = whole_ops[name].weight8(weight, columnwise=True)
-            made = op.weight8(torch.full(SHAPES[name], torch.nan), columnwise=True)
+            expected = whole_ops[name].fp8_weight(weight, columnwise=True)
+            made = op.fp8_weight(torch.full(SHAPES[name], torch.nan), columnwise=True)
             for a, b in ((made.rowwise, expected.rowwise), (made.columnwise, expected.columnwise)):
                 assert a is not None
                 assert b is not None
                 same += [torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))]
                 same += [torch.equal(a.scale_inv, b.scale_inv)]
         reference.end_step()
+        weights.note_amaxes()
         manager.end_step()
         state = reference.state_dict()
         same += [torch.equal(x, state[name]) for name, x in manager.state_dict().items()]
@@ -95,20 +97,20 @@ def test_shares_are_cast_as_the_whole(world2: World, recipe: str, dtype: torch.d
 
 def test_a_weight_that_breaks_shows() -> None:
     """A value that is not finite stays one, as in a cast of the whole; what is below the margin saturates."""
-    manager, ops = _manager(CurrentScaling(), None)
+    _, ops = _manager(CurrentScaling(), None)
     codes = torch.zeros(48, 32, dtype=torch.uint8).view(torch.float8_e4m3fn)
     master = torch.ones(48 * 32)
     master[7] = torch.nan
-    manager.shard_weights([WeightShard(ops["layers.0.a"], codes, 0, master, torch.float32)], torch.device("cpu"))
-    manager.cast_weights()
+    weights = WeightShards([WeightShard(ops["layers.0.a"], codes, 0, master, torch.float32)], None, torch.device("cpu"))
+    weights.cast()
     assert codes.float().isnan().sum() == 1
     assert codes.float().view(-1)[7].isnan()
 
 
 def test_what_can_be_codes() -> None:
-    assert fp8_data_format(_manager(CurrentScaling(), None)[1]["layers.0.a"]) is CurrentScaling().forward_format
-    assert fp8_data_format(_manager(BlockwiseScaling(), None)[1]["layers.0.a"]) is None
+    assert gathered_format(_manager(CurrentScaling(), None)[1]["layers.0.a"]) is CurrentScaling().forward_format
+    assert gathered_format(_manager(BlockwiseScaling(), None)[1]["layers.0.a"]) is None
     dgrad = CurrentScaling(override_linear_precision=(False, True, False))
-    assert fp8_data_format(_manager(dgrad, None)[1]["layers.0.a"]) is None
+    assert gathered_format(_manager(dgrad, None)[1]["layers.0.a"]) is None
     wgrad = CurrentScaling(override_linear_precision=(False, False, True))
-    assert fp8_data_format(_manager(wgrad, None)[1]["layers.0.a"]) is not None
+    assert gathered_format(_manager(wgrad, None)[1]["layers.0.a"]) is not None

@@ -34,6 +34,7 @@ from megafp8 import fp8
 from megafp8.fp8 import E4M3, E5M2
 from megafp8.fp8.convert import Fp8LinearModule
 from tests.fp8.gemm.test_dispatch import needs_cpu_kernel
+from tests.fp8.linear_layer import LinearLayer
 from tests.fp8.reference import decode, encode, scale_of
 from tests.world import World
 
@@ -373,7 +374,7 @@ def delayed_by_hand(steps: int, microbatches: int) -> tuple[dict[str, Tensor], T
     torch.manual_seed(0)
     linear = nn.Linear(32, 16)
     manager = fp8.Fp8Manager(RECIPES["delayed"], amax_group=None)
-    op = manager.linear_op("", tp_group=None, input_sharded=False, grad_output_sharded=False)
+    op = LinearLayer(manager, "")
     manager.materialize(torch.device("cpu"))
     optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
     for x in inputs(steps):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, group
 
-from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe, LinearOp
+from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
 from megafp8.fp8.sources import Plain
-from megafp8.ops.linear import Fp8Linear, high_precision_linear
+from megafp8.plan import LinearSite
+from tests.fp8.linear_layer import LinearLayer
 from tests.fp8.reference import bytes_of
 from tests.world import World
 
@@ -20,13 +21,13 @@ CPU = torch.device("cpu")
 NAMES = [f"layers.{i}.{part}" for i in range(4) for part in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")]
 
 
-def ask(manager: Fp8Manager, name: str, **options: Any) -> LinearOp:
-    return manager.linear_op(name, tp_group=None, input_sharded=False, grad_output_sharded=False, **options)
+def ask(manager: Fp8Manager, name: str) -> LinearLayer:
+    return LinearLayer(manager, name)
 
 
 def fp8_names(**patterns: Any) -> list[str]:
     manager = Fp8Manager(CurrentScaling(), amax_group=None, **patterns)
-    return [name for name in NAMES if isinstance(ask(manager, name), Fp8Linear)]
+    return [name for name in NAMES if ask(manager, name).state.plan.fp8]
 
 
 def test_patterns_choose_layers() -> None:
@@ -39,8 +40,12 @@ def test_patterns_choose_layers() -> None:
 
 
 def test_no_recipe_or_no_fp8_is_high_precision() -> None:
-    assert ask(Fp8Manager(None, amax_group=None), "a") is high_precision_linear
-    assert ask(Fp8Manager(CurrentScaling(), amax_group=None), "output", fp8=False) is high_precision_linear
+    plan = ask(Fp8Manager(None, amax_group=None), "a").state.plan
+    assert plan.gemms == ("high", "high", "high")
+    assert plan.reasons == ("all GEMMs in high precision: fp8.recipe is none",)
+    state = Fp8Manager(CurrentScaling(), amax_group=None).linear(LinearSite("output"), high_precision="asked for")
+    assert not state.plan.fp8
+    assert state.plan.reasons == ("all GEMMs in high precision: asked for",)
 
 
 def test_a_name_is_taken_once() -> None:
@@ -191,20 +196,14 @@ def _casts(kind: str, power_of_two: bool) -> list[np.ndarray[Any, Any]]:
     rank, size = world.rank(), world.size()
     x, w, dy = whole_operands()
     manager = Fp8Manager(CurrentScaling(power_of_two=power_of_two), amax_group=world)
-    op = manager.linear_op(
-        "layer",
-        tp_group=world,
-        input_sharded=kind == "row" and size > 1,
-        grad_output_sharded=kind == "column" and size > 1,
-    )
+    op = LinearLayer(manager, tp_group=world, parallel=kind, tensor_parallel=size)
     manager.materialize(CPU)
     if kind == "column":
         x, w, dy = x, w.chunk(size, 0)[rank], dy.chunk(size, 1)[rank]
     else:
         x, w, dy = x.chunk(size, 1)[rank], w.chunk(size, 1)[rank], dy
-    assert isinstance(op, Fp8Linear)
     casts: list[np.ndarray[Any, Any]] = []
-    for quantizer, tensor in zip(op.quantizers, (x, w, dy), strict=True):
+    for quantizer, tensor in zip(op.state.quantizers, (x, w, dy), strict=True):
         rows = quantizer(Plain(tensor), rowwise=True, columnwise=False).rowwise
         assert rows is not None
         x8, scale_inv, *_ = rows
@@ -232,7 +231,7 @@ def _delayed_two_ranks() -> dict[str, Any]:
     world = group.WORLD
     assert isinstance(world, ProcessGroup)
     manager = Fp8Manager(DelayedScaling(amax_history_len=4), amax_group=world)
-    op = manager.linear_op("layer", tp_group=world, input_sharded=False, grad_output_sharded=True)
+    op = LinearLayer(manager, tp_group=world, parallel="column", tensor_parallel=world.size())
     manager.materialize(CPU)
     weight = nn.Parameter(torch.full((4, 4), 1.0 + world.rank()))
     for step in range(3):

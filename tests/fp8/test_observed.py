@@ -12,19 +12,18 @@ from torch.nn import functional as F
 from megafp8.fp8 import (
     CurrentScaling,
     DelayedScaling,
-    Fp8Linear,
     Fp8Manager,
     Fp8Recipe,
-    InputCast,
-    Quantized,
-    QuantizedGradHandoff,
 )
 from megafp8.fp8.health import OPERANDS, Record, Recorder
+from megafp8.fp8.linear_state import InputFormat, QuantizedGradHandoff
 from megafp8.fp8.quantizers import CurrentQuantizer
 from megafp8.fp8.recipes.base import NVFP4Scaling
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.ops.activation import swiglu
+from megafp8.ops.fusion import LinearInput
 from megafp8.ops.norm import norm
+from tests.fp8.linear_layer import LinearLayer
 
 CPU = torch.device("cpu")
 
@@ -34,9 +33,7 @@ class Layer:
 
     def __init__(self, recipe: Fp8Recipe, recorder: Recorder | None) -> None:
         self.manager = Fp8Manager(recipe, amax_group=None, recorder=recorder)
-        op = self.manager.linear_op("a", tp_group=None, input_sharded=False, grad_output_sharded=False)
-        assert isinstance(op, Fp8Linear)
-        self.op = op
+        self.op = LinearLayer(self.manager, "a")
         self.manager.materialize(CPU)
         self.weight = nn.Parameter(normal(16, 24, seed=1))
 
@@ -68,30 +65,30 @@ def check(record: Record, operand: str, values: Tensor, cast: QuantizedTensor) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_norm_and_an_activation_show_what_they_cast(dtype: torch.dtype) -> None:
     recorder = Recorder(1)
-    quantizers = Layer(CurrentScaling(), recorder).op.quantizers
+    quantizers = Layer(CurrentScaling(), recorder).op.state.quantizers
     x, weight, gate_up = (normal(*s, seed=2, dtype=dtype).requires_grad_() for s in ((32, 24), (24,), (32, 48)))
 
     recorder.begin_step(1)
-    _, y = norm(x, None, weight, None, 1e-5, InputCast(quantizers.input))
-    assert isinstance(y, Quantized)
+    _, y = norm(x, None, weight, None, 1e-5, InputFormat(quantizers.input))
+    assert isinstance(y, LinearInput)
     (record,) = recorder.end_step()
-    check(record, "input", F.rms_norm(x.double(), (24,), weight.double(), 1e-5).detach(), y.operand)
+    check(record, "input", F.rms_norm(x.double(), (24,), weight.double(), 1e-5).detach(), y.quantized)
 
     recorder.begin_step(2)
     slot = QuantizedGradHandoff(quantizers.grad_output)
-    y = swiglu(gate_up, InputCast(quantizers.input), slot)
-    assert isinstance(y, Quantized)
+    y = swiglu(gate_up, InputFormat(quantizers.input), slot)
+    assert isinstance(y, LinearInput)
     dy = normal(32, 24, seed=3, dtype=dtype)
-    y.carrier.backward(dy)
+    y.tensor.backward(dy)
     forward, backward = recorder.end_step()
     gate, up = (part.detach().requires_grad_() for part in gate_up.double().chunk(2, dim=-1))
     expected = F.silu(gate) * up
     expected.backward(dy.double())
-    check(forward, "input", expected.detach(), y.operand)
-    assert slot.operand is not None
+    check(forward, "input", expected.detach(), y.quantized)
+    assert slot.grad is not None
     assert gate.grad is not None
     assert up.grad is not None
-    check(backward, "grad_output", torch.cat([gate.grad, up.grad], dim=-1), slot.operand)
+    check(backward, "grad_output", torch.cat([gate.grad, up.grad], dim=-1), slot.grad)
 
 
 @pytest.mark.parametrize("high", [(False, False, False), (True, False, False), (False, True, False)])
@@ -136,4 +133,4 @@ def test_an_evaluation_is_not_recorded_and_hides_no_weight(high: tuple[bool, boo
 
 
 def test_without_a_recorder_quantizers_are_bare() -> None:
-    assert type(Layer(CurrentScaling(), None).op.quantizers.input) is CurrentQuantizer
+    assert type(Layer(CurrentScaling(), None).op.state.quantizers.input) is CurrentQuantizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +13,15 @@ from megafp8.fp8 import (
     BlockwiseScaling,
     CurrentScaling,
     DelayedScaling,
-    Fp8Linear,
     Fp8Manager,
     Fp8Recipe,
-    InputCast,
     RowwiseScaling,
     StaticScaling,
 )
 from megafp8.fp8.smoothing import MOST, smooth
 from megafp8.ops.activation import swiglu
-from megafp8.ops.linear import high_precision_linear
+from megafp8.plan import Neighbor
+from tests.fp8.linear_layer import LinearLayer
 
 R, C, N = 64, 24, 40
 OUTLIER = 3
@@ -36,13 +34,11 @@ RECIPES = {
 }
 
 
-def managed(recipe: Fp8Recipe, *, smooth_swiglu: bool = True) -> tuple[Fp8Manager, Fp8Linear]:
+def managed(recipe: Fp8Recipe, *, smooth_swiglu: bool = True) -> tuple[Fp8Manager, LinearLayer]:
     """A layer "down" behind SwiGLU."""
     manager = Fp8Manager(recipe, amax_group=None, smooth_swiglu=smooth_swiglu)
-    op = manager.linear_op("down", tp_group=None, input_sharded=False, grad_output_sharded=False)
-    manager.smooth_input("down", C)
+    op = LinearLayer(manager, "down", before=Neighbor("swiglu", "any"), smoothable=C)
     manager.materialize(torch.device("cpu"))
-    assert isinstance(op, Fp8Linear)
     return manager, op
 
 
@@ -60,15 +56,14 @@ def tensors(
     return gate_up, weight, dy
 
 
-def forward(op: Fp8Linear, gate_up: Tensor, weight: nn.Parameter) -> Tensor:
-    cast = InputCast(op.quantizers.input, smoothing=op.smoothing) if op.fusible else None
-    return op(swiglu(gate_up, cast, None), weight)
+def forward(op: LinearLayer, gate_up: Tensor, weight: nn.Parameter) -> Tensor:
+    return op(swiglu(gate_up, op.state.input_format, None), weight)
 
 
-def run(op: Fp8Linear, gate_up: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run(op: LinearLayer, gate_up: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """y, and the gradients of the activation's inputs and of the weight."""
     x, w = gate_up.clone().requires_grad_(), nn.Parameter(weight.clone())
-    op.invalidate_weight()
+    op.state.invalidate_weight()
     y = forward(op, x, w)
     y.backward(dy)
     assert x.grad is not None
@@ -233,14 +228,13 @@ def test_state_goes_to_another_manager() -> None:
 @pytest.mark.parametrize("recipe", [RowwiseScaling(), BlockwiseScaling()], ids=lambda recipe: recipe.name)
 def test_finer_factors_are_not_smoothed(recipe: Fp8Recipe) -> None:
     manager, op = managed(recipe)
-    assert op.smoothing is None
+    assert op.state.smoothing is None
     assert manager.state_dict() == {}
 
 
 def test_layers_in_high_precision_are_not_smoothed() -> None:
     manager = Fp8Manager(CurrentScaling(), amax_group=None, exclude=("down",), smooth_swiglu=True)
-    options: dict[str, Any] = {"tp_group": None, "input_sharded": False, "grad_output_sharded": False}
-    assert manager.linear_op("down", **options) is high_precision_linear
-    manager.smooth_input("down", C)
+    op = LinearLayer(manager, "down", before=Neighbor("swiglu", "any"), smoothable=C)
+    assert not op.state.plan.smoothed
     manager.materialize(torch.device("cpu"))
     assert manager.state_dict() == {}

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
+from tests.fp8.linear_layer import LinearLayer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -18,10 +19,7 @@ def final_loss(recipe: Fp8Recipe | None, device: str) -> float:
     weights = [torch.randn(64, 32, generator=generator) / 32**0.5, torch.randn(16, 64, generator=generator) / 8]
     parameters = [nn.Parameter(w.to(device)) for w in weights]
     manager = Fp8Manager(recipe, amax_group=None)
-    ops = [
-        manager.linear_op(name, tp_group=None, input_sharded=False, grad_output_sharded=False)
-        for name in ("fc1", "fc2")
-    ]
+    ops = [LinearLayer(manager, name) for name in ("fc1", "fc2")]
     manager.materialize(torch.device(device))
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     losses = []

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.config import Config, load_config
-from megafp8.fp8 import Fp8Linear
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.pipeline_parallel.schedules import Action, Kind
@@ -182,9 +181,12 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
     config = _config(*overrides)
     trainer = _trainer(config)
     for module in trainer.model.modules():
-        if isinstance(op := getattr(module, "op", None), Fp8Linear):
-            op.weight8(module.weight, columnwise=not op.high_precision.dgrad)
-    weights = [part for kept in trainer.fp8.kept_weights if kept is not None for part in kept[:2] if part is not None]
+        state = getattr(module, "state", None)
+        if state is not None and state.plan.fp8:
+            state.fp8_weight(module.weight, columnwise=not state.high_precision.dgrad)
+    weights = [
+        part for kept in trainer.fp8.weight_copies() if kept is not None for part in kept[:2] if part is not None
+    ]
     sizes = _state_bytes(trainer)
     measured = [
         sum(p.nbytes for p in trainer.params) if trainer.weights is None else trainer.weights.nbytes,

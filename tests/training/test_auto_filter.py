@@ -26,7 +26,6 @@ from benchmarks.bench_step import random_batches
 from megafp8.config import Config, check_layout, load_config
 from megafp8.fp8.speed_model import CEILINGS, Ceilings, LinearSize
 from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
-from megafp8.ops.linear import Fp8Linear, high_precision_linear
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.training import auto_filter
@@ -99,8 +98,7 @@ def _train(overrides: list[str], fake: Ceilings) -> tuple[list[str], tuple[str, 
     trainer = _trainer(overrides, fake)
     kinds = set()
     for name, module in linears(trainer.stages[0]).items():
-        fp8 = isinstance(module.op, Fp8Linear)
-        assert fp8 or module.op is high_precision_linear
+        fp8 = module.state.plan.fp8
         if fp8:
             kinds.add(name.rpartition(".")[2])
     batches = random_batches(trainer.config, trainer.parallel)

@@ -182,13 +182,11 @@ class Weights:
     def forget_weights(self) -> None:
         self.diary.append("forget")
 
-    @property
-    def kept_weights(self) -> list[QuantizedTensor | None]:
+    def weight_copies(self) -> list[QuantizedTensor | None]:
         self.diary.append("take")
         return self._kept
 
-    @kept_weights.setter
-    def kept_weights(self, copies: list[QuantizedTensor | None]) -> None:
+    def restore_weight_copies(self, copies: list[QuantizedTensor | None]) -> None:
         assert copies is self._kept
         self.diary.append("give back")
 
@@ -299,7 +297,7 @@ def test_an_eager_micro_batch_takes_the_weights_of_the_graph(monkeypatch: pytest
 
     def last_is_eager(trainer: Trainer, found: list[Batch]) -> list[Tensor]:
         reports = replay(trainer, found[:-1])
-        assert all(operand is not None for operand in trainer.fp8.kept_weights)
+        assert all(operand is not None for operand in trainer.fp8.weight_copies())
         eager_last.append(True)
         return reports + trainer._run(one_f_one_b(in_turns(1), 1)[0], found[-1:])
 

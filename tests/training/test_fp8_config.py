@@ -22,7 +22,7 @@ from megafp8.fp8 import (
     StaticScaling,
 )
 from megafp8.models.gpt import fp8_layer_names
-from megafp8.ops.linear import Fp8Linear
+from megafp8.plan import LinearSite
 from megafp8.training.fp8_config import build_fp8, check_recipe_options, fp8_recipe
 from tests.config.test_config import MINIMAL
 
@@ -149,8 +149,7 @@ def test_custom_gives_each_recipe_its_options() -> None:
 
 def fp8_layers(config: Config) -> list[str]:
     manager = build_fp8(config, None)
-    options: dict[str, Any] = {"tp_group": None, "input_sharded": False, "grad_output_sharded": False}
-    return [name for name in fp8_layer_names(config.model) if isinstance(manager.linear_op(name, **options), Fp8Linear)]
+    return [name for name in fp8_layer_names(config.model) if manager.linear(LinearSite(name)).plan.fp8]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ from megafp8.fp8.recipes.mxfp8 import quantize_mxfp8
 from megafp8.fp8.recipes.nvfp4 import hadamard_transform, quantize_nvfp4
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import ScaledTensor
-from megafp8.ops.linear import Fp8Linear
 from tests.ops.test_linear import assert_product, cast_exactly, managed, run
 
 M, N, K = 48, 160, 192  # more than a block of 128, and no whole number of them
@@ -181,8 +180,7 @@ def test_a_gemm_in_high_precision_beside_others(case: str, gemm: int) -> None:
 def test_granularity_is_what_the_quantizers_make(name: str) -> None:
     recipe = StaticScaling(amax=GIVEN) if name == "static" else RECIPES[name]()
     _, op = managed(recipe)
-    assert isinstance(op, Fp8Linear)
-    for operand, quantizer in zip(OPERANDS, op.quantizers, strict=True):
+    for operand, quantizer in zip(OPERANDS, op.state.quantizers, strict=True):
         made = quantizer(Plain(torch.randn(256, 256)), rowwise=True, columnwise=True)
         assert made.rowwise is not None
         assert made.columnwise is not None

@@ -125,7 +125,7 @@ def test_a_layer_on_blackwell(case: str, gpu: pytest.MonkeyPatch) -> None:
         return blackwell.scaled_mm(*args, **kwargs)
 
     _, op = managed(CASES[case][0])
-    op.set_up(op.quantizers, Fp8Gemm("auto", CUDA))
+    op.state.complete(op.state.quantizers, Fp8Gemm("auto", CUDA), None, None)
     gpu.setattr(F, "scaled_mm", counted)
     x, weight, dy = tensors()
     results = run(op, x, weight, dy)

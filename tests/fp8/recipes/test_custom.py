@@ -13,7 +13,6 @@ from megafp8.fp8 import RECIPES, CustomScaling, Fp8Manager, Fp8Recipe, Rule, Sta
 from megafp8.fp8.recipes.base import OPERANDS
 from megafp8.fp8.recipes.build import by_recipe
 from megafp8.fp8.recipes.custom import can_meet
-from megafp8.ops.linear import Fp8Linear
 from tests.fp8.test_manager import NAMES, ask
 
 SIMPLE = [name for name in RECIPES if name != "custom"]
@@ -67,7 +66,7 @@ def test_meeting_is_mutual_and_says_what_is_wrong() -> None:
 
 def fp8_layers(recipe: Fp8Recipe, **patterns: Any) -> list[str]:
     manager = Fp8Manager(recipe, amax_group=None, **patterns)
-    return [name for name in NAMES if isinstance(ask(manager, name), Fp8Linear)]
+    return [name for name in NAMES if ask(manager, name).state.plan.fp8]
 
 
 def test_the_first_match_counts_and_what_none_matches_is_not_fp8() -> None:

@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup, group
 from torch.utils.checkpoint import checkpoint
 
 from megafp8.fp8 import E4M3, E5M2, CurrentScaling, CustomScaling, Fp8Manager, Rule, StaticScaling
-from megafp8.ops.linear import Fp8Linear, high_precision_linear
+from megafp8.ops.linear import high_precision_linear
+from tests.fp8.linear_layer import LinearLayer
 from tests.fp8.reference import scale_of
 from tests.fp8.test_manager import CPU, Model, copied
 from tests.ops.test_linear import assert_product, cast_exactly, closed_over, managed, run
@@ -32,11 +33,10 @@ def calibrated(manager: Fp8Manager) -> dict[str, float]:
 def test_calibration_takes_the_largest_of_its_steps_and_microbatches() -> None:
     recipe = StaticScaling(calibration_steps=STEPS, margin=1)
     manager, op = managed(recipe)
-    assert isinstance(op, Fp8Linear)
     x, weight, dy = operands()
     largest = dict.fromkeys(FORMATS, 0.0)
     for step in range(STEPS):
-        assert not op.fusible
+        assert not op.state.plan.fp8
         with torch.no_grad():
             weight.mul_(1.3 if step == 1 else 0.5)
         for microbatch in range(2):
@@ -56,7 +56,7 @@ def test_calibration_takes_the_largest_of_its_steps_and_microbatches() -> None:
         manager.end_step()
     assert calibrated(manager) == largest
 
-    assert op.fusible
+    assert op.state.plan.fp8
     for step in range(2):  # and now nothing changes, whatever comes
         scaled = [x.detach() * 10.0**step, weight, dy * 10.0**step]
         x_i = scaled[0].requires_grad_()
@@ -78,8 +78,7 @@ def test_calibration_takes_the_largest_of_its_steps_and_microbatches() -> None:
 def test_given_amaxes_need_no_calibration_and_no_state() -> None:
     recipe = StaticScaling(amax=(("lay*.input", 2.0), ("*.input", 3.0), ("*.weight", 4.0), ("*", 5.0)))
     manager, op = managed(recipe)
-    assert isinstance(op, Fp8Linear)
-    assert op.fusible
+    assert op.state.plan.fp8
     assert manager.state_dict() == {}
     x, weight, dy = operands()
     y, dx, _ = run(op, x, weight, dy)
@@ -92,7 +91,6 @@ def test_given_amaxes_need_no_calibration_and_no_state() -> None:
 
 def test_a_layer_waits_for_the_last_of_its_tensors() -> None:
     manager, op = managed(StaticScaling(amax=(("*.weight", 4.0),), calibration_steps=1))
-    assert isinstance(op, Fp8Linear)
     assert sorted(manager.state_dict()) == [
         f"fp8.layer.{operand}.{what}" for operand in ("grad_output", "input") for what in ("amax", "calibrated_steps")
     ]
@@ -177,11 +175,9 @@ def test_a_layer_that_joins_on_resume_is_calibrated() -> None:
             tensor.copy_(model.manager.state_dict()[name])
     resumed.manager.invalidate_weights()
     first, second = resumed.ops
-    assert isinstance(first, Fp8Linear)
-    assert isinstance(second, Fp8Linear)
-    assert (first.fusible, second.fusible) == (True, False)
+    assert (first.state.plan.fp8, second.state.plan.fp8) == (True, False)
     resumed.step(1)
-    assert second.fusible
+    assert second.state.plan.fp8
 
 
 def test_a_mixture_calibrates_its_static_operands_only() -> None:
@@ -201,7 +197,7 @@ def _two_ranks() -> list[dict[str, Any]]:
     world = group.WORLD
     assert isinstance(world, ProcessGroup)
     manager = Fp8Manager(StaticScaling(calibration_steps=2), amax_group=world)
-    op = manager.linear_op("layer", tp_group=world, input_sharded=False, grad_output_sharded=True)
+    op = LinearLayer(manager, tp_group=world, parallel="column", tensor_parallel=world.size())
     manager.materialize(CPU)
     weight = nn.Parameter(torch.full((4, 4), 1.0 + world.rank()))
     states = []
