@@ -1,28 +1,29 @@
-"""FP8 parameters: weights that exist as codes, cast in shares by those who update them.
+"""FP8 weights under ZeRO and FSDP: each rank quantizes the shard it updates, and FP8 data is gathered.
 
-Where data-parallel ranks update a share of the weights each (ZeRO stage 1), every rank gathers all of them after the
-step, and then casts all of them. Cast first, and half the bytes travel, each weight is cast once and not on every rank,
-and nobody but the owners of its masters has its values: a weight of 2 bytes and two copies of codes beside it becomes
-the two copies.
+Where data-parallel ranks each update a shard of the weights, every rank gathers all of them after the step and then
+quantizes all of them. Quantized first, half the bytes travel, each weight is quantized once and not on every rank, and
+only the owners of its masters have its values: a weight of 2 bytes and two FP8 copies becomes the two copies.
 
-A share is a flat run of a weight's elements that begins and ends anywhere in a row. With one factor for the tensor that
-does not matter: casting is elementwise once the factor is known. It is known beforehand where it comes from earlier
-steps (delayed) or for good (static). Where it comes from the tensor itself (current, and delayed in its first step),
-each rank takes the amax of its shares, of all weights, and one all-reduce of that vector, over everyone who runs the
-same layers, makes them those of the weights: tensor-parallel slices and data-parallel shares are both parts of a whole.
+A shard is a flat run of a weight's elements that begins and ends anywhere in a row. With one scale per tensor that does
+not matter: quantization is elementwise once the scale is known. It is known beforehand where it comes from earlier
+steps
+(delayed) or is fixed (static). Where it comes from the tensor itself (current, and delayed in its first step), each
+rank
+takes the amaxes of its shards of all weights, and one all-reduce of that vector over all ranks that run the same layers
+makes them those of the weights: tensor-parallel slices and data-parallel shards are both parts of a whole.
 
-Finer factors do not fit. Blocks of 128×128 would lie across shares, and want an amax each; with a factor for each row,
-or for its blocks, the columns are another cast of the same values, so that twice the codes would travel, as many bytes
-as in bf16. Those recipes gather values.
+Finer scales do not fit. Blocks of 128×128 would straddle shards and need an amax each; with a scale per row or per
+block
+of it, columnwise data is another quantization of the same values, so that twice the data would travel, as many bytes as
+in bf16. Those recipes gather values.
 
-The codes are bit for bit those of a whole cast: the owner rounds the fp32 master to the model's dtype first, since that
-is what would have been gathered. Another rounding fewer would be more exact, and another run. The amax for delayed
-scaling is noted likewise, in the step that computes with the codes; `end_step` reduces it over all ranks anyway.
+The data is bit for bit that of the whole weight quantized: the owner rounds the fp32 master to the model's dtype first,
+since that is what would have been gathered. The amax for delayed scaling is recorded likewise, in the step that
+computes with the data; `end_step` reduces it over all ranks anyway.
 
-The transposed copy, which dgrad wants, is made from the gathered codes by whoever needs it first
-(`LinearState.fp8_weight`).
+The transposed copy for dgrad is made from the gathered data by the first use (`LinearState.fp8_weight`).
 
-Shapes: t weights; n outputs, k inputs of one; f elements of this rank's share of it.
+Shapes: t weights; n outputs, k inputs of one; f elements of this rank's shard of it.
 """
 
 from __future__ import annotations

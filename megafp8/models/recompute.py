@@ -1,29 +1,29 @@
-"""What each block of a stage keeps for its backward pass, and what it makes again.
+"""What each block of a stage keeps for its backward pass, and what it recomputes.
 
-Bytes that a Llama block with FP8 linear layers keeps a token, on one rank (h hidden, a·d query and g·d key-value
-channels, f MLP width; two bytes an element in bf16):
+Bytes that a Llama block with FP8 linear layers keeps per token, on one rank (h hidden, a·d query and g·d key-value
+channels, f MLP width; two bytes per element in bf16):
 
     residual stream before each norm         2 × 2h      the norms' backward
-    columns of the norms' outputs            2 × h       wgrad of qkv and of gate and up
+    columnwise input of qkv and gate_up      2 × h       their wgrad
     q, k, v                            2(a + 2g)d        attention's backward
     attention's output, its log-sums       2ad + 4a      attention's backward
-    columns of that output                       ad      wgrad of the projection
+    columnwise input of proj                     ad      its wgrad
     gate and up                            2 × 2f        SwiGLU's backward
-    columns of SwiGLU's output                    f      wgrad of the down projection
+    columnwise input of down                      f      its wgrad
 
-`full` keeps the first line's first half, 2h, and runs the whole forward again. `selective` leaves out what single
-operations make, and makes that again when backward needs it. Megatron-LM's names are in brackets.
+`full` keeps half of the first line, 2h, and runs the whole forward again. `selective` drops the outputs of single
+operations and recomputes them when backward needs them. Megatron-LM's names are in brackets.
 
     norms        (layernorm)        2h less, for a pass over the norms' inputs. In layers of high precision 4h. With one
-                                    factor for the tensor, and in high precision, tensor-parallel ranks keep the columns
-                                    of all tokens, so that is 2h (4h) of the whole sequence; they are then gathered once
-                                    more in backward, while dgrad runs.
+                                    scale per tensor, and in high precision, tensor-parallel ranks keep the input of all
+                                    tokens, so that is 2h (4h) of the whole sequence; it is then gathered once more in
+                                    backward, while dgrad runs.
     activation   (moe_act)          f less, for a pass over gate and up. In high precision 2f.
-    attention    (core_attn)        2ad + 4a less, for a forward of attention. In high precision only 4a, for there the
+    attention    (core_attn)        2ad + 4a less, for a forward of attention. In high precision only 4a, because the
                                     projection keeps the output. With norms over heads, only their inputs are kept.
 
-The codes that are made again are the same, and with them losses and gradients, bit for bit (`megafp8.ops.fusion`).
-There is no dropout, so nothing depends on random numbers but nvfp4's rounding of gradients, which is keyed by place.
+What is recomputed is the same bit for bit, and with it losses and gradients (`megafp8.ops.fusion`). There is no
+dropout, so nothing depends on random numbers but nvfp4's rounding of gradients, which is keyed by position.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from megafp8.config import ParallelConfig
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """How a block spares memory: made again as a whole (`full`) or by operation, saved tensors on the host
-    (`offload`)."""
+    """How a block saves memory: recomputed whole (`full`) or by operation, saved tensors on the host (`offload`)."""
 
     full: bool = False
     norms: bool = False
@@ -51,15 +50,15 @@ KEEP_ALL = BlockMemory()
 def block_memory(parallel: ParallelConfig, blocks: int) -> list[BlockMemory]:
     """For each of a stage's `blocks`, first to last."""
     p = parallel
-    made_again = 0 if p.recompute == "none" else blocks if p.recompute_blocks is None else p.recompute_blocks
+    recomputed = 0 if p.recompute == "none" else blocks if p.recompute_blocks is None else p.recompute_blocks
     offloaded = blocks if p.offload is True else int(p.offload)
     selected = p.recompute_ops if p.recompute == "selective" else ()
     return [
         BlockMemory(
-            full=p.recompute == "full" and i < made_again,
-            norms="norms" in selected and i < made_again,
-            activation="activation" in selected and i < made_again,
-            attention="attention" in selected and i < made_again,
+            full=p.recompute == "full" and i < recomputed,
+            norms="norms" in selected and i < recomputed,
+            activation="activation" in selected and i < recomputed,
+            attention="attention" in selected and i < recomputed,
             offload=i < offloaded,
         )
         for i in range(blocks)

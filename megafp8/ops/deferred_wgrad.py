@@ -1,13 +1,14 @@
-"""Weight gradients that a backward pass leaves for later.
+"""Weight gradients deferred by a backward pass.
 
-Nobody waits for a weight's gradient before the optimizer steps, so a pipeline schedule may compute it where a rank
-would otherwise idle. While a `WgradStore` is open, linear layers whose gradient sink knows it compute the gradient of
-their input as ever and put into the store how theirs is computed: a closure over the operands that backward had in hand
-anyway (FP8 codes where the layer is in FP8). Norms, biases and embeddings are cheap and stay in the backward pass.
+Nothing waits for a weight's gradient before the optimizer step, so a pipeline schedule may compute it where a rank
+would
+otherwise idle. While a `WgradStore` is open, linear layers whose gradient sink has it compute their input's gradient as
+usual and put into the store a closure over the operands of wgrad (FP8 data where the layer is in FP8). Gradients of
+norms, biases and embeddings are cheap and stay in the backward pass.
 
-A gradient begins and finishes in two calls. Under sequence parallelism it begins by gathering columns over the
-tensor-parallel ranks, and `run` begins the next one before it finishes the one at hand, so that the gather runs beside
-a GEMM. All tensor-parallel ranks run the same schedule, so their gathers meet.
+A deferred gradient begins and finishes in two calls. Under sequence parallelism it begins by gathering columnwise data
+over the tensor-parallel ranks, and `run` begins the next one before it finishes the current one, so that the gather
+overlaps with a GEMM. All tensor-parallel ranks run the same schedule, so their gathers match.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from contextlib import contextmanager
 import torch
 
 Wgrad = Callable[[], Callable[[], object]]
-"""Begins a weight gradient; what it returns computes it and hands it to the weight's sink."""
+"""Begins a weight gradient; what it returns computes it and adds it to the weight's sink."""
 
 
 class WgradStore:
-    """Where linear layers leave weight gradients while it is open. One for all layers of a rank."""
+    """Deferred weight gradients of linear layers, collected while it is open. One for all layers of a rank."""
 
     def __init__(self) -> None:
         self._open: deque[Wgrad] | None = None
@@ -43,7 +44,7 @@ class WgradStore:
             self._open = None
 
     def put(self, wgrad: Wgrad) -> None:
-        """Leave one for later."""
+        """Defer a weight gradient."""
         assert self._open is not None
         self._open.append(wgrad)
 

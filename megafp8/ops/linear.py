@@ -161,23 +161,23 @@ class _Fp8Linear(Function):
         needs_dx, needs_dw, *_ = (needed and grad_enabled for needed in ctx.needs_input_grad)
         x8, recompute = fused.quantized, fused.recompute
         high = state.high_precision
-        columns_wanted = needs_dw and not high.wgrad and recompute is None
-        entry = comm.input if x8 is not None else NO_COMM  # values come before they are cast
+        columnwise_wanted = needs_dw and not high.wgrad and recompute is None
+        overlap = comm.input if x8 is not None else NO_COMM  # values are gathered before they are quantized
         if x8 is None:
             (x_mk,) = comm.input.gather([as_matrix(x)]).wait()
-            if not high.fprop or columns_wanted:
-                x8 = state.quantizers.input(Plain(x_mk), rowwise=not high.fprop, columnwise=columns_wanted)
+            if not high.fprop or columnwise_wanted:
+                x8 = state.quantizers.input(Plain(x_mk), rowwise=not high.fprop, columnwise=columnwise_wanted)
         w8: QuantizedTensor | None = None
-        columns_kept = needs_dx and not high.dgrad and not state.transient_weight
-        if not high.fprop or columns_kept:
-            w8 = state.fp8_weight(weight, columnwise=columns_kept)
+        weight_kept = needs_dx and not high.dgrad and not state.transient_weight
+        if not high.fprop or weight_kept:
+            w8 = state.fp8_weight(weight, columnwise=weight_kept)
 
         if high.fprop:
             product = _product(NO_COMM.gather([x_mk]), weight.to(x.dtype).t(), x.dtype)
         else:
             assert x8 is not None
             assert w8 is not None
-            rows = Rows(x8.required_rowwise, entry)
+            rows = Rows(x8.required_rowwise, overlap)
             product = _fp8_product(state, rows, w8.required_rowwise, x.dtype, state.fast_accum.fprop)
         y_mn = comm.output.sum(product).wait()
 
@@ -188,12 +188,12 @@ class _Fp8Linear(Function):
             kept_x = (x_mk,)
         elif needs_dw:
             assert x8 is not None
-            x_km = rows.columns() if x8.columnwise is None else x8.columnwise
+            x_km = rows.columnwise() if x8.columnwise is None else x8.columnwise
             kept_x = (x_km.data, x_km.scale_inv, x_km.tensor_scale)
-            ctx.granularity, ctx.columns_group = x_km.granularity, None if x8.columnwise is None else entry.group
+            ctx.granularity, ctx.x_group = x_km.granularity, None if x8.columnwise is None else overlap.group
         ctx.save_for_backward(weight if needs_dx and high.dgrad else None, *kept_x)
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink
-        ctx.state, ctx.w8, ctx.handoff, ctx.comm = state, w8 if columns_kept else None, handoff, comm
+        ctx.state, ctx.w8, ctx.handoff, ctx.comm = state, w8 if weight_kept else None, handoff, comm
         ctx.recompute = None if recompute is None else recompute.how
         return _shaped(y_mn, x)
 
@@ -205,16 +205,16 @@ class _Fp8Linear(Function):
         weight, *kept_x = ctx.saved_tensors
         dx_in_fp8, dw_in_fp8 = needs_dx and not high.dgrad, needs_dw and not high.wgrad
         if dw_in_fp8:
-            own_x, x_group = _kept_columns(ctx, kept_x)
-        dy8, dy_mn, way = _grad_output(ctx, dy, rowwise=dx_in_fp8, columnwise=dw_in_fp8)
-        rows = None if dy8 is None or dy8.rowwise is None else Rows(dy8.rowwise, way)
+            own_x, x_group = _columnwise_input(ctx, kept_x)
+        dy8, dy_mn, overlap = _grad_output(ctx, dy, rowwise=dx_in_fp8, columnwise=dw_in_fp8)
+        rows = None if dy8 is None or dy8.rowwise is None else Rows(dy8.rowwise, overlap)
 
         begin: Wgrad | None = None
         finish: Callable[[], Tensor | None] | None = None
         store = open_store(ctx.weight)
         if dw_in_fp8 and dy8 is not None and dy8.columnwise is not None:
-            begin = partial(_begin_wgrad, state, ctx.weight, dy8.columnwise, way.group, own_x, x_group)
-            finish = begin() if store is None else None  # columns that are cut travel while dgrad runs
+            begin = partial(_begin_wgrad, state, ctx.weight, dy8.columnwise, overlap.group, own_x, x_group)
+            finish = begin() if store is None else None  # a sharded one is gathered while dgrad runs
         dx: ReduceHandle | None = None
         if dx_in_fp8:
             assert rows is not None
@@ -225,7 +225,7 @@ class _Fp8Linear(Function):
             dx = comm.input.sum(_product(NO_COMM.gather([dy_mn]), weight.to(dy.dtype), dy.dtype))
         if dw_in_fp8 and begin is None:
             assert rows is not None
-            begin = partial(_begin_wgrad, state, ctx.weight, rows.columns(), None, own_x, x_group)
+            begin = partial(_begin_wgrad, state, ctx.weight, rows.columnwise(), None, own_x, x_group)
             finish = begin() if store is None else None
 
         dw: Tensor | None = None
@@ -241,7 +241,7 @@ class _Fp8Linear(Function):
 
 
 def _fp8_product(state: LinearState, rows: Rows, b_nk: ScaledTensor, dtype: torch.dtype, fast: bool) -> Product:
-    """`a · bᵀ` in FP8, of the rows of a that arrive."""
+    """`a · bᵀ` in FP8, of the rows of a as they arrive."""
 
     def compute(part: slice, out: Tensor | None) -> Tensor:
         return state.gemm.tn(rows.part(part), b_nk, dtype, use_fast_accum=fast, out=out)
@@ -252,7 +252,7 @@ def _fp8_product(state: LinearState, rows: Rows, b_nk: ScaledTensor, dtype: torc
 def _grad_output(
     ctx: Any, dy: Tensor, *, rowwise: bool, columnwise: bool
 ) -> tuple[QuantizedTensor | None, Tensor | None, TPOverlap]:
-    """dy in FP8, and how that is to be exchanged to be of all tokens; and in values, where it was gathered so."""
+    """dy in FP8 and how it is gathered over tokens; and its values, where these were gathered."""
     dy8: QuantizedTensor | None = None if ctx.handoff is None else ctx.handoff.take()
     if dy8 is not None:
         return dy8, None, NO_COMM
@@ -267,14 +267,14 @@ def _grad_output(
     return dy8, dy_mn, NO_COMM
 
 
-def _kept_columns(ctx: Any, kept_x: Sequence[Tensor | None]) -> tuple[ScaledTensor, ProcessGroup | None]:
-    """The input's columns, kept or made again, and the group to gather them over."""
+def _columnwise_input(ctx: Any, kept_x: Sequence[Tensor | None]) -> tuple[ScaledTensor, ProcessGroup | None]:
+    """The input columnwise, kept or recomputed, and the group to gather it over."""
     if ctx.recompute is not None:
         return ctx.recompute.columnwise(kept_x, ctx.state.quantizers.input)
-    codes, factors, tensor_scale = kept_x
-    assert codes is not None
-    assert factors is not None
-    return ScaledTensor(codes, factors, ctx.granularity, tensor_scale), ctx.columns_group
+    data, scale_inv, tensor_scale = kept_x
+    assert data is not None
+    assert scale_inv is not None
+    return ScaledTensor(data, scale_inv, ctx.granularity, tensor_scale), ctx.x_group
 
 
 def _begin_wgrad(
@@ -285,7 +285,7 @@ def _begin_wgrad(
     x_km: ScaledTensor,
     x_group: ProcessGroup | None,
 ) -> Callable[[], Tensor | None]:
-    """Start gathering the columns that are cut; `_fp8_wgrad` of what arrives."""
+    """Start gathering what is sharded; returns `_fp8_wgrad` of what arrives."""
     x, dy = gather_columns(x_km, x_group), gather_columns(dy_nm, dy_group)
     alive = (x_km, dy_nm)  # what is being gathered, until it has arrived
 
@@ -297,9 +297,9 @@ def _begin_wgrad(
 
 
 def _fp8_wgrad(state: LinearState, weight: Tensor, dy_nm: ScaledTensor, x_km: ScaledTensor) -> Tensor | None:
-    """dw to its sink, and None; or dw. A sink of the dtype that GEMMs sum in takes it in place.
+    """dw to its sink, and None; or dw. Added in place to a sink of the dtype that GEMMs accumulate in.
 
-    Not with smoothing, where dw is that of the weight that was cast, with divided columns.
+    Not with smoothing, where dw is that of the quantized weight, whose columns are divided.
     """
     if state.smoothing is not None:
         dw_nk = state.gemm.tn(dy_nm, x_km, wgrad_dtype(weight), use_fast_accum=state.fast_accum.wgrad)

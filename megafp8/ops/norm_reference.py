@@ -1,11 +1,11 @@
-"""The arithmetic of RMSNorm and LayerNorm around the cast, in plain PyTorch: the twin of `kernels.normalization`.
+"""RMSNorm and LayerNorm in plain PyTorch: the reference of `megafp8.kernels.norm`.
 
 (Zhang & Sennrich 2019, arXiv:1910.07467; Ba et al. 2016, arXiv:1607.06450.) Forward needs a row's statistics before any
-of the row can be scaled; the scaling itself is a `Source`, done in the kernel that casts. The residual addition before
-a norm is part of it, in both directions: the sum is in hand when its statistics are taken, and its gradient is the
-norm's plus the one that bypasses it.
+of the row can be scaled; the scaling itself is a `Source`, computed by the kernel that quantizes. The residual addition
+before a norm is part of it in both directions: statistics are taken from the sum, and the sum's gradient is the norm's
+plus the one that bypasses it.
 
-Elements are computed in fp32. Sums are float64 and rounded once: so the result does not depend on their order, and is
+Elements are computed in fp32. Sums are float64 and rounded once, so the result does not depend on their order and is
 the same on every device.
 
 Shapes: r rows (tokens), c columns (hidden).

@@ -1,27 +1,28 @@
-"""Tokens cut over ranks: cast where they are, gathered as codes.
+"""Quantized tensors whose tokens are sharded: quantized by each rank, then all-gathered in FP8.
 
-Under sequence parallelism the input of a column-parallel layer and the output gradient of a row-parallel one lie in
-slices, a rank's tokens after those of the rank before. Gathered in bf16 they are cast whole by every rank. Cast first,
-half the bytes travel, a rank casts its slice only, and a norm fuses with its cast as if there were no ranks.
+Under sequence parallelism the input of a column-parallel layer and the output gradient of a row-parallel one are
+sharded along the tokens. Gathered in bf16 they are quantized whole by every rank. Quantized first, half the bytes
+travel, a rank quantizes its slice only, and a norm fuses with the quantization as it does on one rank.
 
-Rows, a token each, belong to one rank with all their factors, so rows follow rows. Columns run along the tokens: with
-one factor for the tensor they are the gathered rows transposed, but with finer factors they are another cast of the
-same values, and have to be gathered too. Nobody needs them before wgrad. So they stay cut: the
-input's are kept for backward as a slice, 1/t of the memory, and backward sends them while dgrad runs. A column's
-factors must be those of the whole: blocks along the tokens begin anew on every rank, which is right where a slice is a
-multiple of a block, and else the values are gathered as before (`Quantizer.shard_alignment`); a factor for the whole
-column is made from the amax over all ranks (`Quantizer.for_sharded_input`). Every cast is then, bit for bit, a slice
-of the whole tensor's.
+*Rowwise* data, one row per token, belongs to one rank with all its scales, so gathered rows follow each other.
+*Columnwise* data runs along the tokens: with one scale per tensor it is the gathered rowwise data transposed; with
+finer
+scales it is another quantization of the same values and has to be gathered too. It is needed for wgrad only. So it
+stays sharded: the input's is kept for backward as a slice, 1/t of the memory, and gathered while dgrad runs.
 
-What it costs beyond the bytes that travel: gathered columns are t matrices `[c, r]` beside each other, and the GEMM
-wants one `[c, t·r]`, a copy. Summing t GEMMs instead would pass over the fp32 weight gradient t - 1 times more, which
-is up to seven times those bytes in Llama-3-8B. The count is in docs/decisions/0005-gathering-codes.md.
+The scales along a column must be those of the whole tensor. Blocks along the tokens begin anew on every rank, which is
+right where a slice is a multiple of a block (`Quantizer.shard_alignment`); a scale for the whole column is made from
+the
+amax over all ranks (`Quantizer.for_sharded_input`). Every quantized slice is then, bit for bit, a slice of the whole
+quantized tensor. Where that cannot be had, the plan gathers values (`megafp8.plan`).
 
-How tokens travel, at once or part by part while a GEMM runs, is the layer's `TPOverlap`s' business (`TPComm`).
+Cost beyond the bytes that travel: gathered columnwise data is t matrices `[c, r]` beside each other and the GEMM wants
+one `[c, t·r]`, a copy. Summing t GEMMs instead would pass over the fp32 weight gradient t - 1 times more, up to seven
+times those bytes in Llama-3-8B. The count is in docs/decisions/0005-gathering-codes.md.
 
-Factors travel as they lie in memory, block after block of the dim summed over, all rows of a block together (see
-`cublaslt_problem`). So those of gathered columns arrive in place, and those of rows, a 32nd of the codes' bytes where
-blocks are 1×128, are put in order by a copy, unless each rank's rows are multiplied on their own.
+Scales travel as they lie in memory, block after block of the dim summed over, all rows of a block together (see
+`cublaslt_problem`). So those of gathered columnwise data arrive in place, and those of rowwise data, a 32nd of the
+bytes where blocks are 1×128, are put in order by a copy, unless each rank's rows are multiplied on their own.
 
 Shapes: r rows (tokens) of a rank's slice, c columns, t ranks.
 """
@@ -47,7 +48,7 @@ class TPComm(NamedTuple):
 
 
 LOCAL_COMM = TPComm()
-"""Of a layer that has all its tokens, and all of its weight."""
+"""Of a layer that is not sharded."""
 
 
 def _joined(gathered: Tensor, ranks: int) -> Tensor:
@@ -56,42 +57,42 @@ def _joined(gathered: Tensor, ranks: int) -> Tensor:
     return gathered.view(ranks, c, r).transpose(0, 1).reshape(c, ranks * r)
 
 
-def _joined_codes(gathered: Tensor, ranks: int) -> Tensor:
+def _joined_data(gathered: Tensor, ranks: int) -> Tensor:
     word = torch.int64 if gathered.shape[1] % 8 == 0 else torch.uint8  # the widest that a copy of bytes may be of
     return _joined(gathered.view(word), ranks).view(gathered.dtype)
 
 
 class Rows:
-    """Rows `[t·r, c]` on their way from each rank's `own` `[r, c]`. `arriving`: which of them are there."""
+    """Rowwise data `[t·r, c]` being gathered from each rank's `own` `[r, c]`. `arriving`: which rows have arrived."""
 
     def __init__(self, own: ScaledTensor, tp_overlap: TPOverlap) -> None:
-        codes, factors, granularity, tensor_scale = own
+        data, scale_inv, granularity, tensor_scale = own
         self._own = own
-        self._cuts_factors = tp_overlap.group is not None and granularity is not TENSOR
-        assert tensor_scale is None or not self._cuts_factors, "slices are not cast under two levels of factors"
-        self.arriving = tp_overlap.gather([codes, factors.t().contiguous()] if self._cuts_factors else [codes])
+        self._gathers_scales = tp_overlap.group is not None and granularity is not TENSOR
+        assert tensor_scale is None or not self._gathers_scales, "slices are not quantized under two levels of scales"
+        self.arriving = tp_overlap.gather([data, scale_inv.t().contiguous()] if self._gathers_scales else [data])
 
     def part(self, part: slice) -> ScaledTensor:
-        """Some of them, which must have arrived; of all ranks or of one."""
-        own, codes = self._own, self.arriving.whole[0]
-        if self._cuts_factors:
+        """Some rows, which must have arrived; of all ranks or of one."""
+        own, data = self._own, self.arriving.whole[0]
+        if self._gathers_scales:
             r, blocks = own.data.shape[0], own.scale_inv.shape[1]
             first, last = part.start // r, part.stop // r
-            factors = _joined(self.arriving.whole[1][first * blocks : last * blocks], last - first).t()
-        elif own.granularity is TENSOR or part == slice(0, codes.shape[0]):
-            factors = own.scale_inv
+            scale_inv = _joined(self.arriving.whole[1][first * blocks : last * blocks], last - first).t()
+        elif own.granularity is TENSOR or part == slice(0, data.shape[0]):
+            scale_inv = own.scale_inv
         else:
-            factors = own.scale_inv[part].t().contiguous().t()
-        return own._replace(data=codes[part], scale_inv=factors)
+            scale_inv = own.scale_inv[part].t().contiguous().t()
+        return own._replace(data=data[part], scale_inv=scale_inv)
 
-    def columns(self) -> ScaledTensor:
-        """`[c, t·r]`, waited for; of one factor for all of them."""
+    def columnwise(self) -> ScaledTensor:
+        """`[c, t·r]`, waited for; with one scale for the tensor."""
         return self._own._replace(data=self.arriving.wait()[0]).t()
 
 
 class Columns(NamedTuple):
-    """Columns under way: `arriving` has the codes of `ranks` ranks, `[c, r]` each, one after the other; `sent` is being
-    read."""
+    """Columnwise data being gathered: `arriving` has that of `ranks` ranks, `[c, r]` each, one after the other;
+    `sent` is being read."""
 
     arriving: ScaledTensor
     ranks: int
@@ -103,15 +104,15 @@ class Columns(NamedTuple):
         self.work.wait()
         if self.ranks == 1:
             return self.arriving
-        return self.arriving._replace(data=_joined_codes(self.arriving.data, self.ranks))
+        return self.arriving._replace(data=_joined_data(self.arriving.data, self.ranks))
 
 
 def gather_columns(own: ScaledTensor, group: ProcessGroup | None) -> Columns:
-    """Start gathering the whole's columns from each rank's `own` `[c, r]`; they are whole where there is no group."""
+    """Start gathering columnwise data from each rank's `own` `[c, r]`, which is whole where there is no group."""
     if group is None:
         return Columns(own, 1, DONE, [])
-    same_factors = own.granularity in (ROW, TENSOR)  # of whole columns, or of all
-    wanted = [own.data] if same_factors else [own.data, own.scale_inv.t().contiguous()]
+    same_scales = own.granularity in (ROW, TENSOR)  # of whole columns, or of the tensor
+    wanted = [own.data] if same_scales else [own.data, own.scale_inv.t().contiguous()]
     gathered, work = all_gather_async(wanted, group)
-    factors = own.scale_inv if same_factors else gathered[1].t()
-    return Columns(ScaledTensor(gathered[0], factors, own.granularity), group.size(), work, wanted)
+    scale_inv = own.scale_inv if same_scales else gathered[1].t()
+    return Columns(ScaledTensor(gathered[0], scale_inv, own.granularity), group.size(), work, wanted)

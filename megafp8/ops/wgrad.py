@@ -1,10 +1,10 @@
-"""Where weight gradients go, and those in high precision.
+"""Where weight gradients go, and the weight gradient in high precision.
 
-A weight may have an attribute `grad_sink`, set by whoever gathers gradients (`GradSink`): dw `[n, k]` is then added to
-its `main_grad`, by the GEMM itself where that can be. Autograd sees no gradient for the weight, which spares a bf16
-gradient and its rounding. Without a sink, dw is returned in the dtype that autograd wants it in, the weight's own
-unless its `grad_dtype` says otherwise. A sink may have a store that, while it is open, takes wgrad for later
-(`megafp8.ops.deferred_wgrad`).
+A weight may have an attribute `grad_sink` (`GradSink`), set by the gradient buffer: dw `[n, k]` is then added to its
+`main_grad`, by the GEMM itself where possible. Autograd sees no gradient for the weight, which saves a bf16 gradient
+and
+its rounding. Without a sink, dw is returned in the dtype that autograd wants: the weight's own unless its `grad_dtype`
+says otherwise. While a sink's `WgradStore` is open, wgrad is deferred (`megafp8.ops.deferred_wgrad`).
 
 Shapes: m tokens, k inputs, n outputs.
 """

@@ -1,8 +1,9 @@
-"""fp8.param_gather: which weights are FP8 codes on all ranks, and what that saves.
+"""fp8.param_gather: which weights are gathered in FP8, and what that saves.
 
-Weights of FP8 layers whose codes have one factor; embeddings, the output layer, norms, biases and layers that stay in
-high precision are gathered as values. What of a weight is read elsewhere is read from the fp32 masters: a checkpoint's
-`model.<name>` is each rank's share of them, rounded, so that it holds what that of any other run holds.
+Weights of FP8 layers with one scale per tensor; embeddings, the output layer, norms, biases and layers in high
+precision
+are gathered as values. Whoever else reads a weight reads the fp32 masters: a checkpoint's `model.<name>` is each rank's
+shard of them, rounded, so that it holds what a checkpoint of any other run holds.
 """
 
 from __future__ import annotations

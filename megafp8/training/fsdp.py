@@ -1,11 +1,11 @@
-"""parallel.fsdp: the model's weights in shares, gathered block by block, as values or as FP8 codes.
+"""parallel.fsdp: the model's weights sharded by `fully_shard`, gathered block by block in bf16 or in FP8.
 
-With `fp8.param_gather` each rank casts its rows after the step, and what torch gathers are codes: half the bytes, the
-same bits, and nothing to cast in between. Without, an FP8 layer casts what was gathered, its rows in forward and its
-columns in backward. Neither leaves copies behind: these would be as large as what sharding saves.
+With `fp8.param_gather` each rank quantizes its rows after the step and FP8 data is gathered: half the bytes, the same
+bits, nothing to quantize in between. Without it, an FP8 layer quantizes what was gathered, rowwise in forward and
+columnwise in backward. Neither keeps copies: these would be as large as what sharding saves.
 
-The embedding is needed in forward alone, and the output layer right from its forward to its backward. Where both have
-one weight, that stays gathered meanwhile.
+The embedding is needed in forward only, and the output layer from its forward right to its backward. Where both share
+one weight, it stays gathered in between.
 """
 
 from __future__ import annotations
