@@ -18,12 +18,11 @@ from megafp8.checkpoint import (
     load,
     newest_good,
     newest_readable,
-    open_checkpoint,
+    CheckpointReader,
     read_metadata,
     save,
 )
-from megafp8.checkpoint import checksums as checksums_module
-from megafp8.checkpoint.opened import OpenedCheckpoint
+from megafp8.checkpoint import files as files_module
 from tests.checkpoint import toy
 from tests.checkpoint.rewritten import make_old, rewrite
 from tests.world import World
@@ -35,7 +34,7 @@ def _state(step: int) -> dict[str, torch.Tensor]:
     return {f"layers.{i}.weight": torch.arange(4096.0).view(64, 64) + 100 * step + i for i in range(3)}
 
 
-def _path(opened: OpenedCheckpoint | None) -> Path | None:
+def _path(opened: CheckpointReader | None) -> Path | None:
     return None if opened is None else opened.path
 
 
@@ -56,7 +55,7 @@ def _refusal(path: Path) -> str:
 
 def _where(path: Path, name: str) -> tuple[int, int]:
     """Where the bytes of tensor `name` begin and end in the one data file."""
-    stored = next(stored for i, stored in open_checkpoint(path).index.storage_data.items() if i.fqn == name)
+    stored = next(stored for i, stored in CheckpointReader(path).index.storage_data.items() if i.fqn == name)
     return stored.offset, stored.offset + stored.length
 
 
@@ -128,11 +127,11 @@ def test_the_flag_skips_reading_and_old_checkpoints_have_none(
 def _read_by_this_rank(path: str) -> list[str]:
     """Names of the files that this rank verified."""
     names, patch = [], pytest.MonkeyPatch()
-    original, small = checksums_module.find_damage, checksums_module.read_verified
+    original, small = files_module.find_damage, files_module.read_verified
     patch.setattr(
         "megafp8.checkpoint.loading.find_damage", lambda file, sum_: (names.append(file.name), original(file, sum_))[1]
     )
-    for module in ("opened", "store"):
+    for module in ("reader", "store"):
         patch.setattr(
             f"megafp8.checkpoint.{module}.read_verified",
             lambda folder, name, sums: (
@@ -238,7 +237,7 @@ def test_a_small_file_is_never_believed_before_it_is_verified(tmp_path: Path, na
         found = newest_readable(tmp_path)
         assert found is not None
         assert (found.path, found.metadata["config"]) == (good, {"seed": 1234})
-        for read in (open_checkpoint, lambda path: load(path, _state(1), verify=False)):
+        for read in (CheckpointReader, lambda path: load(path, _state(1), verify=False)):
             with pytest.raises(DamagedCheckpoint, match=rf"{name} is |has no {name}"):
                 read(bad)
         if name != ".metadata":
@@ -277,7 +276,7 @@ def test_of_a_checkpoint_from_before_checksums_the_config_is_verified(tmp_path: 
     config = {"seed": 1234, "model": {"norm_eps": 1e-05}}
     path = save(tmp_path, 1, _state(1), {"config": config, "config_hash": config_hash(config)})
     make_old(path)
-    assert open_checkpoint(path).sums is None
+    assert CheckpointReader(path).sums is None
     assert load(path, _state(1))["config"] == config
     text = (path / "metadata.json").read_text()
     for change in (("1234", "4329"), ("1e-05", "1e-06"), ('"seed"', '"sged"')):
@@ -288,10 +287,10 @@ def test_of_a_checkpoint_from_before_checksums_the_config_is_verified(tmp_path: 
 def _load_where_hosts_differ(folder: str) -> str:
     """Each rank has a checkpoint of its own under the same path, as on disks that hosts do not share."""
     path = Path(folder) / "step_00000001"
-    real = checksums_module.read_file
+    real = files_module.read_file
     patch = pytest.MonkeyPatch()
     patch.setattr(
-        checksums_module, "read_file", lambda file: real(Path(f"{folder}-{dist.get_rank()}") / path.name / file.name)
+        files_module, "read_file", lambda file: real(Path(f"{folder}-{dist.get_rank()}") / path.name / file.name)
     )
     with patch.context():
         try:

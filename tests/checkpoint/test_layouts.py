@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.checkpoint import Rectangle, Rectangles, load, open_checkpoint, save
+from megafp8.checkpoint import Rectangle, Rectangles, load, CheckpointReader, save
 from tests.checkpoint import toy
 from tests.world import World
 
@@ -48,7 +48,7 @@ def test_a_checkpoint_of_one_process_fits_many(world4: World, tmp_path: Path) ->
 
 def test_what_several_ranks_hold_is_written_once_and_shared_out(world4: World, tmp_path: Path) -> None:
     path = Path(world4.run(_save, str(tmp_path), 2, 1, torch.float32)[0])  # dp 2
-    index = open_checkpoint(path).index
+    index = CheckpointReader(path).index
     rectangles = Counter((i.fqn, tuple(i.offset)) for i in index.storage_data)
     assert set(rectangles.values()) == {1}
     assert sum(name == "model.layers.0.norm" for name, _ in rectangles) == 1

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, reader, save
+from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, save, torch_file
 from tests.checkpoint import toy
 
 
@@ -74,7 +74,7 @@ def test_any_rectangle(cut: tuple[CheckpointReader, torch.Tensor], data: st.Data
     shape = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(tensor.shape, offset))
     expected = tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "_BLOCK_BYTES", data.draw(st.sampled_from([1, 100, 2**20])))
+        patch.setattr(torch_file, "BLOCK_BYTES", data.draw(st.sampled_from([1, 100, 2**20])))
         assert torch.equal(source.read("w", offset, shape), expected)
         assert torch.equal(source.read("t", offset[::-1], shape[::-1]), expected.permute(2, 1, 0))
 
@@ -95,7 +95,7 @@ def test_memory_is_the_result_and_a_block(tmp_path: Path, monkeypatch: pytest.Mo
     """torch.empty is asked for the result and blocks, Python for no large bytes."""
     tensor = torch.randn(2000, 500)
     source = CheckpointReader(save(tmp_path, 1, {"w": tensor}, {}))
-    monkeypatch.setattr(reader, "_BLOCK_BYTES", 40_000)
+    monkeypatch.setattr(torch_file, "BLOCK_BYTES", 40_000)
     made, empty = [], torch.empty
 
     def counted(*args: Any, **options: Any) -> torch.Tensor:

@@ -154,8 +154,8 @@ def test_the_same_step_of_the_same_run_is_left_as_it_is(tmp_path: Path, caplog: 
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     resumed = {**first, "config": {"logging": {"interval": 5}}, "parallel": {"tensor": 2}}
     assert save(tmp_path, 7, W, resumed) == path
-    assert "step_00000007 is there already" in caplog.text
-    with pytest.raises(ValueError, match=r"step_00000007 is there already.*consumed_samples is 64 there and 65 here"):
+    assert "step_00000007 exists already" in caplog.text
+    with pytest.raises(ValueError, match=r"step_00000007 exists already.*consumed_samples is 64 there and 65 here"):
         save(tmp_path, 7, W, {**first, "consumed_samples": 65})
     with pytest.raises(ValueError, match="tokenizer_fingerprint is None there and abc here"):
         save(tmp_path, 7, W, {**first, "tokenizer_fingerprint": "abc"})

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, load
-from megafp8.checkpoint.checksums import CHECKSUMS_FILE, Checksum, checksums_text, find_damage
-from megafp8.checkpoint.store import METADATA_FILE, metadata_text, write_text
+from megafp8.checkpoint.files import Checksum, find_damage, write_checksums, write_file
+from megafp8.checkpoint.store import METADATA_FILE, metadata_json
 from megafp8.checkpoint.writer import CheckpointWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -32,10 +32,10 @@ def small(folder: Path, records: list[str] | None = None) -> CheckpointWriter:
 
 
 def describe(folder: Path, sums: dict[str, Checksum]) -> Path:
-    sums[METADATA_FILE] = write_text(folder / METADATA_FILE, metadata_text(folder, 5, {}))
+    sums[METADATA_FILE] = write_file(folder / METADATA_FILE, metadata_json(folder, 5, {}))
     assert sums.keys() == {file.name for file in folder.iterdir()}
     assert all(find_damage(folder / name, checksum) is None for name, checksum in sums.items())
-    write_text(folder / CHECKSUMS_FILE, checksums_text(sums))
+    write_checksums(folder, sums)
     return folder
 
 
