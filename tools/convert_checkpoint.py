@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megafp8.conversion.convert import Note, Selected, convert, verify
-from megafp8.conversion.formats import FORMATS, recognise
+from megafp8.conversion.formats import FORMATS, recognize
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -59,7 +59,7 @@ def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, An
 
 
 def run(arguments: argparse.Namespace) -> None:
-    load, to = arguments.source or recognise(arguments.load), FORMATS[arguments.to]
+    load, to = arguments.source or recognize(arguments.load), FORMATS[arguments.to]
     source_options = given(arguments, SOURCE_OPTIONS)
     if source_options and load != "megatron":
         raise ValueError(f"{arguments.load} is of the format {load}; {', '.join(source_options)} is for megatron")

@@ -134,6 +134,15 @@ def to_json(content: Mapping[str, Any], **options: Any) -> bytes:
     return (json.dumps(content, indent=2, **options) + "\n").encode()
 
 
+def allocate(path: Path, size: int) -> None:
+    """Reserve disk space for the first `size` bytes of a file. Raises OSError where the disk has too little."""
+    with path.open("r+b") as stream:
+        try:
+            os.posix_fallocate(stream.fileno(), 0, size)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}: {size:,} bytes are needed for {path}") from error
+
+
 def write_at(stream: BinaryIO, start: int, data: memoryview) -> None:
     """Write all of `data`, a view of bytes, from byte `start` of a file on."""
     done = 0

@@ -82,7 +82,9 @@ def load(
     try:
         dcp.read(path, index, state, group)
     except CheckpointException as error:  # without its tracebacks
-        causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
+        causes = [
+            f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())
+        ]
         raise ValueError(f"{path} could not be read: {join_first(causes, '; ')}") from error
     return opened.metadata
 

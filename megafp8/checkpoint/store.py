@@ -26,7 +26,6 @@ import datetime
 import hashlib
 import itertools
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence

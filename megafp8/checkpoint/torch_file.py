@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megafp8.checkpoint.files import BLOCK_BYTES, crc32_of, read_into
+from megafp8.checkpoint.files import BLOCK_BYTES, allocate, crc32_of, read_into
 from megafp8.distributed.sharding import Shape
 
 _LOCAL_HEADER, _DIRECTORY_ENTRY, _DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
@@ -127,8 +127,8 @@ class _Section(io.RawIOBase):
 class TorchFile:
     """An archive of `torch.save`; `content` is what was saved, with a `StoredTensor` for each tensor.
 
-    The archive is the file at `path`, or its bytes `[start, start + length)`. `unsafe`: import the classes and functions
-    that it names and call them; only for files of people you trust with your account. Raises ValueError naming the file
+    The archive is the file at `path`, or its bytes `[start, start + length)`. `unsafe`: import and call the classes and
+    functions that it names; only for files of people you trust with your account. Raises ValueError naming the file
     where it is damaged, or was not written by `torch.save`.
     """
 
@@ -137,7 +137,9 @@ class TorchFile:
         self._verified: set[str] = set()
         try:
             with path.open("rb", buffering=0) as stream:
-                self._records = _read_directory(stream, start, path.stat().st_size - start if length is None else length)
+                self._records = _read_directory(
+                    stream, start, path.stat().st_size - start if length is None else length
+                )
                 if self._read_record(stream, "byteorder", b"little") != b"little":
                     raise ValueError("it was written on a big-endian machine")
                 pickled = io.BytesIO(self._read_record(stream, "data.pkl"))
@@ -192,7 +194,9 @@ class TorchFile:
 
     def read_strided(self, tensor: StoredTensor, name: str, *, verify: bool = True) -> Tensor:
         """The whole of `tensor`, of any strides, by reading the stretch of its storage that it spans."""
-        span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride)) if 0 not in tensor.shape else 0
+        span = (
+            1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride)) if 0 not in tensor.shape else 0
+        )
         flat = torch.empty(span, dtype=tensor.dtype)
         self.read(tensor._replace(shape=(span,), stride=(1,)), name, (0,), flat, verify=verify)
         return flat.as_strided(tensor.shape, tensor.stride)
@@ -269,12 +273,7 @@ def reserve(
             whole[outer][inner] = torch.empty(shape, dtype=dtype)
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(whole, path)
-    size = path.stat().st_size
-    with path.open("r+b") as stream:
-        try:
-            os.posix_fallocate(stream.fileno(), 0, size)
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}: {size:,} bytes are needed for {path}") from error
+    allocate(path, path.stat().st_size)
 
 
 def tensor_starts(path: Path) -> dict[tuple[str, str], int]:

@@ -1,4 +1,4 @@
-"""Which tensors a model has, from its config alone, and whether a source has them."""
+"""The tensors of a model, from its config alone; checks that a source has them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 
 
-class _Alone:
-    """As much of a process group of one rank as constructors ask for."""
+class _SingleRank:
+    """The methods of a process group of one rank that layers' constructors call."""
 
     def size(self) -> int:
         return 1
@@ -26,14 +26,14 @@ class _Alone:
 
 
 def model_tensors(model: ModelConfig) -> dict[str, Shape]:
-    """Name (`model.layers.0.attention.q.weight`) and whole shape of each weight, from the embedding to the output.
+    """Name (`model.layers.0.attention.q.weight`) and global shape of each weight, from the embedding to the output.
 
-    Asked of the real constructors, on torch's meta device. `vocab_size`, and `max_position_embeddings` where positions
-    are learned, must be given.
+    The model is built on torch's meta device. `vocab_size`, and `max_position_embeddings` where positions are learned,
+    must be given.
     """
     assert model.max_position_embeddings is not None or model.position_embedding != "learned"
     context = BuildContext(
-        tensor=cast(ProcessGroup, _Alone()),
+        tensor=cast(ProcessGroup, _SingleRank()),
         fp8=Fp8Manager(None, amax_group=None),
         dtype=torch.float32,
         device=torch.device("meta"),
@@ -45,13 +45,13 @@ def model_tensors(model: ModelConfig) -> dict[str, Shape]:
 
 
 def seq_length(source: Source) -> int | None:
-    """That of the run the source was saved by, if it says."""
-    run = source.about.get("config", {}).get("training", {})
-    return run.get("seq_length")
+    """The sequence length of the run that saved the source, where it is known."""
+    length: int | None = source.about.get("config", {}).get("training", {}).get("seq_length")
+    return length
 
 
 def resolved(source: Source) -> ModelConfig:
-    """The source's model with its number of positions, which other formats want to know and ours may leave to the run.
+    """The source's model with its number of positions, which other formats need and ours may leave to the run.
 
     Raises ValueError where the size of the vocabulary is unknown.
     """
@@ -66,7 +66,7 @@ def resolved(source: Source) -> ModelConfig:
 
 
 def check_source(source: Source, model: ModelConfig) -> dict[str, Shape]:
-    """The tensors to write. Raises ValueError where the source lacks one, or has it with another shape or dtype."""
+    """Names and shapes of the weights. Raises ValueError where the source lacks one, or its shape or dtype differs."""
     tensors = model_tensors(model)
     for name, shape in tensors.items():
         info = source.tensors.get(name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megafp8.conversion.journal import Journal
+from megafp8.conversion.target import Journal
 from tools import convert_checkpoint
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import ModelConfig, RopeScaling
-from megafp8.conversion.base import TensorInfo
+from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.model import model_tensors
 from megafp8.distributed.sharding import Init, Piece
 from megafp8.tensor_parallel.random import fill_
@@ -122,7 +122,7 @@ def tokens() -> Tensor:
     return torch.randint(V, (B, S), generator=torch.Generator().manual_seed(3))
 
 
-class RandomSource:
+class RandomSource(Source):
     """A model of ours with random weights, made when they are asked for; any slice of a name has the same values."""
 
     def __init__(self, model: ModelConfig, path: Path, dtype: torch.dtype = torch.float32) -> None:

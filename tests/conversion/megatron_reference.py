@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import ModelConfig
-from megafp8.conversion.base import TensorInfo
+from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.model import model_tensors
 
 TINY: dict[str, Any] = {
@@ -47,7 +47,7 @@ MODELS = {
 }
 
 
-class MadeUp:
+class MadeUp(Source):
     """A source of random tensors."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megafp8.conversion import convert
 from megafp8.conversion.formats import FORMATS, open_source
 from megafp8.conversion.hf_config import differences
-from megafp8.conversion.journal import Journal
+from megafp8.conversion.target import Journal
 from tests.conversion import checkpoints
 from tools import convert_checkpoint
 

@@ -31,7 +31,7 @@ from tests.conversion.test_hf_logits import convert
 from tests.quickstart_data import ROOT
 
 
-class Whole:
+class Whole(Source):
     """All tensors of a source, in memory: what a checkpoint of our own holds."""
 
     def __init__(self, source: Source, about: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def test_another_dtype_and_any_order(tmp_path: Path) -> None:
 def test_blocks_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = RandomSource(ModelConfig(**OURS["gpt2"][1]), tmp_path)
     convert(source, HfSink(tmp_path / "whole"))
-    monkeypatch.setattr("megafp8.conversion.hf_sink._BLOCK", 300)
+    monkeypatch.setattr("megafp8.conversion.hf_sink.BLOCK_BYTES", 300)
     convert(source, HfSink(tmp_path / "blocks"))
     same_weights(tmp_path / "whole", tmp_path / "blocks")
 
@@ -235,7 +235,7 @@ def _spoil_header(folder: Path) -> str:
     with file.open("r+b") as stream:
         stream.seek(8)
         stream.write(b"?")
-    return f"{file} is damaged: its header is no JSON"
+    return f"the header of {file} is damaged: "
 
 
 def _spoil_length(folder: Path) -> str:
@@ -363,7 +363,7 @@ def test_files_without_the_base_models_prefix_and_with_buffers(tmp_path: Path, n
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
 def test_an_output_layer_beside_tied_embeddings(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy is left out; another tensor, which transformers 5 uses and 4 drops, is refused."""
-    monkeypatch.setattr("megafp8.conversion.hf_source._BLOCK", 300)  # compared in several blocks
+    monkeypatch.setattr("megafp8.conversion.hf_source.BLOCK_BYTES", 300)  # compared in several blocks
     make_theirs(name).save_pretrained(tmp_path)
     alone = HfSource(tmp_path).tensors
     found = weights(tmp_path)

@@ -92,7 +92,7 @@ def test_ours_to_theirs(world2: World, tmp_path: Path, name: str) -> None:
 
     family, options = OURS[name]
     model = ModelConfig(**options)
-    convert(RandomSource(model, tmp_path), HfSink(tmp_path / "hf", shard_size=20_000))
+    convert(RandomSource(model, tmp_path), HfSink(tmp_path / "hf", file_bytes=20_000))
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert loaded.config.model_type == family

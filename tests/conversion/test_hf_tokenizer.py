@@ -14,7 +14,7 @@ import pytest
 from megafp8.conversion.hf_config import FAMILIES
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
-from megafp8.conversion.hf_tokenizer import SAMPLES, _letters_of_bytes, export_tokenizer
+from megafp8.conversion.hf_tokenizer import SAMPLES, byte_letters, export_tokenizer
 from megafp8.conversion.native import NativeSource
 from megafp8.data.tokenizers import TokenizerKind, build_tokenizer
 from tests.conversion import checkpoints
@@ -71,7 +71,7 @@ def _byte_level(file: Path) -> Any:
 
 def _tiktoken(file: Path) -> None:
     vocab = _byte_level(file).get_vocab()
-    bytes_of = {letter: byte for byte, letter in enumerate(_letters_of_bytes())}
+    bytes_of = {letter: byte for byte, letter in enumerate(byte_letters())}
     tokens = [token for token, i in sorted(vocab.items(), key=lambda item: item[1]) if i > 2]
     with file.open("wb") as stream:
         for rank, token in enumerate(tokens):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.conversion.journal import FILE_NAME, Journal
+from megafp8.conversion.target import JOURNAL_FILE, Journal
 
 
 def test_what_was_flushed_is_there_again(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_data_come_before_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "fsync", lambda fd: (order.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
     journal.add("x")
     journal.flush()
-    assert order[-1] == str(tmp_path / FILE_NAME)
+    assert order[-1] == str(tmp_path / JOURNAL_FILE)
     assert {str(tmp_path / "one"), str(tmp_path / "sub/two")} <= set(order[:-1])
 
 
@@ -48,7 +48,7 @@ def test_a_torn_line_does_not_count(tmp_path: Path, damage: bytes) -> None:
     journal = Journal(tmp_path, "key")
     journal.add("x")
     journal.close()
-    with (tmp_path / FILE_NAME).open("ab") as stream:
+    with (tmp_path / JOURNAL_FILE).open("ab") as stream:
         stream.write(damage)
     again = Journal(tmp_path, "key", seconds=0)
     assert again.done == {"x"}
@@ -77,7 +77,7 @@ def test_removed_it_leaves_the_folder_to_others(tmp_path: Path) -> None:
 def test_a_second_process_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     program = f"""
 import sys
-from megafp8.conversion.journal import Journal
+from megafp8.conversion.target import Journal
 journal = Journal({str(tmp_path)!r}, seconds=0)
 journal.add("x")
 print("ready", flush=True)

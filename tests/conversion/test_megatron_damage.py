@@ -18,7 +18,7 @@ import torch
 
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import MegatronSource
-from megafp8.conversion.torch_file import TorchFile
+from megafp8.checkpoint.torch_file import TorchFile
 from tests.conversion.megatron_reference import MadeUp, save
 from tests.conversion.test_megatron import ARGS, assert_same, convert, made_up
 

@@ -72,7 +72,7 @@ def test_perplexity_on_real_text_is_that_of_transformers(world4: World, folder: 
 def test_it_comes_back_and_speaks(folder: Path, tmp_path: Path) -> None:
     import transformers
 
-    convert(HfSource(folder), HfSink(tmp_path / "ours", shard_size=100_000_000))
+    convert(HfSource(folder), HfSink(tmp_path / "ours", file_bytes=100_000_000))
     same_weights(folder, tmp_path / "ours")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
