@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megafp8.conversion.convert import Note, Selected, convert, verify
+from megafp8.conversion.convert import Selected, convert, verify
 from megafp8.conversion.formats import FORMATS, recognize
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -69,12 +69,11 @@ def run(arguments: argparse.Namespace) -> None:
         dtype=DTYPES.get(arguments.dtype),
     )
     options = ("to", "dtype", "weights_only", *SINK_OPTIONS, *SOURCE_OPTIONS)
-    note = Note(arguments.save, source, {name: getattr(arguments, name) for name in options})
-    if note.check():
-        print(f"{arguments.save}: {convert(source, to.sink(arguments.save, **given(arguments, SINK_OPTIONS)), note)}")
+    sink = to.sink(arguments.save, **given(arguments, SINK_OPTIONS))
+    print(f"{sink.path}: {convert(source, sink, {name: getattr(arguments, name) for name in options})}")
     if arguments.verify:
-        print(f"{arguments.save}: equal to {source.path}: {verify(source, to.source(arguments.save))}")
-    note.remove()
+        print(f"{sink.path}: equal to {source.path}: {verify(source, to.source(sink.hidden))}")
+    sink.publish()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -38,6 +38,7 @@ from megafp8.distributed.sharding import Shape
 
 RECTANGLE_BYTES = 64 * 2**20
 FILE_BYTES = 4 * 2**30
+"""From this size on a data file gets no further rectangle."""
 
 
 class _Rectangle(NamedTuple):
@@ -74,19 +75,11 @@ class CheckpointWriter:
     """Appends tensors to data files in the existing folder `folder`.
 
     `records`: what `add` of an interrupted writer returned for the tensors that are to stay; all other data in the
-    folder is deleted. `rectangle_bytes`: size of a rectangle; `file_bytes`: from this size on a data file gets no
-    further rectangle.
+    folder is deleted.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        records: Iterable[str] = (),
-        *,
-        rectangle_bytes: int = RECTANGLE_BYTES,
-        file_bytes: int = FILE_BYTES,
-    ) -> None:
-        self.folder, self.rectangle_bytes, self.file_bytes = folder, rectangle_bytes, file_bytes
+    def __init__(self, folder: Path, records: Iterable[str] = ()) -> None:
+        self.folder = folder
         self._records = {record.name: record for record in map(_Record.of, records)}
         self._sums: dict[str, Checksum] = {}
         for record in self._records.values():
@@ -112,7 +105,7 @@ class CheckpointWriter:
         assert name not in self._records, f"{name} is written already"
         rectangles = []
         for offset, view in self._rows(tensor):
-            if self._stream.tell() >= self.file_bytes:
+            if self._stream.tell() >= FILE_BYTES:
                 self._flush()
                 self._stream.close()
                 self._open(self._number + 1)
@@ -155,6 +148,6 @@ class CheckpointWriter:
         if tensor.dim() == 0:
             yield (), tensor
             return
-        rows = max(1, self.rectangle_bytes * len(tensor) // max(1, tensor.nbytes))
+        rows = max(1, RECTANGLE_BYTES * len(tensor) // max(1, tensor.nbytes))
         for i, view in enumerate(tensor.split(rows)):
             yield (i * rows, *(0 for _ in tensor.shape[1:])), view

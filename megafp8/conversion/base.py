@@ -62,17 +62,19 @@ class Source(Protocol):
 
 
 class Sink(Protocol):
-    """A checkpoint to write, which is visible under its final name after `finish`.
+    """A checkpoint to write in the folder `hidden`, which `publish` renames to `path`.
 
     An interrupted sink is continued by making it again for the same source and path.
     """
 
     path: Path
+    hidden: Path
 
-    def begin(self, source: Source) -> Collection[str]:
+    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
         """Prepare the files for what of `source` the format can hold, and return the names yet to be written.
 
-        Raises ValueError where the format cannot express the model, `path` is taken, or another process writes it;
+        `options`: JSON that must be equal to continue an interrupted conversion. Raises ValueError where the format
+        cannot express the model, `path` is taken, another process writes it, or it is half done by another conversion;
         OSError where the disk is too small.
         """
         ...
@@ -82,7 +84,11 @@ class Sink(Protocol):
         ...
 
     def finish(self) -> None:
-        """Write what describes the tensors, flush everything to disk, and make the checkpoint visible in one step."""
+        """Write what describes the tensors; `hidden` is then a complete checkpoint."""
+        ...
+
+    def publish(self) -> None:
+        """Flush everything to disk, and make the checkpoint visible in one step."""
         ...
 
 

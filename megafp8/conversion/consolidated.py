@@ -8,8 +8,9 @@ tokenizer/                   the tokenizer's files, if there are any
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 from torch import Tensor
@@ -58,11 +59,11 @@ class ConsolidatedSource(Source):
 class ConsolidatedSink(FolderSink):
     """Writes the folder `path`: the weights of the source only."""
 
-    def begin(self, source: Source) -> Collection[str]:
+    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
         names = [name for name in source.tensors if name.startswith("model.")]
         largest_first = sorted(names, key=lambda name: -source.tensors[name].dtype.itemsize)  # aligns all
         first, self._starts = header({name: source.tensors[name] for name in largest_first})
-        fresh = self.open_journal(source, names)
+        fresh = self._open_journal(source, names, options)
         self._crcs = dict(line.rsplit(" ", 1) for line in self._journal.done)
         self._stream = (self.hidden / WEIGHTS_FILE).open("w+b" if fresh else "r+b", buffering=0)
         write_at(self._stream, 0, memoryview(first))
@@ -82,7 +83,7 @@ class ConsolidatedSink(FolderSink):
             "about": {**self._source.about, "converted_from": str(self._source.path)},
         }
         write_file(self.hidden / ABOUT_FILE, to_json(described))
-        self.publish()
+        self._copy_tokenizer()
 
 
 def _crc(tensor: Tensor) -> str:

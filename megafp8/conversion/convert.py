@@ -1,11 +1,7 @@
 """Convert a checkpoint: move tensor after tensor from a source to a sink, and compare the result.
 
-An interrupted conversion continues when the same command is repeated. So that it does not continue another one, a note
-lies beside the target until the conversion is finished, and compared where that was asked for: what is converted, the
-state of its files, and the options. The journal in the sink's hidden folder says which tensors are done.
-
-    <parent>/.<name>.conversion.json    the note
-    <parent>/.<name>.converting/        the sink's hidden folder
+An interrupted conversion continues when the same command is repeated (`target`). The result is compared before it gets
+its name.
 """
 
 from __future__ import annotations
@@ -24,12 +20,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megafp8.checkpoint.files import to_json, write_file
 from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Sink, Source, TensorInfo
 from megafp8.conversion.hf_config import canonical, differences
-from megafp8.conversion.target import check_free, is_taken
+from megafp8.conversion.target import is_taken
 
 _SPARE_BYTES = 64 * 2**20  # indices, headers, journals
 
@@ -64,59 +59,23 @@ class Moved(NamedTuple):
         return f"{self.tensors} tensors, {self.bytes / 1e9:.2f} GB in {self.seconds:.3g} s ({rate:.2f} GB/s)"
 
 
-class Note:
-    """The file beside a target that says which conversion it belongs to."""
-
-    def __init__(self, target: Path, source: Source, options: Mapping[str, Any]) -> None:
-        self.target = target
-        self.path = target.with_name(f".{target.name}.conversion.json")
-        self._content = {"source": str(source.path.resolve()), "source_files": _files_digest(source.path), **options}
-
-    def check(self) -> bool:
-        """Whether there is anything to convert: False where it is done, and only the comparison is missing.
-
-        Raises ValueError where the target belongs to another, unfinished conversion, holds something else, or would lie
-        inside its source.
-        """
-        if self.target.resolve().is_relative_to(self._content["source"]):
-            raise ValueError(f"{self.target} lies inside {self._content['source']}, its source; choose another path")
-        if not self.path.exists():
-            check_free(self.target)
-            return True
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except ValueError:  # killed while writing the note, so nothing was moved yet
-            return True
-        if differing := [key for key, value in self._content.items() if found.get(key) != value]:
-            what = ", ".join(f"{key} was {found.get(key)} and is {self._content[key]}" for key in differing)
-            raise ValueError(
-                f"{self.target} is half done by another conversion: {what}. Repeat that one, or delete {self.path} and "
-                f"the hidden folder beside it to begin anew"
-            )
-        return not is_taken(self.target)
-
-    def write(self) -> None:
-        write_file(self.path, to_json(self._content))
-
-    def remove(self) -> None:
-        """Called when the conversion is finished."""
-        self.path.unlink()
-
-
 def is_weight(name: str) -> bool:
     return name.startswith("model.")
 
 
-def convert(source: Source, sink: Sink, note: Note) -> Moved:
-    """Move all tensors that the sink does not hold yet.
+def convert(source: Source, sink: Sink, options: Mapping[str, Any]) -> Moved:
+    """Move all tensors that the sink does not hold yet; the result is complete, but not published.
 
-    Raises ValueError where the sink cannot hold this model, and where the disk is too small.
+    `options`: what must be equal to continue an interrupted conversion, besides the source's path and files. Raises
+    ValueError where the sink cannot hold this model, and where the disk is too small.
     """
-    start = time.monotonic()
-    _check_room(source, sink.path)
-    names = list(sink.begin(source))
+    start, folder = time.monotonic(), source.path.resolve()
+    if sink.path.resolve().is_relative_to(folder):
+        raise ValueError(f"{sink.path} lies inside {folder}, its source; choose another path")
+    if not is_taken(sink.path):
+        _check_room(source, sink.path)
+    names = list(sink.begin(source, {"source_files": _files_digest(source.path), **options}))
     sizes = {name: source.tensors[name].nbytes for name in names}
-    note.write()  # only now: a conversion that cannot begin leaves no note
     for name in _with_progress(names, sizes, "convert"):
         sink.write(name, source.read(name))
     sink.finish()

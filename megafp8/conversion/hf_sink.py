@@ -50,7 +50,7 @@ class HfSink(FolderSink):
         super().__init__(path)
         self._file_bytes = file_bytes
 
-    def begin(self, source: Source) -> Collection[str]:
+    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
         model = resolved(source)
         dtypes = Counter(info.dtype for name, info in source.tensors.items() if name.startswith("model."))
         self._config = _config(model, source.about, max(dtypes, key=dtypes.__getitem__, default=torch.float32))
@@ -61,7 +61,8 @@ class HfSink(FolderSink):
         self._shapes = {n: (model.vocab_size, *s[1:]) if is_vocabulary(n) else s for n, s in shapes.items()}
         self._places = {name: place(self._config["model_type"], name) for name in shapes}
         headers = self._plan(source)
-        if self.open_journal(source, shapes, [self._config, {f: first.hex() for f, (first, _) in headers.items()}]):
+        layout = [self._config, {file: first.hex() for file, (first, _) in headers.items()}]
+        if self._open_journal(source, shapes, options, layout):
             for name, (first, size) in headers.items():
                 (self.hidden / name).write_bytes(first)
                 allocate(self.hidden / name, size)
@@ -115,7 +116,6 @@ class HfSink(FolderSink):
             files[GENERATION_FILE] = to_json(ids | pad)
         for name, content in files.items():
             (self.hidden / name).write_bytes(content)
-        self.publish(tokenizer=False)
 
 
 def _token_ids(tokenizer: TokenizerExport) -> dict[str, int]:

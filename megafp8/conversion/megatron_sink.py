@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ class MegatronSink(FolderSink):
         self.tensor, self.pipeline, self.implementation = tensor, pipeline, implementation
         self.virtual = virtual_pipeline or 1
 
-    def begin(self, source: Source) -> Collection[str]:
+    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
         self._model = resolved(source)
         self._check_layout(self._model)
         self._shapes = check_source(source, self._model)
@@ -70,7 +70,7 @@ class MegatronSink(FolderSink):
         assert self._model.vocab_size is not None
         self._padded_vocab = -(-self._model.vocab_size // multiple) * multiple
         about = self._about(source)
-        fresh = self.open_journal(source, self._shapes, [self.virtual, vars(about["args"])])
+        fresh = self._open_journal(source, self._shapes, options, [self.virtual, vars(about["args"])])
         step = about["iteration"]
         self._tracker = f"{step}" if step else "release"
         self._folder = self.hidden / (f"iter_{step:07d}" if step else "release")
@@ -204,7 +204,7 @@ class MegatronSink(FolderSink):
             for rank in range(self.tensor):
                 seal(self._file(rank, p))
         (self.hidden / TRACKER).write_text(self._tracker, encoding="utf-8")
-        self.publish()
+        self._copy_tokenizer()
 
 
 def _tokenizer_type(files: Collection[Path]) -> str | None:

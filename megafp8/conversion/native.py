@@ -49,8 +49,8 @@ class NativeSource(Source):
 class NativeSink(FolderSink):
     """Writes the complete checkpoint folder `path`. What the source does not know of a run is left out."""
 
-    def begin(self, source: Source) -> Collection[str]:
-        self.open_journal(source, source.tensors)
+    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
+        self._open_journal(source, source.tensors, options)
         self._writer = CheckpointWriter(self.hidden, self._journal.done)
         return [name for name in source.tensors if name not in self._writer.names]
 
@@ -69,7 +69,7 @@ class NativeSink(FolderSink):
         for file in source.tokenizer_files:
             sums[f"{TOKENIZER_FOLDER}/{file.name}"] = Checksum.of(file.read_bytes())
         write_checksums(self.hidden, sums)
-        self.publish()
+        self._copy_tokenizer()
 
 
 def find_checkpoint(path: Path) -> Path:

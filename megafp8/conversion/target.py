@@ -6,11 +6,11 @@
 The rename is atomic, so there is a complete target or none, whenever a conversion is killed. The hidden name is not
 one that the clean-up of a run's checkpoints deletes.
 
-The journal has a line a tensor, written after the tensor's data has been flushed to disk. A flush for each of a
-thousand small tensors would cost more than writing them, so every few seconds all files of the folder are flushed, and
-then the collected lines are written at once. A kill costs the last few seconds. A torn last line has no newline and
-does not count. The first line is a key that says what is converted and how; a journal with another key is of other
-data, and starts empty. The file is locked while it is open, so a second process cannot write into the same folder.
+The journal's first line is a JSON object that says what is converted and how; another conversion is refused once a
+tensor is safe. Then it has a line a tensor, written after the tensor's data has been flushed to disk. A flush for each
+of a thousand small tensors would cost more than writing them, so every few seconds all files of the folder are flushed,
+and then the collected lines are written at once. A kill costs the last few seconds. A torn last line has no newline and
+does not count. The file is locked while it is open, so a second process cannot write into the same folder.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from megafp8.checkpoint.files import rename_synced, sync
-from megafp8.conversion.base import Source, TensorInfo
+from megafp8.conversion.base import Source
 
 JOURNAL_FILE = "journal"
 TOKENIZER_FOLDER = "tokenizer"
@@ -47,12 +47,11 @@ TOKENIZER_NAMES = (
 class Journal:
     """The journal of the existing folder `folder`; `done` has the lines whose data is safe on disk.
 
-    `key`: one line, equal for two attempts at the same conversion. `seconds`: interval of flushes. Raises ValueError
-    where another process has it open.
+    `key`: a JSON object, equal for two attempts at the same conversion. `seconds`: interval of flushes. Raises
+    ValueError where another process has the journal open, or it has another key.
     """
 
-    def __init__(self, folder: str | Path, key: str = "", *, seconds: float = 2.0) -> None:
-        assert "\n" not in key, f"a key of several lines: {key!r}"
+    def __init__(self, folder: str | Path, key: Mapping[str, Any], *, seconds: float = 2.0) -> None:
         self.folder, self.seconds = Path(folder), seconds
         self.path = self.folder / JOURNAL_FILE
         self._stream = self.path.open("a+b")
@@ -61,19 +60,27 @@ class Journal:
         except BlockingIOError:
             self._stream.close()
             raise ValueError(f"{self.folder} is being written by another process; wait for it, or end it") from None
-        self.done: set[str] = set()
         self._pending: list[str] = []
         self._flushed = time.monotonic()
         self._stream.seek(0)
         text = self._stream.read()
         end = text.rfind(b"\n") + 1
-        lines = text[:end].decode("utf-8", errors="replace").split("\n")[:-1]
-        if lines and lines[0] == key:
-            self.done = set(lines[1:])
-            self._stream.truncate(end)
-        else:
-            self._stream.truncate(0)
-            self._write([key])
+        lines = text[:end].decode().split("\n")[:-1]
+        same = bool(lines) and lines[0] == json.dumps(key)
+        if not same and len(lines) > 1:
+            self._stream.close()
+            found = json.loads(lines[0])
+            changes = (
+                f"{name} was {found.get(name)} and is {key[name]}" for name in key if found.get(name) != key[name]
+            )
+            raise ValueError(
+                f"{self.folder} is half done by another conversion: {', '.join(changes)}. Repeat that one, or delete "
+                "the folder to begin anew"
+            )
+        self.done = set(lines[1:])
+        self._stream.truncate(end if same else 0)
+        if not same:
+            self._write([json.dumps(key)])
 
     def add(self, line: str) -> None:
         """Record a tensor whose data is written (not in a buffer of Python's)."""
@@ -101,11 +108,6 @@ class Journal:
         self._stream.close()
         sync(self.folder)
 
-    def close(self) -> None:
-        """Flush, and release the folder with its journal in it."""
-        self.flush()
-        self._stream.close()
-
     def _write(self, lines: list[str]) -> None:
         self._stream.write("".join(f"{line}\n" for line in lines).encode())
         self._stream.flush()
@@ -122,17 +124,23 @@ class FolderSink:
         self.path = Path(path)
         self.hidden = self.path.with_name(f".{self.path.name}.converting")
 
-    def open_journal(self, source: Source, tensors: Iterable[str], key: Any = None) -> bool:
-        """Make the hidden folder, or continue in that of an interrupted conversion of the same `tensors` and `key`.
+    def _open_journal(
+        self, source: Source, names: Collection[str], options: Mapping[str, Any], layout: Any = 0
+    ) -> bool:
+        """Make the hidden folder, or continue in that of an interrupted conversion of tensors `names` to `layout`.
 
-        Returns whether it starts anew, with an empty folder. Raises ValueError where `path` holds something, or another
-        process writes it.
+        Returns whether it starts anew, with an empty folder.
         """
-        check_free(self.path)
+        if is_taken(self.path):
+            raise ValueError(
+                f"{self.path} exists already and is no empty folder; nothing was overwritten. Choose another path, or "
+                "remove it"
+            )
         self.hidden.mkdir(parents=True, exist_ok=True)
-        infos = {name: str(TensorInfo(*source.tensors[name])) for name in tensors}
-        text = json.dumps([type(self).__name__, str(source.path.resolve()), infos, key], default=str)
-        self._source, self._journal = source, Journal(self.hidden, hashlib.sha256(text.encode()).hexdigest())
+        text = json.dumps([[name, str(source.tensors[name])] for name in names] + [layout], default=str)
+        key = {"format": type(self).__name__, "source": str(source.path.resolve()), **options}
+        key["files"] = hashlib.sha256(text.encode()).hexdigest()
+        self._source, self._journal = source, Journal(self.hidden, key)
         if self._journal.done:
             return False
         for old in self.hidden.iterdir():
@@ -142,11 +150,13 @@ class FolderSink:
                 old.unlink()
         return True
 
-    def publish(self, tokenizer: bool = True) -> None:
-        """Copy the tokenizer's files, flush everything to disk, and rename the folder to its final name."""
-        for file in self._source.tokenizer_files if tokenizer else ():
+    def _copy_tokenizer(self) -> None:
+        for file in self._source.tokenizer_files:
             (self.hidden / TOKENIZER_FOLDER).mkdir(exist_ok=True)
             shutil.copyfile(file, self.hidden / TOKENIZER_FOLDER / file.name)
+
+    def publish(self) -> None:
+        """Flush everything to disk, and rename the folder to its final name."""
         self._journal.remove()
         try:
             rename_synced(self.hidden, self.path)
@@ -155,16 +165,8 @@ class FolderSink:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether something is at `path` that is not an empty folder, which a conversion may fill."""
+    """Whether a conversion to `path` would overwrite something; an empty folder may be filled."""
     return path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir())))
-
-
-def check_free(path: Path) -> None:
-    """Raise ValueError where a conversion to `path` would overwrite something."""
-    if is_taken(path):
-        raise ValueError(
-            f"{path} exists already and is no empty folder; nothing was overwritten. Choose another path, or remove it"
-        )
 
 
 def with_companions(file: Path) -> list[Path]:

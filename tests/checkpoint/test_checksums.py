@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.checkpoint import (
+    CheckpointReader,
     DamagedCheckpoint,
     complete_checkpoints,
     config_hash,
@@ -18,7 +19,6 @@ from megafp8.checkpoint import (
     load,
     newest_good,
     newest_readable,
-    CheckpointReader,
     read_metadata,
     save,
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.checkpoint import Rectangle, Rectangles, load, CheckpointReader, save
+from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, load, save
 from tests.checkpoint import toy
 from tests.world import World
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megafp8.checkpoint import Rectangle, Rectangles, collect, collect_shards, load, CheckpointReader, save
+from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, collect, collect_shards, load, save
 from megafp8.checkpoint.rectangles import boxes
 from megafp8.distributed.sharding import Fragment, Init, ParamSpec, cut, set_spec, stack
 from tests.checkpoint import toy

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, load
+from megafp8.checkpoint import writer as writer_module
 from megafp8.checkpoint.files import Checksum, find_damage, write_checksums, write_file
 from megafp8.checkpoint.store import METADATA_FILE, metadata_json
 from megafp8.checkpoint.writer import CheckpointWriter
@@ -26,9 +27,11 @@ def tensors() -> dict[str, Tensor]:
     return state
 
 
-def small(folder: Path, records: list[str] | None = None) -> CheckpointWriter:
-    """Cuts into many rectangles and files."""
-    return CheckpointWriter(folder, records or [], rectangle_bytes=64, file_bytes=2000)
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rectangles and files."""
+    monkeypatch.setattr(writer_module, "RECTANGLE_BYTES", 64)
+    monkeypatch.setattr(writer_module, "FILE_BYTES", 2000)
 
 
 def describe(folder: Path, sums: dict[str, Checksum]) -> Path:
@@ -56,8 +59,9 @@ def check(folder: Path) -> None:
             assert torch.equal(found, tensor), name
 
 
+@pytest.mark.usefixtures("small")
 def test_everything_reads_it(tmp_path: Path) -> None:
-    writer = small(tmp_path)
+    writer = CheckpointWriter(tmp_path)
     for name, tensor in tensors().items():
         writer.add(name, tensor)
     check(describe(tmp_path, writer.finish()))
@@ -67,13 +71,14 @@ def test_everything_reads_it(tmp_path: Path) -> None:
     assert len(CheckpointReader(tmp_path).rectangles["a"]) == 19  # 2 rows of 32 bytes each
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("safe", range(7))
 def test_a_second_writer_goes_on(tmp_path: Path, safe: int) -> None:
-    first, state = small(tmp_path), tensors()
+    first, state = CheckpointWriter(tmp_path), tensors()
     records = [first.add(name, tensor) for name, tensor in state.items()]
     first._stream.write(b"torn")
     first._stream.close()
-    second = small(tmp_path, records[:safe])
+    second = CheckpointWriter(tmp_path, records[:safe])
     assert second.names == set(list(state)[:safe])
     for name in list(state)[safe:]:
         second.add(name, state[name])

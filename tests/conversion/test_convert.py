@@ -139,6 +139,7 @@ def test_a_half_done_target_goes_on_with_the_same_alone(
 ) -> None:
     checkpoints.make(tmp_path / "run")
     target = tmp_path / "target"
+    monkeypatch.setitem(Journal.__init__.__kwdefaults__, "seconds", 0)
     interrupt(monkeypatch, lambda: run(tmp_path / "run", target, "native"))
     assert not target.exists()
     source, options = CHANGES[change].make(tmp_path)
@@ -148,12 +149,40 @@ def test_a_half_done_target_goes_on_with_the_same_alone(
     assert not target.exists()
 
 
-def test_what_is_done_is_not_read_again(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints.make(tmp_path / "run")
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_interrupted_sink_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    """Whatever was safe is not asked for again, nobody else may write meanwhile, and nothing else is continued."""
     monkeypatch.setitem(Journal.__init__.__kwdefaults__, "seconds", 0)
-    interrupt(monkeypatch, lambda: run(tmp_path / "run", tmp_path / "target", "native"))
-    printed = run(tmp_path / "run", tmp_path / "target", "native")
-    assert f"{len(checkpoints.everything()) - 3} tensors" in printed
+    checkpoints.make(tmp_path / "run", checkpoints.weights())
+    source, target = open_source(tmp_path / "run"), tmp_path / "target"
+    left: list[str] = []
+    for done in (0, 1, 12):
+        sink = FORMATS[format].sink(target)
+        names = list(sink.begin(source, {"dtype": None}))
+        left = left or names
+        assert names == left
+        for name in left[:done]:
+            sink.write(name, source.read(name))
+        with pytest.raises(ValueError, match="written by another process"):
+            FORMATS[format].sink(target).begin(source, {"dtype": None})
+        sink._journal._stream.close()  # as at the end of its process
+        assert not target.exists()
+        left = left[done:]
+    with pytest.raises(ValueError, match=r"half done by another conversion: dtype was None and is fp32\. Repeat that"):
+        FORMATS[format].sink(target).begin(source, {"dtype": "fp32"})
+    sink = FORMATS[format].sink(target)
+    assert list(sink.begin(source, {"dtype": None})) == left
+    for name in left:
+        sink.write(name, source.read(name))
+    for _ in range(2):  # killed before it was published
+        sink.finish()
+        sink._journal._stream.close()
+        sink = FORMATS[format].sink(target)
+        assert list(sink.begin(source, {"dtype": None})) == []
+    sink.finish()
+    sink.publish()
+    check_weights(target, checkpoints.weights())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "target"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -165,9 +194,10 @@ def test_an_empty_folder_is_filled_and_anything_else_left_alone(tmp_path: Path, 
     said = run(tmp_path / "run", target, format, fails=True)
     assert f"{target} exists already and is no empty folder; nothing was overwritten" in said
     with pytest.raises(ValueError, match="exists already and is no empty folder"):  # without the tool as well
-        FORMATS[format].sink(target).begin(open_source(tmp_path / "run"))
+        FORMATS[format].sink(target).begin(open_source(tmp_path / "run"), {})
     assert (target / "precious").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "target"]
+    assert "exists already" in run(tmp_path / "run", target / "precious", format, fails=True)
 
     (target / "precious").unlink()
     run(tmp_path / "run", target, format, "--weights-only", "--verify")

@@ -18,7 +18,7 @@ from megafp8.conversion.hf_tokenizer import SAMPLES, byte_letters, export_tokeni
 from megafp8.conversion.native import NativeSource
 from megafp8.data.tokenizers import TokenizerKind, build_tokenizer
 from tests.conversion import checkpoints
-from tests.conversion.test_hf_logits import convert
+from tests.conversion.checkpoints import convert
 from tools import train_tokenizer
 
 TEXT = "\n".join(str(metadata(name)["Description"])[:15000] for name in ("torch", "numpy"))

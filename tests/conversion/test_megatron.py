@@ -13,6 +13,7 @@ import torch
 from megafp8.config import ModelConfig
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import MegatronSource, is_megatron
+from tests.conversion.checkpoints import convert
 from tests.conversion.megatron_reference import MODELS, TINY, MadeUp, rank, save
 
 # Arguments as a user of Megatron-LM would give them for MODELS, and its defaults of those they would not.
@@ -66,12 +67,6 @@ CASES = [*((name, layout) for name in MODELS for layout in LAYOUTS), *MORE]
 
 def made_up(name: str, **options: Any) -> MadeUp:
     return MadeUp(ModelConfig.model_validate(MODELS[name]), **options)
-
-
-def convert(source: Any, sink: Any) -> None:
-    for name in sink.begin(source):
-        sink.write(name, source.read(name))
-    sink.finish()
 
 
 def assert_same(read: MegatronSource, truth: MadeUp) -> None:
@@ -237,72 +232,28 @@ def test_models_from_before_megatron_core(tmp_path: Path) -> None:
     assert_same(MegatronSource(tmp_path), truth)
 
 
-def test_what_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:
-    def begin(model: dict[str, Any], *layout: int) -> None:
-        MegatronSink(tmp_path / "out", *layout).begin(MadeUp(ModelConfig.model_validate(model)))
-
-    with pytest.raises(ValueError, match="Megatron-LM has no model with parallel_block = True"):
-        begin(TINY | {"parallel_block": True})
-    with pytest.raises(ValueError, match="no model with activation = 'gelu_tanh'"):
-        begin(TINY | {"activation": "gelu_tanh"})
-    with pytest.raises(ValueError, match="no model with rope_scaling"):
-        begin(TINY | {"rope_scaling": {"low_freq_factor": 2.0}})
-    with pytest.raises(ValueError, match="qk_layernorm with normalization = 'LayerNorm'"):
-        begin(TINY | {"normalization": "layernorm", "qk_norm": True})
-    with pytest.raises(ValueError, match="TP 3 does not divide the model's num_attention_heads = 4"):
-        begin(TINY, 3)
-    with pytest.raises(ValueError, match="TP 4 does not divide the model's num_query_groups = 2"):
-        begin(TINY | {"num_query_groups": 2}, 4)
-    with pytest.raises(ValueError, match="do not divide 4 layers"):
-        begin(TINY, 1, 3)
-    with pytest.raises(ValueError, match="virtual PP 2 with PP 1"):
-        begin(TINY, 1, 1, 2)
+@pytest.mark.parametrize(
+    ("model", "layout", "message"),
+    [
+        ({"parallel_block": True}, (), "Megatron-LM has no model with parallel_block = True"),
+        ({"activation": "gelu_tanh"}, (), "no model with activation = 'gelu_tanh'"),
+        ({"rope_scaling": {"low_freq_factor": 2.0}}, (), "no model with rope_scaling"),
+        ({"normalization": "layernorm", "qk_norm": True}, (), "qk_layernorm with normalization = 'LayerNorm'"),
+        ({}, (3,), "TP 3 does not divide the model's num_attention_heads = 4"),
+        ({"num_query_groups": 2}, (4,), "TP 4 does not divide the model's num_query_groups = 2"),
+        ({}, (1, 3), "do not divide 4 layers"),
+        ({}, (1, 1, 2), "virtual PP 2 with PP 1"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused(
+    model: dict[str, Any], layout: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        MegatronSink(tmp_path / "out", *layout).begin(MadeUp(ModelConfig.model_validate(TINY | model)), {})
     assert not list(tmp_path.iterdir())
 
 
-def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="exists already and is no empty folder; nothing was overwritten"):
-        MegatronSink(tmp_path).begin(made_up("llama"))
-    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
-
-
-@pytest.mark.parametrize("done", [0, 1, 20, 47])
-def test_a_killed_conversion_goes_on(done: int, tmp_path: Path) -> None:
-    source = made_up("qwen3")
-    first = MegatronSink(tmp_path / "out", 2, 2)
-    names = list(first.begin(source))
-    for name in names[:done]:
-        first.write(name, source.read(name))
-    first._journal.close()  # what is flushed after some seconds, now; then the process is gone
-    assert not (tmp_path / "out").exists()
-    again = MegatronSink(tmp_path / "out", 2, 2)
-    rest = again.begin(source)
-    assert list(rest) == names[done:]
-    for name in rest:
-        again.write(name, source.read(name))
-    again.finish()
-    assert_same(MegatronSource(tmp_path / "out"), source)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-
-
-def test_another_layout_begins_anew(tmp_path: Path) -> None:
-    source = made_up("qwen3")
-    source.about = {"step": 3}
-    first = MegatronSink(tmp_path / "out", 2, 2)
-    for name in first.begin(source):
-        first.write(name, source.read(name))
-    first._journal.close()
-    source.about = {}
-    convert(source, MegatronSink(tmp_path / "out", 1))
-    assert_same(MegatronSource(tmp_path / "out"), source)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "latest_checkpointed_iteration.txt",
-        "release",
-    ]
-
-
-def test_a_folder_is_recognised(tmp_path: Path) -> None:
+def test_a_folder_is_recognized(tmp_path: Path) -> None:
     save(tmp_path, made_up("llama"), ARGS["llama"], (1, 1, 1))
     assert is_megatron(tmp_path)
     assert is_megatron(tmp_path / "iter_0000100")

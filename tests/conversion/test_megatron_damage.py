@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+from megafp8.checkpoint.torch_file import TorchFile
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import MegatronSource
-from megafp8.checkpoint.torch_file import TorchFile
+from tests.conversion.checkpoints import convert
 from tests.conversion.megatron_reference import MadeUp, save
-from tests.conversion.test_megatron import ARGS, assert_same, convert, made_up
+from tests.conversion.test_megatron import ARGS, assert_same, made_up
 
 
 class Payload:
@@ -231,8 +232,8 @@ def test_a_disk_that_is_full_is_noticed_at_the_start(
     monkeypatch.setattr(os, "posix_fallocate", full)
     sink = MegatronSink(tmp_path / "out")
     with pytest.raises(OSError, match=r"No space left on device: [\d,]+ bytes are needed for .*mp_rank_00"):
-        sink.begin(truth)
+        sink.begin(truth, {})
     monkeypatch.undo()
-    sink._journal.close()
+    sink._journal._stream.close()
     convert(truth, MegatronSink(tmp_path / "out"))
     assert_same(MegatronSource(tmp_path / "out"), truth)

@@ -20,8 +20,8 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import initialize_model_parallel
 from tests.conversion import smollm2
+from tests.conversion.checkpoints import convert
 from tests.conversion.test_hf_files import same_weights
-from tests.conversion.test_hf_logits import convert
 from tests.world import World
 
 B, S, T = 4, 255, 3  # nine heads, three of keys and values: three tensor ranks

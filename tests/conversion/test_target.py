@@ -11,26 +11,28 @@ import pytest
 
 from megafp8.conversion.target import JOURNAL_FILE, Journal
 
+KEY = {"source": "a → b"}
+
 
 def test_what_was_flushed_is_there_again(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "a → b", seconds=1000)
+    journal = Journal(tmp_path, KEY, seconds=1000)
     journal.add("x")
     journal.add("y")
     assert journal.done == set()
     journal.flush()
     journal.add("z")  # and the process dies: the lock goes, the name too
     journal._stream.close()
-    assert Journal(tmp_path, "a → b").done == {"x", "y"}
+    assert Journal(tmp_path, KEY).done == {"x", "y"}
 
 
 def test_every_name_is_safe_at_once_where_asked_for(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, seconds=0)
+    journal = Journal(tmp_path, KEY, seconds=0)
     journal.add("x")
     assert journal.done == {"x"}
 
 
 def test_data_come_before_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(tmp_path, seconds=1000)
+    journal = Journal(tmp_path, KEY, seconds=1000)
     (tmp_path / "sub").mkdir()
     for name in ("one", "sub/two"):
         (tmp_path / name).write_text("data")
@@ -45,30 +47,31 @@ def test_data_come_before_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("damage", [b"", b"half a na"])
 def test_a_torn_line_does_not_count(tmp_path: Path, damage: bytes) -> None:
-    journal = Journal(tmp_path, "key")
+    journal = Journal(tmp_path, KEY)
     journal.add("x")
-    journal.close()
+    journal.flush()
+    journal._stream.close()
     with (tmp_path / JOURNAL_FILE).open("ab") as stream:
         stream.write(damage)
-    again = Journal(tmp_path, "key", seconds=0)
+    again = Journal(tmp_path, KEY, seconds=0)
     assert again.done == {"x"}
     again.add("y")
-    again.close()
-    assert Journal(tmp_path, "key").done == {"x", "y"}
+    again._stream.close()
+    assert Journal(tmp_path, KEY).done == {"x", "y"}
 
 
-def test_another_key_begins_anew(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "one", seconds=0)
+def test_another_key_is_refused_once_something_is_safe(tmp_path: Path) -> None:
+    Journal(tmp_path, {"source": "b"})._stream.close()
+    journal = Journal(tmp_path, KEY, seconds=0)
     journal.add("x")
-    journal.close()
-    journal = Journal(tmp_path, "two")
-    assert journal.done == set()
-    journal.close()
-    assert Journal(tmp_path, "one").done == set()
+    journal._stream.close()
+    with pytest.raises(ValueError, match="half done by another conversion: source was a → b and is c"):
+        Journal(tmp_path, {"source": "c"})
+    assert Journal(tmp_path, KEY).done == {"x"}
 
 
 def test_removed_it_leaves_the_folder_to_others(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = Journal(tmp_path, KEY)
     journal.add("x")
     journal.remove()
     assert list(tmp_path.iterdir()) == []
@@ -78,7 +81,7 @@ def test_a_second_process_is_refused_while_the_first_lives(tmp_path: Path) -> No
     program = f"""
 import sys
 from megafp8.conversion.target import Journal
-journal = Journal({str(tmp_path)!r}, seconds=0)
+journal = Journal({str(tmp_path)!r}, {KEY!r}, seconds=0)
 journal.add("x")
 print("ready", flush=True)
 sys.stdin.read()
@@ -87,7 +90,7 @@ sys.stdin.read()
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     with pytest.raises(ValueError, match="written by another process"):
-        Journal(tmp_path)
+        Journal(tmp_path, KEY)
     process.kill()
     process.communicate()
-    assert Journal(tmp_path).done == {"x"}
+    assert Journal(tmp_path, KEY).done == {"x"}
