@@ -1,15 +1,15 @@
-"""The interface to torch.distributed.checkpoint (DCP).
+"""The interface to torch.distributed.checkpoint (DCP), whose files we write.
 
-DCP plans on rank 0 which rank writes or reads which rectangle of which tensor. Its planners are meant to be subclassed
-for values that are not tensors; ours only say that a value is a `Rectangles`. Names are global and flat, so DCP's
-flattening of nested dictionaries is off.
+DCP assigns each rectangle of each tensor to the rank that writes it. Its planner is meant to be subclassed for values
+that are not tensors; ours only says that a value is a `Rectangles`. Names are global and flat, so DCP's flattening of
+nested dictionaries is off.
 
 A save calls DCP's planner and writer directly instead of `dcp.save`, which plans and writes in one call: a background
 save plans first and copies to the host only what this rank will write (`SavePlans`), while `dcp.async_save` copies
 everything the rank holds, which under data parallelism is the whole state on every rank.
 
 DCP's index file `.metadata` is a pickle, which may run any code when it is read. So it is read by an unpickler that
-knows the dozen classes of an index and nothing else. The data files are read with `torch.load(weights_only=True)`.
+knows the dozen classes of an index and nothing else.
 """
 
 from __future__ import annotations
@@ -17,27 +17,23 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import warnings
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from megafp8.checkpoint.errors import DamagedCheckpoint, group_rank, join_first, on_all_ranks
 from megafp8.checkpoint.files import Checksum, ChecksummedFiles
@@ -164,48 +160,6 @@ class _SavePlanner(DefaultSavePlanner):
         return object
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Omits the base class's walk over the values, which replaces what is not a tensor by None."""
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
-class _Reader(FileSystemReader):
-    """Reads with an index that is verified already, and names the file that turns out to be damaged."""
-
-    def __init__(self, path: Path, index: Metadata) -> None:
-        super().__init__(path)
-        self._index = index
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._index.storage_meta is None:
-            self._index.storage_meta = StorageMeta()
-        self._index.storage_meta.load_id = self.load_id
-        return self._index
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        done = super().read_data(replace(plan, items=[]), planner)
-        for name, items in by_file.items():
-            try:
-                super().read_data(replace(plan, items=items), planner).wait()
-            except (pickle.UnpicklingError, EOFError) as error:  # torch's text advises to allow the file to run code
-                raise ValueError(f"{Path(self.path) / name} is damaged ({type(error).__name__})") from error
-            except RuntimeError as error:
-                raise ValueError(f"{Path(self.path) / name} cannot be read: {str(error).splitlines()[0]}") from error
-        return done
-
-
 def write_items(state: dict[str, Rectangles]) -> list[WriteItem]:
     """DCP's descriptions of all rectangles of `state`, without values."""
     return [item for name, rectangles in state.items() for item in rectangles.__create_write_items__(name, None)]
@@ -261,16 +215,3 @@ def _writer(path: Path, **options: Any) -> tuple[FileSystemWriter, ChecksummedFi
     writer = FileSystemWriter(path, sync_files=False, **options)  # ChecksummedFiles syncs them
     writer.fs = files
     return writer, files
-
-
-def read(path: Path, index: Metadata, state: dict[str, Rectangles], group: ProcessGroup | None) -> None:
-    """Copy the checkpoint's values into the views of `state`. Collective over `group` (None: this process)."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is .*", category=UserWarning)  # not initialised
-        dcp.load(
-            state,
-            storage_reader=_Reader(path, index),
-            planner=_LoadPlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )

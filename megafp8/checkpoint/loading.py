@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megafp8.checkpoint import dcp, store
@@ -78,14 +77,17 @@ def load(
     problems = _describe([*found, {_UNEXPECTED: unexpected}])
     if problems:
         raise IncompatibleCheckpoint(f"{path} does not fit: {problems}")
-    state = {name: rectangles for name, rectangles in state.items() if _stored_kind(index, name) == kinds[name]}
+
+    def read() -> None:
+        for name, rectangles in state.items():
+            if _stored_kind(index, name) == kinds[name]:
+                for offset, view in rectangles.parts:
+                    opened.read_into(name, offset, view, verify=opened.sums is None)
+
     try:
-        dcp.read(path, index, state, group)
-    except CheckpointException as error:  # without its tracebacks
-        causes = [
-            f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())
-        ]
-        raise ValueError(f"{path} could not be read: {join_first(causes, '; ')}") from error
+        on_all_ranks(read, group)
+    except ValueError as error:
+        raise ValueError(f"{path} could not be read: {error}") from error
     return opened.metadata
 
 

@@ -3,8 +3,9 @@
 Resuming, conversion and tools all open a checkpoint here: metadata.json and index are read once, compared with
 checksums.json, and only then parsed. Data files are checked for presence and size; `loading` verifies their content.
 
-`read` copies the rectangles of one tensor, or of a part of it, from the files straight to their place in the result.
-Its memory is the result and, for a rectangle that is cut along its columns, a block of 32 MiB.
+`read` and `read_into` copy the rectangles of one tensor, or of a part of it, from the files straight to their place in
+the result. For a rectangle that is cut along its columns, or a result that is not on the CPU, they need a block of 32
+MiB more.
 
 Checkpoints from before checksums have no checksums.json, and no `has_checksums` in metadata.json. A checkpoint with
 `has_checksums` but no checksums.json is damaged.
@@ -113,17 +114,21 @@ class CheckpointReader:
         if not inside:
             raise ValueError(f"{name} is {list(total)}: there is no rectangle {list(size)} at {list(low)} of it")
         result = torch.empty(size, dtype=dtype)
+        self.read_into(name, low, result, verify=verify)
+        return result
+
+    def read_into(self, name: str, low: Shape, target: Tensor, *, verify: bool = False) -> None:
+        """Fill `target`, of any strides and on any device, with the rectangle of tensor `name` from index `low` on."""
         filled = 0
         for rectangle in self.rectangles[name]:
-            ends = [min(o + n, r + m) for o, n, r, m in zip(low, size, rectangle.offset, rectangle.shape)]
+            ends = [min(o + n, r + m) for o, n, r, m in zip(low, target.shape, rectangle.offset, rectangle.shape)]
             begins = [max(o, r) for o, r in zip(low, rectangle.offset)]
             if all(begin < end for begin, end in zip(begins, ends)):
-                part = result[tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low))]
+                part = target[tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low))]
                 _copy(name, rectangle, tuple(b - r for b, r in zip(begins, rectangle.offset)), part, verify)
                 filled += part.numel()
-        if filled < result.numel():
-            raise ValueError(f"{self.path} holds only {filled} of {result.numel()} values of {name}")
-        return result
+        if filled < target.numel():
+            raise ValueError(f"{self.path} holds only {filled} of {target.numel()} values of {name}")
 
 
 def newest_readable(folder: str | Path) -> CheckpointReader | None:

@@ -1,15 +1,15 @@
 """The local part of a global tensor, in global coordinates.
 
 A checkpoint holds tensors with global names and global shapes, and knows no ranks or layouts. A rank saves the
-rectangles it has and loads the rectangles it wants; torch.distributed.checkpoint (DCP) intersects the two. So loading
-into another TP×PP×DP layout is the same code as loading into the same one.
+rectangles it has and loads the rectangles it wants, by intersecting the two. So loading into another TP×PP×DP layout
+is the same code as loading into the same one.
 
 A sharded optimizer holds a flat run of a parameter's elements, regardless of rows. Of a matrix that is at most three
 rectangles: the rest of a row, whole rows, the beginning of a row. So sharded state reshards like anything else.
 
-`Rectangles` is the value of one name in a checkpoint. It implements torch's protocol for objects that are more than one
-tensor (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`; compare torch's `LocalShardsWrapper`,
-a tensor subclass). The views may be strided slices of a fused parameter: they are copied from and into in place.
+`Rectangles` is the value of one name in a checkpoint. For saving it implements torch's protocol for objects that are
+more than one tensor (`__create_write_items__`, `__get_tensor_shard__`; compare torch's `LocalShardsWrapper`, a tensor
+subclass). The views may be strided slices of a fused parameter: they are copied from and into in place.
 
 Several ranks may hold the same rectangle (data parallelism, norms under TP, the tied output layer). It is written once,
 by the rank with the least to write, and loaded by all.
@@ -79,19 +79,9 @@ class Rectangles:
             for offset, view in once.items()
         ]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offset), view.size()) for offset, view in self.parts]
-
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The view that starts at `index.offset`.
-
-        `index.index` counts the rectangles of this rank when loading, which tells repeated ones apart, but those of all
-        ranks when saving. So the offset decides.
-        """
-        wanted = tuple(index.offset or ())
-        if index.index is not None and index.index < len(self.parts) and self.parts[index.index].offset == wanted:
-            return self.parts[index.index].view
-        return next(view for offset, view in self.parts if offset == wanted)
+        """The first view that starts at `index.offset`."""
+        return next(view for offset, view in self.parts if offset == tuple(index.offset or ()))
 
 
 def as_rectangles(tensors: Mapping[str, Rectangles | Tensor]) -> dict[str, Rectangles]:

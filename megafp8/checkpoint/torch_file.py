@@ -161,9 +161,10 @@ class TorchFile:
         return content
 
     def read(self, tensor: StoredTensor, name: str, low: Shape, target: Tensor, *, verify: bool = True) -> None:
-        """Fill `target`, of any strides, with the values of `tensor` from its index `low` on.
+        """Fill `target`, of any strides and on any device, with the values of `tensor` from its index `low` on.
 
-        `tensor` is contiguous. Where `target` is not whole rows of it, rows pass through a buffer of `BLOCK_BYTES`.
+        `tensor` is contiguous. Where `target` is not, is not whole rows of it or not on the CPU, rows pass through a
+        buffer of `BLOCK_BYTES`.
         `verify`: compare the CRC-32 of the record, unless that was done. `name` is for messages.
         """
         assert tensor.is_contiguous, name
@@ -180,7 +181,7 @@ class TorchFile:
             with self.path.open("rb", buffering=0) as stream:
                 if verify and not self._is_sound(stream, tensor.record):
                     raise ValueError(f"{self.path} is damaged at {name}: its bytes are not those that were saved")
-                if target.shape[1:] == rest and target.is_contiguous():
+                if target.shape[1:] == rest and target.is_contiguous() and target.device.type == "cpu":
                     read_into(stream, begin, as_bytes(target))
                     return
                 columns = tuple(slice(o, o + n) for o, n in zip(low[1:], target.shape[1:]))
@@ -305,7 +306,8 @@ def seal(path: Path) -> None:
 
 def as_bytes(contiguous: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU."""
-    return contiguous.view(-1).view(torch.uint8).numpy().data
+    flat = contiguous.as_strided((contiguous.numel(),), (1,))  # dims of size 1 may have any stride
+    return flat.view(torch.uint8).numpy().data
 
 
 def _read_directory(stream: BinaryIO, start: int, length: int) -> dict[str, _Record]:

@@ -77,7 +77,7 @@ def test_damage_inside_a_data_file_is_found_while_reading(saved: Path) -> None:
     for junk in (bytes(size), b"PK\x03\x04" + bytes(size - 4)):
         data.write_bytes(junk)
         message = _refusal(saved)
-        assert f"{saved} could not be read: rank 0: ValueError: {data} " in message
+        assert f"{saved} could not be read: {data} " in message
         assert "weights_only" not in message
 
 
