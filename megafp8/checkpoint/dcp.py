@@ -140,7 +140,7 @@ def damaged_tensors(path: Path, index: Metadata, name: str) -> list[str]:
 
     def is_damaged(start: int, length: int) -> bool:
         try:
-            return TorchFile(path / name, start, length).find_damage() is not None
+            return TorchFile(path / name, start, length).is_damaged()
         except ValueError:
             return True
 

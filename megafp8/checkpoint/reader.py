@@ -163,11 +163,7 @@ def _copy(name: str, rectangle: StoredRectangle, low: Shape, part: Tensor, verif
         stored = file.content
         if not isinstance(stored, StoredTensor) or (stored.shape, stored.dtype) != (rectangle.shape, part.dtype):
             raise ValueError(f"it is {stored}")
-        if stored.is_contiguous:
-            file.read(stored, name, low, part, verify=verify)
-        else:  # saved from a strided view
-            whole = file.read_strided(stored, name, verify=verify)
-            part.copy_(whole[tuple(slice(o, o + n) for o, n in zip(low, part.shape))])
+        file.read(stored, name, low, part, verify=verify)
     except ValueError as error:
         where = f"{rectangle.file} is damaged at {name} (from byte {rectangle.start} on)"
         raise ValueError(f"{where}: {error}") from error

@@ -24,7 +24,6 @@ import os
 import pickle
 import struct
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -133,14 +132,12 @@ class TorchFile:
     """
 
     def __init__(self, path: Path, start: int = 0, length: int | None = None, *, unsafe: bool = False) -> None:
-        self.path, self._start = path, start
+        self.path = path
         self._verified: set[str] = set()
         try:
             with path.open("rb", buffering=0) as stream:
-                self._records = _read_directory(
-                    stream, start, path.stat().st_size - start if length is None else length
-                )
-                if self._read_record(stream, "byteorder", b"little") != b"little":
+                self._records = _read_directory(stream, start, length or path.stat().st_size - start)
+                if "byteorder" in self._records and self._read_record(stream, "byteorder") != b"little":
                     raise ValueError("it was written on a big-endian machine")
                 pickled = io.BytesIO(self._read_record(stream, "data.pkl"))
             self.content = _Unpickler(pickled, unsafe).load()
@@ -151,24 +148,27 @@ class TorchFile:
                 raise ValueError(f"{path} names code that is not installed: {error}; read it without unsafe") from error
             raise ValueError(f"{path} is damaged, or no file of torch.save: {error}") from error
 
-    def _read_record(self, stream: BinaryIO, name: str, default: bytes | None = None) -> bytes:
-        if name not in self._records and default is not None:
-            return default
+    def _read_record(self, stream: BinaryIO, name: str) -> bytes:
         record = self._records[name]
-        content = os.pread(stream.fileno(), record.size, record.start)
-        if record.crc and zlib.crc32(content) != record.crc:
+        if not self._is_intact(stream, name):
             raise ValueError(f"its record {name} is not what was saved")
-        return content
+        return os.pread(stream.fileno(), record.size, record.start)
 
     def read(self, tensor: StoredTensor, name: str, low: Shape, target: Tensor, *, verify: bool = True) -> None:
         """Fill `target`, of any strides and on any device, with the values of `tensor` from its index `low` on.
 
-        `tensor` is contiguous. Where `target` is not, is not whole rows of it or not on the CPU, rows pass through a
-        buffer of `BLOCK_BYTES`.
-        `verify`: compare the CRC-32 of the record, unless that was done. `name` is for messages.
+        Rows pass through a buffer of `BLOCK_BYTES`, unless `target` is on the CPU, contiguous, and whole rows of
+        `tensor`; a `tensor` that is not contiguous is read whole. `verify`: compare the CRC-32 of the record, unless
+        that was done. `name` is for messages.
         """
-        assert tensor.is_contiguous, name
         assert target.dtype == tensor.dtype, name
+        if not tensor.is_contiguous:
+            span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride))
+            flat = torch.empty(0 if 0 in tensor.shape else span, dtype=tensor.dtype)
+            self.read(tensor._replace(shape=(len(flat),), stride=(1,)), name, (0,), flat, verify=verify)
+            whole = flat.as_strided(tensor.shape, tensor.stride)
+            target.copy_(whole[tuple(slice(o, o + n) for o, n in zip(low, target.shape))])
+            return
         if target.dim() == 0:
             target, low, tensor = target.view(1), (0,), tensor._replace(shape=(1,))
         rest = tensor.shape[1:]
@@ -179,7 +179,7 @@ class TorchFile:
         begin += record.start
         try:
             with self.path.open("rb", buffering=0) as stream:
-                if verify and not self._is_sound(stream, tensor.record):
+                if verify and not self._is_intact(stream, tensor.record):
                     raise ValueError(f"{self.path} is damaged at {name}: its bytes are not those that were saved")
                 if target.shape[1:] == rest and target.is_contiguous() and target.device.type == "cpu":
                     read_into(stream, begin, as_bytes(target))
@@ -193,21 +193,12 @@ class TorchFile:
         except (OSError, EOFError) as error:
             raise ValueError(f"{self.path}: {name} cannot be read: {error}") from error
 
-    def read_strided(self, tensor: StoredTensor, name: str, *, verify: bool = True) -> Tensor:
-        """The whole of `tensor`, of any strides, by reading the stretch of its storage that it spans."""
-        span = (
-            1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride)) if 0 not in tensor.shape else 0
-        )
-        flat = torch.empty(span, dtype=tensor.dtype)
-        self.read(tensor._replace(shape=(span,), stride=(1,)), name, (0,), flat, verify=verify)
-        return flat.as_strided(tensor.shape, tensor.stride)
-
-    def find_damage(self) -> str | None:
-        """The first record whose bytes are not those that were saved; None where all are."""
+    def is_damaged(self) -> bool:
+        """Whether the bytes of some record are not those that were saved."""
         with self.path.open("rb", buffering=0) as stream:
-            return next((name for name in self._records if not self._is_sound(stream, name)), None)
+            return not all(self._is_intact(stream, name) for name in self._records)
 
-    def _is_sound(self, stream: BinaryIO, name: str) -> bool:
+    def _is_intact(self, stream: BinaryIO, name: str) -> bool:
         """Whether a record has its CRC-32, computed once."""
         record = self._records[name]
         if record.crc and name not in self._verified:
@@ -247,14 +238,14 @@ class _Unpickler(pickle.Unpickler):
         _, dtype, record, _, _ = pid
         return _Storage(f"data/{record}", dtype)
 
-    def _rebuild_tensor_v2(self, storage: _Storage, offset: int, size: Shape, stride: Shape, *_: Any) -> StoredTensor:
-        dtype = storage.dtype
+    def _rebuild_tensor_v2(
+        self, storage: _Storage, offset: int, size: Shape, stride: Shape, *_: Any, dtype: torch.dtype | None = None
+    ) -> StoredTensor:
+        dtype = dtype or storage.dtype
         return StoredTensor(storage.record, offset * dtype.itemsize, tuple(size), tuple(stride), dtype)
 
-    def _rebuild_tensor_v3(
-        self, storage: _Storage, offset: int, size: Shape, stride: Shape, _: Any, __: Any, dtype: torch.dtype, *___: Any
-    ) -> StoredTensor:
-        return StoredTensor(storage.record, offset * dtype.itemsize, tuple(size), tuple(stride), dtype)
+    def _rebuild_tensor_v3(self, *arguments: Any) -> StoredTensor:
+        return self._rebuild_tensor_v2(*arguments[:4], dtype=arguments[6])
 
     def _rebuild_parameter(self, data: StoredTensor, *_: Any) -> StoredTensor:
         return data

@@ -102,9 +102,7 @@ class HfSink(FolderSink):
         self._journal.add(name)
 
     def finish(self) -> None:
-        self._journal.flush()
-        missing = sorted(self._shapes.keys() - self._journal.done)
-        assert not missing, f"finish() before {missing[0]} was written"
+        self._check_done(self._shapes)
         files = dict(self._tokenizer.files)
         by_name = {name: stored.file for name, stored in self._stored.items()}
         if set(by_name.values()) != {WEIGHTS_FILE}:

@@ -104,14 +104,9 @@ class MegatronSink(FolderSink):
         dtypes = Counter(source.tensors[name].dtype for name in self._shapes)
         layers = model.num_layers // (self.pipeline * self.virtual)
         args = write_args(model, seq_length(source) or model.max_position_embeddings)
+        dtype = dtypes.most_common(1)[0][0]
         args |= layout_args(
-            self.tensor,
-            self.pipeline,
-            self.virtual,
-            layers,
-            self._padded_vocab,
-            dtypes.most_common(1)[0][0],
-            self.implementation,
+            self.tensor, self.pipeline, self.virtual, layers, self._padded_vocab, dtype, self.implementation
         )
         args |= {
             "iteration": step,
@@ -120,32 +115,23 @@ class MegatronSink(FolderSink):
             "consumed_valid_samples": 0,
             "tokenizer_type": _tokenizer_type(source.tokenizer_files),
         }
-        return {
-            "args": argparse.Namespace(**args),
-            "checkpoint_version": 3.0,
-            "iteration": step,
-            "num_floating_point_operations_so_far": 0,
-        }
+        about = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": step}
+        return about | {"num_floating_point_operations_so_far": 0}
 
     def _targets(self, name: str) -> Iterator[tuple[Place, _Target]]:
         """Where our tensor `name` goes: one tensor of theirs, or two for tied weights on two stages."""
-        there = place(name)
-        last = self.pipeline * self.virtual - 1
-        if there.layer is None:
-            first = there.key.startswith("embedding.")
-            yield there, self._target(0 if first else last, there, 0)
-            if self._model.tie_embeddings and name == "model.embedding.word.weight" and last > 0:
-                copy = Place(None, OUTPUT)
-                yield copy, self._target(last, copy, 0)
-        else:
+        there, last = place(name), self.pipeline * self.virtual - 1
+        if there.layer is not None:
             stage, layer = divmod(there.layer, self._model.num_layers // (last + 1))
-            yield there, self._target(stage, there, layer)
+            yield there, self._target(stage, there.named(layer))
+            return
+        yield there, self._target(0 if there.key.startswith("embedding.") else last, there.key)
+        if self._model.tie_embeddings and name == "model.embedding.word.weight" and last > 0:
+            yield Place(None, OUTPUT), self._target(last, OUTPUT)
 
-    def _target(self, stage: int, there: Place, layer: int) -> _Target:
+    def _target(self, stage: int, key: str) -> _Target:
         v, p = divmod(stage, self.pipeline)
-        key = there.named(layer)
-        if self.implementation == "transformer_engine":
-            key = with_transformer_engine(key)
+        key = with_transformer_engine(key) if self.implementation == "transformer_engine" else key
         return _Target(p, f"model{v}" if self.virtual > 1 else "model", key)
 
     def _reserve(self, about: dict[str, Any], fresh: bool) -> None:
@@ -185,10 +171,8 @@ class MegatronSink(FolderSink):
         for there, target in self._targets(name):
             for run in runs(name, self._shapes[name], self._model, self.tensor, self._padded_vocab):
                 start = self._starts[run.rank, target]
-                if there.dim == 1:
-                    values, first = tensor.narrow(1, run.ours, run.length), 0
-                else:
-                    values, first = tensor.narrow(0, run.ours, run.length), run.theirs
+                values = tensor.narrow(there.dim or 0, run.ours, run.length)
+                first = 0 if there.dim == 1 else run.theirs
                 with self._file(run.rank, target.pipeline_rank).open("r+b", buffering=0) as stream:
                     most = max(1, BLOCK_BYTES // row_bytes)
                     for at in range(0, values.shape[0], most):
@@ -197,9 +181,7 @@ class MegatronSink(FolderSink):
         self._journal.add(name)
 
     def finish(self) -> None:
-        self._journal.flush()
-        missing = sorted(self._shapes.keys() - self._journal.done)
-        assert not missing, f"finish() before {missing[0]} was written"
+        self._check_done(self._shapes)
         for p in range(self.pipeline):
             for rank in range(self.tensor):
                 seal(self._file(rank, p))

@@ -150,6 +150,12 @@ class FolderSink:
                 old.unlink()
         return True
 
+    def _check_done(self, names: Collection[str]) -> None:
+        """Flush everything to disk, and assert that all `names` are written."""
+        self._journal.flush()
+        missing = sorted(set(names) - self._journal.done)
+        assert not missing, f"finish() before {missing[0]} was written"
+
     def _copy_tokenizer(self) -> None:
         for file in self._source.tokenizer_files:
             (self.hidden / TOKENIZER_FOLDER).mkdir(exist_ok=True)
