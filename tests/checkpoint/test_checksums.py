@@ -1,4 +1,4 @@
-"""A file that is not what was written is found before it is loaded, and named; an older checkpoint is used."""
+"""Damaged files are detected before anything is loaded, and named; an older checkpoint is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megafp8.checkpoint import (
 )
 from megafp8.checkpoint import files as files_module
 from tests.checkpoint import toy
-from tests.checkpoint.rewritten import make_old, rewrite
+from tests.checkpoint.rewritten import flip, listing, make_old, rewrite, write_listing
 from tests.world import World
 
 FILES = [".metadata", "__0_0.distcp", "checksums.json", "metadata.json"]
@@ -34,14 +34,8 @@ def _state(step: int) -> dict[str, torch.Tensor]:
     return {f"layers.{i}.weight": torch.arange(4096.0).view(64, 64) + 100 * step + i for i in range(3)}
 
 
-def _path(opened: CheckpointReader | None) -> Path | None:
-    return None if opened is None else opened.path
-
-
-def _flip(file: Path, byte: int, bit: int = 3) -> None:
-    content = bytearray(file.read_bytes())
-    content[byte] ^= 1 << bit
-    file.write_bytes(content)
+def _path(reader: CheckpointReader | None) -> Path | None:
+    return None if reader is None else reader.path
 
 
 def _refusal(path: Path) -> str:
@@ -81,7 +75,7 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path: Path, name: str) -> None:
     size = (path / name).stat().st_size
     content = (path / name).read_bytes()
     for byte in range(0, size, max(1, size // 40)):
-        _flip(path / name, byte)
+        flip(path / name, byte)
         message = _refusal(path)
         assert str(path / name) in message
         (path / name).write_bytes(content)
@@ -91,7 +85,7 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path: Path, name: str) -> None:
 def test_the_tensor_is_named_and_no_other(tmp_path: Path) -> None:
     path = save(tmp_path, 1, _state(1), {})
     start, end = _where(path, "layers.1.weight")
-    _flip(path / "__0_0.distcp", (start + end) // 2)
+    flip(path / "__0_0.distcp", (start + end) // 2)
     message = _refusal(path)
     assert "__0_0.distcp is damaged: its CRC-32 is " in message
     assert message.endswith("; damaged in it: layers.1.weight")
@@ -165,7 +159,7 @@ def _fall_back(folder: str) -> tuple[str, str]:
 def test_all_ranks_fall_back_together(world4: World, tmp_path: Path) -> None:
     world4.run(_save_toy, str(tmp_path))
     good = save(tmp_path, 2, _state(2), {})
-    _flip(tmp_path / "step_00000003" / "__2_0.distcp", 300)
+    flip(tmp_path / "step_00000003" / "__2_0.distcp", 300)
     outcomes = world4.run(_fall_back, str(tmp_path))
     assert set(outcomes) == {outcomes[0]}
     assert outcomes[0][0] == str(good)
@@ -182,7 +176,7 @@ def test_the_newest_good_one_is_used_and_damaged_ones_are_kept(
     for step in (1, 2, 3, 4):
         save(tmp_path, step, _state(step), {"consumed_samples": step})
     start, end = _where(tmp_path / "step_00000003", "layers.2.weight")
-    _flip(tmp_path / "step_00000003" / "__0_0.distcp", (start + end) // 2)
+    flip(tmp_path / "step_00000003" / "__0_0.distcp", (start + end) // 2)
     (tmp_path / "step_00000004" / "metadata.json").write_text("{")
     before = [_bytes(tmp_path / f"step_0000000{step}") for step in (3, 4)]
     assert _path(newest_good(tmp_path)) == latest(tmp_path) == tmp_path / "step_00000002"
@@ -251,24 +245,17 @@ def test_a_small_file_is_never_believed_before_it_is_verified(tmp_path: Path, na
 
 def test_a_file_without_a_checksum_is_damage(tmp_path: Path) -> None:
     path = save(tmp_path, 1, _state(1), {})
-    whole = (path / "checksums.json").read_text()
+    whole = listing(path)
     for name in ("__0_0.distcp", ".metadata", "metadata.json"):
-        files = {other: entry for other, entry in json.loads(whole)["files"].items() if other != name}
-        crc = zlib.crc32(json.dumps(files, sort_keys=True, separators=(",", ":")).encode())
-        listing = {"algorithm": "crc32", "files": files, "crc32_of_files": f"{crc:08x}"}
-        (path / "checksums.json").write_text(json.dumps(listing))
+        write_listing(path, {other: entry for other, entry in whole.items() if other != name})
         assert _refusal(path) == f"{path}/checksums.json has no checksum of {name}"
 
 
 def test_entries_of_other_types_are_damage(tmp_path: Path) -> None:
     path = save(tmp_path, 1, _state(1), {})
-    zero = "0" * 8
-    sizes = [{"bytes": size, "crc32": zero} for size in ("1", True, -1, 1.0, None)]
+    sizes = [{"bytes": size, "crc32": "0" * 8} for size in ("1", True, -1, 1.0, None)]
     for entry in (None, [], {}, *sizes, {"bytes": 1, "crc32": 0}, {"bytes": 1, "crc32": "0x000000"}):
-        files = {"metadata.json": entry}
-        crc = zlib.crc32(json.dumps(files, sort_keys=True, separators=(",", ":")).encode())
-        listing = {"algorithm": "crc32", "files": files, "crc32_of_files": f"{crc:08x}"}
-        (path / "checksums.json").write_text(json.dumps(listing))
+        write_listing(path, {"metadata.json": entry})
         assert _refusal(path) == f"{path}/checksums.json is damaged: its entry of metadata.json is no size and CRC-32"
 
 

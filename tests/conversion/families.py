@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,17 @@ def tokens() -> Tensor:
 
 
 class RandomSource(Source):
-    """A model of ours with random weights, made when they are asked for; any slice of a name has the same values."""
+    """A model of ours with random weights that depend on their names only."""
 
-    def __init__(self, model: ModelConfig, path: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: ModelConfig, path: Path = Path("random"), dtype: torch.dtype = torch.float32) -> None:
         self.model, self.path, self.dtype = model, path, dtype
         self.about: dict[str, Any] = {}
         self.tokenizer_files: list[Path] = []
         self.tensors = {name: TensorInfo(shape, dtype) for name, shape in model_tensors(model).items()}
+
+    @cached_property
+    def whole(self) -> dict[str, Tensor]:
+        return {name: self.read(name) for name in self.tensors}
 
     def read(self, name: str) -> Tensor:
         shape = self.tensors[name].shape

@@ -14,7 +14,8 @@ from megafp8.config import ModelConfig
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import MegatronSource, is_megatron
 from tests.conversion.checkpoints import convert
-from tests.conversion.megatron_reference import MODELS, TINY, MadeUp, rank, save
+from tests.conversion.families import RandomSource
+from tests.conversion.megatron_reference import MODELS, TINY, rank, save
 
 # Arguments as a user of Megatron-LM would give them for MODELS, and its defaults of those they would not.
 COMMON = {
@@ -65,11 +66,11 @@ MORE = [("llama", (1, 2, 1)), ("gpt2", (1, 2, 1)), ("llama", (1, 4, 1)), ("llama
 CASES = [*((name, layout) for name in MODELS for layout in LAYOUTS), *MORE]
 
 
-def made_up(name: str, **options: Any) -> MadeUp:
-    return MadeUp(ModelConfig.model_validate(MODELS[name]), **options)
+def random_source(name: str, **options: Any) -> RandomSource:
+    return RandomSource(ModelConfig.model_validate(MODELS[name]), **options)
 
 
-def assert_same(read: MegatronSource, truth: MadeUp) -> None:
+def assert_same(read: MegatronSource, truth: RandomSource) -> None:
     assert read.tensors.keys() == truth.whole.keys()
     for name, expected in truth.whole.items():
         tensor = read.read(name)
@@ -82,7 +83,7 @@ def assert_same(read: MegatronSource, truth: MadeUp) -> None:
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_each_rank_is_written_as_megatron_has_it(name: str, layout: tuple[int, int, int], tmp_path: Path) -> None:
-    source = made_up(name)
+    source = random_source(name)
     t, p, virtual = layout
     te = name != "qwen2"
     implementation: Any = "transformer_engine" if te else "local"
@@ -110,7 +111,7 @@ def test_each_rank_is_written_as_megatron_has_it(name: str, layout: tuple[int, i
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_each_tensor_is_read_from_what_megatron_writes(name: str, layout: tuple[int, int, int], tmp_path: Path) -> None:
-    truth = made_up(name, dtype=torch.bfloat16)
+    truth = random_source(name, dtype=torch.bfloat16)
     read = MegatronSource(save(tmp_path, truth, ARGS[name], layout, te=name != "gpt2"))
     assert read.path == tmp_path / "iter_0000100"
     assert read.model == truth.model.model_copy(update={"num_query_groups": read.model.num_query_groups})
@@ -121,7 +122,7 @@ def test_each_tensor_is_read_from_what_megatron_writes(name: str, layout: tuple[
 
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back_through_another_layout(name: str, tmp_path: Path) -> None:
-    truth = made_up(name, dtype=torch.float16)
+    truth = random_source(name, dtype=torch.float16)
     convert(truth, MegatronSink(tmp_path / "a", 2, 2, 2))
     middle = MegatronSource(tmp_path / "a")
     convert(middle, MegatronSink(tmp_path / "b", 1, 4, implementation="local"))
@@ -132,7 +133,7 @@ def test_there_and_back_through_another_layout(name: str, tmp_path: Path) -> Non
 
 
 def test_the_arguments_that_megatron_compares_or_takes(tmp_path: Path) -> None:
-    source = made_up("llama", dtype=torch.bfloat16)
+    source = random_source("llama", dtype=torch.bfloat16)
     source.about = {"step": 7, "consumed_samples": 56, "config": {"training": {"seq_length": 16}}}
     (tmp_path / "tokenizer.json").write_text("{}")
     source.tokenizer_files = [tmp_path / "tokenizer.json"]
@@ -164,7 +165,7 @@ def test_the_arguments_that_megatron_compares_or_takes(tmp_path: Path) -> None:
 
 
 def test_files_are_sound_zip_archives(tmp_path: Path) -> None:
-    convert(made_up("qwen3"), MegatronSink(tmp_path / "out", 2))
+    convert(random_source("qwen3"), MegatronSink(tmp_path / "out", 2))
     for file in (tmp_path / "out").rglob("*.pt"):
         with zipfile.ZipFile(file) as archive:
             assert archive.testzip() is None
@@ -172,7 +173,7 @@ def test_files_are_sound_zip_archives(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_of_unknown_size_is_all_rows(tmp_path: Path) -> None:
-    truth = made_up("llama")
+    truth = random_source("llama")
     args = {key: value for key, value in ARGS["llama"].items() if key != "vocab_size"}
     save(tmp_path, truth, args, (2, 1, 1), multiple=8)
     assert MegatronSource(tmp_path).model.vocab_size == 64
@@ -182,7 +183,7 @@ def test_a_vocabulary_of_unknown_size_is_all_rows(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_with_less_padding_than_ours(tmp_path: Path) -> None:
-    truth = made_up("llama")
+    truth = random_source("llama")
     save(tmp_path, truth, ARGS["llama"], (2, 1, 1), multiple=1)  # 50 rows, ours has 56
     read = MegatronSource(tmp_path).read("model.embedding.word.weight")
     assert torch.equal(read[:50], truth.whole["model.embedding.word.weight"][:50])
@@ -190,7 +191,7 @@ def test_a_vocabulary_with_less_padding_than_ours(tmp_path: Path) -> None:
 
 
 def test_layers_may_lie_unevenly(tmp_path: Path) -> None:
-    truth = made_up("qwen3")
+    truth = random_source("qwen3")
     save(tmp_path, truth, ARGS["qwen3"], (1, 2, 1))
     one, two = (tmp_path / f"iter_0000100/mp_rank_00_00{s}/model_optim_rng.pt" for s in range(2))
     a, b = (torch.load(file, weights_only=False) for file in (one, two))
@@ -204,7 +205,7 @@ def test_layers_may_lie_unevenly(tmp_path: Path) -> None:
 
 
 def test_models_from_before_megatron_core(tmp_path: Path) -> None:
-    truth = made_up("gpt2")
+    truth = random_source("gpt2")
     save(tmp_path, truth, ARGS["gpt2"], (2, 2, 1), te=False)
     names = {
         "input_layernorm": "input_norm",
@@ -249,13 +250,13 @@ def test_what_the_format_cannot_hold_is_refused(
     model: dict[str, Any], layout: tuple[int, ...], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        MegatronSink(tmp_path / "out", *layout).begin(MadeUp(ModelConfig.model_validate(TINY | model)), {})
+        MegatronSink(tmp_path / "out", *layout).begin(RandomSource(ModelConfig.model_validate(TINY | model)), {})
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_is_recognized(tmp_path: Path) -> None:
-    save(tmp_path, made_up("llama"), ARGS["llama"], (1, 1, 1))
+    save(tmp_path, random_source("llama"), ARGS["llama"], (1, 1, 1))
     assert is_megatron(tmp_path)
     assert is_megatron(tmp_path / "iter_0000100")
     assert not is_megatron(tmp_path / "iter_0000100" / "mp_rank_00")
-    assert_same(MegatronSource(tmp_path / "iter_0000100"), made_up("llama"))
+    assert_same(MegatronSource(tmp_path / "iter_0000100"), random_source("llama"))

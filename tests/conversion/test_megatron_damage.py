@@ -20,8 +20,9 @@ from megafp8.checkpoint.torch_file import TorchFile
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import MegatronSource
 from tests.conversion.checkpoints import convert
-from tests.conversion.megatron_reference import MadeUp, save
-from tests.conversion.test_megatron import ARGS, assert_same, made_up
+from tests.conversion.families import RandomSource
+from tests.conversion.megatron_reference import save
+from tests.conversion.test_megatron import ARGS, assert_same, random_source
 
 
 class Payload:
@@ -35,12 +36,12 @@ class Payload:
 
 
 @pytest.fixture(scope="module")
-def truth() -> MadeUp:
-    return made_up("llama")
+def truth() -> RandomSource:
+    return random_source("llama")
 
 
 @pytest.fixture(scope="module")
-def pristine(truth: MadeUp, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pristine(truth: RandomSource, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("megatron"), truth, ARGS["llama"], (2, 2, 1))
 
 
@@ -60,7 +61,7 @@ def change(file: Path, how: Callable[[dict[str, Any]], None]) -> None:
     torch.save(content, file)
 
 
-def test_classes_that_are_not_installed(truth: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_that_are_not_installed(truth: RandomSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("megatron_of_someone")
     backend = enum.Enum("AttnBackend", ["flash", "auto"], module="megatron_of_someone")  # type: ignore[misc]
     module.AttnBackend = backend  # type: ignore[attr-defined]
@@ -75,7 +76,7 @@ def test_classes_that_are_not_installed(truth: MadeUp, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("where", ["args", "beside", "as a weight"])
-def test_code_in_a_file_does_not_run(where: str, truth: MadeUp, tmp_path: Path) -> None:
+def test_code_in_a_file_does_not_run(where: str, truth: RandomSource, tmp_path: Path) -> None:
     trace = tmp_path / "it ran"
     payload = Payload(Path(f"'{trace}'"))
     args = ARGS["llama"] | ({"attention_backend": payload} if where == "args" else {})
@@ -184,7 +185,7 @@ def test_a_file_of_another_checkpoint(how: Callable[[dict[str, Any]], None], mes
         ({"num_attention_heads": "many"}, "num_attention_heads"),
     ],
 )
-def test_a_model_we_do_not_have(argument: dict[str, Any], message: str, truth: MadeUp, tmp_path: Path) -> None:
+def test_a_model_we_do_not_have(argument: dict[str, Any], message: str, truth: RandomSource, tmp_path: Path) -> None:
     save(tmp_path, truth, ARGS["llama"] | argument, (1, 1, 1))
     with pytest.raises(ValueError, match=message) as error:
         MegatronSource(tmp_path)
@@ -208,7 +209,7 @@ def test_other_formats_and_wrong_folders(folder: Path, tmp_path: Path) -> None:
         MegatronSource(folder)
 
 
-def test_tensors_that_share_a_storage(truth: MadeUp, tmp_path: Path) -> None:
+def test_tensors_that_share_a_storage(truth: RandomSource, tmp_path: Path) -> None:
     """As the distributed optimizer has it: parameters are views of one buffer."""
     save(tmp_path, truth, ARGS["llama"], (1, 1, 1))
 
@@ -224,7 +225,7 @@ def test_tensors_that_share_a_storage(truth: MadeUp, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_is_noticed_at_the_start(
-    truth: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    truth: RandomSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -10,7 +10,7 @@ import torch
 
 from megafp8.checkpoint import load, save
 from megafp8.conversion.native import NativeSink, NativeSource
-from tests.checkpoint.rewritten import rewrite
+from tests.checkpoint.rewritten import flip, rewrite
 from tests.conversion import checkpoints
 from tests.conversion.checkpoints import convert
 
@@ -51,12 +51,6 @@ def test_the_tokenizer_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert NativeSource(tmp_path / "run").tokenizer_files == []
     (file,) = NativeSource(path).tokenizer_files
     assert file.read_text() == "{}"
-
-
-def flip(file: Path, at: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[at] ^= 0x10
-    file.write_bytes(content)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
