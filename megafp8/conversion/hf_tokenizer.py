@@ -33,7 +33,7 @@ from megafp8.checkpoint.files import to_json
 from megafp8.conversion.base import Source
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE, CONFIG_FILE, TOKENS_FILE = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 _SENTENCEPIECE_FILE = "tokenizer.model"
@@ -74,7 +74,7 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
     found = find_tokenizer(source)
     if found is None:
         if path := _run_tokenizer(source).get("path"):
-            _log.warning("the tokenizer %s of the run is not there any more; none is written", path)
+            _logger.warning("the tokenizer %s of the run is not there any more; none is written", path)
         return TokenizerExport(files)
     kind, path = found["kind"], found["path"]
     try:
@@ -85,13 +85,13 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
     except (ValueError, ImportError) as error:
         if CONFIG_FILE not in files:
             what = f"the tokenizer {path or ''} ({kind}) is not written as {TOKENIZER_FILE}"
-            _log.warning("%s, so AutoTokenizer may not load it or give other tokens: %s", what, error)
+            _logger.warning("%s, so AutoTokenizer may not load it or give other tokens: %s", what, error)
         return TokenizerExport(files)
     end = library.id_to_token(tokenizer.eod_id)
     roles = {"bos_token": end, **roles, "eos_token": end}
     if CONFIG_FILE not in files:
         if model_type == "qwen2":
-            _log.warning(
+            _logger.warning(
                 "AutoTokenizer of transformers 5 splits text in Qwen2's way for models of type qwen2, and so may give "
                 "other tokens than the run's tokenizer; transformers.PreTrainedTokenizerFast.from_pretrained does not"
             )
@@ -113,14 +113,14 @@ def find_tokenizer(source: Source) -> dict[str, Any] | None:
     As the config of its run says, with the path of the file that lies with the source, or else by names of files.
     """
     files = {file.name: str(file) for file in source.tokenizer_files}
-    said = {key: value for key, value in _run_tokenizer(source).items() if value is not None}
-    if said.get("kind") == "bytes":
-        return said | {"path": None}
-    if "kind" in said and (name := Path(said.get("path", "")).name):
+    described = {key: value for key, value in _run_tokenizer(source).items() if value is not None}
+    if described.get("kind") == "bytes":
+        return described | {"path": None}
+    if "kind" in described and (name := Path(described.get("path", "")).name):
         if name in files:
-            return said | {"path": files[name]}
-        if said["kind"] == "tiktoken" and "." not in name:
-            return said  # the name of an encoding
+            return described | {"path": files[name]}
+        if described["kind"] == "tiktoken" and "." not in name:
+            return described  # the name of an encoding
     by_suffix: dict[str, TokenizerKind] = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
     for name in (TOKENIZER_FILE, _SENTENCEPIECE_FILE, *sorted(files)):
         suffix = Path(name).suffix
@@ -225,7 +225,7 @@ def _from_sentencepiece(tokenizer: Tokenizer, path: str | None) -> tuple[Any, di
             models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback, ignore_merges=whole)
         )
     elif trainer.model_type == TrainerSpec.UNIGRAM:
-        _log.warning(
+        _logger.warning(
             "%s is a unigram model: transformers may split rare texts otherwise, such as long runs of one character; "
             "tokenizer.model, which is written beside tokenizer.json, does not", path,
         )  # fmt: skip

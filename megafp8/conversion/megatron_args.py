@@ -162,8 +162,9 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
     }
     differing = differences(model, read_args(args, model.vocab_size, model.vocab_multiple))
     if differing:
-        said = ", ".join(f"{key} = {getattr(model, key)!r}" for key in differing)
-        raise ValueError(f"Megatron-LM has no model with {said}")
+        raise ValueError(
+            f"Megatron-LM has no model with {', '.join(f'{key} = {getattr(model, key)!r}' for key in differing)}"
+        )
     return args
 
 

@@ -143,12 +143,12 @@ def find_iteration(path: Path) -> Path:
     folder = path
     tracker = path / TRACKER
     if tracker.is_file():
-        said = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if said != "release" and not said.isdecimal():
-            raise ValueError(f"{tracker} is damaged: it says {said[:40]!r}, and not an iteration or release")
-        folder = path / (said if said == "release" else f"iter_{int(said):07d}")
+        content = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if content != "release" and not content.isdecimal():
+            raise ValueError(f"{tracker} is damaged: it says {content[:40]!r}, and not an iteration or release")
+        folder = path / (content if content == "release" else f"iter_{int(content):07d}")
         if not folder.is_dir():
-            raise ValueError(f"{tracker} says {said}, and there is no {folder}")
+            raise ValueError(f"{tracker} says {content}, and there is no {folder}")
     if any((folder / name).exists() for name in (".metadata", "common.pt")):
         raise ValueError(
             f"{folder} is a distributed checkpoint of Megatron-LM (torch_dist, torch_dcp or zarr), and megafp8 reads "
@@ -253,10 +253,10 @@ def _check_tensor(what: str, tensor: StoredTensor, shape: tuple[int, ...], dtype
 
 def _vocab_size(args: Mapping[str, Any], given: int | None, padded: int) -> int:
     """Tokens before padding."""
-    said = args.get("vocab_size")
+    size = args.get("vocab_size")
     if given is not None and not 0 < given <= padded:
         raise ValueError(f"vocab_size {given} was given, and the embedding has {padded} rows")
-    if given is not None or not isinstance(said, int) or said <= 0:
+    if given is not None or not isinstance(size, int) or size <= 0:
         return given or padded
     # Megatron-LM's NullTokenizer has one token more than its argument says, the end of a document.
-    return min(said + (args.get("tokenizer_type") == "NullTokenizer"), padded)
+    return min(size + (args.get("tokenizer_type") == "NullTokenizer"), padded)
