@@ -1,4 +1,4 @@
-"""Interfaces of a conversion: a source of whole tensors under megafp8's names, and a sink for them.
+"""The interface of a source: whole tensors under megafp8's names.
 
 A conversion is one loop, `sink.write(name, source.read(name))`, so n formats take n readers and n writers. Names and
 shapes in between are those of `training.state`:
@@ -59,37 +59,6 @@ class Source(Protocol):
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows `[first, last)` of `read(name)`, of which nothing else is read from the disk if the format allows."""
         return self.read(name)[first:last]
-
-
-class Sink(Protocol):
-    """A checkpoint to write in the folder `hidden`, which `publish` renames to `path`.
-
-    An interrupted sink is continued by making it again for the same source and path.
-    """
-
-    path: Path
-    hidden: Path
-
-    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
-        """Prepare the files for what of `source` the format can hold, and return the names yet to be written.
-
-        `options`: JSON that must be equal to continue an interrupted conversion. Raises ValueError where the format
-        cannot express the model, `path` is taken, another process writes it, or it is half done by another conversion;
-        OSError where the disk is too small.
-        """
-        ...
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Store a whole tensor."""
-        ...
-
-    def finish(self) -> None:
-        """Write what describes the tensors; `hidden` is then a complete checkpoint."""
-        ...
-
-    def publish(self) -> None:
-        """Flush everything to disk, and make the checkpoint visible in one step."""
-        ...
 
 
 def refuse(key: str, value: object, supported: str) -> NoReturn:

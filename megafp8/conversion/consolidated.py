@@ -20,7 +20,7 @@ from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.safetensors_format import DTYPES, header, read_header, read_rows
-from megafp8.conversion.target import FolderSink, tokenizer_files
+from megafp8.conversion.target import Sink, tokenizer_files
 
 WEIGHTS_FILE, ABOUT_FILE = "consolidated.safetensors", "consolidated.json"
 FORMAT_VERSION = 1
@@ -56,7 +56,7 @@ class ConsolidatedSource(Source):
         return tensor
 
 
-class ConsolidatedSink(FolderSink):
+class ConsolidatedSink(Sink):
     """Writes the folder `path`: the weights of the source only."""
 
     def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:

@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
-from megafp8.conversion.base import Sink, Source, TensorInfo
+from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.hf_config import canonical, differences
-from megafp8.conversion.target import is_taken
+from megafp8.conversion.target import Sink, is_taken
 
 _SPARE_BYTES = 64 * 2**20  # indices, headers, journals
 

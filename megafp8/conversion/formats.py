@@ -9,13 +9,14 @@ from typing import NamedTuple
 from megafp8.checkpoint import complete_checkpoints
 from megafp8.checkpoint.dcp import INDEX_FILE
 from megafp8.checkpoint.store import METADATA_FILE
-from megafp8.conversion.base import Sink, Source
+from megafp8.conversion.base import Source
 from megafp8.conversion.consolidated import WEIGHTS_FILE, ConsolidatedSink, ConsolidatedSource
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import CONFIG_FILE, HfSource
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import TRACKER, MegatronSource, is_megatron
 from megafp8.conversion.native import NativeSink, NativeSource, is_checkpoint
+from megafp8.conversion.target import Sink
 
 
 class Format(NamedTuple):

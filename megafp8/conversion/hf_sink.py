@@ -28,9 +28,9 @@ from megafp8.conversion.hf_config import choose, differences, read_config, write
 from megafp8.conversion.hf_names import Place, place
 from megafp8.conversion.hf_source import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, WEIGHTS_FILE
 from megafp8.conversion.hf_tokenizer import TokenizerExport, export_tokenizer
-from megafp8.conversion.model import check_source, resolved
+from megafp8.conversion.model import check_source
 from megafp8.conversion.safetensors_format import header
-from megafp8.conversion.target import FolderSink
+from megafp8.conversion.target import Sink
 
 _TORCH_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -43,7 +43,7 @@ class Stored(NamedTuple):
     info: TensorInfo
 
 
-class HfSink(FolderSink):
+class HfSink(Sink):
     """Writes the folder `path`. `file_bytes`: size above which another safetensors file is begun."""
 
     def __init__(self, path: str | Path, file_bytes: int = 5 * 10**9) -> None:
@@ -51,12 +51,11 @@ class HfSink(FolderSink):
         self._file_bytes = file_bytes
 
     def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
-        model = resolved(source)
+        model, shapes = check_source(source)
         dtypes = Counter(info.dtype for name, info in source.tensors.items() if name.startswith("model."))
         self._config = _config(model, source.about, max(dtypes, key=dtypes.__getitem__, default=torch.float32))
         self._tokenizer = export_tokenizer(source, self._config["model_type"])
         self._config |= {key: i for key, i in _token_ids(self._tokenizer).items() if key not in self._config}
-        shapes = check_source(source, model)
         assert model.vocab_size is not None
         self._shapes = {n: (model.vocab_size, *s[1:]) if is_vocabulary(n) else s for n, s in shapes.items()}
         self._places = {name: place(self._config["model_type"], name) for name in shapes}

@@ -28,8 +28,8 @@ from megafp8.conversion.base import Source
 from megafp8.conversion.megatron_args import Implementation, layout_args, write_args
 from megafp8.conversion.megatron_names import OUTPUT, Place, place, runs, their_shape, with_transformer_engine
 from megafp8.conversion.megatron_source import FILES, TRACKER
-from megafp8.conversion.model import check_source, resolved, seq_length
-from megafp8.conversion.target import FolderSink
+from megafp8.conversion.model import check_source, seq_length
+from megafp8.conversion.target import Sink
 from megafp8.distributed.sharding import Shape
 
 _WITH_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
@@ -43,7 +43,7 @@ class _Target(NamedTuple):
     key: str
 
 
-class MegatronSink(FolderSink):
+class MegatronSink(Sink):
     """Writes the folder `path` for TP `tensor`, PP `pipeline`.
 
     `virtual_pipeline`: stages a pipeline rank, None for one. `implementation`: the --transformer-impl that Megatron-LM
@@ -63,9 +63,8 @@ class MegatronSink(FolderSink):
         self.virtual = virtual_pipeline or 1
 
     def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
-        self._model = resolved(source)
+        self._model, self._shapes = check_source(source)
         self._check_layout(self._model)
-        self._shapes = check_source(source, self._model)
         multiple = self._model.vocab_multiple * self.tensor
         assert self._model.vocab_size is not None
         self._padded_vocab = -(-self._model.vocab_size // multiple) * multiple

@@ -50,30 +50,23 @@ def seq_length(source: Source) -> int | None:
     return length
 
 
-def resolved(source: Source) -> ModelConfig:
-    """The source's model with its number of positions, which other formats need and ours may leave to the run.
+def check_source(source: Source) -> tuple[ModelConfig, dict[str, Shape]]:
+    """The model to write, and its weights' global shapes by name. Its number of positions is known.
 
-    Raises ValueError where the size of the vocabulary is unknown.
+    Raises ValueError where the size of the vocabulary is unknown, or a tensor is missing, or of another shape or dtype.
     """
     model = source.model
     if model.vocab_size is None:
         raise ValueError(f"{source.path} does not say model.vocab_size")
-    if model.max_position_embeddings is not None:
-        return model
-    table = source.tensors.get("model.embedding.position.weight")
-    rows = seq_length(source) if table is None else table.shape[0]
-    return model.model_copy(update={"max_position_embeddings": rows})
-
-
-def check_source(source: Source, model: ModelConfig) -> dict[str, Shape]:
-    """Names and shapes of the weights. Raises ValueError where the source lacks one, or its shape or dtype differs."""
+    if model.max_position_embeddings is None:  # ours may leave it to the run
+        table = source.tensors.get("model.embedding.position.weight")
+        rows = seq_length(source) if table is None else table.shape[0]
+        model = model.model_copy(update={"max_position_embeddings": rows})
     tensors = model_tensors(model)
     for name, shape in tensors.items():
         info = source.tensors.get(name)
         if info is None:
             raise ValueError(f"{source.path} has no tensor {name}, which its model has")
         if tuple(info.shape) != shape or not info.dtype.is_floating_point:
-            raise ValueError(
-                f"{source.path}: {name} is {info.dtype} {list(info.shape)}, and its model has {list(shape)}"
-            )
-    return tensors
+            raise ValueError(f"{source.path}: {name} is {info.dtype} {list(info.shape)}, its model has {list(shape)}")
+    return model, tensors

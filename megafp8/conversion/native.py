@@ -21,7 +21,7 @@ from megafp8.checkpoint.store import METADATA_FILE, OWN_KEYS, metadata_json
 from megafp8.checkpoint.writer import CheckpointWriter
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo
-from megafp8.conversion.target import TOKENIZER_FOLDER, FolderSink, tokenizer_files, with_companions
+from megafp8.conversion.target import TOKENIZER_FOLDER, Sink, tokenizer_files, with_companions
 
 
 class NativeSource(Source):
@@ -46,7 +46,7 @@ class NativeSource(Source):
         return self._reader.read(name, (first, *(0 for _ in rest)), (last - first, *rest), verify=True)
 
 
-class NativeSink(FolderSink):
+class NativeSink(Sink):
     """Writes the complete checkpoint folder `path`. What the source does not know of a run is left out."""
 
     def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:

@@ -21,9 +21,12 @@ import json
 import os
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from megafp8.checkpoint.files import rename_synced, sync
 from megafp8.conversion.base import Source
@@ -114,8 +117,11 @@ class Journal:
         os.fsync(self._stream.fileno())
 
 
-class FolderSink:
-    """Base of all sinks: writes the folder `path`, which must be absent or empty; it grows in `hidden`."""
+class Sink(ABC):
+    """Base of the sinks: writes the folder `path`, which must be absent or empty; it grows in `hidden`.
+
+    An interrupted sink is continued by making it again for the same source and path.
+    """
 
     _source: Source
     _journal: Journal
@@ -123,6 +129,31 @@ class FolderSink:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.hidden = self.path.with_name(f".{self.path.name}.converting")
+
+    @abstractmethod
+    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
+        """Prepare the files for what of `source` the format can hold, and return the names yet to be written.
+
+        `options`: JSON that must be equal to continue an interrupted conversion. Raises ValueError where the format
+        cannot express the model, `path` is taken, another process writes it, or it is half done by another conversion;
+        OSError where the disk is too small.
+        """
+
+    @abstractmethod
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Store a whole tensor."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Write what describes the tensors; `hidden` is then a complete checkpoint."""
+
+    def publish(self) -> None:
+        """Flush everything to disk, and rename the folder to its final name."""
+        self._journal.remove()
+        try:
+            rename_synced(self.hidden, self.path)
+        except OSError as error:
+            raise ValueError(f"{self.hidden} is complete, but cannot become {self.path}: {error.strerror}") from error
 
     def _open_journal(
         self, source: Source, names: Collection[str], options: Mapping[str, Any], layout: Any = 0
@@ -160,14 +191,6 @@ class FolderSink:
         for file in self._source.tokenizer_files:
             (self.hidden / TOKENIZER_FOLDER).mkdir(exist_ok=True)
             shutil.copyfile(file, self.hidden / TOKENIZER_FOLDER / file.name)
-
-    def publish(self) -> None:
-        """Flush everything to disk, and rename the folder to its final name."""
-        self._journal.remove()
-        try:
-            rename_synced(self.hidden, self.path)
-        except OSError as error:
-            raise ValueError(f"{self.hidden} is complete, but cannot become {self.path}: {error.strerror}") from error
 
 
 def is_taken(path: Path) -> bool:

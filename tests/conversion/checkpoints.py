@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megafp8.checkpoint import save
 from megafp8.config import ModelConfig
-from megafp8.conversion.base import Sink, Source
+from megafp8.conversion.base import Source
+from megafp8.conversion.target import Sink
 
 MODEL = ModelConfig(
     num_layers=2,
