@@ -82,7 +82,7 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path: Path, name: str) -> None:
     load(path, _state(1))
 
 
-def test_the_tensor_is_named_and_no_other(tmp_path: Path) -> None:
+def test_damaged_tensors_are_named(tmp_path: Path) -> None:
     path = save(tmp_path, 1, _state(1), {})
     start, end = _where(path, "layers.1.weight")
     flip(path / "__0_0.distcp", (start + end) // 2)
@@ -106,7 +106,7 @@ def test_missing_shortened_and_lengthened_files_are_named(tmp_path: Path) -> Non
     assert _refusal(path) == f"{data} is missing; it held {tensors}"
 
 
-def test_the_flag_skips_reading_and_old_checkpoints_have_none(
+def test_verify_false_and_checkpoints_without_checksums(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save(tmp_path, 1, _state(1), {})
@@ -139,7 +139,7 @@ def _read_by_this_rank(path: str) -> list[str]:
     return names
 
 
-def test_ranks_share_out_the_files(world4: World, tmp_path: Path) -> None:
+def test_each_data_file_is_verified_by_one_rank(world4: World, tmp_path: Path) -> None:
     path = Path(world4.run(_save_toy, str(tmp_path))[0])
     by_rank = world4.run(_read_by_this_rank, str(path))
     small, data = {"metadata.json", ".metadata"}, [f"__{rank}_0.distcp" for rank in range(4)]
@@ -216,7 +216,7 @@ DESCRIPTION = ["metadata.json", "checksums.json", ".metadata"]
 
 
 @pytest.mark.parametrize("name", DESCRIPTION)
-def test_a_small_file_is_never_believed_before_it_is_verified(tmp_path: Path, name: str) -> None:
+def test_small_files_are_verified_before_they_are_parsed(tmp_path: Path, name: str) -> None:
     """Whatever is wrong with it, and whether data files are read or not, everybody takes the older checkpoint."""
     good = save(tmp_path, 2, _state(2), {"config": {"seed": 1234}})
     bad = save(tmp_path, 3, _state(3), {"config": {"seed": 1234}})
@@ -289,7 +289,7 @@ def _load_where_hosts_differ(folder: str) -> str:
     return "no error"
 
 
-def test_ranks_that_see_different_files_are_told(world4: World, tmp_path: Path) -> None:
+def test_ranks_that_see_different_files_are_reported(world4: World, tmp_path: Path) -> None:
     for name in ("run", "run-0", "run-1"):
         save(tmp_path / name, 1, _state(1), {"config": {"name": name}})
     (message,) = set(world4.run(_load_where_hosts_differ, str(tmp_path / "run"), ranks=2))

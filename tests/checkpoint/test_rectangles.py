@@ -1,4 +1,4 @@
-"""Rectangles: any cutting of a tensor can be loaded into any other, in place, strided views included."""
+"""Rectangles: a tensor cut in any way loads into any other cut, in place, strided views included."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_boxes_cover_a_run_of_elements_in_order(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("ends", [(7,), (1, 2, 17), (11, 12)])
-def test_fragments_of_a_fused_parameter_load_into_the_whole(tmp_path: Path, ends: tuple[int, ...]) -> None:
+def test_shards_of_a_fused_parameter_load_into_the_whole(tmp_path: Path, ends: tuple[int, ...]) -> None:
     q, k = torch.arange(24.0).view(8, 3), torch.arange(100.0, 112.0).view(4, 3)
     saved = []
     for t in range(2):  # tensor parallel

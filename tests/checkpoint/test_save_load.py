@@ -1,4 +1,4 @@
-"""What does not fit or is damaged is refused, by name, on all ranks alike, before a tensor has changed."""
+"""Incompatible or damaged checkpoints are refused on all ranks with one error, before a tensor has changed."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _load_with_rank_1_wrong(path: str, what: str) -> tuple[str, str]:
         ("folder", "there is no checkpoint "),
     ],
 )
-def test_all_ranks_reach_one_verdict_on_a_load(world2: World, saved: Path, what: str, expected: str) -> None:
+def test_all_ranks_raise_the_same_error_of_a_load(world2: World, saved: Path, what: str, expected: str) -> None:
     outcomes = world2.run(_load_with_rank_1_wrong, str(saved), what)
     assert outcomes[0] == outcomes[1]
     kinds = {"nothing": "no error", "folder": "ValueError"}
@@ -211,7 +211,7 @@ def _save_twice(folder: str) -> tuple[str, str]:
     return _message(save, folder, 1, state, {"consumed_samples": 9})
 
 
-def test_all_ranks_agree_on_a_step_that_is_there_already(world2: World, tmp_path: Path) -> None:
+def test_all_ranks_agree_on_a_step_that_exists(world2: World, tmp_path: Path) -> None:
     outcomes = world2.run(_save_twice, str(tmp_path))
     assert outcomes[0] == outcomes[1]
     assert "consumed_samples is 8 there and 9 here" in outcomes[0][1]

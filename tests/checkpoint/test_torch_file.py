@@ -1,4 +1,4 @@
-"""Files of `torch.save`: read as `torch.load` does, but without code; written with holes that are filled later."""
+"""Archives of `torch.save`: read as `torch.load` does, without running code; reserved and filled later."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_tensors_of_each_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
         file.read(file.content["parameter"], "it", (4, 0), rows)
 
 
-def test_plain_content_is_itself_and_the_rest_is_inert(tmp_path: Path) -> None:
+def test_plain_content_is_read_and_everything_else_is_inert(tmp_path: Path) -> None:
     plain: dict[str, Any] = {"a": [1, 2.5, None, (True, "x")], 3: {"size": torch.Size([2]), "dtype": torch.bfloat16}}
     other = {"path": Path("/etc"), "call": subprocess.Popen, "set": {1}, "args": argparse.Namespace(n=1)}
     torch.save({**plain, "other": other}, tmp_path / "f.pt")
@@ -52,7 +52,7 @@ def test_plain_content_is_itself_and_the_rest_is_inert(tmp_path: Path) -> None:
     assert TorchFile(tmp_path / "f.pt", unsafe=True).content["other"] == other
 
 
-def test_no_damage_of_a_pickle_does_more_than_raise(tmp_path: Path) -> None:
+def test_a_damaged_pickle_is_read_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     torch.serialization.set_crc32_options(False)  # so that nothing but the reader itself notices
     try:
@@ -77,7 +77,7 @@ def test_no_damage_of_a_pickle_does_more_than_raise(tmp_path: Path) -> None:
     assert outcomes == {"read", "refused"}
 
 
-def test_a_file_whose_values_come_later(tmp_path: Path) -> None:
+def test_reserved_space_is_filled_later(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     values = {
         ("model", "a"): torch.randn(7, 3),

@@ -1,4 +1,4 @@
-"""A checkpoint written tensor by tensor is one that everything reads, also when it was written in two lives."""
+"""CheckpointWriter: every reader reads the result, also of a writer that was interrupted and continued."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_everything_reads_it(tmp_path: Path) -> None:
+def test_all_readers_read_it(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path)
     for name, tensor in tensors().items():
         writer.add(name, tensor)
@@ -73,7 +73,7 @@ def test_everything_reads_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("safe", range(7))
-def test_a_second_writer_goes_on(tmp_path: Path, safe: int) -> None:
+def test_an_interrupted_writer_is_continued(tmp_path: Path, safe: int) -> None:
     first, state = CheckpointWriter(tmp_path), tensors()
     records = [first.add(name, tensor) for name, tensor in state.items()]
     first._stream.write(b"torn")
@@ -87,7 +87,7 @@ def test_a_second_writer_goes_on(tmp_path: Path, safe: int) -> None:
     assert sizes == sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
 
 
-def test_a_disk_that_is_full_names_the_file_and_the_next_writer_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_names_the_file_and_the_writer_can_be_continued(tmp_path: Path) -> None:
     records, state, limits = [], tensors(), resource.getrlimit(resource.RLIMIT_FSIZE)
     first = CheckpointWriter(tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))

@@ -1,7 +1,9 @@
-"""The loop, the tool, and what they refuse."""
+"""The conversion loop, the sinks of all formats, and the tool."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +49,7 @@ def check_weights(path: Path, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("first", FORMATS)
 @pytest.mark.parametrize("second", FORMATS)
-def test_there_and_further_and_back(tmp_path: Path, run: Run, first: str, second: str) -> None:
+def test_all_pairs_of_formats(tmp_path: Path, run: Run, first: str, second: str) -> None:
     checkpoints.make(tmp_path / "run")
     run(tmp_path / "run", tmp_path / "a", first, "--weights-only", "--verify")
     printed = run(tmp_path / "a", tmp_path / "b", second, "--verify")
@@ -59,7 +61,7 @@ def test_there_and_further_and_back(tmp_path: Path, run: Run, first: str, second
     assert not differences(open_source(tmp_path / "c").model, checkpoints.MODEL)
 
 
-def test_everything_of_a_run(tmp_path: Path, run: Run) -> None:
+def test_native_to_native_keeps_everything(tmp_path: Path, run: Run) -> None:
     path = checkpoints.make(tmp_path / "run")
     run(tmp_path / "run", tmp_path / "a", "native", "--verify")
     source, target = open_source(path), open_source(tmp_path / "a")
@@ -74,7 +76,7 @@ def test_another_dtype(tmp_path: Path, run: Run, format: str) -> None:
     check_weights(tmp_path / "a", checkpoints.weights(torch.bfloat16))
 
 
-def test_a_consolidated_file_needs_none_of_our_code(tmp_path: Path, run: Run) -> None:
+def test_safetensors_reads_a_consolidated_file(tmp_path: Path, run: Run) -> None:
     checkpoints.make(tmp_path / "run")
     run(tmp_path / "run", tmp_path / "a", "consolidated")
     found = load_file(tmp_path / "a" / "consolidated.safetensors")
@@ -134,7 +136,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_half_done_target_goes_on_with_the_same_alone(
+def test_a_half_done_target_refuses_another_conversion(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     checkpoints.make(tmp_path / "run")
@@ -221,7 +223,23 @@ def test_a_full_disk_is_seen_before(tmp_path: Path, run: Run, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_what_is_no_checkpoint(tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize("format", ["hf", "megatron"])
+def test_a_full_disk_is_noticed_when_files_are_allocated(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoints.make(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        said = run(tmp_path / "run", tmp_path / "target", format, fails=True)
+    assert re.search(rf"No space left on device: [\d,]+ bytes are needed for {tmp_path}/\.target\.converting/", said)
+    assert not (tmp_path / "target").exists()
+    run(tmp_path / "run", tmp_path / "target", format, "--verify")
+
+
+def test_unknown_formats_are_refused(tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, tmp_path / "target", "hf", fails=True)
     assert "is of no format that is known" in said
     assert all(f"{name}: {one.sign}" in said for name, one in FORMATS.items())
@@ -286,7 +304,7 @@ def test_a_cut_or_missing_file_is_named(tmp_path: Path, run: Run, format: str) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "run"]
 
 
-def test_layouts_are_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_is_refused_for_other_formats(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         convert_checkpoint.main(["--load", "a", "--save", "b", "--to", "hf", "--tensor", "2"])
     assert "format hf has no layout" in capsys.readouterr().err

@@ -161,7 +161,7 @@ def test_autotokenizer_gives_the_ids_of_the_runs_tokenizer(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
-def test_in_every_family(
+def test_tokenizers_in_every_family(
     tmp_path: Path, name: str, family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For qwen2, whose own class AutoTokenizer takes in any case, with the class that the warning names."""

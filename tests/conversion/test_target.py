@@ -1,4 +1,4 @@
-"""A journal says no more than what is safe, and belongs to one process."""
+"""The journal lists only what is safe on disk, and belongs to one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megafp8.conversion.target import JOURNAL_FILE, Journal
 KEY = {"source": "a → b"}
 
 
-def test_what_was_flushed_is_there_again(tmp_path: Path) -> None:
+def test_flushed_lines_are_read_again(tmp_path: Path) -> None:
     journal = Journal(tmp_path, KEY, seconds=1000)
     journal.add("x")
     journal.add("y")
@@ -25,13 +25,13 @@ def test_what_was_flushed_is_there_again(tmp_path: Path) -> None:
     assert Journal(tmp_path, KEY).done == {"x", "y"}
 
 
-def test_every_name_is_safe_at_once_where_asked_for(tmp_path: Path) -> None:
+def test_with_zero_seconds_each_line_is_flushed(tmp_path: Path) -> None:
     journal = Journal(tmp_path, KEY, seconds=0)
     journal.add("x")
     assert journal.done == {"x"}
 
 
-def test_data_come_before_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_is_flushed_before_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path, KEY, seconds=1000)
     (tmp_path / "sub").mkdir()
     for name in ("one", "sub/two"):
@@ -70,7 +70,7 @@ def test_another_key_is_refused_once_something_is_safe(tmp_path: Path) -> None:
     assert Journal(tmp_path, KEY).done == {"x"}
 
 
-def test_removed_it_leaves_the_folder_to_others(tmp_path: Path) -> None:
+def test_remove_deletes_the_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path, KEY)
     journal.add("x")
     journal.remove()
