@@ -78,9 +78,10 @@ class Figures(NamedTuple):
 
 def write_source(model: ModelConfig, path: Path) -> None:
     source, sink = Synthetic(model), NativeSink(path)
-    for name in sink.begin(source):
+    for name in sink.begin(source, {}):
         sink.write(name, source.read(name))
     sink.finish()
+    sink.publish()
 
 
 def leave_page_cache(path: Path) -> None:

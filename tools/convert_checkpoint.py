@@ -5,7 +5,7 @@
     python tools/convert_checkpoint.py --load runs/mine --save megatron --to megatron --tensor 2 --pipeline 4
     python tools/convert_checkpoint.py --load runs/mine --save weights --to consolidated --dtype fp32
 
-It needs memory for the largest tensor, whatever the size of the model. A command that was killed goes on when it is
+It needs memory for the largest tensor, whatever the size of the model. An interrupted command continues when it is
 repeated. Nothing is overwritten, and the target appears when it is complete.
 """
 
@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 
-from megafp8.conversion.convert import Note, Selected, convert, verify
-from megafp8.conversion.formats import FORMATS, recognise
+from megafp8.conversion.convert import Selected, convert, verify
+from megafp8.conversion.formats import FORMATS, recognize
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
 SOURCE_OPTIONS, SINK_OPTIONS = ("unsafe", "vocab_size"), ("tensor", "pipeline", "virtual_pipeline", "implementation")
-"""Megatron-LM's: keywords of its source and its sink."""
+"""Keywords of Megatron-LM's source and sink."""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -59,22 +57,21 @@ def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, An
 
 
 def run(arguments: argparse.Namespace) -> None:
-    load, to = arguments.source or recognise(arguments.load), FORMATS[arguments.to]
+    format, to = arguments.source or recognize(arguments.load), FORMATS[arguments.to]
     source_options = given(arguments, SOURCE_OPTIONS)
-    if source_options and load != "megatron":
-        raise ValueError(f"{arguments.load} is of the format {load}; {', '.join(source_options)} is for megatron")
+    if source_options and format != "megatron":
+        raise ValueError(f"{arguments.load} is of the format {format}; {', '.join(source_options)} is for megatron")
     source = Selected(
-        FORMATS[load].source(arguments.load, **source_options),
+        FORMATS[format].source(arguments.load, **source_options),
         weights_only=arguments.weights_only or arguments.dtype is not None or to.weights_only,
         dtype=DTYPES.get(arguments.dtype),
     )
+    sink = to.sink(arguments.save, **given(arguments, SINK_OPTIONS))
     options = ("to", "dtype", "weights_only", *SINK_OPTIONS, *SOURCE_OPTIONS)
-    note = Note(arguments.save, source, {name: getattr(arguments, name) for name in options})
-    if note.check():
-        print(f"{arguments.save}: {convert(source, to.sink(arguments.save, **given(arguments, SINK_OPTIONS)), note)}")
+    print(f"{sink.path}: {convert(source, sink, {name: getattr(arguments, name) for name in options})}")
     if arguments.verify:
-        print(f"{arguments.save}: equal to {source.path}: {verify(source, to.source(arguments.save))}")
-    note.remove()
+        print(f"{sink.path}: equal to {source.path}: {verify(source, to.source(sink.hidden))}")
+    sink.publish()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130
     return 0
 

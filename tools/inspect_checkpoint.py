@@ -1,10 +1,10 @@
-"""Look into a checkpoint: where it comes from, its tensors, and how it differs from another one.
+"""Inspect a checkpoint: origin, tensors and their statistics, and differences from another checkpoint.
 
     python tools/inspect_checkpoint.py runs/quickstart/checkpoints/step_00000150 --tensors 'model.layers.0.*' --norms
     python tools/inspect_checkpoint.py .../step_00000100 --diff .../step_00000150
 
-One process, whatever layout wrote it. Values are read in blocks of rows, so memory does not depend on the model.
-Exit code: 0; with --diff 1 where tensors differ (other configs are listed, and are no difference); 2 for an error.
+Runs in one process. Values are read in blocks of rows, so memory does not depend on the model. Exit code: 0; with
+--diff 1 where tensors differ (differing configs are listed, but do not count); 2 for an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Record = dict[str, Any]
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
-    """ValueError for what is no checkpoint; for a run folder it names the newest one in it."""
+    """Open a checkpoint. Raises ValueError where it is none; for a run's folder it names the newest one in it."""
     inside = latest(checkpoint_folder(path)) or latest(path)
     if inside is not None:
         raise ValueError(f"{path} is a folder of checkpoints; the newest of them is {inside}")
@@ -44,7 +44,7 @@ def nbytes(kind: tuple[tuple[int, ...], torch.dtype]) -> int:
 
 
 def blocks(source: CheckpointReader, name: str) -> Iterator[Tensor]:
-    """A tensor's values, flat, float64, some rows at a time."""
+    """Values of a tensor, flat, in float64, some rows at a time."""
     shape, _ = source.tensors[name]
     if not shape:
         yield source.read(name).double().view(1)
@@ -57,40 +57,38 @@ def blocks(source: CheckpointReader, name: str) -> Iterator[Tensor]:
 
 
 def statistics(source: CheckpointReader, name: str) -> Record:
-    """L2 norm, least and largest value of what is not NaN, and how many are NaN."""
-    squares, least, largest, nans = 0.0, math.inf, -math.inf, 0
+    """L2 norm, minimum and maximum without NaN values, and the number of NaN values."""
+    squares, low, high, nans = 0.0, math.inf, -math.inf, 0
     for x in blocks(source, name):
         x = x[~x.isnan()]
         nans -= x.numel()
         if x.numel():
             squares += x.square().sum().item()
-            least, largest = min(least, x.min().item()), max(largest, x.max().item())
+            low, high = min(low, x.min().item()), max(high, x.max().item())
     nans += math.prod(source.tensors[name][0])
-    return {"norm": math.sqrt(squares), "min": least, "max": largest, "nan": nans}
+    return {"norm": math.sqrt(squares), "min": low, "max": high, "nan": nans}
 
 
 def difference(source: CheckpointReader, other: CheckpointReader, name: str) -> Record:
-    """Largest |a - b|, and ‖a - b‖ / ‖b‖, b from `other`. NaN where only one of them is NaN; two NaN are no difference.
+    """Largest |a - b| and ‖a - b‖ / ‖b‖, b from `other`. NaN where one of them is NaN.
 
-    Equal infinities are no difference either.
+    Two NaN or two equal infinities are no difference.
     """
     largest, squares, reference = [0.0], 0.0, 0.0
     for a, b in zip(blocks(source, name), blocks(other, name), strict=True):
         same = (a == b) | (a.isnan() & b.isnan())
-        apart = torch.where(same, 0.0, a - b).abs()
-        if apart.numel():
-            largest.append(apart.max().item())
-        squares += apart.square().sum().item()
+        delta = torch.where(same, 0.0, a - b).abs()
+        if delta.numel():
+            largest.append(delta.max().item())
+        squares += delta.square().sum().item()
         reference += b.nan_to_num(0.0, 0.0, 0.0).square().sum().item()
     relative = math.sqrt(squares / reference) if reference else math.inf
-    return {
-        "max_abs": torch.tensor(largest, dtype=torch.float64).max().item(),
-        "relative": relative if squares else 0.0,
-    }
+    max_abs = torch.tensor(largest, dtype=torch.float64).max().item()
+    return {"max_abs": max_abs, "relative": relative if squares else 0.0}
 
 
 def about(source: CheckpointReader) -> Record:
-    """What the checkpoint is: metadata without the config, and sizes by group of tensors."""
+    """Metadata without the config, and sizes by group of tensors."""
     groups: dict[str, Record] = {}
     for name, kind in source.tensors.items():
         parts = name.split(".")
@@ -121,15 +119,15 @@ def table(source: CheckpointReader, names: list[str], norms: bool) -> list[Recor
 
 
 def compare(source: CheckpointReader, other: CheckpointReader, names: list[str], others: list[str]) -> Record:
-    """Where tensors `names` of `source` and `others` of `other` differ, and the configs."""
+    """Differences of tensors `names` of `source` from `others` of `other`, and of the configs."""
     common = [name for name in names if name in set(others)]
     alike = [name for name in common if source.tensors[name] == other.tensors[name]]
     values = {}
     with _progress(source, alike) as bar:
         for name in alike:
-            apart = difference(source, other, name)
-            if apart["max_abs"] != 0.0:
-                values[name] = apart
+            delta = difference(source, other, name)
+            if delta["max_abs"] != 0.0:
+                values[name] = delta
             bar.update(nbytes(source.tensors[name]))
     return {
         "only_here": [name for name in names if name not in other.tensors],
@@ -141,10 +139,6 @@ def compare(source: CheckpointReader, other: CheckpointReader, names: list[str],
         "equal": len(alike) - len(values),
         "config": changed_keys(source.metadata.get("config", {}), other.metadata.get("config", {})),
     }
-
-
-def differs(found: Record) -> bool:
-    return any(found[key] for key in ("only_here", "only_there", "shape_or_dtype", "values"))
 
 
 def _progress(source: CheckpointReader, names: list[str]) -> tqdm:
@@ -164,7 +158,7 @@ def _size(count: float) -> str:
     return f"{count:,.4g} TiB"
 
 
-# --- what is printed -------------------------------------------------------------------------------------------------
+# --- printing ---
 
 
 def print_about(facts: Record) -> None:
@@ -204,16 +198,20 @@ def print_difference(found: Record, here: Path, there: Path) -> None:
     if found["values"]:
         width = max(map(len, found["values"]))
         print(f"\n{'of other values':<{width}}  {'max |a - b|':>13}{'‖a - b‖/‖b‖':>14}")
-        for name, apart in found["values"].items():
-            print(f"{name:<{width}}  {apart['max_abs']:>13.5g}{apart['relative']:>14.5g}")
+        for name, delta in found["values"].items():
+            print(f"{name:<{width}}  {delta['max_abs']:>13.5g}{delta['relative']:>14.5g}")
     print(f"\nequal tensors: {found['equal']}")
     if found["config"]:
         print("config:")
         print("\n".join(f"  {change}" for change in found["config"]))
 
 
+def print_json(content: Record) -> None:
+    print(json.dumps(_finite(content), indent=2))
+
+
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become text."""
+    """`value` with NaN and infinities, which JSON does not have, as text."""
     if isinstance(value, dict):
         return {key: _finite(x) for key, x in value.items()}
     if isinstance(value, list):
@@ -222,7 +220,7 @@ def _finite(value: Any) -> Any:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Print what was asked for; the exit code."""
+    """Print what the arguments ask for, and return the exit code."""
     source = open_checkpoint(arguments.path)
     other = open_checkpoint(arguments.diff) if arguments.diff else None
     names = [name for name in source.tensors if fnmatchcase(name, arguments.tensors)]
@@ -233,19 +231,19 @@ def inspect(arguments: argparse.Namespace) -> int:
     if other is None:
         records = table(source, names, arguments.norms)
         if arguments.json:
-            print(json.dumps(_finite(facts | {"tensors": records}), indent=2))
+            print_json(facts | {"tensors": records})
         else:
             print_about(facts)
             print_table(records, arguments.norms)
         return 0
     found = compare(source, other, names, others)
     if arguments.json:
-        print(json.dumps(_finite({"here": facts, "there": about(other), "difference": found}), indent=2))
+        print_json({"here": facts, "there": about(other), "difference": found})
     else:
         print_about(facts)
         print_about(about(other))
         print_difference(found, source.path, other.path)
-    return int(differs(found))
+    return int(any(found[key] for key in ("only_here", "only_there", "shape_or_dtype", "values")))
 
 
 def main(argv: list[str] | None = None) -> int:

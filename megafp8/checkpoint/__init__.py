@@ -1,11 +1,10 @@
-"""Saving and resuming: tensors as rectangles under global names, so that one checkpoint fits every layout."""
+"""Saving and loading checkpoints: tensors as rectangles under global names, so one checkpoint fits every layout."""
 
-from megafp8.checkpoint.failures import DamagedCheckpoint, FolderInUse, IncompatibleCheckpoint
+from megafp8.checkpoint.errors import DamagedCheckpoint, FolderInUse, IncompatibleCheckpoint
 from megafp8.checkpoint.loading import load, misfits, newest_good
 from megafp8.checkpoint.lock import FolderLock
-from megafp8.checkpoint.opened import OpenedCheckpoint, newest_readable, open_checkpoint
-from megafp8.checkpoint.reader import CheckpointReader
-from megafp8.checkpoint.rectangles import Rectangle, Rectangles, collect, collect_fragments
+from megafp8.checkpoint.reader import CheckpointReader, newest_readable
+from megafp8.checkpoint.rectangles import Rectangle, Rectangles, collect, collect_shards
 from megafp8.checkpoint.saving import BackgroundSaver, Destination, Saved, save
 from megafp8.checkpoint.store import clean_incomplete, complete_checkpoints, config_hash, latest, read_metadata
 
@@ -17,13 +16,12 @@ __all__ = [
     "FolderInUse",
     "FolderLock",
     "IncompatibleCheckpoint",
-    "OpenedCheckpoint",
     "Rectangle",
     "Rectangles",
     "Saved",
     "clean_incomplete",
     "collect",
-    "collect_fragments",
+    "collect_shards",
     "complete_checkpoints",
     "config_hash",
     "latest",
@@ -31,7 +29,6 @@ __all__ = [
     "misfits",
     "newest_good",
     "newest_readable",
-    "open_checkpoint",
     "read_metadata",
     "save",
 ]

@@ -1,52 +1,44 @@
-"""What we tell torch.distributed.checkpoint (DCP), in one place.
+"""The interface to torch.distributed.checkpoint (DCP), whose files we write.
 
-DCP plans on rank 0 who writes and reads which rectangle of which tensor. Its planners are meant to be subclassed for
-values that are not tensors; ours only add that a value is a `Rectangles`. Names are global and flat, so DCP's
-flattening of nested dictionaries is off.
+DCP assigns each rectangle of each tensor to the rank that writes it. Its planner is meant to be subclassed for values
+that are not tensors; ours only says that a value is a `Rectangles`. Names are global and flat, so DCP's flattening of
+nested dictionaries is off.
 
-Saving does not go through `dcp.save`, which plans and writes in one go, but through the planner and the writer that it
-calls: a save in the background plans first and copies to the host only what the rank will write (`SaveParts`), where
-`dcp.async_save` copies all that the rank holds, so under data parallelism the whole state on every rank.
+A save calls DCP's planner and writer directly instead of `dcp.save`, which plans and writes in one call: a background
+save plans first and copies to the host only what this rank will write (`SavePlans`), while `dcp.async_save` copies
+everything the rank holds, which under data parallelism is the whole state on every rank.
 
-DCP's index file `.metadata` is a pickle. An ordinary pickle can run any code when it is read, and checkpoints are
-passed around, so the index is read by an unpickler that knows the dozen classes of an index and nothing else. The data
-files are read by `torch.load(weights_only=True)`.
+DCP's index file `.metadata` is a pickle, which may run any code when it is read. So it is read by an unpickler that
+knows the dozen classes of an index and nothing else.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import os
 import pickle
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from megafp8.checkpoint import archives
-from megafp8.checkpoint.checksums import Checksum, ChecksummedFiles
-from megafp8.checkpoint.failures import DamagedCheckpoint, listing, rank_in, together
+from megafp8.checkpoint.errors import DamagedCheckpoint, group_rank, join_first, on_all_ranks
+from megafp8.checkpoint.files import Checksum, ChecksummedFiles
 from megafp8.checkpoint.rectangles import Rectangles
+from megafp8.checkpoint.torch_file import TorchFile
 from megafp8.distributed import collectives
 
 INDEX_FILE = ".metadata"
@@ -71,7 +63,7 @@ _INDEX_CLASSES = {
 
 
 def _enum_member(cls: Any, name: str) -> Any:
-    """What `getattr` is for in an index: some releases of Python write members of enumerations so."""
+    """Replaces `getattr`, with which some releases of Python pickle members of enumerations."""
     if not (isinstance(cls, type) and issubclass(cls, Enum)):
         raise pickle.UnpicklingError(f"it takes {name} of {cls!r}, which is no enumeration")
     return cls[name]
@@ -88,19 +80,19 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def parse_index(file: Path, content: bytes) -> Metadata:
-    """DCP's index in `content`, the bytes of `file`. Raises DamagedCheckpoint, naming the file."""
+    """DCP's index in `content`, the bytes of `file`. Raises DamagedCheckpoint naming the file."""
     try:
         index = _IndexUnpickler(io.BytesIO(content)).load()
-        sound = _is_index(index)
+        valid = _is_index(index)
     except Exception as error:  # a damaged pickle raises nearly anything
         raise DamagedCheckpoint(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    if not sound:
+    if not valid:
         raise DamagedCheckpoint(f"{file} is damaged: it holds no index of a checkpoint")
     return index
 
 
 def _is_index(index: Any) -> bool:
-    """Whether an unpickled object has the fields, and these the types, of an index; it may raise where it has not."""
+    """Whether an unpickled object has the fields of an index, of the right types; may raise where it has not."""
     stored = all(
         isinstance(where, MetadataIndex)
         and isinstance(where.fqn, str)
@@ -126,31 +118,34 @@ def check_data_files(path: Path, index: Metadata) -> None:
         ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
     problems = []
     for name, end in sorted(ends.items()):
-        file = path / name
+        file, tensors = path / name, join_first(tensors_in(index, name))
         if not file.is_file():
-            problems.append(f"{file} is missing; it held {listing(tensors_in(index, name))}")
-        elif os.path.getsize(file) < end:
-            size = f"{os.path.getsize(file)} bytes of at least {end}"
-            problems.append(f"{file} is truncated: {size}; it held {listing(tensors_in(index, name))}")
+            problems.append(f"{file} is missing; it held {tensors}")
+        elif (size := file.stat().st_size) < end:
+            problems.append(f"{file} is truncated: {size} bytes of at least {end}; it held {tensors}")
     if problems:
-        more = f" (and {len(problems) - 5} more files)" if len(problems) > 5 else ""
-        raise DamagedCheckpoint("; ".join(problems[:5]) + more)
+        raise DamagedCheckpoint(join_first(problems, "; "))
 
 
 def tensors_in(index: Metadata, name: str) -> list[str]:
-    """The tensors of which parts lie in the data file `name`."""
+    """The tensors with a rectangle in the data file `name`."""
     return sorted({where.fqn for where, stored in index.storage_data.items() if stored.relative_path == name})
 
 
 def damaged_tensors(path: Path, index: Metadata, name: str) -> list[str]:
-    """Which tensors a damaged data file, `name` in the folder `path`, has lost; all it holds where none stands out.
+    """The tensors whose rectangles in the data file `name` are damaged; all in the file where none stands out.
 
-    Each rectangle is a zip archive, with a checksum of its own.
+    Each rectangle is an archive of `torch.save` with checksums of its own.
     """
-    damaged = set()
-    for where, stored in index.storage_data.items():
-        if stored.relative_path == name and archives.find_damage(path / name, stored.offset, stored.length):
-            damaged.add(where.fqn)
+
+    def is_damaged(start: int, length: int) -> bool:
+        try:
+            return TorchFile(path / name, start, length).is_damaged()
+        except ValueError:
+            return True
+
+    here = ((where.fqn, stored) for where, stored in index.storage_data.items() if stored.relative_path == name)
+    damaged = {tensor for tensor, stored in here if is_damaged(stored.offset, stored.length)}
     return sorted(damaged) or tensors_in(index, name)
 
 
@@ -165,77 +160,27 @@ class _SavePlanner(DefaultSavePlanner):
         return object
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Without the base class's walk over the values, which replaces what is not a tensor by None."""
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
-class _Reader(FileSystemReader):
-    """Reads with an index that was read, and checked, before, and names the file that turns out to be damaged."""
-
-    def __init__(self, path: Path, index: Metadata) -> None:
-        super().__init__(path)
-        self._index = index
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._index.storage_meta is None:
-            self._index.storage_meta = StorageMeta()
-        self._index.storage_meta.load_id = self.load_id
-        return self._index
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        done = super().read_data(replace(plan, items=[]), planner)
-        for name, items in by_file.items():
-            try:
-                super().read_data(replace(plan, items=items), planner).wait()
-            except (pickle.UnpicklingError, EOFError) as error:  # torch's text advises to allow the file to run code
-                raise ValueError(f"{Path(self.path) / name} is damaged ({type(error).__name__})") from error
-            except RuntimeError as error:
-                raise ValueError(f"{Path(self.path) / name} cannot be read: {str(error).splitlines()[0]}") from error
-        return done
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without DCP's warnings that a single process is a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is .*", category=UserWarning)
-        yield
-
-
 def write_items(state: dict[str, Rectangles]) -> list[WriteItem]:
-    """All rectangles of `state`, without their values."""
+    """DCP's descriptions of all rectangles of `state`, without values."""
     return [item for name, rectangles in state.items() for item in rectangles.__create_write_items__(name, None)]
 
 
 @dataclass(frozen=True)
-class SaveParts:
-    """Who writes what: `plan` is this rank's share, `index` all ranks', on the first rank and None elsewhere."""
+class SavePlans:
+    """The rectangles this rank writes (`plan`), and the index of all ranks (None but on rank 0)."""
 
     plan: SavePlan
     index: Metadata | None
 
     def contents(self) -> dict[str, int]:
-        """How many tensors all ranks write, and how many bytes of values, on the first rank."""
+        """How many tensors all ranks write, and how many bytes of values. On rank 0."""
         assert self.index is not None
         found = [x for x in self.index.state_dict_metadata.values() if isinstance(x, TensorStorageMetadata)]
         return {"tensors": len(found), "bytes": sum(math.prod(x.size) * x.properties.dtype.itemsize for x in found)}
 
 
-def share_out(items: list[WriteItem], group: ProcessGroup | None) -> SaveParts:
-    """Share out the rectangles that the ranks of `group` hold, so that each is written once. Collective."""
+def plan_save(items: list[WriteItem], group: ProcessGroup | None) -> SavePlans:
+    """Assign each rectangle that ranks of `group` hold to one rank that writes it. Collective."""
     held = collectives.gather_objects(SavePlan(items), group)
 
     def plan() -> tuple[list[SavePlan], Metadata]:
@@ -243,43 +188,30 @@ def share_out(items: list[WriteItem], group: ProcessGroup | None) -> SaveParts:
         plans, index = _SavePlanner().create_global_plan(held)
         return FileSystemWriter(".").prepare_global_plan(plans), index
 
-    plans, index = together(lambda: plan() if rank_in(group) == 0 else (None, None), group)
-    return SaveParts(collectives.scatter_objects(plans, group), index)
+    plans, index = on_all_ranks(lambda: plan() if group_rank(group) == 0 else (None, None), group)
+    return SavePlans(collectives.scatter_objects(plans, group), index)
 
 
 def write_data(
-    path: Path, state: dict[str, Rectangles], parts: SaveParts
+    path: Path, state: dict[str, Rectangles], plan: SavePlan
 ) -> tuple[list[WriteResult], dict[str, Checksum]]:
-    """Write this rank's share of `state` into the folder `path`, flushed to disk: where it lies, and files' checksums.
-
-    Of `state` no more is read than this rank's share.
-    """
+    """Write the rectangles of `plan` into the folder `path`, flushed to disk: where each lies, and files' checksums."""
     on_gpu = any(part.view.is_cuda for rectangles in state.values() for part in rectangles.parts)
-    files, planner = ChecksummedFiles(), _SavePlanner()
+    planner = _SavePlanner()
     planner.set_up_planner(state)
-    writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=10_000_000 if on_gpu else 0)
-    writer.fs = files
-    results = writer.write_data(parts.plan, planner).wait()
-    return results, files.sums
+    writer, files = _writer(path, per_thread_copy_ahead=10_000_000 if on_gpu else 0)
+    return writer.write_data(plan, planner).wait(), files.sums
 
 
-def write_index(path: Path, parts: SaveParts, results: list[list[WriteResult]]) -> dict[str, Checksum]:
-    """Write the index of what all ranks wrote, flushed to disk; its checksum. On the first rank alone."""
-    assert parts.index is not None
-    files = ChecksummedFiles()
-    writer = FileSystemWriter(path, sync_files=False)
-    writer.fs = files
-    writer.finish(replace(parts.index), results)
+def write_index(path: Path, index: Metadata, results: list[list[WriteResult]]) -> dict[str, Checksum]:
+    """Write the index of what all ranks wrote, flushed to disk, and return its checksum. On one rank."""
+    writer, files = _writer(path)
+    writer.finish(replace(index), results)
     return files.sums
 
 
-def read(path: Path, index: Metadata, state: dict[str, Rectangles], group: ProcessGroup | None) -> None:
-    """Copy the checkpoint's values into the views of `state`; all ranks of `group` (None: this process) take part."""
-    with _quiet():
-        dcp.load(
-            state,
-            storage_reader=_Reader(path, index),
-            planner=_LoadPlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
+def _writer(path: Path, **options: Any) -> tuple[FileSystemWriter, ChecksummedFiles]:
+    files = ChecksummedFiles()
+    writer = FileSystemWriter(path, sync_files=False, **options)  # ChecksummedFiles syncs them
+    writer.fs = files
+    return writer, files

@@ -1,13 +1,10 @@
-"""Load a checkpoint, all ranks together, and find one that is good.
+"""Load a checkpoint on all ranks together, and find the newest one that is intact.
 
-Loading is strict. Before a tensor is read, every file is held against its checksum, and names, shapes and dtypes of the
-checkpoint against those that *all* ranks together ask for (under pipeline parallelism each asks for others). A load
-that raises ValueError at this stage has changed nothing.
+Loading is strict. Before a tensor is read, every file is compared with its checksum, and the names, shapes and dtypes
+of the checkpoint with those that all ranks together ask for (under pipeline parallelism each asks for others). A load
+that raises at this stage has changed nothing.
 
-The checksums cost a second reading of the files, each by one rank, as many at a time as there are ranks; what a rank
-has just read is often still in memory when it is loaded.
-
-State is tensors; everything else is in metadata.json, which a person can read.
+Verification reads the files a second time, each on one rank, as many at a time as there are ranks.
 """
 
 from __future__ import annotations
@@ -21,37 +18,37 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megafp8.checkpoint import dcp, store
-from megafp8.checkpoint.checksums import CHECKSUMS_FILE, Checksum, find_damage
-from megafp8.checkpoint.failures import (
-    LISTED,
+from megafp8.checkpoint.errors import (
+    MAX_LISTED,
     DamagedCheckpoint,
     IncompatibleCheckpoint,
-    listing,
-    on_first,
-    rank_in,
-    together,
-    whole_job,
+    group_or_world,
+    group_rank,
+    join_first,
+    on_all_ranks,
+    on_rank0,
 )
-from megafp8.checkpoint.opened import OpenedCheckpoint, all_damaged, open_checkpoint
+from megafp8.checkpoint.files import CHECKSUMS_FILE, Checksum, find_damage
+from megafp8.checkpoint.reader import CheckpointReader, all_damaged
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Shape
 
 Kind = tuple[Shape, torch.dtype]
+"""Global shape and dtype of a tensor."""
 
-_MISSING, _UNWANTED = "missing in the checkpoint", "in the checkpoint but not in this model"
-_MISFIT, _HOLES = "of another shape or dtype", "only partly in the checkpoint"
-_KINDS = (_MISSING, _UNWANTED, _MISFIT, _HOLES)
+_MISSING, _UNEXPECTED = "missing in the checkpoint", "in the checkpoint but not in this model"
+_MISMATCH, _INCOMPLETE = "of another shape or dtype", "only partly in the checkpoint"
+_PROBLEMS = (_MISSING, _UNEXPECTED, _MISMATCH, _INCOMPLETE)
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 def load(
-    checkpoint: str | Path | OpenedCheckpoint,
+    checkpoint: str | Path | CheckpointReader,
     tensors: Mapping[str, Rectangles | Tensor],
     *,
     group: ProcessGroup | None = None,
@@ -70,55 +67,48 @@ def load(
     ValueError where there is no such folder. Damage that is found only while reading, for want of checksums, is a
     ValueError with tensors partly loaded.
     """
-    group = whole_job(group)
+    group = group_or_world(group)
     state = as_rectangles(tensors)
-    opened = checkpoint if isinstance(checkpoint, OpenedCheckpoint) else _open(Path(checkpoint), verify, group)
+    opened = checkpoint if isinstance(checkpoint, CheckpointReader) else _open(Path(checkpoint), verify, group)
     path, index = opened.path, opened.index
     kinds = {name: (r.global_shape, r.dtype) for name, r in state.items()}
-    own = _differences(kinds, index, optional)
-    unwanted = [name for name in _wanted_by_nobody(state.keys(), index, group) if not optional(name)]
-    found = collectives.all_gather_objects(own, group)
-    problems = _describe([*found, {_UNWANTED: unwanted}])
+    unexpected = [name for name in _wanted_by_no_rank(state.keys(), index, group) if not optional(name)]
+    found = collectives.all_gather_objects(_differences(kinds, index, optional), group)
+    problems = _describe([*found, {_UNEXPECTED: unexpected}])
     if problems:
         raise IncompatibleCheckpoint(f"{path} does not fit: {problems}")
-    state = {name: rectangles for name, rectangles in state.items() if _is_there(name, kinds[name], index)}
+
+    def read() -> None:
+        for name, rectangles in state.items():
+            if _stored_kind(index, name) == kinds[name]:
+                for offset, view in rectangles.parts:
+                    opened.read_into(name, offset, view, verify=opened.sums is None)
+
     try:
-        dcp.read(path, index, state, group)
-    except CheckpointException as error:
-        raise ValueError(f"{path} could not be read: {_reasons(error)}") from error
+        on_all_ranks(read, group)
+    except ValueError as error:
+        raise ValueError(f"{path} could not be read: {error}") from error
     return opened.metadata
 
 
 def misfits(wanted: Mapping[str, Kind], index: Metadata, optional: Callable[[str], bool]) -> str:
-    """What `load` would refuse where all ranks together hold the tensors `wanted`, by name; empty where nothing."""
-    unwanted = [name for name in sorted(index.state_dict_metadata) if name not in wanted and not optional(name)]
-    return _describe([_differences(wanted, index, optional), {_UNWANTED: unwanted}])
-
-
-def _describe(found: list[dict[str, list[str]]]) -> str:
-    """Names by kind of problem, of all `found`, in one line."""
-    names = {kind: sorted({name for one in found for name in one.get(kind, ())}) for kind in _KINDS}
-    return "; ".join(_count(kind, wrong) for kind, wrong in names.items() if wrong)
-
-
-def _is_there(name: str, kind: Kind, index: Metadata) -> bool:
-    """Whether the checkpoint has the tensor `name` in this shape and dtype."""
-    entry = index.state_dict_metadata.get(name)
-    return isinstance(entry, TensorStorageMetadata) and (tuple(entry.size), entry.properties.dtype) == kind
+    """What `load` would refuse if all ranks together hold the tensors `wanted`, by name; empty where nothing."""
+    unexpected = [name for name in sorted(index.state_dict_metadata) if name not in wanted and not optional(name)]
+    return _describe([_differences(wanted, index, optional), {_UNEXPECTED: unexpected}])
 
 
 def newest_good(
     folder: str | Path, *, verify: bool = True, group: ProcessGroup | None = None
-) -> OpenedCheckpoint | None:
+) -> CheckpointReader | None:
     """The newest checkpoint under `folder` that is as it was written, or None where there is none. Collective.
 
-    Damaged newer ones are set aside under another name, with a warning that names what is wrong with them, and never
-    deleted. Raises DamagedCheckpoint, with nothing renamed, where all are damaged. Where `verify` is false, only the
-    presence and the sizes of data files are looked at; the small files are verified in any case.
+    Damaged newer ones are renamed, with a warning that names the damage, and never deleted. Raises DamagedCheckpoint,
+    with nothing renamed, where all are damaged. `verify` false: of data files only presence and size are checked; the
+    small files are verified in any case.
     """
-    group = whole_job(group)
-    # One rank looks and tells the others: on a lagging network file system they might see different folders.
-    found = on_first(lambda: store.complete_checkpoints(folder), group)
+    group = group_or_world(group)
+    # One rank lists the folder for all: on a lagging network file system they might see different ones.
+    found = on_rank0(lambda: store.complete_checkpoints(folder), group)
     damaged: list[tuple[Path, str]] = []
     for _, path in reversed(found):
         try:
@@ -126,82 +116,85 @@ def newest_good(
         except DamagedCheckpoint as error:
             damaged.append((path, str(error)))
             continue
-        aside = on_first(lambda: [store.set_aside(bad) for bad, _ in damaged], group)
-        if rank_in(group) == 0:
-            for (bad, problem), there in zip(damaged, aside):
-                _log.warning("%s is damaged: %s. It is kept as %s; %s is used instead", bad, problem, there.name, path)
+        renamed = on_rank0(lambda: [store.set_aside(bad) for bad, _ in damaged], group)
+        if group_rank(group) == 0:
+            for (bad, problem), new in zip(damaged, renamed):
+                _logger.warning("%s is damaged: %s. It is kept as %s; %s is used instead", bad, problem, new.name, path)
         return opened
     if damaged:
         raise all_damaged(folder, [problem for _, problem in damaged])
     return None
 
 
-def _open(path: Path, verify: bool, group: ProcessGroup | None) -> OpenedCheckpoint:
-    """Open a checkpoint on all ranks of `group`; `verify`: its data files too are what was written. Collective."""
-    rank = rank_in(group)
-    opened = together(lambda: open_checkpoint(path, sizes=rank == 0), group)
+def _open(path: Path, verify: bool, group: ProcessGroup | None) -> CheckpointReader:
+    """Open a checkpoint on all ranks of `group`; `verify`: verify its data files too. Collective."""
+    rank = group_rank(group)
+    opened = on_all_ranks(lambda: CheckpointReader(path, check_sizes=rank == 0), group)
     if len(set(collectives.all_gather_objects(opened.identity, group))) > 1:
         raise ValueError(f"ranks see different files in {path}; all hosts must share the file system that it is on")
     if opened.sums is None and rank == 0:
-        _log.warning("%s has no %s: only the sizes of its files were checked", path, CHECKSUMS_FILE)
+        _logger.warning("%s has no %s: only the sizes of its files were checked", path, CHECKSUMS_FILE)
     if verify and opened.sums is not None:
         sums = {name: sum_ for name, sum_ in opened.sums.items() if name not in (store.METADATA_FILE, dcp.INDEX_FILE)}
-        largest_first = sorted(sums, key=lambda name: (-sums[name].size, name))  # each rank has as much to read
+        largest_first = sorted(sums, key=lambda name: (-sums[name].size, name))  # balances the ranks
         own = {name: sums[name] for name in largest_first[rank :: collectives.size(group)]}
-        together(lambda: _compare(path, own, opened.index), group)
+        on_all_ranks(lambda: _verify_files(path, own, opened.index), group)
     return opened
 
 
-def _compare(path: Path, sums: dict[str, Checksum], index: Metadata) -> None:
-    """Raise DamagedCheckpoint where one of the files `sums` is not what was written, with the tensors it holds."""
+def _verify_files(path: Path, sums: dict[str, Checksum], index: Metadata) -> None:
+    """Raise DamagedCheckpoint where one of the files `sums` is not what was written, naming the tensors lost."""
     problems = []
     for name, expected in sums.items():
         problem = find_damage(path / name, expected)
         if problem and (path / name).is_file() and dcp.tensors_in(index, name):
-            problem += f"; damaged in it: {listing(dcp.damaged_tensors(path, index, name))}"
+            problem += f"; damaged in it: {join_first(dcp.damaged_tensors(path, index, name))}"
         if problem:
             problems.append(problem)
     if problems:
-        raise DamagedCheckpoint("; ".join(problems[:LISTED]))
+        raise DamagedCheckpoint("; ".join(problems[:MAX_LISTED]))
 
 
 def _differences(wanted: Mapping[str, Kind], index: Metadata, optional: Callable[[str], bool]) -> dict[str, list[str]]:
-    """What this rank wants and the checkpoint does not have, by kind of problem; kinds without any are left out."""
+    """What this rank wants and the checkpoint does not have, by problem."""
     found: dict[str, list[str]] = {}
-    for name, (shape, dtype) in wanted.items():
-        entry = index.state_dict_metadata.get(name)
-        if not _is_there(name, (shape, dtype), index) and optional(name):
+    for name, kind in wanted.items():
+        entry, stored = index.state_dict_metadata.get(name), _stored_kind(index, name)
+        if stored != kind and optional(name):
             continue
         if entry is None:
             found.setdefault(_MISSING, []).append(name)
-        elif not isinstance(entry, TensorStorageMetadata):
-            found.setdefault(_MISFIT, []).append(f"{name} (no tensor in the checkpoint)")
-        elif (tuple(entry.size), entry.properties.dtype) != (shape, dtype):
-            there = f"{_kind(tuple(entry.size), entry.properties.dtype)} in the checkpoint"
-            found.setdefault(_MISFIT, []).append(f"{name} ({there}, {_kind(shape, dtype)} here)")
-        elif sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(shape):
-            found.setdefault(_HOLES, []).append(name)
+        elif not isinstance(entry, TensorStorageMetadata) or stored is None:
+            found.setdefault(_MISMATCH, []).append(f"{name} (no tensor in the checkpoint)")
+        elif stored != kind:
+            found.setdefault(_MISMATCH, []).append(f"{name} ({_text(stored)} in the checkpoint, {_text(kind)} here)")
+        elif sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(stored[0]):
+            found.setdefault(_INCOMPLETE, []).append(name)
     return found
 
 
-def _wanted_by_nobody(own: Collection[str], index: Metadata, group: ProcessGroup | None) -> list[str]:
-    """Tensors of the checkpoint that no rank asks for. Collective; a byte a tensor travels, however many ranks."""
+def _stored_kind(index: Metadata, name: str) -> Kind | None:
+    entry = index.state_dict_metadata.get(name)
+    return (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+
+
+def _wanted_by_no_rank(own: Collection[str], index: Metadata, group: ProcessGroup | None) -> list[str]:
+    """Tensors of the checkpoint that no rank asks for. Collective; one byte a tensor is communicated."""
     names = sorted(index.state_dict_metadata)
     asked = torch.tensor([name in own for name in names], dtype=torch.uint8)
     collectives.all_reduce(asked, group, "max")
     return [name for name, wanted in zip(names, asked.tolist()) if not wanted]
 
 
-def _kind(shape: Shape, dtype: torch.dtype) -> str:
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+def _describe(found: list[dict[str, list[str]]]) -> str:
+    """Names by problem, of all `found`, in one line."""
+    names = {problem: sorted({name for one in found for name in one.get(problem, ())}) for problem in _PROBLEMS}
+    return "; ".join(
+        f"{len(wrong)} {'tensor' if len(wrong) == 1 else 'tensors'} {problem}: {join_first(wrong)}"
+        for problem, wrong in names.items()
+        if wrong
+    )
 
 
-def _count(what: str, names: list[str]) -> str:
-    return f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'} {what}: {listing(names)}"
-
-
-def _reasons(error: CheckpointException) -> str:
-    """DCP's failures without its tracebacks."""
-    failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
-    more = f"; and {len(failures) - LISTED} more ranks" if len(failures) > LISTED else ""
-    return "; ".join(failures[:LISTED]) + more
+def _text(kind: Kind) -> str:
+    return f"{list(kind[0])} {str(kind[1]).removeprefix('torch.')}"

@@ -1,23 +1,23 @@
-"""One job at a time: a lock file in the folder of a run's checkpoints.
+"""Lock file that lets one job at a time write to a run's checkpoints.
 
     <folder>/.lock   {"host": ..., "pid": ..., "pid_namespace": ..., "process_start": ..., "job": ..., "restart": ...,
                       "since": ..., "token": ...}
 
-Two jobs in one folder would each clean up the other's half-written checkpoints. So rank 0 makes this file before
-anything else is changed, with O_EXCL, which on local disks and on NFS (since version 3) one of many succeeds in.
+Two jobs in one folder would delete each other's incomplete checkpoints. So rank 0 creates this file before anything
+else is changed, with O_EXCL, which is exclusive on local disks and on NFS (since version 3).
 
-A job that was killed leaves the file behind. While a job lives, a thread touches the file every 15 seconds; so its age
-says whether the owner lives. Both times come from the file system's clock, that of the server on NFS: clocks of two
-hosts need not agree. A lock is taken over
+A killed job leaves the file behind. While a job lives, a thread touches the file every 15 seconds, so the file's age
+tells whether its owner lives. The age is measured by the file system's clock (the server's on NFS), so clocks of hosts
+may differ. A lock is taken over
 
-- at once where the owner ran on this host and its process is gone (process numbers are reused, so the process' start
-  is compared too, and they mean nothing outside their PID namespace, e.g. a container's);
-- at once where the owner was an earlier attempt of this very job, which Slurm or torchrun started anew;
-- otherwise when its heartbeat has been still for 2 minutes. An attempt of the same job on another host
-  waits for that: it may have been started, with its restarts counted anew, because the owner's host is gone.
+- at once where the owner ran on this host and its process is gone (process numbers are reused, so the start time is
+  compared too; they are valid within their PID namespace only, e.g. that of a container);
+- at once where the owner was an earlier attempt of this very job, restarted by Slurm or torchrun;
+- otherwise when its heartbeat is 2 minutes old. An attempt of the same job on another host waits for that: it may have
+  been started, with restarts counted anew, because the owner's host is gone.
 
-What it gives up: an owner that stood still for longer (a suspended process, a file system that hung) may lose the lock
-while it lives. It notices by the token in the file, before it changes the folder the next time, and stops.
+Limit: an owner that hangs for longer (a suspended process, a stalled file system) may lose the lock while it lives. It
+detects that by the token in the file before it next changes the folder, and stops.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from megafp8.checkpoint.failures import FolderInUse, rank_in, together, whole_job
+from megafp8.checkpoint.errors import FolderInUse, group_or_world, group_rank, on_all_ranks
+from megafp8.checkpoint.files import to_json
 
 _logger = logging.getLogger(__name__)
 
@@ -48,12 +49,12 @@ STALE_SECONDS = 120.0
 
 
 def _process_start(pid: int | str) -> str | None:
-    """When process `pid` started, in the kernel's ticks; None where no such process runs, or there is no /proc."""
+    """Start time of process `pid` in kernel ticks; None where it does not run, or there is no /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    state, *fields = text.rpartition(")")[2].split()  # the name in brackets may hold anything
+    state, *fields = text.rpartition(")")[2].split()  # the name in parentheses may hold anything
     return None if state in "ZX" else fields[18]
 
 
@@ -65,7 +66,7 @@ def _pid_namespace() -> str | None:
 
 
 def describe_this_process() -> dict[str, Any]:
-    """What the lock file says of its owner."""
+    """Content of the lock file that this process writes."""
     environment = os.environ
     elastic = environment.get("TORCHELASTIC_RUN_ID", "")
     job = environment.get("SLURM_JOB_ID") or ("" if elastic == "none" else elastic)
@@ -83,25 +84,25 @@ def describe_this_process() -> dict[str, Any]:
 
 
 def is_over(owner: dict[str, Any], us: dict[str, Any]) -> bool:
-    """Whether `owner`, as a lock file describes it, is known to have ended, by a process that is `us`."""
+    """Whether process `us` knows that `owner`, both as lock files describe them, has ended."""
     if us["job"] and owner.get("job") == us["job"] and owner.get("restart", us["restart"]) < us["restart"]:
         return True
     return _is_here(owner, us) and _process_start(owner["pid"]) != owner.get("process_start")
 
 
 def _is_here(owner: dict[str, Any], us: dict[str, Any]) -> bool:
-    """Whether the process number of `owner` means something to `us`."""
+    """Whether `owner` runs on the host and in the PID namespace of `us`."""
     here = (us["host"], us["pid_namespace"])
     return us["pid_namespace"] is not None and (owner.get("host"), owner.get("pid_namespace")) == here
 
 
 def may_be_restarted(owner: dict[str, Any], us: dict[str, Any]) -> bool:
-    """Whether `owner` may be an attempt of the job of `us` that was lost with its host."""
+    """Whether `owner` may be an attempt of this job whose host is gone."""
     return bool(us["job"]) and owner.get("job") == us["job"] and not _is_here(owner, us)
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The owner that a lock file names; empty where it cannot be made out. FileNotFoundError where there is none."""
+    """The owner that a lock file names; empty where it is unreadable. FileNotFoundError where there is no file."""
     try:
         owner = json.loads(file.read_bytes())
     except FileNotFoundError:
@@ -118,7 +119,7 @@ def _age(file: Path) -> float:
 
 
 class FolderLock:
-    """Holds the lock of `folder` while it is entered. Collective over `group` (None: the whole job); rank 0 does it.
+    """Context manager that holds the lock of `folder`. Collective over `group` (None: the world); rank 0 locks.
 
     Entering raises FolderInUse where another job holds it, naming owner and age, with nothing changed; RuntimeError
     where the folder cannot be written to.
@@ -126,27 +127,27 @@ class FolderLock:
 
     def __init__(self, folder: str | Path, group: ProcessGroup | None = None) -> None:
         self.file = Path(folder) / LOCK_FILE
-        self._group = whole_job(group)
-        self._is_first = rank_in(self._group) == 0
+        self._group = group_or_world(group)
+        self._is_rank0 = group_rank(self._group) == 0
         self._us = describe_this_process()
         self._released = threading.Event()
 
     def __enter__(self) -> FolderLock:
-        together(lambda: self._take() if self._is_first else None, self._group)
-        if self._is_first:
+        on_all_ranks(lambda: self._take() if self._is_rank0 else None, self._group)
+        if self._is_rank0:
             threading.Thread(target=self._beat, name="checkpoint lock", daemon=True).start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._released.set()
-        if self._is_first:
+        if self._is_rank0:
             with contextlib.suppress(OSError):
                 if self.is_ours():
                     self.file.unlink()
 
     def check(self) -> None:
-        """RuntimeError on rank 0 where somebody else took the lock, or removed it; for before the folder is changed."""
-        if not self._is_first or self.is_ours():
+        """Raise RuntimeError on rank 0 if the lock was taken over or removed; called before the folder is changed."""
+        if not self._is_rank0 or self.is_ours():
             return
         try:
             owner = _read(self.file)
@@ -158,7 +159,7 @@ class FolderLock:
         )
 
     def is_ours(self) -> bool:
-        """Whether the lock file is still the one that this rank, the first, made."""
+        """Whether the lock file is still the one that this process, rank 0, made."""
         try:
             return bool(_read(self.file).get("token") == self._us["token"])
         except FileNotFoundError:
@@ -168,7 +169,7 @@ class FolderLock:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         deadline = None
         while not self._create():
-            with contextlib.suppress(FileNotFoundError):  # it was released in between
+            with contextlib.suppress(FileNotFoundError):  # released in between
                 owner, age = _read(self.file), _age(self.file)
                 if (owner and is_over(owner, self._us)) or age >= STALE_SECONDS:
                     self._remove(owner)
@@ -188,18 +189,18 @@ class FolderLock:
             handle = os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False
-        with open(handle, "w", encoding="utf-8") as stream:
-            stream.write(json.dumps(self._us, indent=2) + "\n")
+        with open(handle, "wb") as stream:
+            stream.write(to_json(self._us))
             stream.flush()
             os.fsync(handle)
         return True
 
     def _remove(self, owner: dict[str, Any]) -> None:
-        """Remove the lock of `owner`: by renaming it first, which one of several that try it succeeds in."""
+        """Remove the lock of `owner`: renamed first, in which one of several competitors succeeds."""
         aside = self.file.with_name(f"{LOCK_FILE}.{self._us['token']}")
         os.rename(self.file, aside)
         try:
-            if _read(aside).get("token") != owner.get("token"):  # somebody took it over before us: give it back
+            if _read(aside).get("token") != owner.get("token"):  # somebody else took it over before: restore it
                 with contextlib.suppress(FileExistsError):
                     os.link(aside, self.file)
         finally:
@@ -218,6 +219,6 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError):  # the next one may succeed, and check() tells
+            with contextlib.suppress(OSError):  # the next attempt may succeed; check() reports a lost lock
                 if self.is_ours():
                     os.utime(self.file)

@@ -1,40 +1,38 @@
-"""Reading whole tensors of a checkpoint in one process, whatever layout wrote it, with no process group.
+"""Reading a checkpoint in one process, whatever layout wrote it, without a process group.
 
-Loading fills a running model's slices, all ranks together. Tools want the opposite: one tensor after the other, whole,
-in a process that has little memory. So each of a tensor's rectangles is copied from where it lies in its file straight
-to its place in the result, and what does not lie in the asked part is not read. A rectangle that is cut along its
-columns passes through a block of a few MiB. Memory is the result, the index, and that block.
+Resuming, conversion and tools all open a checkpoint here: metadata.json and index are read once, compared with
+checksums.json, and only then parsed. Data files are checked for presence and size; `loading` verifies their content.
 
-A rectangle is stored as `torch.save` writes it: a zip archive with a small pickle and the raw values. `torch.load` to
-the device `meta` reads the former alone and tells where the latter begin. docs/checkpoint-format.md has the details.
+`read` and `read_into` copy the rectangles of one tensor, or of a part of it, from the files straight to their place in
+the result. For a rectangle that is cut along its columns, or a result that is not on the CPU, they need a block of 32
+MiB more.
 
-What it gives up: values are not verified, as a part of a file says nothing about the file's checksum. metadata.json and
-the index are, and sizes of files.
+Checkpoints from before checksums have no checksums.json, and no `has_checksums` in metadata.json. A checkpoint with
+`has_checksums` but no checksums.json is damaged.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import re
+import zlib
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megafp8.checkpoint import dcp
-from megafp8.checkpoint.checksums import Checksum
-from megafp8.checkpoint.opened import open_checkpoint
+from megafp8.checkpoint import dcp, store
+from megafp8.checkpoint.errors import MAX_LISTED, DamagedCheckpoint, join_first
+from megafp8.checkpoint.files import CHECKSUMS_FILE, Checksum, read_verified
+from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.distributed.sharding import Shape
-
-_BLOCK_BYTES = 16 * 2**20
 
 
 class StoredRectangle(NamedTuple):
-    """A rectangle of a global tensor, and the bytes of a file that hold it as `torch.save` wrote it."""
+    """A rectangle of a global tensor, and the bytes of a file that hold it as an archive of `torch.save`."""
 
     offset: Shape
     shape: Shape
@@ -44,47 +42,67 @@ class StoredRectangle(NamedTuple):
 
 
 class CheckpointReader:
-    """A complete checkpoint folder, to be read tensor by tensor.
+    """A complete checkpoint folder whose metadata.json and index are verified, to be read tensor by tensor.
 
-    Making one reads metadata.json and the index, no values. Raises ValueError naming the file where the folder is no
-    checkpoint, or one of its files is missing, shorter than it should be, damaged, or may not be read.
+    `check_sizes`: check presence and sizes of the data files too. Raises DamagedCheckpoint naming the file where one is
+    missing, truncated or altered; ValueError where there is no such folder, a file cannot be read, or the checkpoint is
+    of a newer format.
     """
 
     path: Path
     metadata: dict[str, Any]
-    """What metadata.json says; verified, as the index is."""
+    """Content of metadata.json."""
     sums: dict[str, Checksum] | None
-    """Checksums of the files by name; None where the checkpoint is from before checksums."""
-    tensors: dict[str, tuple[Shape, torch.dtype]]
-    """Global shape and dtype by global name; layers in the order of their numbers."""
-    rectangles: dict[str, list[StoredRectangle]]
-    """How each tensor lies in the files."""
+    """Checksums of all files by name; None where the checkpoint is from before checksums."""
+    index: Metadata
+    identity: int
+    """CRC-32 of metadata.json and index; equal where ranks see the same checkpoint."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, check_sizes: bool = True) -> None:
         self.path = Path(path)
-        opened = open_checkpoint(self.path)
-        self.metadata, self.sums, index = opened.metadata, opened.sums, opened.index
-        self.tensors, self.rectangles = {}, {}
-        for name, entry in sorted(index.state_dict_metadata.items(), key=lambda item: _by_number(item[0])):
-            if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"{self.path} is no checkpoint of megafp8: its {name} is no tensor")
-            self.tensors[name] = tuple(entry.size), entry.properties.dtype
-            self.rectangles[name] = []
-            for chunk in entry.chunks:
-                stored = index.storage_data.get(MetadataIndex(name, chunk.offsets))
-                if stored is None or stored.transform_descriptors:
-                    how = "without saying where" if stored is None else "compressed, which is not read"
-                    raise ValueError(f"{self.path / dcp.INDEX_FILE} lists a rectangle of {name} {how}")
-                file = self.path / stored.relative_path
-                self.rectangles[name].append(
-                    StoredRectangle(tuple(chunk.offsets), tuple(chunk.sizes), file, stored.offset, stored.length)
-                )
+        self.metadata, self.sums, description = store.read_description(self.path)
+        content = read_verified(self.path, dcp.INDEX_FILE, self.sums)
+        self.index = dcp.parse_index(self.path / dcp.INDEX_FILE, content)
+        self.identity = zlib.crc32(content, zlib.crc32(description))
+        if self.sums is not None:
+            unlisted = {stored.relative_path for stored in self.index.storage_data.values()} - self.sums.keys()
+            if unlisted:
+                file = self.path / CHECKSUMS_FILE
+                raise DamagedCheckpoint(f"{file} has no checksum of {join_first(sorted(unlisted))}")
+        if check_sizes:
+            dcp.check_data_files(self.path, self.index)
 
-    def read(self, name: str, offset: Shape | None = None, shape: Shape | None = None) -> Tensor:
+    @cached_property
+    def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Global shape and dtype by global name; layers in the order of their numbers."""
+        entries = sorted(self.index.state_dict_metadata.items(), key=lambda item: _by_number(item[0]))
+        if other := [name for name, entry in entries if not isinstance(entry, TensorStorageMetadata)]:
+            raise ValueError(f"{self.path} is no checkpoint of megafp8: its {other[0]} is no tensor")
+        return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries}  # type: ignore[union-attr]
+
+    @cached_property
+    def rectangles(self) -> dict[str, list[StoredRectangle]]:
+        """The rectangles of each tensor."""
+        return {name: [self._find(name, chunk.offsets, chunk.sizes) for chunk in entry.chunks]  # type: ignore[union-attr]
+                for name, entry in self.index.state_dict_metadata.items() if name in self.tensors}  # fmt: skip
+
+    def _find(self, name: str, offset: torch.Size, shape: torch.Size) -> StoredRectangle:
+        stored = self.index.storage_data.get(MetadataIndex(name, offset))
+        if stored is None or stored.transform_descriptors:
+            how = "without saying where" if stored is None else "compressed, which is not read"
+            raise ValueError(f"{self.path / dcp.INDEX_FILE} lists a rectangle of {name} {how}")
+        return StoredRectangle(
+            tuple(offset), tuple(shape), self.path / stored.relative_path, stored.offset, stored.length
+        )
+
+    def read(
+        self, name: str, offset: Shape | None = None, shape: Shape | None = None, *, verify: bool = False
+    ) -> Tensor:
         """The tensor `name`, or its rectangle of `shape` at `offset`: contiguous, on the CPU, in its stored dtype.
 
-        Default: from the beginning, and to the end. Raises ValueError for a name that is not there, a rectangle that
-        leaves the tensor, a tensor that is only partly in the checkpoint, and a file that is damaged.
+        Default: from the beginning, and to the end. `verify`: compare the CRC-32 of every rectangle that is read, for
+        which it is read in full. Raises ValueError for a name that is not there, a rectangle that leaves the tensor, a
+        tensor that is only partly in the checkpoint, and a file that is damaged.
         """
         if name not in self.tensors:
             near = difflib.get_close_matches(name, self.tensors, n=3)
@@ -96,70 +114,61 @@ class CheckpointReader:
         if not inside:
             raise ValueError(f"{name} is {list(total)}: there is no rectangle {list(size)} at {list(low)} of it")
         result = torch.empty(size, dtype=dtype)
-        filled = 0
-        for rectangle in self.rectangles[name]:
-            ends = [min(o + n, r + m) for o, n, r, m in zip(low, size, rectangle.offset, rectangle.shape)]
-            begins = [max(o, r) for o, r in zip(low, rectangle.offset)]
-            if all(begin < end for begin, end in zip(begins, ends)):
-                part = result[tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low))]
-                _copy(name, rectangle, tuple(b - r for b, r in zip(begins, rectangle.offset)), part)
-                filled += part.numel()
-        if filled < result.numel():
-            raise ValueError(f"{self.path} holds only {filled} of {result.numel()} values of {name}")
+        self.read_into(name, low, result, verify=verify)
         return result
 
-
-def _copy(name: str, rectangle: StoredRectangle, low: Shape, part: Tensor) -> None:
-    """Fill `part` with the values of `rectangle` from its index `low` on."""
-    with rectangle.file.open("rb") as stream:
-        archive = cast(IO[bytes], _create_file_view(stream, rectangle.start, rectangle.length))
-        where = f"{rectangle.file} is damaged at {name} (from byte {rectangle.start} on)"
-        try:
-            header = torch.load(archive, map_location="meta", weights_only=True)
-            contiguous = header.is_contiguous()
-            if not contiguous:  # by somebody else's hand
-                archive.seek(0)
-                values = torch.load(archive, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:  # a damaged archive raises nearly anything
-            raise ValueError(f"{where}: {type(error).__name__}") from error
-        if (tuple(header.shape), header.dtype) != (rectangle.shape, part.dtype):
-            raise ValueError(f"{where}: it is {list(header.shape)} {header.dtype}")
-        if not contiguous:
-            part.copy_(values[tuple(slice(o, o + n) for o, n in zip(low, part.shape))])
-            return
-        first = header.storage_offset() * header.element_size() + header.untyped_storage()._checkpoint_offset
-        stream.seek(rectangle.start + first)
-        if not _copy_rows(stream, rectangle.shape or (1,), low or (0,), part if part.dim() else part.view(1)):
-            raise ValueError(f"{where}: the file ends")
+    def read_into(self, name: str, low: Shape, target: Tensor, *, verify: bool = False) -> None:
+        """Fill `target`, of any strides and on any device, with the rectangle of tensor `name` from index `low` on."""
+        filled = 0
+        for rectangle in self.rectangles[name]:
+            ends = [min(o + n, r + m) for o, n, r, m in zip(low, target.shape, rectangle.offset, rectangle.shape)]
+            begins = [max(o, r) for o, r in zip(low, rectangle.offset)]
+            if all(begin < end for begin, end in zip(begins, ends)):
+                part = target[tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low))]
+                _copy(name, rectangle, tuple(b - r for b, r in zip(begins, rectangle.offset)), part, verify)
+                filled += part.numel()
+        if filled < target.numel():
+            raise ValueError(f"{self.path} holds only {filled} of {target.numel()} values of {name}")
 
 
-def _copy_rows(stream: IO[bytes], shape: Shape, low: Shape, part: Tensor) -> bool:
-    """Fill `part` from index `low` of the contiguous tensor of `shape` that begins where `stream` stands.
+def newest_readable(folder: str | Path) -> CheckpointReader | None:
+    """The newest checkpoint under `folder` that can be opened, or None where there is none. Changes nothing.
 
-    False where the file ends before.
+    It is the one that `newest_good` chooses, unless the content of a data file is damaged. Raises DamagedCheckpoint
+    where all are damaged.
     """
-    row_bytes = math.prod(shape[1:]) * part.element_size()
-    stream.seek(low[0] * row_bytes, 1)
-    if part.shape[1:] == shape[1:] and part.is_contiguous():
-        return _fill(stream, part)
-    columns = tuple(slice(o, o + n) for o, n in zip(low[1:], part.shape[1:]))
-    rows = max(1, _BLOCK_BYTES // row_bytes)
-    for target in part.split(rows):
-        block = torch.empty((len(target), *shape[1:]), dtype=part.dtype)
-        if not _fill(stream, block):
-            return False
-        target.copy_(block[(slice(None), *columns)])
-    return True
+    problems = []
+    for _, path in reversed(store.complete_checkpoints(folder)):
+        try:
+            return CheckpointReader(path)
+        except DamagedCheckpoint as error:
+            problems.append(str(error))
+    if problems:
+        raise all_damaged(folder, problems)
+    return None
 
 
-def _fill(stream: IO[bytes], contiguous: Tensor) -> bool:
-    """Read the bytes of `contiguous`; False where the file ends before."""
-    view = contiguous.view(-1).view(torch.uint8).numpy().data
-    return stream.readinto(view) == len(view)  # type: ignore[attr-defined]
+def all_damaged(folder: str | Path, problems: list[str]) -> DamagedCheckpoint:
+    """The error for a folder whose checkpoints all have one of `problems`."""
+    return DamagedCheckpoint(
+        f"all {len(problems)} checkpoints in {folder} are damaged, so the run cannot continue, and nothing was "
+        f"changed: {'; '.join(problems[:MAX_LISTED])}. Restore one, or move them away to start the run anew"
+    )
+
+
+def _copy(name: str, rectangle: StoredRectangle, low: Shape, part: Tensor, verify: bool) -> None:
+    """Fill `part` with the values of `rectangle` from its index `low` on."""
+    try:
+        file = TorchFile(rectangle.file, rectangle.start, rectangle.length)
+        stored = file.content
+        if not isinstance(stored, StoredTensor) or (stored.shape, stored.dtype) != (rectangle.shape, part.dtype):
+            raise ValueError(f"it is {stored}")
+        file.read(stored, name, low, part, verify=verify)
+    except ValueError as error:
+        where = f"{rectangle.file} is damaged at {name} (from byte {rectangle.start} on)"
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """Sorts layers.2 before layers.10."""
+    """A sort key with layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

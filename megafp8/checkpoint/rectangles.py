@@ -1,18 +1,15 @@
 """The local part of a global tensor, in global coordinates.
 
-A checkpoint knows no ranks and no layouts. It holds tensors with global names and global shapes; a rank saves the
-rectangles of them that it has, and loads the rectangles that it wants. Where the wanted rectangles are not the saved
-ones, torch.distributed.checkpoint intersects the two, so loading into another TP×PP×DP layout is the same code as
-loading into the same one.
+A checkpoint holds tensors with global names and global shapes, and knows no ranks or layouts. A rank saves the
+rectangles it has and loads the rectangles it wants, by intersecting the two. So loading into another TP×PP×DP layout
+is the same code as loading into the same one.
 
-A rank may have a part of its slice only: a flat run of elements, regardless of rows, where the optimizer is sharded.
-Of a matrix that is at most three rectangles: the rest of a row, whole rows, the beginning of a row. So sharded state
-loads into unsharded, or into other shards, like anything else.
+A sharded optimizer holds a flat run of a parameter's elements, regardless of rows. Of a matrix that is at most three
+rectangles: the rest of a row, whole rows, the beginning of a row. So sharded state reshards like anything else.
 
-`Rectangles` is what such a checkpoint takes as the value of one name. It speaks torch's protocol for objects that are
-more than one tensor (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`; compare torch's
-`LocalShardsWrapper`, which is a tensor subclass, and this is not). The views may be strided slices of a fused
-parameter: they are copied from and into in place.
+`Rectangles` is the value of one name in a checkpoint. For saving it implements torch's protocol for objects that are
+more than one tensor (`__create_write_items__`, `__get_tensor_shard__`; compare torch's `LocalShardsWrapper`, a tensor
+subclass). The views may be strided slices of a fused parameter: they are copied from and into in place.
 
 Several ranks may hold the same rectangle (data parallelism, norms under TP, the tied output layer). It is written once,
 by the rank with the least to write, and loaded by all.
@@ -33,16 +30,16 @@ from megafp8.distributed.sharding import Fragment, Piece, Shape, pieces_of, spec
 
 
 class Rectangle(NamedTuple):
-    """A view of local memory, and where in the global tensor its first element lies."""
+    """A view of local memory, and the global index of its first element."""
 
     offset: Shape
     view: Tensor
 
 
 class Rectangles:
-    """The part of one global tensor that this rank holds: rectangles of `global_shape`, all of `dtype`.
+    """The rectangles of one global tensor of `global_shape` and `dtype` that this rank holds.
 
-    Rectangles may repeat (two local parameters that hold the same values): one is saved, all are loaded.
+    A rectangle may occur twice (two local parameters with the same values): one is saved, both are loaded.
     """
 
     def __init__(self, global_shape: Shape, dtype: torch.dtype, parts: Iterable[Rectangle] = ()) -> None:
@@ -54,11 +51,11 @@ class Rectangles:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Rectangles:
-        """A tensor that is not cut."""
+        """A tensor that is not sharded."""
         return cls(tuple(tensor.shape), tensor.dtype, [Rectangle((0,) * tensor.dim(), tensor)])
 
     def add(self, offset: Shape, view: Tensor) -> None:
-        """Take `view`, which starts at `offset` of the global tensor, into the local part."""
+        """Add `view`, which starts at `offset` of the global tensor."""
         assert view.dtype == self.dtype, f"a rectangle of {view.dtype} in a tensor of {self.dtype}"
         assert len(offset) == view.dim() == len(self.global_shape), f"{offset}, {view.shape}, {self.global_shape}"
         inside = all(o >= 0 and o + n <= total for o, n, total in zip(offset, view.shape, self.global_shape))
@@ -82,33 +79,23 @@ class Rectangles:
             for offset, view in once.items()
         ]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offset), view.size()) for offset, view in self.parts]
-
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The view that starts at `index.offset`.
-
-        `index.index` is our own count when loading (and tells repeated rectangles apart), but the count over all ranks
-        when saving: the offset decides.
-        """
-        wanted = tuple(index.offset or ())
-        if index.index is not None and index.index < len(self.parts) and self.parts[index.index].offset == wanted:
-            return self.parts[index.index].view
-        return next(view for offset, view in self.parts if offset == wanted)
+        """The first view that starts at `index.offset`."""
+        return next(view for offset, view in self.parts if offset == tuple(index.offset or ()))
 
 
 def as_rectangles(tensors: Mapping[str, Rectangles | Tensor]) -> dict[str, Rectangles]:
-    """`tensors` with those that are not cut wrapped."""
+    """`tensors`, with plain tensors wrapped."""
     return {name: Rectangles.whole(value) if isinstance(value, Tensor) else value for name, value in tensors.items()}
 
 
 def collect(
     params: Iterable[nn.Parameter], tensors: Callable[[nn.Parameter], Tensor], prefix: str
 ) -> dict[str, Rectangles]:
-    """The pieces of `params`, grouped by global name: `{prefix + piece.name: Rectangles}`.
+    """The rectangles of `params` by global name: `{prefix + piece.name: Rectangles}`.
 
-    `tensors` gives the tensor to look at, shaped like the parameter: the parameter itself, or its optimizer state. The
-    result holds views, no copies, so it can be made once and saved many times.
+    `tensors` maps a parameter to a tensor of its shape: itself, or its optimizer state. The result holds views of that,
+    so it can be made once and saved many times.
     """
     state: dict[str, Rectangles] = {}
     for param in params:
@@ -117,26 +104,26 @@ def collect(
     return state
 
 
-def collect_fragments(fragments: Iterable[tuple[Fragment, Tensor]], prefix: str) -> dict[str, Rectangles]:
-    """The same of fragments of parameters, each with a flat tensor of its length to look at."""
+def collect_shards(shards: Iterable[tuple[Fragment, Tensor]], prefix: str) -> dict[str, Rectangles]:
+    """The rectangles of flat shards of parameters by global name; each shard comes with a flat tensor of its length."""
     state: dict[str, Rectangles] = {}
-    for fragment, flat in fragments:
-        assert flat.shape == (fragment.end - fragment.start,)
-        row = math.prod(fragment.param.shape[1:])
-        for piece in spec_of(fragment.param).pieces:
+    for shard, flat in shards:
+        assert flat.shape == (shard.end - shard.start,)
+        row = math.prod(shard.param.shape[1:])
+        for piece in spec_of(shard.param).pieces:
             first = piece.row * row
-            start, end = max(fragment.start, first), min(fragment.end, first + math.prod(piece.shape))
+            start, end = max(shard.start, first), min(shard.end, first + math.prod(piece.shape))
+            rest = flat[start - shard.start : end - shard.start]
             for low, shape in boxes(piece.shape, start - first, end - first):
-                at = first + _flat_index(low, piece.shape) - fragment.start
-                view = flat[at : at + math.prod(shape)].view(shape)
+                view, rest = rest[: math.prod(shape)].view(shape), rest[math.prod(shape) :]
                 _add(state, prefix, piece, tuple(o + n for o, n in zip(piece.offset, low)), view)
     return state
 
 
 def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-    """Elements `[start, end)` of a tensor of `shape`, counted row by row, as boxes: each its first index and its shape.
+    """Elements `[start, end)` of a tensor of `shape`, in row-major order, as boxes of (first index, shape).
 
-    Along d dims there are at most 2 d - 1, in the order of the elements; none where `start >= end`.
+    For d dims there are at most 2 d - 1, in the order of the elements; none where `start >= end`.
     """
     if start >= end:
         return
@@ -155,15 +142,8 @@ def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
         yield from (((last, *low), (1, *box)) for low, box in boxes(shape[1:], 0, left))
 
 
-def _flat_index(index: Shape, shape: Shape) -> int:
-    flat = 0
-    for i, n in zip(index, shape):
-        flat = flat * n + i
-    return flat
-
-
 def _add(state: dict[str, Rectangles], prefix: str, piece: Piece, offset: Shape, view: Tensor) -> None:
-    """Note that `view`, a part of `piece`, lies at `offset` of the piece's global tensor."""
+    """Add `view`, a part of `piece` that lies at `offset` of the piece's global tensor."""
     name = prefix + piece.name
     if name not in state:
         state[name] = Rectangles(piece.global_shape, view.dtype)

@@ -1,25 +1,23 @@
-"""The folder of a run's checkpoints, and how one becomes visible.
+"""The folder of a run's checkpoints, and metadata.json.
 
-    <folder>/step_00000010/               complete, by definition of its name
+    <folder>/step_00000010/               a checkpoint; a folder of this name is complete
         metadata.json                     what it is, for people and for the resuming run
-        .metadata, __<rank>_<n>.distcp    torch.distributed.checkpoint's index and data
-        checksums.json                    of all the others (`checksums`)
+        .metadata, __<rank>_<n>.distcp    index and data of torch.distributed.checkpoint
+        checksums.json                    of all other files (`files`)
         tokenizer/                        the model file of the run's tokenizer
-    <folder>/.step_00000020.incomplete/   a save under way, or one that was cut off
+    <folder>/.step_00000020.incomplete/   a running or interrupted save
     <folder>/step_00000030.damaged/       a checkpoint that was found damaged when a run resumed
     <folder>/.lock                        of the job that works here (`lock`)
 
-A save writes into the hidden folder, flushes every file and the folder to disk, and then renames it, which a file
-system does at once or not at all. So whatever kills the job, and whenever, every visible checkpoint is complete.
-Removal runs backwards: first hidden by a rename, then deleted. What a killed job leaves behind is hidden, and
-`clean_incomplete` deletes it at the next start or save.
+A save writes into the hidden folder, flushes every file and the folder to disk, and renames it, which is atomic. So
+every visible checkpoint is complete, whenever a job is killed. A removal first hides the folder by a rename and then
+deletes it. What a killed job leaves behind is hidden; the next start or save deletes it.
 
-A damaged checkpoint is never deleted, as most of its tensors may be good. A run that resumes from an older one moves it
-out of the way, by a name that is no checkpoint's; so the run can save that step again when it gets there.
+A damaged checkpoint is renamed and never deleted, as most of its tensors may be intact; the run that resumes from an
+older one can then save that step again.
 
-All functions here belong to one process; rank 0 calls those that change anything. The price of the scheme is that it
-needs a file system whose rename is atomic and that all ranks see (local disk for one node, NFS, Lustre), so object
-stores need a mount.
+All functions here run in one process; rank 0 calls those that change anything. The scheme needs a file system with
+atomic renames that all ranks see (a local disk for one node, NFS, Lustre); object stores need a mount.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ import datetime
 import hashlib
 import itertools
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -39,25 +36,29 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import megafp8
-from megafp8.checkpoint.checksums import (
+from megafp8.checkpoint.errors import DamagedCheckpoint
+from megafp8.checkpoint.files import (
     CHECKSUMS_FILE,
     Checksum,
-    checksums_text,
     parse_object,
     read_checksums,
     read_verified,
+    rename_synced,
+    sync,
+    to_json,
+    write_checksums,
+    write_file,
 )
-from megafp8.checkpoint.failures import DamagedCheckpoint
 
 FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"
 OWN_KEYS = ("format_version", "step", "date", "megafp8_version", "torch_version", "has_checksums")
-"""What a save itself writes into metadata.json."""
+"""Keys of metadata.json that every save writes itself."""
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 _COMPLETE = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(incomplete|removed)")
-# Equal in two saves of one step of one run, whatever else the user changed between them (layout, logging, ...).
+# Equal in two saves of one step of one run, whatever the user changed in between (layout, logging, ...).
 _SAME_STEP = ("consumed_samples", "tokens", "tokenizer_fingerprint")
 
 
@@ -67,7 +68,7 @@ def step_folder(folder: str | Path, step: int) -> Path:
 
 
 def incomplete_folder(folder: str | Path, step: int) -> Path:
-    """Where a checkpoint of `step` is while it is written."""
+    """Where the checkpoint of `step` is while it is written."""
     return Path(folder) / f".step_{step:08d}.incomplete"
 
 
@@ -93,7 +94,7 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def clean_incomplete(folder: str | Path) -> list[Path]:
-    """Delete what killed saves and removals left in `folder`; returns the deleted folders. For rank 0 alone."""
+    """Delete what killed saves and removals left in `folder`; returns the deleted folders. On rank 0."""
     folder = Path(folder)
     if not folder.is_dir():
         return []
@@ -108,29 +109,28 @@ def begin(
 ) -> dict[str, Checksum] | None:
     """Make the hidden folder for `step`, with its metadata.json and the small `files`, by path in it.
 
-    Returns their checksums; None where the step is saved. Raises ValueError where the step was saved by another run or
-    another history of this one, and where `metadata` is not JSON.
+    Returns their checksums; None where the step is saved already. Raises ValueError where the step was saved by another
+    run or another history of this one, and where `metadata` is not JSON.
     """
     final = step_folder(folder, step)
     if final.exists():
         _check_same_step(final, metadata)
         return None
-    text = metadata_text(final, step, metadata)
+    contents = {METADATA_FILE: metadata_json(final, step, metadata), **files}
     Path(folder).mkdir(parents=True, exist_ok=True)
     clean_incomplete(folder)
     hidden = incomplete_folder(folder, step)
     hidden.mkdir()
-    sums = {METADATA_FILE: write_text(hidden / METADATA_FILE, text)}
-    for name, content in files.items():
-        file = hidden / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        sums[name] = write_bytes(file, content)
-        sync_folder(file.parent)
+    sums = {}
+    for name, content in contents.items():
+        (hidden / name).parent.mkdir(parents=True, exist_ok=True)
+        sums[name] = write_file(hidden / name, content)
+        sync((hidden / name).parent)
     return sums
 
 
 class _Metadata(BaseModel):
-    """The types of the keys of metadata.json (docs/checkpoint-format.md), of which only two are always there."""
+    """The keys of metadata.json and their types (docs/checkpoint-format.md); two are required."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -155,7 +155,7 @@ class _Metadata(BaseModel):
 
 
 def _wrong_type(metadata: dict[str, Any]) -> str | None:
-    """The first key of `metadata` that is missing or not of its type, and why; None where all are right."""
+    """The first key of `metadata` that is missing or of another type, and why; None where there is none."""
     try:
         _Metadata.model_validate(metadata)
     except ValidationError as error:
@@ -164,74 +164,70 @@ def _wrong_type(metadata: dict[str, Any]) -> str | None:
     return None
 
 
-def metadata_text(path: Path, step: int, metadata: dict[str, Any]) -> str:
-    """What metadata.json of the checkpoint `path` is to say: `metadata`, and which step, format and versions.
+def metadata_json(path: Path, step: int, metadata: dict[str, Any]) -> bytes:
+    """Content of metadata.json of the checkpoint `path`: `metadata`, step, date, format and versions.
 
     Raises ValueError where `metadata` sets one of these, is not JSON, or has a key of another type than is documented.
     """
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    own = (FORMAT_VERSION, step, date, megafp8.__version__, str(torch.__version__), True)
-    about = dict(zip(OWN_KEYS, own))
-    clash = sorted(about.keys() & metadata.keys())
+    own = dict(zip(OWN_KEYS, (FORMAT_VERSION, step, date, megafp8.__version__, str(torch.__version__), True)))
+    clash = sorted(own.keys() & metadata.keys())
     if clash:
         raise ValueError(f"metadata of a checkpoint may not set {', '.join(clash)}: save() writes these itself")
     try:
-        text = json.dumps({**about, **metadata}, indent=2, allow_nan=False) + "\n"
+        content = to_json({**own, **metadata}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"metadata of {path} cannot be written as JSON: {error}") from error
-    problem = _wrong_type(json.loads(text))
+    problem = _wrong_type(json.loads(content))
     if problem is not None:
         raise ValueError(f"metadata of {path} could not be read again: {problem}")
-    return text
+    return content
 
 
 def publish(folder: str | Path, step: int, sums: dict[str, Checksum]) -> None:
-    """Make the checkpoint of `step`, of whose files `sums` are the checksums, visible."""
-    final, hidden = step_folder(folder, step), incomplete_folder(folder, step)
-    write_text(hidden / CHECKSUMS_FILE, checksums_text(sums))
-    sync_folder(hidden)
-    os.rename(hidden, final)
-    sync_folder(folder)
+    """Make the checkpoint of `step` visible; `sums` are the checksums of its files."""
+    hidden = incomplete_folder(folder, step)
+    write_checksums(hidden, sums)
+    sync(hidden)
+    rename_synced(hidden, step_folder(folder, step))
 
 
-def give_up(folder: str | Path, step: int) -> None:
-    """Delete what there is of a save that failed, so that it takes no space; as far as that is possible."""
+def discard(folder: str | Path, step: int) -> None:
+    """Delete what a failed save has written, as far as that is possible."""
     shutil.rmtree(incomplete_folder(folder, step), ignore_errors=True)
 
 
 def remove_older(folder: str | Path, step: int, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove checkpoints older than that of `step`, as `superfluous` says."""
+    """Remove the checkpoints up to that of `step` that `superfluous` names."""
     steps = [other for other, _ in complete_checkpoints(folder) if other <= step]
     for other in superfluous(steps, keep_last, keep_every):
         remove(step_folder(folder, other))
 
 
 def superfluous(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Which of `steps`, in rising order, need not stay: neither the last `keep_last` nor a multiple of `keep_every`."""
+    """Those of `steps`, in rising order, that are neither of the last `keep_last` nor a multiple of `keep_every`."""
     if keep_last is None:
         return []
     return [step for step in steps[: max(0, len(steps) - keep_last)] if keep_every is None or step % keep_every]
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint so that it is seen as none, whatever was set aside before; its new path."""
+    """Rename a damaged checkpoint to an unused name that no checkpoint has, and return its new path."""
     names = itertools.chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{n}" for n in itertools.count(2)))
     aside = next(target for target in map(path.with_name, names) if not target.exists())
-    os.rename(path, aside)
-    sync_folder(path.parent)
+    rename_synced(path, aside)
     return aside
 
 
 def remove(path: Path) -> None:
-    """Delete a complete checkpoint; it is invisible from the first moment on."""
+    """Delete a complete checkpoint, after hiding it by a rename."""
     hidden = path.with_name(f".{path.name}.removed")
-    os.rename(path, hidden)
-    sync_folder(path.parent)
+    rename_synced(path, hidden)
     shutil.rmtree(hidden)
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """What `metadata.json` of the checkpoint folder `path` says, once its bytes were held against their checksum.
+    """The verified content of metadata.json of the checkpoint folder `path`.
 
     Raises ValueError naming the file that is at fault; DamagedCheckpoint, which is one, where the folder is there but
     metadata.json or checksums.json is not what was written.
@@ -240,7 +236,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
 
 
 def read_description(path: str | Path) -> tuple[dict[str, Any], dict[str, Checksum] | None, bytes]:
-    """As `read_metadata`; with it the checksums of all files (None: from before these), and the bytes of the file."""
+    """`read_metadata`, the checksums of all files (None: the checkpoint has none), and the bytes of metadata.json."""
     path = Path(path)
     if not path.is_dir():
         found = ", ".join(other.name for _, other in complete_checkpoints(path.parent)[-3:]) or "none"
@@ -252,7 +248,7 @@ def read_description(path: str | Path) -> tuple[dict[str, Any], dict[str, Checks
     if problem is not None:
         raise DamagedCheckpoint(f"{file} is damaged: {problem}")
     if sums is None:
-        _check_unlisted(path, metadata)
+        _check_without_checksums(path, metadata)
     version = metadata["format_version"]
     if version > FORMAT_VERSION:
         raise ValueError(
@@ -262,41 +258,18 @@ def read_description(path: str | Path) -> tuple[dict[str, Any], dict[str, Checks
     return metadata, sums, content
 
 
-def _check_unlisted(path: Path, metadata: dict[str, Any]) -> None:
-    """Raise DamagedCheckpoint unless the checkpoint, which has no checksums.json, can be one from before checksums."""
+def _check_without_checksums(path: Path, metadata: dict[str, Any]) -> None:
+    """Raise DamagedCheckpoint unless the checkpoint, which has no checksums.json, may be from before checksums."""
     if metadata.get("has_checksums"):
         raise DamagedCheckpoint(f"{path / CHECKSUMS_FILE} is missing, so nothing in {path} can be verified")
-    expected = metadata.get("config_hash")  # all that is written of those can be held against
+    expected = metadata.get("config_hash")  # the only check that those allow
     if expected is not None and config_hash(metadata.get("config") or {}) != expected:
         raise DamagedCheckpoint(f"{path / METADATA_FILE} is damaged: its config is not that of its config_hash")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a config as JSON: keys sorted, no spaces, ASCII. Where in a file a key stood makes no difference."""
+    """SHA-256 of a config as JSON: keys sorted, no spaces, ASCII. The order of keys does not matter."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def sync_folder(folder: str | Path) -> None:
-    """Flush the names in `folder` to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_text(file: Path, text: str) -> Checksum:
-    """Write a file, flushed to disk, and return its checksum."""
-    return write_bytes(file, text.encode())
-
-
-def write_bytes(file: Path, content: bytes) -> Checksum:
-    """Write a file, flushed to disk, and return its checksum."""
-    with file.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return Checksum.of(content)
 
 
 def _check_same_step(path: Path, metadata: dict[str, Any]) -> None:
@@ -305,6 +278,6 @@ def _check_same_step(path: Path, metadata: dict[str, Any]) -> None:
     if differing:
         values = ", ".join(f"{key} is {saved.get(key)} there and {metadata.get(key)} here" for key in differing)
         raise ValueError(
-            f"{path} is there already and holds something else: {values}. Nothing was overwritten; "
+            f"{path} exists already and holds something else: {values}. Nothing was overwritten; "
             "save into another folder, or move that checkpoint away"
         )

@@ -1,13 +1,13 @@
-"""Writing a checkpoint tensor by tensor in one process, in the memory of one tensor, going on after a kill.
+"""Writing a checkpoint tensor by tensor in one process; an interrupted writer can be continued.
 
-A training job saves from all ranks at once and knows everything beforehand. A tool has one tensor after the other, each
-whole, and may be killed in between. So data files are only appended to, and each tensor gives a record of where it
-lies. Who goes on hands in the records of what is safe on disk (the caller keeps a journal), and everything else is cut
-off the files. The index, which torch.distributed.checkpoint wants in one piece, is made from the records at the end.
+A converter has one whole tensor after the other, and may be killed in between. So data files are only appended to, and
+`add` returns a record of where a tensor lies. Whoever continues passes in the records of the tensors that are safe on
+disk (the caller keeps a journal); all other data is truncated. The index, which torch.distributed.checkpoint writes in
+one piece, is made from the records at the end.
 
-What comes out is what `save` writes: rectangles under global names, each as `torch.save` writes it. Large tensors are
-cut into several rectangles of whole rows, so that a reader's memory is bounded too, and a file that has become large
-is followed by another. Data files are not flushed to disk here: that is the caller's, who knows when it matters.
+The result is what `save` writes: rectangles under global names, each an archive of `torch.save`. Large tensors are cut
+into rectangles of whole rows, which bounds a reader's memory, and a data file that has become large is followed by
+another. Data files are not flushed to disk here; the caller does that.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megafp8.checkpoint.checksums import EMPTY, Checksum, ChecksummedFile
-from megafp8.checkpoint.dcp import SaveParts, write_index
+from megafp8.checkpoint.dcp import write_index
+from megafp8.checkpoint.files import BUFFER_BYTES, EMPTY, Checksum, ChecksummedFile
 from megafp8.distributed.sharding import Shape
 
 RECTANGLE_BYTES = 64 * 2**20
 FILE_BYTES = 4 * 2**30
+"""From this size on a data file gets no further rectangle."""
 
 
 class _Rectangle(NamedTuple):
-    """A rectangle, and the bytes of a data file that hold it."""
+    """A rectangle, and the bytes of the data file that holds it."""
 
     offset: Shape
     shape: Shape
@@ -52,14 +52,14 @@ class _Rectangle(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """Where a tensor lies. Its text is JSON on one line."""
+    """Where a tensor lies; as text one line of JSON."""
 
     name: str
     shape: Shape
     dtype: torch.dtype
     rectangles: list[_Rectangle]
     sums: dict[str, Checksum]
-    """Of the data files that hold it, up to where it ends."""
+    """Checksums of the data files that hold it, up to its end."""
 
     def __str__(self) -> str:
         return json.dumps([self.name, self.shape, str(self.dtype).removeprefix("torch."), self.rectangles, self.sums])
@@ -74,25 +74,17 @@ class _Record(NamedTuple):
 class CheckpointWriter:
     """Appends tensors to data files in the existing folder `folder`.
 
-    `records`: what `add` returned to an earlier writer that never came to `finish`, of the tensors that are to stay.
-    Other data in the folder are deleted. `rectangle_bytes`, `file_bytes`: how much of a tensor goes into one rectangle,
-    and from which size on a data file gets no further rectangle.
+    `records`: what `add` of an interrupted writer returned for the tensors that are to stay; all other data in the
+    folder is deleted.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        records: Iterable[str] = (),
-        *,
-        rectangle_bytes: int = RECTANGLE_BYTES,
-        file_bytes: int = FILE_BYTES,
-    ) -> None:
-        self.folder, self.rectangle_bytes, self.file_bytes = folder, rectangle_bytes, file_bytes
+    def __init__(self, folder: Path, records: Iterable[str] = ()) -> None:
+        self.folder = folder
         self._records = {record.name: record for record in map(_Record.of, records)}
         self._sums: dict[str, Checksum] = {}
         for record in self._records.values():
             for name, checksum in record.sums.items():
-                self._sums[name] = max(checksum, self._sums.get(name, checksum))  # the one that goes further
+                self._sums[name] = max(checksum, self._sums.get(name, checksum))  # of the longer content
         for file in folder.glob(f"*{DEFAULT_SUFFIX}"):
             if file.name in self._sums:
                 os.truncate(file, self._sums[file.name].size)
@@ -102,28 +94,24 @@ class CheckpointWriter:
 
     @property
     def names(self) -> set[str]:
-        """The tensors that are written."""
+        """Names of the tensors written so far."""
         return set(self._records)
 
     def add(self, name: str, tensor: Tensor) -> str:
         """Append a whole tensor, contiguous and on the CPU, and return its record, a line of text.
 
-        No buffer of this process holds any of it afterwards.
+        Python's buffers are flushed afterwards.
         """
         assert name not in self._records, f"{name} is written already"
         rectangles = []
         for offset, view in self._rows(tensor):
-            if self._stream.tell() >= self.file_bytes:
+            if self._stream.tell() >= FILE_BYTES:
                 self._flush()
                 self._stream.close()
                 self._open(self._number + 1)
             start = self._stream.tell()
-            try:
+            with self._raw.raising_failure():
                 torch.save(view if view.untyped_storage().nbytes() == view.nbytes else view.clone(), self._stream)
-            except Exception as error:
-                if self._raw.failure is not None:  # torch.save says something of positions in an archive instead
-                    raise self._raw.failure from error
-                raise
             length = self._stream.tell() - start
             rectangles.append(_Rectangle(offset, tuple(view.shape), self._file.name, start, length))
         self._flush()
@@ -132,7 +120,7 @@ class CheckpointWriter:
         return str(record)
 
     def finish(self) -> dict[str, Checksum]:
-        """Write the index, flushed to disk; checksums of it and of the data files, by name."""
+        """Write the index, flushed to disk; returns the checksums of it and of the data files by name."""
         self._stream.close()
         tensors: dict[str, STORAGE_TYPES] = {}
         stored = []
@@ -143,23 +131,23 @@ class CheckpointWriter:
             for r in record.rectangles:
                 index = MetadataIndex(record.name, torch.Size(r.offset))
                 stored.append(WriteResult(index, r.length, _StorageInfo(r.file, r.start, r.length)))
-        return self._sums | write_index(self.folder, SaveParts(SavePlan([]), Metadata(tensors)), [stored])
+        return self._sums | write_index(self.folder, Metadata(tensors), [stored])
 
     def _open(self, number: int) -> None:
-        """Go on with the data file of this number, or begin it."""
+        """Open the data file of this number to append to it."""
         self._number, self._file = number, self.folder / f"__0_{number}{DEFAULT_SUFFIX}"
         self._raw = ChecksummedFile(self._file, "ab", self._sums.get(self._file.name, EMPTY))
-        self._stream = io.BufferedWriter(self._raw, 1 << 20)
+        self._stream = io.BufferedWriter(self._raw, BUFFER_BYTES)
 
     def _flush(self) -> None:
         self._stream.flush()
         self._sums[self._file.name] = self._raw.checksum
 
     def _rows(self, tensor: Tensor) -> Iterator[tuple[Shape, Tensor]]:
-        """`tensor` in rectangles of whole rows, each its first index and its view."""
+        """Rectangles of whole rows of `tensor`: first index and view."""
         if tensor.dim() == 0:
             yield (), tensor
             return
-        rows = max(1, self.rectangle_bytes * len(tensor) // max(1, tensor.nbytes))
+        rows = max(1, RECTANGLE_BYTES * len(tensor) // max(1, tensor.nbytes))
         for i, view in enumerate(tensor.split(rows)):
             yield (i * rows, *(0 for _ in tensor.shape[1:])), view

@@ -1,4 +1,4 @@
-"""The formats by name, and which of them a path is."""
+"""The checkpoint formats by name, and how to recognize them."""
 
 from __future__ import annotations
 
@@ -9,49 +9,48 @@ from typing import NamedTuple
 from megafp8.checkpoint import complete_checkpoints
 from megafp8.checkpoint.dcp import INDEX_FILE
 from megafp8.checkpoint.store import METADATA_FILE
-from megafp8.conversion.base import Sink, Source
+from megafp8.conversion.base import Source
 from megafp8.conversion.consolidated import WEIGHTS_FILE, ConsolidatedSink, ConsolidatedSource
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import CONFIG_FILE, HfSource
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import TRACKER, MegatronSource, is_megatron
-from megafp8.conversion.native import NativeSink, NativeSource
+from megafp8.conversion.native import NativeSink, NativeSource, is_checkpoint
+from megafp8.conversion.target import Sink
 
 
 class Format(NamedTuple):
-    """How a format is recognised, in words and by a function, read, and written, these from a path and own options."""
+    """A format: the files it is recognized by, as text and as a function, its source and its sink.
+
+    Source and sink take a path and options of the format. `weights_only`: it has no place for optimizer state.
+    """
 
     sign: str
     has_sign: Callable[[Path], bool]
     source: Callable[..., Source]
     sink: Callable[..., Sink]
     weights_only: bool = True
-    """It has no place for optimizer state."""
 
 
 def _is_native(path: Path) -> bool:
-    is_one = (path / INDEX_FILE).is_file() or (path / METADATA_FILE).is_file()
-    return is_one or bool(complete_checkpoints(path) or complete_checkpoints(path / "checkpoints"))
+    return is_checkpoint(path) or bool(complete_checkpoints(path) or complete_checkpoints(path / "checkpoints"))
 
 
+def _has(name: str) -> Callable[[Path], bool]:
+    return lambda path: (path / name).is_file()
+
+
+_NATIVE_SIGN = f"{METADATA_FILE} and {INDEX_FILE}, or folders step_<number> of these"
 FORMATS = {
-    "native": Format(
-        f"{METADATA_FILE} and {INDEX_FILE}, or folders step_<number> of these",
-        _is_native,
-        NativeSource,
-        NativeSink,
-        weights_only=False,
-    ),
-    "hf": Format(CONFIG_FILE, lambda path: (path / CONFIG_FILE).is_file(), HfSource, HfSink),
+    "native": Format(_NATIVE_SIGN, _is_native, NativeSource, NativeSink, weights_only=False),
+    "hf": Format(CONFIG_FILE, _has(CONFIG_FILE), HfSource, HfSink),
     "megatron": Format(f"{TRACKER} or folders mp_rank_<number>", is_megatron, MegatronSource, MegatronSink),
-    "consolidated": Format(
-        WEIGHTS_FILE, lambda path: (path / WEIGHTS_FILE).is_file(), ConsolidatedSource, ConsolidatedSink
-    ),
+    "consolidated": Format(WEIGHTS_FILE, _has(WEIGHTS_FILE), ConsolidatedSource, ConsolidatedSink),
 }
 
 
-def recognise(path: Path) -> str:
-    """The name of the format that `path` is of. Raises ValueError where there is nothing, or nothing that is known."""
+def recognize(path: Path) -> str:
+    """The name of the format of `path`. Raises ValueError where there is nothing, or nothing that is known."""
     if not path.exists():
         raise ValueError(f"there is no {path}")
     found = [name for name, format in FORMATS.items() if format.has_sign(path)]
@@ -63,5 +62,5 @@ def recognise(path: Path) -> str:
 
 
 def open_source(path: str | Path) -> Source:
-    """The checkpoint at `path`, of whatever format. Raises ValueError where there is none, and where it is damaged."""
-    return FORMATS[recognise(Path(path))].source(path)
+    """The checkpoint at `path`, of any format. Raises ValueError where there is none, and where it is damaged."""
+    return FORMATS[recognize(Path(path))].source(path)

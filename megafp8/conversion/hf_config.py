@@ -1,42 +1,44 @@
-"""Hugging Face's config.json and our ModelConfig, both ways.
+"""Hugging Face config.json <-> ModelConfig.
 
 A family (a `model_type`) is a list of traits. A trait covers some keys of config.json: it reads them into fields of
-ours, and writes them. `same` renames one field, `always` sets what the family never writes, `only` accepts one value,
-and a few functions cover several keys at once (rotary embedding, sliding windows, biases).
+ModelConfig, and writes them. `same` renames one field, `always` sets what config.json does not say, `only` accepts one
+value, and a few functions cover several keys at once (rotary embedding, sliding windows, biases).
 
-Every key of a config.json is one of these, and no value is ignored unless it cannot change the logits:
+No value is ignored unless it cannot change the logits. Every key of a config.json is one of these:
 
 - a key of a trait of the family: read, or refused with key, value and what is supported;
-- a key of `_FIXED`, which changes what the model computes and of which megafp8 has one value;
+- a key of `_FIXED`, which changes what the model computes and of which megafp8 supports one value;
 - a key of `_HARMLESS`, such as dropout (none in evaluation), token ids and settings of `generate`;
-- any other key is refused by name: nobody has checked what it does.
+- any other key is refused by name, as nobody has checked what it does.
 
 Keys that exist in several copies (rotary embedding in transformers 4 and 5) must agree, because versions of
-transformers differ in which copy they take.
-
-Writing needs no rules of its own. A model can be written as a family if what is written reads back as the same model;
-`choose` tries all, and says which fields stand in the way of the nearest.
+transformers differ in which copy they read. A model can be written as a family if what is written reads back as the
+same model; `choose` tries all families, and names the fields that the nearest one cannot express.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from megafp8.config import ModelConfig, RopeScaling
 from megafp8.config.checks import attention_heads
+from megafp8.conversion.base import refuse
 
 HfConfig = Mapping[str, Any]
 _REQUIRED: Any = object()
 
 
+def _write_nothing(model: ModelConfig) -> dict[str, Any]:
+    return {}
+
+
 class Trait(NamedTuple):
-    """One property of a family: from config.json to fields of ours (raises ValueError), and back."""
+    """One property of a family: all its `keys` of config.json to fields of ours (raises ValueError), and back."""
 
     keys: tuple[str, ...]
-    """What `read` looks at in config.json, all of it."""
     read: Callable[[HfConfig], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]] = _write_nothing
 
 
 class Family(NamedTuple):
@@ -47,10 +49,6 @@ class Family(NamedTuple):
     traits: tuple[Trait, ...]
 
 
-def _refuse(key: str, value: object, supported: str) -> NoReturn:
-    raise ValueError(f"{key} = {value!r}: megafp8 has no such model; supported: {supported}")
-
-
 def same(
     field: str,
     key: str,
@@ -58,21 +56,18 @@ def same(
     values: Mapping[str, str] | None = None,
     nullable: bool = False,
 ) -> Trait:
-    """Our `field` is their `key`, or `default` where config.json has no such key; `values`: their word to ours.
-
-    `nullable`: null is read as ours is; implied where it is the default.
-    """
+    """Our `field` is their `key`, by default `default`. `values`: their word to ours; `nullable`: null is None."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         value = hf.get(key, default)
         if value is _REQUIRED:
             raise ValueError(f"has no key {key}")
         if value is None and default is not None and not nullable:
-            _refuse(key, value, ", ".join(values) if values else "a value that is not null")
+            refuse(key, value, ", ".join(values) if values else "a value that is not null")
         if values is None:
             return {field: value}
         if not isinstance(value, str) or value not in values:
-            _refuse(key, value, ", ".join(values))
+            refuse(key, value, ", ".join(values))
         return {field: values[value]}
 
     def write(model: ModelConfig) -> dict[str, Any]:
@@ -85,101 +80,103 @@ def same(
 
 
 def always(**fields: Any) -> Trait:
-    """Fields of ours that are so in the whole family, which config.json does not say."""
-    return Trait((), lambda hf: fields, lambda model: {})
+    """Fields of ours that are the same in the whole family, and not in config.json."""
+    return Trait((), lambda hf: fields)
 
 
-def only(key: str, value: Any, written: bool = True) -> Trait:
-    """Of this key we have one value, which is also its default; `written`: stated in what we write."""
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        if hf.get(key, value) != value:
-            _refuse(key, hf[key], repr(value))
-        return {}
-
-    return Trait((key,), read, lambda model: {key: value} if written else {})
-
-
-def alias(key: str, of: str) -> Trait:
-    """A second name of `of`, which transformers takes instead of it where both are there: they must agree."""
+def only(written: bool = True, **values: Any) -> Trait:
+    """Keys of which megafp8 supports one value, which is their default too; `written`: stated in what we write."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        if key in hf and hf[key] != hf.get(of):
-            _refuse(key, hf[key], f"the value of {of} ({hf.get(of)!r}), of which it is another name")
+        for key, value in values.items():
+            if hf.get(key, value) != value:
+                refuse(key, hf[key], repr(value))
         return {}
 
-    return Trait((key,), read, lambda model: {})
+    return Trait(tuple(values), read, lambda model: values if written else {})
+
+
+def aliases(**names: str) -> Trait:
+    """Second names of keys, which transformers uses instead of these where both are there: they must agree."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        for key, of in names.items():
+            if key in hf and hf[key] != hf.get(of):
+                refuse(key, hf[key], f"the value of {of} ({hf.get(of)!r}), of which it is another name")
+        return {}
+
+    return Trait(tuple(names), read)
 
 
 def _flag(hf: HfConfig, key: str) -> bool:
-    """A key that is true or false, and false by default."""
+    """A boolean key, false by default."""
     value = hf.get(key, False)
     if not isinstance(value, bool):
-        _refuse(key, value, "true, false")
+        refuse(key, value, "true, false")
     return value
 
 
 _ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _ROPE_TYPES: dict[str, tuple[str, ...]] = {"default": (), "llama3": tuple(RopeScaling.model_fields)}
-"""Supported values of rope_type, with the keys that each needs."""
+"""Supported values of rope_type, and the keys that each requires."""
 
 
 def _read_rope(hf: HfConfig) -> dict[str, Any]:
     """transformers 4 reads rope_theta and rope_scaling, 5 keeps all of it in rope_parameters: copies must agree."""
     found = [_read_rope_dict(key, hf[key], hf) for key in ("rope_scaling", "rope_parameters") if hf.get(key)]
     if len(found) == 2 and found[0] != found[1]:
-        _refuse("rope_parameters", hf["rope_parameters"], "the same as rope_scaling, or only one of the two")
+        refuse("rope_parameters", hf["rope_parameters"], "the same as rope_scaling, or only one of the two")
     if hf.get("partial_rotary_factor") not in (None, 1, 1.0):
-        _refuse("partial_rotary_factor", hf["partial_rotary_factor"], "1.0")
+        refuse("partial_rotary_factor", hf["partial_rotary_factor"], "1.0")
     return found[0] if found else {"rope_theta": hf.get("rope_theta", 10000.0), "rope_scaling": None}
 
 
 def _read_rope_dict(key: str, rope: Any, hf: HfConfig) -> dict[str, Any]:
-    """One of the two dictionaries, held against the keys at the top level of config.json."""
+    """One of the two dictionaries, compared with the keys at the top level of config.json."""
     if not isinstance(rope, dict):
-        _refuse(key, rope, "a dictionary, or null")
+        refuse(key, rope, "a dictionary, or null")
     if any(isinstance(value, dict) for value in rope.values()):
-        _refuse(key, rope, "one rotary embedding for all layers")
+        refuse(key, rope, "one rotary embedding for all layers")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_TYPES:
-        _refuse(f"{key}.rope_type", kind, ", ".join(_ROPE_TYPES))
+        refuse(f"{key}.rope_type", kind, ", ".join(_ROPE_TYPES))
     if rope.get("type", kind) != kind:
-        _refuse(f"{key}.type", rope["type"], f"the value of {key}.rope_type ({kind!r}), of which it is the old name")
+        refuse(f"{key}.type", rope["type"], f"the value of {key}.rope_type ({kind!r}), of which it is the old name")
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        _refuse(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
+        refuse(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
     theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
     if hf.get("rope_theta", theta) != theta:
-        _refuse("rope_theta", hf["rope_theta"], f"the value of {key}.rope_theta ({theta!r}), or no second copy")
+        refuse("rope_theta", hf["rope_theta"], f"the value of {key}.rope_theta ({theta!r}), or no second copy")
     needed = _ROPE_TYPES[kind]
     if missing := [name for name in needed if name not in rope]:
         raise ValueError(f"{key} has no key {missing[0]}")
     if unknown := sorted(rope.keys() - {*needed, "rope_type", "type", "rope_theta", "partial_rotary_factor"}):
-        _refuse(f"{key}.{unknown[0]}", rope[unknown[0]], f"with rope_type {kind!r} only {', '.join(needed) or 'none'}")
+        refuse(f"{key}.{unknown[0]}", rope[unknown[0]], f"with rope_type {kind!r} only {', '.join(needed) or 'none'}")
     if not needed:
         return {"rope_theta": theta, "rope_scaling": None}
     if hf.get(_ORIGINAL_LENGTH, rope[_ORIGINAL_LENGTH]) != rope[_ORIGINAL_LENGTH]:
         copy = f"{key}.{_ORIGINAL_LENGTH} ({rope[_ORIGINAL_LENGTH]!r})"
-        _refuse(_ORIGINAL_LENGTH, hf[_ORIGINAL_LENGTH], f"the value of {copy}, or no second copy")
+        refuse(_ORIGINAL_LENGTH, hf[_ORIGINAL_LENGTH], f"the value of {copy}, or no second copy")
     return {"rope_theta": theta, "rope_scaling": RopeScaling(**{name: rope[name] for name in needed})}
 
 
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
-    """In the keys of transformers 4, which 5 and other engines read too."""
+    """Keys of transformers 4, which 5 and other engines read too."""
     scaling = model.rope_scaling
     written = None if scaling is None else {"rope_type": "llama3", **scaling.model_dump()}
     return {"rope_theta": model.rope_theta, "rope_scaling": written}
 
 
 def _one_kind(hf: HfConfig) -> str | None:
-    """What layer_types says of all layers; None where it is not there."""
+    """The one value in layer_types; None where there is no such key."""
     kinds = hf.get("layer_types")
     if kinds is None:
         return None
     if not isinstance(kinds, list) or len(kinds) != hf.get("num_hidden_layers"):
-        _refuse("layer_types", kinds, f"one entry for each of num_hidden_layers ({hf.get('num_hidden_layers')})")
+        refuse("layer_types", kinds, f"one entry for each of num_hidden_layers ({hf.get('num_hidden_layers')})")
     if kinds not in ([one] * len(kinds) for one in ("full_attention", "sliding_attention")):
-        _refuse("layer_types", sorted(set(map(str, kinds))), "all layers full_attention, or all sliding_attention")
+        refuse("layer_types", sorted(set(map(str, kinds))), "all layers full_attention, or all sliding_attention")
     found: str = kinds[0]
     return found
 
@@ -187,7 +184,7 @@ def _one_kind(hf: HfConfig) -> str | None:
 def _check_window(window: Any, kind: str | None) -> None:
     """Refuse layer_types that contradict the window."""
     if kind is not None and (kind == "sliding_attention") != (window is not None):
-        _refuse("layer_types", kind, f"{'full' if window is None else 'sliding'}_attention, as the window is {window}")
+        refuse("layer_types", kind, f"{'full' if window is None else 'sliding'}_attention, as the window is {window}")
 
 
 def _read_no_window(hf: HfConfig) -> dict[str, Any]:
@@ -202,12 +199,12 @@ def _read_mistral_window(hf: HfConfig) -> dict[str, Any]:
 
 
 def _read_qwen_window(hf: HfConfig) -> dict[str, Any]:
-    """Layers from max_window_layers on have the window, if use_sliding_window; or layer_types lists them."""
+    """With use_sliding_window, layers from max_window_layers on have the window, or those in layer_types."""
     kind, window = _one_kind(hf), hf.get("sliding_window", 4096) if _flag(hf, "use_sliding_window") else None
     if kind is None and window is not None:
         first, layers = hf.get("max_window_layers", 28), hf["num_hidden_layers"]
         if not isinstance(first, int) or 0 < first < layers:
-            _refuse("max_window_layers", first, f"0, or num_hidden_layers ({layers}): all layers alike")
+            refuse("max_window_layers", first, f"0, or num_hidden_layers ({layers}): all layers alike")
         kind = "sliding_attention" if first <= 0 else "full_attention"
     if window is None:
         _check_window(None, kind)
@@ -224,34 +221,28 @@ def _read_llama_biases(hf: HfConfig) -> dict[str, Any]:
     attention, mlp = _flag(hf, "attention_bias"), _flag(hf, "mlp_bias")
     if attention != mlp:
         key, other = ("attention_bias", "mlp_bias") if attention else ("mlp_bias", "attention_bias")
-        _refuse(key, True, f"biases on all linear layers ({other} = true too), or on none")
+        refuse(key, True, f"biases on all linear layers ({other} = true too), or on none")
     return {"linear_bias": attention}
 
 
-def _write_llama_biases(model: ModelConfig) -> dict[str, Any]:
-    return {"attention_bias": model.linear_bias, "mlp_bias": model.linear_bias}
-
-
 def _check_llama(hf: HfConfig) -> dict[str, Any]:
-    """What transformers' LlamaConfig refuses, although its layers could: such a model is written as Mistral."""
+    """LlamaConfig of transformers refuses this, although its layers could; such a model is written as Mistral."""
     hidden, heads = hf.get("hidden_size"), hf.get("num_attention_heads")
     if isinstance(hidden, int) and isinstance(heads, int) and hidden % max(heads, 1):
-        _refuse(
-            "hidden_size", hidden, f"a multiple of num_attention_heads ({heads}) in this family, even with head_dim"
-        )
+        refuse("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}) in this family, even with head_dim")
     return {}
 
 
 _INIT_STD = Trait(
     ("initializer_range",),
     lambda hf: {"init_std": hf.get("initializer_range", 0.02)},
-    # LlamaConfig refuses more than 1. It says nothing about a trained model.
+    # LlamaConfig refuses more than 1. It does not matter for a trained model.
     lambda model: {"initializer_range": model.init_std} if model.init_std <= 1 else {},
 )
 
 
 def _llama_like(*, num_key_value_heads: int | None, head_dim: int | None = None) -> tuple[Trait, ...]:
-    """What Llama and its relatives share; the arguments are the defaults of `transformers`."""
+    """Traits of Llama and its relatives; the arguments are the defaults of `transformers`."""
     return (
         same("num_layers", "num_hidden_layers"),
         same("hidden_size", "hidden_size"),
@@ -267,18 +258,13 @@ def _llama_like(*, num_key_value_heads: int | None, head_dim: int | None = None)
         _INIT_STD,
         always(position_embedding="rope", normalization="rmsnorm"),
         Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), _read_rope, _write_rope),
-        only("rope_interleaved", False, written=False),
+        only(written=False, rope_interleaved=False),
     )
 
 
-_NO_WINDOW = Trait(("layer_types",), _read_no_window, lambda model: {})
-_MISTRAL_WINDOW = Trait(
-    ("sliding_window", "layer_types"), _read_mistral_window, lambda model: {"sliding_window": model.sliding_window}
-)
 _QWEN_WINDOW = Trait(
     ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), _read_qwen_window, _write_qwen_window
 )
-_LLAMA_BIASES = Trait(("attention_bias", "mlp_bias"), _read_llama_biases, _write_llama_biases)
 _GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 _LLAMA = Family(
@@ -286,10 +272,14 @@ _LLAMA = Family(
     "LlamaForCausalLM",
     (
         *_llama_like(num_key_value_heads=None),
-        _LLAMA_BIASES,
-        _NO_WINDOW,
-        only("sliding_window", None, written=False),
-        Trait((), _check_llama, lambda model: {}),
+        Trait(
+            ("attention_bias", "mlp_bias"),
+            _read_llama_biases,
+            lambda model: {"attention_bias": model.linear_bias, "mlp_bias": model.linear_bias},
+        ),
+        Trait(("layer_types",), _read_no_window),
+        only(written=False, sliding_window=None),
+        Trait((), _check_llama),
     ),
 )
 _MISTRAL = Family(
@@ -297,9 +287,12 @@ _MISTRAL = Family(
     "MistralForCausalLM",
     (
         *_llama_like(num_key_value_heads=8),
-        _MISTRAL_WINDOW,
-        only("attention_bias", False, written=False),
-        only("mlp_bias", False, written=False),
+        Trait(
+            ("sliding_window", "layer_types"),
+            _read_mistral_window,
+            lambda model: {"sliding_window": model.sliding_window},
+        ),
+        only(written=False, attention_bias=False, mlp_bias=False),
     ),
 )
 _QWEN2 = Family(
@@ -309,8 +302,7 @@ _QWEN2 = Family(
         *_llama_like(num_key_value_heads=32),
         always(qkv_bias=True),
         _QWEN_WINDOW,
-        only("mlp_bias", False, written=False),
-        only("use_mrope", False, written=False),
+        only(written=False, mlp_bias=False, use_mrope=False),
     ),
 )
 _QWEN3 = Family(
@@ -319,10 +311,9 @@ _QWEN3 = Family(
     (
         *_llama_like(num_key_value_heads=32, head_dim=128),
         always(qk_norm=True),
-        only("attention_bias", False),
+        only(attention_bias=False),
         _QWEN_WINDOW,
-        only("mlp_bias", False, written=False),
-        only("use_mrope", False, written=False),
+        only(written=False, mlp_bias=False, use_mrope=False),
     ),
 )
 _GPT2 = Family(
@@ -339,18 +330,18 @@ _GPT2 = Family(
         same("norm_eps", "layer_norm_epsilon", 1e-5),
         same("tie_embeddings", "tie_word_embeddings", True),
         same("init_std", "initializer_range", 0.02),
-        alias("num_hidden_layers", "n_layer"),
-        alias("hidden_size", "n_embd"),
-        alias("num_attention_heads", "n_head"),
-        alias("max_position_embeddings", "n_positions"),
+        aliases(
+            num_hidden_layers="n_layer",
+            hidden_size="n_embd",
+            num_attention_heads="n_head",
+            max_position_embeddings="n_positions",
+        ),
         always(position_embedding="learned", normalization="layernorm", linear_bias=True),
-        only("scale_attn_weights", True),
-        only("scale_attn_by_inverse_layer_idx", False),
-        only("add_cross_attention", False),
+        only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     ),
 )
 FAMILIES = {family.model_type: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2)}
-"""In the order of preference where several can express a model."""
+"""In order of preference where several can express a model."""
 
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),  # transformers takes null as false
@@ -362,7 +353,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "per_layer_config": ({}, None),
     "auto_map": ({}, None),  # code in the folder, which may compute anything
 }
-"""Keys of any family that change what the model computes, and the values with which they do not."""
+"""Keys of any family that change what the model computes, and the values that are supported."""
 
 _HARMLESS_FOR: Mapping[str, str] = {
     "they describe the file": "model_type architectures transformers_version name_or_path _name_or_path _commit_hash "
@@ -388,20 +379,20 @@ _HARMLESS_FOR: Mapping[str, str] = {
     "assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule "
     "target_lookbehind",
 }
-"""Why keys do not change the logits, and the keys, of any family."""
+"""Keys of any family that do not change the logits, by the reason why."""
 _HARMLESS = frozenset(key for keys in _HARMLESS_FOR.values() for key in keys.split())
 
 
 def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
-    """The family and model that a config.json describes. Raises ValueError where we have no such model."""
+    """The family and model that a config.json describes. Raises ValueError where megafp8 has no such model."""
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        _refuse("model_type", kind, ", ".join(sorted(FAMILIES)))
+        refuse("model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]
     if hf.get("architectures") not in (None, [], [family.architecture]):
-        _refuse("architectures", hf["architectures"], repr([family.architecture]))
+        refuse("architectures", hf["architectures"], repr([family.architecture]))
     if hf.get("quantization_config"):
-        _refuse("quantization_config", hf["quantization_config"].get("quant_method"), "weights in floating point")
+        refuse("quantization_config", hf["quantization_config"].get("quant_method"), "weights in floating point")
     fields: dict[str, Any] = {}
     known = {"quantization_config"}
     for trait in family.traits:
@@ -409,7 +400,7 @@ def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
         known |= set(trait.keys)
     for key, values in _FIXED.items():
         if key not in known and key in hf and hf[key] not in values:
-            _refuse(key, hf[key], repr(values[0]))
+            refuse(key, hf[key], repr(values[0]))
     if unknown := sorted(hf.keys() - known - _FIXED.keys() - _HARMLESS):
         values_of = ", ".join(f"{key} = {hf[key]!r}" for key in unknown)
         raise ValueError(
@@ -431,7 +422,7 @@ def _check_heads(model: ModelConfig) -> None:
 
 
 def write_config(family: Family, model: ModelConfig) -> dict[str, Any]:
-    """What config.json says of `model` as one of `family`; only if `choose` allows it is that all there is to say."""
+    """config.json of `model` as one of `family`; complete only if `choose` allows that family."""
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for trait in family.traits:
         written |= trait.write(model)
@@ -453,7 +444,7 @@ def choose(model: ModelConfig) -> Family:
 
 
 def _lacks(family: Family, model: ModelConfig) -> list[str]:
-    """What of `model` the family cannot express."""
+    """The fields of `model` that the family cannot express."""
     try:
         _, again = read_config(write_config(family, model))
     except ValueError as error:
@@ -463,7 +454,7 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
 
 
 def canonical(model: ModelConfig) -> dict[str, Any]:
-    """All fields of `model`, defaults that depend on other fields resolved."""
+    """All fields of `model`, with defaults that depend on other fields resolved."""
     fields = {name: getattr(model, name) for name in ModelConfig.model_fields}
     return fields | {
         "num_query_groups": model.query_groups,
@@ -473,7 +464,7 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
-    """Fields in which two models differ, of those that change what a model computes from given weights."""
+    """The fields in which two models differ that change what a model computes from given weights."""
     a, b = canonical(one), canonical(other)
     ignored = {"vocab_multiple", "init_std"}
     if one.position_embedding == other.position_embedding:

@@ -1,8 +1,8 @@
-"""Our names and Hugging Face's: where each tensor of ours lies in a tensor of theirs.
+"""Hugging Face's names: in which tensor of theirs each of ours lies.
 
-The rotary embedding of both turns the first half of a head against the second, so q and k need no permutation (files
-in Meta's own format or GGUF would). GPT-2 is the odd one: its linear layers store the transpose, `[k, n]` for our
-`[n, k]`, and q, k and v lie side by side in one tensor.
+Both rotate the first half of a head against the second, so q and k need no permutation (files in Meta's own format or
+GGUF would). The linear layers of GPT-2 store the transpose, `[k, n]` for our `[n, k]`, and its q, k and v lie side by
+side in one tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LAYER = re.compile(r"(?<=layers\.)\d+")
 
 
 class Place(NamedTuple):
-    """A tensor of theirs, and which of its equal `parts` along our dim 0 is meant; `transposed`: stored as `[k, n]`."""
+    """A tensor of theirs, and which of its `parts` along our dim 0 holds ours; `transposed`: stored as `[k, n]`."""
 
     name: str
     part: int = 0
@@ -63,7 +63,7 @@ _GPT2 = {
 _MODULES: Mapping[str, Mapping[str, Place]] = {"gpt2": _GPT2}
 
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
-"""Constants that older releases of `transformers` saved among the weights."""
+"""Constants that older releases of `transformers` saved with the weights."""
 
 
 def place(model_type: str, name: str) -> Place:
@@ -76,7 +76,7 @@ def place(model_type: str, name: str) -> Place:
 
 
 def base_prefix(model_type: str) -> str:
-    """What the names of all weights but the output layer's begin with; files saved without an output layer lack it."""
+    """Prefix of all weights but the output layer's; files saved without an output layer lack it."""
     return _MODULES.get(model_type, _LLAMA)["embedding.word"].name.partition(".")[0] + "."
 
 

@@ -1,41 +1,39 @@
-"""A run's tokenizer as files that `AutoTokenizer.from_pretrained` loads, whatever the run's own file is called.
+"""A run's tokenizer as files that `AutoTokenizer.from_pretrained` loads.
 
-transformers recognises a tokenizer by the names of files and classes. A run's tokenizer is a file of any name of one of
-four kinds, or no file at all. So it is written as tokenizer.json, the format of the library `tokenizers`, which holds
-the whole pipeline and needs no class of its own:
+transformers recognizes a tokenizer by the names of files and classes; a run's tokenizer is a file of any name and one
+of four kinds, or no file at all. So it is written as tokenizer.json, the format of the library `tokenizers`, which
+holds the whole pipeline and needs no class of its own:
 
     huggingface      the file itself
     sentencepiece    BPE or unigram with the same pieces and normalization; the .model lies beside as tokenizer.model
     tiktoken, bytes  byte-level BPE with the same ranks, pattern and special tokens
 
-tokenizer.json does not say which token has which role; tokenizer_config.json and special_tokens_map.json do: eos is the
-token that ends the run's documents, bos, unk and pad are the tokenizer's own. A tokenizer without bos gets eos there,
-after which each document of a run begins.
+tokenizer_config.json and special_tokens_map.json give the special tokens: eos ends the run's documents; bos, unk and
+pad are the tokenizer's own. A tokenizer without bos gets eos there, after which each document of a run begins.
 
-A conversion is trusted only as far as it is checked: both tokenizers encode `SAMPLES`. Where they differ, or where the
-original cannot be read, a warning says so and only the original is written. A tokenizer that comes with its own
-tokenizer_config.json is copied as it is.
+Each conversion is checked: both tokenizers encode `SAMPLES`. Where they differ, or where the original cannot be read,
+a warning says so and only the original is written. A tokenizer with its own tokenizer_config.json is copied as it is.
 
-The limits: special tokens spelled out in a text, such as "</s>", are recognised by transformers and not by
-sentencepiece. Unigram models are ambiguous: where several ways to cut a text are equally likely, as in a long row of
-equal characters, and for combining characters that normalization composes, the libraries differ; a warning says so.
-For model_type qwen2 transformers 5 always takes its own Qwen2Tokenizer, which keeps the vocabulary of tokenizer.json
-but not the way text is cut; a warning says how to load the folder's tokenizer then.
+Limits. Special tokens spelled out in a text, such as "</s>", are recognized by transformers and not by sentencepiece.
+Unigram models are ambiguous: where several ways to split a text are equally likely, as in a long run of one character,
+and for combining characters that normalization composes, the libraries differ; a warning says so. For model_type qwen2
+transformers 5 always uses its own Qwen2Tokenizer, which keeps the vocabulary of tokenizer.json but not its
+pre-tokenizer; a warning says how to load the folder's tokenizer then.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megafp8.checkpoint.files import to_json
 from megafp8.conversion.base import Source
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE, CONFIG_FILE, TOKENS_FILE = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 _SENTENCEPIECE_FILE = "tokenizer.model"
@@ -56,11 +54,11 @@ SAMPLES = (
     "x",
     "\n",
 )
-"""Texts that every tokenizer.json that is written encodes as the run's tokenizer does."""
+"""Texts that a written tokenizer.json encodes as the run's tokenizer does."""
 
 
 class TokenizerExport(NamedTuple):
-    """Files by name, and the ids of the tokens that end and pad a text, where they are known."""
+    """Files by name, and the ids of the tokens that end and pad a text, where known."""
 
     files: Mapping[str, bytes]
     eod_id: int | None = None
@@ -70,13 +68,13 @@ class TokenizerExport(NamedTuple):
 def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
     """The tokenizer of `source` for a folder of `model_type`; no files where it has none.
 
-    Logs a warning where AutoTokenizer will not load it, or will give other ids.
+    Logs a warning where AutoTokenizer cannot load it, or gives other ids.
     """
     files = {file.name: file.read_bytes() for file in source.tokenizer_files}
     found = find_tokenizer(source)
     if found is None:
-        if path := _of_run(source).get("path"):
-            _log.warning("the tokenizer %s of the run is not there any more; none is written", path)
+        if path := _run_tokenizer(source).get("path"):
+            _logger.warning("the tokenizer %s of the run is not there any more; none is written", path)
         return TokenizerExport(files)
     kind, path = found["kind"], found["path"]
     try:
@@ -87,14 +85,14 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
     except (ValueError, ImportError) as error:
         if CONFIG_FILE not in files:
             what = f"the tokenizer {path or ''} ({kind}) is not written as {TOKENIZER_FILE}"
-            _log.warning("%s, so AutoTokenizer may not load it or give other tokens: %s", what, error)
+            _logger.warning("%s, so AutoTokenizer may not load it or give other tokens: %s", what, error)
         return TokenizerExport(files)
     end = library.id_to_token(tokenizer.eod_id)
     roles = {"bos_token": end, **roles, "eos_token": end}
     if CONFIG_FILE not in files:
         if model_type == "qwen2":
-            _log.warning(
-                "AutoTokenizer of transformers 5 cuts text in Qwen2's way for models of type qwen2, and so may give "
+            _logger.warning(
+                "AutoTokenizer of transformers 5 splits text in Qwen2's way for models of type qwen2, and so may give "
                 "other tokens than the run's tokenizer; transformers.PreTrainedTokenizerFast.from_pretrained does not"
             )
         original = files.pop(Path(path).name, None) if path else None
@@ -102,7 +100,10 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
         if kind == "sentencepiece" and original:
             files[_SENTENCEPIECE_FILE] = original
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        files |= {CONFIG_FILE: _json(about | roles), TOKENS_FILE: _json(roles)}
+        files |= {
+            CONFIG_FILE: to_json(about | roles, ensure_ascii=False),
+            TOKENS_FILE: to_json(roles, ensure_ascii=False),
+        }
     return TokenizerExport(files, tokenizer.eod_id, library.token_to_id(roles.get("pad_token", "")))
 
 
@@ -112,14 +113,14 @@ def find_tokenizer(source: Source) -> dict[str, Any] | None:
     As the config of its run says, with the path of the file that lies with the source, or else by names of files.
     """
     files = {file.name: str(file) for file in source.tokenizer_files}
-    said = {key: value for key, value in _of_run(source).items() if value is not None}
-    if said.get("kind") == "bytes":
-        return said | {"path": None}
-    if "kind" in said and (name := Path(said.get("path", "")).name):
+    described = {key: value for key, value in _run_tokenizer(source).items() if value is not None}
+    if described.get("kind") == "bytes":
+        return described | {"path": None}
+    if "kind" in described and (name := Path(described.get("path", "")).name):
         if name in files:
-            return said | {"path": files[name]}
-        if said["kind"] == "tiktoken" and "." not in name:
-            return said  # the name of an encoding
+            return described | {"path": files[name]}
+        if described["kind"] == "tiktoken" and "." not in name:
+            return described  # the name of an encoding
     by_suffix: dict[str, TokenizerKind] = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
     for name in (TOKENIZER_FILE, _SENTENCEPIECE_FILE, *sorted(files)):
         suffix = Path(name).suffix
@@ -128,7 +129,7 @@ def find_tokenizer(source: Source) -> dict[str, Any] | None:
     return None
 
 
-def _of_run(source: Source) -> Mapping[str, Any]:
+def _run_tokenizer(source: Source) -> Mapping[str, Any]:
     """data.tokenizer of the run that saved the source."""
     return (source.about.get("config", {}).get("data") or {}).get("tokenizer") or {}
 
@@ -138,12 +139,8 @@ def _differing(tokenizer: Tokenizer, library: Any) -> list[str]:
     return [t for t in SAMPLES if library.encode(t, add_special_tokens=False).ids != tokenizer.encode(t)]
 
 
-def _json(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-
-
 def _from_huggingface(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, str]]:
-    """The file itself; roles by the model's unknown token, the padding it states, and customary names."""
+    """The file itself; roles from its model's unknown token, its padding, and customary names."""
     from tokenizers import Tokenizer as Library
 
     assert path is not None
@@ -157,7 +154,7 @@ def _from_huggingface(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict
         roles["unk_token"] = unknown
     if library.padding:
         roles["pad_token"] = library.padding["pad_token"]
-    library.no_truncation()  # which transformers does too, unless a call asks for it
+    library.no_truncation()  # as transformers does, unless a call asks for it
     library.no_padding()
     return library, roles
 
@@ -172,11 +169,11 @@ def _from_bytes(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, 
 
 
 def _byte_level(ranks: Mapping[bytes, int], pattern: str | None, special: Mapping[str, int]) -> Any:
-    """Byte-level BPE. `pattern`: of the words that text is cut into first; None: it is one word."""
+    """Byte-level BPE. `pattern`: regular expression of the words that text is split into first; None: one word."""
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
-    letters = _letters_of_bytes()
+    letters = byte_letters()
     vocab = {"".join(letters[byte] for byte in token): rank for token, rank in ranks.items()}
     merges = _merges(vocab, sorted(vocab, key=lambda token: vocab[token]), vocab)
     library = Library(models.BPE({**vocab, **special}, merges, ignore_merges=True))
@@ -189,15 +186,15 @@ def _byte_level(ranks: Mapping[bytes, int], pattern: str | None, special: Mappin
     return library
 
 
-def _letters_of_bytes() -> list[str]:
-    """The printable character that stands for each byte in GPT-2's vocabularies and everybody's since."""
+def byte_letters() -> list[str]:
+    """The printable character for each byte in byte-level vocabularies, since GPT-2."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _merges(ids: Mapping[str, int], order: Iterable[str], parts: Collection[str]) -> list[tuple[str, str]]:
-    """Every way to put each token of `order`, most urgent first, together from two of `parts`."""
+    """All pairs of `parts` whose concatenation is a token of `order`, which is sorted by priority."""
     found = []
     for token in order:
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
@@ -223,13 +220,13 @@ def _from_sentencepiece(tokenizer: Tokenizer, path: str | None) -> tuple[Any, di
     if trainer.model_type == TrainerSpec.BPE:
         merges = _merges(ids, sorted(normal, key=lambda one: -normal[one]), normal.keys())
         unknown, fallback = model.id_to_piece(model.unk_id()), trainer.byte_fallback
-        whole = any(len(one) > 1 for one in inserted)  # a user-defined symbol has no merges that lead to it
+        whole = any(len(one) > 1 for one in inserted)  # no merges lead to a user-defined symbol
         library = Library(
             models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback, ignore_merges=whole)
         )
     elif trainer.model_type == TrainerSpec.UNIGRAM:
-        _log.warning(
-            "%s is a unigram model: transformers may cut rare texts otherwise, such as long rows of one character; "
+        _logger.warning(
+            "%s is a unigram model: transformers may split rare texts otherwise, such as long runs of one character; "
             "tokenizer.model, which is written beside tokenizer.json, does not", path,
         )  # fmt: skip
         scores = [(one.piece, one.score) for one in proto.pieces]

@@ -1,10 +1,10 @@
-"""Megatron-LM's arguments, which it keeps in every checkpoint, and our ModelConfig, both ways.
+"""Megatron-LM's arguments, which every checkpoint of it holds <-> ModelConfig.
 
-Reading takes the arguments that decide what a model computes. One that asks for something we do not have is refused by
-its name; those that no table here knows are ignored, as they concern the run. Old checkpoints lack arguments that came
-later; what Megatron-LM did then is the default.
+Reading takes the arguments that decide what a model computes. One that asks for something megafp8 does not have is
+refused by name; arguments in no table here concern the run, and are ignored. Arguments that an old checkpoint lacks
+have the value that Megatron-LM used then.
 
-Writing needs no rules of its own: a model can be written if what is written reads back as the same model.
+A model can be written if what is written reads back as the same model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 
 from megafp8.config import ModelConfig, RopeScaling
-from megafp8.conversion.hf_config import differences
+from megafp8.conversion.base import refuse
+from megafp8.conversion.hf_config import canonical, differences
 
 Args = Mapping[str, Any]
 Implementation = Literal["transformer_engine", "local"]
@@ -45,13 +46,28 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "activation_func_clamp_value": ("a clamped activation", ()),
     "use_mup": ("maximal-update scaling", ()),
 }
-"""What we do not have, by argument, with the values besides nothing at all that mean it is not used."""
+"""What megafp8 does not have, by argument, with the true values that mean it is not used."""
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+_REQUIRED: Any = object()
+_SAME: dict[str, tuple[str, Any]] = {
+    "num_layers": ("num_layers", _REQUIRED),
+    "hidden_size": ("hidden_size", _REQUIRED),
+    "num_attention_heads": ("num_attention_heads", _REQUIRED),
+    "head_dim": ("kv_channels", None),
+    "ffn_hidden_size": ("ffn_hidden_size", None),
+    "max_position_embeddings": ("max_position_embeddings", None),
+    "rope_theta": ("rotary_base", 10000),
+    "linear_bias": ("add_bias_linear", True),
+    "qkv_bias": ("add_qkv_bias", False),
+    "qk_norm": ("qk_layernorm", False),
+    "init_std": ("init_method_std", 0.02),
+}
+"""Fields of ours that have an argument of the same meaning, and its default."""
 
 
 def read_args(args: Args, vocab_size: int, vocab_multiple: int) -> ModelConfig:
-    """The model. Raises ValueError naming the argument where we have no such model, or something is missing."""
+    """The model. Raises ValueError naming the argument where it is not supported, or is missing."""
     for key, (meaning, harmless) in _REFUSED.items():
         value = args.get(key)
         if value and value not in harmless:
@@ -63,41 +79,28 @@ def read_args(args: Args, vocab_size: int, vocab_multiple: int) -> ModelConfig:
     if len(window) != 2 or window[1] not in (0, -1):
         raise ValueError(f"window_size = {window}: megafp8 has causal windows only, (n, 0)")
     fields = {
-        "num_layers": _required(args, "num_layers"),
-        "hidden_size": _required(args, "hidden_size"),
-        "num_attention_heads": _required(args, "num_attention_heads"),
         "num_query_groups": args.get("num_query_groups") if args.get("group_query_attention") else None,
-        "head_dim": args.get("kv_channels"),
-        "ffn_hidden_size": args.get("ffn_hidden_size"),
         "vocab_size": vocab_size,
         "vocab_multiple": vocab_multiple,
-        "max_position_embeddings": args.get("max_position_embeddings"),
         "position_embedding": _positions(args),
-        "rope_theta": args.get("rotary_base") or 10000,
         "rope_scaling": _rope_scaling(args),
         "normalization": norm,
         "norm_eps": args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
         "activation": _activation(args),
-        "linear_bias": bool(args.get("add_bias_linear", True)),
-        "qkv_bias": bool(args.get("add_qkv_bias", False)),
-        "qk_norm": bool(args.get("qk_layernorm", False)),
         "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
         "sliding_window": None if window[0] < 0 else window[0] + 1,  # theirs does not count the token itself
-        "init_std": args.get("init_method_std") or 0.02,
     }
+    for field, (key, default) in _SAME.items():
+        fields[field] = default if args.get(key) is None else args[key]
+        if fields[field] is _REQUIRED:
+            raise ValueError(f"the arguments have no {key}")
     return ModelConfig.model_validate(fields)
-
-
-def _required(args: Args, key: str) -> Any:
-    if args.get(key) is None:
-        raise ValueError(f"the arguments have no {key}")
-    return args[key]
 
 
 def _word(args: Args, key: str, default: str, words: Mapping[str, str]) -> str:
     value = args.get(key) or default
     if value not in words:
-        raise ValueError(f"{key} = {value!r}: megafp8 has no such model; supported: {', '.join(words)}")
+        refuse(key, value, ", ".join(words))
     return words[value]
 
 
@@ -123,23 +126,18 @@ def _activation(args: Args) -> str:
 
 
 def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
-    """The arguments that say what `model` is. Raises ValueError where Megatron-LM has no such model."""
+    """The arguments that describe `model`. Raises ValueError where Megatron-LM has no such model."""
     assert model.vocab_size is not None
     words = {ours: theirs for table in (_POSITIONS, _NORMS) for theirs, ours in table.items()}
+    fields = canonical(model)
     bias = model.linear_bias
-    args: dict[str, Any] = {
-        "num_layers": model.num_layers,
+    args: dict[str, Any] = {key: fields[field] for field, (key, _) in _SAME.items()} | {
         "encoder_num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_size,
-        "num_attention_heads": model.num_attention_heads,
         "group_query_attention": model.query_groups != model.num_attention_heads,
         "num_query_groups": model.query_groups,
-        "kv_channels": model.channels,
         "seq_length": seq_length,
-        "max_position_embeddings": model.max_position_embeddings,
         "position_embedding_type": words[model.position_embedding],
-        "add_position_embedding": True,  # out of use, but compared at load: what nobody sets is True
+        "add_position_embedding": True,  # unused, but compared at load: True is its default
         "use_rotary_position_embeddings": model.position_embedding == "rope",
         "rotary_base": int(model.rope_theta) if model.rope_theta == int(model.rope_theta) else model.rope_theta,
         "rotary_percent": 1.0,
@@ -153,12 +151,8 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
         "swiglu": model.activation == "swiglu",
         "squared_relu": False,
         "bias_gelu_fusion": model.activation == "gelu_tanh" and bias,
-        "add_bias_linear": bias,
-        "add_qkv_bias": model.qkv_bias,
-        "qk_layernorm": model.qk_norm,
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
         "window_size": None if model.sliding_window is None else (model.sliding_window - 1, 0),
-        "init_method_std": model.init_std,
         "apply_query_key_layer_scaling": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -168,15 +162,16 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
     }
     differing = differences(model, read_args(args, model.vocab_size, model.vocab_multiple))
     if differing:
-        said = ", ".join(f"{key} = {getattr(model, key)!r}" for key in differing)
-        raise ValueError(f"Megatron-LM has no model with {said}")
+        raise ValueError(
+            f"Megatron-LM has no model with {', '.join(f'{key} = {getattr(model, key)!r}' for key in differing)}"
+        )
     return args
 
 
 def layout_args(
     t: int, p: int, virtual: int, layers_per_stage: int, padded_vocab: int, dtype: torch.dtype, implementation: str
 ) -> dict[str, Any]:
-    """The arguments that say how the checkpoint is cut, and what its numbers are."""
+    """The arguments that describe how the checkpoint is sharded, and its dtype."""
     return {
         "tensor_model_parallel_size": t,
         "pipeline_model_parallel_size": p,

@@ -1,4 +1,4 @@
-"""Megatron-LM's names, and where in its per-rank tensors one of ours lies.
+"""Megatron-LM's names: where in its per-rank tensors each of ours lies.
 
 Megatron core's GPTModel, its layers counted from 0 on each pipeline stage:
 
@@ -14,11 +14,11 @@ Megatron core's GPTModel, its layers counted from 0 on each pipeline stage:
     decoder.final_layernorm.weight                    [h]             last stage
     output_layer.weight                               [v/t, h]        last stage; of tied weights a copy
 
-With Transformer Engine the first norms belong to the layers behind them (`linear_qkv.layer_norm_weight`), and models
-from before Megatron core have other names for the same tensors; `canonical` turns both into the above.
+With Transformer Engine the norms belong to the layers after them (`linear_qkv.layer_norm_weight`), and models from
+before Megatron core have other names for the same tensors; `canonical` turns both into the above.
 
-Three of these are cut along dim 0 and are more than one tensor of ours. Seen as the concatenation of all ranks'
-tensors along the cut dim, each tensor of ours is a few `Run`s in there:
+Three of these are sharded along dim 0 and hold several of our tensors, or padding. In the concatenation of all ranks'
+tensors along the sharded dim, each tensor of ours is a few `Run`s:
 
     linear_qkv   by query group: its query heads, its key head, its value head; then the next group
     linear_fc1   by rank: this rank's rows of gate, then its rows of up
@@ -58,8 +58,8 @@ _LAYER = {
 }
 OUTPUT = "output_layer.weight"
 _VOCABULARY = ("embedding.word_embeddings.weight", OUTPUT)
-_CUT_ROWS = (*_VOCABULARY, "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
-_CUT_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+_SHARDED_ROWS = (*_VOCABULARY, "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
+_SHARDED_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
 _TRANSFORMER_ENGINE = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
@@ -80,25 +80,25 @@ _LEGACY = (
 
 
 class Place(NamedTuple):
-    """A tensor of theirs: its key in the layer `layer` of the model, or outside of layers (None)."""
+    """A tensor of theirs: its key within layer `layer` of the model, or outside of layers (None)."""
 
     layer: int | None
     key: str
 
     def named(self, layer: int) -> str:
-        """The key on a stage where the layer is number `layer`."""
+        """The full key on a stage where the layer has number `layer`."""
         return self.key if self.layer is None else f"decoder.layers.{layer}.{self.key}"
 
     @property
     def dim(self) -> int | None:
-        """Along which dim ranks cut it; None where all have the whole."""
-        if self.key.endswith(_CUT_ROWS):
+        """The dim along which ranks shard it; None where it is replicated."""
+        if self.key.endswith(_SHARDED_ROWS):
             return 0
-        return 1 if self.key.endswith(_CUT_COLUMNS) else None
+        return 1 if self.key.endswith(_SHARDED_COLUMNS) else None
 
 
 class Run(NamedTuple):
-    """`length` rows (or columns) of one tensor of ours from `ours` on, which rank `rank` has from `theirs` on."""
+    """`length` rows (or columns) of our tensor from `ours` on, which rank `rank` holds from `theirs` on."""
 
     rank: int
     ours: int
@@ -107,7 +107,7 @@ class Run(NamedTuple):
 
 
 def place(name: str) -> Place:
-    """Where our tensor `name`, such as model.layers.3.attention.q.weight, is."""
+    """The place of our tensor `name`, such as model.layers.3.attention.q.weight."""
     module, _, kind = name.removeprefix("model.").rpartition(".")
     if module in _OUTER:
         return Place(None, f"{_OUTER[module]}.{kind}")
@@ -116,7 +116,7 @@ def place(name: str) -> Place:
 
 
 def canonical(key: str) -> str:
-    """A key of Transformer Engine's or of legacy models as a key of Megatron core's own layers."""
+    """A key of Transformer Engine's layers or of a legacy model as a key of Megatron core's own layers."""
     for core, fused in _TRANSFORMER_ENGINE:
         key = key.replace(fused, core)
     for pattern, core in _LEGACY:
@@ -125,14 +125,14 @@ def canonical(key: str) -> str:
 
 
 def with_transformer_engine(key: str) -> str:
-    """A canonical key as Transformer Engine's layers have it."""
+    """A canonical key as a key of Transformer Engine's layers."""
     for core, fused in _TRANSFORMER_ENGINE:
         key = key.replace(core, fused)
     return key
 
 
 def their_shape(name: str, shape: Shape, model: ModelConfig, t: int, padded_vocab: int) -> Shape:
-    """The shape of a rank's tensor that has (a part of) our tensor `name` of `shape`."""
+    """The shape of a rank's tensor that holds (a part of) our tensor `name` of `shape`."""
     there = place(name)
     if there.dim is None:
         return shape
@@ -148,9 +148,9 @@ def their_shape(name: str, shape: Shape, model: ModelConfig, t: int, padded_voca
 
 
 def runs(name: str, shape: Shape, model: ModelConfig, t: int, padded_vocab: int) -> list[Run]:
-    """Where our tensor `name` of `shape` lies in the tensors of t ranks, along the dim of its place.
+    """The runs of our tensor `name` of `shape` in the tensors of t ranks, along the dim of its place.
 
-    A tensor that is not cut is one run for each rank. Padding that the other side does not have is in no run.
+    A replicated tensor is one run for each rank. Padding that the other side does not have is in no run.
     """
     there = place(name)
     if there.dim is None:
@@ -167,7 +167,7 @@ def runs(name: str, shape: Shape, model: ModelConfig, t: int, padded_vocab: int)
 
 
 def _blocks(name: str, size: int, model: ModelConfig, t: int, padded_vocab: int) -> Iterator[tuple[int, int, int]]:
-    """`(ours, theirs, length)` of each run of a tensor of ours in the concatenation of all ranks' tensors."""
+    """`(ours, theirs, length)` of each run of our tensor in the concatenation of all ranks' tensors."""
     there, part = place(name), name.split(".")[-2]
     if "linear_qkv" in there.key:
         d, queries = model.channels, model.num_attention_heads // model.query_groups

@@ -1,61 +1,53 @@
-"""Megatron-LM's classic checkpoints as a sink: folders for its `--load`, one file a rank, of any TP, PP, virtual PP.
+"""Megatron-LM's classic checkpoints as a sink: a folder for its `--load`, one file a rank, any TP, PP, virtual PP.
 
-A file's size, names and arguments are known before the first tensor, so `begin` writes all files with the space for
-their tensors left empty (`torch_file.reserve`), in the hidden folder `.<name>.incomplete`. Then tensors may come in any
-order; each goes to its rows or columns of each rank's tensor, in blocks. In memory are the tensor being written and a
-block of 32 MiB. The journal notes what is safe (`journal`): a conversion that was killed and is started again with the
-same source and layout goes on; with anything else it begins anew. `finish` puts in checksums, for which the files are
-read once more, and renames the folder.
+Sizes, names and arguments are known before the first tensor, so `begin` writes all files with empty space for their
+tensors (`torch_file.reserve`). Tensors may then come in any order; each is written to its rows or columns of each
+rank's tensor, in blocks of 32 MiB. `finish` adds checksums, for which the files are read once more.
 
-Names are those of Transformer Engine's layers, Megatron-LM's default, or of its own ("local"). There is no optimizer
-state and no random-number state in the files. Where the source knows its step the folder is `iter_<step>`, to be
-loaded with --finetune, or with --no-load-optim --no-load-rng to keep the count; else it is `release`, which Megatron-LM
-takes as weights alone.
+Names are those of Transformer Engine's layers, Megatron-LM's default, or of its own ("local"). The files hold no
+optimizer or random-number state. Where the source knows its step the folder is `iter_<step>`, to be loaded with
+--finetune, or with --no-load-optim --no-load-rng to keep the count; else it is `release`, which Megatron-LM loads as
+weights alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
-import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megafp8.checkpoint.files import BLOCK_BYTES, sync, write_at
+from megafp8.checkpoint.torch_file import as_bytes, reserve, seal, tensor_starts
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
-from megafp8.conversion.journal import Journal, sync
 from megafp8.conversion.megatron_args import Implementation, layout_args, write_args
 from megafp8.conversion.megatron_names import OUTPUT, Place, place, runs, their_shape, with_transformer_engine
 from megafp8.conversion.megatron_source import FILES, TRACKER
-from megafp8.conversion.model import check_source, resolved, seq_length
-from megafp8.conversion.safetensors_format import write_at
-from megafp8.conversion.target import TOKENIZER_FOLDER, check_free, publish
-from megafp8.conversion.torch_file import reserve, seal, tensor_starts
+from megafp8.conversion.model import check_source, seq_length
+from megafp8.conversion.target import Sink
 from megafp8.distributed.sharding import Shape
 
-_BLOCK = 1 << 25  # bytes of a tensor that are written at a time
 _WITH_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
 class _Target(NamedTuple):
-    """A tensor of theirs: key of the file's dictionary of a stage, key in there, and the stage's pipeline rank."""
+    """A tensor of theirs: the pipeline rank of its stage, the stage's key in the file, the tensor's key in that."""
 
     pipeline_rank: int
     stage: str
     key: str
 
 
-class MegatronSink:
-    """The folder `path`, which must not exist or be empty, for TP `tensor`, PP `pipeline`.
+class MegatronSink(Sink):
+    """Writes the folder `path` for TP `tensor`, PP `pipeline`.
 
-    `virtual_pipeline`: stages a pipeline rank, None for one. `implementation`: what Megatron-LM will be started with as
-    --transformer-impl.
+    `virtual_pipeline`: stages a pipeline rank, None for one. `implementation`: the --transformer-impl that Megatron-LM
+    will be started with.
     """
 
     def __init__(
@@ -66,32 +58,22 @@ class MegatronSink:
         virtual_pipeline: int | None = None,
         implementation: Implementation = "transformer_engine",
     ) -> None:
-        self.path, self.tensor, self.pipeline, self.implementation = Path(path), tensor, pipeline, implementation
+        super().__init__(path)
+        self.tensor, self.pipeline, self.implementation = tensor, pipeline, implementation
         self.virtual = virtual_pipeline or 1
 
-    def begin(self, source: Source) -> Collection[str]:
-        """Prepare the hidden folder; which weights of `source` are yet to be written.
-
-        Raises ValueError where Megatron-LM has no such model or the layout does not divide it, a tensor is missing or
-        of another shape, `path` holds something, or another process writes it; OSError where the disk has no room.
-        """
-        check_free(self.path)
-        self._source, self._model = source, resolved(source)
+    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
+        self._model, self._shapes = check_source(source)
         self._check_layout(self._model)
-        self._shapes = check_source(source, self._model)
         multiple = self._model.vocab_multiple * self.tensor
         assert self._model.vocab_size is not None
         self._padded_vocab = -(-self._model.vocab_size // multiple) * multiple
-        about = self._about()
-        hidden = self.path.with_name(f".{self.path.name}.incomplete")
-        hidden.mkdir(parents=True, exist_ok=True)
-        infos = {name: [list(source.tensors[name].shape), str(source.tensors[name].dtype)] for name in self._shapes}
-        text = json.dumps([str(source.path.resolve()), self.virtual, vars(about["args"]), infos], default=str)
-        self._journal = Journal(hidden, hashlib.sha256(text.encode()).hexdigest())
+        about = self._about(source)
+        fresh = self._open_journal(source, self._shapes, options, [self.virtual, vars(about["args"])])
         step = about["iteration"]
         self._tracker = f"{step}" if step else "release"
-        self._folder = hidden / (f"iter_{step:07d}" if step else "release")
-        self._reserve(about)
+        self._folder = self.hidden / (f"iter_{step:07d}" if step else "release")
+        self._reserve(about, fresh)
         return [name for name in self._shapes if name not in self._journal.done]
 
     def _check_layout(self, model: ModelConfig) -> None:
@@ -114,64 +96,45 @@ class MegatronSink:
         if self.virtual > 1 and self.pipeline == 1:
             raise ValueError(f"virtual PP {self.virtual} with PP 1: Megatron-LM has virtual stages from PP 2 on")
 
-    def _about(self) -> dict[str, Any]:
-        """What a file has besides weights."""
-        source, model = self._source, self._model
-        said = source.about
-        step = said.get("step") if isinstance(said.get("step"), int) else 0
+    def _about(self, source: Source) -> dict[str, Any]:
+        """Content of a file besides weights."""
+        model, step = self._model, source.about.get("step")
+        step = step if isinstance(step, int) else 0
         dtypes = Counter(source.tensors[name].dtype for name in self._shapes)
         layers = model.num_layers // (self.pipeline * self.virtual)
         args = write_args(model, seq_length(source) or model.max_position_embeddings)
+        dtype = dtypes.most_common(1)[0][0]
         args |= layout_args(
-            self.tensor,
-            self.pipeline,
-            self.virtual,
-            layers,
-            self._padded_vocab,
-            dtypes.most_common(1)[0][0],
-            self.implementation,
+            self.tensor, self.pipeline, self.virtual, layers, self._padded_vocab, dtype, self.implementation
         )
         args |= {
             "iteration": step,
-            "consumed_train_samples": said.get("consumed_samples", 0),
+            "consumed_train_samples": source.about.get("consumed_samples", 0),
             "skipped_train_samples": 0,
             "consumed_valid_samples": 0,
             "tokenizer_type": _tokenizer_type(source.tokenizer_files),
         }
-        return {
-            "args": argparse.Namespace(**args),
-            "checkpoint_version": 3.0,
-            "iteration": step,
-            "num_floating_point_operations_so_far": 0,
-        }
+        about = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": step}
+        return about | {"num_floating_point_operations_so_far": 0}
 
     def _targets(self, name: str) -> Iterator[tuple[Place, _Target]]:
-        """Where our tensor `name` goes: one place, or two for tied weights on two stages."""
-        there = place(name)
-        last = self.pipeline * self.virtual - 1
-        if there.layer is None:
-            first = there.key.startswith("embedding.")
-            yield there, self._target(0 if first else last, there, 0)
-            if self._model.tie_embeddings and name == "model.embedding.word.weight" and last > 0:
-                copy = Place(None, OUTPUT)
-                yield copy, self._target(last, copy, 0)
-        else:
+        """Where our tensor `name` goes: one tensor of theirs, or two for tied weights on two stages."""
+        there, last = place(name), self.pipeline * self.virtual - 1
+        if there.layer is not None:
             stage, layer = divmod(there.layer, self._model.num_layers // (last + 1))
-            yield there, self._target(stage, there, layer)
+            yield there, self._target(stage, there.named(layer))
+            return
+        yield there, self._target(0 if there.key.startswith("embedding.") else last, there.key)
+        if self._model.tie_embeddings and name == "model.embedding.word.weight" and last > 0:
+            yield Place(None, OUTPUT), self._target(last, OUTPUT)
 
-    def _target(self, stage: int, there: Place, layer: int) -> _Target:
+    def _target(self, stage: int, key: str) -> _Target:
         v, p = divmod(stage, self.pipeline)
-        key = there.named(layer)
-        if self.implementation == "transformer_engine":
-            key = with_transformer_engine(key)
+        key = with_transformer_engine(key) if self.implementation == "transformer_engine" else key
         return _Target(p, f"model{v}" if self.virtual > 1 else "model", key)
 
-    def _reserve(self, about: dict[str, Any]) -> None:
-        """Write the files, or find them where a conversion goes on; where their tensors lie goes to `self._starts`."""
-        fresh = not self._journal.done
-        if fresh:  # what lies there is of an attempt at something else, or was cut off before anything was safe
-            for old in (path for path in self._journal.folder.iterdir() if path.is_dir()):
-                shutil.rmtree(old)
+    def _reserve(self, about: dict[str, Any], fresh: bool) -> None:
+        """Write the files where the conversion starts anew; the first byte of each tensor goes to `self._starts`."""
         self._starts: dict[tuple[int, _Target], int] = {}
         for p in range(self.pipeline):
             content: dict[str, Any] = dict(about)
@@ -182,7 +145,7 @@ class MegatronSink:
                     if target.pipeline_rank == p:
                         tensors[target.stage, target.key] = self._their_shape(name), self._source.tensors[name].dtype
                         if self.implementation == "transformer_engine" and target.key.endswith(_WITH_STATE):
-                            # FP8 state that Transformer Engine looks for, and that may be nothing.
+                            # FP8 state that Transformer Engine expects, and that may be None.
                             content[target.stage][target.key.removesuffix("weight") + "_extra_state"] = None
             for rank in range(self.tensor):
                 file = self._file(rank, p)
@@ -202,41 +165,31 @@ class MegatronSink:
         return their_shape(name, self._shapes[name], self._model, self.tensor, self._padded_vocab)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Store the whole tensor `name` on all ranks that have of it."""
         assert tuple(tensor.shape) == self._shapes[name], f"{name}: {tuple(tensor.shape)}"
         row_bytes = math.prod(self._their_shape(name)[1:]) * tensor.element_size()
         for there, target in self._targets(name):
             for run in runs(name, self._shapes[name], self._model, self.tensor, self._padded_vocab):
                 start = self._starts[run.rank, target]
-                if there.dim == 1:
-                    values, first = tensor.narrow(1, run.ours, run.length), 0
-                else:
-                    values, first = tensor.narrow(0, run.ours, run.length), run.theirs
+                values = tensor.narrow(there.dim or 0, run.ours, run.length)
+                first = 0 if there.dim == 1 else run.theirs
                 with self._file(run.rank, target.pipeline_rank).open("r+b", buffering=0) as stream:
-                    most = max(1, _BLOCK // row_bytes)
+                    most = max(1, BLOCK_BYTES // row_bytes)
                     for at in range(0, values.shape[0], most):
-                        write_at(stream, start + (first + at) * row_bytes, values[at : at + most].contiguous())
+                        block = values[at : at + most].contiguous()
+                        write_at(stream, start + (first + at) * row_bytes, as_bytes(block))
         self._journal.add(name)
 
     def finish(self) -> None:
-        """Put in checksums, write what lies beside, flush everything, and show the folder under its name."""
-        hidden = self._journal.folder
-        self._journal.flush()
-        missing = sorted(self._shapes.keys() - self._journal.done)
-        assert not missing, f"finish() before {missing[0]} was written"
+        self._check_done(self._shapes)
         for p in range(self.pipeline):
             for rank in range(self.tensor):
                 seal(self._file(rank, p))
-        if self._source.tokenizer_files:
-            (hidden / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-        for file in self._source.tokenizer_files:
-            shutil.copyfile(file, hidden / TOKENIZER_FOLDER / file.name)
-        (hidden / TRACKER).write_text(self._tracker, encoding="utf-8")
-        publish(self._journal, self.path)
+        (self.hidden / TRACKER).write_text(self._tracker, encoding="utf-8")
+        self._copy_tokenizer()
 
 
 def _tokenizer_type(files: Collection[Path]) -> str | None:
-    """Megatron-LM's word for the tokenizer in `files`; it compares that at load only where it reads a vocab file."""
+    """Megatron-LM's name for the tokenizer in `files`, compared at load only where it reads a vocab file."""
     names = {file.name for file in files}
     if "tokenizer.json" in names:
         return "HuggingFaceTokenizer"

@@ -5,64 +5,60 @@
     <dir>/iter_0000100/mp_rank_01_002/...               tensor rank 1, pipeline rank 2
 
 A file has the run's arguments (`args`), its iteration, and the weights of its rank: `model`, or with a virtual pipeline
-`model0`, `model1`, ... in the order in which a micro-batch comes by. The layers of a stage count from 0, so what a
-layer's number is follows from how many the stages before it have, even or not. All files are opened at the start, which
-reads names and shapes only; every tensor of the model must be there in every rank, and nothing that we would leave out.
-Their optimizer state is left out: it is cut in another way in each version and mode of Megatron-LM.
+`model0`, `model1`, ... in the order of the model. Layers of a stage count from 0, so a layer's number in the model
+follows from the number of layers on the stages before. The constructor opens all files, reads names and shapes, and
+checks that every tensor of the model is there on every rank and that no other would be left out. Optimizer state is
+not read: each version and mode of Megatron-LM shards it in another way.
 
-Files are read without running what is in them (`torch_file`). What is read is the weights, from the first rank where
-all have the same; a record's checksum is compared before it is used.
-
-The file does not always say how large the vocabulary is before padding. Where it does not, and the caller does not,
+Files are read without running code in them (`torch_file`), replicated tensors from the first rank. A record's checksum
+is compared before it is used. Where neither the file nor the caller gives the size of the vocabulary before padding,
 all rows count as tokens.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megafp8.config import ModelConfig
-from megafp8.conversion.base import TensorInfo
+from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
+from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.megatron_args import read_args
 from megafp8.conversion.megatron_names import OUTPUT, Place, canonical, place, runs, their_shape
 from megafp8.conversion.model import model_tensors
 from megafp8.conversion.target import tokenizer_files
-from megafp8.conversion.torch_file import StoredTensor, TorchFile
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("model_optim_rng.pt", "model_rng.pt")  # the second: old versions with a distributed optimizer
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_NO_WEIGHTS = ("_extra_state", "inv_freq")  # state of FP8, and constants
-_BLOCK = 1 << 25  # bytes of a rank's tensor that are read at a time
+_NO_WEIGHTS = ("_extra_state", "inv_freq")  # FP8 state, and constants
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class _Stage(NamedTuple):
-    """A stage's tensors on each tensor rank, by canonical key, and how many layers it has."""
+    """A pipeline stage: its tensors on each tensor rank, by canonical key, and its number of layers."""
 
     tensors: list[dict[str, StoredTensor]]
     layers: int
 
 
 class _Part(NamedTuple):
-    """Where a tensor of ours is: on each tensor rank in a file under a key."""
+    """Where a tensor of ours lies: file and stored tensor of each tensor rank."""
 
     files: list[TorchFile]
     tensors: list[StoredTensor]
     place: Place
 
 
-class MegatronSource:
+class MegatronSource(Source):
     """The checkpoint at `path`: the folder given to Megatron-LM's `--load` (its newest), or one iteration's in there.
 
-    `unsafe`: let files import and run code as they say, for arguments that only so can be read; of trusted origin only.
-    `vocab_size`: tokens before padding. Raises ValueError naming file or folder where it is none that we read.
+    `unsafe`: let files import and run code, for arguments that cannot be read otherwise; only for trusted files.
+    `vocab_size`: tokens before padding. Raises ValueError naming the file or folder that is not supported.
     """
 
     def __init__(self, path: str | Path, unsafe: bool = False, vocab_size: int | None = None) -> None:
@@ -79,16 +75,17 @@ class MegatronSource:
         self._padded_vocab = sum(rows)
         try:
             vocab = _vocab_size(args, vocab_size, self._padded_vocab)
-            self.model: ModelConfig = read_args(args, vocab, args.get("make_vocab_size_divisible_by") or 128)
-        except (TypeError, ValueError) as error:  # the former of arguments that are no numbers or words
+            self.model = read_args(args, vocab, args.get("make_vocab_size_divisible_by") or 128)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{first.path}: {error}") from error
-        self.about: Mapping[str, Any] = _about(first.content, args)
+        about = {"step": first.content.get("iteration"), "consumed_samples": args.get("consumed_train_samples")}
+        self.about = {key: value for key, value in about.items() if isinstance(value, int)}
         self._parts: dict[str, _Part] = {}
-        self.tensors: Mapping[str, TensorInfo] = self._check()
-        self.tokenizer_files: Collection[Path] = tokenizer_files(self.path.parent)
+        self.tensors = self._check()
+        self.tokenizer_files = tokenizer_files(self.path.parent)
 
     def _check(self) -> dict[str, TensorInfo]:
-        """Our tensors, all of which are found in the files and use all that is in them."""
+        """Our tensors, after checking that the files have all of them and nothing else."""
         layers = [(s, i) for s, stage in enumerate(self._stages) for i in range(stage.layers)]
         if len(layers) != self.model.num_layers:
             raise ValueError(f"{self.path} has {len(layers)} layers, and num_layers = {self.model.num_layers}")
@@ -125,38 +122,33 @@ class MegatronSource:
         return found
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, zeros in rows of padding that theirs does not have. Raises ValueError where damaged."""
         shape, dtype = self.tensors[name]
         files, tensors, there = self._parts[name]
-        out = torch.zeros(shape, dtype=dtype) if there.dim == 0 else torch.empty(shape, dtype=dtype)
+        out = torch.zeros(shape, dtype=dtype)  # zeros in rows of padding that theirs does not have
         for run in runs(name, shape, self.model, self._t, self._padded_vocab):
-            file, tensor = files[run.rank], tensors[run.rank]
-            if there.dim == 0:
-                file.read_rows(tensor, name, run.theirs, out[run.ours : run.ours + run.length])
-            elif there.dim == 1:
-                for first, block in _blocks(file, tensor, name):
-                    out[first : first + block.shape[0], run.ours : run.ours + run.length] = block
-            elif run.rank == 0:
-                file.read_rows(tensor, name, 0, out)
+            if there.dim is not None or run.rank == 0:
+                dim = there.dim or 0
+                low = tuple(run.theirs if d == dim else 0 for d in range(len(shape)))
+                files[run.rank].read(tensors[run.rank], name, low, out.narrow(dim, run.ours, run.length))
         return out
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether `path` looks like a folder of Megatron-LM's checkpoints, or one of them."""
+    """Whether `path` looks like a folder of Megatron-LM's checkpoints, or one of these."""
     return (path / TRACKER).is_file() or any(path.glob("mp_rank_*"))
 
 
 def find_iteration(path: Path) -> Path:
-    """The folder with the ranks' folders. Raises ValueError where there is none, or one of another format."""
+    """The folder that holds the ranks' folders. Raises ValueError where there is none, or one of another format."""
     folder = path
     tracker = path / TRACKER
     if tracker.is_file():
-        said = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if said != "release" and not said.isdecimal():
-            raise ValueError(f"{tracker} is damaged: it says {said[:40]!r}, and not an iteration or release")
-        folder = path / (said if said == "release" else f"iter_{int(said):07d}")
+        content = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if content != "release" and not content.isdecimal():
+            raise ValueError(f"{tracker} is damaged: it says {content[:40]!r}, and not an iteration or release")
+        folder = path / (content if content == "release" else f"iter_{int(content):07d}")
         if not folder.is_dir():
-            raise ValueError(f"{tracker} says {said}, and there is no {folder}")
+            raise ValueError(f"{tracker} says {content}, and there is no {folder}")
     if any((folder / name).exists() for name in (".metadata", "common.pt")):
         raise ValueError(
             f"{folder} is a distributed checkpoint of Megatron-LM (torch_dist, torch_dcp or zarr), and megafp8 reads "
@@ -190,7 +182,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _common_args(files: Mapping[tuple[int, int], TorchFile], t: int, p: int) -> dict[str, Any]:
-    """The arguments. Raises ValueError where a file has none, or is of another checkpoint than the first."""
+    """The arguments. Raises ValueError where a file has none, or belongs to another checkpoint than the first."""
     first: dict[str, Any] = {}
     for file in files.values():
         content = file.content
@@ -216,7 +208,7 @@ def _common_args(files: Mapping[tuple[int, int], TorchFile], t: int, p: int) -> 
 
 
 def _stages(files: Mapping[tuple[int, int], TorchFile], t: int, p: int) -> Iterator[_Stage]:
-    """The stages in the order of the model: each virtual one goes over all pipeline ranks."""
+    """The stages in the order of the model: virtual stage 0 of all pipeline ranks, then virtual stage 1, ..."""
     virtual = max(sum(re.fullmatch(r"model\d+", str(key)) is not None for key in f.content) for f in files.values())
     for v in range(max(virtual, 1)):
         for s in range(p):
@@ -228,7 +220,7 @@ def _stages(files: Mapping[tuple[int, int], TorchFile], t: int, p: int) -> Itera
 
 
 def _model(file: TorchFile, key: str, may_lack: bool) -> dict[str, StoredTensor]:
-    """The weights of one stage by canonical key; a stage without any is not in the file."""
+    """The weights of one stage by canonical key. `may_lack`: a virtual stage without weights is not in the file."""
     if key not in file.content and not may_lack:
         raise ValueError(f"{file.path} has no weights: there is {', '.join(map(str, file.content))}, and no {key}")
     found = {}
@@ -242,7 +234,7 @@ def _model(file: TorchFile, key: str, may_lack: bool) -> dict[str, StoredTensor]
 
 
 def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Names and values of a state dict. Models from before Megatron core have dictionaries in it."""
+    """Names and values of a state dict, which is nested in models from before Megatron core."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
@@ -261,25 +253,10 @@ def _check_tensor(what: str, tensor: StoredTensor, shape: tuple[int, ...], dtype
 
 def _vocab_size(args: Mapping[str, Any], given: int | None, padded: int) -> int:
     """Tokens before padding."""
-    said = args.get("vocab_size")
+    size = args.get("vocab_size")
     if given is not None and not 0 < given <= padded:
         raise ValueError(f"vocab_size {given} was given, and the embedding has {padded} rows")
-    if given is not None or not isinstance(said, int) or said <= 0:
+    if given is not None or not isinstance(size, int) or size <= 0:
         return given or padded
     # Megatron-LM's NullTokenizer has one token more than its argument says, the end of a document.
-    return min(said + (args.get("tokenizer_type") == "NullTokenizer"), padded)
-
-
-def _about(content: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    said = {"step": content.get("iteration"), "consumed_samples": args.get("consumed_train_samples")}
-    return {key: value for key, value in said.items() if isinstance(value, int)}
-
-
-def _blocks(file: TorchFile, tensor: StoredTensor, name: str) -> Iterator[tuple[int, Tensor]]:
-    """A rank's matrix, some rows at a time."""
-    rows, columns = tensor.shape
-    most = max(1, _BLOCK // max(1, columns * tensor.dtype.itemsize))
-    for first in range(0, rows, most):
-        block = torch.empty(min(most, rows - first), columns, dtype=tensor.dtype)
-        file.read_rows(tensor, name, first, block)
-        yield first, block
+    return min(size + (args.get("tokenizer_type") == "NullTokenizer"), padded)

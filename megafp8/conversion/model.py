@@ -1,4 +1,4 @@
-"""Which tensors a model has, from its config alone, and whether a source has them."""
+"""The tensors of a model, from its config alone; checks that a source has them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 
 
-class _Alone:
-    """As much of a process group of one rank as constructors ask for."""
+class _SingleRank:
+    """The methods of a process group of one rank that layers' constructors call."""
 
     def size(self) -> int:
         return 1
@@ -26,14 +26,14 @@ class _Alone:
 
 
 def model_tensors(model: ModelConfig) -> dict[str, Shape]:
-    """Name (`model.layers.0.attention.q.weight`) and whole shape of each weight, from the embedding to the output.
+    """Name (`model.layers.0.attention.q.weight`) and global shape of each weight, from the embedding to the output.
 
-    Asked of the real constructors, on torch's meta device. `vocab_size`, and `max_position_embeddings` where positions
-    are learned, must be given.
+    The model is built on torch's meta device. `vocab_size`, and `max_position_embeddings` where positions are learned,
+    must be given.
     """
     assert model.max_position_embeddings is not None or model.position_embedding != "learned"
     context = BuildContext(
-        tensor=cast(ProcessGroup, _Alone()),
+        tensor=cast(ProcessGroup, _SingleRank()),
         fp8=Fp8Manager(None, amax_group=None),
         dtype=torch.float32,
         device=torch.device("meta"),
@@ -45,35 +45,28 @@ def model_tensors(model: ModelConfig) -> dict[str, Shape]:
 
 
 def seq_length(source: Source) -> int | None:
-    """That of the run the source was saved by, if it says."""
-    run = source.about.get("config", {}).get("training", {})
-    return run.get("seq_length")
+    """The sequence length of the run that saved the source, where it is known."""
+    length: int | None = source.about.get("config", {}).get("training", {}).get("seq_length")
+    return length
 
 
-def resolved(source: Source) -> ModelConfig:
-    """The source's model with its number of positions, which other formats want to know and ours may leave to the run.
+def check_source(source: Source) -> tuple[ModelConfig, dict[str, Shape]]:
+    """The model to write, and its weights' global shapes by name. Its number of positions is known.
 
-    Raises ValueError where the size of the vocabulary is unknown.
+    Raises ValueError where the size of the vocabulary is unknown, or a tensor is missing, or of another shape or dtype.
     """
     model = source.model
     if model.vocab_size is None:
         raise ValueError(f"{source.path} does not say model.vocab_size")
-    if model.max_position_embeddings is not None:
-        return model
-    table = source.tensors.get("model.embedding.position.weight")
-    rows = seq_length(source) if table is None else table.shape[0]
-    return model.model_copy(update={"max_position_embeddings": rows})
-
-
-def check_source(source: Source, model: ModelConfig) -> dict[str, Shape]:
-    """The tensors to write. Raises ValueError where the source lacks one, or has it with another shape or dtype."""
+    if model.max_position_embeddings is None:  # ours may leave it to the run
+        table = source.tensors.get("model.embedding.position.weight")
+        rows = seq_length(source) if table is None else table.shape[0]
+        model = model.model_copy(update={"max_position_embeddings": rows})
     tensors = model_tensors(model)
     for name, shape in tensors.items():
         info = source.tensors.get(name)
         if info is None:
             raise ValueError(f"{source.path} has no tensor {name}, which its model has")
         if tuple(info.shape) != shape or not info.dtype.is_floating_point:
-            raise ValueError(
-                f"{source.path}: {name} is {info.dtype} {list(info.shape)}, and its model has {list(shape)}"
-            )
-    return tensors
+            raise ValueError(f"{source.path}: {name} is {info.dtype} {list(info.shape)}, its model has {list(shape)}")
+    return model, tensors

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from megafp8.checkpoint import collect_fragments, latest, newest_readable
+from megafp8.checkpoint import collect_shards, latest, newest_readable
 from megafp8.config import Config, ConfigError, ModelConfig, Problem
 from megafp8.conversion.base import Source
 from megafp8.conversion.formats import open_source
@@ -119,7 +119,7 @@ def load_init(trainer: Trainer, folder: str) -> None:
     with _naming_the_key(folder):
         source = _open(trainer.config, folder)
         load_weights(source, weights(trainer))
-        load_weights(source, collect_fragments(state.get("master", []), "model."))
+        load_weights(source, collect_shards(state.get("master", []), "model."))
     trainer.optimizer.restore(state, 0)
     trainer.fp8.invalidate_weights()
     trainer.publish_weights()

@@ -31,13 +31,13 @@ from torch import Tensor
 from megafp8 import __version__
 from megafp8.checkpoint import (
     BackgroundSaver,
+    CheckpointReader,
     FolderLock,
     IncompatibleCheckpoint,
-    OpenedCheckpoint,
     Rectangles,
     clean_incomplete,
     collect,
-    collect_fragments,
+    collect_shards,
     config_hash,
     latest,
     load,
@@ -46,8 +46,8 @@ from megafp8.checkpoint import (
     newest_readable,
     save,
 )
-from megafp8.checkpoint.checksums import read_file
-from megafp8.checkpoint.failures import together
+from megafp8.checkpoint.errors import on_all_ranks
+from megafp8.checkpoint.files import read_file
 from megafp8.checkpoint.store import METADATA_FILE
 from megafp8.config import Config, ModelConfig
 from megafp8.conversion.hf_config import canonical, differences
@@ -74,14 +74,14 @@ def weights(trainer: Trainer) -> dict[str, Rectangles]:
     trainer.wait_for_weights()
     filled = [param for param in trainer.params if param not in trainer.optimizer.released]
     values = collect(filled, lambda p: p.detach(), "model.")
-    return values | collect_fragments(trainer.optimizer.hollow_values(), "model.")
+    return values | collect_shards(trainer.optimizer.hollow_values(), "model.")
 
 
 def tensors(trainer: Trainer, optimizer: State | None = None) -> dict[str, Rectangles | Tensor]:
     """Views of all state of this rank, by global name; the optimizer's is that of `optimizer`, if given."""
     state: dict[str, Rectangles | Tensor] = {**weights(trainer)}
     for key, fragments in (optimizer or trainer.optimizer.state()).items():
-        state |= collect_fragments(fragments, f"optimizer.{key}.")
+        state |= collect_shards(fragments, f"optimizer.{key}.")
     return state | trainer.fp8.state_dict()
 
 
@@ -189,7 +189,7 @@ def begin_save(
         saver.wait_copied()  # while one thread captures a CUDA graph, the copies of another would break it
 
 
-def check_resume(config: Config, run: Path, fingerprint: str | None) -> OpenedCheckpoint | None:
+def check_resume(config: Config, run: Path, fingerprint: str | None) -> CheckpointReader | None:
     """The newest checkpoint of `run` that can be opened, if there is one. Needs no process group.
 
     It is the one that `find_checkpoint` will choose, unless the content of a data file is damaged. Raises
@@ -202,7 +202,7 @@ def check_resume(config: Config, run: Path, fingerprint: str | None) -> OpenedCh
     return found
 
 
-def check_same_run(config: Config, fingerprint: str | None, found: OpenedCheckpoint) -> None:
+def check_same_run(config: Config, fingerprint: str | None, found: CheckpointReader) -> None:
     """Raise IncompatibleCheckpoint, with all reasons, where a run of `config` cannot continue from `found`.
 
     What decides the sequence of batches must be as it was: continuing elsewhere in other data is a mistake more often
@@ -233,7 +233,7 @@ def check_same_run(config: Config, fingerprint: str | None, found: OpenedCheckpo
         raise IncompatibleCheckpoint("\n  ".join(f"{path} {problem}" for problem in problems))
 
 
-def saved_model(found: OpenedCheckpoint) -> ModelConfig:
+def saved_model(found: CheckpointReader) -> ModelConfig:
     """The model section of the config that checkpoint `found` was saved with. Raises IncompatibleCheckpoint."""
     try:
         return ModelConfig.model_validate((found.metadata.get("config") or {})["model"])
@@ -241,7 +241,7 @@ def saved_model(found: OpenedCheckpoint) -> ModelConfig:
         raise _unknown_config(found, error) from error
 
 
-def _unknown_config(found: OpenedCheckpoint, error: Exception) -> IncompatibleCheckpoint:
+def _unknown_config(found: CheckpointReader, error: Exception) -> IncompatibleCheckpoint:
     """For a checkpoint whose metadata.json, which is as it was written, has not what this version looks for."""
     wrong = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
     return IncompatibleCheckpoint(
@@ -296,7 +296,7 @@ def _changed_dtypes(then: Mapping[str, Any], config: Config) -> Iterator[str]:
         )
 
 
-def _changed_model(then: ModelConfig, seq_length: int, config: Config, found: OpenedCheckpoint) -> Iterator[str]:
+def _changed_model(then: ModelConfig, seq_length: int, config: Config, found: CheckpointReader) -> Iterator[str]:
     """What of the model section would make another function of the weights; `seq_length` is that of the checkpoint."""
     old = then.model_copy(update={"max_position_embeddings": then.max_position_embeddings or seq_length})
     new = config.model.model_copy(update={"max_position_embeddings": position_rows(config)})
@@ -338,7 +338,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def find_checkpoint(
     config: Config, run: Path, parallel: ParallelState, fingerprint: str | None
-) -> OpenedCheckpoint | None:
+) -> CheckpointReader | None:
     """The newest checkpoint of `run` that is good, opened; None where there is none. Collective.
 
     What a killed save left behind is removed; damaged checkpoints are set aside, with a warning. Raises
@@ -350,11 +350,11 @@ def find_checkpoint(
         clean_incomplete(folder)
     found = newest_good(folder, verify=config.checkpoint.verify, group=group)
     if found is not None:
-        together(lambda: check_same_run(config, fingerprint, found), group)
+        on_all_ranks(lambda: check_same_run(config, fingerprint, found), group)
     return found
 
 
-def saved_choice(config: Config, found: OpenedCheckpoint | None) -> Choice | None:
+def saved_choice(config: Config, found: CheckpointReader | None) -> Choice | None:
     """What fp8.auto_filter chose when the run of checkpoint `found` began.
 
     None where there is no checkpoint, that was never saved, or the fp8 section is another now.
@@ -374,7 +374,7 @@ def load_latest(trainer: Trainer, run: Path, *, say: Callable[[str], None] = sil
 
 
 @torch.no_grad()
-def load_state(trainer: Trainer, checkpoint: Path | OpenedCheckpoint, *, say: Callable[[str], None] = silent) -> int:
+def load_state(trainer: Trainer, checkpoint: Path | CheckpointReader, *, say: Callable[[str], None] = silent) -> int:
     """Continue from `checkpoint`; the steps done. Collective.
 
     `checkpoint`: what `find_checkpoint` returned; or a folder, whose data files are not verified. `say` is told which

@@ -1,25 +1,41 @@
-"""Checkpoints whose small files say something else than `save` wrote, with checksums as if they had been written so."""
+"""Changes to files of a checkpoint, with or without matching checksums."""
 
 from __future__ import annotations
 
 import json
 import zlib
 from pathlib import Path
+from typing import Any
+
+
+def write_listing(path: Path, files: dict[str, Any]) -> None:
+    """Write checksums.json of the checkpoint `path`, with a correct checksum of itself."""
+    text = json.dumps(files, sort_keys=True, separators=(",", ":"))
+    own = f"{zlib.crc32(text.encode()):08x}"
+    (path / "checksums.json").write_text(json.dumps({"algorithm": "crc32", "files": files, "crc32_of_files": own}))
+
+
+def listing(path: Path) -> dict[str, Any]:
+    """`files` of the checkpoint's checksums.json."""
+    found: dict[str, Any] = json.loads((path / "checksums.json").read_text())["files"]
+    return found
 
 
 def rewrite(file: Path, content: bytes) -> None:
-    """Write `content` into `file` of a checkpoint, and its size and CRC-32 into the checkpoint's checksums.json."""
+    """Write `content` into `file` of a checkpoint, and its size and CRC-32 into checksums.json."""
     file.write_bytes(content)
-    listing = file.parent / "checksums.json"
-    whole = json.loads(listing.read_text())
-    whole["files"][file.name] = {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
-    text = json.dumps(whole["files"], sort_keys=True, separators=(",", ":"))
-    whole["crc32_of_files"] = f"{zlib.crc32(text.encode()):08x}"
-    listing.write_text(json.dumps(whole))
+    entry = {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    write_listing(file.parent, {**listing(file.parent), file.name: entry})
+
+
+def flip(file: Path, byte: int, bit: int = 3) -> None:
+    content = bytearray(file.read_bytes())
+    content[byte] ^= 1 << bit
+    file.write_bytes(content)
 
 
 def make_old(path: Path) -> None:
-    """Make the checkpoint `path` one from before checksums were written."""
+    """Turn the checkpoint `path` into one from before checksums."""
     (path / "checksums.json").unlink()
     metadata = json.loads((path / "metadata.json").read_text())
     del metadata["has_checksums"]

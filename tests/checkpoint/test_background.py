@@ -1,4 +1,4 @@
-"""Saving beside training: the values are those of the moment, the rest is as with `save`."""
+"""Background saves: values are those at the call, errors reach all ranks, the rest is as with `save`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megafp8.checkpoint import BackgroundSaver, Destination, Saved, complete_checkpoints, load, save
 from megafp8.checkpoint import dcp as dcp_module
-from megafp8.checkpoint.dcp import share_out, write_items
+from megafp8.checkpoint.dcp import plan_save, write_items
 from megafp8.checkpoint.rectangles import Rectangle, Rectangles
-from megafp8.checkpoint.staging import HostMemory
+from megafp8.checkpoint.saving import StagingBuffer
 from tests.checkpoint import toy
 from tests.world import World
 
@@ -46,10 +46,10 @@ class _Held:
         patch.setattr(owner, name, wait)
 
 
-def test_values_are_those_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_values_are_those_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"model.w": torch.ones(5, 3), "fp8.scale": torch.tensor(2.0), "fp8.history": torch.arange(4.0)}
     expected = {name: tensor.clone() for name, tensor in state.items()}
-    held, reports = _Held(monkeypatch, HostMemory, "copy_beside"), []
+    held, reports = _Held(monkeypatch, StagingBuffer, "copy_on_side_stream"), []
     with _saver(tmp_path, reports) as saver:
         saver.save(1, state, {}, changes_early=lambda name: name.startswith("fp8."))
         for name in ("fp8.scale", "fp8.history"):  # the next forward pass
@@ -94,7 +94,7 @@ def test_one_save_at_a_time_and_each_is_reported(tmp_path: Path, monkeypatch: py
     ]
 
 
-def test_host_memory_is_reused_and_nothing_is_copied_twice() -> None:
+def test_the_staging_buffer_is_reused_and_nothing_is_cloned() -> None:
     whole = torch.arange(48.0).view(6, 8).to(torch.bfloat16)
     parts = [Rectangle((0, 0), whole[:, :4]), Rectangle((0, 4), whole[:, 4:])]
     state = {
@@ -102,18 +102,18 @@ def test_host_memory_is_reused_and_nothing_is_copied_twice() -> None:
         "n": Rectangles.whole(torch.tensor(5)),
         "e": Rectangles.whole(torch.zeros(0, 3)),
     }
-    shares, memory = share_out(write_items(state), None), HostMemory(CPU)
-    first, second = memory.slots(state, shares), memory.slots(state, shares)
+    shares, memory = plan_save(write_items(state), None).plan, StagingBuffer(CPU)
+    first, second = memory.assign(state, shares), memory.assign(state, shares)
     assert [slot.target.data_ptr() for slot in first] == [slot.target.data_ptr() for slot in second]
     assert sorted(slot.target.shape for slot in first) == [(), (0, 3), (6, 4), (6, 4)]
     for slot in first:  # what else torch.distributed.checkpoint would clone
         assert slot.target.untyped_storage().size() == slot.target.nbytes
     memory.copy(first[:1])
-    memory.copy_beside(first[1:])
+    memory.copy_on_side_stream(first[1:])
     assert all(torch.equal(slot.target, slot.source) for slot in first)
 
 
-def test_what_fails_is_raised_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_raised_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, reports = {"w": torch.zeros(4)}, []
     save(tmp_path, 1, state, {"consumed_samples": 1})
     saver = _saver(tmp_path, reports)
@@ -138,7 +138,7 @@ def test_what_fails_is_raised_at_the_next_call(tmp_path: Path, monkeypatch: pyte
     assert len(reports) == 1
 
 
-def test_where_training_fails_the_save_under_way_is_finished(tmp_path: Path) -> None:
+def test_a_running_save_is_finished_where_training_fails(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), _saver(tmp_path, []) as saver:  # noqa: PT012
         saver.save(1, {"w": torch.zeros(4)}, {})
         raise ZeroDivisionError
@@ -152,8 +152,8 @@ def _train_and_save(folder: str) -> list[Any]:
     """Saves beside other collectives; the seconds, what was written by this rank, and how often it was shared out."""
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
     model, reports, shared = toy.make(rank, 2, 1, torch.float32), [], []
-    patch, original = pytest.MonkeyPatch(), dcp_module.share_out
-    patch.setattr(dcp_module, "share_out", lambda *args: (shared.append(1), original(*args))[1])
+    patch, original = pytest.MonkeyPatch(), dcp_module.plan_save
+    patch.setattr(dcp_module, "plan_save", lambda *args: (shared.append(1), original(*args))[1])
     with patch.context(), _saver(Path(folder), reports, group=group, keep_last=2) as saver:
         for step in range(1, 6):
             saver.save(step, model.state(), {**toy.METADATA, "consumed_samples": step})
@@ -165,14 +165,14 @@ def _train_and_save(folder: str) -> list[Any]:
             saver.poll()
         held = sum(rectangle.view.nbytes for tensor in model.state().values() for rectangle in _parts(tensor))
     patch.undo()
-    return [[saved.path.name for saved in reports], len(shared), saver._memory._memory.numel(), held]
+    return [[saved.path.name for saved in reports], len(shared), saver._buffer._memory.numel(), held]
 
 
 def _parts(tensor: Any) -> list[Rectangle]:
     return (tensor if isinstance(tensor, Rectangles) else Rectangles.whole(tensor)).parts
 
 
-def test_ranks_save_together_and_stage_their_share(world4: World, tmp_path: Path) -> None:
+def test_ranks_save_together_and_stage_what_they_write(world4: World, tmp_path: Path) -> None:
     for names, shared, staged, held in world4.run(_train_and_save, str(tmp_path)):  # tp 2, dp 2
         assert names == [f"step_0000000{step}" for step in range(1, 6)]
         assert shared == 1
@@ -191,7 +191,7 @@ def _fail_on_rank_1(folder: str, where: str) -> str:
     saver = _saver(Path(folder), [], group=group)
     patch = pytest.MonkeyPatch()
     if rank == 1:
-        owner, name = {"copy": (HostMemory, "copy_beside"), "write": (dcp_module, "write_data")}[where]
+        owner, name = {"copy": (StagingBuffer, "copy_on_side_stream"), "write": (dcp_module, "write_data")}[where]
 
         def fail(*_: Any) -> None:
             raise OSError(errno.EIO, "Input/output error")
@@ -210,7 +210,7 @@ def _fail_on_rank_1(folder: str, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["copy", "write"])
-def test_what_fails_on_one_rank_fails_on_all(world4: World, tmp_path: Path, where: str) -> None:
+def test_errors_on_one_rank_are_raised_on_all(world4: World, tmp_path: Path, where: str) -> None:
     outcomes = world4.run(_fail_on_rank_1, str(tmp_path), where)
     assert set(outcomes) == {outcomes[0]}
     assert "rank 1: OSError: [Errno 5] Input/output error" in outcomes[0]
@@ -218,7 +218,7 @@ def test_what_fails_on_one_rank_fails_on_all(world4: World, tmp_path: Path, wher
 
 
 @pytest.mark.gpu
-def test_copies_from_the_gpu_run_beside_computing(tmp_path: Path) -> None:
+def test_copies_from_the_gpu_overlap_with_computing(tmp_path: Path) -> None:
     device = torch.device("cuda")
     state = {f"model.{i}": torch.randn(2048, 2048, device=device) for i in range(8)}
     state |= {"fp8.scale": torch.ones(16, device=device), "model.turned": torch.randn(512, 256, device=device).T}

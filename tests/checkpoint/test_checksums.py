@@ -1,4 +1,4 @@
-"""A file that is not what was written is found before it is loaded, and named; an older checkpoint is used."""
+"""Damaged files are detected before anything is loaded, and named; an older checkpoint is used."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.checkpoint import (
+    CheckpointReader,
     DamagedCheckpoint,
     complete_checkpoints,
     config_hash,
@@ -18,14 +19,12 @@ from megafp8.checkpoint import (
     load,
     newest_good,
     newest_readable,
-    open_checkpoint,
     read_metadata,
     save,
 )
-from megafp8.checkpoint import checksums as checksums_module
-from megafp8.checkpoint.opened import OpenedCheckpoint
+from megafp8.checkpoint import files as files_module
 from tests.checkpoint import toy
-from tests.checkpoint.rewritten import make_old, rewrite
+from tests.checkpoint.rewritten import flip, listing, make_old, rewrite, write_listing
 from tests.world import World
 
 FILES = [".metadata", "__0_0.distcp", "checksums.json", "metadata.json"]
@@ -35,14 +34,8 @@ def _state(step: int) -> dict[str, torch.Tensor]:
     return {f"layers.{i}.weight": torch.arange(4096.0).view(64, 64) + 100 * step + i for i in range(3)}
 
 
-def _path(opened: OpenedCheckpoint | None) -> Path | None:
-    return None if opened is None else opened.path
-
-
-def _flip(file: Path, byte: int, bit: int = 3) -> None:
-    content = bytearray(file.read_bytes())
-    content[byte] ^= 1 << bit
-    file.write_bytes(content)
+def _path(reader: CheckpointReader | None) -> Path | None:
+    return None if reader is None else reader.path
 
 
 def _refusal(path: Path) -> str:
@@ -56,7 +49,7 @@ def _refusal(path: Path) -> str:
 
 def _where(path: Path, name: str) -> tuple[int, int]:
     """Where the bytes of tensor `name` begin and end in the one data file."""
-    stored = next(stored for i, stored in open_checkpoint(path).index.storage_data.items() if i.fqn == name)
+    stored = next(stored for i, stored in CheckpointReader(path).index.storage_data.items() if i.fqn == name)
     return stored.offset, stored.offset + stored.length
 
 
@@ -82,17 +75,17 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path: Path, name: str) -> None:
     size = (path / name).stat().st_size
     content = (path / name).read_bytes()
     for byte in range(0, size, max(1, size // 40)):
-        _flip(path / name, byte)
+        flip(path / name, byte)
         message = _refusal(path)
         assert str(path / name) in message
         (path / name).write_bytes(content)
     load(path, _state(1))
 
 
-def test_the_tensor_is_named_and_no_other(tmp_path: Path) -> None:
+def test_damaged_tensors_are_named(tmp_path: Path) -> None:
     path = save(tmp_path, 1, _state(1), {})
     start, end = _where(path, "layers.1.weight")
-    _flip(path / "__0_0.distcp", (start + end) // 2)
+    flip(path / "__0_0.distcp", (start + end) // 2)
     message = _refusal(path)
     assert "__0_0.distcp is damaged: its CRC-32 is " in message
     assert message.endswith("; damaged in it: layers.1.weight")
@@ -113,7 +106,7 @@ def test_missing_shortened_and_lengthened_files_are_named(tmp_path: Path) -> Non
     assert _refusal(path) == f"{data} is missing; it held {tensors}"
 
 
-def test_the_flag_skips_reading_and_old_checkpoints_have_none(
+def test_verify_false_and_checkpoints_without_checksums(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save(tmp_path, 1, _state(1), {})
@@ -128,11 +121,11 @@ def test_the_flag_skips_reading_and_old_checkpoints_have_none(
 def _read_by_this_rank(path: str) -> list[str]:
     """Names of the files that this rank verified."""
     names, patch = [], pytest.MonkeyPatch()
-    original, small = checksums_module.find_damage, checksums_module.read_verified
+    original, small = files_module.find_damage, files_module.read_verified
     patch.setattr(
         "megafp8.checkpoint.loading.find_damage", lambda file, sum_: (names.append(file.name), original(file, sum_))[1]
     )
-    for module in ("opened", "store"):
+    for module in ("reader", "store"):
         patch.setattr(
             f"megafp8.checkpoint.{module}.read_verified",
             lambda folder, name, sums: (
@@ -146,7 +139,7 @@ def _read_by_this_rank(path: str) -> list[str]:
     return names
 
 
-def test_ranks_share_out_the_files(world4: World, tmp_path: Path) -> None:
+def test_each_data_file_is_verified_by_one_rank(world4: World, tmp_path: Path) -> None:
     path = Path(world4.run(_save_toy, str(tmp_path))[0])
     by_rank = world4.run(_read_by_this_rank, str(path))
     small, data = {"metadata.json", ".metadata"}, [f"__{rank}_0.distcp" for rank in range(4)]
@@ -166,7 +159,7 @@ def _fall_back(folder: str) -> tuple[str, str]:
 def test_all_ranks_fall_back_together(world4: World, tmp_path: Path) -> None:
     world4.run(_save_toy, str(tmp_path))
     good = save(tmp_path, 2, _state(2), {})
-    _flip(tmp_path / "step_00000003" / "__2_0.distcp", 300)
+    flip(tmp_path / "step_00000003" / "__2_0.distcp", 300)
     outcomes = world4.run(_fall_back, str(tmp_path))
     assert set(outcomes) == {outcomes[0]}
     assert outcomes[0][0] == str(good)
@@ -183,7 +176,7 @@ def test_the_newest_good_one_is_used_and_damaged_ones_are_kept(
     for step in (1, 2, 3, 4):
         save(tmp_path, step, _state(step), {"consumed_samples": step})
     start, end = _where(tmp_path / "step_00000003", "layers.2.weight")
-    _flip(tmp_path / "step_00000003" / "__0_0.distcp", (start + end) // 2)
+    flip(tmp_path / "step_00000003" / "__0_0.distcp", (start + end) // 2)
     (tmp_path / "step_00000004" / "metadata.json").write_text("{")
     before = [_bytes(tmp_path / f"step_0000000{step}") for step in (3, 4)]
     assert _path(newest_good(tmp_path)) == latest(tmp_path) == tmp_path / "step_00000002"
@@ -223,7 +216,7 @@ DESCRIPTION = ["metadata.json", "checksums.json", ".metadata"]
 
 
 @pytest.mark.parametrize("name", DESCRIPTION)
-def test_a_small_file_is_never_believed_before_it_is_verified(tmp_path: Path, name: str) -> None:
+def test_small_files_are_verified_before_they_are_parsed(tmp_path: Path, name: str) -> None:
     """Whatever is wrong with it, and whether data files are read or not, everybody takes the older checkpoint."""
     good = save(tmp_path, 2, _state(2), {"config": {"seed": 1234}})
     bad = save(tmp_path, 3, _state(3), {"config": {"seed": 1234}})
@@ -238,7 +231,7 @@ def test_a_small_file_is_never_believed_before_it_is_verified(tmp_path: Path, na
         found = newest_readable(tmp_path)
         assert found is not None
         assert (found.path, found.metadata["config"]) == (good, {"seed": 1234})
-        for read in (open_checkpoint, lambda path: load(path, _state(1), verify=False)):
+        for read in (CheckpointReader, lambda path: load(path, _state(1), verify=False)):
             with pytest.raises(DamagedCheckpoint, match=rf"{name} is |has no {name}"):
                 read(bad)
         if name != ".metadata":
@@ -252,24 +245,17 @@ def test_a_small_file_is_never_believed_before_it_is_verified(tmp_path: Path, na
 
 def test_a_file_without_a_checksum_is_damage(tmp_path: Path) -> None:
     path = save(tmp_path, 1, _state(1), {})
-    whole = (path / "checksums.json").read_text()
+    whole = listing(path)
     for name in ("__0_0.distcp", ".metadata", "metadata.json"):
-        files = {other: entry for other, entry in json.loads(whole)["files"].items() if other != name}
-        crc = zlib.crc32(json.dumps(files, sort_keys=True, separators=(",", ":")).encode())
-        listing = {"algorithm": "crc32", "files": files, "crc32_of_files": f"{crc:08x}"}
-        (path / "checksums.json").write_text(json.dumps(listing))
+        write_listing(path, {other: entry for other, entry in whole.items() if other != name})
         assert _refusal(path) == f"{path}/checksums.json has no checksum of {name}"
 
 
 def test_entries_of_other_types_are_damage(tmp_path: Path) -> None:
     path = save(tmp_path, 1, _state(1), {})
-    zero = "0" * 8
-    sizes = [{"bytes": size, "crc32": zero} for size in ("1", True, -1, 1.0, None)]
+    sizes = [{"bytes": size, "crc32": "0" * 8} for size in ("1", True, -1, 1.0, None)]
     for entry in (None, [], {}, *sizes, {"bytes": 1, "crc32": 0}, {"bytes": 1, "crc32": "0x000000"}):
-        files = {"metadata.json": entry}
-        crc = zlib.crc32(json.dumps(files, sort_keys=True, separators=(",", ":")).encode())
-        listing = {"algorithm": "crc32", "files": files, "crc32_of_files": f"{crc:08x}"}
-        (path / "checksums.json").write_text(json.dumps(listing))
+        write_listing(path, {"metadata.json": entry})
         assert _refusal(path) == f"{path}/checksums.json is damaged: its entry of metadata.json is no size and CRC-32"
 
 
@@ -277,7 +263,7 @@ def test_of_a_checkpoint_from_before_checksums_the_config_is_verified(tmp_path: 
     config = {"seed": 1234, "model": {"norm_eps": 1e-05}}
     path = save(tmp_path, 1, _state(1), {"config": config, "config_hash": config_hash(config)})
     make_old(path)
-    assert open_checkpoint(path).sums is None
+    assert CheckpointReader(path).sums is None
     assert load(path, _state(1))["config"] == config
     text = (path / "metadata.json").read_text()
     for change in (("1234", "4329"), ("1e-05", "1e-06"), ('"seed"', '"sged"')):
@@ -288,10 +274,10 @@ def test_of_a_checkpoint_from_before_checksums_the_config_is_verified(tmp_path: 
 def _load_where_hosts_differ(folder: str) -> str:
     """Each rank has a checkpoint of its own under the same path, as on disks that hosts do not share."""
     path = Path(folder) / "step_00000001"
-    real = checksums_module.read_file
+    real = files_module.read_file
     patch = pytest.MonkeyPatch()
     patch.setattr(
-        checksums_module, "read_file", lambda file: real(Path(f"{folder}-{dist.get_rank()}") / path.name / file.name)
+        files_module, "read_file", lambda file: real(Path(f"{folder}-{dist.get_rank()}") / path.name / file.name)
     )
     with patch.context():
         try:
@@ -303,7 +289,7 @@ def _load_where_hosts_differ(folder: str) -> str:
     return "no error"
 
 
-def test_ranks_that_see_different_files_are_told(world4: World, tmp_path: Path) -> None:
+def test_ranks_that_see_different_files_are_reported(world4: World, tmp_path: Path) -> None:
     for name in ("run", "run-0", "run-1"):
         save(tmp_path / name, 1, _state(1), {"config": {"name": name}})
     (message,) = set(world4.run(_load_where_hosts_differ, str(tmp_path / "run"), ranks=2))

@@ -1,4 +1,4 @@
-"""Reading DCP's index: what may stand in its pickle, whichever Python wrote it."""
+"""The unpickler of DCP's index accepts the classes of an index, from all releases of Python, and nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read(value: object) -> object:
     return _IndexUnpickler(io.BytesIO(pickle.dumps(value))).load()
 
 
-def test_a_member_of_an_enumeration_in_both_spellings() -> None:
+def test_members_of_enumerations_in_both_pickled_forms() -> None:
     member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     assert read(member) is member
     assert read(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")) is member

@@ -1,4 +1,4 @@
-"""One checkpoint, any layout: saved by real ranks under one, loaded by real ranks under another, bit for bit."""
+"""A checkpoint saved by real ranks under one layout is loaded under every other one, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.checkpoint import Rectangle, Rectangles, load, open_checkpoint, save
+from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, load, save
 from tests.checkpoint import toy
 from tests.world import World
 
@@ -41,14 +41,9 @@ def test_a_checkpoint_fits_every_layout(
         assert all(world4.run(_load, path, tp, pp, dtype, ranks=ranks)), f"tp {tp}, pp {pp}, {ranks} ranks"
 
 
-def test_a_checkpoint_of_one_process_fits_many(world4: World, tmp_path: Path) -> None:
-    path = save(tmp_path, 3, toy.make(0, 1, 1, torch.float32).state(), toy.METADATA)
-    assert all(world4.run(_load, str(path), 2, 2, torch.float32))
-
-
-def test_what_several_ranks_hold_is_written_once_and_shared_out(world4: World, tmp_path: Path) -> None:
+def test_replicated_rectangles_are_written_once_and_all_ranks_write(world4: World, tmp_path: Path) -> None:
     path = Path(world4.run(_save, str(tmp_path), 2, 1, torch.float32)[0])  # dp 2
-    index = open_checkpoint(path).index
+    index = CheckpointReader(path).index
     rectangles = Counter((i.fqn, tuple(i.offset)) for i in index.storage_data)
     assert set(rectangles.values()) == {1}
     assert sum(name == "model.layers.0.norm" for name, _ in rectangles) == 1

@@ -1,4 +1,4 @@
-"""Two jobs never work in one folder; a dead one does not keep the next from it."""
+"""The folder's lock: one job at a time, and locks of dead jobs are taken over."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _is_taken(folder: Path) -> bool:
         return False
 
 
-def test_the_second_is_refused_by_name_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_job_is_refused_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     with FolderLock(tmp_path / "checkpoints") as lock:
         before = lock.file.read_bytes()
@@ -85,7 +85,7 @@ def test_the_lock_of_a_killed_process_of_this_host_is_taken_over_at_once(tmp_pat
         ({"host": "elsewhere", "job": "18", "restart": 0}, 0, False),
     ],
 )
-def test_who_is_dead(
+def test_which_locks_are_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], age: float, taken: bool
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
@@ -98,7 +98,7 @@ def test_who_is_dead(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}'])
-def test_a_lock_that_names_nobody_counts_by_its_age(tmp_path: Path, content: str) -> None:
+def test_an_unreadable_lock_is_taken_over_by_its_age(tmp_path: Path, content: str) -> None:
     file = _write_lock(tmp_path)
     file.write_text(content)
     with pytest.raises(FolderInUse, match="in use by another job: an owner that it does not name; last sign"):
@@ -137,7 +137,7 @@ def test_an_attempt_of_the_same_job_waits_for_one_on_another_host(
     assert not _is_taken(tmp_path)  # another job does not wait
 
 
-def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_touches_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "HEARTBEAT_SECONDS", 0.01)
     with FolderLock(tmp_path) as lock:
         os.utime(lock.file, (0, 0))
@@ -147,7 +147,7 @@ def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             time.sleep(0.01)
 
 
-def test_who_lost_the_lock_stops_before_changing_anything(tmp_path: Path) -> None:
+def test_a_job_that_lost_the_lock_stops_before_changing_anything(tmp_path: Path) -> None:
     with FolderLock(tmp_path) as lock:
         save(tmp_path, 1, W, {}, lock=lock)
         lock.file.unlink()
@@ -163,7 +163,7 @@ def test_who_lost_the_lock_stops_before_changing_anything(tmp_path: Path) -> Non
     assert other.is_ours()  # leaving the first did not remove it
 
 
-def test_of_many_at_once_one_holds_it(tmp_path: Path) -> None:
+def test_one_of_many_competitors_holds_the_lock(tmp_path: Path) -> None:
     for case in range(20):
         folder = tmp_path / str(case)
         folder.mkdir()

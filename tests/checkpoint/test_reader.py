@@ -1,4 +1,4 @@
-"""Whole tensors and rectangles of them against the truth. What real ranks wrote: tests/training/test_any_layout.py."""
+"""CheckpointReader: any rectangle, in bounded memory. Files of real ranks: tests/training/test_any_layout.py."""
 
 from __future__ import annotations
 
@@ -11,42 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, reader, save
+from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, save, torch_file
 from tests.checkpoint import toy
-
-
-def _all_ranks(tp: int, pp: int, dtype: torch.dtype) -> dict[str, Rectangles | torch.Tensor]:
-    """What the ranks of a layout hold, as if one had it all."""
-    state: dict[str, Rectangles | torch.Tensor] = {}
-    for rank in range(tp * pp):
-        for name, value in toy.make(rank, tp, pp, dtype).state().items():
-            known = state.setdefault(name, value)
-            if isinstance(value, Rectangles) and isinstance(known, Rectangles) and known is not value:
-                known.parts += value.parts
-    return state
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1)])
-def test_every_tensor_is_whole(tmp_path: Path, tp: int, pp: int, dtype: torch.dtype) -> None:
-    source = CheckpointReader(save(tmp_path, 3, _all_ranks(tp, pp, dtype), toy.METADATA))
-    assert source.metadata["step"] == 3
-    whole = toy.make(0, 1, 1, dtype).state()
-    assert source.tensors.keys() == whole.keys()
-    for name, (shape, stored) in source.tensors.items():
-        base = name.removeprefix("model.").removeprefix("fp8.")
-        found = source.read(name)
-        assert (tuple(found.shape), found.dtype) == (shape, stored)
-        assert found.is_contiguous()
-        if name == "fp8.step":
-            expected = torch.tensor(7)
-        elif name.startswith("optimizer."):
-            expected = 2 * toy.truth(name.removeprefix("optimizer.exp_avg."), shape, dtype).float()
-        else:
-            expected = toy.truth(base, shape, stored)
-        assert torch.equal(found, expected), name
-    assert len(source.rectangles["model.embedding"]) == tp
-    assert len(source.rectangles["model.layers.0.norm"]) == 1
 
 
 def _grid(tensor: torch.Tensor, rows: list[int], columns: list[int]) -> Rectangles:
@@ -74,12 +40,12 @@ def test_any_rectangle(cut: tuple[CheckpointReader, torch.Tensor], data: st.Data
     shape = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(tensor.shape, offset))
     expected = tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "_BLOCK_BYTES", data.draw(st.sampled_from([1, 100, 2**20])))
+        patch.setattr(torch_file, "BLOCK_BYTES", data.draw(st.sampled_from([1, 100, 2**20])))
         assert torch.equal(source.read("w", offset, shape), expected)
         assert torch.equal(source.read("t", offset[::-1], shape[::-1]), expected.permute(2, 1, 0))
 
 
-def test_layers_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_layers_are_sorted_by_number(tmp_path: Path) -> None:
     names = ["layers.0.a", "layers.2.a", "layers.2.b", "layers.10.a"]
     path = save(tmp_path, 1, {name: torch.zeros(1) for name in reversed(names)}, {})
     assert list(CheckpointReader(path).tensors) == names
@@ -95,7 +61,7 @@ def test_memory_is_the_result_and_a_block(tmp_path: Path, monkeypatch: pytest.Mo
     """torch.empty is asked for the result and blocks, Python for no large bytes."""
     tensor = torch.randn(2000, 500)
     source = CheckpointReader(save(tmp_path, 1, {"w": tensor}, {}))
-    monkeypatch.setattr(reader, "_BLOCK_BYTES", 40_000)
+    monkeypatch.setattr(torch_file, "BLOCK_BYTES", 40_000)
     made, empty = [], torch.empty
 
     def counted(*args: Any, **options: Any) -> torch.Tensor:

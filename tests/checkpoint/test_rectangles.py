@@ -1,4 +1,4 @@
-"""Rectangles: any cutting of a tensor can be loaded into any other, in place, strided views included."""
+"""Rectangles: a tensor cut in any way loads into any other cut, in place, strided views included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megafp8.checkpoint import Rectangle, Rectangles, collect, collect_fragments, load, open_checkpoint, save
+from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, collect, collect_shards, load, save
 from megafp8.checkpoint.rectangles import boxes
 from megafp8.distributed.sharding import Fragment, Init, ParamSpec, cut, set_spec, stack
 from tests.checkpoint import toy
@@ -67,7 +67,7 @@ def test_the_same_rectangle_twice_on_a_rank_is_saved_once_and_loaded_twice(tmp_p
     tied = nn.Parameter(embedding.detach().clone())
     tied.spec = embedding.spec
     path = save(tmp_path, 1, collect([embedding, tied], lambda p: p, ""), {})
-    assert len(open_checkpoint(path).index.storage_data) == 1
+    assert len(CheckpointReader(path).index.storage_data) == 1
     copies = toy.Toy([embedding, tied], [], {}).zeroed().params
     load(path, collect(copies, lambda p: p, ""))
     assert all(torch.equal(copy, toy.truth("embedding", (16, 4), torch.float32)) for copy in copies)
@@ -86,7 +86,7 @@ def test_boxes_cover_a_run_of_elements_in_order(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("ends", [(7,), (1, 2, 17), (11, 12)])
-def test_fragments_of_a_fused_parameter_load_into_the_whole(tmp_path: Path, ends: tuple[int, ...]) -> None:
+def test_shards_of_a_fused_parameter_load_into_the_whole(tmp_path: Path, ends: tuple[int, ...]) -> None:
     q, k = torch.arange(24.0).view(8, 3), torch.arange(100.0, 112.0).view(4, 3)
     saved = []
     for t in range(2):  # tensor parallel
@@ -94,7 +94,7 @@ def test_fragments_of_a_fused_parameter_load_into_the_whole(tmp_path: Path, ends
         local = torch.cat([q.chunk(2)[t], k.chunk(2)[t]])
         param = set_spec(nn.Parameter(local), ParamSpec(pieces, Init("zeros"), False))
         fragments = [Fragment(param, a, b) for a, b in itertools.pairwise((0, *ends, 18))]
-        saved += [collect_fragments([(f, f.of(local).clone())], "exp_avg.") for f in fragments]
+        saved += [collect_shards([(f, f.of(local).clone())], "exp_avg.") for f in fragments]
     state = {}
     for name, shape in {"exp_avg.q": (8, 3), "exp_avg.k": (4, 3)}.items():
         parts = [part for rank in saved if name in rank for part in rank[name].parts]

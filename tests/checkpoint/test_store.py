@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what is visible, what is removed, what the metadata say."""
+"""The folder of checkpoints: what is visible, what is removed, and metadata.json."""
 
 from __future__ import annotations
 
@@ -56,11 +56,15 @@ def test_keep_last_removes_the_oldest_and_never_the_newly_saved(tmp_path: Path) 
     assert [step for step, _ in complete_checkpoints(tmp_path)] == [2, 3, 4]
     save(tmp_path, 5, W, {}, keep_last=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000005"]
-    with pytest.raises(ValueError, match="keep_last is 0"):
-        save(tmp_path, 6, W, {}, keep_last=0)
+    for step in range(6, 11):
+        save(tmp_path, step, W, {}, keep_last=2, keep_every=3)
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [6, 9, 10]
+    for option in ("keep_last", "keep_every"):
+        with pytest.raises(ValueError, match=f"{option} is 0"):
+            save(tmp_path, 11, W, {}, **{option: 0})
 
 
-def test_which_checkpoints_may_go() -> None:
+def test_superfluous() -> None:
     steps = [10, 20, 25, 30, 40, 45, 50]
     assert superfluous(steps, None, None) == superfluous(steps, None, 20) == []
     assert superfluous(steps, 2, None) == [10, 20, 25, 30, 40]
@@ -68,15 +72,7 @@ def test_which_checkpoints_may_go() -> None:
     assert superfluous(steps, 7, 20) == superfluous([], 1, 1) == []
 
 
-def test_keep_every_spares_its_multiples(tmp_path: Path) -> None:
-    for step in range(1, 8):
-        save(tmp_path, step, W, {}, keep_last=2, keep_every=3)
-    assert [step for step, _ in complete_checkpoints(tmp_path)] == [3, 6, 7]
-    with pytest.raises(ValueError, match="keep_every is 0"):
-        save(tmp_path, 8, W, {}, keep_every=0)
-
-
-def test_metadata_can_be_read_by_a_person_and_come_back(tmp_path: Path) -> None:
+def test_metadata_is_indented_json(tmp_path: Path) -> None:
     given = {"consumed_samples": 640, "tokens": 1_000_000, "config": {"name": "größe"}, "parallel": {"tensor": 2}}
     path = save(tmp_path, 10, W, given)
     text = (path / "metadata.json").read_text(encoding="utf-8")
@@ -138,7 +134,7 @@ def test_damaged_metadata_are_named(tmp_path: Path, text: str, message: str) -> 
         read_metadata(path)
 
 
-def test_a_missing_checkpoint_is_answered_with_those_there_are(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_reported_with_existing_ones(tmp_path: Path) -> None:
     save(tmp_path, 1, W, {})
     save(tmp_path, 2, W, {})
     with pytest.raises(ValueError, match=r"no checkpoint .*step_00000003; .*step_00000001, step_00000002"):
@@ -154,8 +150,8 @@ def test_the_same_step_of_the_same_run_is_left_as_it_is(tmp_path: Path, caplog: 
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     resumed = {**first, "config": {"logging": {"interval": 5}}, "parallel": {"tensor": 2}}
     assert save(tmp_path, 7, W, resumed) == path
-    assert "step_00000007 is there already" in caplog.text
-    with pytest.raises(ValueError, match=r"step_00000007 is there already.*consumed_samples is 64 there and 65 here"):
+    assert "step_00000007 exists already" in caplog.text
+    with pytest.raises(ValueError, match=r"step_00000007 exists already.*consumed_samples is 64 there and 65 here"):
         save(tmp_path, 7, W, {**first, "consumed_samples": 65})
     with pytest.raises(ValueError, match="tokenizer_fingerprint is None there and abc here"):
         save(tmp_path, 7, W, {**first, "tokenizer_fingerprint": "abc"})

@@ -1,4 +1,4 @@
-"""A checkpoint written tensor by tensor is one that everything reads, also when it was written in two lives."""
+"""CheckpointWriter: every reader reads the result, also of a writer that was interrupted and continued."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, load
-from megafp8.checkpoint.checksums import CHECKSUMS_FILE, Checksum, checksums_text, find_damage
-from megafp8.checkpoint.store import METADATA_FILE, metadata_text, write_text
+from megafp8.checkpoint import writer as writer_module
+from megafp8.checkpoint.files import Checksum, find_damage, write_checksums, write_file
+from megafp8.checkpoint.store import METADATA_FILE, metadata_json
 from megafp8.checkpoint.writer import CheckpointWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -26,16 +27,18 @@ def tensors() -> dict[str, Tensor]:
     return state
 
 
-def small(folder: Path, records: list[str] | None = None) -> CheckpointWriter:
-    """Cuts into many rectangles and files."""
-    return CheckpointWriter(folder, records or [], rectangle_bytes=64, file_bytes=2000)
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rectangles and files."""
+    monkeypatch.setattr(writer_module, "RECTANGLE_BYTES", 64)
+    monkeypatch.setattr(writer_module, "FILE_BYTES", 2000)
 
 
 def describe(folder: Path, sums: dict[str, Checksum]) -> Path:
-    sums[METADATA_FILE] = write_text(folder / METADATA_FILE, metadata_text(folder, 5, {}))
+    sums[METADATA_FILE] = write_file(folder / METADATA_FILE, metadata_json(folder, 5, {}))
     assert sums.keys() == {file.name for file in folder.iterdir()}
     assert all(find_damage(folder / name, checksum) is None for name, checksum in sums.items())
-    write_text(folder / CHECKSUMS_FILE, checksums_text(sums))
+    write_checksums(folder, sums)
     return folder
 
 
@@ -56,8 +59,9 @@ def check(folder: Path) -> None:
             assert torch.equal(found, tensor), name
 
 
-def test_everything_reads_it(tmp_path: Path) -> None:
-    writer = small(tmp_path)
+@pytest.mark.usefixtures("small")
+def test_all_readers_read_it(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path)
     for name, tensor in tensors().items():
         writer.add(name, tensor)
     check(describe(tmp_path, writer.finish()))
@@ -67,13 +71,14 @@ def test_everything_reads_it(tmp_path: Path) -> None:
     assert len(CheckpointReader(tmp_path).rectangles["a"]) == 19  # 2 rows of 32 bytes each
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("safe", range(7))
-def test_a_second_writer_goes_on(tmp_path: Path, safe: int) -> None:
-    first, state = small(tmp_path), tensors()
+def test_an_interrupted_writer_is_continued(tmp_path: Path, safe: int) -> None:
+    first, state = CheckpointWriter(tmp_path), tensors()
     records = [first.add(name, tensor) for name, tensor in state.items()]
     first._stream.write(b"torn")
     first._stream.close()
-    second = small(tmp_path, records[:safe])
+    second = CheckpointWriter(tmp_path, records[:safe])
     assert second.names == set(list(state)[:safe])
     for name in list(state)[safe:]:
         second.add(name, state[name])
@@ -82,7 +87,7 @@ def test_a_second_writer_goes_on(tmp_path: Path, safe: int) -> None:
     assert sizes == sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
 
 
-def test_a_disk_that_is_full_names_the_file_and_the_next_writer_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_names_the_file_and_the_writer_can_be_continued(tmp_path: Path) -> None:
     records, state, limits = [], tensors(), resource.getrlimit(resource.RLIMIT_FSIZE)
     first = CheckpointWriter(tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))

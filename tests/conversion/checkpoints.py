@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megafp8.checkpoint import save
 from megafp8.config import ModelConfig
+from megafp8.conversion.base import Source
+from megafp8.conversion.target import Sink
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -70,6 +72,15 @@ def everything() -> dict[str, Tensor]:
     state["fp8.layers.0.attention.qkv.input.scale"] = torch.tensor(0.25)
     state["fp8.layers.0.attention.qkv.input.amax_history"] = value("history", (16,), torch.float32)
     return state
+
+
+def convert(source: Source, sink: Sink) -> Path:
+    """The whole of `source`; the path of the result."""
+    for name in sink.begin(source, {}):
+        sink.write(name, source.read(name))
+    sink.finish()
+    sink.publish()
+    return sink.path
 
 
 def make(folder: Path, tensors: Mapping[str, Tensor] | None = None) -> Path:

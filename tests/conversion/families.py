@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import ModelConfig, RopeScaling
-from megafp8.conversion.base import TensorInfo
+from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.model import model_tensors
 from megafp8.distributed.sharding import Init, Piece
 from megafp8.tensor_parallel.random import fill_
@@ -122,14 +123,18 @@ def tokens() -> Tensor:
     return torch.randint(V, (B, S), generator=torch.Generator().manual_seed(3))
 
 
-class RandomSource:
-    """A model of ours with random weights, made when they are asked for; any slice of a name has the same values."""
+class RandomSource(Source):
+    """A model of ours with random weights that depend on their names only."""
 
-    def __init__(self, model: ModelConfig, path: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: ModelConfig, path: Path = Path("random"), dtype: torch.dtype = torch.float32) -> None:
         self.model, self.path, self.dtype = model, path, dtype
         self.about: dict[str, Any] = {}
         self.tokenizer_files: list[Path] = []
         self.tensors = {name: TensorInfo(shape, dtype) for name, shape in model_tensors(model).items()}
+
+    @cached_property
+    def whole(self) -> dict[str, Tensor]:
+        return {name: self.read(name) for name in self.tensors}
 
     def read(self, name: str) -> Tensor:
         shape = self.tensors[name].shape

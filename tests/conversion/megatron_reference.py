@@ -1,15 +1,15 @@
-"""What Megatron-LM's ranks hold of a model, head by head from its public definition, and made-up models to cut.
+"""What Megatron-LM's ranks hold of a model, head by head from its public definition, and models to shard.
 
 A rank of tensor-parallel rank r of t has, of an attention with a query heads in g groups of width d, the groups
 [r·g/t, (r+1)·g/t): for each the rows of its query heads, of its key head, of its value head. Of a gated MLP it has its
-share of gate above its share of up. `SelfAttention`, `MLP`, `GPTModel` in megatron/core say so.
+shard of gate above its shard of up. `SelfAttention`, `MLP`, `GPTModel` in megatron/core say so.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import ModelConfig
-from megafp8.conversion.base import TensorInfo
-from megafp8.conversion.model import model_tensors
+from tests.conversion.families import RandomSource
 
 TINY: dict[str, Any] = {
     "num_layers": 4,
@@ -47,22 +46,6 @@ MODELS = {
 }
 
 
-class MadeUp:
-    """A source of random tensors."""
-
-    def __init__(self, model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.path, self.model = Path("made-up"), model
-        shapes = model_tensors(model)
-        self.whole = {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
-        self.tensors: Mapping[str, TensorInfo] = {n: TensorInfo(tuple(x.shape), x.dtype) for n, x in self.whole.items()}
-        self.about: Mapping[str, Any] = {}
-        self.tokenizer_files: Collection[Path] = ()
-
-    def read(self, name: str) -> Tensor:
-        return self.whole[name].clone()
-
-
 def heads(x: Tensor, d: int) -> list[Tensor]:
     return list(x.split(d))
 
@@ -76,7 +59,7 @@ def fused_qkv(w: Mapping[str, Tensor], kind: str, model: ModelConfig, r: int, t:
     return torch.cat(rows)
 
 
-def share(x: Tensor, r: int, t: int, dim: int = 0) -> Tensor:
+def shard(x: Tensor, r: int, t: int, dim: int = 0) -> Tensor:
     return x.chunk(t, dim)[r]
 
 
@@ -93,10 +76,10 @@ def layer(w: Mapping[str, Tensor], model: ModelConfig, r: int, t: int, te: bool)
         if f"attention.q.{kind}" in w:
             found[f"self_attention.linear_qkv.{kind}"] = fused_qkv(w, kind, model, r, t)
         if f"mlp.up.{kind}" in w:
-            gate = [share(w[f"mlp.gate.{kind}"], r, t)] if model.activation == "swiglu" else []
-            found[f"mlp.linear_fc1.{kind}"] = torch.cat([*gate, share(w[f"mlp.up.{kind}"], r, t)])
-    found["self_attention.linear_proj.weight"] = share(w["attention.proj.weight"], r, t, 1)
-    found["mlp.linear_fc2.weight"] = share(w["mlp.down.weight"], r, t, 1)
+            gate = [shard(w[f"mlp.gate.{kind}"], r, t)] if model.activation == "swiglu" else []
+            found[f"mlp.linear_fc1.{kind}"] = torch.cat([*gate, shard(w[f"mlp.up.{kind}"], r, t)])
+    found["self_attention.linear_proj.weight"] = shard(w["attention.proj.weight"], r, t, 1)
+    found["mlp.linear_fc2.weight"] = shard(w["mlp.down.weight"], r, t, 1)
     if model.linear_bias:
         found["self_attention.linear_proj.bias"] = w["attention.proj.bias"]
         found["mlp.linear_fc2.bias"] = w["mlp.down.bias"]
@@ -114,7 +97,7 @@ def stage(
     def padded(name: str) -> Tensor:
         rows = -(-TINY["vocab_size"] // (multiple * t)) * multiple * t
         x = whole[f"model.{name}.weight"]
-        return share(torch.cat([x, x.new_zeros(max(0, rows - len(x)), x.shape[1])])[:rows], r, t)
+        return shard(torch.cat([x, x.new_zeros(max(0, rows - len(x)), x.shape[1])])[:rows], r, t)
 
     found: dict[str, Tensor] = {}
     first, last = layers.start == 0, layers.stop == model.num_layers
@@ -161,7 +144,7 @@ def rank(
 
 def save(
     folder: Path,
-    source: MadeUp,
+    source: RandomSource,
     args: Mapping[str, Any],
     layout: tuple[int, int, int],
     *,

@@ -1,7 +1,9 @@
-"""The loop, the tool, and what they refuse."""
+"""The conversion loop, the sinks of all formats, and the tool."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 from megafp8.conversion import convert
 from megafp8.conversion.formats import FORMATS, open_source
 from megafp8.conversion.hf_config import differences
-from megafp8.conversion.journal import Journal
+from megafp8.conversion.target import Journal
 from tests.conversion import checkpoints
 from tools import convert_checkpoint
 
@@ -47,7 +49,7 @@ def check_weights(path: Path, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("first", FORMATS)
 @pytest.mark.parametrize("second", FORMATS)
-def test_there_and_further_and_back(tmp_path: Path, run: Run, first: str, second: str) -> None:
+def test_all_pairs_of_formats(tmp_path: Path, run: Run, first: str, second: str) -> None:
     checkpoints.make(tmp_path / "run")
     run(tmp_path / "run", tmp_path / "a", first, "--weights-only", "--verify")
     printed = run(tmp_path / "a", tmp_path / "b", second, "--verify")
@@ -59,7 +61,7 @@ def test_there_and_further_and_back(tmp_path: Path, run: Run, first: str, second
     assert not differences(open_source(tmp_path / "c").model, checkpoints.MODEL)
 
 
-def test_everything_of_a_run(tmp_path: Path, run: Run) -> None:
+def test_native_to_native_keeps_everything(tmp_path: Path, run: Run) -> None:
     path = checkpoints.make(tmp_path / "run")
     run(tmp_path / "run", tmp_path / "a", "native", "--verify")
     source, target = open_source(path), open_source(tmp_path / "a")
@@ -74,7 +76,7 @@ def test_another_dtype(tmp_path: Path, run: Run, format: str) -> None:
     check_weights(tmp_path / "a", checkpoints.weights(torch.bfloat16))
 
 
-def test_a_consolidated_file_needs_none_of_our_code(tmp_path: Path, run: Run) -> None:
+def test_safetensors_reads_a_consolidated_file(tmp_path: Path, run: Run) -> None:
     checkpoints.make(tmp_path / "run")
     run(tmp_path / "run", tmp_path / "a", "consolidated")
     found = load_file(tmp_path / "a" / "consolidated.safetensors")
@@ -134,11 +136,12 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_half_done_target_goes_on_with_the_same_alone(
+def test_a_half_done_target_refuses_another_conversion(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     checkpoints.make(tmp_path / "run")
     target = tmp_path / "target"
+    monkeypatch.setitem(Journal.__init__.__kwdefaults__, "seconds", 0)
     interrupt(monkeypatch, lambda: run(tmp_path / "run", target, "native"))
     assert not target.exists()
     source, options = CHANGES[change].make(tmp_path)
@@ -148,12 +151,40 @@ def test_a_half_done_target_goes_on_with_the_same_alone(
     assert not target.exists()
 
 
-def test_what_is_done_is_not_read_again(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints.make(tmp_path / "run")
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_interrupted_sink_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    """Whatever was safe is not asked for again, nobody else may write meanwhile, and nothing else is continued."""
     monkeypatch.setitem(Journal.__init__.__kwdefaults__, "seconds", 0)
-    interrupt(monkeypatch, lambda: run(tmp_path / "run", tmp_path / "target", "native"))
-    printed = run(tmp_path / "run", tmp_path / "target", "native")
-    assert f"{len(checkpoints.everything()) - 3} tensors" in printed
+    checkpoints.make(tmp_path / "run", checkpoints.weights())
+    source, target = open_source(tmp_path / "run"), tmp_path / "target"
+    left: list[str] = []
+    for done in (0, 1, 12):
+        sink = FORMATS[format].sink(target)
+        names = list(sink.begin(source, {"dtype": None}))
+        left = left or names
+        assert names == left
+        for name in left[:done]:
+            sink.write(name, source.read(name))
+        with pytest.raises(ValueError, match="written by another process"):
+            FORMATS[format].sink(target).begin(source, {"dtype": None})
+        sink._journal._stream.close()  # as at the end of its process
+        assert not target.exists()
+        left = left[done:]
+    with pytest.raises(ValueError, match=r"half done by another conversion: dtype was None and is fp32\. Repeat that"):
+        FORMATS[format].sink(target).begin(source, {"dtype": "fp32"})
+    sink = FORMATS[format].sink(target)
+    assert list(sink.begin(source, {"dtype": None})) == left
+    for name in left:
+        sink.write(name, source.read(name))
+    for _ in range(2):  # killed before it was published
+        sink.finish()
+        sink._journal._stream.close()
+        sink = FORMATS[format].sink(target)
+        assert list(sink.begin(source, {"dtype": None})) == []
+    sink.finish()
+    sink.publish()
+    check_weights(target, checkpoints.weights())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "target"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -165,9 +196,10 @@ def test_an_empty_folder_is_filled_and_anything_else_left_alone(tmp_path: Path, 
     said = run(tmp_path / "run", target, format, fails=True)
     assert f"{target} exists already and is no empty folder; nothing was overwritten" in said
     with pytest.raises(ValueError, match="exists already and is no empty folder"):  # without the tool as well
-        FORMATS[format].sink(target).begin(open_source(tmp_path / "run"))
+        FORMATS[format].sink(target).begin(open_source(tmp_path / "run"), {})
     assert (target / "precious").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "target"]
+    assert "exists already" in run(tmp_path / "run", target / "precious", format, fails=True)
 
     (target / "precious").unlink()
     run(tmp_path / "run", target, format, "--weights-only", "--verify")
@@ -191,7 +223,23 @@ def test_a_full_disk_is_seen_before(tmp_path: Path, run: Run, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_what_is_no_checkpoint(tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize("format", ["hf", "megatron"])
+def test_a_full_disk_is_noticed_when_files_are_allocated(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoints.make(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        said = run(tmp_path / "run", tmp_path / "target", format, fails=True)
+    assert re.search(rf"No space left on device: [\d,]+ bytes are needed for {tmp_path}/\.target\.converting/", said)
+    assert not (tmp_path / "target").exists()
+    run(tmp_path / "run", tmp_path / "target", format, "--verify")
+
+
+def test_unknown_formats_are_refused(tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, tmp_path / "target", "hf", fails=True)
     assert "is of no format that is known" in said
     assert all(f"{name}: {one.sign}" in said for name, one in FORMATS.items())
@@ -256,7 +304,7 @@ def test_a_cut_or_missing_file_is_named(tmp_path: Path, run: Run, format: str) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "run"]
 
 
-def test_layouts_are_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_is_refused_for_other_formats(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         convert_checkpoint.main(["--load", "a", "--save", "b", "--to", "hf", "--tensor", "2"])
     assert "format hf has no layout" in capsys.readouterr().err

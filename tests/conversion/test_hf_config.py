@@ -1,4 +1,4 @@
-"""config.json both ways: what is read, what is refused and how, and which family a model of ours is written as."""
+"""config.json <-> ModelConfig: what is read, what is refused and how, and the family a model is written as."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_we_cannot_express_is_refused(case: str) -> None:
+def test_unsupported_configs_are_refused(case: str) -> None:
     config, expected = REFUSED[case]
     with pytest.raises(ValueError, match=expected) as caught:
         read_config(config)
@@ -163,14 +163,14 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_what_is_read(case: str) -> None:
+def test_supported_configs(case: str) -> None:
     config, expected = ACCEPTED[case]
     _, model = read_config(config)
     assert {key: getattr(model, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_model_of_ours_finds_its_family_and_comes_back(name: str) -> None:
+def test_our_models_round_trip_through_their_family(name: str) -> None:
     family, options = OURS[name]
     model = ModelConfig(**options)
     chosen = choose(model)

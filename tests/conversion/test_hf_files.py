@@ -1,6 +1,6 @@
-"""Files of a Hugging Face folder: bit-identical round trips, kills in the middle, damage, what is left alone.
+"""Files of a Hugging Face folder: bit-identical round trips and damage.
 
-What we write is read by the library `safetensors`, and what the library writes is read by us.
+The library `safetensors` reads what we write, and we read what it writes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megafp8.config import ModelConfig
-from megafp8.conversion.base import Source
+from megafp8.conversion.convert import Selected
 from megafp8.conversion.hf_config import differences
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.safetensors_format import read_header
+from tests.conversion.checkpoints import convert
 from tests.conversion.families import OURS, SMALL, THEIRS, RandomSource, make_theirs
-from tests.conversion.test_hf_logits import convert
-from tests.quickstart_data import ROOT
-
-
-class Whole:
-    """All tensors of a source, in memory: what a checkpoint of our own holds."""
-
-    def __init__(self, source: Source, about: dict[str, Any]) -> None:
-        self.path, self.model, self.tensors = source.path, source.model, source.tensors
-        self.about, self.tokenizer_files = about, source.tokenizer_files
-        self._values = {name: source.read(name) for name in source.tensors}
-
-    def read(self, name: str) -> Tensor:
-        return self._values[name]
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -77,7 +62,8 @@ def test_round_trip_is_bit_identical(tmp_path: Path, name: str, known: bool) -> 
     (theirs / "tokenizer.json").write_text('{"this is": "no tokenizer"}') if known else None
     source = HfSource(theirs, vocab_multiple=16)
     assert source.tensors["model.embedding.word.weight"].shape[0] == 112
-    convert(Whole(source, dict(source.about) if known else {}), HfSink(ours))
+    source.about = source.about if known else {}
+    convert(source, HfSink(ours))
     same_weights(theirs, ours)
     if not known:
         assert differences(HfSource(ours).model, source.model) == []
@@ -104,157 +90,83 @@ def test_padding_is_zeros_and_rows_are_rows_of_the_whole(tmp_path: Path) -> None
 
 def test_another_dtype_and_any_order(tmp_path: Path) -> None:
     source = RandomSource(ModelConfig(**OURS["gpt2"][1]), tmp_path)
-    sink = HfSink(tmp_path / "ours", dtype=torch.bfloat16)
-    names = list(sink.begin(source))
+    convert(source, HfSink(tmp_path / "fp32"))
+    half = Selected(source, weights_only=True, dtype=torch.bfloat16)
+    sink = HfSink(tmp_path / "bf16")
+    names = list(sink.begin(half, {}))
     random.Random(1).shuffle(names)
     for name in names:
-        sink.write(name, source.read(name))
+        sink.write(name, half.read(name))
     sink.finish()
-    convert(source, HfSink(tmp_path / "fp32"))
+    sink.publish()
     for name, value in weights(tmp_path / "fp32").items():
-        assert torch.equal(weights(tmp_path / "ours")[name], value.bfloat16()), name
-    assert config(tmp_path / "ours")["torch_dtype"] == "bfloat16"
+        assert torch.equal(weights(tmp_path / "bf16")[name], value.bfloat16()), name
+    assert config(tmp_path / "bf16")["torch_dtype"] == "bfloat16"
 
 
 def test_blocks_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = RandomSource(ModelConfig(**OURS["gpt2"][1]), tmp_path)
     convert(source, HfSink(tmp_path / "whole"))
-    monkeypatch.setattr("megafp8.conversion.hf_sink._BLOCK", 300)
+    monkeypatch.setattr("megafp8.conversion.hf_sink.BLOCK_BYTES", 300)
     convert(source, HfSink(tmp_path / "blocks"))
     same_weights(tmp_path / "whole", tmp_path / "blocks")
 
 
-def test_a_conversion_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    source = RandomSource(ModelConfig(**OURS["gpt2"][1]), tmp_path)
-    convert(source, HfSink(tmp_path / "straight"))
-    sink = HfSink(tmp_path / "ours")
-    names = list(sink.begin(source))
-    for name in names[:9]:
-        sink.write(name, source.read(name))
-    with pytest.raises(ValueError, match="written by another process"):
-        HfSink(tmp_path / "ours").begin(source)
-    sink._journal.close()
-    assert not (tmp_path / "ours").exists()
-
-    sink = HfSink(tmp_path / "ours")
-    assert list(sink.begin(source)) == names[9:]
-    sink._journal.close()
-    other = HfSink(tmp_path / "ours", dtype=torch.bfloat16)  # something else: it begins anew, and so does the first
-    assert list(other.begin(source)) == names
-    other._journal.close()
-    convert(source, HfSink(tmp_path / "ours"))
-    same_weights(tmp_path / "straight", tmp_path / "ours")
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from megafp8.config import ModelConfig
-from megafp8.conversion.hf_sink import HfSink
-from tests.conversion.families import OURS, RandomSource
-folder, most = Path(sys.argv[1]), int(sys.argv[2])
-source, sink = RandomSource(ModelConfig(**OURS["gpt2"][1]), folder), HfSink(folder / "ours")
-left = list(sink.begin(source))
-print(len(left), flush=True)
-sink._journal.seconds = 0.0
-for i, name in enumerate(left):
-    if i == most:
-        os.kill(os.getpid(), signal.SIGKILL)
-    sink.write(name, source.read(name))
-sink.finish()
-"""
-
-
-def test_killed_it_loses_nothing_that_was_safe(tmp_path: Path) -> None:
-    source = RandomSource(ModelConfig(**OURS["gpt2"][1]), tmp_path)
-    convert(source, HfSink(tmp_path / "straight"))
-    left = len(source.tensors)
-    for most in (left - 7, 100):
-        command = [sys.executable, "-c", KILLED, str(tmp_path), str(most)]
-        process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert process.returncode == (-signal.SIGKILL if most < left else 0)
-        assert int(process.stdout) == left
-        assert (tmp_path / "ours").exists() == (most >= left)
-        left -= most
-    same_weights(tmp_path / "straight", tmp_path / "ours")
-
-
-@pytest.mark.parametrize("what", ["a file", "a folder with something in it"])
-def test_what_is_there_is_left_alone(tmp_path: Path, what: str) -> None:
-    target = tmp_path / "ours"
-    kept = target if what == "a file" else target / "precious"
-    kept.parent.mkdir(exist_ok=True)
-    kept.write_text("precious")
-    with pytest.raises(ValueError, match="exists already and is no empty folder; nothing was overwritten"):
-        HfSink(target).begin(RandomSource(ModelConfig(**SMALL), tmp_path))
-    assert kept.read_text() == "precious"
-    assert [f.name for f in tmp_path.iterdir()] == ["ours"]
-
-
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "ours").mkdir()
-    convert(RandomSource(ModelConfig(**SMALL), tmp_path), HfSink(tmp_path / "ours"))
-    assert HfSource(tmp_path / "ours").model.hidden_size == SMALL["hidden_size"]
-
-
-def test_a_source_that_lacks_something_or_is_of_no_family(tmp_path: Path) -> None:
+def test_missing_tensors_and_unsupported_models_are_refused(tmp_path: Path) -> None:
     source = RandomSource(ModelConfig(**SMALL), tmp_path)
     del source.tensors["model.layers.1.mlp.up.weight"]
     with pytest.raises(ValueError, match=r"has no tensor model\.layers\.1\.mlp\.up\.weight, which its model has"):
-        HfSink(tmp_path / "ours").begin(source)
+        HfSink(tmp_path / "ours").begin(source, {})
     with pytest.raises(ValueError, match=r"no Hugging Face family has this model; .*model\.parallel_block"):
-        HfSink(tmp_path / "ours").begin(RandomSource(ModelConfig(**SMALL, parallel_block=True), tmp_path))
+        HfSink(tmp_path / "ours").begin(RandomSource(ModelConfig(**SMALL, parallel_block=True), tmp_path), {})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+def _file(folder: Path, number: int = 0) -> Path:
+    return sorted(folder.glob("*.safetensors"))[number]
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"No space left on device: [\d,]+ bytes are needed"):
-        HfSink(tmp_path / "ours").begin(RandomSource(ModelConfig(**SMALL), tmp_path))
-    assert not (tmp_path / "ours").exists()
+
+def _overwrite(at: int, content: bytes, message: str) -> Callable[[Path], str]:
+    def damage(folder: Path) -> str:
+        with _file(folder).open("r+b") as stream:
+            stream.seek(at)
+            stream.write(content)
+        return message.format(file=_file(folder))
+
+    return damage
+
+
+def _set(message: str, **keys: Any) -> Callable[[Path], str]:
+    """Another config.json for the same weights."""
+
+    def damage(folder: Path) -> str:
+        (folder / "config.json").write_text(json.dumps(config(folder) | keys))
+        return message.format(folder=folder)
+
+    return damage
 
 
 def _truncate(folder: Path) -> str:
-    file = sorted(folder.glob("*.safetensors"))[1]
+    file = _file(folder, 1)
     last = max(read_header(file).items(), key=lambda item: item[1].start)[0]
     os.truncate(file, file.stat().st_size - 5)
     return f"{file} is truncated: {last} ends at byte"
 
 
 def _remove(folder: Path) -> str:
-    file = sorted(folder.glob("*.safetensors"))[1]
+    file = _file(folder, 1)
     file.unlink()
     return f"{file} is missing; model.safetensors.index.json says that it holds model."
 
 
-def _spoil_header(folder: Path) -> str:
-    file = sorted(folder.glob("*.safetensors"))[0]
-    with file.open("r+b") as stream:
-        stream.seek(8)
-        stream.write(b"?")
-    return f"{file} is damaged: its header is no JSON"
-
-
-def _spoil_length(folder: Path) -> str:
-    file = sorted(folder.glob("*.safetensors"))[0]
-    with file.open("r+b") as stream:
-        stream.write(b"\xff" * 8)
-    return f"{file} is no safetensors file, or damaged"
-
-
 def _empty(folder: Path) -> str:
-    file = sorted(folder.glob("*.safetensors"))[0]
-    file.write_bytes(b"")
-    return f"{file} is no safetensors file, or damaged"
+    _file(folder).write_bytes(b"")
+    return f"{_file(folder)} is no safetensors file, or damaged"
 
 
 def _swap(folder: Path) -> str:
-    one, two = sorted(folder.glob("*.safetensors"))[:2]
-    shutil.copy(two, one)
-    return f"{one} has no tensor model."
+    shutil.copy(_file(folder, 1), _file(folder))
+    return f"{_file(folder)} has no tensor model."
 
 
 def _no_weights(folder: Path) -> str:
@@ -279,35 +191,11 @@ def _config_is_no_json(folder: Path) -> str:
     return f"{folder / 'config.json'} is damaged"
 
 
-def _another_shape(folder: Path) -> str:
-    (folder / "config.json").write_text(json.dumps(config(folder) | {"intermediate_size": 56}))
-    return "model.layers.0.mlp.gate_proj.weight has shape [48, 32], and [56, 32] by config.json"
-
-
-def _more_layers(folder: Path) -> str:
-    (folder / "config.json").write_text(json.dumps(config(folder) | {"num_hidden_layers": 4}))
-    return f"{folder} has no tensor model.layers.3.input_layernorm.weight, which config.json promises"
-
-
-def _fewer_layers(folder: Path) -> str:
-    (folder / "config.json").write_text(json.dumps(config(folder) | {"num_hidden_layers": 2}))
-    return (
-        "has a tensor model.layers.2.input_layernorm.weight and 8 more, which no llama model of ours has: "
-        "model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, "
-    )
-
-
 def _of_integers(folder: Path) -> str:
-    found = weights(folder)
+    found = weights(folder) | {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}
     _no_weights(folder)
-    found["model.norm.weight"] = torch.zeros(32, dtype=torch.int8)
     save_file(found, folder / "model.safetensors")
     return "model.safetensors: model.norm.weight is I8; supported: F64, F32, F16, BF16"
-
-
-def _unsupported(folder: Path) -> str:
-    (folder / "config.json").write_text(json.dumps(config(folder) | {"attention_bias": True}))
-    return f"{folder / 'config.json'}: attention_bias = True"
 
 
 def _unlisted(folder: Path) -> str:
@@ -325,13 +213,31 @@ def _two_models(folder: Path) -> str:
     return f"{folder} has both model.safetensors and model.safetensors.index.json, which are two models"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [_unlisted, _two_models, _truncate, _remove, _spoil_header, _spoil_length, _empty, _swap, _no_weights, _only_bin,
-     _no_config, _config_is_no_json, _another_shape, _more_layers, _fewer_layers, _of_integers, _unsupported],
-)  # fmt: skip
-def test_damage_is_named(folder: Path, damage: Any) -> None:
-    expected = damage(folder)
+DAMAGES: dict[str, Callable[[Path], str]] = {
+    "header": _overwrite(8, b"?", "the header of {file} is damaged: "),
+    "header length": _overwrite(0, b"\xff" * 8, "{file} is no safetensors file, or damaged"),
+    "another shape": _set(
+        "model.layers.0.mlp.gate_proj.weight has shape [48, 32], and [56, 32] by config.json", intermediate_size=56
+    ),
+    "more layers": _set(
+        "{folder} has no tensor model.layers.3.input_layernorm.weight, which config.json promises", num_hidden_layers=4
+    ),
+    "fewer layers": _set(
+        "has a tensor model.layers.2.input_layernorm.weight and 8 more, which no llama model of ours has: "
+        "model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, ",
+        num_hidden_layers=2,
+    ),
+    "unsupported": _set("{folder}/config.json: attention_bias = True", attention_bias=True),
+} | {
+    damage.__name__: damage
+    for damage in (_unlisted, _two_models, _truncate, _remove, _empty, _swap, _no_weights, _only_bin, _no_config,
+                   _config_is_no_json, _of_integers)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named(folder: Path, damage: str) -> None:
+    expected = DAMAGES[damage](folder)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
         HfSource(folder)
     assert expected in str(caught.value)
@@ -363,7 +269,7 @@ def test_files_without_the_base_models_prefix_and_with_buffers(tmp_path: Path, n
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
 def test_an_output_layer_beside_tied_embeddings(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy is left out; another tensor, which transformers 5 uses and 4 drops, is refused."""
-    monkeypatch.setattr("megafp8.conversion.hf_source._BLOCK", 300)  # compared in several blocks
+    monkeypatch.setattr("megafp8.conversion.hf_source.BLOCK_BYTES", 300)  # compared in several blocks
     make_theirs(name).save_pretrained(tmp_path)
     alone = HfSource(tmp_path).tensors
     found = weights(tmp_path)

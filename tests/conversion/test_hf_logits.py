@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megafp8.checkpoint import collect
 from megafp8.config import ModelConfig
-from megafp8.conversion.base import Sink, Source
+from megafp8.conversion.base import Source
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.load import load_weights
@@ -24,6 +24,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.tensor_parallel.mappings import gather_from_tensor_parallel
+from tests.conversion.checkpoints import convert
 from tests.conversion.families import OURS, SMALL, THEIRS, RandomSource, make_theirs, tokens
 from tests.world import World
 
@@ -64,13 +65,6 @@ def _from_random(model: ModelConfig, path: Path, tp: int, pp: int) -> Tensor | N
     return our_logits(RandomSource(model, path), tp, pp)
 
 
-def convert(source: Source, sink: Sink) -> None:
-    """The loop of every conversion."""
-    for name in sink.begin(source):
-        sink.write(name, source.read(name))
-    sink.finish()
-
-
 def _hold(ours: Tensor, theirs: Tensor) -> None:
     assert theirs.std() > 0.1, "logits that say nothing"
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -92,7 +86,7 @@ def test_ours_to_theirs(world2: World, tmp_path: Path, name: str) -> None:
 
     family, options = OURS[name]
     model = ModelConfig(**options)
-    convert(RandomSource(model, tmp_path), HfSink(tmp_path / "hf", shard_size=20_000))
+    convert(RandomSource(model, tmp_path), HfSink(tmp_path / "hf", file_bytes=20_000))
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert loaded.config.model_type == family

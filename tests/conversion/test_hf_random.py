@@ -22,8 +22,9 @@ from megafp8.config import ModelConfig, RopeScaling
 from megafp8.config.checks import attention_heads
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
+from tests.conversion.checkpoints import convert
 from tests.conversion.families import B, RandomSource, S, V, tokens
-from tests.conversion.test_hf_logits import convert, our_logits
+from tests.conversion.test_hf_logits import our_logits
 from tests.world import World
 
 Rng = random.Random
@@ -149,7 +150,7 @@ def test_a_model_that_cannot_be_built_is_not_exported(tmp_path: Path) -> None:
     assert len(broken) > 20
     for model in broken:
         with pytest.raises(ValueError, match=r"model\.(hidden_size|head_dim|num_query_groups) = "):
-            HfSink(tmp_path / "ours").begin(RandomSource(model, tmp_path))
+            HfSink(tmp_path / "ours").begin(RandomSource(model, tmp_path), {})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,11 +14,11 @@ import pytest
 from megafp8.conversion.hf_config import FAMILIES
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
-from megafp8.conversion.hf_tokenizer import SAMPLES, _letters_of_bytes, export_tokenizer
+from megafp8.conversion.hf_tokenizer import SAMPLES, byte_letters, export_tokenizer
 from megafp8.conversion.native import NativeSource
 from megafp8.data.tokenizers import TokenizerKind, build_tokenizer
 from tests.conversion import checkpoints
-from tests.conversion.test_hf_logits import convert
+from tests.conversion.checkpoints import convert
 from tools import train_tokenizer
 
 TEXT = "\n".join(str(metadata(name)["Description"])[:15000] for name in ("torch", "numpy"))
@@ -71,7 +71,7 @@ def _byte_level(file: Path) -> Any:
 
 def _tiktoken(file: Path) -> None:
     vocab = _byte_level(file).get_vocab()
-    bytes_of = {letter: byte for byte, letter in enumerate(_letters_of_bytes())}
+    bytes_of = {letter: byte for byte, letter in enumerate(byte_letters())}
     tokens = [token for token, i in sorted(vocab.items(), key=lambda item: item[1]) if i > 2]
     with file.open("wb") as stream:
         for rank, token in enumerate(tokens):
@@ -161,7 +161,7 @@ def test_autotokenizer_gives_the_ids_of_the_runs_tokenizer(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
-def test_in_every_family(
+def test_tokenizers_in_every_family(
     tmp_path: Path, name: str, family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For qwen2, whose own class AutoTokenizer takes in any case, with the class that the warning names."""

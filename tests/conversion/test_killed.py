@@ -1,30 +1,33 @@
-"""kill -9 at any moment of a conversion: no target or a whole one, and the same command again completes it."""
+"""A conversion that is killed at any moment: no target or a complete one, and the same command completes it."""
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megafp8.conversion.formats import FORMATS, open_source
-from tests.conversion import checkpoints, converter
+from megafp8.conversion.target import JOURNAL_FILE, Journal
+from tests.checkpoint.killing import die_before, slow_down, start
+from tests.conversion import checkpoints
 from tests.marks import slow_but
 from tools import convert_checkpoint
 
-_context = mp.get_context("forkserver")  # imports torch once, then forks
-_context.set_forkserver_preload(["tests.conversion.converter"])
+
+def convert_and_die(command: list[str], change: int) -> None:
+    Journal.__init__.__kwdefaults__["seconds"] = 0.02
+    die_before(change)
+    assert convert_checkpoint.main(command) == 0
 
 
-def start(function: Callable[..., None], *args: object) -> Any:
-    process = _context.Process(target=function, args=args, daemon=True)
-    process.start()
-    return process
+def convert_slowly(command: list[str]) -> None:
+    """Convert in about a second."""
+    Journal.__init__.__kwdefaults__["seconds"] = 0.02
+    slow_down()
+    assert convert_checkpoint.main(command) == 0
 
 
 def command(folder: Path, format: str) -> list[str]:
@@ -55,7 +58,7 @@ def test_at_changes_of_the_disk(tmp_path: Path, format: str) -> None:
     killed = 0
     for change in range(0, 1000, 13 if format == "native" else 11):
         folder = tmp_path / str(change)
-        process = start(converter.die_at, command(folder, format), change)
+        process = start(convert_and_die, command(folder, format), change)
         process.join(60)
         complete(folder, format)
         if process.exitcode == 0:
@@ -71,14 +74,14 @@ def kill_at_random(tmp_path: Path, format: str, cases: int) -> None:
     begun = 0
     for case in range(cases):
         folder = tmp_path / str(case)
-        process = start(converter.slowly, command(folder, format))
+        process = start(convert_slowly, command(folder, format))
         deadline = time.monotonic() + 60
         while not folder.exists() and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(random.uniform(0, 0.8))
         process.kill()
         process.join()
-        begun += any(folder.glob(".target.*/journal"))
+        begun += any(folder.glob(f".target.*/{JOURNAL_FILE}"))
         complete(folder, format)
     assert begun or cases == 1  # or all were killed too early, and nothing was shown
 

@@ -1,9 +1,8 @@
-"""Megatron-LM's per-rank checkpoints, written and read: each rank's tensors bit for bit as its definition cuts them."""
+"""Megatron-LM's checkpoints: each rank's tensors are written and read as its definition shards them."""
 
 from __future__ import annotations
 
 import argparse
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,9 @@ import torch
 from megafp8.config import ModelConfig
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import MegatronSource, is_megatron
-from tests.conversion.megatron_reference import MODELS, TINY, MadeUp, rank, save
+from tests.conversion.checkpoints import convert
+from tests.conversion.families import RandomSource
+from tests.conversion.megatron_reference import MODELS, TINY, rank, save
 
 # Arguments as a user of Megatron-LM would give them for MODELS, and its defaults of those they would not.
 COMMON = {
@@ -64,17 +65,11 @@ MORE = [("llama", (1, 2, 1)), ("gpt2", (1, 2, 1)), ("llama", (1, 4, 1)), ("llama
 CASES = [*((name, layout) for name in MODELS for layout in LAYOUTS), *MORE]
 
 
-def made_up(name: str, **options: Any) -> MadeUp:
-    return MadeUp(ModelConfig.model_validate(MODELS[name]), **options)
+def random_source(name: str, **options: Any) -> RandomSource:
+    return RandomSource(ModelConfig.model_validate(MODELS[name]), **options)
 
 
-def convert(source: Any, sink: Any) -> None:
-    for name in sink.begin(source):
-        sink.write(name, source.read(name))
-    sink.finish()
-
-
-def assert_same(read: MegatronSource, truth: MadeUp) -> None:
+def assert_same(read: MegatronSource, truth: RandomSource) -> None:
     assert read.tensors.keys() == truth.whole.keys()
     for name, expected in truth.whole.items():
         tensor = read.read(name)
@@ -87,7 +82,7 @@ def assert_same(read: MegatronSource, truth: MadeUp) -> None:
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_each_rank_is_written_as_megatron_has_it(name: str, layout: tuple[int, int, int], tmp_path: Path) -> None:
-    source = made_up(name)
+    source = random_source(name)
     t, p, virtual = layout
     te = name != "qwen2"
     implementation: Any = "transformer_engine" if te else "local"
@@ -115,7 +110,7 @@ def test_each_rank_is_written_as_megatron_has_it(name: str, layout: tuple[int, i
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_each_tensor_is_read_from_what_megatron_writes(name: str, layout: tuple[int, int, int], tmp_path: Path) -> None:
-    truth = made_up(name, dtype=torch.bfloat16)
+    truth = random_source(name, dtype=torch.bfloat16)
     read = MegatronSource(save(tmp_path, truth, ARGS[name], layout, te=name != "gpt2"))
     assert read.path == tmp_path / "iter_0000100"
     assert read.model == truth.model.model_copy(update={"num_query_groups": read.model.num_query_groups})
@@ -124,20 +119,8 @@ def test_each_tensor_is_read_from_what_megatron_writes(name: str, layout: tuple[
     assert_same(read, truth)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_there_and_back_through_another_layout(name: str, tmp_path: Path) -> None:
-    truth = made_up(name, dtype=torch.float16)
-    convert(truth, MegatronSink(tmp_path / "a", 2, 2, 2))
-    middle = MegatronSource(tmp_path / "a")
-    convert(middle, MegatronSink(tmp_path / "b", 1, 4, implementation="local"))
-    back = MegatronSource(tmp_path / "b")
-    assert middle.tensors == back.tensors == truth.tensors
-    for tensor in truth.whole:  # padding of the vocabulary included: Megatron-LM's is never less
-        assert torch.equal(back.read(tensor), truth.whole[tensor])
-
-
 def test_the_arguments_that_megatron_compares_or_takes(tmp_path: Path) -> None:
-    source = made_up("llama", dtype=torch.bfloat16)
+    source = random_source("llama", dtype=torch.bfloat16)
     source.about = {"step": 7, "consumed_samples": 56, "config": {"training": {"seq_length": 16}}}
     (tmp_path / "tokenizer.json").write_text("{}")
     source.tokenizer_files = [tmp_path / "tokenizer.json"]
@@ -168,16 +151,8 @@ def test_the_arguments_that_megatron_compares_or_takes(tmp_path: Path) -> None:
     assert back.about == {"step": 7, "consumed_samples": 56}
 
 
-def test_files_are_sound_zip_archives(tmp_path: Path) -> None:
-    convert(made_up("qwen3"), MegatronSink(tmp_path / "out", 2))
-    for file in (tmp_path / "out").rglob("*.pt"):
-        with zipfile.ZipFile(file) as archive:
-            assert archive.testzip() is None
-            assert all(info.CRC for info in archive.infolist())
-
-
 def test_a_vocabulary_of_unknown_size_is_all_rows(tmp_path: Path) -> None:
-    truth = made_up("llama")
+    truth = random_source("llama")
     args = {key: value for key, value in ARGS["llama"].items() if key != "vocab_size"}
     save(tmp_path, truth, args, (2, 1, 1), multiple=8)
     assert MegatronSource(tmp_path).model.vocab_size == 64
@@ -187,7 +162,7 @@ def test_a_vocabulary_of_unknown_size_is_all_rows(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_with_less_padding_than_ours(tmp_path: Path) -> None:
-    truth = made_up("llama")
+    truth = random_source("llama")
     save(tmp_path, truth, ARGS["llama"], (2, 1, 1), multiple=1)  # 50 rows, ours has 56
     read = MegatronSource(tmp_path).read("model.embedding.word.weight")
     assert torch.equal(read[:50], truth.whole["model.embedding.word.weight"][:50])
@@ -195,7 +170,7 @@ def test_a_vocabulary_with_less_padding_than_ours(tmp_path: Path) -> None:
 
 
 def test_layers_may_lie_unevenly(tmp_path: Path) -> None:
-    truth = made_up("qwen3")
+    truth = random_source("qwen3")
     save(tmp_path, truth, ARGS["qwen3"], (1, 2, 1))
     one, two = (tmp_path / f"iter_0000100/mp_rank_00_00{s}/model_optim_rng.pt" for s in range(2))
     a, b = (torch.load(file, weights_only=False) for file in (one, two))
@@ -209,7 +184,7 @@ def test_layers_may_lie_unevenly(tmp_path: Path) -> None:
 
 
 def test_models_from_before_megatron_core(tmp_path: Path) -> None:
-    truth = made_up("gpt2")
+    truth = random_source("gpt2")
     save(tmp_path, truth, ARGS["gpt2"], (2, 2, 1), te=False)
     names = {
         "input_layernorm": "input_norm",
@@ -237,74 +212,30 @@ def test_models_from_before_megatron_core(tmp_path: Path) -> None:
     assert_same(MegatronSource(tmp_path), truth)
 
 
-def test_what_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:
-    def begin(model: dict[str, Any], *layout: int) -> None:
-        MegatronSink(tmp_path / "out", *layout).begin(MadeUp(ModelConfig.model_validate(model)))
-
-    with pytest.raises(ValueError, match="Megatron-LM has no model with parallel_block = True"):
-        begin(TINY | {"parallel_block": True})
-    with pytest.raises(ValueError, match="no model with activation = 'gelu_tanh'"):
-        begin(TINY | {"activation": "gelu_tanh"})
-    with pytest.raises(ValueError, match="no model with rope_scaling"):
-        begin(TINY | {"rope_scaling": {"low_freq_factor": 2.0}})
-    with pytest.raises(ValueError, match="qk_layernorm with normalization = 'LayerNorm'"):
-        begin(TINY | {"normalization": "layernorm", "qk_norm": True})
-    with pytest.raises(ValueError, match="TP 3 does not divide the model's num_attention_heads = 4"):
-        begin(TINY, 3)
-    with pytest.raises(ValueError, match="TP 4 does not divide the model's num_query_groups = 2"):
-        begin(TINY | {"num_query_groups": 2}, 4)
-    with pytest.raises(ValueError, match="do not divide 4 layers"):
-        begin(TINY, 1, 3)
-    with pytest.raises(ValueError, match="virtual PP 2 with PP 1"):
-        begin(TINY, 1, 1, 2)
+@pytest.mark.parametrize(
+    ("model", "layout", "message"),
+    [
+        ({"parallel_block": True}, (), "Megatron-LM has no model with parallel_block = True"),
+        ({"activation": "gelu_tanh"}, (), "no model with activation = 'gelu_tanh'"),
+        ({"rope_scaling": {"low_freq_factor": 2.0}}, (), "no model with rope_scaling"),
+        ({"normalization": "layernorm", "qk_norm": True}, (), "qk_layernorm with normalization = 'LayerNorm'"),
+        ({}, (3,), "TP 3 does not divide the model's num_attention_heads = 4"),
+        ({"num_query_groups": 2}, (4,), "TP 4 does not divide the model's num_query_groups = 2"),
+        ({}, (1, 3), "do not divide 4 layers"),
+        ({}, (1, 1, 2), "virtual PP 2 with PP 1"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused(
+    model: dict[str, Any], layout: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        MegatronSink(tmp_path / "out", *layout).begin(RandomSource(ModelConfig.model_validate(TINY | model)), {})
     assert not list(tmp_path.iterdir())
 
 
-def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="exists already and is no empty folder; nothing was overwritten"):
-        MegatronSink(tmp_path).begin(made_up("llama"))
-    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
-
-
-@pytest.mark.parametrize("done", [0, 1, 20, 47])
-def test_a_killed_conversion_goes_on(done: int, tmp_path: Path) -> None:
-    source = made_up("qwen3")
-    first = MegatronSink(tmp_path / "out", 2, 2)
-    names = list(first.begin(source))
-    for name in names[:done]:
-        first.write(name, source.read(name))
-    first._journal.close()  # what is flushed after some seconds, now; then the process is gone
-    assert not (tmp_path / "out").exists()
-    again = MegatronSink(tmp_path / "out", 2, 2)
-    rest = again.begin(source)
-    assert list(rest) == names[done:]
-    for name in rest:
-        again.write(name, source.read(name))
-    again.finish()
-    assert_same(MegatronSource(tmp_path / "out"), source)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-
-
-def test_another_layout_begins_anew(tmp_path: Path) -> None:
-    source = made_up("qwen3")
-    source.about = {"step": 3}
-    first = MegatronSink(tmp_path / "out", 2, 2)
-    for name in first.begin(source):
-        first.write(name, source.read(name))
-    first._journal.close()
-    source.about = {}
-    convert(source, MegatronSink(tmp_path / "out", 1))
-    assert_same(MegatronSource(tmp_path / "out"), source)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "latest_checkpointed_iteration.txt",
-        "release",
-    ]
-
-
-def test_a_folder_is_recognised(tmp_path: Path) -> None:
-    save(tmp_path, made_up("llama"), ARGS["llama"], (1, 1, 1))
+def test_a_folder_is_recognized(tmp_path: Path) -> None:
+    save(tmp_path, random_source("llama"), ARGS["llama"], (1, 1, 1))
     assert is_megatron(tmp_path)
     assert is_megatron(tmp_path / "iter_0000100")
     assert not is_megatron(tmp_path / "iter_0000100" / "mp_rank_00")
-    assert_same(MegatronSource(tmp_path / "iter_0000100"), made_up("llama"))
+    assert_same(MegatronSource(tmp_path / "iter_0000100"), random_source("llama"))

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import types
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import MegatronSource
-from megafp8.conversion.torch_file import TorchFile
-from tests.conversion.megatron_reference import MadeUp, save
-from tests.conversion.test_megatron import ARGS, assert_same, convert, made_up
+from tests.conversion.families import RandomSource
+from tests.conversion.megatron_reference import save
+from tests.conversion.test_megatron import ARGS, assert_same, random_source
 
 
 class Payload:
@@ -34,12 +32,12 @@ class Payload:
 
 
 @pytest.fixture(scope="module")
-def truth() -> MadeUp:
-    return made_up("llama")
+def truth() -> RandomSource:
+    return random_source("llama")
 
 
 @pytest.fixture(scope="module")
-def pristine(truth: MadeUp, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pristine(truth: RandomSource, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("megatron"), truth, ARGS["llama"], (2, 2, 1))
 
 
@@ -59,7 +57,7 @@ def change(file: Path, how: Callable[[dict[str, Any]], None]) -> None:
     torch.save(content, file)
 
 
-def test_classes_that_are_not_installed(truth: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_that_are_not_installed(truth: RandomSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("megatron_of_someone")
     backend = enum.Enum("AttnBackend", ["flash", "auto"], module="megatron_of_someone")  # type: ignore[misc]
     module.AttnBackend = backend  # type: ignore[attr-defined]
@@ -74,7 +72,7 @@ def test_classes_that_are_not_installed(truth: MadeUp, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("where", ["args", "beside", "as a weight"])
-def test_code_in_a_file_does_not_run(where: str, truth: MadeUp, tmp_path: Path) -> None:
+def test_code_in_a_file_does_not_run(where: str, truth: RandomSource, tmp_path: Path) -> None:
     trace = tmp_path / "it ran"
     payload = Payload(Path(f"'{trace}'"))
     args = ARGS["llama"] | ({"attention_backend": payload} if where == "args" else {})
@@ -89,27 +87,6 @@ def test_code_in_a_file_does_not_run(where: str, truth: MadeUp, tmp_path: Path) 
     if where != "as a weight":
         MegatronSource(tmp_path / "a", unsafe=True)
         assert trace.exists()  # so it was live
-
-
-def test_a_truncated_file(folder: Path) -> None:
-    file = file_of(folder)
-    with file.open("r+b") as stream:
-        stream.truncate(file.stat().st_size - 1000)
-    with pytest.raises(ValueError, match=r"mp_rank_01_001/model_optim_rng.pt is damaged"):
-        MegatronSource(folder)
-
-
-def test_a_flipped_bit_is_found_when_its_tensor_is_read(folder: Path) -> None:
-    stored = TorchFile(file_of(folder)).content["model"]["decoder.layers.1.mlp.linear_fc2.weight"]
-    with zipfile.ZipFile(file_of(folder)) as archive:
-        at = archive.getinfo(f"model_optim_rng/{stored.record}").header_offset
-    content = bytearray(file_of(folder).read_bytes())
-    content[at + 150] ^= 1
-    file_of(folder).write_bytes(content)
-    source = MegatronSource(folder)
-    source.read("model.layers.3.mlp.up.weight")
-    with pytest.raises(ValueError, match=r"mp_rank_01_001/.* is damaged at model.layers.3.mlp.down.weight"):
-        source.read("model.layers.3.mlp.down.weight")
 
 
 def test_a_file_that_is_no_archive(folder: Path) -> None:
@@ -183,7 +160,9 @@ def test_a_file_of_another_checkpoint(how: Callable[[dict[str, Any]], None], mes
         ({"num_attention_heads": "many"}, "num_attention_heads"),
     ],
 )
-def test_a_model_we_do_not_have(argument: dict[str, Any], message: str, truth: MadeUp, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(
+    argument: dict[str, Any], message: str, truth: RandomSource, tmp_path: Path
+) -> None:
     save(tmp_path, truth, ARGS["llama"] | argument, (1, 1, 1))
     with pytest.raises(ValueError, match=message) as error:
         MegatronSource(tmp_path)
@@ -207,7 +186,7 @@ def test_other_formats_and_wrong_folders(folder: Path, tmp_path: Path) -> None:
         MegatronSource(folder)
 
 
-def test_tensors_that_share_a_storage(truth: MadeUp, tmp_path: Path) -> None:
+def test_tensors_that_share_a_storage(truth: RandomSource, tmp_path: Path) -> None:
     """As the distributed optimizer has it: parameters are views of one buffer."""
     save(tmp_path, truth, ARGS["llama"], (1, 1, 1))
 
@@ -220,19 +199,3 @@ def test_tensors_that_share_a_storage(truth: MadeUp, tmp_path: Path) -> None:
 
     change(file_of(tmp_path, "mp_rank_00"), share)
     assert_same(MegatronSource(tmp_path), truth)
-
-
-def test_a_disk_that_is_full_is_noticed_at_the_start(
-    truth: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    sink = MegatronSink(tmp_path / "out")
-    with pytest.raises(OSError, match=r"No space left on device: [\d,]+ bytes are needed for .*mp_rank_00"):
-        sink.begin(truth)
-    monkeypatch.undo()
-    sink._journal.close()
-    convert(truth, MegatronSink(tmp_path / "out"))
-    assert_same(MegatronSource(tmp_path / "out"), truth)

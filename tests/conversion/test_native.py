@@ -10,16 +10,9 @@ import torch
 
 from megafp8.checkpoint import load, save
 from megafp8.conversion.native import NativeSink, NativeSource
-from tests.checkpoint.rewritten import rewrite
+from tests.checkpoint.rewritten import flip, rewrite
 from tests.conversion import checkpoints
-
-
-def convert(source: NativeSource, path: Path) -> Path:
-    sink = NativeSink(path)
-    for name in sink.begin(source):
-        sink.write(name, source.read(name))
-    sink.finish()
-    return path
+from tests.conversion.checkpoints import convert
 
 
 def test_a_source_is_what_was_saved(tmp_path: Path) -> None:
@@ -38,7 +31,7 @@ def test_a_source_is_what_was_saved(tmp_path: Path) -> None:
 
 def test_a_sink_writes_what_a_run_loads(tmp_path: Path) -> None:
     source = NativeSource(checkpoints.make(tmp_path / "run"))
-    path = convert(source, tmp_path / "other" / "checkpoints" / "step_00000030")
+    path = convert(source, NativeSink(tmp_path / "other" / "checkpoints" / "step_00000030"))
     loaded = {name: torch.zeros_like(tensor) for name, tensor in checkpoints.everything().items()}
     metadata = load(path, loaded)
     assert metadata["step"] == checkpoints.STEP
@@ -53,23 +46,11 @@ def test_the_tokenizer_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "tokenizer.json").write_text("{}")
     about = {**checkpoints.ABOUT["config"], "data": {"tokenizer": {"path": str(tmp_path / "tokenizer.json")}}}
     monkeypatch.setitem(checkpoints.ABOUT, "config", about)
-    path = convert(NativeSource(checkpoints.make(tmp_path / "run")), tmp_path / "target")
+    path = convert(NativeSource(checkpoints.make(tmp_path / "run")), NativeSink(tmp_path / "target"))
     (tmp_path / "tokenizer.json").unlink()
     assert NativeSource(tmp_path / "run").tokenizer_files == []
     (file,) = NativeSource(path).tokenizer_files
     assert file.read_text() == "{}"
-
-
-def test_what_exists_is_refused(tmp_path: Path) -> None:
-    source = NativeSource(checkpoints.make(tmp_path))
-    with pytest.raises(ValueError, match="exists already"):
-        NativeSink(source.path).begin(source)
-
-
-def flip(file: Path, at: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[at] ^= 0x10
-    file.write_bytes(content)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -93,18 +74,6 @@ def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
         NativeSource(path)
 
 
-def test_a_flipped_bit_is_found_and_named_with_its_tensor(tmp_path: Path) -> None:
-    path, expected = checkpoints.make(tmp_path), checkpoints.everything()
-    file = path / "__0_0.distcp"
-    name = "model.layers.1.mlp.down.weight"
-    at = file.read_bytes().index(expected[name].view(torch.uint8).numpy().tobytes())
-    flip(file, at + 100)
-    source = NativeSource(path)
-    assert torch.equal(source.read("model.output.weight"), expected["model.output.weight"])
-    with pytest.raises(ValueError, match=rf"{file} is damaged at {name}"):
-        source.read(name)
-
-
 def test_any_flipped_bit_is_harmless_or_named(tmp_path: Path) -> None:
     """Wherever it is, in headers too: never another value, never an error that does not say where."""
     path, expected = checkpoints.make(tmp_path, {"model.a": torch.arange(12.0)}), torch.arange(12.0)
@@ -126,7 +95,7 @@ def test_the_tokenizer_of_a_checkpoint_is_verified(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoints", 1, {"model.a": torch.ones(3)}, checkpoints.ABOUT, files=files)
     source = NativeSource(path)
     assert source.tokenizer_files == [path / "tokenizer" / "own.model"]
-    convert(source, tmp_path / "target")
+    convert(source, NativeSink(tmp_path / "target"))
     for folder in (path, tmp_path / "target"):
         copy = folder / "tokenizer" / "own.model"
         assert copy.read_bytes() == b"pieces"

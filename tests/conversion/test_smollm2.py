@@ -1,4 +1,4 @@
-"""A real pretrained model: our perplexity on real text is that of `transformers`, and it comes back unharmed."""
+"""A pretrained model: perplexity on real text is that of `transformers`, and a round trip keeps it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import initialize_model_parallel
 from tests.conversion import smollm2
+from tests.conversion.checkpoints import convert
 from tests.conversion.test_hf_files import same_weights
-from tests.conversion.test_hf_logits import convert
 from tests.world import World
 
 B, S, T = 4, 255, 3  # nine heads, three of keys and values: three tensor ranks
@@ -69,10 +69,10 @@ def test_perplexity_on_real_text_is_that_of_transformers(world4: World, folder: 
 
 
 @pytest.mark.slow
-def test_it_comes_back_and_speaks(folder: Path, tmp_path: Path) -> None:
+def test_round_trip_and_generation(folder: Path, tmp_path: Path) -> None:
     import transformers
 
-    convert(HfSource(folder), HfSink(tmp_path / "ours", shard_size=100_000_000))
+    convert(HfSource(folder), HfSink(tmp_path / "ours", file_bytes=100_000_000))
     same_weights(folder, tmp_path / "ours")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint import IncompatibleCheckpoint, load, newest_good, open_checkpoint, store
+from megafp8.checkpoint import CheckpointReader, IncompatibleCheckpoint, load, newest_good, store
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout
 from megafp8.conversion.native import NativeSource
@@ -227,7 +227,7 @@ def _change_models(name: str, folder: str, trials: int) -> tuple[dict[str, int],
         for param in trainer.params:  # no norm weight of one, no bias of zero
             param += 0.3 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1), dtype=param.dtype)
     before = _logits(trainer)
-    found = open_checkpoint(save_state(trainer, Path(folder), NEWEST, "abc"))
+    found = CheckpointReader(save_state(trainer, Path(folder), NEWEST, "abc"))
     outcomes, wrong = Counter[str](), []
     while sum(outcomes.values()) < trials:
         keys = rng.sample(sorted(CHANGES), rng.choice([1, 1, 2, 3]))

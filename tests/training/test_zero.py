@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint import latest, load, open_checkpoint
+from megafp8.checkpoint import CheckpointReader, latest, load
 from megafp8.config import Config, check_layout
 from megafp8.distributed import collectives
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
@@ -215,7 +215,7 @@ def _resume(settings: Config, folder: str, into: str | None = None) -> Curve:
 def _contents(folder: Path) -> dict[str, Tensor]:
     path = latest(checkpoint_folder(folder))
     assert path is not None
-    entries = open_checkpoint(path).index.state_dict_metadata
+    entries = CheckpointReader(path).index.state_dict_metadata
     state = {name: torch.zeros(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     load(path, state)
     return state
@@ -268,5 +268,5 @@ def test_a_checkpoint_of_shards_has_each_element_once(world4: World, tmp_path: P
     world4.run(_save, settings(DELAYED, **parallel), str(tmp_path), ranks=ranks)
     path = latest(checkpoint_folder(tmp_path))
     assert path is not None
-    for name, entry in open_checkpoint(path).index.state_dict_metadata.items():
+    for name, entry in CheckpointReader(path).index.state_dict_metadata.items():
         assert sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size), name

@@ -1,4 +1,4 @@
-"""Files of `torch.save`: read as `torch.load` does, but without code; written with holes that are filled later."""
+"""Archives of `torch.save`: read as `torch.load` does, without running code; reserved and filled later."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.conversion.safetensors_format import write_at
-from megafp8.conversion.torch_file import StoredTensor, TorchFile, Unknown, reserve, seal, tensor_starts
+from megafp8.checkpoint.files import write_at
+from megafp8.checkpoint.torch_file import StoredTensor, TorchFile, Unknown, as_bytes, reserve, seal, tensor_starts
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
@@ -21,7 +21,7 @@ DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch
 
 def read(file: TorchFile, tensor: StoredTensor) -> Tensor:
     out = torch.empty(tensor.shape, dtype=tensor.dtype)
-    file.read_rows(tensor, "it", 0, out)
+    file.read(tensor, "it", (0,) * out.dim(), out)
     return out
 
 
@@ -33,13 +33,13 @@ def test_tensors_of_each_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(read(file, file.content["view"]).double(), whole[1:3].double())
     assert torch.equal(read(file, file.content["parameter"]).double(), whole.double())
     rows = torch.empty(2, 3, dtype=dtype)
-    file.read_rows(file.content["parameter"], "it", 3, rows)
+    file.read(file.content["parameter"], "it", (3, 0), rows)
     assert torch.equal(rows.double(), whole[3:].double())
     with pytest.raises(ValueError, match="is damaged: it is not inside its record data/0"):
-        file.read_rows(file.content["parameter"], "it", 4, rows)
+        file.read(file.content["parameter"], "it", (4, 0), rows)
 
 
-def test_plain_content_is_itself_and_the_rest_is_inert(tmp_path: Path) -> None:
+def test_plain_content_is_read_and_everything_else_is_inert(tmp_path: Path) -> None:
     plain: dict[str, Any] = {"a": [1, 2.5, None, (True, "x")], 3: {"size": torch.Size([2]), "dtype": torch.bfloat16}}
     other = {"path": Path("/etc"), "call": subprocess.Popen, "set": {1}, "args": argparse.Namespace(n=1)}
     torch.save({**plain, "other": other}, tmp_path / "f.pt")
@@ -52,7 +52,7 @@ def test_plain_content_is_itself_and_the_rest_is_inert(tmp_path: Path) -> None:
     assert TorchFile(tmp_path / "f.pt", unsafe=True).content["other"] == other
 
 
-def test_no_damage_of_a_pickle_does_more_than_raise(tmp_path: Path) -> None:
+def test_a_damaged_pickle_is_read_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     torch.serialization.set_crc32_options(False)  # so that nothing but the reader itself notices
     try:
@@ -77,7 +77,7 @@ def test_no_damage_of_a_pickle_does_more_than_raise(tmp_path: Path) -> None:
     assert outcomes == {"read", "refused"}
 
 
-def test_a_file_whose_values_come_later(tmp_path: Path) -> None:
+def test_reserved_space_is_filled_later(tmp_path: Path) -> None:
     path = tmp_path / "f.pt"
     values = {
         ("model", "a"): torch.randn(7, 3),
@@ -90,7 +90,7 @@ def test_a_file_whose_values_come_later(tmp_path: Path) -> None:
     starts = tensor_starts(path)
     with path.open("r+b", buffering=0) as stream:
         for key in reversed(values):
-            write_at(stream, starts[key], values[key])
+            write_at(stream, starts[key], as_bytes(values[key]))
     seal(path)
     seal(path)
     found = torch.load(path, weights_only=True)
@@ -99,6 +99,6 @@ def test_a_file_whose_values_come_later(tmp_path: Path) -> None:
     file = TorchFile(path)
     assert torch.equal(read(file, file.content["model"]["a"]), values["model", "a"])
     with path.open("r+b", buffering=0) as stream:
-        write_at(stream, starts["model", "a"] + 8, torch.zeros(1))
+        write_at(stream, starts["model", "a"] + 8, bytes(4))
     with pytest.raises(ValueError, match=r"f.pt is damaged at it: its bytes are not those that were saved"):
         read(TorchFile(path), TorchFile(path).content["model"]["a"])

@@ -1,0 +1,82 @@
+"""Errors of checkpoints, and collectives that raise one error on every rank.
+
+If one rank raised alone, the others would wait for it until the collective timeout. So each stage of a save or load
+gathers the outcome of every rank before the next stage begins; the gathering is the barrier too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megafp8.distributed import collectives
+
+T = TypeVar("T")
+
+MAX_LISTED = 5
+
+
+class DamagedCheckpoint(ValueError):
+    """A file of a checkpoint is missing, truncated or altered. A run falls back to an older checkpoint."""
+
+
+class IncompatibleCheckpoint(ValueError):
+    """The checkpoint is intact, but this run cannot continue from it."""
+
+
+class FolderInUse(ValueError):
+    """Another job writes to the folder."""
+
+
+_KINDS = (DamagedCheckpoint, IncompatibleCheckpoint, FolderInUse, ValueError)
+
+
+def on_all_ranks(action: Callable[[], T], group: ProcessGroup | None) -> T:
+    """Run `action` on every rank and return its value; where it raised on some rank, all ranks raise. Collective.
+
+    All ranks raise the same message. Its type is the common type of the failures, or RuntimeError where a rank met
+    anything but a ValueError.
+    """
+    failure: Exception | None = None
+    try:
+        value = action()
+    except Exception as error:
+        failure = error
+    kind = next((kind for kind in _KINDS if isinstance(failure, kind)), RuntimeError)
+    text = str(failure) if kind is not RuntimeError else f"{type(failure).__name__}: {failure}"
+    outcomes = collectives.all_gather_objects(None if failure is None else (text, kind), group)
+    failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
+    if not failed:
+        return value
+    first_rank = {text: rank for rank, (text, _) in reversed(failed.items())}
+    kinds = {kind for _, kind in failed.values()}
+    common = kinds.pop() if len(kinds) == 1 else RuntimeError if RuntimeError in kinds else ValueError
+    if len(first_rank) == 1 and common is not RuntimeError:
+        raise common(next(iter(first_rank))) from failure
+    messages = [f"rank {rank}: {text}" for text, rank in sorted(first_rank.items(), key=lambda one: one[1])]
+    raise common(join_first(messages, "; ")) from failure
+
+
+def on_rank0(action: Callable[[], T], group: ProcessGroup | None) -> T:
+    """Run `action` on rank 0 of `group` and return its value (picklable) on all; all raise where it raised."""
+    value = on_all_ranks(lambda: action() if group_rank(group) == 0 else None, group)
+    return collectives.broadcast_object(value, group)
+
+
+def group_or_world(group: ProcessGroup | None) -> ProcessGroup | None:
+    """`group`, or the world where it is None; None where torch.distributed is not initialised."""
+    return dist.group.WORLD if group is None and dist.is_initialized() else group
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This rank's number in `group`; 0 for None, which is this process alone."""
+    return 0 if group is None else group.rank()
+
+
+def join_first(names: Sequence[str], separator: str = ", ") -> str:
+    """The first `MAX_LISTED` of `names`, and how many more there are."""
+    more = f"{separator}and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return separator.join(names[:MAX_LISTED]) + more

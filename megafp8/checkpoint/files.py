@@ -1,0 +1,296 @@
+"""Files of a checkpoint: written with a CRC-32 and fsync, and verified before they are read.
+
+    checksums.json   {"algorithm": "crc32", "files": {"<name>": {"bytes": 123, "crc32": "89abcdef"}, ...},
+                      "crc32_of_files": "..."}
+
+Storage sometimes returns other bytes than were written, and training would go on with a wrong weight. So the CRC-32 of
+each file is computed while it is written, and compared before anything is loaded. `crc32_of_files` is the CRC-32 of
+`files` as `_canonical` spells it; it tells a damaged checksums.json from damaged data. The format of checksums.json
+does not depend on the checkpoint's format version, because metadata.json is verified before its version is read.
+
+CRC-32 is in the standard library, runs at 3.5 GB/s a core without the interpreter's lock, and misses one accidental
+damage in 4 billion, and no burst of up to 32 bits. It does not protect against forgery.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from megafp8.checkpoint.errors import DamagedCheckpoint
+
+CHECKSUMS_FILE = "checksums.json"
+ALGORITHM = "crc32"
+
+BUFFER_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 25
+_MAX_IO_BYTES = 1 << 30  # Linux transfers at most 2 GiB a call
+
+
+class Checksum(NamedTuple):
+    """Size of a file in bytes, and the CRC-32 of its content."""
+
+    size: int
+    crc32: int
+
+    @classmethod
+    def of(cls, content: bytes) -> Checksum:
+        return cls(len(content), zlib.crc32(content))
+
+
+EMPTY = Checksum(0, 0)
+
+
+# --- writing ---
+
+
+class ChecksummedFile(io.FileIO):
+    """A file written from beginning to end that keeps the checksum of its content.
+
+    `checksum`: of what the file holds already, where it is opened to append.
+    """
+
+    failure: OSError | None = None
+
+    def __init__(self, path: str | os.PathLike, mode: str = "wb", checksum: Checksum = EMPTY) -> None:
+        super().__init__(path, mode)
+        self.checksum = checksum
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            written = super().write(view)
+        except OSError as error:
+            error.filename = str(self.name)
+            self.failure = error
+            raise
+        size, crc = self.checksum
+        self.checksum = Checksum(size + written, zlib.crc32(view[:written], crc))
+        return written
+
+    @contextmanager
+    def raising_failure(self) -> Iterator[None]:
+        """Raise the OSError of a failed write in place of the error that torch.save makes of it."""
+        try:
+            yield
+        except Exception as error:
+            if self.failure is not None:
+                raise self.failure from error
+            raise
+
+
+class _SyncedStream(io.BufferedWriter):
+    """Flushed to disk when it is closed, which DCP does itself."""
+
+    def close(self) -> None:
+        if not self.closed:
+            try:
+                self.flush()
+                os.fsync(self.fileno())
+            finally:
+                super().close()
+
+
+class ChecksummedFiles(FileSystem):
+    """The file system that DCP writes through; `sums` holds the checksum of each closed file by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, Checksum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", mode
+        file = ChecksummedFile(path)
+        with file.raising_failure(), _SyncedStream(file, BUFFER_BYTES) as stream:
+            yield stream
+        self.sums[Path(path).name] = file.checksum
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+def write_file(path: Path, content: bytes) -> Checksum:
+    """Write a file, flushed to disk, and return its checksum."""
+    file = ChecksummedFile(path)
+    with _SyncedStream(file, BUFFER_BYTES) as stream:
+        stream.write(content)
+    return file.checksum
+
+
+def to_json(content: Mapping[str, Any], **options: Any) -> bytes:
+    """`content` as a JSON file holds it."""
+    return (json.dumps(content, indent=2, **options) + "\n").encode()
+
+
+def allocate(path: Path, size: int) -> None:
+    """Reserve disk space for the first `size` bytes of a file. Raises OSError where the disk has too little."""
+    with path.open("r+b") as stream:
+        try:
+            os.posix_fallocate(stream.fileno(), 0, size)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}: {size:,} bytes are needed for {path}") from error
+
+
+def write_at(stream: BinaryIO, start: int, data: memoryview) -> None:
+    """Write all of `data`, a view of bytes, from byte `start` of a file on."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(stream.fileno(), data[done : done + _MAX_IO_BYTES], start + done)
+
+
+def sync(path: str | Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def rename_synced(old: Path, new: Path) -> None:
+    """Rename within one folder, flushed to disk. A file system does it completely or not at all."""
+    os.rename(old, new)
+    sync(new.parent)
+
+
+def _canonical(files: dict[str, Any]) -> bytes:
+    return json.dumps(files, sort_keys=True, separators=(",", ":")).encode()
+
+
+def write_checksums(path: Path, sums: Mapping[str, Checksum]) -> None:
+    """Write checksums.json of the checkpoint folder `path`."""
+    files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sums.items())}
+    own = f"{zlib.crc32(_canonical(files)):08x}"
+    write_file(path / CHECKSUMS_FILE, to_json({"algorithm": ALGORITHM, "files": files, "crc32_of_files": own}))
+
+
+# --- reading ---
+
+
+def read_checksums(path: Path) -> dict[str, Checksum] | None:
+    """The checksums of the checkpoint folder `path` by file name; None where it has none.
+
+    Raises DamagedCheckpoint where checksums.json is damaged.
+    """
+    file = path / CHECKSUMS_FILE
+    if not file.is_file():
+        return None
+    whole = parse_object(file, read_file(file))
+    algorithm, files = whole.get("algorithm"), whole.get("files")
+    own = _parse_crc32(whole.get("crc32_of_files"))
+    if not isinstance(files, dict) or algorithm != ALGORITHM or own != zlib.crc32(_canonical(files)):
+        raise DamagedCheckpoint(f"{file} is damaged: its own checksum does not match")
+    sums = {}
+    for name, entry in files.items():
+        size, crc = (entry.get("bytes"), _parse_crc32(entry.get("crc32"))) if isinstance(entry, dict) else (None, None)
+        if type(size) is not int or size < 0 or crc is None:
+            raise DamagedCheckpoint(f"{file} is damaged: its entry of {name} is no size and CRC-32")
+        sums[name] = Checksum(size, crc)
+    return sums
+
+
+def _parse_crc32(text: Any) -> int | None:
+    """The number that eight hexadecimal digits are; None for anything else."""
+    return int(text, 16) if isinstance(text, str) and re.fullmatch("[0-9a-fA-F]{8}", text) else None
+
+
+def read_verified(path: Path, name: str, sums: Mapping[str, Checksum] | None) -> bytes:
+    """The content of the small file `name` in the checkpoint folder `path`, compared with its checksum in `sums`.
+
+    The bytes that a caller parses are those that were verified. `sums` None: the checkpoint has no checksums. Raises
+    DamagedCheckpoint where the file is missing, is not in `sums`, or is not what was written.
+    """
+    file = path / name
+    if not file.is_file():
+        raise DamagedCheckpoint(f"{path} is no checkpoint: it has no {name}")
+    content = read_file(file)
+    if sums is not None:
+        if name not in sums:
+            raise DamagedCheckpoint(f"{path / CHECKSUMS_FILE} has no checksum of {name}")
+        problem = _difference(file, Checksum.of(content), sums[name])
+        if problem is not None:
+            raise DamagedCheckpoint(problem)
+    return content
+
+
+def read_file(file: Path) -> bytes:
+    """The content of a small file. Raises DamagedCheckpoint where the disk cannot read it, else ValueError."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        kind = DamagedCheckpoint if error.errno == errno.EIO else ValueError
+        raise kind(f"{file} cannot be read: {error.strerror}") from error
+
+
+def parse_object(file: Path | str, content: bytes) -> dict[str, Any]:
+    """The JSON object in `content`, UTF-8, of `file`. Raises DamagedCheckpoint for anything else, NaN included."""
+
+    def refuse(text: str) -> NoReturn:
+        raise ValueError(f"{text} is no JSON")
+
+    try:
+        found = json.loads(content.decode("utf-8"), parse_constant=refuse)
+    except RecursionError:
+        raise DamagedCheckpoint(f"{file} is damaged: it is nested too deeply") from None
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise DamagedCheckpoint(f"{file} is damaged: it holds no JSON object")
+    return found
+
+
+def find_damage(file: Path, expected: Checksum) -> str | None:
+    """Read `file` once, in blocks, and describe how it differs from what was written; None where it does not."""
+    try:
+        size, crc = file.stat().st_size, 0
+        if size == expected.size:  # else there is no need to read it
+            with file.open("rb", buffering=0) as stream:
+                crc = crc32_of(stream, 0, size)
+    except FileNotFoundError:
+        return f"{file} is missing"
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return f"{file} cannot be read: {error.strerror}"
+    return _difference(file, Checksum(size, crc), expected)
+
+
+def _difference(file: Path, found: Checksum, expected: Checksum) -> str | None:
+    if found.size != expected.size:
+        what = "truncated" if found.size < expected.size else "too long"
+        return f"{file} is {what}: {found.size} bytes of {expected.size}"
+    if found.crc32 != expected.crc32:
+        return f"{file} is damaged: its CRC-32 is {found.crc32:08x}, and {expected.crc32:08x} was written"
+    return None
+
+
+def read_into(stream: BinaryIO, start: int, view: memoryview) -> None:
+    """Fill `view`, of bytes, from byte `start` of a file on. Raises EOFError where the file ends before."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(stream.fileno(), [view[done : done + _MAX_IO_BYTES]], start + done)
+        if got == 0:
+            raise EOFError("the file is truncated")
+        done += got
+
+
+def crc32_of(stream: BinaryIO, start: int, size: int) -> int:
+    """The CRC-32 of `size` bytes of a file. Raises EOFError where the file ends before."""
+    crc, buffer = 0, memoryview(bytearray(min(BLOCK_BYTES, size)))
+    for at in range(0, size, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, size - at)]
+        read_into(stream, start + at, block)
+        crc = zlib.crc32(block, crc)
+    return crc

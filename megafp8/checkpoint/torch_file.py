@@ -1,0 +1,317 @@
+"""Archives of `torch.save`: read without running code, and written before the values are known.
+
+Such an archive is a zip of uncompressed records: `data.pkl`, a pickle of the saved object in which each tensor names a
+storage, and `data/0`, `data/1`, ..., the bytes of the storages. A checkpoint's data file holds many archives, one for
+each rectangle; a checkpoint of Megatron-LM is one archive a rank.
+
+Reading. A pickle is a program that may call functions of any module. `TorchFile` unpickles with a table of the few
+names that plain data need (dictionaries, dtypes, torch's rebuilding of tensors, which here only records where a tensor
+lies). Every other name becomes an empty class: an enumeration of a library that is not installed, or `os.system`, is
+then an object that holds its arguments and does nothing. Tensors are read later, into buffers of their size; memory
+maps would count as memory used. The CRC-32 of a record, which `torch.load` ignores, is compared before its first
+tensor is read, where the archive has one (torch can be told to omit it, and then writes 0).
+
+Writing. `reserve` lets torch write an archive for tensors without values (`torch.serialization.skip_data`),
+`tensor_starts` tells where their bytes belong, and `seal` stores the checksums once they are written. So an archive of
+any size is written in any order with one tensor in memory.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megafp8.checkpoint.files import BLOCK_BYTES, allocate, crc32_of, read_into
+from megafp8.distributed.sharding import Shape
+
+_LOCAL_HEADER, _DIRECTORY_ENTRY, _DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+class Unknown:
+    """Stands for an object of a class or function that an archive names; holds its arguments."""
+
+    def __init__(self, *arguments: Any, **_: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, value: Any) -> None: ...
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__module__}.{type(self).__qualname__}>"
+
+
+class _Storage(NamedTuple):
+    record: str
+    dtype: torch.dtype
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of an archive: its record, and its first byte in that."""
+
+    record: str
+    start: int
+    shape: Shape
+    stride: Shape
+    dtype: torch.dtype
+
+    @property
+    def is_contiguous(self) -> bool:
+        packed = (math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        return all(size == 1 or stride == needed for size, stride, needed in zip(self.shape, self.stride, packed))
+
+
+class _Record(NamedTuple):
+    """Where a record's bytes lie in the file, and their CRC-32; 0 for none."""
+
+    start: int
+    size: int
+    crc: int
+
+
+class _Section(io.RawIOBase):
+    """Bytes `[start, start + length)` of a file that is open without a buffer, as a file of their own.
+
+    torch's own view of this kind counts wrongly from the end, where a zip archive has its directory.
+    """
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
+        return self._at
+
+    def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        done = os.preadv(self._file.fileno(), [view], self._start + self._at)
+        self._at += done
+        return done
+
+
+class TorchFile:
+    """An archive of `torch.save`; `content` is what was saved, with a `StoredTensor` for each tensor.
+
+    The archive is the file at `path`, or its bytes `[start, start + length)`. `unsafe`: import and call the classes and
+    functions that it names; only for files of people you trust with your account. Raises ValueError naming the file
+    where it is damaged, or was not written by `torch.save`.
+    """
+
+    def __init__(self, path: Path, start: int = 0, length: int | None = None, *, unsafe: bool = False) -> None:
+        self.path = path
+        self._verified: set[str] = set()
+        try:
+            with path.open("rb", buffering=0) as stream:
+                self._records = _read_directory(stream, start, length or path.stat().st_size - start)
+                if "byteorder" in self._records and self._read_record(stream, "byteorder") != b"little":
+                    raise ValueError("it was written on a big-endian machine")
+                pickled = io.BytesIO(self._read_record(stream, "data.pkl"))
+            self.content = _Unpickler(pickled, unsafe).load()
+        except Exception as error:  # damaged bytes, pickles above all, raise nearly anything
+            if isinstance(error, OSError):
+                raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+            if unsafe and isinstance(error, (ImportError, AttributeError)):
+                raise ValueError(f"{path} names code that is not installed: {error}; read it without unsafe") from error
+            raise ValueError(f"{path} is damaged, or no file of torch.save: {error}") from error
+
+    def _read_record(self, stream: BinaryIO, name: str) -> bytes:
+        record = self._records[name]
+        if not self._is_intact(stream, name):
+            raise ValueError(f"its record {name} is not what was saved")
+        return os.pread(stream.fileno(), record.size, record.start)
+
+    def read(self, tensor: StoredTensor, name: str, low: Shape, target: Tensor, *, verify: bool = True) -> None:
+        """Fill `target`, of any strides and on any device, with the values of `tensor` from its index `low` on.
+
+        Rows pass through a buffer of `BLOCK_BYTES`, unless `target` is on the CPU, contiguous, and whole rows of
+        `tensor`; a `tensor` that is not contiguous is read whole. `verify`: compare the CRC-32 of the record, unless
+        that was done. `name` is for messages.
+        """
+        assert target.dtype == tensor.dtype, name
+        if not tensor.is_contiguous:
+            span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride))
+            flat = torch.empty(0 if 0 in tensor.shape else span, dtype=tensor.dtype)
+            self.read(tensor._replace(shape=(len(flat),), stride=(1,)), name, (0,), flat, verify=verify)
+            whole = flat.as_strided(tensor.shape, tensor.stride)
+            target.copy_(whole[tuple(slice(o, o + n) for o, n in zip(low, target.shape))])
+            return
+        if target.dim() == 0:
+            target, low, tensor = target.view(1), (0,), tensor._replace(shape=(1,))
+        rest = tensor.shape[1:]
+        row_bytes = math.prod(rest) * target.element_size()
+        begin, record = tensor.start + low[0] * row_bytes, self._records.get(tensor.record)
+        if record is None or begin < 0 or begin + len(target) * row_bytes > record.size:
+            raise ValueError(f"{self.path} is damaged: {name} is not inside its record {tensor.record}")
+        begin += record.start
+        try:
+            with self.path.open("rb", buffering=0) as stream:
+                if verify and not self._is_intact(stream, tensor.record):
+                    raise ValueError(f"{self.path} is damaged at {name}: its bytes are not those that were saved")
+                if target.shape[1:] == rest and target.is_contiguous() and target.device.type == "cpu":
+                    read_into(stream, begin, as_bytes(target))
+                    return
+                columns = tuple(slice(o, o + n) for o, n in zip(low[1:], target.shape[1:]))
+                for rows in target.split(max(1, BLOCK_BYTES // max(1, row_bytes))):
+                    block = torch.empty((len(rows), *rest), dtype=target.dtype)
+                    read_into(stream, begin, as_bytes(block))
+                    rows.copy_(block[(slice(None), *columns)])
+                    begin += len(rows) * row_bytes
+        except (OSError, EOFError) as error:
+            raise ValueError(f"{self.path}: {name} cannot be read: {error}") from error
+
+    def is_damaged(self) -> bool:
+        """Whether the bytes of some record are not those that were saved."""
+        with self.path.open("rb", buffering=0) as stream:
+            return not all(self._is_intact(stream, name) for name in self._records)
+
+    def _is_intact(self, stream: BinaryIO, name: str) -> bool:
+        """Whether a record has its CRC-32, computed once."""
+        record = self._records[name]
+        if record.crc and name not in self._verified:
+            if crc32_of(stream, record.start, record.size) != record.crc:
+                return False
+            self._verified.add(name)
+        return True
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads plain data and tensors, and imports nothing; see the top of this file."""
+
+    def __init__(self, stream: BinaryIO, unsafe: bool) -> None:
+        super().__init__(stream)
+        self.unsafe = unsafe
+        self.classes: dict[tuple[str, str], type] = {}
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"):
+            return getattr(self, name)
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return torch.uint8
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if self.unsafe:
+            return super().find_class(module, name)
+        key = (module, name)
+        return self.classes.setdefault(key, type(name, (Unknown,), {"__module__": module, "__qualname__": name}))
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, dtype, record, _, _ = pid
+        return _Storage(f"data/{record}", dtype)
+
+    def _rebuild_tensor_v2(
+        self, storage: _Storage, offset: int, size: Shape, stride: Shape, *_: Any, dtype: torch.dtype | None = None
+    ) -> StoredTensor:
+        dtype = dtype or storage.dtype
+        return StoredTensor(storage.record, offset * dtype.itemsize, tuple(size), tuple(stride), dtype)
+
+    def _rebuild_tensor_v3(self, *arguments: Any) -> StoredTensor:
+        return self._rebuild_tensor_v2(*arguments[:4], dtype=arguments[6])
+
+    def _rebuild_parameter(self, data: StoredTensor, *_: Any) -> StoredTensor:
+        return data
+
+
+def reserve(
+    path: Path, content: Mapping[str, Any], tensors: Mapping[tuple[str, str], tuple[Shape, torch.dtype]]
+) -> None:
+    """Write an archive of `content`, with space for `tensors` in it that have no values yet.
+
+    `tensors`: shape and dtype by (key of a dictionary in `content`, key in that). Raises OSError where the disk has no
+    space for the values.
+    """
+    whole = {key: dict(value) if isinstance(value, dict) else value for key, value in content.items()}
+    with FakeTensorMode():
+        for (outer, inner), (shape, dtype) in tensors.items():
+            whole[outer][inner] = torch.empty(shape, dtype=dtype)
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(whole, path)
+    allocate(path, path.stat().st_size)
+
+
+def tensor_starts(path: Path) -> dict[tuple[str, str], int]:
+    """The first byte of each tensor in an archive of `reserve`."""
+    file = TorchFile(path)
+    return {
+        (outer, inner): file._records[tensor.record].start + tensor.start
+        for outer, value in file.content.items()
+        if isinstance(value, dict)
+        for inner, tensor in value.items()
+        if isinstance(tensor, StoredTensor)
+    }
+
+
+def seal(path: Path) -> None:
+    """Store the checksums of all records in an archive of `reserve` whose tensors are written. Safe to repeat."""
+    with path.open("r+b", buffering=0) as stream, zipfile.ZipFile(path) as archive:
+        at = archive.start_dir
+        for info in archive.infolist():
+            record = _find_record(stream, 0, info)
+            crc = struct.pack("<I", crc32_of(stream, record.start, record.size))
+            entry = os.pread(stream.fileno(), 46, at)
+            assert entry[:4] == _DIRECTORY_ENTRY
+            assert os.pread(stream.fileno(), 4, record.start + record.size) == _DESCRIPTOR
+            os.pwrite(stream.fileno(), crc, record.start + record.size + 4)
+            os.pwrite(stream.fileno(), crc, at + 16)
+            at += 46 + sum(struct.unpack("<HHH", entry[28:34]))
+
+
+def as_bytes(contiguous: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    flat = contiguous.as_strided((contiguous.numel(),), (1,))  # dims of size 1 may have any stride
+    return flat.view(torch.uint8).numpy().data
+
+
+def _read_directory(stream: BinaryIO, start: int, length: int) -> dict[str, _Record]:
+    """The records of an archive by name, without the folder that all of them are in."""
+    if os.pread(stream.fileno(), 4, start) != _LOCAL_HEADER:
+        raise ValueError("it does not begin as a zip archive (torch before 1.6 wrote none: load and save it anew)")
+    with zipfile.ZipFile(io.BufferedReader(_Section(stream, start, length), 1 << 16)) as archive:
+        return {info.filename.partition("/")[2]: _find_record(stream, start, info) for info in archive.infolist()}
+
+
+def _find_record(stream: BinaryIO, archive_start: int, info: zipfile.ZipInfo) -> _Record:
+    at = archive_start + info.header_offset
+    header = os.pread(stream.fileno(), 30, at)
+    if header[:4] != _LOCAL_HEADER or info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"its record {info.filename} is not where the directory says, or compressed")
+    return _Record(at + 30 + sum(struct.unpack("<HH", header[26:30])), info.file_size, info.CRC)
