@@ -1,7 +1,7 @@
-"""One interface over the tokenizer libraries: sentencepiece, Hugging Face tokenizers, tiktoken, and plain bytes.
+"""One interface to the tokenizer libraries: sentencepiece, Hugging Face tokenizers, tiktoken, and plain bytes.
 
-The fingerprint (sha256 of the kind, the model file and the settings that change token ids) is kept with data sets and
-checkpoints, so that text written with one vocabulary is never trained on as if it were another.
+The fingerprint (SHA-256 of the kind, the model file and the settings that change token ids) is stored with data sets
+and checkpoints, so that text tokenized with one vocabulary is never trained on with another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
 
 
 class TokenizerSettings(NamedTuple):
-    """The arguments of `build_tokenizer`, as the config section data.tokenizer or a tool's flags give them."""
+    """Arguments of `build_tokenizer`, from the config section data.tokenizer or a tool's flags."""
 
     kind: TokenizerKind
     path: str | None = None
@@ -39,10 +39,10 @@ class TokenizerSettings(NamedTuple):
 
 
 class TokenizerSettingError(ValueError):
-    """A setting of a tokenizer that cannot be used.
+    """A tokenizer setting that cannot be used.
 
-    `setting` is a field of `TokenizerSettings`; the caller knows under which config key or flag the user gave it.
-    `rule` says what is wrong with `value`, `works` what would help.
+    `setting` is a field of `TokenizerSettings`; the caller knows the config key or flag that the user gave. `rule` says
+    what is wrong with `value`, `works` what would work.
     """
 
     def __init__(self, setting: str, value: object, rule: str, works: str) -> None:
@@ -55,9 +55,9 @@ def build_tokenizer(
 ) -> Tokenizer:
     """The tokenizer `kind` read from `path` (for tiktoken an encoding's name or a ranks file; None for bytes).
 
-    `end_token` is the token that ends a document, instead of the tokenizer's own; `pattern` the regular expression by
-    which a tiktoken ranks file splits text. Raises TokenizerSettingError where a setting is missing or cannot be used,
-    and ValueError where the library is not installed.
+    `end_token` ends a document in place of the tokenizer's own; `pattern` is the regular expression that splits text
+    for a tiktoken ranks file. Raises TokenizerSettingError if a setting is missing or cannot be used, and ValueError if
+    the library is not installed.
     """
     if pattern is not None and kind != "tiktoken":
         raise TokenizerSettingError("pattern", pattern, "only tiktoken ranks files are read with one", "leave it out")
@@ -123,7 +123,7 @@ class SentencePieceTokenizer:
         self.eod_id = default
         if end_token is not None:
             self.eod_id = self._model.piece_to_id(end_token)
-            if self._model.id_to_piece(self.eod_id) != end_token:  # what is not found has the id of unknown pieces
+            if self._model.id_to_piece(self.eod_id) != end_token:  # unknown pieces have the id of <unk>
                 raise _end_token_error(end_token, path, self._special_tokens())
         elif default < 0:
             raise _end_token_error(None, path, self._special_tokens())
@@ -153,7 +153,7 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the library raises bare Exception
             rule = f"{path} is not a tokenizer.json: {error}"
             raise TokenizerSettingError("path", path, rule, "give a file of the tokenizers library") from None
-        # The file may ask for texts to be cut or padded to the context of some model.
+        # The file may have settings to truncate or pad to some model's context.
         self._model.no_truncation()
         self._model.no_padding()
         self.vocab_size: int = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
@@ -178,8 +178,8 @@ class HuggingFaceTokenizer:
 class TiktokenTokenizer:
     """A tiktoken encoding by name, or a `.tiktoken` ranks file.
 
-    A ranks file says neither how text is split nor which tokens are special: it is read with `pattern` (default:
-    GPT-4's), and <|endoftext|> follows its last token unless `end_token` names one of the file's own.
+    A ranks file has neither the pattern that splits text nor special tokens: `pattern` (default: GPT-4's) is used, and
+    <|endoftext|> is added after the last token unless `end_token` names a token of the file.
     """
 
     _PATTERN = (
@@ -230,8 +230,7 @@ class TiktokenTokenizer:
 
 
 def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:
-    """Tokens of a ranks file and their ids. The library's own reader may answer from a cache that it keeps by path, and
-    so with what the file held earlier."""
+    """Tokens of a ranks file and their ids. The library's reader caches by path and may return an earlier content."""
     ranks: dict[bytes, int] = {}
     works = "give a file with a token in base64 and its rank on each line"
     for number, line in enumerate(content.splitlines(), 1):
@@ -254,7 +253,7 @@ def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:
 def _check_pattern(tiktoken: Any, pattern: str) -> None:
     """TokenizerSettingError unless `pattern` is a regular expression whose matches cover all text.
 
-    What the pattern does not match tiktoken leaves out without an error, and an empty match ends the process.
+    tiktoken silently drops text that the pattern does not match, and an empty match aborts the process.
     """
     regex = import_package("regex", "a tiktoken tokenizer")  # tiktoken depends on it
     probe = "".join(map(chr, range(128))) + " It's 12345 words,\n\n  Größe: 日本語 \u0301 🙂\t\u00a0\u2028 x\r\n"
