@@ -306,7 +306,7 @@ class IndexedDatasetWriter:
             if path.is_dir():
                 raise ValueError(f"{path} is a folder; choose another output prefix")
             if path.exists() and not overwrite:
-                raise ValueError(f"{path} is there already; choose another output prefix, or replace it by --overwrite")
+                raise ValueError(f"{path} exists; choose another output prefix, or replace it by --overwrite")
         if "max_token_id" not in (_read_sidecar(sidecar_path(prefix)) or {"max_token_id": 0}):
             raise _no_sidecar(sidecar_path(prefix), "it has no max_token_id")
         self._bin, self._idx, self._sidecar = (
@@ -339,13 +339,10 @@ class IndexedDatasetWriter:
             with _naming(self._bin):
                 _flush(self._file)
                 self._file.close()
-            with _naming(self._idx):
-                checksum = self._write_index()
+            checksum = self._write_index()
             if about is not None:
-                described = {**about, "index_sha256": checksum}
-                with self._sidecar.open("wb") as file:
-                    file.write((json.dumps(described, indent=2) + "\n").encode())
-                    _flush(file)
+                described = json.dumps({**about, "index_sha256": checksum}, indent=2) + "\n"
+                _write_flushed(self._sidecar, [described.encode()])
             try:
                 self._publish()
             except KeyboardInterrupt:
@@ -361,13 +358,10 @@ class IndexedDatasetWriter:
         lengths = sizes.astype(np.int64) * self.dtype.itemsize
         pointers = _running_sum(lengths)[:-1]
         header = _HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(sizes), len(sizes) + 1)
-        marks, digest = np.arange(len(sizes) + 1, dtype=np.int64), hashlib.sha256()
-        with self._idx.open("wb") as file:
-            for content in (header, sizes.tobytes(), pointers.tobytes(), marks.tobytes()):
-                file.write(content)
-                digest.update(content)
-            _flush(file)
-        return digest.hexdigest()
+        marks = np.arange(len(sizes) + 1, dtype=np.int64)
+        contents = [header, sizes.tobytes(), pointers.tobytes(), marks.tobytes()]
+        _write_flushed(self._idx, contents)
+        return hashlib.sha256(b"".join(contents)).hexdigest()
 
     def _publish(self) -> None:
         """Rename the files; continues where it was interrupted.
@@ -405,6 +399,13 @@ def _flush(file: BinaryIO) -> None:
     """Flush to disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def _write_flushed(path: Path, contents: list[bytes]) -> None:
+    """Write a file and flush it to disk."""
+    with _naming(path), path.open("wb") as file:
+        file.writelines(contents)
+        _flush(file)
 
 
 _SCANNED_TOKENS = 20_000_000

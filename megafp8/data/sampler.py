@@ -96,7 +96,7 @@ def batches(
     )
     loader: DataLoader[Any] = DataLoader(
         _Samples(dataset),
-        batch_sampler=micro_batches,  # type: ignore[arg-type]
+        batch_sampler=micro_batches,
         collate_fn=partial(_collate, eod_id=eod_id, reset_at_documents=reset_at_documents, mask_eod_loss=mask_eod_loss),
         num_workers=num_workers,
         pin_memory=pin_memory,

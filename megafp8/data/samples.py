@@ -138,7 +138,7 @@ class PackedDataset:
         path = self.cache_dir / f"{key.hexdigest()[:32]}.index"
         index = self._read(path)
         if index is None:
-            index = self._write(path, *self._make(number))
+            index = self._write(path, self._make(number))
         self._index = (number, index)
         return index
 
@@ -173,7 +173,7 @@ class PackedDataset:
         documents, samples = np.split(content[starts_end:].view(self._small), [len(self._lengths)])
         return _Index(content[:starts_end].view(np.int64), documents, samples, digest.hex())
 
-    def _write(self, path: Path, *arrays: NDArray[Any]) -> _Index:
+    def _write(self, path: Path, arrays: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]) -> _Index:
         """Write an index to the cache, complete or not at all."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,8 +181,8 @@ class PackedDataset:
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     digest = _digest(path, *arrays)
-                    for content in (*arrays, digest):
-                        file.write(content)
+                    file.writelines([array.data for array in arrays])
+                    file.write(digest)
                 os.replace(temporary, path)
             except BaseException:
                 Path(temporary).unlink(missing_ok=True)

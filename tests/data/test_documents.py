@@ -74,8 +74,8 @@ def test_a_damaged_line_costs_itself(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert preprocess_data.main([*arguments, "--skip-errors"]) == 0
     shown = capsys.readouterr().out
     assert "199 documents" in shown
-    assert "1 unreadable documents left out" in shown
-    assert f"left out: {path}, line 200: 'text' is not valid Unicode" in shown
+    assert "1 unreadable documents skipped" in shown
+    assert f"skipped: {path}, line 200: 'text' is not valid Unicode" in shown
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Packed samples against a brute-force reference, the cache, document boundaries token by token."""
+"""Packed samples against a brute-force reference, the cache, and document boundaries token by token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megafp8.data import DataError
-from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.samples import PackedDataset, next_token_batch, split_documents
+from tests.data.datasets import write_dataset
 
 S = 7
 
@@ -20,14 +21,8 @@ S = 7
 @pytest.fixture
 def dataset(tmp_path: Path) -> IndexedDataset:
     """Documents of 0 to 60 tokens, every token of the set different."""
-    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
     lengths = [*np.random.default_rng(0).integers(0, 12, 40).tolist(), 60, 0, 0, 1, 33]
-    first = 0
-    for length in lengths:
-        writer.add_document(np.arange(first, first + length))
-        first += length
-    writer.close()
-    return IndexedDataset(tmp_path / "x")
+    return write_dataset(tmp_path / "x", [range(end - n, end) for n, end in zip(lengths, np.cumsum(lengths).tolist())])
 
 
 def packed(dataset: IndexedDataset, documents: range | None = None, seed: int = 3) -> PackedDataset:
@@ -206,11 +201,7 @@ def test_each_document_option_adds_its_own_part_alone(reset: bool, mask: bool) -
 
 def test_windows_longer_than_every_document(tmp_path: Path) -> None:
     """Documents of one token, and a window that spans many: an epoch holds every token but the tail's, once."""
-    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
-    for token in range(20):
-        writer.add_document(np.array([token]))
-    writer.close()
-    samples = packed(IndexedDataset(tmp_path / "x"))
+    samples = packed(write_dataset(tmp_path / "x", [[token] for token in range(20)]))
     assert samples.samples_per_epoch == 2
     inputs = [token for i in range(2) for token in samples[i][:-1].tolist()]
     assert len(set(inputs)) == 2 * S

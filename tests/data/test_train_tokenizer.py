@@ -97,10 +97,10 @@ def test_failures_leave_nothing(
     assert train_tokenizer.main([*arguments, *output, "--skip-errors"]) == 0
     said = capsys.readouterr().err
     assert "bad.jsonl, line 2: not UTF-8" in said
-    assert "1 unreadable documents left out" in said
+    assert "1 unreadable documents skipped" in said
     before = (folder / "t.model").read_bytes()
     assert train_tokenizer.main([*arguments, *output]) == 2
-    assert "is there already; --overwrite replaces it" in capsys.readouterr().err
+    assert "exists; --overwrite replaces it" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert train_tokenizer.main([*arguments, "--output", str(tmp_path / "file" / "t.model")]) == 2
     assert "t.model: cannot be written: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Command-line flags and error handling shared by the data tools."""
+"""Command-line flags, error handling and plotting shared by the tools."""
 
 from __future__ import annotations
 
@@ -9,13 +9,28 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import get_args
 
 from megafp8.data.documents import InputFile, SkippedFile, find_files
 from megafp8.data.tokenizers import TokenizerKind, TokenizerSettingError, TokenizerSettings
 
 _INTERRUPTED, _FAILED = 130, 2
+
+
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the tool's docstring as help text."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def pyplot() -> ModuleType:
+    """matplotlib.pyplot, drawing without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +88,7 @@ def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
     )
 
 
-def run(tool: Callable[[], None]) -> int:
+def run_tool(tool: Callable[[], None]) -> int:
     """Run a tool. Exit code 0, 2 after printing the error of bad input, or 130 after Ctrl-C or SIGTERM."""
     try:
         with _sigterm_raises():
