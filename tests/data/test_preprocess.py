@@ -1,4 +1,4 @@
-"""Preprocessing: every input format gives the same documents, in an order that does not depend on the workers."""
+"""Preprocessing: every format gives the same documents, in an order that does not depend on the workers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "b.txt").write_text("b")
     assert run(tmp_path / "out", "--input", str(tmp_path / "a.txt")) == 0
     assert run(tmp_path / "out", "--input", str(tmp_path / "b.txt")) == 2
-    assert "exists" in capsys.readouterr().err
+    assert "out.bin exists; choose another output prefix" in capsys.readouterr().err
     assert texts(tmp_path / "out") == ["a"]
     assert run(tmp_path / "out", "--input", str(tmp_path / "b.txt"), "--overwrite") == 0
     assert texts(tmp_path / "out") == ["b"]
@@ -161,7 +161,7 @@ def test_a_broken_file_is_named_or_counted(
     inputs = ["--input", str(tmp_path / name), str(tmp_path / "whole.txt")]
     assert run(tmp_path / "out", *inputs) == 2
     assert message in capsys.readouterr().err
-    assert sorted(p.name for p in tmp_path.iterdir()) == [name, "whole.txt"], "something was left behind"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [name, "whole.txt"], "files were left"
     assert run(tmp_path / "out", *inputs, "--skip-errors") == 0
     assert texts(tmp_path / "out")[-1] == "whole"
     assert "1 unreadable documents skipped" in capsys.readouterr().out
@@ -198,7 +198,7 @@ def test_a_bad_tokenization_is_one_bad_document(
 
 
 class Interruption:
-    """Documents which, after `after` of them, interrupt the process that reads them or kill one of its workers."""
+    """Documents that after `after` of them interrupt the reading process or kill one of its workers."""
 
     def __init__(self, after: int, kill: bool, size: int) -> None:
         self.after, self.kill, self.size = after, kill, size
@@ -215,8 +215,8 @@ class Interruption:
 
 
 @pytest.mark.parametrize("kill", [True, False])
-def test_killed_workers_and_interrupts_leave_nothing(tmp_path: Path, kill: bool) -> None:
-    """Before the workers have started, and while they send results that are larger than a pipe's buffer."""
+def test_killed_workers_and_interrupts_leave_no_files(tmp_path: Path, kill: bool) -> None:
+    """While workers start, and while they send results larger than a pipe's buffer."""
     for after, size in ((0, 10), (20, 300_000)):
         documents = Interruption(after, kill, size)
         settings = TokenizerSettings("bytes")
@@ -232,7 +232,7 @@ def test_killed_workers_and_interrupts_leave_nothing(tmp_path: Path, kill: bool)
 
 
 def test_publishing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted at each rename or removal, new files replace the old ones; killed there, no mixture is read."""
+    """Interrupted at any rename or removal, all new files replace the old; killed there, no mixture is readable."""
 
     def write(text: str, **options: bool) -> None:
         documents = [Document("a", text)]
@@ -278,7 +278,7 @@ def test_publishing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line each, and nothing is left behind or lost."""
+    """One line each, and no file is left or lost."""
     source = tmp_path / "in.json"
     source.write_bytes(LINES)
 
@@ -296,9 +296,7 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "file").write_text("")
     assert "file/x.bin cannot be written: " in refused(tmp_path / "file" / "x")
     (tmp_path / "old.json").write_text("")
-    assert "old.json exists; choose another output prefix, or replace it by --overwrite" in refused(
-        tmp_path / "old"
-    )
+    assert "old.json exists; choose another output prefix, or replace it by --overwrite" in refused(tmp_path / "old")
     assert "in.json is an input and would be replaced" in refused(tmp_path / "in", "--overwrite")
     assert source.read_bytes() == LINES
     assert "--workers -1: must be 0 or more" in refused(tmp_path / "x", "--workers", "-1")
