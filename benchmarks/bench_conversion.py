@@ -55,22 +55,19 @@ class Synthetic:
         return self._values.repeat(-(-numel // len(self._values)))[:numel].view(self.tensors[name].shape)
 
 
-class Conversion(NamedTuple):
-    """Seconds of the process, seconds of the conversion alone, without starting Python and torch, and peak memory."""
-
-    seconds: float
-    converting_seconds: float
-    peak_bytes: int
-
-
 class Figures(NamedTuple):
-    """Sizes of one shape, and medians of all rounds."""
+    """Sizes of one shape, and medians of all rounds.
+
+    `process_seconds` include starting Python and torch, `converting_seconds` do not.
+    """
 
     parameters: int
     bytes: int
     largest_tensor_bytes: int
     copy_seconds: float
-    conversion: Conversion
+    process_seconds: float
+    converting_seconds: float
+    peak_bytes: float
 
 
 def write_source(model: ModelConfig, path: Path) -> None:
@@ -98,8 +95,8 @@ def copy(source: Path, target: Path) -> float:
     return time.monotonic() - start
 
 
-def convert(source: Path, target: Path) -> Conversion:
-    """Convert in a process of its own."""
+def convert(source: Path, target: Path) -> tuple[float, float, int]:
+    """Seconds of the process, seconds of the conversion in it, and its peak resident memory."""
     leave_page_cache(source)
     command = [sys.executable, "-m", "tools.convert_checkpoint", "--load", source, "--save", target, "--to", "hf"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -113,7 +110,7 @@ def convert(source: Path, target: Path) -> Conversion:
         raise RuntimeError(f"{command} ended with {process.returncode}")
     converting = re.search(r" in ([\d.]+) s ", output)
     assert converting, output
-    return Conversion(seconds, float(converting[1]), usage.ru_maxrss * 1024)
+    return seconds, float(converting[1]), usage.ru_maxrss * 1024
 
 
 def measure(model: ModelConfig, folder: Path, rounds: int) -> Figures:
@@ -127,8 +124,8 @@ def measure(model: ModelConfig, folder: Path, rounds: int) -> Figures:
             for run, found in ((copy, copies), (convert, conversions)):
                 found.append(run(source.resolve(), target.resolve()))
                 shutil.rmtree(target)
-    medians = Conversion(*(statistics.median(values) for values in zip(*conversions)))
-    return Figures(sum(sizes), 2 * sum(sizes), 2 * max(sizes), statistics.median(copies), medians)
+    medians = (statistics.median(values) for values in zip(*conversions))
+    return Figures(sum(sizes), 2 * sum(sizes), 2 * max(sizes), statistics.median(copies), *medians)
 
 
 COLUMNS = {
@@ -141,12 +138,9 @@ def table(found: dict[str, Figures]) -> str:
     table = Table("shape", 8, COLUMNS)
     lines = [table.heading()]
     for shape, f in found.items():
-        gb, gib, conversion = f.bytes / 1e9, 2**30, f.conversion
-        seconds = conversion.converting_seconds
-        speeds = (f.copy_seconds, gb / f.copy_seconds, seconds, gb / seconds, conversion.seconds)
-        lines.append(
-            table.row(shape, f.parameters, gb, *speeds, f.largest_tensor_bytes / gib, conversion.peak_bytes / gib)
-        )
+        gb, gib, seconds = f.bytes / 1e9, 2**30, f.converting_seconds
+        speeds = (f.copy_seconds, gb / f.copy_seconds, seconds, gb / seconds, f.process_seconds)
+        lines.append(table.row(shape, f.parameters, gb, *speeds, f.largest_tensor_bytes / gib, f.peak_bytes / gib))
     return "\n".join(lines)
 
 
@@ -158,10 +152,10 @@ def plot(found: dict[str, Figures], file: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     gb = [f.bytes / 1e9 for f in found.values()]
-    left.loglog(gb, [f.conversion.converting_seconds for f in found.values()], "o-", label="convert")
+    left.loglog(gb, [f.converting_seconds for f in found.values()], "o-", label="convert")
     left.loglog(gb, [f.copy_seconds for f in found.values()], "s--", label="copy")
     left.set(ylabel="seconds", title="native to Hugging Face")
-    right.semilogx(gb, [f.conversion.peak_bytes / 2**30 for f in found.values()], "o-", label="peak resident memory")
+    right.semilogx(gb, [f.peak_bytes / 2**30 for f in found.values()], "o-", label="peak resident memory")
     right.semilogx(gb, [f.largest_tensor_bytes / 2**30 for f in found.values()], "s--", label="largest tensor")
     right.set(ylabel="GiB", ylim=(0, None), title="memory")
     for axes in (left, right):
@@ -185,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         shape: measure(ModelConfig.model_validate(SHAPES[shape]), arguments.folder, arguments.rounds)
         for shape in arguments.shapes
     }
-    write_json(arguments.json, found)
+    write_json(arguments.json, {shape: figures._asdict() for shape, figures in found.items()})
     print(table(found))
     if arguments.png:
         plot(found, arguments.png)

@@ -53,7 +53,7 @@ from benchmarks.common import (
     require_positive,
     write_json,
 )
-from benchmarks.layer_variants import FLOOR, GRAPH, Layers, NotInstalledError, Problem, build_eager, variants
+from benchmarks.layer_variants import FLOOR, GRAPH, Layers, NotInstalledError, Problem, build_eager, floor_of, variants
 from benchmarks.profiling import Kernel, by_name, record
 from megafp8.parallel_state import (
     ParallelState,
@@ -158,30 +158,24 @@ def measure_memory(layers: Layers, work: Work, before: int, num_layers: int, res
     layers.end_step()
 
 
-def prepare(build: Callable[[Problem], Layers], problem: Problem, work: Work, result: Result) -> Layers:
-    """Build a variant, warm it up, check it and measure its memory."""
+def prepare(build: Callable[[Problem], Layers], problem: Problem, work: Work, result: Result) -> Layers | None:
+    """Build a variant, warm it up, check it and measure its memory. An error becomes its note: other variants go on."""
     on_cuda = problem.device.type == "cuda"
     before = torch.cuda.memory_allocated(problem.device) if on_cuda else 0
-    layers = build(problem)
-    for _ in range(WARM_UP):
-        layers.zero_grad()
-        iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
-    compare_gradients(layers, work, result)
-    if on_cuda:
-        measure_memory(layers, work, before, problem.layers, result)
-    return layers
-
-
-def prepare_or_note(build: Callable[[Problem], Layers], problem: Problem, work: Work, result: Result) -> Layers | None:
-    """`prepare`; an error becomes the variant's note, and the others are still measured."""
     try:
-        return prepare(build, problem, work, result)
+        layers = build(problem)
+        for _ in range(WARM_UP):
+            layers.zero_grad()
+            iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
+        compare_gradients(layers, work, result)
+        if on_cuda:
+            measure_memory(layers, work, before, problem.layers, result)
+        return floor_of(layers, work.x_sbh, work.dy_sbh) if result.variant.endswith(FLOOR) else layers
     except NotInstalledError as error:
         result.note = str(error)
     except Exception as error:
         traceback.print_exc()
         result.note, result.failed = f"{type(error).__name__}: {error}".splitlines()[0], True
-    release()
     return None
 
 
@@ -258,9 +252,11 @@ def bench(
     ready: list[tuple[Result, Layers]] = []
     for result in results:
         log(f"{shape_name}: building {result.variant}")
-        built = prepare_or_note(known[result.variant], problem, work, result)
-        if built is not None:
-            ready.append((result, built.timed(work.x_sbh, work.dy_sbh)))
+        built = prepare(known[result.variant], problem, work, result)
+        if built is None:
+            release()
+        else:
+            ready.append((result, built))
     for number in range(arguments.rounds):
         log(f"{shape_name}: round {number + 1} of {arguments.rounds}")
         for result, built in ready:

@@ -88,10 +88,6 @@ class Layers:
         assert leaf.grad is not None
         return leaf.grad
 
-    def timed(self, x_sbh: Tensor, dy_sbh: Tensor) -> Layers:
-        """The layers to time once these have been checked: these, unless the variant is a floor."""
-        return self
-
     def gradients(self) -> dict[str, Tensor | None]:
         """Each parameter's gradient; None for one that has none."""
         return {name: getattr(p, "main_grad", p.grad) for name, p in self.parameters.items()}
@@ -124,7 +120,7 @@ def variants() -> dict[str, Builder]:
         if recipe != "none":
             fast = partial(plain, fast_accumulation=(True, True, True))
             ours = {f"megafp8:{recipe}": plain, f"megafp8:{recipe}+fast": fast}
-            known |= {name + FLOOR: partial(_floor, build) for name, build in ours.items()}
+            known |= {name + FLOOR: build for name, build in ours.items()}  # timed by `floor_of`
         known |= ours
         if recipe != "nvfp4":  # the host draws its noise
             known |= {name + GRAPH: partial(build, graphed=True) for name, build in ours.items()}
@@ -274,16 +270,6 @@ def _recorded() -> Iterator[list[Call]]:
         F.scaled_dot_product_attention = attend
 
 
-@dataclass(frozen=True)
-class FloorLayers(Layers):
-    """Layers that are checked as they are, and timed by their GEMMs and attention alone."""
-
-    def timed(self, x_sbh: Tensor, dy_sbh: Tensor) -> Layers:
-        with _recorded() as calls:
-            dx_sbh = self.micro_batch(x_sbh, dy_sbh, True)
-        return _Replay(self.forward, self.parameters, self.zero_grad, calls=tuple(calls), dx_sbh=dx_sbh)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Replay(Layers):
     calls: tuple[Call, ...]
@@ -295,9 +281,11 @@ class _Replay(Layers):
         return self.dx_sbh
 
 
-def _floor(build: Builder, problem: Problem) -> Layers:
-    layers = build(problem)
-    return FloorLayers(layers.forward, layers.parameters, layers.zero_grad, layers.end_step)
+def floor_of(layers: Layers, x_sbh: Tensor, dy_sbh: Tensor) -> Layers:
+    """The GEMMs and attention of one micro-batch of `layers`, which runs once to record them."""
+    with _recorded() as calls:
+        dx_sbh = layers.micro_batch(x_sbh, dy_sbh, True)
+    return _Replay(layers.forward, layers.parameters, layers.zero_grad, calls=tuple(calls), dx_sbh=dx_sbh)
 
 
 # --- Transformer Engine ----------------------------------------------------------------------------------------------

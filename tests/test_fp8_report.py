@@ -1,4 +1,4 @@
-"""tools/fp8_report.py on run folders written for it: the text, the heat map, and what it refuses."""
+"""tools/fp8_report.py on synthetic run folders: text, heat map and errors."""
 
 from __future__ import annotations
 

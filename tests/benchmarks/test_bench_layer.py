@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import bench_layer, layer_variants
 from benchmarks.bench_layer import Result, Work, difference, iteration, rows, time_iterations
 from benchmarks.blocks import SHAPES, ReferenceLayers, random_weights
-from benchmarks.layer_variants import GraphedLayers, Layers, Problem, build_eager, variants
+from benchmarks.layer_variants import GraphedLayers, Layers, Problem, build_eager, floor_of, variants
 from megafp8.config.schema import Fp8Config
 from megafp8.fp8 import Fp8Manager
 from megafp8.parallel_state import destroy_model_parallel, initialize_distributed, initialize_model_parallel
@@ -286,7 +286,7 @@ def test_a_floor_is_the_products_and_attention_alone(problem: Problem) -> None:
     layers = variants()["megafp8:current+floor"](problem)
     x, dy = (torch.randn(problem.seq_length, 1, TINY.hidden_size).bfloat16() for _ in range(2))
     layers.zero_grad()
-    floor = layers.timed(x, dy)
+    floor = floor_of(layers, x, dy)
     assert len(floor.calls) == problem.layers * (4 * 3 + 2)  # type: ignore[attr-defined]
     once = {name: grad.clone() for name, grad in layers.gradients().items() if grad is not None}
     layers.zero_grad()
