@@ -1,16 +1,17 @@
-"""Throughput of the quantize kernels against a copy, on one GPU: `python -m benchmarks.bench_casts [--sweep]`.
+"""Throughput of the quantize kernels compared with a copy, on one GPU: `python -m benchmarks.bench_casts [--sweep]`.
 
-Bytes are those that must move: each input once a pass, each output once. `--sweep` tries tiles for each pass of each
-cast, the other's left as it is, and prints the best; without it the tiles of `megafp8.kernels.quantize` are
-measured. A pass that only reads probably also waits for what the cache held before to be written back: some 10 µs.
+Bytes are those that must move: each input once per pass, each output once. `--sweep` tries tiles for each pass of each
+cast, with the tile of the other pass fixed, and prints the best; without it the tiles of `megafp8.kernels.quantize` are
+measured. Times are medians from a cold L2. A pass that only reads also seems to wait until the cache's previous content
+is written back: some 10 µs.
 
 Shapes: m tokens; those of a Llama-3-8B layer at 8192 tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +20,17 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import Table, machine, new_parser, write_json
+from megafp8.fp8.speed_measurement import time_in_turns
+
 M, H, F = 8192, 4096, 14336
-REPEATS, SLEEP = 25, 600_000  # clock cycles, some 0.3 ms
+ROUNDS = 25
+TABLE = Table("kernel", 34, {"ms": ".3f", "TB/s": ".2f", "of copy": ".1%"})
 
 
 @dataclass(frozen=True)
 class Case:
-    """A cast on one shape: its source's name in the kernels, its passes over it, and the bytes that must move."""
+    """A cast of one shape: its source's name in the kernels, its passes, and the bytes that must move."""
 
     name: str
     source: str
@@ -48,12 +53,12 @@ def cases() -> list[Case]:
     w = noise(2 * F, H)
     rstd = torch.rand(M, device="cuda")
     angles = torch.rand(M, 1, 1, 64, device="cuda")
-    scale, note = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    scale, newest = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     both = {"rowwise": True, "columnwise": True}
     blocks = {"power_of_two": True, "eps": 0.0} | both
     current = {"power_of_two": False, "eps": 0.0} | both
     heads = (noise(M, 1, 32, 128), noise(M, 1, 8, 128), noise(M, 1, 8, 128))
-    # Each source, and how many elements it reads and makes.
+    # Each source, and how many elements it reads and computes.
     sources: dict[str, tuple[Source, int, int]] = {
         "plain": (Plain(x), M * H, M * H),
         "rmsnorm": (Normalized(x, rstd, weight), M * H, M * H),
@@ -68,11 +73,11 @@ def cases() -> list[Case]:
     for name, (source, reads, writes) in sources.items():
         fmt = E5M2 if name.endswith("grad") else E4M3
         kind = "plain" if name == "weight" else name
-        once, twice = 2 * reads + 2 * writes, 4 * reads + 2 * writes  # bytes: bf16 in, rows and columns out
-        one = ("one factor",)
+        once, twice = 2 * reads + 2 * writes, 4 * reads + 2 * writes  # bytes: bf16 in, FP8 out in both orientations
+        one = ("one factor",)  # keys of quantize.TILES
         casts: list[tuple[str, tuple[str, ...], Callable[..., object], int]] = [
-            ("tensor", one, lambda s, f: quantize.cast_tensor(s, scale, scale, f, newest_amax=note, **both), once),
-            ("current", one, lambda s, f: quantize.cast_current(s, note, f, **current), once),
+            ("tensor", one, lambda s, f: quantize.cast_tensor(s, scale, scale, f, newest_amax=newest, **both), once),
+            ("current", one, lambda s, f: quantize.cast_current(s, newest, f, **current), once),
             ("amax", ("amax",), lambda s, f: quantize.amax(s), 2 * reads),
             ("rows (two passes)", ("maxima", "vectors"), lambda s, f: quantize.cast_rows(s, f, **blocks), twice),
             ("bf16", one, lambda s, f: quantize.materialize(s), 2 * reads + 2 * writes),
@@ -90,30 +95,20 @@ def cases() -> list[Case]:
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Median time on the GPU, from an L2 cache of other data. The GPU sleeps before each run, so that launches queue up
-    and Python's time is not measured."""
-    cache = torch.empty(2**28, dtype=torch.int8, device="cuda")
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
-    run()
-    for start, end in pairs:
-        cache.zero_()
-        torch.cuda._sleep(SLEEP)
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) for start, end in pairs)[REPEATS // 2]
+    """Median time on the GPU."""
+    (seconds,) = time_in_turns([run], torch.device("cuda"), rounds=ROUNDS, warm_up=1)
+    return statistics.median(seconds) * 1e3
 
 
 def copy_bandwidth() -> float:
-    """TB/s of a large copy, counting bytes read and bytes written."""
+    """TB/s of a large copy, bytes read plus bytes written."""
     a = torch.randn(2**28, device="cuda", dtype=torch.bfloat16)
     b = torch.empty_like(a)
     return 4 * a.numel() / milliseconds(lambda: b.copy_(a)) / 1e9
 
 
 def tiles_to_try(what: str, source: str) -> list[Any]:
-    """Tiles worth measuring for a pass over a source."""
+    """Candidate tiles for a pass over a source."""
     from megafp8.kernels.quantize import Tile
 
     if what in ("1x128", "128x128"):
@@ -125,7 +120,7 @@ def tiles_to_try(what: str, source: str) -> list[Any]:
 
 
 def sweep(case: Case) -> list[tuple[float, str]]:
-    """Milliseconds and what was tried; each pass is left with its best tile."""
+    """Milliseconds of the best tiles of each pass; `quantize.TILES` keeps the best."""
     from megafp8.kernels.quantize import TILES
 
     found = []
@@ -140,21 +135,24 @@ def sweep(case: Case) -> list[tuple[float, str]]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true")
-    arguments = parser.parse_args()
+def main(argv: list[str] | None = None) -> int:
+    parser = new_parser(__doc__)
+    parser.add_argument("--sweep", action="store_true", help="try tiles")
+    arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("error: this measures a GPU, and torch sees none", file=sys.stderr)
+        print("error: this benchmark needs a GPU, and torch sees none", file=sys.stderr)
         return 2
-    ceiling = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {ceiling:.2f} TB/s")
-    print(f"{'kernel':<34}{'ms':>8}{'TB/s':>8}{'of copy':>9}  tile")
+    ceiling, records = copy_bandwidth(), []
+    print(f"{machine(torch.device('cuda'))}, torch {torch.__version__}: copy {ceiling:.2f} TB/s")
+    print(TABLE.heading())
     for case in cases():
         found = sweep(case) if arguments.sweep and case.passes else [(milliseconds(case.run), "")]
-        for ms, tried in found:
+        for ms, tile in found:
             rate = case.bytes / ms / 1e9
-            print(f"{case.name:<34}{ms:>8.3f}{rate:>8.2f}{rate / ceiling:>9.1%}  {tried}", flush=True)
+            print(TABLE.row(case.name, ms, rate, rate / ceiling, note=tile), flush=True)
+            records.append({"kernel": case.name, "tile": tile, "bytes": case.bytes, "ms": ms, "tb_per_s": rate,
+                            "of_copy": rate / ceiling})  # fmt: skip
+    write_json(arguments.json, records)
     return 0
 
 

@@ -1,20 +1,18 @@
-"""How long saving takes, and for how long training stands still: in the background, at once, and torch.save.
+"""Time to save a checkpoint, and for how long training stalls: in the background, synchronously, and by torch.save.
 
-    python benchmarks/bench_checkpoint.py --folder /data/bench --parameters 1.1e9
-    python benchmarks/bench_checkpoint.py --folder /lustre/bench --parameters 8e9 --full --device cuda
+    python -m benchmarks.bench_checkpoint --folder /data/bench --parameters 1.1e9
+    python -m benchmarks.bench_checkpoint --folder /lustre/bench --parameters 8e9 --full --device cuda
 
-The tensors are synthetic, shaped like those of a Llama, and saved by the functions that training calls, in one process.
-Without --full they are bf16 weights, 2 bytes a parameter; with it fp32 masters and moments too, 14 bytes. Saves in the
-background take as much host memory again. A "step" is matrix products for --step-seconds, then the moment at which the
-optimizer would change the weights, which waits for what is not yet copied. Disk: the same bytes, written as they are.
+The tensors are synthetic, with the shapes of a Llama, and saved by the functions that training calls, in one process.
+Without --full they are bf16 weights, 2 bytes per parameter; with it also fp32 masters and moments, 14 bytes. Background
+saves need as much host memory again. A training step is simulated by matrix products for --step-seconds and the wait
+before the optimizer changes the weights, for values that are not copied yet. "disk" writes the same bytes to one file.
 
 Everything is flushed to disk before a clock is stopped. What was written is removed; the folder must not hold a run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
 import shutil
@@ -28,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.common import Table, new_parser, timed, write_json
 from megafp8.checkpoint import BackgroundSaver, Destination, Saved, load, save
 
 HIDDEN, FFN = 2048, 5632
@@ -37,18 +36,20 @@ BLOCK |= {"gate": (FFN, HIDDEN), "up": (FFN, HIDDEN), "down": (HIDDEN, FFN), "no
 
 @dataclass(frozen=True)
 class Row:
-    """One way to save: seconds training stood still, seconds until all was on disk, of `bytes`."""
+    """One way to save `bytes`: seconds that training stalled, and seconds until all was on disk.
 
-    how: str
+    `slowdown`: by how much steps were slower during the save, stalls not counted.
+    """
+
+    method: str
     stalled: float
     total: float
     bytes: int
     slowdown: float | None = None
-    """By how much steps took longer while the save was under way, stalls not counted."""
 
 
 def make_state(parameters: float, full: bool, device: torch.device) -> dict[str, Tensor]:
-    """Tensors of at least so many parameters, by global name, with random values."""
+    """Random tensors with at least `parameters` parameters, by global name."""
     kinds = {"model": torch.bfloat16}
     if full:
         kinds |= {f"optimizer.{key}": torch.float32 for key in ("master", "exp_avg", "exp_avg_sq")}
@@ -65,7 +66,7 @@ def make_state(parameters: float, full: bool, device: torch.device) -> dict[str,
 
 
 def steps(seconds: float, device: torch.device, before_update: Callable[[], None]) -> float:
-    """Products for `seconds`, then the update's wait; products a second, without the wait."""
+    """Matrix products for `seconds`, then `before_update`; products per second, without that wait."""
     a = torch.randn(512, 512, device=device)
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < seconds:
@@ -78,14 +79,8 @@ def steps(seconds: float, device: torch.device, before_update: Callable[[], None
     return rate
 
 
-def timed(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
-def write_plainly(file: Path, state: dict[str, Tensor]) -> None:
-    """The bytes of `state`, and nothing else."""
+def write_bytes(file: Path, state: dict[str, Tensor]) -> None:
+    """Write the bytes of `state` alone."""
     with file.open("wb", buffering=0) as stream:
         for tensor in state.values():
             view = memoryview(tensor.cpu().view(-1).view(torch.uint8).numpy())
@@ -95,15 +90,15 @@ def write_plainly(file: Path, state: dict[str, Tensor]) -> None:
 
 
 def torch_save(file: Path, state: dict[str, Tensor]) -> None:
-    """What a script does, and the flush that it forgets."""
+    """torch.save, flushed to disk."""
     with file.open("wb") as stream:
         torch.save(state, stream)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def in_the_background(folder: Path, state: dict[str, Tensor], size: int, seconds: float, saves: int) -> list[Row]:
-    """Rows of saves while steps go on."""
+def save_in_background(folder: Path, state: dict[str, Tensor], size: int, seconds: float, saves: int) -> list[Row]:
+    """One row per save while steps go on."""
     device = next(iter(state.values())).device
     undisturbed = steps(4 * seconds, device, lambda: None)
     reports: list[Saved] = []
@@ -115,57 +110,63 @@ def in_the_background(folder: Path, state: dict[str, Tensor], size: int, seconds
             while len(reports) < step:
                 rates[-1].append(steps(seconds, device, saver.wait_copied))
                 saver.poll()
-    names = [f"in the background, {'first' if i == 0 else 'again'}" for i in range(saves)]
+    names = [f"background, {'first' if i == 0 else 'later'}" for i in range(saves)]
     return [
         Row(name, saved.stalled_seconds, saved.total_seconds, size, undisturbed * len(found) / sum(found) - 1)
         for name, saved, found in zip(names, reports, rates)
     ]
 
 
-def measure(folder: Path, state: dict[str, Tensor], seconds: float, saves: int) -> list[Row]:
-    """All rows once; removes what it wrote."""
+def measure(folder: Path, state: dict[str, Tensor], step_seconds: float, saves: int) -> list[Row]:
+    """All rows of one round; removes what it wrote."""
     os.sync()
     size = sum(tensor.nbytes for tensor in state.values())
+    file, path = folder / "file", folder / "sync" / "step_00000001"
+    methods: dict[str, Callable[[], object]] = {
+        "disk": lambda: write_bytes(file, state),
+        "torch.save": lambda: torch_save(file, state),
+        "synchronous": lambda: save(path.parent, 1, state, {}),
+        "load": lambda: load(path, state, verify=False),
+        "load, verified": lambda: load(path, state, verify=True),
+    }
     rows = []
-    for how, write in (("the disk", write_plainly), ("torch.save", torch_save)):
-        spent = timed(lambda: write(folder / "file", state))  # noqa: B023
-        rows.append(Row(how, spent, spent, size))
-        (folder / "file").unlink()
-    spent = timed(lambda: save(folder / "at-once", 1, state, {}))
-    rows.append(Row("at once", spent, spent, size))
-    path = folder / "at-once" / "step_00000001"
-    for verify in (False, True):
-        spent = timed(lambda: load(path, state, verify=verify))  # noqa: B023
-        rows.append(Row(f"load{', verified' if verify else ''}", spent, spent, size))
-    shutil.rmtree(folder / "at-once")
-    rows += in_the_background(folder / "background", state, size, seconds, saves)
+    for method, run in methods.items():
+        seconds, _ = timed(run)
+        rows.append(Row(method, seconds, seconds, size))
+        file.unlink(missing_ok=True)
+    shutil.rmtree(path.parent)
+    rows += save_in_background(folder / "background", state, size, step_seconds, saves)
     shutil.rmtree(folder / "background")
     return rows
 
 
+TABLE = Table(
+    "", 20, {"stalled s": ".2f", "total s": ".2f", "least": ".2f", "most": ".2f", "MB/s": ".0f", "step time": "+.0%"}
+)
+
+
 def table(rounds: list[list[Row]]) -> str:
-    """The rows for people: medians, and of the totals the range."""
-    lines = [f"{'':26} {'stalled s':>9} {'in all s':>9} {'(range)':>14} {'MB/s':>6}  steps meanwhile"]
+    """Medians over the rounds, and the range of the totals."""
+    lines = [TABLE.heading()]
     for rows in zip(*rounds):
-        stalled, total = (statistics.median(getattr(row, key) for row in rows) for key in ("stalled", "total"))
+        totals = [row.total for row in rows]
+        stalled, total = statistics.median(row.stalled for row in rows), statistics.median(totals)
         slowdowns = [row.slowdown for row in rows if row.slowdown is not None]
-        slower = f"{statistics.median(slowdowns):+.0%} time" if slowdowns else ""
-        span = f"({min(row.total for row in rows):.2f}-{max(row.total for row in rows):.2f})"
+        slowdown = statistics.median(slowdowns) if slowdowns else None
         rate = rows[0].bytes / total / 1e6
-        lines.append(f"{rows[0].how:26} {stalled:9.2f} {total:9.2f} {span:>14} {rate:6.0f}  {slower}".rstrip())
+        lines.append(TABLE.row(rows[0].method, stalled, total, min(totals), max(totals), rate, slowdown))
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="an empty or new folder on the disk in question")
     parser.add_argument("--parameters", type=float, default=1.1e9)
     parser.add_argument("--full", action="store_true", help="with fp32 masters and moments")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--step-seconds", type=float, default=2.0)
-    parser.add_argument("--saves", type=int, default=2, help="in the background; the first makes the host memory")
-    parser.add_argument("--rounds", type=int, default=3, help="of everything; the table has medians")
-    parser.add_argument("--json", type=Path, help="write the rows of each round here too")
+    parser.add_argument("--saves", type=int, default=2, help="in the background; the first allocates the host memory")
+    parser.add_argument("--rounds", type=int, default=3, help="the table shows medians")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if any(arguments.folder.iterdir()):
@@ -176,15 +177,12 @@ def main(argv: list[str] | None = None) -> int:
     size = sum(tensor.nbytes for tensor in state.values())
     parameters = sum(tensor.numel() for name, tensor in state.items() if name.startswith("model."))
     print(f"{parameters / 1e9:.2f}B parameters, {len(state)} tensors, {size / 1e9:.2f} GB, torch {torch.__version__}")
-    rounds = []
-    for _ in range(arguments.rounds):
-        rounds.append(measure(arguments.folder, state, arguments.step_seconds, arguments.saves))
+    rounds = [
+        measure(arguments.folder, state, arguments.step_seconds, arguments.saves) for _ in range(arguments.rounds)
+    ]
     print(table(rounds))
     print(f"peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps([[asdict(row) for row in rows] for rows in rounds]) + "\n", encoding="utf-8"
-        )
+    write_json(arguments.json, [[asdict(row) for row in rows] for rows in rounds])
     return 0
 
 

@@ -1,32 +1,29 @@
-"""Time and memory of a conversion as the model grows, beside a plain copy of the same bytes.
+"""Time and memory of a checkpoint conversion by model size, compared with a copy of the same files.
 
     python -m benchmarks.bench_conversion --folder /scratch --shapes 0.1B 1B 8B --png conversion.png
 
-For each shape it writes a native checkpoint of weights in bf16 into --folder, copies its files with nothing done to
-them, and converts it to Hugging Face in a process of its own, whose highest resident memory the system tells. Both
-begin with the source out of the page cache and end with the target on the disk. All files are deleted again; twice the
-checkpoint's size is needed (8B: 32 GB).
+For each shape, writes a native checkpoint of bf16 weights into --folder, copies its files, and converts it to Hugging
+Face in a process of its own, whose peak resident memory is reported. Both start with the source out of the page cache
+and end with the target on disk. All files are deleted; twice the checkpoint's size is needed (8B: 32 GB).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.common import Table, new_parser, write_json
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import TensorInfo
 from megafp8.conversion.model import model_tensors
@@ -41,12 +38,12 @@ SHAPES = {
     | {"tie_embeddings": True},
     "8B": {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_query_groups": 8, **LLAMA3},
 }
-"""Of GPT-2 small's size with Llama's layers, Llama-3.2-1B, and Llama-3-8B."""
-CONVERTER = Path(__file__).with_name("convert_checkpoint.py")
+# GPT-2 small with Llama's layers, Llama-3.2-1B, Llama-3-8B
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Synthetic:
-    """A source of weights that look like a model's and cost nothing to make."""
+    """A conversion source of random weights."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.path, self.model, self.about, self.tokenizer_files = Path("synthetic"), model, {}, []
@@ -58,22 +55,19 @@ class Synthetic:
         return self._values.repeat(-(-numel // len(self._values)))[:numel].view(self.tensors[name].shape)
 
 
-class Conversion(NamedTuple):
-    """Seconds of the whole process, of these without starting Python and torch, and its highest resident memory."""
-
-    seconds: float
-    moving_seconds: float
-    peak_bytes: int
-
-
 class Figures(NamedTuple):
-    """Of one shape: what it is, and the medians of all rounds."""
+    """Sizes of one shape, and medians of all rounds.
+
+    `process_seconds` include starting Python and torch, `converting_seconds` do not.
+    """
 
     parameters: int
     bytes: int
     largest_tensor_bytes: int
     copy_seconds: float
-    conversion: Conversion
+    process_seconds: float
+    converting_seconds: float
+    peak_bytes: float
 
 
 def write_source(model: ModelConfig, path: Path) -> None:
@@ -90,82 +84,64 @@ def leave_page_cache(path: Path) -> None:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-@contextmanager
-def folder_for_a_while(path: Path) -> Iterator[Path]:
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def copy(source: Path, target: Path) -> float:
-    """Seconds to copy the files as `dd bs=16M conv=fsync` does."""
+    """Seconds to copy the files and flush them to disk."""
     leave_page_cache(source)
     start = time.monotonic()
     target.mkdir()
     for file in source.iterdir():
         with file.open("rb", buffering=0) as read, (target / file.name).open("wb", buffering=0) as write:
-            while block := read.read(1 << 24):
-                write.write(block)
+            shutil.copyfileobj(read, write, 1 << 24)
             os.fsync(write.fileno())
     return time.monotonic() - start
 
 
-def convert(source: Path, target: Path) -> Conversion:
-    """The converter in a process of its own."""
+def convert(source: Path, target: Path) -> tuple[float, float, int]:
+    """Seconds of the process, seconds of the conversion in it, and its peak resident memory."""
     leave_page_cache(source)
-    command = [sys.executable, str(CONVERTER), "--load", str(source), "--save", str(target), "--to", "hf"]
-    environment = os.environ | {"PYTHONPATH": str(CONVERTER.parent.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tools.convert_checkpoint", "--load", source, "--save", target, "--to", "hf"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     start = time.monotonic()
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    said = process.stdout.read()
+    output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    seconds, process.returncode = time.monotonic() - start, os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
-    moving = re.search(r" in ([\d.]+) s ", said)
-    assert moving, said
-    return Conversion(time.monotonic() - start, float(moving[1]), usage.ru_maxrss * 1024)
+        raise RuntimeError(f"{command} ended with {process.returncode}")
+    converting = re.search(r" in ([\d.]+) s ", output)
+    assert converting, output
+    return seconds, float(converting[1]), usage.ru_maxrss * 1024
 
 
 def measure(model: ModelConfig, folder: Path, rounds: int) -> Figures:
-    """Copy and convert in turns."""
+    """Copy and convert in turns, `rounds` times."""
     copies, conversions = [], []
     sizes = [torch.Size(info.shape).numel() for info in Synthetic(model).tensors.values()]
-    with folder_for_a_while(folder / "bench-source") as source:
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        source, target = Path(temporary) / "source", Path(temporary) / "target"
         write_source(model, source)
         for _ in range(rounds):
-            with folder_for_a_while(folder / "bench-copy") as target:
-                copies.append(copy(source, target))
-            with folder_for_a_while(folder / "bench-hf") as target:
-                conversions.append(convert(source, target))
-    medians = Conversion(*(statistics.median(values) for values in zip(*conversions)))
-    return Figures(sum(sizes), 2 * sum(sizes), 2 * max(sizes), statistics.median(copies), medians)
+            for run, found in ((copy, copies), (convert, conversions)):
+                found.append(run(source.resolve(), target.resolve()))
+                shutil.rmtree(target)
+    medians = (statistics.median(values) for values in zip(*conversions))
+    return Figures(sum(sizes), 2 * sum(sizes), 2 * max(sizes), statistics.median(copies), *medians)
 
 
-def read_figures(file: Path | None) -> dict[str, Figures]:
-    if file is None or not file.exists():
-        return {}
-    return {
-        shape: Figures(*of, Conversion(*conversion))
-        for shape, (*of, conversion) in json.loads(file.read_text()).items()
-    }
+COLUMNS = {
+    "parameters": ".3g", "GB": ".2f", "copy s": ".1f", "copy GB/s": ".2f", "convert s": ".1f", "convert GB/s": ".2f",
+    "process s": ".1f", "largest tensor GiB": ".2f", "peak RSS GiB": ".2f",
+}  # fmt: skip
 
 
 def table(found: dict[str, Figures]) -> str:
-    lines = [
-        "| shape | parameters | GB | copy s | copy GB/s | convert s | convert GB/s | with start s | largest tensor GiB "
-        "| peak RSS GiB |",
-        "|---" * 10 + "|",
-    ]
+    table = Table("shape", 8, COLUMNS)
+    lines = [table.heading()]
     for shape, f in found.items():
-        gb, gib, conversion = f.bytes / 1e9, 2**30, f.conversion
-        lines.append(
-            f"| {shape} | {f.parameters / 1e9:.2f}e9 | {gb:.2f} | {f.copy_seconds:.1f} | {gb / f.copy_seconds:.2f} "
-            f"| {conversion.moving_seconds:.1f} | {gb / conversion.moving_seconds:.2f} | {conversion.seconds:.1f} "
-            f"| {f.largest_tensor_bytes / gib:.2f} | {conversion.peak_bytes / gib:.2f} |"
-        )
+        gb, gib, seconds = f.bytes / 1e9, 2**30, f.converting_seconds
+        speeds = (f.copy_seconds, gb / f.copy_seconds, seconds, gb / seconds, f.process_seconds)
+        lines.append(table.row(shape, f.parameters, gb, *speeds, f.largest_tensor_bytes / gib, f.peak_bytes / gib))
     return "\n".join(lines)
 
 
@@ -177,10 +153,10 @@ def plot(found: dict[str, Figures], file: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     gb = [f.bytes / 1e9 for f in found.values()]
-    left.loglog(gb, [f.conversion.moving_seconds for f in found.values()], "o-", label="convert")
+    left.loglog(gb, [f.converting_seconds for f in found.values()], "o-", label="convert")
     left.loglog(gb, [f.copy_seconds for f in found.values()], "s--", label="copy")
     left.set(ylabel="seconds", title="native to Hugging Face")
-    right.semilogx(gb, [f.conversion.peak_bytes / 2**30 for f in found.values()], "o-", label="peak resident memory")
+    right.semilogx(gb, [f.peak_bytes / 2**30 for f in found.values()], "o-", label="peak resident memory")
     right.semilogx(gb, [f.largest_tensor_bytes / 2**30 for f in found.values()], "s--", label="largest tensor")
     right.set(ylabel="GiB", ylim=(0, None), title="memory")
     for axes in (left, right):
@@ -193,20 +169,18 @@ def plot(found: dict[str, Figures], file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where to write, on the disk to be measured")
+    parser = new_parser(__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="an existing folder on the disk to be measured")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.1B", "1B"])
-    parser.add_argument("--rounds", type=int, default=1, help="figures are medians over so many")
-    parser.add_argument("--json", type=Path, help="keep the figures, beside those of shapes measured before")
-    parser.add_argument("--png", type=Path, help="draw the figures")
+    parser.add_argument("--rounds", type=int, default=1, help="figures are medians over them")
+    parser.add_argument("--png", type=Path, help="draw the figures into this file")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    found = read_figures(arguments.json)
-    for shape in arguments.shapes:
-        found[shape] = measure(ModelConfig.model_validate(SHAPES[shape]), arguments.folder, arguments.rounds)
-    found = {shape: found[shape] for shape in SHAPES if shape in found}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    found = {
+        shape: measure(ModelConfig.model_validate(SHAPES[shape]), arguments.folder, arguments.rounds)
+        for shape in arguments.shapes
+    }
+    write_json(arguments.json, {shape: figures._asdict() for shape, figures in found.items()})
     print(table(found))
     if arguments.png:
         plot(found, arguments.png)

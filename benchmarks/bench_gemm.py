@@ -1,54 +1,190 @@
-"""Matrix products by every backend, the quantize kernels against a copy, and the sizes from which FP8 pays.
+"""Time the GEMMs of linear layers with every backend.
 
-    python -m benchmarks.bench_gemm                                       # the twelve GEMMs of a Llama-3-8B layer,
-    and casts
-    python -m benchmarks.bench_gemm --shapes llama3-70b-tp8,4096x8192x16384 --parts gemms --json gemms.json
-    python -m benchmarks.bench_gemm --sweep --png speed.png               # whole FP8 linears over bf16 by size
-    python -m benchmarks.bench_gemm --sweep --predicted-only --ceilings "NVIDIA H200"      # no GPU needed
+    python -m benchmarks.bench_gemm                                       # the twelve GEMMs of a Llama-3-8B layer
+    python -m benchmarks.bench_gemm --shapes llama3-70b-tp8,4096x8192x16384 --json gemms.json
 
-A shape is a layer of a model (see `benchmarks.reference_layers`), whose linears are taken in turn, or one linear as
-tokens x inputs x outputs. `benchmarks.gemm_variants` says what each GEMM is and what each variant does; FP8 operands
-are
-quantized beforehand. In the table of GEMMs wgrad adds to an fp32 sum; what adding in place is worth is printed below
-it.
+A shape is a transformer layer of `benchmarks.blocks`, measured linear by linear, or one linear as tokens x inputs x
+outputs. The GEMMs of a linear layer:
 
-All times are medians over `--rounds`. Variants take turns in every round, so a drift of the clock touches all alike;
-rounds to warm up come before. On a GPU L2 is cold: it is overwritten before each run (casts too). A chip that is
-measured pauses between runs and clocks higher than one that trains. Each GEMM's first result is held against torch's in
-bf16; a difference above 15% is WRONG, and the exit code is 1.
+    fprop  y  = x · wᵀ          x [m, k], w [n, k], bf16 result
+    dgrad  dx = dy · w          dy [m, n], bf16 result; E5M2 gradients with one scale per tensor, else E4M3
+    wgrad  dw += dyᵀ · x        added to an fp32 sum: in place by cuBLASLt (and by torch in bf16), else by `add_`
 
-The sweep runs a whole layer, forward and backward: three GEMMs, and in FP8 the casts of x, of dy, and of w once every
-`--micro-batches`. The prediction is that of `megafp8.fp8.speed_model`, which `fp8.auto_filter: predicted` goes by.
+bf16 operands have the strides that they have in a layer. FP8 operands are quantized and transposed beforehand; that is
+not timed. All operands are random: the power that a GEMM draws, and so the clock, depends on the values.
 
-Shapes: m tokens, k inputs, n outputs.
+Times are medians over `--rounds`, after warm-up, from a cold L2. Variants take turns in every round, so that a drift of
+the clock affects all alike. A GPU that pauses between runs has higher clocks than one that trains. Each GEMM's first
+result is compared with torch's in bf16; a difference above 15% is marked WRONG, and the exit code is 1.
+
+Shapes: m tokens, k inputs, n outputs of the layer; of a GEMM r, c the result's dims and s the dim summed over.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks import speed_map
-from benchmarks.gemm_variants import BASELINE, GEMMS, SCALINGS, Operands, Run, Variant, operands_of, variants
-from benchmarks.reference_layers import SHAPES, Shape
-from megafp8.fp8 import RECIPES
+from benchmarks.blocks import SHAPES
+from benchmarks.common import Table, add_device_flag, chosen_device, machine, new_parser, require_positive, write_json
+from megafp8.fp8 import E4M3, E5M2, Format
+from megafp8.fp8.gemm.cublaslt import CublasLt, available
+from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend, algorithm_file, gemm
+from megafp8.fp8.quantizers import BlockQuantizer, CurrentQuantizer, Quantizer, RowQuantizer
+from megafp8.fp8.sources import Plain
 from megafp8.fp8.speed_measurement import time_in_turns
-from megafp8.fp8.speed_model import CEILINGS, LinearSize, ceilings_of, device_name
+from megafp8.fp8.speed_model import LinearSize
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 
 LARGEST_DIFFERENCE = 0.15  # E5M2 times E4M3 is off by 8%
-SWEPT_RECIPES = ("delayed", "current", "rowwise", "blockwise")
-TOKENS, WIDTHS = "1024,2048,4096,8192,16384", "1024,2048,4096,8192,16384,28672"
+GEMMS = ("fprop", "dgrad", "wgrad")
+ALIGNMENT = 16
+BASELINE = "bf16 torch"
+# Granularities of the two operands, and whether to accumulate in the tensor cores' 14 bits.
+SCALINGS: dict[str, tuple[Granularity, Granularity, bool]] = {
+    "tensor fast": (TENSOR, TENSOR, True),
+    "tensor split": (TENSOR, TENSOR, False),
+    "row fast": (ROW, ROW, True),
+    "1x128·128x128": (BLOCK_1X128, BLOCK_128X128, False),
+    "1x128·1x128": (BLOCK_1X128, BLOCK_1X128, False),
+}
+_FP8_BACKENDS: dict[str, tuple[GemmBackend, bool]] = {  # and whether to time algorithms
+    "scaled_mm": ("scaled_mm", False),
+    "cublaslt": ("cublaslt", False),
+    "cublaslt tuned": ("cublaslt", True),
+    "emulated": ("emulated", False),
+}
+
+
+# --- variants --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One GEMM's bf16 operands, `a [r, s]` and `b [s, c]`, with the strides of a layer."""
+
+    gemm: str
+    a_rs: Tensor
+    b_sc: Tensor
+    _cast: dict[tuple[str, Granularity], ScaledTensor] = field(default_factory=dict)
+
+    @property
+    def accumulates(self) -> bool:
+        return self.gemm == "wgrad"
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.a_rs.shape[0] * self.a_rs.shape[1] * self.b_sc.shape[1]
+
+    def quantized(self, which: str, granularity: Granularity) -> ScaledTensor:
+        """Operand "a" as `[r, s]` or "b" as `[c, s]`, quantized once for all variants."""
+        is_gradient = which == "a" and self.gemm != "fprop"
+        fmt = E5M2 if is_gradient and granularity is TENSOR else E4M3
+        key = (which, granularity)
+        if key not in self._cast:
+            values = self.a_rs if which == "a" else self.b_sc.t()
+            quantized = _quantizer(granularity, fmt)(Plain(values.contiguous()), rowwise=True, columnwise=False)
+            self._cast[key] = quantized.required_rowwise
+        return self._cast[key]
+
+    def new_result(self) -> Tensor:
+        dtype = torch.float32 if self.accumulates else torch.bfloat16
+        return torch.zeros(self.a_rs.shape[0], self.b_sc.shape[1], dtype=dtype, device=self.a_rs.device)
+
+
+def _quantizer(granularity: Granularity, fmt: Format) -> Quantizer:
+    if granularity is TENSOR:
+        return CurrentQuantizer(fmt, None, eps=0.0, power_of_two=False)
+    if granularity is ROW:
+        return RowQuantizer(fmt, None, eps=0.0, power_of_two=False)
+    return BlockQuantizer(fmt, square=granularity is BLOCK_128X128, eps=0.0, power_of_two=True)
+
+
+def operands_of(size: LinearSize, device: torch.device) -> list[Operands]:
+    """The three GEMMs of a layer of this size. ValueError unless cuBLASLt takes it without padding."""
+    if any(dim % ALIGNMENT for dim in size):
+        raise ValueError(f"{size}: FP8 GEMMs take multiples of {ALIGNMENT}; other sizes are padded first")
+    m, k, n = size
+    generator = torch.Generator(device).manual_seed(0)
+    x, w, dy = (torch.randn(shape, generator=generator, device=device).bfloat16() for shape in ((m, k), (n, k), (m, n)))
+    pairs = ((x, w.t()), (dy, w), (dy.t(), x))
+    return [Operands(gemm, a, b) for gemm, (a, b) in zip(GEMMS, pairs, strict=True)]
+
+
+Run = Callable[[], Tensor]  # one GEMM; returns its result, for wgrad the sum so far
+Variant = Callable[[Operands], Run]
+
+
+def variants(device: torch.device) -> tuple[dict[str, Variant], list[str]]:
+    """All variants on `device` by name, the baseline first, and a message for each that is left out."""
+    found: dict[str, Variant] = {BASELINE: _torch_bf16}
+    left_out = []
+    if available(device):
+        found["bf16 cublaslt tuned"] = _cublaslt_bf16(CublasLt(device, autotune=True, cache_file=algorithm_file()))
+    else:
+        left_out.append("bf16 cublaslt tuned: needs nvmath-python and a Hopper GPU")
+    for name, (backend, autotune) in _FP8_BACKENDS.items():
+        if backend == "emulated" and device.type == "cuda":
+            continue  # for machines without FP8 tensor cores
+        try:
+            product = Fp8Gemm(backend, device, autotune=autotune)
+        except ValueError as error:
+            left_out.append(f"{name}: {error}")
+            continue
+        found |= {f"{name} {scaling}": _fp8(product, *SCALINGS[scaling]) for scaling in SCALINGS}
+    return found, left_out
+
+
+def _torch_bf16(operands: Operands) -> Run:
+    a, b, total = operands.a_rs, operands.b_sc, operands.new_result()
+
+    def accumulate() -> Tensor:
+        if a.is_cuda:
+            return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        return total.add_(gemm(a, b, torch.float32))
+
+    return accumulate if operands.accumulates else lambda: gemm(a, b, torch.bfloat16)
+
+
+def _cublaslt_bf16(product: CublasLt) -> Variant:
+    def prepare(operands: Operands) -> Run:
+        result = operands.new_result()
+
+        def run() -> Tensor:
+            product.matmul(operands.a_rs, operands.b_sc, result, accumulate=operands.accumulates)
+            return result
+
+        return run
+
+    return prepare
+
+
+def _fp8(product: Fp8Gemm, a_granularity: Granularity, b_granularity: Granularity, fast: bool) -> Variant:
+    def prepare(operands: Operands) -> Run:
+        a, b = operands.quantized("a", a_granularity), operands.quantized("b", b_granularity)
+        if not operands.accumulates:
+            return lambda: product.tn(a, b, torch.bfloat16, use_fast_accum=fast)
+        total = operands.new_result()
+
+        def accumulate() -> Tensor:
+            product.accumulate_tn(a, b, total, use_fast_accum=fast)
+            return total
+
+        return accumulate
+
+    return prepare
+
+
+# --- measurement -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -70,7 +206,7 @@ class Result:
 
     @property
     def wrong(self) -> bool:
-        """Also where the difference is NaN, with which no comparison holds."""
+        """Whether the difference is too large or NaN."""
         return self.difference is not None and not self.difference <= LARGEST_DIFFERENCE
 
     def record(self) -> dict[str, Any]:
@@ -79,33 +215,19 @@ class Result:
         return {**asdict(self), "size": list(self.size), "wrong": self.wrong, **figures}
 
 
-# --- GEMMs -----------------------------------------------------------------------------------------------------------
-
-
-def linears(shape: Shape, tokens: int) -> dict[str, LinearSize]:
-    """The linear layers of a transformer block."""
-    h, f = shape.hidden_size, shape.ffn_hidden_size
-    return {
-        "qkv": LinearSize(tokens, h, shape.qkv_size),
-        "proj": LinearSize(tokens, shape.heads * shape.head_dim, h),
-        "gate_up": LinearSize(tokens, h, 2 * f),
-        "down": LinearSize(tokens, f, h),
-    }
-
-
 def relative_difference(y: Tensor, expected: Tensor) -> float:
     return ((y.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def prepare(operands: Operands, results: list[Result], known: dict[str, Variant]) -> list[tuple[Result, Run]]:
-    """Each variant's run, tried once and held against the baseline, which comes first; what fails gets a note."""
+    """Each variant's run, tried once and compared with the baseline, the first; one that fails gets a note instead."""
     ready: list[tuple[Result, Run]] = []
     expected: Tensor | None = None
     for result in results:
         try:
             run = known[result.variant](operands)
             y = run().clone()
-        except Exception as error:  # of torch, cuBLASLt or Triton: the other variants are measured all the same
+        except Exception as error:  # of torch, cuBLASLt or Triton; the other variants are still measured
             result.note = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         expected = y if expected is None else expected
@@ -128,18 +250,21 @@ def bench_linear(
     return found
 
 
-def _cells(results: Sequence[Result]) -> tuple[str, float | None]:
-    """Milliseconds and TFLOP/s of all `results` together, and the former as a number; dashes if one has no time."""
+COLUMNS = {f"{gemm} {unit}": spec for gemm in (*GEMMS, "sum") for unit, spec in (("ms", ".3f"), ("TFLOP/s", ".3g"))}
+TABLE = Table("variant", 30, {**COLUMNS, f"vs {BASELINE}": ".2f"})
+
+
+def _total(results: Sequence[Result]) -> tuple[float | None, float | None]:
+    """Milliseconds and TFLOP/s of all `results` together; None if one has no time."""
     if not all(result.samples_ms for result in results):
-        return f"{'-':>10}{'-':>9}", None
+        return None, None
     ms, flops = sum(result.ms for result in results), sum(result.flops for result in results)
-    return f"{ms:>10.3f}{flops / ms / 1e9:>9.3g}", ms
+    return ms, flops / ms / 1e9
 
 
 def print_layer(results: Sequence[Result], title: str) -> None:
-    """A row a variant: each GEMM, summed over the layers in `results`, and all three."""
-    heads = "".join(f"{gemm + ' ms':>10}{'TFLOP/s':>9}" for gemm in (*GEMMS, "sum"))
-    print(f"\n{title}\n{'variant':<30}{heads}{'vs ' + BASELINE:>15}")
+    """One row per variant: each GEMM, summed over the layers in `results`, and the sum of all three."""
+    print(f"\n{title}\n{TABLE.heading()}")
     baseline = None
     for name in dict.fromkeys(result.variant for result in results):
         own = [result for result in results if result.variant == name]
@@ -148,35 +273,32 @@ def print_layer(results: Sequence[Result], title: str) -> None:
             if result.note and result.gemm not in notes.setdefault(result.note, []):
                 notes[result.note].append(result.gemm)
         if any(result.samples_ms for result in own):
-            columns = [_cells([result for result in own if result.gemm == gemm]) for gemm in GEMMS]
-            total, ms = _cells(own)
+            gemms = [figure for gemm in GEMMS for figure in _total([r for r in own if r.gemm == gemm])]
+            ms, rate = _total(own)
             baseline = ms if name == BASELINE else baseline
-            ratio = f"{baseline / ms:.2f}" if baseline and ms else "-"
-            wrong = "  WRONG" if any(result.wrong for result in own) else ""
-            print(f"{name:<30}{''.join(text for text, _ in columns)}{total}{ratio:>15}{wrong}")
-        for note, gemms in notes.items():
-            print(f"{name:<30}  left out, {', '.join(gemms)}: {note[:100]}")
+            ratio = baseline / ms if baseline and ms else None
+            print(TABLE.row(name, *gemms, ms, rate, ratio, note="WRONG" * any(result.wrong for result in own)))
+        for note, failed in notes.items():
+            print(f"{name:<30}  left out, {', '.join(failed)}: {note[:100]}")
 
 
-def print_wgrad_gain(results: Sequence[Result]) -> None:
-    """What cuBLASLt's addition in place is worth over `scaled_mm` and `add_`, layer by layer and in all."""
+def print_wgrad_speedup(results: Sequence[Result]) -> None:
+    """The speedup of cuBLASLt's accumulation in place over `scaled_mm` and `add_`, by layer and in total."""
     wgrad = {(r.layer, r.variant): r.ms for r in results if r.gemm == "wgrad" and r.samples_ms}
     layers = list(dict.fromkeys(result.layer for result in results))
     for scaling in SCALINGS:
         for backend in ("cublaslt", "cublaslt tuned"):
-            pairs = {
-                layer: (wgrad.get((layer, f"scaled_mm {scaling}")), wgrad.get((layer, f"{backend} {scaling}")))
-                for layer in layers
-            }
-            found = {layer: (apart, in_place) for layer, (apart, in_place) in pairs.items() if apart and in_place}
+            pairs = {layer: (wgrad.get((layer, f"scaled_mm {scaling}")), wgrad.get((layer, f"{backend} {scaling}")))
+                     for layer in layers}  # fmt: skip
+            found = {layer: (torch_ms, ms) for layer, (torch_ms, ms) in pairs.items() if torch_ms and ms}
             if found:
-                each = ", ".join(f"{layer} {apart / in_place:.2f}" for layer, (apart, in_place) in found.items())
-                whole = sum(apart for apart, _ in found.values()) / sum(in_place for _, in_place in found.values())
-                print(f"wgrad, {scaling}: {backend} in place over scaled_mm + add_ {whole:.2f}x ({each})")
+                each = ", ".join(f"{layer} {torch_ms / ms:.2f}" for layer, (torch_ms, ms) in found.items())
+                torch_sum, own_sum = (sum(times) for times in zip(*found.values()))
+                print(f"wgrad, {scaling}: {backend} in place over scaled_mm + add_ {torch_sum / own_sum:.2f}x ({each})")
 
 
 def bench_gemms(shapes: dict[str, dict[str, LinearSize]], device: torch.device, rounds: int) -> list[Result]:
-    """Every shape's linears: tables, and all results."""
+    """Measure the linears of every shape and print tables."""
     known, left_out = variants(device)
     for line in left_out:
         print(f"left out, {line}")
@@ -194,97 +316,21 @@ def bench_gemms(shapes: dict[str, dict[str, LinearSize]], device: torch.device, 
             print_layer(own, f"{own[0].layer}: {size} (tokens x inputs x outputs)")
         if len(layers) > 1:
             print_layer(results, f"{shape}: all {3 * len(layers)} GEMMs")
-        print_wgrad_gain(results)
+        print_wgrad_speedup(results)
         found += results
     bar.close()
     return found
 
 
-# --- casts -----------------------------------------------------------------------------------------------------------
-
-
-def bench_quantize(device: torch.device) -> list[dict[str, Any]]:
-    """The quantize kernels of `benchmarks.bench_casts`: TB/s, and the share of what a copy reaches."""
-    if device.type != "cuda":
-        print("left out, quantize kernels: they are measured on a GPU")
-        return []
-    from benchmarks import bench_casts
-
-    ceiling = bench_casts.copy_bandwidth()
-    print(f"\nquantize kernels; copy {ceiling:.2f} TB/s\n{'kernel':<34}{'ms':>8}{'TB/s':>8}{'of copy':>9}")
-    records = []
-    for case in tqdm(bench_casts.cases(), desc="casts", disable=None):
-        ms = bench_casts.milliseconds(case.run)
-        rate = case.bytes / ms / 1e9
-        tqdm.write(f"{case.name:<34}{ms:>8.3f}{rate:>8.2f}{rate / ceiling:>9.1%}")
-        records.append(
-            {"kernel": case.name, "bytes": case.bytes, "ms": ms, "tb_per_s": rate, "of_copy": rate / ceiling}
-        )
-    return records
-
-
-# --- sweep -----------------------------------------------------------------------------------------------------------
-
-
-def real_sizes() -> list[LinearSize]:
-    """Layers of Llama-3-8B, and of a rank of eight of Llama-3-70B, at their own number of tokens."""
-    shapes = [SHAPES["llama3-8b"], SHAPES["llama3-70b-tp8"]]
-    return [size for shape in shapes for size in linears(shape, shape.seq_length).values()]
-
-
-def run_sweep(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Measure and predict the grid; table, PNG, and the record."""
-    known = arguments.ceilings or (device_name(device) if device_name(device) in CEILINGS else None)
-    ceilings = None if known is None else ceilings_of(known)
-    if ceilings is None:
-        print(f"left out, prediction: the speeds of {device_name(device)!r} are not known")
-    swept = speed_map.grid(*(numbers(arguments, option) for option in ("m", "k", "n")))
-    sizes = list(dict.fromkeys([*swept, *([] if arguments.grid_only else real_sizes())]))
-    recipe = RECIPES[arguments.recipe]()
-    points = speed_map.sweep(
-        sizes,
-        recipe,
-        None if arguments.predicted_only else device,
-        ceilings,
-        micro_batches=arguments.micro_batches,
-        rounds=arguments.rounds,
-    )
-    speed_map.print_points(points)
-    if arguments.png:
-        where = known if arguments.predicted_only else machine(device)
-        shared = f", a weight's cast shared by {arguments.micro_batches} micro-batches" * (arguments.micro_batches > 1)
-        title = f"Linear layers in FP8 ({arguments.recipe}) over bf16, forward and backward{shared}: {where}"
-        speed_map.plot([point for point in points if point.size in swept], arguments.png, title)
-        print(f"heat maps: {arguments.png}")
-    return {
-        "recipe": arguments.recipe,
-        "micro_batches": arguments.micro_batches,
-        "ceilings": speed_map.ceilings_record(ceilings),
-        "points": speed_map.records(points),
-    }
-
-
 # --- command line ----------------------------------------------------------------------------------------------------
 
 
-def machine(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def numbers(arguments: argparse.Namespace, option: str) -> list[int]:
-    """Positive whole numbers, comma-separated. ValueError for anything else."""
-    text = getattr(arguments, option)
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise ValueError(f"--{option}: {text!r} is no list of positive whole numbers; for example 1024,4096")
-    return [int(number) for number in text.split(",")]
-
-
 def chosen_shapes(wanted: str, tokens: int | None) -> dict[str, dict[str, LinearSize]]:
-    """The linears of each shape named. ValueError for a name that is neither known nor three numbers."""
+    """The linears of each shape named. ValueError for an unknown name."""
     found: dict[str, dict[str, LinearSize]] = {}
     for name in wanted.split(","):
         if name in SHAPES:
-            found[name] = linears(SHAPES[name], tokens or SHAPES[name].seq_length)
+            found[name] = SHAPES[name].linears(tokens or SHAPES[name].seq_length)
         elif match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name):
             found[name] = {"": LinearSize(*map(int, match.groups()))}
         else:
@@ -293,70 +339,29 @@ def chosen_shapes(wanted: str, tokens: int | None) -> dict[str, dict[str, Linear
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
+    add_device_flag(parser)
     parser.add_argument(
         "--shapes", default="llama3-8b", help=f"of {', '.join(SHAPES)}, or sizes such as 8192x4096x6144"
     )
     parser.add_argument("--tokens", type=int, help="of a named shape. Default: the shape's own")
-    parser.add_argument("--parts", default="gemms,casts", help="of gemms, casts")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--json", type=Path, help="also write everything here")
-    group = parser.add_argument_group("sweep")
-    group.add_argument("--sweep", action="store_true", help="instead: whole FP8 linears over bf16 by size")
-    group.add_argument("--m", default=TOKENS, help="tokens of the grid")
-    group.add_argument("--k", default=WIDTHS, help="inputs of the grid")
-    group.add_argument("--n", default=WIDTHS, help="outputs of the grid")
-    group.add_argument("--grid-only", action="store_true", help="leave out the real layers beside the grid")
-    group.add_argument("--recipe", choices=SWEPT_RECIPES, default="current")
-    group.add_argument("--micro-batches", type=int, default=1, help="that share one cast of the weight")
-    group.add_argument("--ceilings", choices=list(CEILINGS), help="whose to predict with. Default: this device's")
-    group.add_argument("--predicted-only", action="store_true", help="run nothing")
-    group.add_argument("--png", type=Path, help="also draw heat maps into this file")
     return parser.parse_args(argv)
-
-
-def check(arguments: argparse.Namespace) -> torch.device:
-    """The device. ValueError with one line for what cannot be."""
-    for option in ("tokens", "rounds", "micro_batches"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise ValueError(f"--{option.replace('_', '-')}: {value} is too few; 1 or more would work")
-    if unknown := set(arguments.parts.split(",")) - {"gemms", "casts"}:
-        raise ValueError(f"--parts: {sorted(unknown)[0]!r} is neither gemms nor casts")
-    has_cuda = torch.cuda.is_available()
-    if arguments.device == "cuda" and not has_cuda:
-        raise ValueError("--device: torch sees no CUDA device here; cpu would work")
-    device = torch.device("cuda", 0) if has_cuda and arguments.device != "cpu" else torch.device("cpu")
-    if arguments.predicted_only and arguments.ceilings is None:
-        ceilings_of(device_name(device))
-    return device
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
-    report: dict[str, Any] = {"torch": torch.__version__}
-    results: list[Result] = []
     try:
-        device = check(arguments)
-        report["device"] = machine(device)
-        cold = ", L2 cold" if device.type == "cuda" else ""
-        print(f"{report['device']}, torch {torch.__version__}: medians of {arguments.rounds} rounds{cold}")
-        if arguments.sweep:
-            report["sweep"] = run_sweep(arguments, device)
-        else:
-            parts = arguments.parts.split(",")
-            if "gemms" in parts:
-                results = bench_gemms(chosen_shapes(arguments.shapes, arguments.tokens), device, arguments.rounds)
-                report["gemms"] = [result.record() for result in results]
-            if "casts" in parts:
-                report["casts"] = bench_quantize(device)
+        require_positive(arguments, "tokens", "rounds")
+        device = chosen_device(arguments)
+        shapes = chosen_shapes(arguments.shapes, arguments.tokens)
+        print(f"{machine(device)}, torch {torch.__version__}: medians of {arguments.rounds} rounds")
+        results = bench_gemms(shapes, device, arguments.rounds)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if arguments.json:
-        strict = json.loads(json.dumps(report), parse_constant=lambda _: None)  # JSON knows neither NaN nor infinity
-        arguments.json.write_text(json.dumps(strict, indent=1), encoding="utf-8")
+    report = {"torch": torch.__version__, "device": machine(device), "gemms": [result.record() for result in results]}
+    write_json(arguments.json, report)
     return 1 if any(result.wrong for result in results) else 0
 
 

@@ -1,20 +1,19 @@
-"""What hiding tensor parallelism's communication gains: the linear layers of a block on real ranks, every way of
-exchanging tokens (`parallel.overlap_tensor`) against none at all.
+"""Time the overlap of tensor-parallel communication with GEMMs: every mode of `parallel.overlap_tensor`.
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_overlap
     torchrun --nproc-per-node 4 -m benchmarks.bench_overlap --shapes llama3-70b
 
-Two blocks run forward and backward under tensor and sequence parallelism over all ranks, with everything but attention
-itself, which is left out. "silent" does all of that and sends nothing: tokens of others are this rank's own, shares of
-others are forgotten. What a mode takes longer is its exposed communication.
+Two blocks run forward and backward under tensor and sequence parallelism over all ranks, without their attention core.
+"silent" does the same and sends nothing: it takes other ranks' tokens to be this rank's own, and leaves out their part
+of sums. The time of a mode above it is its exposed communication.
 
-Every mode starts from the same weights, scales and input. First it is checked: run twice it must give the same bits
-(copies that race would not), and outputs and gradients must be those of `none`, to the last bit or about: shares are
-added in another order. What that may come to is measured, not guessed: `none` runs again with its sums off by a unit in
-the last place. In FP8 that is much, for a value that crosses a rounding boundary moves by a sixteenth of itself. WRONG
-marks more than twice as much.
+Every mode starts from the same weights, scales and input. Before it is timed, its outputs and gradients are checked:
+two runs must give the same bits (racing copies would not), and those of `none` up to rounding, since other orders of
+summation are allowed. How much rounding may change is measured: `none` runs once more with its sums off by one unit in
+the last place. In FP8 that is much, because a value that crosses a rounding boundary changes by a sixteenth. More than
+twice that difference is marked WRONG.
 
-A mode that fails says why and the others go on. What hangs is ended by a watchdog, with the tables so far printed.
+A mode that fails is reported and the others go on. After `--seconds` the process ends with a traceback of every thread.
 
 Shapes: s sequence, b micro-batch (one sample), h hidden; t ranks.
 """
@@ -26,24 +25,22 @@ import faulthandler
 import os
 import statistics
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from benchmarks.clock import milliseconds, now
-from megafp8.config import Config
+from benchmarks.blocks import SHAPES, Shape, build_stage
+from benchmarks.common import Table, machine, milliseconds, names, new_parser, now, release, write_json
 from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.distributed.collectives import DONE, all_reduce
 from megafp8.distributed.tp_overlap import AllGatherHandle, Collective, P2PRing, Product, ReduceHandle, TPOverlap
 from megafp8.fp8 import describe_path
-from megafp8.models.context import BuildContext
-from megafp8.models.gpt import GPTStage, LayerInputs
+from megafp8.models.gpt import LayerInputs
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.parallel_state import (
     ParallelState,
@@ -53,29 +50,13 @@ from megafp8.parallel_state import (
 )
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.random import initialize_parameters
-from megafp8.training.fp8_config import build_fp8
 
 BLOCKS, WARM_UP, STEPS = 2, 4, 4
-ALLOWED = 2.0  # times what sums that are off by a unit in the last place change
-
-
-class Shape(NamedTuple):
-    hidden_size: int
-    ffn_hidden_size: int
-    heads: int
-    groups: int
-    seq_length: int
-
-
-SHAPES = {
-    "llama3-8b": Shape(4096, 14336, 32, 8, 8192),
-    "llama3-70b": Shape(8192, 28672, 64, 8, 8192),
-    "tiny": Shape(64, 128, 4, 4, 32),
-}
+TOLERANCE = 2.0  # times the change by sums that are off by one unit in the last place
 
 
 class Silent:
-    """The exchange of one rank that plays all of `group`. What it gathered for a shape once it gathers again."""
+    """Communicates nothing. Gathers this rank's tensors in place of all, once for each shape, and reduces nothing."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -97,22 +78,22 @@ class Silent:
         return ReduceHandle(DONE, lambda: own)
 
 
-class Nudged:
-    """`none` with sums off by a unit in the last place, up or down at random."""
+class Perturbed:
+    """`none` with sums off by one unit in the last place, up or down at random."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group = group
-        self._at_once = Collective(group)
+        self._exact = Collective(group)
         self._generator = torch.Generator(device).manual_seed(group.rank())
 
     def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
-        return self._at_once.gather(own)
+        return self._exact.gather(own)
 
     def sum(self, product: Product) -> ReduceHandle:
-        summed = self._at_once.sum(product)
-        return summed._replace(result=lambda: self._nudged(summed.result()))
+        summed = self._exact.sum(product)
+        return summed._replace(result=lambda: self._perturbed(summed.result()))
 
-    def _nudged(self, x: Tensor) -> Tensor:
+    def _perturbed(self, x: Tensor) -> Tensor:
         up = torch.rand(x.shape, generator=self._generator, device=x.device) < 0.5
         step = torch.finfo(x.dtype).eps
         return (x.double() * torch.where(up, 1 + step, 1 - step)).to(x.dtype)
@@ -134,7 +115,7 @@ MODES: dict[str, Callable[[ProcessGroup, torch.device], TPOverlap]] = {
 
 @dataclass
 class Result:
-    """A row of the table. `note` says why it has no figures, or how it differs from `none`."""
+    """A row of the table. `note` says why it has no times, or how it differs from `none`."""
 
     mode: str
     note: str = ""
@@ -143,7 +124,7 @@ class Result:
 
     @property
     def ms(self) -> tuple[float, float]:
-        """Forward and backward of a layer."""
+        """Forward and backward of one block."""
         return statistics.median(self.forward_ms) / BLOCKS, statistics.median(self.backward_ms) / BLOCKS
 
 
@@ -151,41 +132,22 @@ class Result:
 
 
 class Blocks:
-    """Blocks of a model of `shape` without their attention, on this rank, and one input and output gradient."""
+    """Blocks of a model of `shape` without their attention core, on this rank, with one input and output gradient."""
 
     def __init__(self, shape: Shape, recipe: str, parallel: ParallelState) -> None:
-        device, t = parallel.device, parallel.tensor.size
+        device, s = parallel.device, shape.seq_length
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.config = Config.model_validate(
-            {
-                "name": "bench-overlap",
-                "model": {
-                    "num_layers": BLOCKS + 2,
-                    "hidden_size": shape.hidden_size,
-                    "ffn_hidden_size": shape.ffn_hidden_size,
-                    "num_attention_heads": shape.heads,
-                    "num_query_groups": shape.groups,
-                },
-                "fp8": {"recipe": recipe},
-                "training": {"steps": 1, "seq_length": shape.seq_length, "global_batch_size": 1},
-                "optimizer": {"learning_rate": 1.0},
-                "data": {"train": ["none"]},
-            }
-        )
-        self.manager = build_fp8(self.config, parallel)
-        context = BuildContext(parallel.tensor.group, self.manager, dtype, device, sequence_parallel=True)
-        self.stage = GPTStage(self.config.model, context, layers=range(1, BLOCKS + 1), positions=0)
+        config, self.manager, self.stage = build_stage(shape, BLOCKS, s, parallel, dtype, recipe=recipe)
         initialize_parameters(self.stage, 1)
         self.manager.materialize(device)
         self.gradients = GradBuffer(
             list(self.stage.parameters()), data_parallel_group=None, bucket_elements=2**25, device=device
         )
-        model = self.config.model
-        frequencies = inverse_frequencies(model.channels, model.rope_theta, None, device)
-        rotary = rotary_table(torch.arange(shape.seq_length, device=device), frequencies, dtype)
+        frequencies = inverse_frequencies(config.model.channels, config.model.rope_theta, None, device)
+        rotary = rotary_table(torch.arange(s, device=device), frequencies, dtype)
         self.inputs = LayerInputs(rotary, lambda q, k, v: q)
         generator = torch.Generator(device).manual_seed(2 + parallel.tensor.rank)
-        size = (shape.seq_length // t, 1, shape.hidden_size)
+        size = (s // parallel.tensor.size, 1, shape.hidden_size)
         self.x_sbh, self.dy_sbh = (torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(2))
 
     def use(self, tp_overlap: TPOverlap) -> None:
@@ -194,7 +156,7 @@ class Blocks:
                 module.tp_overlap = tp_overlap
 
     def run(self, between: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor]:
-        """y and dx; `between` forward and backward."""
+        """y and dx; calls `between` between forward and backward."""
         x = self.x_sbh.detach().requires_grad_()
         x_sbh, branch_sbh = self.stage.run_blocks(x, self.inputs)
         assert branch_sbh is not None
@@ -205,20 +167,20 @@ class Blocks:
         return y.detach(), x.grad
 
     def results(self) -> list[Tensor]:
-        """y, dx and all weights' gradients."""
+        """y, dx and the gradients of all weights."""
         self.gradients.zero()
         return [*self.run(), self.gradients.flat.clone()]
 
 
 def differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
-    """Of each tensor's norm."""
+    """Relative difference of each tensor, by norms."""
     return [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected)]
 
 
 def compare(
     found: Sequence[Tensor], again: Sequence[Tensor], expected: Sequence[Tensor], allowed: Sequence[float]
 ) -> str:
-    """What to say of a mode's results, of a second run's and of `none`'s; `allowed`: relative, of y, dx and dw."""
+    """Verdict on a mode's results and those of a second run, given `none`'s; `allowed`: relative, of y, dx and dw."""
     if not all(torch.equal(a, b) for a, b in zip(found, again)):
         return "WRONG: two runs differ"
     if all(torch.equal(a, b) for a, b in zip(found, expected)):
@@ -226,12 +188,12 @@ def compare(
     values = differences(found, expected)
     parts = zip(("y", "dx", "dw"), values, allowed)
     text = ", ".join(f"{name} {value:.1e} of {most:.1e}" for name, value, most in parts)
-    fine = all(value <= most for value, most in zip(values, allowed))  # false of a NaN
-    return text if fine else f"WRONG: {text}"
+    passed = all(value <= most for value, most in zip(values, allowed))  # False for NaN
+    return text if passed else f"WRONG: {text}"
 
 
 def time_steps(blocks: Blocks, result: Result, device: torch.device) -> None:
-    blocks.run()  # what the mode before left in caches is not this one's
+    blocks.run()  # not counted: caches are as the previous mode left them
     marks = []
     for _ in range(STEPS):
         between: list[Any] = []
@@ -244,153 +206,123 @@ def time_steps(blocks: Blocks, result: Result, device: torch.device) -> None:
     result.backward_ms += [milliseconds(middle, end) for _, middle, end in marks]
 
 
-def measure(
-    blocks: Blocks, modes: list[str], rounds: int, parallel: ParallelState, say: Callable[..., None]
-) -> list[Result]:
-    """Check every mode, then time those that passed in turn."""
+def check_mode(
+    mode: str, blocks: Blocks, expected: list[Tensor], allowed: list[float], parallel: ParallelState
+) -> tuple[TPOverlap | None, str]:
+    """The mode's implementation, None if it fails on any rank, and a note on its results."""
+    tp_overlap, note = None, ""
+    try:
+        tp_overlap = MODES[mode](parallel.tensor.group, parallel.device)
+        blocks.use(tp_overlap)
+        blocks.run()
+        if mode != "silent":
+            note = compare(blocks.results(), blocks.results(), expected, allowed)
+        if parallel.device.type == "cuda":
+            torch.cuda.synchronize(parallel.device)
+    except Exception as error:
+        traceback.print_exc()
+        tp_overlap, note = None, f"failed: {type(error).__name__}: {error}".splitlines()[0]
+    passed = torch.tensor(int(tp_overlap is not None), device=parallel.device)
+    if not all_reduce(passed, parallel.tensor.group, "min").item():
+        return None, note or "failed on another rank"
+    return tp_overlap, note
+
+
+def measure(blocks: Blocks, modes: list[str], rounds: int, parallel: ParallelState) -> list[Result]:
+    """Check every mode, then time in turn those that ran."""
     group, device = parallel.tensor.group, parallel.device
     blocks.use(Collective(group))
     for _ in range(WARM_UP):  # until delayed scaling knows its scales, and GEMMs their algorithms
         blocks.run()
         blocks.manager.end_step()
     expected = blocks.results()
-    blocks.use(Nudged(group, device))
-    allowed = [ALLOWED * value for value in differences(blocks.results(), expected)]
-    results, exchanges = [Result(mode) for mode in modes], {}
-    for result in results:
-        say(f"  checking {result.mode}")
-        try:
-            exchanges[result.mode] = tp_overlap = MODES[result.mode](group, device)
-            blocks.use(tp_overlap)
-            blocks.run()
-            if result.mode != "silent":
-                result.note = compare(blocks.results(), blocks.results(), expected, allowed)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        except Exception as error:
-            traceback.print_exc()
-            exchanges.pop(result.mode, None)
-            result.note = f"failed: {type(error).__name__}: {error}".splitlines()[0]
-        if not _all_agree(result.mode in exchanges, parallel):
-            exchanges.pop(result.mode, None)
-            result.note = result.note or "failed on another rank"
+    blocks.use(Perturbed(group, device))
+    allowed = [TOLERANCE * value for value in differences(blocks.results(), expected)]
+    checked = {mode: check_mode(mode, blocks, expected, allowed, parallel) for mode in modes}
+    results = {mode: Result(mode, note) for mode, (_, note) in checked.items()}
     for _ in range(rounds):
-        for result in results:
-            if result.mode in exchanges:
-                blocks.use(exchanges[result.mode])
-                time_steps(blocks, result, device)
-    return results
-
-
-def _all_agree(fine: bool, parallel: ParallelState) -> bool:
-    return bool(all_reduce(torch.tensor(int(fine), device=parallel.device), parallel.tensor.group, "min").item())
+        for mode, (tp_overlap, _) in checked.items():
+            if tp_overlap is not None:
+                blocks.use(tp_overlap)
+                time_steps(blocks, results[mode], device)
+    return list(results.values())
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
 
+COLUMNS = {"forward": ".3f", "backward": ".3f", "ms/layer": ".3f", "exposed": ".3f", "hidden": ".0%"}
+TABLE = Table("mode", 10, COLUMNS)
+
 
 def table(results: list[Result]) -> list[str]:
-    """Of one shape and precision; the last line is the verdict."""
-    lines = [f"{'':<10}{'forward':>9}{'backward':>9}{'ms/layer':>9}{'exposed':>9}{'hidden':>8}  against none"]
+    """Of one shape and precision; "hidden" is the part of `none`'s exposed communication that a mode hides."""
+    lines = [TABLE.heading()]
     known = {result.mode: sum(result.ms) for result in results if result.forward_ms}
     silent, none = known.get("silent"), known.get("none")
     for result in results:
         if result.mode not in known:
             lines.append(f"{result.mode:<10}  {result.note}")
             continue
-        forward, backward = result.ms
-        cells = f"{result.mode:<10}{forward:>9.3f}{backward:>9.3f}{forward + backward:>9.3f}"
+        total, exposed, hidden = known[result.mode], None, None
         if silent is not None and result.mode != "silent":
-            exposed = forward + backward - silent
-            cells += f"{exposed:>9.3f}"
-            if none is not None and none > silent:
-                cells += f"{1 - exposed / (none - silent):>8.0%}"
-        lines.append(f"{cells}  {result.note}".rstrip())
-    right = {
-        result.mode: known[result.mode] for result in results if result.mode in known and "WRONG" not in result.note
-    }
-    right.pop("silent", None)
+            exposed = total - silent
+            hidden = 1 - exposed / (none - silent) if none is not None and none > silent else None
+        lines.append(TABLE.row(result.mode, *result.ms, total, exposed, hidden, note=result.note))
+    right = [r.mode for r in results if r.mode in known and r.mode != "silent" and "WRONG" not in r.note]
     if none is not None and right:
-        best = min(right, key=right.__getitem__)
-        lines.append(f"verdict: {best}, {none / right[best]:.3f} times as fast as none")
+        best = min(right, key=known.__getitem__)
+        lines.append(f"fastest: {best}, {none / known[best]:.3f} times as fast as none")
     return lines
 
 
-class Watchdog:
-    """Ends the process once `seconds` are over, saying where it stood."""
-
-    def __init__(self, seconds: float, say: Callable[..., None]) -> None:
-        self.doing = "starting"
-        self._timer = threading.Timer(seconds, self._end, (seconds, say))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _end(self, seconds: float, say: Callable[..., None]) -> None:
-        say(f"stopped after {seconds:.0f} s, at {self.doing}")
-        faulthandler.dump_traceback(file=sys.stderr)
-        sys.stdout.flush()
-        os._exit(3)
-
-    def stop(self) -> None:
-        self._timer.cancel()
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--shapes", default="llama3-8b,llama3-70b", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--recipes", default="none,delayed", help="of fp8.recipe's; none is bf16")
+    parser.add_argument("--recipes", default="none,delayed", help="values of fp8.recipe; none is bf16")
     parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=120.0, help="after which the watchdog ends it all")
+    parser.add_argument("--seconds", type=float, default=120.0, help="until the process is ended")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     arguments = parser.parse_args(argv)
-    for option, known in (("shapes", SHAPES), ("modes", MODES)):
-        values = getattr(arguments, option).split(",")
-        if unknown := [value for value in values if value not in known]:
-            parser.error(f"--{option}: {unknown[0]} is none of {', '.join(known)}")
-        setattr(arguments, option, values)
-    arguments.recipes = arguments.recipes.split(",")
+    try:
+        arguments.shapes = names("--shapes", arguments.shapes, SHAPES)
+        arguments.modes = names("--modes", arguments.modes, MODES)
+    except ValueError as error:
+        parser.error(str(error))
     return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
-    is_main = os.environ.get("RANK", "0") == "0"
-
-    def say(text: str, always: bool = False) -> None:
-        if is_main or always:
-            print(text, flush=True)
-
-    watchdog = Watchdog(arguments.seconds, say)
+    faulthandler.dump_traceback_later(arguments.seconds, exit=True, file=sys.__stderr__)
+    log = print if os.environ.get("RANK", "0") == "0" else lambda *_, **__: None
     device = initialize_distributed(arguments.device, timeout_seconds=arguments.seconds)
     parallel = initialize_model_parallel(torch.distributed.get_world_size(), device=device)
-    t = parallel.tensor.size
-    say(f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'} × {t}, torch {torch.__version__}")
-    wrong = False
+    log(f"{machine(device)} × {parallel.tensor.size}, torch {torch.__version__}", flush=True)
+    found: dict[str, list[Result]] = {}
+    failed = False
     for name in arguments.shapes:
-        for recipe in arguments.recipes:
-            precision = "in high precision" if recipe == "none" else f"fp8 {recipe}"
-            title = f"{name}, {precision}, tensor {t}, sequence-parallel, s = {SHAPES[name].seq_length}"
-            say(f"\n{title}")
-            watchdog.doing = title
+        for recipe in arguments.recipes.split(","):
+            precision = "high precision" if recipe == "none" else f"fp8 {recipe}"
+            title = f"{name}, {precision}, tensor {parallel.tensor.size}, s = {SHAPES[name].seq_length}"
+            log(f"\n{title}", flush=True)
             try:
                 blocks = Blocks(SHAPES[name], recipe, parallel)
-                say(f"  {describe_path(blocks.manager.recipe, device, 'auto')}")
-                results = measure(blocks, arguments.modes, arguments.rounds, parallel, say)
+                log(f"  {describe_path(blocks.manager.recipe, device, 'auto')}", flush=True)
+                found[title] = measure(blocks, arguments.modes, arguments.rounds, parallel)
+                log("\n".join(table(found[title])), flush=True)
             except Exception as error:
                 traceback.print_exc()
-                say(f"failed: {type(error).__name__}: {error}")
-                wrong = True
-                continue
-            for line in table(results):
-                say(line)
-            wrong = wrong or any("WRONG" in result.note or "failed" in result.note for result in results)
-            del blocks
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    watchdog.stop()
+                log(f"failed: {type(error).__name__}: {error}", flush=True)
+                failed = True
+            blocks = None
+            release()
+    faulthandler.cancel_dump_traceback_later()
+    if parallel.rank == 0:
+        write_json(arguments.json, {title: [asdict(result) for result in of] for title, of in found.items()})
     destroy_model_parallel()
-    return int(wrong)
+    notes = [result.note for results in found.values() for result in results]
+    return int(failed or any("WRONG" in note or "failed" in note for note in notes))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Record what many small training runs compute, to the last bit, and compare two recordings.
+"""Record the results of many small training runs to the last bit, and compare two recordings.
 
     python -m benchmarks.bitwise_gate record before.json            # on the commit before a refactoring
     python -m benchmarks.bitwise_gate record after.json             # on the commit after it
     python -m benchmarks.bitwise_gate compare before.json after.json
 
-Each case is `pretrain_gpt.py` with a tiny model on 1 to 4 CPU processes (gloo): six steps, the last three resumed from
-the checkpoint of the first three. Recorded are the losses, gradient norms and validation losses as metrics.jsonl has
-them, and a SHA-256 of all tensors of each checkpoint. Only public interfaces are used (the config, metrics.jsonl, the
-checkpoint format), so a recording stays comparable when modules move. The cases cover every recipe in three layouts,
-and every schedule, parallel axis, memory option, optimizer dtype and model choice at least once.
+Each case runs `pretrain_gpt.py` with a tiny model on 1 to 4 CPU processes (gloo): six steps, the last three resumed
+from the checkpoint of the first three. Recorded are losses, gradient norms and validation losses as in metrics.jsonl,
+and a SHA-256 of all tensors of each checkpoint. Only public interfaces are used (the config, metrics.jsonl, the
+checkpoint format), so recordings stay comparable when modules move. The cases cover every recipe in three layouts, and
+every schedule, parallel axis, memory option, optimizer dtype and model option at least once.
 
 A recording belongs to one machine and one torch version: another CPU may sum in another order.
 """
@@ -40,7 +40,7 @@ import yaml
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-VOCAB_SIZE, END_OF_DOCUMENT = 257, 256  # those of the byte tokenizer
+VOCAB_SIZE, END_OF_DOCUMENT = 257, 256  # of the bytes tokenizer
 STEPS = 6
 CASE_SECONDS = 300
 
@@ -158,9 +158,9 @@ CASES: dict[str, tuple[int, list[str]]] = {
 
 
 def write_inputs(folder: Path) -> None:
-    """A Megatron .bin/.idx data set of random documents, and a base config that reads it with the byte tokenizer."""
+    """Write a Megatron .bin/.idx data set of random documents, and a base config that reads it."""
     generator = np.random.default_rng(0)
-    # A drifting alphabet of few tokens, so that there is something to learn.
+    # Random walks with small steps, so that there is something to learn.
     documents = [
         np.append(generator.integers(1, 8, length).cumsum() % END_OF_DOCUMENT, END_OF_DOCUMENT).astype(np.uint16)
         for length in generator.integers(20, 200, 400)
@@ -194,7 +194,7 @@ def checkpoint_hash(path: Path) -> str:
 
 
 def recorded(run: Path) -> dict[str, Any]:
-    """What one finished run computed."""
+    """Results of one finished run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
         "loss": [line["loss"] for line in lines],
@@ -205,7 +205,7 @@ def recorded(run: Path) -> dict[str, Any]:
 
 
 def _serve(pipe: Connection, rank: int) -> None:
-    """One rank: run what comes through `pipe`, (ranks, port, arguments), until None comes."""
+    """Main function of one rank: runs each (ranks, port, arguments) received from `pipe`, until None."""
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
     import pretrain_gpt
@@ -225,7 +225,7 @@ def _serve(pipe: Connection, rank: int) -> None:
 
 
 class Ranks:
-    """Processes that keep torch loaded from case to case."""
+    """A pool of processes in which torch stays loaded from case to case."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -246,23 +246,22 @@ class Ranks:
             process.join()
 
     def run(self, ranks: int, arguments: Sequence[str]) -> None:
-        """`pretrain_gpt.py` with these arguments. RuntimeError with the ranks' own words if any fails or hangs."""
+        """Run `pretrain_gpt.py`. RuntimeError with the ranks' output if any fails or hangs."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for pipe in self.pipes[:ranks]:
             pipe.send((ranks, port, list(arguments)))
-        failures = []
-        for rank, pipe in enumerate(self.pipes[:ranks]):
-            failures.append(
-                pipe.recv() if pipe.poll(CASE_SECONDS) else f"rank {rank} gave no answer in {CASE_SECONDS} s"
-            )
+        failures = [
+            pipe.recv() if pipe.poll(CASE_SECONDS) else f"rank {rank} did not finish within {CASE_SECONDS} s"
+            for rank, pipe in enumerate(self.pipes[:ranks])
+        ]
         if any(failures):
             raise RuntimeError("\n".join(failure for failure in failures if failure))
 
 
 def record(path: Path, only: str) -> int:
-    """Run the cases whose name contains `only` and write what they computed to `path`; the number that failed."""
+    """Run the cases whose name contains `only`, write their results to `path`, and return how many failed."""
     found: dict[str, Any] = {}
     failed = []
     with tempfile.TemporaryDirectory(prefix="bitwise-gate-") as folder:
@@ -297,9 +296,7 @@ def compare(before: Path, after: Path) -> int:
     """Print every case that differs between two recordings, and return how many do."""
     old, new = (json.loads(path.read_text()) for path in (before, after))
     if old["about"]["torch"] != new["about"]["torch"]:
-        print(
-            f"recorded with torch {old['about']['torch']} and {new['about']['torch']}: bits may differ for that alone"
-        )
+        print(f"recorded with torch {old['about']['torch']} and {new['about']['torch']}: bits may differ by that alone")
     differing = 0
     for name in sorted(old["cases"].keys() | new["cases"].keys()):
         one, other = old["cases"].get(name), new["cases"].get(name)
@@ -320,7 +317,7 @@ def compare(before: Path, after: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record", help="run all cases and write what they compute")
+    recording = commands.add_parser("record", help="run all cases and write their results")
     recording.add_argument("output", type=Path)
     recording.add_argument("--only", default="", help="cases whose name contains this")
     comparing = commands.add_parser("compare", help="compare two recordings")

@@ -1,16 +1,16 @@
-"""The implementations of a transformer block that `bench_layer` compares, each built the way its users build it.
+"""The implementations of a transformer block that `bench_layer` compares, each built as its users build it.
 
-    eager, compiled      `reference_layers`, plain torch in bf16
+    eager, compiled      `blocks.ReferenceLayers`, plain torch in bf16
     megafp8:<recipe>     blocks of `megafp8.models.gpt`, built as the trainer builds a pipeline stage, with its fp32
-                         gradient buffer; `+fast` accumulates fast in all three GEMMs, `+graph` replays micro-batches
-                         from CUDA graphs, captured as the trainer captures its own, `+alone` is the floor: its GEMMs
-                         and attention and nothing else (`layer_floor`)
-    torchao:<recipe>     `reference_layers` converted by torchao, compiled
-    te:<recipe>          Transformer Engine's modules with fused gradient accumulation into fp32, as Megatron-LM uses
-    them
+                         gradient buffer. `+fast`: fast accumulation in all three GEMMs. `+graph`: micro-batches
+                         replayed from CUDA graphs, captured as the trainer captures them. `+floor`: a lower bound of
+                         the time, only the GEMMs and attention kernels
+    torchao:<recipe>     `blocks.ReferenceLayers` converted by torchao, compiled
+    te:<recipe>          Transformer Engine's modules with gradient accumulation fused into wgrad, in fp32, as
+                         Megatron-LM uses them
 
-Gradients therefore end up where each keeps them in training: bf16 `.grad` for the torch variants, an fp32 `main_grad`
-for the others, which is twice the bytes. All start from the same weights.
+So gradients are where each implementation has them in training: bf16 `.grad` for the torch variants, an fp32
+`main_grad`, twice the bytes, for the others. All start from the same weights.
 
 Shapes: s sequence, b micro-batch, h hidden.
 """
@@ -18,7 +18,8 @@ Shapes: s sequence, b micro-batch, h hidden.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
@@ -26,19 +27,18 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import sdpa_kernel
 
-from benchmarks.layer_floor import LayersAlone
-from benchmarks.layers import Layers, NotInstalledError, Problem
-from benchmarks.reference_layers import EPSILON, ROTARY_BASE, ReferenceLayers
-from megafp8.config import Config
+from benchmarks.blocks import EPSILON, ROTARY_BASE, ReferenceLayers, Shape, build_stage
 from megafp8.config.schema import Fp8Config
 from megafp8.data_parallel.grad_buffer import GradBuffer
-from megafp8.models.context import BuildContext
-from megafp8.models.gpt import GPTStage
+from megafp8.fp8.gemm.dispatch import Fp8Gemm
+from megafp8.models.attention import CUDA_BACKENDS
+from megafp8.parallel_state import ParallelState
 from megafp8.training.cuda_graphs import MicrobatchGraphs
-from megafp8.training.fp8_config import build_fp8
 
-GRAPH, ALONE = "+graph", "+alone"
+GRAPH, FLOOR = "+graph", "+floor"
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 TE_RECIPES = {
     "bf16": None,
@@ -48,9 +48,54 @@ TE_RECIPES = {
 }
 
 
+class NotInstalledError(Exception):
+    """A package that a variant needs is not installed."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What all variants are built for: `layers` blocks, `seq_length` tokens, weights by the names of the reference."""
+
+    shape: Shape
+    layers: int
+    seq_length: int
+    weights: dict[str, Tensor]
+    parallel: ParallelState
+
+    @property
+    def device(self) -> torch.device:
+        return self.parallel.device
+
+
+@dataclass(frozen=True)
+class Layers:
+    """One variant, ready to run.
+
+    `forward(x [s, b, h], first)` returns `[s, b, h]`; `first`: the weights have changed since the last call.
+    `parameters` are by the reference's names. `zero_grad` clears the gradients; `end_step` is what the variant does
+    once per optimizer step. `micro_batch` is what is timed.
+    """
+
+    forward: Callable[[Tensor, bool], Tensor]
+    parameters: dict[str, nn.Parameter]
+    zero_grad: Callable[[], None]
+    end_step: Callable[[], None] = lambda: None
+
+    def micro_batch(self, x_sbh: Tensor, dy_sbh: Tensor, first: bool) -> Tensor:
+        """Forward and backward; returns dx `[s, b, h]`."""
+        leaf = x_sbh.detach().requires_grad_()
+        self.forward(leaf, first).backward(dy_sbh)
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Each parameter's gradient; None for one that has none."""
+        return {name: getattr(p, "main_grad", p.grad) for name, p in self.parameters.items()}
+
+
 @dataclass(frozen=True)
 class GraphedLayers(Layers):
-    """Layers whose micro-batches are replayed after the first steps; x and dy are the same tensors always."""
+    """Layers whose micro-batches are replayed after the first steps. x and dy must be the same tensors always."""
 
     graphs: MicrobatchGraphs = field(kw_only=True)
 
@@ -67,7 +112,7 @@ Builder = Callable[[Problem], Layers]
 
 
 def variants() -> dict[str, Builder]:
-    """Every known variant and how to build it. A recipe that the config learns appears here by itself."""
+    """All variants by name. The recipes are those of the config."""
     known: dict[str, Builder] = {"eager": build_eager, "compiled": build_compiled}
     for recipe in get_args(Fp8Config.model_fields["recipe"].annotation):
         plain = partial(build_megafp8, recipe=recipe)
@@ -75,9 +120,9 @@ def variants() -> dict[str, Builder]:
         if recipe != "none":
             fast = partial(plain, fast_accumulation=(True, True, True))
             ours = {f"megafp8:{recipe}": plain, f"megafp8:{recipe}+fast": fast}
-            known |= {name + ALONE: partial(_alone, build) for name, build in ours.items()}
+            known |= {name + FLOOR: build for name, build in ours.items()}  # timed by `floor_of`
         known |= ours
-        if recipe != "nvfp4":  # its noise is drawn by the host
+        if recipe != "nvfp4":  # the host draws its noise
             known |= {name + GRAPH: partial(build, graphed=True) for name, build in ours.items()}
     known |= {f"torchao:{recipe}": partial(build_torchao, recipe=recipe) for recipe in TORCHAO_RECIPES}
     known |= {f"te:{recipe}": partial(build_te, recipe=recipe) for recipe in TE_RECIPES}
@@ -92,7 +137,7 @@ def _copy_weights(parameters: dict[str, nn.Parameter], weights: dict[str, Tensor
         parameter.copy_(weights[name])
 
 
-# --- plain torch, and torchao on top of it ---------------------------------------------------------------------------
+# --- plain torch, and torchao ----------------------------------------------------------------------------------------
 
 
 def _reference(problem: Problem) -> ReferenceLayers:
@@ -102,33 +147,27 @@ def _reference(problem: Problem) -> ReferenceLayers:
     return layers
 
 
-def _torch_layers(layers: ReferenceLayers) -> Layers:
+def _torch_layers(layers: ReferenceLayers, *, compiled: bool = True) -> Layers:
+    if compiled:  # all blocks as one graph; `fullgraph` makes a silent fallback to eager impossible
+        layers.compile(fullgraph=True, dynamic=False)
     return Layers(lambda x, _: layers.run(x), dict(layers.named_parameters()), layers.zero_grad)
 
 
-def _compile(layers: ReferenceLayers) -> None:
-    """All blocks become one graph; `fullgraph` makes a silent fall-back to eager impossible."""
-    layers.compile(fullgraph=True, dynamic=False)
-
-
 def build_eager(problem: Problem) -> Layers:
-    return _torch_layers(_reference(problem))
+    return _torch_layers(_reference(problem), compiled=False)
 
 
 def build_compiled(problem: Problem) -> Layers:
-    layers = _reference(problem)
-    _compile(layers)
-    return _torch_layers(layers)
+    return _torch_layers(_reference(problem))
 
 
 def build_torchao(problem: Problem, recipe: str) -> Layers:
-    """On a CPU its FP8 products are emulated."""
+    """On a CPU the FP8 GEMMs are emulated."""
     torchao = _import("torchao.float8")
     config = torchao.Float8LinearConfig.from_recipe_name(recipe)
     config = replace(config, emulate=problem.device.type == "cpu")
     layers = _reference(problem)
     torchao.convert_to_float8_training(layers, config=config)
-    _compile(layers)
     return _torch_layers(layers)
 
 
@@ -136,30 +175,11 @@ def build_torchao(problem: Problem, recipe: str) -> Layers:
 
 
 def build_megafp8(problem: Problem, graphed: bool = False, **fp8: Any) -> Layers:
-    """A middle pipeline stage: blocks, and neither embedding nor head. `fp8`: fields of the config's section."""
-    parallel, shape, n = problem.parallel, problem.shape, problem.layers
-    config = Config.model_validate(
-        {
-            "name": "bench-layer",
-            "model": {
-                "num_layers": n + 2,
-                "hidden_size": shape.hidden_size,
-                "ffn_hidden_size": shape.ffn_hidden_size,
-                "num_attention_heads": shape.heads,
-                "num_query_groups": shape.groups,
-                "head_dim": shape.head_dim,
-                "norm_eps": EPSILON,
-                "rope_theta": ROTARY_BASE,
-            },
-            "fp8": fp8,
-            "training": {"steps": 1, "seq_length": problem.seq_length, "global_batch_size": 1},
-            "optimizer": {"learning_rate": 1.0},
-            "data": {"train": ["none"]},
-        }
+    """`fp8`: fields of the config section."""
+    parallel = problem.parallel
+    config, manager, stage = build_stage(
+        problem.shape, problem.layers, problem.seq_length, parallel, torch.bfloat16, **fp8
     )
-    manager = build_fp8(config, parallel)
-    context = BuildContext(parallel.tensor.group, manager, torch.bfloat16, problem.device, sequence_parallel=True)
-    stage = GPTStage(config.model, context, layers=range(1, n + 1), positions=0)
     parameters = dict(stage.named_parameters())
     _copy_weights(parameters, problem.weights)
     manager.materialize(problem.device)
@@ -182,16 +202,97 @@ def build_megafp8(problem: Problem, graphed: bool = False, **fp8: Any) -> Layers
     return Layers(forward, parameters, buffer.zero, manager.end_step)
 
 
-def _alone(build: Builder, problem: Problem) -> Layers:
-    layers = build(problem)
-    return LayersAlone(layers.forward, layers.parameters, layers.zero_grad, layers.end_step)
+# --- the floor: GEMMs and attention alone ----------------------------------------------------------------------------
+#
+# Casts, norms, activations and rotations could at best be free. The FP8 GEMMs and attention kernels of one micro-batch
+# are recorded with their operands and replayed in their order, so that the GPU draws about the power that it draws in
+# training. The operands stay in memory, the quantized gradients included; the replayed weight gradients add up in the
+# gradient buffer, as over micro-batches.
+
+Call = Callable[[], object]
+
+
+def _record_attention(calls: list[Call], attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`attend`, which adds itself to `calls`, and its backward when that runs."""
+
+    def replay(*inputs: Tensor, **options: Any) -> Tensor:
+        if not inputs[0].is_cuda:
+            return attend(*inputs, **options)
+        with sdpa_kernel(CUDA_BACKENDS, set_priority=True):
+            return attend(*inputs, **options)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        y = attend(q, k, v, **options)
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        outputs: list[Tensor] = []
+
+        def forward() -> None:
+            outputs[:] = [replay(*inputs, **options)]
+
+        def record_backward(dy: Tensor) -> None:
+            calls.append(lambda: torch.autograd.grad(outputs, inputs, dy))
+
+        calls.append(forward)
+        y.register_hook(record_backward)
+        return y
+
+    return call
+
+
+@contextmanager
+def _recorded() -> Iterator[list[Call]]:
+    """FP8 GEMMs and attention that run in this context, as calls that repeat them."""
+    calls: list[Call] = []
+    originals = {name: getattr(Fp8Gemm, name) for name in ("tn", "accumulate_tn")}
+    attend = F.scaled_dot_product_attention
+    nested: list[bool] = []  # accumulate_tn may call tn
+
+    def record(product: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if not nested:
+                calls.append(lambda: product(*args, **options))
+            nested.append(True)
+            try:
+                return product(*args, **options)
+            finally:
+                nested.pop()
+
+        return call
+
+    try:
+        for name, product in originals.items():
+            setattr(Fp8Gemm, name, record(product))
+        F.scaled_dot_product_attention = _record_attention(calls, attend)
+        yield calls
+    finally:
+        for name, product in originals.items():
+            setattr(Fp8Gemm, name, product)
+        F.scaled_dot_product_attention = attend
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Replay(Layers):
+    calls: tuple[Call, ...]
+    dx_sbh: Tensor
+
+    def micro_batch(self, x_sbh: Tensor, dy_sbh: Tensor, first: bool) -> Tensor:
+        for call in self.calls:
+            call()
+        return self.dx_sbh
+
+
+def floor_of(layers: Layers, x_sbh: Tensor, dy_sbh: Tensor) -> Layers:
+    """The GEMMs and attention of one micro-batch of `layers`, which runs once to record them."""
+    with _recorded() as calls:
+        dx_sbh = layers.micro_batch(x_sbh, dy_sbh, True)
+    return _Replay(layers.forward, layers.parameters, layers.zero_grad, calls=tuple(calls), dx_sbh=dx_sbh)
 
 
 # --- Transformer Engine ----------------------------------------------------------------------------------------------
 
 
 def build_te(problem: Problem, recipe: str) -> Layers:
-    """Its attention and MLP modules with plain residuals: `te.TransformerLayer` would run its dropout at p = 0 too."""
+    """Its attention and MLP modules with plain residuals: `te.TransformerLayer` runs dropout even at p = 0."""
     te, recipes = _import("transformer_engine.pytorch"), _import("transformer_engine.common.recipe")
     shape = problem.shape
     common: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """FP8 and torch.compile: `python examples/compile.py`, on a GPU, or without one on the CPU.
 
-What lies between the FP8 layers is compiled; at each of them the graph breaks, so `fullgraph=True` is refused.
+The ops between the FP8 layers are compiled. Each FP8 layer is a graph break, so `fullgraph=True` raises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 At the end weights and FP8 state are saved, and restored into a model on one rank.
 
-FSDP gathers the weights in high precision; each rank casts what it has gathered, and keeps no copy of what is freed.
+FSDP gathers the weights in high precision. Each rank quantizes them and frees the FP8 copies with them.
 """
 
 from __future__ import annotations

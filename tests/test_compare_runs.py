@@ -1,4 +1,4 @@
-"""The table of deviations: runs of one name are runs of their own, and a run without steps is one message."""
+"""tools/compare_runs.py: runs of the same name are distinguished, and runs without steps are errors."""
 
 from __future__ import annotations
 

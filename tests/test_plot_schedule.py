@@ -1,4 +1,4 @@
-"""The drawing of schedules: figures, picture, trace, and measured runs beside simulated ones."""
+"""tools/plot_schedule.py: text, PNG, trace, and measured runs beside simulated ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megafp8.pipeline_parallel.zero_bubble import zb_v
 from tools import plot_schedule
 
 
-def test_figures_picture_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_png_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png, trace = tmp_path / "s.png", tmp_path / "t.json"
     arguments = ["1f1b", "zb-v", "--pipeline", "2", "--micro-batches", "3", "--png", str(png), "--trace", str(trace)]
     assert plot_schedule.main(arguments) == 0
@@ -31,7 +31,7 @@ def test_figures_picture_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture
     assert sum(e["ph"] == "X" and e["pid"] == 1 for e in events) == 2 * 2 * 3 * 3
 
 
-def test_times_are_of_a_ranks_share(capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_are_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert plot_schedule.main(["zb-v", "--pipeline", "1", "--micro-batches", "2", "--times", "1,2,4"]) == 0
     assert capsys.readouterr().out.startswith("zb-v: 14, bubble 0.0%")
     assert plot_schedule.main(["1f1b", "--pipeline", "2", "--micro-batches", "1", "--p2p", "0.25"]) == 0
@@ -49,14 +49,14 @@ def test_a_measured_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert measured.startswith(f"measured: {timeline.duration:.4g} s, bubble {timeline.bubble_fraction:.1%}")
 
 
-def test_stages_that_differ_are_simulated_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_stages_are_simulated_with_their_own_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     placement, path = in_turns(2), tmp_path / "pipeline_trace.json"
     times = [Times(1.0, 1.0, 1.0), Times(2.0, 3.0, 1.0)]
     write_timeline(simulate(one_f_one_b(placement, 4), placement, times), placement, path)
     assert plot_schedule.main(["1f1b", "zb-v", "--measured", str(path)]) == 0
     measured, same, elsewhere = capsys.readouterr().out.splitlines()
     assert measured.removeprefix("measured: ") == same.removeprefix("1f1b: ")
-    assert elsewhere.startswith("zb-v: ")  # whose stages lie otherwise: with the mean of all
+    assert elsewhere.startswith("zb-v: ")  # which has another placement: the mean times of all stages
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_stages_that_differ_are_simulated_as_they_are(tmp_path: Path, capsys: py
         (["--measured", "absent.json"], "error: absent.json is no pipeline timeline"),
     ],
 )
-def test_what_is_not_there(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot_schedule.main(arguments) == 2
     assert message in capsys.readouterr().err
 

@@ -1,9 +1,9 @@
-"""Hold loss curves against each other: a table of deviations from the first run, and a plot.
+"""Compare loss curves of runs: a table of deviations from the first run, and a plot.
 
     python tools/compare_runs.py runs/one-gpu runs/tp2 runs/pp2 [--png curves.png]
 
-Each argument is a run folder (its metrics.jsonl is read). Deviations are relative, over the steps that both runs have.
-Runs are called by the last parts of their paths, as many as it takes to tell them apart.
+Each argument is a run folder, whose metrics.jsonl is read. Deviations are relative, over the steps that both runs have.
+Runs are named by the shortest end of their path that is unique.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.training.metrics import read_metrics
+from tools.common import new_parser, pyplot, run_tool
 
 Run = dict[int, dict[str, Any]]
 
 
 def read_run(folder: Path) -> Run:
-    """The run's steps by number. ValueError where there is no metrics.jsonl with steps."""
+    """The run's steps by number. ValueError if there is no metrics.jsonl with steps."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} is no run folder: it has no metrics.jsonl")
@@ -32,7 +33,7 @@ def read_run(folder: Path) -> Run:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A name for each folder, no two alike. ValueError where a folder is given twice."""
+    """A unique name for each folder. ValueError if a folder is given twice."""
     paths = [folder.resolve() for folder in folders]
     for i, path in enumerate(paths):
         if path in paths[:i]:
@@ -41,7 +42,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def _parts_needed(path: Path, paths: Sequence[Path]) -> int:
-    """How many last parts of `path` no other of `paths` ends with."""
+    """Number of last parts of `path` that no other of `paths` ends with."""
     for count in range(1, len(path.parts)):
         if sum(other.parts[-count:] == path.parts[-count:] for other in paths) == 1:
             return count
@@ -63,17 +64,13 @@ def _relative(value: float, reference: float) -> float:
 
 
 def _number(value: float | None) -> float:
-    """What metrics.jsonl has as null was not finite."""
+    """NaN for null, which metrics.jsonl has for values that are not finite."""
     return math.nan if value is None else value
 
 
 def plot(runs: dict[str, Run], path: Path) -> None:
-    """Curves above, deviations from the first beneath."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Loss curves above, deviations from the first run below."""
+    plt = pyplot()
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=[2, 1], layout="constrained")
     reference = next(iter(runs.values()))
     for name, run in runs.items():
@@ -92,27 +89,26 @@ def plot(runs: dict[str, Run], path: Path) -> None:
     plt.close(figure)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
-    parser.add_argument("--png", type=Path, help="also plot into this file")
-    arguments = parser.parse_args(argv)
-    try:
-        runs = dict(zip(names_of(arguments.runs), map(read_run, arguments.runs)))
-        reference = next(iter(runs.values()))
-        width = max(28, *(len(name) + 1 for name in runs))
-        print(f"{'run':<{width}}{'steps':>6}{'first loss':>12}{'last loss':>12}{'max |Δloss|':>13}{'max |Δnorm|':>13}")
-        for name, run in runs.items():
-            first, last = (_number(run[step]["loss"]) for step in (min(run), max(run)))
-            loss, norm = (largest_deviation(run, reference, key) for key in ("loss", "grad_norm"))
-            print(f"{name:<{width}}{len(run):>6}{first:>12.5f}{last:>12.5f}{loss:>13.1e}{norm:>13.1e}")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def compare(arguments: argparse.Namespace) -> None:
+    runs = dict(zip(names_of(arguments.runs), map(read_run, arguments.runs)))
+    reference = next(iter(runs.values()))
+    width = max(28, *(len(name) + 1 for name in runs))
+    print(f"{'run':<{width}}{'steps':>6}{'first loss':>12}{'last loss':>12}{'max |Δloss|':>13}{'max |Δnorm|':>13}")
+    for name, run in runs.items():
+        first, last = (_number(run[step]["loss"]) for step in (min(run), max(run)))
+        loss, norm = (largest_deviation(run, reference, key) for key in ("loss", "grad_norm"))
+        print(f"{name:<{width}}{len(run):>6}{first:>12.5f}{last:>12.5f}{loss:>13.1e}{norm:>13.1e}")
     if arguments.png:
         plot(runs, arguments.png)
         print(f"plot: {arguments.png}")
-    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = new_parser(__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--png", type=Path, help="also plot into this file")
+    arguments = parser.parse_args(argv)
+    return run_tool(lambda: compare(arguments))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Read a run's FP8 report: which tensors lose most by the cast, a summary by operand, advice, and a heat map.
+"""Show a run's FP8 report: the tensors with the largest quantization error, a summary, advice and a heat map.
 
     python tools/fp8_report.py runs/llama3-8b [--step 4000] [--worst 20] [--png fp8.png]
 
-The run writes the report when its config has fp8.report_interval=100 (a look every 100 steps). The table and summary
-are of one sampled step, the last by default; advice takes in the steps up to it; the heat map shows all.
+A run writes the report if its config has fp8.report_interval=100 (a sample every 100 steps). The table and summary are
+of one sampled step, the last by default; advice uses the steps up to it; the heat map shows all.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from megafp8.config import Config, load_config
 from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, advice, as_yaml, read_report
 from megafp8.fp8.recipes.base import NVFP4Scaling
 from megafp8.training.fp8_config import fp8_recipe
+from tools.common import new_parser, pyplot, run_tool
 
 _MOST_NAMES = 20
 _PANELS = (
     ("snr_db", "SNR (dB)", "viridis"),
-    ("underflow", "underflow (share)", "magma_r"),
-    ("saturated", "saturated (share)", "magma_r"),
+    ("underflow", "underflow (fraction)", "magma_r"),
+    ("saturated", "saturated (fraction)", "magma_r"),
     ("amax", "log2 amax", "cividis"),
 )
-_SWITCH_ON = "switch it on with fp8.report_interval=100 (a look every 100 steps)"
+_SWITCH_ON = "switch it on with fp8.report_interval=100 (a sample every 100 steps)"
 
 
 def read_run(folder: Path) -> list[Record]:
-    """The run's records, of at least one step. ValueError where there is no folder or no report in it."""
+    """The run's records, of at least one step. ValueError if the folder has no report."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give a run's own, <run_dir>/<name>")
     path = folder / FILE_NAME
@@ -50,13 +51,13 @@ def read_run(folder: Path) -> list[Record]:
 
 
 def read_config(folder: Path) -> Config:
-    """The config that the run was last started with. ValueError where there is none that loads."""
+    """The config that the run was last started with. ValueError if none loads."""
     resumed = sorted(folder.glob("config-from-step-*.yaml"))
     return load_config(resumed[-1] if resumed else folder / "config.yaml")
 
 
 def chosen_step(records: Sequence[Record], wanted: str) -> int:
-    """The step that `wanted` names: "last", or a number. ValueError unless it was sampled."""
+    """The step `wanted`: "last" or a number. ValueError unless it was sampled."""
     steps = sorted({record.step for record in records})
     if wanted == "last":
         return steps[-1]
@@ -66,11 +67,8 @@ def chosen_step(records: Sequence[Record], wanted: str) -> int:
     return int(wanted)
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
-
-
 def _figure(value: float | None, form: str) -> str:
-    """The number as `form` says; "-" for what was not finite."""
+    """The number in format `form`; "-" if it was not finite."""
     return "-" if value is None else format(value, form)
 
 
@@ -79,9 +77,9 @@ def _snr(value: float | None) -> str:
 
 
 def worst_table(records: Sequence[Record], count: int) -> str:
-    """The `count` tensors whose SNR is furthest below the median of their operand; before them what was not finite.
+    """The `count` tensors whose SNR is furthest below the median of their operand, after those that were not finite.
 
-    Below the median, since gradients in E5M2 are some 6 dB below all that is in E4M3.
+    The SNR is compared with the median because gradients in E5M2 are some 6 dB below tensors in E4M3.
     """
     known = {
         operand: [r.snr_db for r in records if r.operand == operand and r.snr_db is not None] for operand in OPERANDS
@@ -106,7 +104,7 @@ def worst_table(records: Sequence[Record], count: int) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """A line an operand: SNR, mean shares, and how many tensors held an infinity or a NaN."""
+    """One line per operand: SNR, mean fractions, and the number of tensors with an infinity or NaN."""
     lines = [
         f"{'operand':<13}{'tensors':>8}{'median SNR':>12}{'worst SNR':>11}{'underflow':>11}{'saturated':>11}"
         f"{'not finite':>12}"
@@ -124,22 +122,19 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def advice_text(records: Sequence[Record], config: Config) -> str:
-    """What `megafp8.fp8.health.advice` says, and the YAML that does it."""
+    """The advice of `megafp8.fp8.health`, and the YAML that follows it."""
     recipe = fp8_recipe(config)
     if recipe is None:
         return "Advice: none, since the run was last started with fp8.recipe none."
     gradients = [operands.grad_output for r in records if (operands := recipe.operands(r.layer)) is not None]
-    in_four_bits = any(isinstance(gradient, NVFP4Scaling) for gradient in gradients)
-    advised = advice(records, fp8_format=None if in_four_bits else recipe.fp8_format)
+    uses_nvfp4 = any(isinstance(gradient, NVFP4Scaling) for gradient in gradients)
+    advised = advice(records, fp8_format=None if uses_nvfp4 else recipe.fp8_format)
     if not advised:
-        return "Advice: none, all tensors are well."
+        return "Advice: none, all tensors are healthy."
     lines = ["Advice"]
     for a in advised:
         lines += textwrap.wrap(f"{a.layer} {a.operand}: {a.reason}", 110, initial_indent="- ", subsequent_indent="  ")
-    return "\n".join([*lines, "", "In the config that is", "", as_yaml(advised, config.fp8.exclude)])
-
-
-# --- heat map -------------------------------------------------------------------------------------------------------
+    return "\n".join([*lines, "", "As a config:", "", as_yaml(advised, config.fp8.exclude)])
 
 
 def _place(layer: str) -> tuple[str, int]:
@@ -149,13 +144,13 @@ def _place(layer: str) -> tuple[str, int]:
 
 
 def ordered_layers(records: Sequence[Record]) -> list[str]:
-    """All layers: those of a kind together, from first block to last, kinds as they come in a block."""
+    """All layers, sorted by their place in a block, then by block."""
     kinds = list(dict.fromkeys(_place(record.layer)[0] for record in records))
     return sorted({record.layer for record in records}, key=lambda a: (kinds.index(_place(a)[0]), _place(a)[1]))
 
 
 def grid(records: Sequence[Record], operand: str, field: str) -> NDArray[np.float64]:
-    """`field` of an operand over ordered layers × sampled steps; NaN where there is none; an amax as its log2."""
+    """`field` of an operand, `[ordered layers, sampled steps]`; NaN if missing; log2 of an amax."""
     layers, steps = ordered_layers(records), sorted({record.step for record in records})
     row, column = ({key: i for i, key in enumerate(keys)} for keys in (layers, steps))
     values = np.full((len(layers), len(steps)), np.nan)
@@ -169,17 +164,13 @@ def grid(records: Sequence[Record], operand: str, field: str) -> NDArray[np.floa
 
 
 def plot(records: Sequence[Record], path: Path, title: str) -> None:
-    """Layers × sampled steps into a PNG: SNR, underflow, saturation and log2 amax down, operands across."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Heat maps of layers × sampled steps as a PNG: SNR, underflow, saturation and log2 amax, of each operand."""
+    plt = pyplot()
     layers, steps = ordered_layers(records), sorted({record.step for record in records})
     down, across = len(_PANELS), len(OPERANDS)
     height = down * min(max(1.8, 0.8 + 0.13 * len(layers)), 4.5) + 0.8
     figure, panels = plt.subplots(down, across, figsize=(16, height), sharex=True, sharey=True, layout="constrained")
-    figure.suptitle(f"{title}: what the cast to FP8 loses (grey: not finite, or not there)")
+    figure.suptitle(f"{title}: quantization error (grey: not finite, or missing)")
     for line, (field, label, colours) in zip(panels, _PANELS):
         for axes, operand in zip(line, OPERANDS):
             values = grid(records, operand, field)
@@ -188,7 +179,7 @@ def plot(records: Sequence[Record], path: Path, title: str) -> None:
             figure.colorbar(image, ax=axes, pad=0.02)
             axes.set_title(f"{operand}: {label}", fontsize="medium")
             _mark_layers(axes, layers)
-    ticks = range(len(steps) - 1, -1, -math.ceil(len(steps) / 6))  # from the end, so that the last step has its number
+    ticks = range(len(steps) - 1, -1, -math.ceil(len(steps) / 6))  # from the end, so that the last step is labelled
     for axes in panels[-1]:
         axes.set_xticks(ticks, [str(steps[i]) for i in ticks])
         axes.set_xlabel("step")
@@ -197,9 +188,9 @@ def plot(records: Sequence[Record], path: Path, title: str) -> None:
 
 
 def _colour_scale(field: str, values: NDArray[np.float64]) -> Any:
-    """Shares by their logarithm, from what is usual up to all; else what there is, exact casts left out.
+    """Logarithmic for fractions; else the range of the values without exact casts, at least 12 (dB, or octaves) wide.
 
-    At least 12 (dB, or octaves) wide, so that the noise of a healthy run is pale.
+    The least width keeps the noise of a healthy run pale.
     """
     from matplotlib.colors import LogNorm, Normalize
 
@@ -212,7 +203,7 @@ def _colour_scale(field: str, values: NDArray[np.float64]) -> Any:
 
 
 def _mark_layers(axes: Any, layers: Sequence[str]) -> None:
-    """Names of layers, or where they are many of kinds of layer; lines between the kinds."""
+    """Label layers, or groups of the same place in a block if there are many; lines between the groups."""
     kinds = [_place(layer)[0] for layer in layers]
     firsts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
     if len(layers) <= _MOST_NAMES:
@@ -228,7 +219,7 @@ def _mark_layers(axes: Any, layers: Sequence[str]) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print, and draw, what was asked for; nothing before all that is needed has been read."""
+    """Print and draw the report. Nothing is printed before all of it is read."""
     if arguments.worst < 1:
         raise ValueError(f"--worst {arguments.worst}: must be at least 1")
     records = read_run(arguments.run)
@@ -243,18 +234,13 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--step", default="last", metavar="N", help="the sampled step to show, or last (the default)")
     parser.add_argument("--worst", type=int, default=20, metavar="K", help="rows of the table (default 20)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the heat map into this file")
     arguments = parser.parse_args(argv)
-    try:
-        show(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_tool(lambda: show(arguments))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Look into a token data set: size, document lengths, documents and samples.
+"""Inspect a token data set: size, document lengths, documents and samples.
 
     python tools/inspect_data.py data/quickstart/stdlib --tokenizer sentencepiece \
         --tokenizer-path data/quickstart/tokenizer.model --documents 2 --samples 2 --seq-length 128 --png lengths.png
@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.data.arguments import add_tokenizer_flags, run, tokenizer_settings
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.samples import PackedDataset
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
+from tools.common import add_tokenizer_flags, new_parser, pyplot, run_tool, tokenizer_settings
 
 _WIDTH = 50
 
 
 def summary(dataset: IndexedDataset) -> str:
-    """Size, dtype, quantiles of document length, and what the sidecar says."""
+    """Size, dtype, quantiles of document length, and the sidecar."""
     lengths = dataset.document_lengths
     quantiles = np.quantile(lengths, [0, 0.1, 0.5, 0.9, 0.99, 1]) if len(lengths) else np.zeros(6)
     names = ("min", "10%", "median", "90%", "99%", "max")
@@ -49,16 +49,12 @@ def histogram(lengths: NDArray[np.int64]) -> str:
 
 
 def plot(lengths: NDArray[np.int64], path: Path, title: str) -> None:
-    """The same as a PNG. ValueError where there is no document to plot."""
+    """Document lengths as a PNG. ValueError if there are no documents."""
     if not len(lengths):
         raise ValueError(f"{title} holds no documents: there is nothing to plot")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    drawn = np.maximum(lengths, 1)  # an axis of logarithms has no 0
+    drawn = np.maximum(lengths, 1)  # a logarithmic axis has no 0
     axes.hist(drawn, bins=np.geomspace(drawn.min(), drawn.max() + 1, 50).tolist(), color="tab:blue")
     axes.set_xscale("log")
     axes.set_xlabel("tokens in a document")
@@ -70,19 +66,19 @@ def plot(lengths: NDArray[np.int64], path: Path, title: str) -> None:
 
 
 def open_tokenizer(dataset: IndexedDataset, settings: TokenizerSettings) -> Tokenizer:
-    """The tokenizer to decode with. ValueError where the sidecar says that the data were written with another."""
+    """The tokenizer to decode with. ValueError if the sidecar has another."""
     tokenizer = build_tokenizer(*settings)
     made_with = (dataset.sidecar() or {}).get("tokenizer_fingerprint", tokenizer.fingerprint)
     if made_with != tokenizer.fingerprint:
         raise ValueError(
             f"{dataset.prefix} was written with the tokenizer {made_with[:12]}…, but --tokenizer is "
-            f"{tokenizer.fingerprint[:12]}…: its text would be nonsense; without --tokenizer ids are shown"
+            f"{tokenizer.fingerprint[:12]}…: the text would be wrong; without --tokenizer ids are shown"
         )
     return tokenizer
 
 
 def show(tokens: NDArray[np.int64], tokenizer: Tokenizer | None, most: int = 400) -> str:
-    """Some of the tokens, as text where there is a tokenizer. ValueError for tokens that it does not have."""
+    """The first tokens, as text if there is a tokenizer. ValueError for tokens that it does not have."""
     ids = [int(i) for i in tokens[:most]]
     more = f" … ({len(tokens) - most:,} more tokens)" if len(tokens) > most else ""
     if tokenizer is None:
@@ -100,7 +96,7 @@ def show_documents(dataset: IndexedDataset, count: int, tokenizer: Tokenizer | N
 
 
 def show_samples(dataset: IndexedDataset, count: int, seq_length: int, seed: int, tokenizer: Tokenizer | None) -> None:
-    """The first samples of all documents, as training with this seed would see them; nothing is left in the cache."""
+    """The first samples of all documents, as training with this seed reads them. Leaves no cache."""
     if seq_length < 1:
         raise ValueError(f"--seq-length {seq_length}: must be at least 1")
     with tempfile.TemporaryDirectory() as cache:
@@ -110,7 +106,7 @@ def show_samples(dataset: IndexedDataset, count: int, seq_length: int, seed: int
 
 
 def inspect(arguments: argparse.Namespace) -> None:
-    """Print, and plot, what was asked for."""
+    """Print and plot what the arguments ask for."""
     dataset = IndexedDataset(arguments.prefix)
     tokenizer = open_tokenizer(dataset, tokenizer_settings(arguments)) if arguments.tokenizer else None
     print(summary(dataset))
@@ -125,7 +121,7 @@ def inspect(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("prefix", help="the data set's path without .bin or .idx")
     parser.add_argument("--documents", type=int, default=0, help="show this many documents")
     parser.add_argument("--samples", type=int, default=0, help="show this many packed samples")
@@ -134,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     add_tokenizer_flags(parser, required=False)
     parser.add_argument("--png", type=Path, help="plot document lengths into this file")
     arguments = parser.parse_args(argv)
-    return run(lambda: inspect(arguments))
+    return run_tool(lambda: inspect(arguments))
 
 
 if __name__ == "__main__":

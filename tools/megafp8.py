@@ -1,8 +1,8 @@
-"""Lets `python tools/X.py` run from a checkout in which nothing is installed; no tool, and not the package.
+"""Makes `python tools/X.py` work from a checkout without installation. Neither a tool nor the package.
 
-Python puts the folder of a script on its path, here tools/, and not the checkout. So a tool's `import megafp8` finds
-this file first, which puts the checkout in the place of tools/ and hands the name over to the package. Tools import
-megafp8 before `tools.*`, as sorted imports do. `python -m tools.X` has the checkout on its path and never comes here.
+Python puts a script's folder, here tools/, on its path, not the checkout. So a tool's `import megafp8` finds this file,
+which replaces tools/ by the checkout on the path and imports the package in its place. Therefore tools must import
+megafp8 before `tools.*`, as sorted imports do. `python -m tools.X` does not need this file.
 """
 
 import importlib

@@ -1,20 +1,20 @@
-"""Draw pipeline schedules, simulated or measured: a PNG, and a trace for https://ui.perfetto.dev or chrome://tracing.
+"""Plot pipeline schedules, simulated or measured: a PNG, and a trace for https://ui.perfetto.dev or chrome://tracing.
 
     python tools/plot_schedule.py 1f1b zb-h1 zb-v --pipeline 4 --micro-batches 8 --png schedules.png --trace trace.json
     python tools/plot_schedule.py interleaved --pipeline 4 --chunks 2 --times 1,1.1,0.9 --p2p 0.1 --png schedule.png
     python tools/plot_schedule.py zb-v --measured runs/mine/pipeline_trace.json --png schedule.png
 
-Schedules are what `parallel.schedule` takes: names, .csv files, module:function. A row is a rank; forwards are blue,
-backwards green, those that leave their weight gradients for later are lighter, and these are orange. Later chunks of a
-rank are darker and their numbers white. For each the tool prints and writes above the drawing how long a step is, the
-bubble, and the micro-batches held by the rank that holds most.
+Schedules are values of `parallel.schedule`: names, .csv files, module:function. Each rank is a row. Forward is blue,
+backward green, or lighter green if it leaves the weight gradients for later, and these are orange. Later chunks of a
+rank are darker, with white numbers. Printed, and written above each plot: the length of a step, the bubble, and the
+micro-batches held by the rank that holds most.
 
-`--times` are F,B,W: a rank's forward, input gradients and weight gradients of one micro-batch, in any unit, whatever
-the number of stages it is cut into; so schedules can be compared.
+`--times` are F,B,W: a rank's time for forward, input gradients and weight gradients of one micro-batch, in any unit and
+for any number of stages per rank, so that schedules can be compared.
 
-`--measured` draws what ranks really did in the step that `logging.pipeline_trace_step` named, which takes the number of
-ranks from the run; schedules named beside it are simulated with the mean times that were measured, of each stage, where
-stages lie as in the run, or else of all.
+`--measured` plots the step of a run that `logging.pipeline_trace_step` names, and takes the number of ranks from it.
+Schedules given with it are simulated with the mean measured times of each stage if the stages have the same placement
+as in the run, else of all stages.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from megafp8.pipeline_parallel.registry import BUILT_IN, cell, training_schedule
 from megafp8.pipeline_parallel.schedules import Kind, Placement, in_a_v, in_turns, splits
 from megafp8.pipeline_parallel.simulate import Timeline, Times, mean_times, simulate
 from megafp8.pipeline_parallel.trace import chrome_trace, read_timeline
+from tools.common import new_parser, pyplot, run_tool
 
 COLOURS = {"F": "#6baed6", "whole": "#41ab5d", "B": "#a1d99b", "W": "#fd8d3c"}
 CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2, "dualpipev": 2}
-LABELLED = 1200  # more cells than that are too small for numbers
+NUMBERED = 1200  # more cells than that are too small for numbers
 
 
 def placed(source: str, pipeline: int, chunks: int, v: bool) -> Placement:
-    """Where the stages of a schedule are."""
+    """The placement of a schedule's stages."""
     if v or source in ("zb-v", "dualpipev"):
         return in_a_v(pipeline)
     return in_turns(pipeline, CHUNKS.get(source, chunks))
 
 
 def summary(name: str, timeline: Timeline, placement: Placement, unit: str) -> str:
-    """A line of figures."""
+    """Length of a step, bubble, and micro-batches held, as text."""
     v = placement.num_chunks
     held, flight = max(timeline.peak_held) / v, max(timeline.peak_in_flight) / v
     return (
@@ -55,12 +56,8 @@ def summary(name: str, timeline: Timeline, placement: Placement, unit: str) -> s
 
 
 def draw(timelines: dict[str, tuple[Timeline, Placement]], titles: dict[str, str], path: Path) -> None:
-    """All timelines below each other, those of one unit on one scale."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """All timelines below each other, on one time axis."""
+    plt = pyplot()
     rows = [len(timeline.spans) for timeline, _ in timelines.values()]
     figure, axes = plt.subplots(
         len(rows), 1, figsize=(16, 0.9 * len(rows) + 0.42 * sum(rows)), height_ratios=rows, layout="constrained",
@@ -81,7 +78,7 @@ def draw(timelines: dict[str, tuple[Timeline, Placement]], titles: dict[str, str
 def _draw_rank(axis: Any, rank: int, timeline: Timeline, placement: Placement) -> None:
     spans = timeline.spans[rank]
     later = splits(span.action for span in spans)
-    labelled = sum(len(spans) for spans in timeline.spans) <= LABELLED
+    numbered = sum(len(spans) for spans in timeline.spans) <= NUMBERED
     for span in spans:
         action = span.action
         split = (action.microbatch, action.chunk) in later
@@ -90,21 +87,21 @@ def _draw_rank(axis: Any, rank: int, timeline: Timeline, placement: Placement) -
         colour = tuple(shade * int(COLOURS[name][i : i + 2], 16) / 255 for i in (1, 3, 5))
         start, width = span.start - timeline.start, span.end - span.start
         axis.barh(rank, width, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.4)
-        if labelled:
+        if numbered:
             text = {"ha": "center", "va": "center", "fontsize": 6, "color": "white" if action.chunk else "black"}
             axis.text(start + width / 2, rank, str(action.microbatch), clip_on=True, **text)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument(
         "schedules", nargs="*", metavar="schedule", help=f"{', '.join(BUILT_IN)}, *.csv, module:function"
     )
     parser.add_argument("--pipeline", type=int, default=4, help="ranks")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--chunks", type=int, default=2, help="stages a rank, where the schedule leaves it open")
-    parser.add_argument("--v", action="store_true", help="stages of a schedule of your own lie in a V")
-    parser.add_argument("--times", default="1,1,1", help="F,B,W of a rank's share of one micro-batch")
+    parser.add_argument("--chunks", type=int, default=2, help="stages per rank, if the schedule allows several")
+    parser.add_argument("--v", action="store_true", help="place the stages of a custom schedule in a V")
+    parser.add_argument("--times", default="1,1,1", help="F,B,W of one rank and micro-batch")
     parser.add_argument("--p2p", type=float, default=0.0, help="time of a transfer between ranks")
     parser.add_argument("--measured", type=Path, help="pipeline_trace.json of a run")
     parser.add_argument("--png", type=Path)
@@ -122,7 +119,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, Placement]]:
-    """What is to be drawn, by name."""
+    """Timelines to plot, by name."""
     found: dict[str, tuple[Timeline, Placement]] = {}
     pipeline, m, share, p2p = arguments.pipeline, arguments.micro_batches, arguments.times, arguments.p2p
     measured_placement, stages = None, []
@@ -143,22 +140,21 @@ def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, Placem
     return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(argv)
-    try:
-        found = timelines(arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def show(arguments: argparse.Namespace) -> None:
+    found = timelines(arguments)
     seconds = arguments.measured is not None
     titles = {name: summary(name, *drawn, " s" if seconds else "") for name, drawn in found.items()}
     print("\n".join(titles.values()))
     if arguments.png:
         draw(found, titles, arguments.png)
     if arguments.trace:
-        unit = 1.0 if seconds else 1e-3  # a time of 1 is shown as a millisecond
+        unit = 1.0 if seconds else 1e-3  # a simulated time of 1 is shown as a millisecond
         arguments.trace.write_text(json.dumps(chrome_trace(found, unit=unit)), encoding="utf-8")
-    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    return run_tool(lambda: show(arguments))
 
 
 if __name__ == "__main__":

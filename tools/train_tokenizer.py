@@ -1,13 +1,13 @@
-"""Train a sentencepiece BPE vocabulary that gives every text back exactly.
+"""Train a lossless sentencepiece BPE vocabulary.
 
     python tools/train_tokenizer.py --input 'corpus/*.jsonl' --output tokenizer.model --vocab-size 32000
 
-Nothing is normalised: spaces, tabs and newlines are tokens like any others (runs of spaces, as in source code, become
-single tokens), digits stand alone, and what was never seen falls back to bytes. Ids: 0 unknown, 1 beginning, 2 end of
-document, 3 padding.
+Text is not normalized: spaces, tabs and newlines are tokens (runs of spaces, as in source code, become one), digits are
+separate tokens, and characters that were never seen fall back to bytes. Ids: 0 unknown, 1 beginning, 2 end of document,
+3 padding.
 
-All input is read, and of what is more than --sample-bytes a sample is drawn in which every part has the same chance.
-The same input and --seed give the same vocabulary.
+All input is read; if it is more than --sample-bytes, the vocabulary is trained on a uniform sample. The same input and
+--seed give the same vocabulary.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megafp8.data.arguments import add_input_flags, input_files, run
 from megafp8.data.documents import Document, read_documents
+from tools.common import add_input_flags, input_files, new_parser, run_tool
 
 _PIECE = 4000  # characters in one of sentencepiece's "sentences"; it limits them to about 4,192 bytes by default
 
@@ -37,33 +37,33 @@ _PIECE = 4000  # characters in one of sentencepiece's "sentences"; it limits the
 def pieces(documents: Iterable[Document], skip_errors: bool) -> Iterator[str]:
     """The documents' texts in pieces of at most 4,000 characters.
 
-    Raises ValueError for a document that cannot be read. With `skip_errors` such documents are left out and counted;
-    the first 100 are printed.
+    Raises ValueError for a document that cannot be read; with `skip_errors` they are skipped and counted, and the first
+    100 printed.
     """
-    left_out = 0
+    skipped = 0
     for document in documents:
         if document.error is not None:
             message = f"{document.origin}: {document.error}"
             if not skip_errors:
-                raise ValueError(f"{message}; --skip-errors leaves such documents out")
-            left_out += 1
-            if left_out <= 100:
-                tqdm.write(f"left out: {message}", file=sys.stderr)
+                raise ValueError(f"{message}; --skip-errors skips such documents")
+            skipped += 1
+            if skipped <= 100:
+                tqdm.write(f"skipped: {message}", file=sys.stderr)
         text = document.text or ""
         for start in range(0, len(text), _PIECE):
             yield text[start : start + _PIECE]
-    if left_out:
-        tqdm.write(f"{left_out:,} unreadable documents left out", file=sys.stderr)
+    if skipped:
+        tqdm.write(f"{skipped:,} unreadable documents skipped", file=sys.stderr)
 
 
 def sample(texts: Iterable[str], most_bytes: int, seed: int) -> tuple[list[str], int]:
-    """A uniform sample of `texts` of at most `most_bytes` of UTF-8, in their order, and the bytes of all of them.
+    """A uniform sample of `texts` of at most `most_bytes` of UTF-8, in their order, and the bytes of all texts.
 
-    Each text draws a number from [0, 1). The sample is the texts with the smallest numbers, as many as fit: a heap of
-    them is all that is held in memory. If all fit, the sample is all.
+    Each text draws a number from [0, 1); the sample is the texts with the smallest numbers, as many as fit. Only these
+    are held in memory, in a heap.
     """
     draw = random.Random(seed)
-    chosen: list[tuple[float, int, str, int]] = []  # minus the number, so that the largest is popped; index; text; size
+    chosen: list[tuple[float, int, str, int]] = []  # negated number, so that the largest is popped; index; text; size
     limit, held, total = 1.0, 0, 0
     for index, text in enumerate(texts):
         size = len(text.encode("utf-8"))
@@ -80,7 +80,7 @@ def sample(texts: Iterable[str], most_bytes: int, seed: int) -> tuple[list[str],
 
 
 def train(texts: Iterable[str], vocab_size: int) -> bytes:
-    """A sentencepiece model of `vocab_size` tokens. ValueError where the text cannot fill the vocabulary."""
+    """A sentencepiece model of `vocab_size` tokens. ValueError if the text is too little for them."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -113,8 +113,8 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
 
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the process at once. Python would act on them only when the library's call returns."""
-    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set
+    """Ctrl-C and SIGTERM end the process at once. Python's handlers would run only after the library's call."""
+    if threading.current_thread() is not threading.main_thread():  # handlers can only be set there
         yield
         return
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -126,11 +126,11 @@ def default_signals() -> Iterator[None]:
 
 
 def check_writable(output: Path, overwrite: bool) -> None:
-    """ValueError where `output` is there already or its folder cannot be written to. Makes the folder."""
+    """ValueError if `output` exists or its folder cannot be written to. Creates the folder."""
     if output.is_dir():
         raise ValueError(f"--output {output}: is a folder; give the name of a file")
     if output.exists() and not overwrite:
-        raise ValueError(f"{output} is there already; --overwrite replaces it")
+        raise ValueError(f"{output} exists; --overwrite replaces it")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.parent):
@@ -140,7 +140,7 @@ def check_writable(output: Path, overwrite: bool) -> None:
 
 
 def write(content: bytes, output: Path) -> None:
-    """Write `output` under a temporary name beside it, and rename it: it is there complete or not at all."""
+    """Write `output` under a temporary name and rename it: it is complete or absent."""
     hidden = output.with_name(f"{output.name}.incomplete-{os.getpid()}")
     try:
         with hidden.open("wb") as file:
@@ -153,15 +153,15 @@ def write(content: bytes, output: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     add_input_flags(parser)
     parser.add_argument("--output", required=True, type=Path, help="the .model file to write")
     parser.add_argument("--vocab-size", type=int, default=32000)
-    parser.add_argument("--sample-bytes", type=int, default=10_000_000, help="train on this much text at most")
+    parser.add_argument("--sample-bytes", type=int, default=10_000_000, help="train on at most this much text")
     parser.add_argument("--seed", type=int, default=1234, help="of the sample")
-    parser.add_argument("--overwrite", action="store_true", help="replace a model that is there already")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing model")
     arguments = parser.parse_args(argv)
-    return run(lambda: _train(arguments))
+    return run_tool(lambda: _train(arguments))
 
 
 def _train(arguments: argparse.Namespace) -> None:

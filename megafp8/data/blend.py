@@ -1,13 +1,12 @@
-"""A weighted mix of data sets, without state and without an index.
+"""A weighted blend of data sets, without state and without an index.
 
-Sample j of data set k, of weight w, is due at the time (j + 1/2) / w, and samples are given in the order of their times
-(Webster's method of apportionment). So the shares are kept at any moment, a data set never takes a sample back however
-small its weight, and the counts after n samples follow from n alone. Samples come in blocks; within a block their order
-is shuffled by (seed, block). So which data set sample i comes from, and which of its samples, costs one small
-permutation, and each data set's own samples are used in order, none twice and none left out.
+Sample j of data set k, of weight w, is due at time (j + 1/2) / w, and samples are given in the order of their times
+(Webster's method of apportionment). So at any time the counts follow the weights, however small, and depend only on the
+number of samples n. Within blocks of samples the order is shuffled by (seed, block). Looking up a sample costs
+one small permutation; each data set's samples are used in order, none twice and none left out.
 
-A run whose data sets or weights change begins a new `Segment` at the sample where it stands: the method starts again
-there, and each data set's samples are counted on from what it has given before.
+A run whose data sets or weights change starts a new `Segment` at its current sample: the method starts again, and each
+data set continues after the samples it has given before.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ def shares(weights: Sequence[float]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Segment:
-    """From which data set each sample of a run comes, from global sample `first` on.
+    """Maps global samples from `first` on to samples of data sets.
 
-    `weights`: of each data set, any positive numbers. `starts`: samples that each has given before. Pure.
+    `weights`: any positive numbers, one per data set. `starts`: samples that each has given before. Pure.
     """
 
     weights: tuple[float, ...]
@@ -52,7 +51,7 @@ class Segment:
 
     @classmethod
     def fresh(cls, weights: Sequence[float], seed: int) -> Segment:
-        """That of a run that begins."""
+        """The segment of a new run."""
         return cls(tuple(weights), seed, 0, (0,) * len(weights))
 
     def locate(self, index: int) -> tuple[int, int]:
@@ -63,7 +62,7 @@ class Segment:
         return int(sources[place]), self.starts[sources[place]] + int(numbers[place])
 
     def given(self, end: int) -> list[int]:
-        """Samples that each data set has given before global sample `end` >= `first`, earlier segments included."""
+        """Samples that each data set has given before global sample `end` >= `first`, including earlier segments."""
         block, place = divmod(end - self.first, BLOCK)
         assert block >= 0
         counts = self._given(block * BLOCK) + np.bincount(self._blocks(block)[0][:place], minlength=len(self.weights))
@@ -71,7 +70,7 @@ class Segment:
 
     def _given(self, n: int) -> NDArray[np.int64]:
         """Samples that each data set has given after `n` of this segment."""
-        # Rounding n's shares may be off by half a sample for each data set, so time n by as many: start surely below.
+        # Rounding may move n by half a sample per data set, so start that much lower.
         weights = shares(self.weights)
         margin = np.ceil(weights * len(weights) / 2) + 1
         counts = np.maximum(np.floor(weights * n - margin), 0).astype(np.int64)
@@ -80,25 +79,24 @@ class Segment:
         return counts
 
     def _make_block(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each sample of a block its data set, and how many of that set's come before it in this segment."""
+        """For each sample of a block its data set, and how many samples of that set precede it in this segment."""
         before, after = self._given(block * BLOCK), self._given((block + 1) * BLOCK)
         sources = np.repeat(np.arange(len(self.weights)), after - before)
-        np.random.Generator(np.random.Philox(key=np.array([self.seed & (2**64 - 1), block], dtype=np.uint64))).shuffle(
-            sources
-        )
+        key = np.array([self.seed & (2**64 - 1), block], dtype=np.uint64)
+        np.random.Generator(np.random.Philox(key=key)).shuffle(sources)
         numbers = np.empty(BLOCK, np.int64)
         for k in range(len(self.weights)):
             own = sources == k
             numbers[own] = before[k] + np.arange(own.sum())
         return sources, numbers
 
-    def __reduce__(self) -> tuple[Any, ...]:  # loader processes: the cache of blocks is not sent along
+    def __reduce__(self) -> tuple[Any, ...]:  # loader processes make their own cache of blocks
         return type(self), (self.weights, self.seed, self.first, self.starts)
 
 
 @dataclass(frozen=True)
 class Blend:
-    """`datasets` mixed as `segment` says."""
+    """`datasets` blended by `segment`."""
 
     datasets: Sequence[PackedDataset]
     segment: Segment

@@ -1,9 +1,9 @@
 """Documents of text files, for preprocessing and for training tokenizers.
 
-`find_files` decides once how each file is read: by its name, a content (JSON lines, plain text, parquet) and a
-compression. `read_documents` reads them in order. What cannot be read becomes a `Document` with an error that names the
-file and, where it has lines or rows, the line or row. An error costs the smallest unit that is affected: one line, one
-row, one parquet row group, or what follows the damaged place of a compressed file.
+`find_files` decides by each file's name how it is read: its content (JSON lines, plain text, parquet) and compression.
+`read_documents` reads the files in order. What cannot be read becomes a `Document` with an error that names the file
+and the line or row. An error costs the smallest affected unit: one line, one row, one parquet row group, or the rest of
+a damaged compressed file.
 """
 
 from __future__ import annotations
@@ -24,22 +24,16 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from megafp8.data.packages import import_package
 
 Content = Literal["json_lines", "text", "parquet"]
-_CONTENTS: dict[str, Content] = {
-    ".json": "json_lines",
-    ".jsonl": "json_lines",
-    ".ndjson": "json_lines",
-    ".txt": "text",
-    ".parquet": "parquet",
-}
+_CONTENTS: dict[str, Content] = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json_lines")
+_CONTENTS |= {".txt": "text", ".parquet": "parquet"}
 _COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 _READ_ERRORS = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)  # pyarrow's errors are ValueErrors
-_PACKED_PARQUET = "parquet files have a compression of their own; unpack this one"
 _BOM = codecs.BOM_UTF8
 _BINARY_TYPES = {"string": "binary", "large_string": "large_binary", "string_view": "binary_view"}
 
 
 class Document(NamedTuple):
-    """A text and its origin (file, and line or row). `text` is None where it could not be read; `error` says why."""
+    """A text and its origin (file, and line or row). `text` is None if it could not be read; `error` says why."""
 
     origin: str
     text: str | None
@@ -67,11 +61,11 @@ def find_files(
 ) -> tuple[list[InputFile], list[SkippedFile]]:
     """Files that `inputs` (files, folders, globs) name, in a fixed order, each once for each of its keys.
 
-    `json_keys` is one key for all inputs or one for each. Folders are searched for names that are known, or with
-    `any_text`, where every file is one document, for all files; the second list says which others they hold. A file
-    that is itself an input, or matches a glob, is read as JSON lines if its name is not known.
+    `json_keys` is one key for all inputs or one for each. Folders are searched for files with known suffixes, or with
+    `any_text`, which reads every file as one document, for all files; the second list has their other files. A file
+    that is itself an input, or matches a glob, is read as JSON lines if its suffix is unknown.
 
-    Raises ValueError where an input names nothing that can be read, or a package to read a file is missing.
+    Raises ValueError if an input names no file that can be read, or a package to read one is missing.
     """
     if len(json_keys) not in (1, len(inputs)):
         raise ValueError(
@@ -88,42 +82,51 @@ def find_files(
             if not files:
                 seen = f"; it holds {others[0].path} ({others[0].reason})" if others else "; it is empty"
                 raise ValueError(f"--input {item}: no file in this folder can be read{seen}")
-            skipped.update(dict.fromkeys(others))
         else:
             matches = [path] if path.is_file() else list(map(Path, sorted(glob.glob(item, recursive=True))))
-            files = [_input_file(match, key, any_text) for match in matches if match.is_file()]
+            files = [_named_file(match, key, any_text) for match in matches if match.is_file()]
             if not files:
                 raise ValueError(f"--input {item}: no such file, and no pattern that matches one")
             reason = "the pattern matches a folder or special file; files in folders are matched by **"
-            skipped.update(dict.fromkeys(SkippedFile(match, reason) for match in matches if not match.is_file()))
+            others = [SkippedFile(match, reason) for match in matches if not match.is_file()]
         found.update(dict.fromkeys(files))
-    for compression in {file.compression for file in found}:
-        if compression == ".zst":
-            import_package("zstandard", "reading .zst files")
+        skipped.update(dict.fromkeys(others))
+    if any(file.compression == ".zst" for file in found):
+        import_package("zstandard", "reading .zst files")
     if any(file.content == "parquet" for file in found):
         import_package("pyarrow", "reading .parquet files")
     return list(found), list(skipped)
 
 
-def _input_file(path: Path, key: str, any_text: bool) -> InputFile:
-    content, compression = _split_name(path.name)
+def _classify(path: Path, key: str, any_text: bool, default: Content | None = None) -> InputFile | str:
+    """How a file is read, by its name: `a.jsonl.gz` is JSON lines, compressed by gzip; or the reason why it is not.
+
+    `default`: the content of a file whose name does not tell.
+    """
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSIONS else ""
+    content = _CONTENTS.get(suffixes[-1], default) if suffixes else default
     if any_text or content == "text":
         return InputFile(path, "text", compression, "")
     if content == "parquet" and compression:
-        raise ValueError(f"--input {path}: {_PACKED_PARQUET}")
-    return InputFile(path, content or "json_lines", compression, key)
+        return "parquet files have a compression of their own; decompress this one"
+    if content is None:
+        return f"not one of {'/'.join(_CONTENTS)}, nor these with {'/'.join(_COMPRESSIONS)}"
+    return InputFile(path, content, compression, key)
 
 
-def _split_name(name: str) -> tuple[Content | None, str]:
-    """What a file's name says of its content and compression: of `a.jsonl.gz`, JSON lines and .gz."""
-    suffixes = [suffix.lower() for suffix in Path(name).suffixes[-2:]]
-    compression = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSIONS else ""
-    return _CONTENTS.get(suffixes[-1]) if suffixes else None, compression
+def _named_file(path: Path, key: str, any_text: bool) -> InputFile:
+    """How a file is read that is itself an input. Raises ValueError if it cannot be."""
+    file = _classify(path, key, any_text, "json_lines")
+    if isinstance(file, str):
+        raise ValueError(f"--input {path}: {file}")
+    return file
 
 
 def _search(folder: Path, key: str, any_text: bool) -> tuple[list[InputFile], list[SkippedFile]]:
-    """Files of a folder and the folders in it, sorted by path, and those that are left out."""
+    """Files of a folder and its subfolders, sorted by path, and those that are skipped."""
     paths: list[Path] = []
+    files: list[InputFile] = []
     skipped: list[SkippedFile] = []
 
     def fail(error: OSError) -> None:
@@ -133,64 +136,58 @@ def _search(folder: Path, key: str, any_text: bool) -> tuple[list[InputFile], li
         paths += [Path(root, name) for name in names]
         linked = (Path(root, name) for name in folders)
         skipped += [SkippedFile(path, "links to folders are not followed") for path in linked if path.is_symlink()]
-    known = "/".join(_CONTENTS)
-    files: list[InputFile] = []
     for path in sorted(paths):
-        content, compression = _split_name(path.name)
         if not path.is_file():
             skipped.append(SkippedFile(path, "broken link" if path.is_symlink() else "not a regular file"))
-        elif any_text or (content is not None and not (content == "parquet" and compression)):
-            files.append(_input_file(path, key, any_text))
-        elif content == "parquet":
-            skipped.append(SkippedFile(path, _PACKED_PARQUET))
+        elif isinstance(file := _classify(path, key, any_text), str):
+            skipped.append(SkippedFile(path, file))
         else:
-            reason = f"not one of {known}, nor these with {'/'.join(_COMPRESSIONS)}"
-            skipped.append(SkippedFile(path, reason))
+            files.append(file)
     return files, sorted(skipped)
 
 
 class _ZstdFile(io.RawIOBase):
-    """The content of a .zst file, frame after frame.
+    """The decompressed content of a .zst file of any number of frames.
 
-    Raises EOFError where the last frame is cut short, and OSError where the bytes are not zstd's. The library's own
-    reader returns the content of a truncated file without an error.
+    Raises EOFError if the last frame is truncated and OSError for bytes that are not zstd. The library's own reader
+    returns the content of a truncated file without an error.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._library, self._file = import_package("zstandard", "reading .zst files"), file
         self._frame: Any = None
-        self._packed, self._ready = b"", b""
+        self._compressed, self._ready = b"", b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            self._packed = self._packed or self._file.read(2**16)
-            if not self._packed:
+            self._compressed = self._compressed or self._file.read(2**16)
+            if not self._compressed:
                 if self._frame is not None:
                     raise EOFError("compressed file ended within a frame")
                 return 0
-            self._ready = self._unpack()
+            self._ready = self._decompress()
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
 
-    def _unpack(self) -> bytes:
-        """What `_packed` holds of the frame at hand, leaving what lies behind its end."""
+    def _decompress(self) -> bytes:
+        """What `_compressed` holds of the current frame; the bytes after the frame stay there."""
         self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
         try:
-            text: bytes = self._frame.decompress(self._packed)
+            content: bytes = self._frame.decompress(self._compressed)
         except self._library.ZstdError as error:
             raise OSError(str(error)) from None
-        self._packed = self._frame.unused_data
+        self._compressed = self._frame.unused_data
         if self._frame.eof:
             self._frame = None
-        return text
+        return content
 
 
-def _unpacked(file: BinaryIO, compression: str) -> BinaryIO:
-    """`file` without its compression. Closing `file` is left to the caller."""
+def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
+    """`file`, decompressed. The caller closes `file`."""
     if compression == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=file))
     if compression == ".bz2":
@@ -205,8 +202,7 @@ def read_documents(
 ) -> Iterator[Document]:
     """Every document of `files`, in order: a line of JSON, a row of parquet, or a whole text file.
 
-    `on_progress` is called with the number of bytes by which reading has advanced since its last call; in all these
-    are the sizes of the files.
+    `on_progress` is called with the number of bytes read since its last call; they add up to the sizes of the files.
     """
     for file in files:
         done = 0
@@ -217,18 +213,17 @@ def read_documents(
             else:
                 read = _read_text if file.content == "text" else _read_json_lines
                 with file.path.open("rb") as raw:
-                    for document in read(_unpacked(raw, file.compression), file):
+                    for document in read(_decompressed(raw, file.compression), file):
                         yield document
                         done, before = raw.tell(), done
                         on_progress(done - before)
             on_progress(size - done)
-        except OSError as error:  # errors of the content are handled where it is read; this is opening it
+        except OSError as error:  # of opening the file; errors of its content are handled below
             yield Document(str(file.path), None, f"cannot be read: {error}")
 
 
 def _wide_encoding(head: bytes) -> str | None:
-    """UTF-16 or UTF-32 where `head`, the first 12 bytes of a text, begins with their byte order mark or is ASCII in
-    one of them, else None."""
+    """UTF-16 or UTF-32 if the first 12 bytes of a text have their byte order mark, or are ASCII in one of them."""
     for encoding in ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be"):
         text = head.decode(encoding, errors="ignore")
         if text.startswith("\ufeff") or (len(text) > 1 and all("\0" < character < "\x80" for character in text[:2])):
@@ -251,11 +246,11 @@ def _read_text(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
 
 
 def _read_json_lines(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
-    """Lines are split as bytes, and decoded one by one: a line that is not UTF-8 is one bad document."""
+    """Lines are split as bytes and decoded one by one, so that a line that is not UTF-8 is one bad document."""
     number = 0
     try:
         for number, line in enumerate(stream, 1):
-            line = line.removeprefix(_BOM)  # the file's, or that of a file which was appended to another
+            line = line.removeprefix(_BOM)  # of the file, or of a file appended to it
             if line.strip():
                 yield _parse_line(line, f"{file.path}, line {number}", file.json_key)
     except _READ_ERRORS as error:
@@ -282,7 +277,7 @@ def _position(error: UnicodeDecodeError) -> str:
 
 
 def _document(origin: str, text: Any, key: str) -> Document:
-    """A document of `text`, or of the reason why it is none. JSON can hold lone surrogates; tokenizers cannot."""
+    """A document of `text`, or of an error. JSON can hold lone surrogates, which tokenizers do not take."""
     if not isinstance(text, str):
         return Document(origin, None, f"{key!r} is not a string")
     try:
@@ -293,7 +288,7 @@ def _document(origin: str, text: Any, key: str) -> Document:
 
 
 def _read_parquet(file: InputFile) -> Iterator[Document]:
-    """Row groups are read one by one, so that a damaged one costs its own rows and no others."""
+    """Row groups are read one by one, so that a damaged one costs only its own rows."""
     parquet = import_package("pyarrow.parquet", "reading .parquet files")
     path, key = file.path, file.json_key
     try:
@@ -324,7 +319,7 @@ def _read_parquet(file: InputFile) -> Iterator[Document]:
 
 
 def _parquet_texts(column: Any) -> Iterator[Any]:
-    """Values of a column. Strings are decoded one by one; of one that is not UTF-8 the error is yielded."""
+    """Values of a column. Strings are decoded one by one; one that is not UTF-8 yields the error."""
     if hasattr(column, "dictionary_decode"):
         column = column.dictionary_decode()
     binary = _BINARY_TYPES.get(str(column.type))

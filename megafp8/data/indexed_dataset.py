@@ -1,24 +1,23 @@
-"""Token files in Megatron-LM's format, byte for byte: `<prefix>.bin` holds tokens, `<prefix>.idx` says where they are.
+"""Token files in Megatron-LM's format, byte for byte: `<prefix>.bin` has the tokens, `<prefix>.idx` their places.
 
     .idx   magic "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | document marks u64
            | sizes i32[sequences] | byte pointers i64[sequences] | document marks i64[marks]
            | modes i8[sequences], or nothing
 
-Document marks are sequence numbers: the first is 0, the last the number of sequences. Existing corpora work unchanged.
-Modes are those of Megatron's multimodal data sets: 0 is text, and nothing else is read.
-Beside them `tools/preprocess_data.py` writes `<prefix>.json` (the sidecar): the tokenizer's identity, the largest token
-and the SHA-256 of the .idx. Data sets made elsewhere have none.
+Document marks are sequence numbers, from 0 to the number of sequences. Modes are those of Megatron's multimodal data
+sets; only 0, text, is read. `tools/preprocess_data.py` also writes `<prefix>.json` (the sidecar): the tokenizer's
+identity, the largest token and the SHA-256 of the .idx. Data sets made elsewhere have none.
 
-Both files are memory-mapped, and all that can be checked without reading the tokens is checked at opening. The .idx of
-Megatron-LM has no checksum, but it says most things twice:
+Both files are memory-mapped, and all that can be checked without reading the tokens is checked when they are opened.
+Megatron-LM's .idx has no checksum, but is redundant:
 
 - the sizes add up to the size of the .bin file, for one dtype only;
 - the sequences cover the .bin file without gap or overlap, in order (Megatron's own writer) or in any other order;
-- where there are as many documents as sequences, each document is one sequence.
+- if there are as many documents as sequences, each document is one sequence.
 
-So every change of one bit is found or makes no difference, but for one kind: in a data set without a sidecar whose
-documents have no or several sequences, a document mark can move between its neighbours. The tokens are all there then,
-and some end of a document is at another sequence.
+So any flipped bit is detected or makes no difference, with one exception: in a data set without a sidecar whose
+documents have no or several sequences, a document mark can move between its neighbours. Then no token is lost, but a
+document ends at another sequence.
 """
 
 from __future__ import annotations
@@ -29,27 +28,20 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.data.errors import DataError
+from megafp8.data import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-_DTYPES: dict[int, type[np.generic]] = {
-    1: np.uint8,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    6: np.float64,
-    7: np.float32,
-    8: np.uint16,
-}
+_DTYPES: dict[int, type[np.generic]] = dict(
+    enumerate((np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16), 1)
+)
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 
@@ -66,7 +58,7 @@ def sidecar_path(prefix: str | Path) -> Path:
 
 
 class _Index(NamedTuple):
-    """Content of an .idx file; `raw` is the whole of it, and the other arrays are views of that."""
+    """Content of an .idx file; the other arrays are views of `raw`."""
 
     raw: NDArray[np.uint8]
     dtype: np.dtype[Any]
@@ -76,13 +68,13 @@ class _Index(NamedTuple):
 
 
 class IndexedDataset:
-    """A memory-mapped data set. Raises DataError, naming file and fault, for anything missing, truncated or damaged.
+    """A memory-mapped data set. Raises DataError with file and fault if it is missing, truncated or damaged.
 
-    Its *stream* is all sequences one after another, in the order of the index; positions in it count tokens.
+    Its *stream* is the concatenation of all sequences in the order of the index; positions in it count tokens.
     """
 
     def __init__(self, prefix: str | Path, *, verify: bool = True) -> None:
-        """`verify`: compare the .idx with the checksum in the sidecar, where there is one."""
+        """`verify`: compare the .idx with the checksum in the sidecar, if there is one."""
         self.prefix = str(prefix)
         self._index = _read_index(idx_path(prefix))
         self.dtype, self.sizes, self.document_starts = self._index.dtype, self._index.sizes, self._index.marks
@@ -93,7 +85,8 @@ class IndexedDataset:
         self.tokens = np.memmap(bin_path(prefix), mode="r", dtype=self.dtype) if size else np.empty(0, self.dtype)
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return _open_verified, (self.prefix,)  # loader processes map the files again; pickling a map copies all tokens
+        # Loader processes map the files again; pickling a memory map copies all tokens.
+        return partial(IndexedDataset, verify=False), (self.prefix,)
 
     @property
     def num_documents(self) -> int:
@@ -110,12 +103,12 @@ class IndexedDataset:
 
     @property
     def document_positions(self) -> NDArray[np.int64]:
-        """Where in the stream each document begins."""
+        """Position in the stream of each document's first token."""
         return self._positions[self.document_starts[:-1]]
 
     @cached_property
     def _positions(self) -> NDArray[np.int64]:
-        """Where in the stream each sequence begins, and the stream ends: `[sequences + 1]`."""
+        """Position in the stream of each sequence's first token, and the stream's end: `[sequences + 1]`."""
         return _running_sum(self.sizes)
 
     def document(self, index: int) -> NDArray[Any]:
@@ -124,7 +117,7 @@ class IndexedDataset:
         return self.read(first, end - first)
 
     def read(self, position: int, count: int) -> NDArray[Any]:
-        """`count` tokens of the stream from `position` on; a view of the file where its sequences are in order."""
+        """`count` tokens of the stream from `position` on; a view of the file if its sequences are in order."""
         if self._in_order:
             return self.tokens[position : position + count]
         positions, parts = self._positions, [np.empty(0, self.dtype)]
@@ -138,7 +131,7 @@ class IndexedDataset:
         return np.concatenate(parts)
 
     def sidecar(self) -> dict[str, Any] | None:
-        """What `<prefix>.json` says, or None where there is none. Raises DataError where that is no sidecar."""
+        """Content of `<prefix>.json`; None if there is none. Raises DataError if it is no sidecar."""
         return _read_sidecar(sidecar_path(self.prefix))
 
     @cached_property
@@ -148,22 +141,21 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the contents wherever the files are: SHA-256 of the .idx, and of the size and parts of the .bin.
+        """Identity of the contents, whatever the path: SHA-256 of the .idx, and of the size and parts of the .bin.
 
-        Of a .bin of more than 256 KiB, 64 evenly spaced blocks of 4 KiB are read, and nothing in between.
+        The parts are 64 evenly spaced blocks of 4 KiB, or all of a .bin of at most 256 KiB.
         """
-        content = self.tokens.view(np.uint8)
-        size, whole = len(content), _FINGERPRINT_BLOCKS * _FINGERPRINT_BLOCK
-        last = size - _FINGERPRINT_BLOCK
-        digest = hashlib.sha256(f"{self.index_sha256} {size} ".encode())
-        starts = [i * last // (_FINGERPRINT_BLOCKS - 1) for i in range(_FINGERPRINT_BLOCKS)] if size > whole else [0]
-        for start in starts:
-            block = content[start : start + (_FINGERPRINT_BLOCK if size > whole else size)]
-            digest.update(block.data)
+        content, count, block = self.tokens.view(np.uint8), 64, 4096
+        digest = hashlib.sha256(f"{self.index_sha256} {len(content)} ".encode())
+        if len(content) <= count * block:
+            count, block = 1, len(content)
+        for i in range(count):
+            start = i * (len(content) - block) // max(count - 1, 1)
+            digest.update(content[start : start + block].data)
         return digest.hexdigest()
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Document of a `position` in the stream, and the position within it."""
+        """Document of a `position` of the stream, and the position within it."""
         positions = self._positions
         document = int(np.searchsorted(positions[self.document_starts], position, side="right")) - 1
         return document, position - int(positions[self.document_starts[document]])
@@ -179,15 +171,10 @@ class IndexedDataset:
 
 
 _LARGEST_SIDECAR = 2**24
-_FINGERPRINT_BLOCKS, _FINGERPRINT_BLOCK = 64, 4096
 
 
-def _open_verified(prefix: str) -> IndexedDataset:
-    return IndexedDataset(prefix, verify=False)
-
-
-def _running_sum(sizes: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Sum of all sizes before each, and of all: `[sequences + 1]`."""
+def _running_sum(sizes: NDArray[Any]) -> NDArray[np.int64]:
+    """Sum of the sizes before each, and of all: `[sequences + 1]`."""
     sums = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=sums[1:])
     return sums
@@ -218,7 +205,7 @@ def _no_sidecar(path: Path, reason: object) -> DataError:
 
 
 def _read_index(path: Path) -> _Index:
-    """The .idx file, checked as far as that goes without the .bin file. Raises DataError."""
+    """Read an .idx file and check all that does not need the .bin file. Raises DataError."""
     try:
         raw = np.memmap(path, mode="r", dtype=np.uint8)
     except (OSError, ValueError) as error:
@@ -264,7 +251,7 @@ def _read_index(path: Path) -> _Index:
 
 
 def _size_of_tokens(path: Path, dtype: np.dtype[Any], sizes: NDArray[np.int32]) -> int:
-    """Bytes of the .bin file. Raises DataError where the index promises another number."""
+    """Bytes of the .bin file. Raises DataError if the index says another number."""
     expected = int(sizes.sum(dtype=np.int64)) * dtype.itemsize
     try:
         found = path.stat().st_size
@@ -279,9 +266,9 @@ def _size_of_tokens(path: Path, dtype: np.dtype[Any], sizes: NDArray[np.int32]) 
 
 
 def _check_pointers(path: Path, size: int, index: _Index) -> bool:
-    """Whether the sequences lie in the .bin file, of `size` bytes, in the order of the index.
+    """Whether the sequences are in the .bin file, of `size` bytes, in the order of the index.
 
-    Raises DataError unless they cover it without gap or overlap in some order. Empty sequences lie anywhere.
+    Raises DataError unless they cover it without gap or overlap in some order. Empty sequences may point anywhere.
     """
     filled = index.sizes != 0
     sizes, pointers = (index.sizes, index.pointers) if filled.all() else (index.sizes[filled], index.pointers[filled])
@@ -307,10 +294,10 @@ def _check_pointers(path: Path, size: int, index: _Index) -> bool:
 
 
 class IndexedDatasetWriter:
-    """Writes a data set under temporary names; `close` makes its files visible by renaming them.
+    """Writes a data set under temporary names; `close` renames its files.
 
-    ValueError where one of its files is there already, unless `overwrite`, which replaces no .json but a sidecar; and
-    where its folder cannot be written to.
+    ValueError if one of its files exists, unless `overwrite`, which replaces a .json only if it is a sidecar; or if its
+    folder cannot be written to.
     """
 
     def __init__(self, prefix: str | Path, dtype: type[np.generic], *, overwrite: bool = False) -> None:
@@ -319,7 +306,7 @@ class IndexedDatasetWriter:
             if path.is_dir():
                 raise ValueError(f"{path} is a folder; choose another output prefix")
             if path.exists() and not overwrite:
-                raise ValueError(f"{path} is there already; choose another output prefix, or replace it by --overwrite")
+                raise ValueError(f"{path} exists; choose another output prefix, or replace it by --overwrite")
         if "max_token_id" not in (_read_sidecar(sidecar_path(prefix)) or {"max_token_id": 0}):
             raise _no_sidecar(sidecar_path(prefix), "it has no max_token_id")
         self._bin, self._idx, self._sidecar = (
@@ -331,10 +318,9 @@ class IndexedDatasetWriter:
         except OSError as error:
             raise ValueError(f"{bin_path(prefix)} cannot be written: {error}") from None
         self._sizes: list[int] = []
-        self.tokens = 0
 
     def add_document(self, tokens: NDArray[Any]) -> None:
-        """Append one document of one sequence. ValueError for tokens that the data set's dtype cannot hold."""
+        """Append a document of one sequence. ValueError for tokens that do not fit the dtype."""
         stored = tokens.astype(self.dtype, copy=False)
         if not np.array_equal(stored, tokens):
             raise ValueError(f"{self.prefix}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}")
@@ -343,62 +329,44 @@ class IndexedDatasetWriter:
         with _naming(self._bin):
             self._file.write(stored.tobytes())
         self._sizes.append(len(tokens))
-        self.tokens += len(tokens)
-
-    def append(self, other: IndexedDataset) -> None:
-        """Append all documents of another data set of the same dtype."""
-        if other.dtype != self.dtype:
-            raise ValueError(f"{other.prefix} holds {other.dtype}, {self.prefix} {self.dtype}: they cannot be merged")
-        for index in range(other.num_documents):
-            self.add_document(other.document(index))
-
-    @property
-    def documents(self) -> int:
-        return len(self._sizes)
 
     def close(self, about: Mapping[str, Any] | None = None) -> None:
-        """Write the index, flush to disk, and rename the files to their names. On failure nothing is left behind.
+        """Write the index, flush to disk, and rename the files. On failure no files are left.
 
-        `about`: what the sidecar is to say beside the index's checksum. Without, there is none, nor an older one.
+        `about`: content of the sidecar beside the index's checksum; None writes no sidecar and removes an older one.
         """
         try:
             with _naming(self._bin):
                 _flush(self._file)
                 self._file.close()
-            with _naming(self._idx):
-                checksum = self._write_index()
+            checksum = self._write_index()
             if about is not None:
-                described = {**about, "index_sha256": checksum}
-                with self._sidecar.open("wb") as file:
-                    file.write((json.dumps(described, indent=2) + "\n").encode())
-                    _flush(file)
+                described = json.dumps({**about, "index_sha256": checksum}, indent=2) + "\n"
+                _write_flushed(self._sidecar, [described.encode()])
             try:
                 self._publish()
             except KeyboardInterrupt:
-                self._publish()  # a few renames: the data set becomes complete rather than be lost half replaced
+                self._publish()  # finish the few renames rather than leave the old data set half replaced
                 raise
         except BaseException:
             self.abort()
             raise
 
     def _write_index(self) -> str:
-        """Write the index under its temporary name; its SHA-256."""
+        """Write the index under its temporary name and return its SHA-256."""
         sizes = np.asarray(self._sizes, np.int32)
         lengths = sizes.astype(np.int64) * self.dtype.itemsize
-        pointers = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if len(sizes) else lengths
+        pointers = _running_sum(lengths)[:-1]
         header = _HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(sizes), len(sizes) + 1)
-        marks, digest = np.arange(len(sizes) + 1, dtype=np.int64), hashlib.sha256()
-        with self._idx.open("wb") as file:
-            for content in (header, sizes.tobytes(), pointers.tobytes(), marks.tobytes()):
-                file.write(content)
-                digest.update(content)
-            _flush(file)
-        return digest.hexdigest()
+        marks = np.arange(len(sizes) + 1, dtype=np.int64)
+        contents = [header, sizes.tobytes(), pointers.tobytes(), marks.tobytes()]
+        _write_flushed(self._idx, contents)
+        return hashlib.sha256(b"".join(contents)).hexdigest()
 
     def _publish(self) -> None:
-        """Give the files their names; continues where it was interrupted.
+        """Rename the files; continues where it was interrupted.
 
-        The old index is removed first and the new one comes last. A data set without its index does not exist, so
+        The old index is removed first and the new one renamed last. A data set without an index cannot be opened, so
         files of two data sets are never read together, whatever ends the process in between.
         """
         if self._bin.exists():
@@ -412,7 +380,7 @@ class IndexedDatasetWriter:
 
     def abort(self) -> None:
         """Remove what was written."""
-        with contextlib.suppress(OSError):  # a full disk fails once more when the last bytes are flushed
+        with contextlib.suppress(OSError):  # a full disk fails again when the last bytes are flushed
             self._file.close()
         for path in (self._bin, self._idx, self._sidecar):
             path.unlink(missing_ok=True)
@@ -420,7 +388,7 @@ class IndexedDatasetWriter:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Errors of writing to an open file, such as a full disk, do not tell which file: add `path`."""
+    """Add `path` to errors of writing to an open file, such as a full disk."""
     try:
         yield
     except OSError as error:
@@ -428,19 +396,26 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _flush(file: BinaryIO) -> None:
-    """Force what was written to disk."""
+    """Flush to disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def _write_flushed(path: Path, contents: list[bytes]) -> None:
+    """Write a file and flush it to disk."""
+    with _naming(path), path.open("wb") as file:
+        file.writelines(contents)
+        _flush(file)
 
 
 _SCANNED_TOKENS = 20_000_000
 
 
 def check_dataset(dataset: IndexedDataset, vocab_size: int, fingerprint: str | None) -> None:
-    """A cheap look at the start, which finds the usual mistakes; every sample is checked when it is read.
+    """A cheap check at start-up for common mistakes; every sample is checked again when it is read.
 
-    Raises DataError where there are no tokens, where the sidecar names another tokenizer than that of `fingerprint`,
-    and for ids beyond `vocab_size`: by the largest that the sidecar names, or without one in the first 20 million.
+    Raises DataError if there are no tokens, if the sidecar has another tokenizer `fingerprint`, and for ids beyond
+    `vocab_size`: by the largest id in the sidecar, or without one in the first 20 million tokens.
     """
     if dataset.num_tokens == 0:
         raise DataError(f"{bin_path(dataset.prefix)} holds no tokens")
@@ -468,9 +443,9 @@ def all_within(ids: NDArray[Any], vocab_size: int) -> bool:
 
 
 def check_ids(dataset: IndexedDataset, ids: NDArray[Any], vocab_size: int, position: int) -> None:
-    """Raise DataError, with file, document and position, for the first of `ids` that is not in [0, vocab_size).
+    """Raise DataError with file, document and position for the first of `ids` that is not in [0, vocab_size).
 
-    `ids` are of any integer dtype, from `position` of the stream of `dataset` on.
+    `ids`, of any integer dtype, are those from `position` of the stream of `dataset` on.
     """
     if all_within(ids, vocab_size):
         return

@@ -1,4 +1,4 @@
-"""Packages that only some tokenizers and file formats need."""
+"""Imports of optional packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _EXTRAS = {"tokenizers": "hf", "tiktoken": "data", "pyarrow": "data"}
 
 
 def import_package(name: str, what: str) -> Any:
-    """The module `name`. ValueError, naming the command that installs it, where it is missing; `what` needs it."""
+    """The module `name`, which `what` needs. ValueError with the command that installs it if it is missing."""
     package = name.partition(".")[0]
     try:
         return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""From documents to a token data set, over several processes, in the same order whatever their number."""
+"""Tokenizes documents into a data set, with several processes, in an order that does not depend on their number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,18 +14,18 @@ from tqdm import tqdm
 
 from megafp8.data.documents import Document
 from megafp8.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, sidecar_path
-from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
+from megafp8.data.tokenizers import TokenizerSettings, build_tokenizer
 from megafp8.data.workers import map_in_order
 
-_CHUNK_DOCUMENTS, _CHUNK_CHARACTERS = 64, 2**18  # a task of a worker; the first limit that is reached
-_MESSAGES = 100
+_CHUNK_DOCUMENTS, _CHUNK_CHARACTERS = 64, 2**18  # limits of one task of a worker
+_MAX_MESSAGES = 100
 
 Ids = NDArray[np.int32]
 
 
 @dataclass
 class Summary:
-    """What a preprocessing run did. `errors` are documents that were left out, `messages` say of the first 100 why."""
+    """Counts of a preprocessing run. `errors`: documents that were skipped; `messages`: reasons of the first 100."""
 
     documents: int = 0
     tokens: int = 0
@@ -38,7 +37,7 @@ class Summary:
 
     def add_error(self, message: str) -> None:
         self.errors += 1
-        if len(self.messages) < _MESSAGES:
+        if len(self.messages) < _MAX_MESSAGES:
             self.messages.append(message)
 
 
@@ -54,12 +53,12 @@ def preprocess(
     sources: Sequence[str] = (),
     progress: bool = True,
 ) -> Summary:
-    """Tokenize `documents` into `<prefix>.bin`, `.idx` and `.json`. Documents without text are left out and counted.
+    """Tokenize `documents` into `<prefix>.bin`, `.idx` and `.json`. Documents without text are skipped and counted.
 
-    `workers` processes tokenize; with 0 this one does. Tokens are uint16 where the vocabulary fits, else int32.
-    `sources` are the files of the documents. Raises ValueError for a document that cannot be read or tokenized, naming
-    file and line, unless `skip_errors`; ValueError where the output exists or is one of the sources; ChildProcessError
-    where a worker dies. Nothing is left behind then, nor on Ctrl-C.
+    `workers` processes tokenize, or this process if 0. Tokens are uint16 if the vocabulary fits, else int32. `sources`
+    are the files of the documents. Raises ValueError for a document that cannot be read or tokenized, naming file and
+    line, unless `skip_errors`; ValueError if the output exists or is one of the sources; ChildProcessError if a worker
+    dies. No files are left then, nor on Ctrl-C.
     """
     if workers < 0:
         raise ValueError(f"--workers {workers}: must be 0 or more")
@@ -80,7 +79,18 @@ def preprocess(
                 f"no documents with text among the inputs ({summary.empty} empty, {summary.errors} unreadable{first}): "
                 "nothing was written"
             )
-        writer.close(_about(summary, model, tokenizer.kind, sources))
+        writer.close(
+            {
+                "tokenizer": tokenizer.kind,
+                "tokenizer_fingerprint": model.fingerprint,
+                "vocab_size": model.vocab_size,
+                "eod_id": model.eod_id,
+                "documents": summary.documents,
+                "tokens": summary.tokens,
+                "max_token_id": summary.max_token_id,
+                "sources": list(sources)[:100],
+            }
+        )
     except BaseException:
         writer.abort()
         raise
@@ -90,9 +100,8 @@ def preprocess(
 def _tokenized(
     documents: Iterable[Document], tokenizer: TokenizerSettings, workers: int
 ) -> Generator[tuple[Document, Ids | None], None, None]:
-    """`documents`, in their order, with their token ids; None for those that have an error."""
-    make = partial(_make_tokenize, tokenizer)
-    chunks = map_in_order(make, _chunks(documents), workers=workers, describe=_describe)
+    """`documents` in order with their token ids; None for those with an error."""
+    chunks = map_in_order(partial(_make_tokenize, tokenizer), _chunks(documents), workers=workers, describe=_describe)
     with contextlib.closing(chunks):
         for chunk, results in chunks:
             for document, ids in zip(chunk, results):
@@ -120,19 +129,16 @@ def _describe(chunk: Sequence[Document]) -> str:
 
 
 def _make_tokenize(tokenizer: TokenizerSettings) -> Callable[[Sequence[Document]], list[Ids | str | None]]:
-    return partial(_tokenize, build_tokenizer(*tokenizer))
+    """The function of a worker: token ids of each document, None for one without text, or the tokenizer's error."""
+    model = build_tokenizer(*tokenizer)
 
-
-def _tokenize(tokenizer: Tokenizer, chunk: Sequence[Document]) -> list[Ids | str | None]:
-    """Token ids of each document; None for one without text, the reason for one that the tokenizer fails on."""
-    results: list[Ids | str | None] = []
-    for document in chunk:
+    def tokenize(document: Document) -> Ids | str | None:
         try:
-            ids = tokenizer.encode(document.text) if document.text else None
-            results.append(None if ids is None else np.asarray(ids, np.int32))
-        except Exception as error:  # libraries raise what they like; one document must not cost the others
-            results.append(f"{type(error).__name__}: {error}")
-    return results
+            return np.asarray(model.encode(document.text), np.int32) if document.text else None
+        except Exception as error:  # libraries raise any; one document must not cost the others
+            return f"{type(error).__name__}: {error}"
+
+    return lambda chunk: list(map(tokenize, chunk))
 
 
 def _add(
@@ -146,7 +152,7 @@ def _add(
     if document.error is not None:
         message = f"{document.origin}: {document.error}"
         if not skip_errors:
-            raise ValueError(f"{message}; --skip-errors leaves such documents out and counts them")
+            raise ValueError(f"{message}; --skip-errors skips and counts such documents")
         summary.add_error(message)
         return
     if ids is None or not len(ids):
@@ -159,16 +165,3 @@ def _add(
     summary.tokens += len(ids)
     summary.characters += len(document.text or "")
     summary.max_token_id = max(summary.max_token_id, int(ids.max()))
-
-
-def _about(summary: Summary, tokenizer: Tokenizer, kind: str, sources: Sequence[str]) -> dict[str, Any]:
-    return {
-        "tokenizer": kind,
-        "tokenizer_fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "eod_id": tokenizer.eod_id,
-        "documents": summary.documents,
-        "tokens": summary.tokens,
-        "max_token_id": summary.max_token_id,
-        "sources": list(sources)[:100],
-    }

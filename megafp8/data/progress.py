@@ -1,12 +1,12 @@
-"""How many samples a run has read of each data set: the record in its checkpoints, and how a resumed run continues.
+"""The record of how many samples a run has read of each data set, and how a resumed run continues.
 
 A *source* is a data set as training reads it. Its identity is what decides its sequence of samples: the contents
-(`IndexedDataset.fingerprint`) and the documents that data.split selects; seed and sequence length are those of the run.
-Where the files lie, and at which place the config lists them, makes no difference.
+(`IndexedDataset.fingerprint`) and the documents that data.split selects. Seed and sequence length are those of the run;
+paths and the order in the config make no difference.
 
-A run that resumes with the same sources and shares continues the recorded `Segment` of the blend. With others it begins
-a new one at the sample where it stands, in which each source continues with its first sample that was not given yet. A
-source that is left out keeps its count, so that it continues when it is listed again.
+A run that resumes with the same sources and weights continues the recorded `Segment` of the blend. With others it
+starts a new one at its current sample, in which each source continues with its first sample that was not given yet. A
+source that is removed keeps its count, and continues when it is listed again.
 
 All functions are pure.
 """
@@ -27,7 +27,7 @@ Identity = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that the config lists, with `weight` > 0. `documents` are for training, of `num_documents` in all."""
+    """A data set of the config, of `weight` > 0. `documents`: those for training, of `num_documents`."""
 
     prefix: str
     contents: str
@@ -42,10 +42,11 @@ class Source:
 
 @dataclass(frozen=True)
 class RecordedSource:
-    """What the record says of a source.
+    """A source in the record.
 
-    `contents` and `documents` (start, stop) are None where it was made of a config, which does not tell. `weight` is 0
-    where the source is not read any more. `start`: samples given before the current segment; `consumed`: in all.
+    `contents` and `documents` (start, stop) are None if the record was made from a config, which does not have them.
+    `weight` is 0 for a source that is no longer read. `start`: samples given before the current segment; `consumed`: in
+    total.
     """
 
     prefix: str
@@ -62,10 +63,10 @@ class RecordedSource:
 
 @dataclass(frozen=True)
 class Conflict:
-    """A source that the record does not know, although it has one like it.
+    """A source that is not in the record although a similar one is.
 
-    `split`: the same contents, other documents. `contents`: the same prefix, other contents. `unknown`: `recorded` does
-    not tell its contents and is not listed any more, so `source` may be the same data set under a new prefix.
+    `split`: the same contents, other documents. `contents`: the same prefix, other contents. `unknown`: `recorded` has
+    no contents and is no longer listed, so `source` may be the same data set under a new prefix.
     """
 
     kind: Literal["split", "contents", "unknown"]
@@ -75,10 +76,10 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Progress:
-    """The record of a run: every source that it has ever read, those of the current segment first and in its order.
+    """The record of a run: every source that it has read, those of the current segment first, in its order.
 
-    `list_weights`: what weighs a list of data sets; "equal" in runs that began before it was "tokens". `first_sample`:
-    the global sample at which the current segment begins.
+    `list_weights`: how a list of data sets without weights is weighted, "equal" in runs from before "tokens" became the
+    rule. `first_sample`: the global sample at which the current segment starts.
     """
 
     list_weights: Literal["tokens", "equal"]
@@ -87,7 +88,7 @@ class Progress:
 
     @classmethod
     def begin(cls, sources: Sequence[Source]) -> Progress:
-        """That of a run that begins. `sources` are combined."""
+        """The record of a new run. `sources` are combined."""
         return cls("tokens", 0, tuple(_listed(source, 0) for source in sources))
 
     @classmethod
@@ -101,9 +102,9 @@ class Progress:
 
     @classmethod
     def from_config(cls, data: Mapping[str, Any], sources: Sequence[Source]) -> Progress:
-        """That of a run whose checkpoints have no record yet, from the section `data` of its config.
+        """The record of a run whose checkpoints have none, from the section `data` of its config.
 
-        Such runs gave equal shares to the data sets of a list. Contents are taken to be those that `sources` have now.
+        Such runs weighted a list of data sets equally. Contents are assumed to be those of `sources` now.
         """
         train, entries = data["train"], []
         here = {_normalized(source.prefix): source for source in sources}
@@ -131,13 +132,13 @@ class Progress:
         return Segment(weights, seed, self.first_sample, starts)
 
     def after(self, samples: int, seed: int) -> Progress:
-        """With what each source has given before global sample `samples`, in the current segment."""
+        """With `consumed` counted up to global sample `samples` of the current segment."""
         given = self.segment(seed).given(samples)
         read = [replace(source, consumed=count) for source, count in zip(self.active, given)]
         return replace(self, sources=(*read, *(source for source in self.sources if not source.weight)))
 
     def conflicts(self, sources: Sequence[Source]) -> list[Conflict]:
-        """Which of `sources` would begin with their first sample, though they look as if they should continue."""
+        """Those of `sources` that would start with their first sample, although a similar source is in the record."""
         recorded, found = self._recognized(sources).sources, []
         known = {entry.identity for entry in recorded}
         for source in sources:
@@ -151,21 +152,19 @@ class Progress:
         return found
 
     def proceed(self, sources: Sequence[Source], samples: int, seed: int) -> tuple[Progress, list[str]]:
-        """That of a run that resumes after `samples` with `sources` (combined), and in words what changed.
+        """The record of a run that resumes after `samples` with `sources` (combined), and messages on what changed.
 
-        Sources that are not in the record begin with their first sample.
+        Sources that are not in the record start with their first sample.
         """
         done = self._recognized(sources).after(samples, seed)
         now = {source.identity: source for source in sources}
-        weights = [source.weight for source in sources]
-        new = dict(zip(now, map(float, shares(weights))))
-        old = dict(
-            zip([entry.identity for entry in done.active], map(float, shares([entry.weight for entry in done.active])))
-        )
+        new = dict(zip(now, map(float, shares([source.weight for source in sources]))))
+        old_shares = shares([entry.weight for entry in done.active])
+        old = dict(zip((entry.identity for entry in done.active), map(float, old_shares)))
         if old.keys() == new.keys() and all(_equal(old[key], new[key]) for key in new):
             moved = (replace(e, prefix=now[e.identity].prefix) if e.weight else e for e in done.sources)
             return replace(done, sources=tuple(moved)), []
-        # A run from before the record may have read one source under two names: then the larger count.
+        # A run from before this record may have read one source under two names: the larger count is used.
         consumed = {e.identity: e.consumed for e in sorted(done.sources, key=lambda entry: entry.consumed)}
         changes = [
             f"{source.prefix} added with a share of {100 * new[key]:.4g}%, from its sample {consumed.get(key, 0):,} on"
@@ -176,25 +175,23 @@ class Progress:
         ]
         gone = [entry for entry in done.sources if entry.identity not in now]
         changes += [f"{e.prefix} removed after {e.consumed:,} of its samples" for e in gone if e.weight]
-        kept = (replace(entry, weight=0.0, start=entry.consumed) for entry in gone)
+        removed = (replace(entry, weight=0.0, start=entry.consumed) for entry in gone)
         listed = (_listed(source, consumed.get(key, 0)) for key, source in now.items())
-        return replace(done, first_sample=samples, sources=(*listed, *kept)), changes
+        return replace(done, first_sample=samples, sources=(*listed, *removed)), changes
 
     def _recognized(self, sources: Sequence[Source]) -> Progress:
-        """With the contents of entries that do not tell them, where a source is listed under their prefix."""
+        """With entries that have no contents completed by the source of the same prefix."""
         here = {_normalized(source.prefix): source for source in sources}
 
         def complete(entry: RecordedSource) -> RecordedSource:
             source = here.get(_normalized(entry.prefix)) if entry.contents is None else None
-            if source is None:
-                return entry
-            return replace(entry, contents=source.contents, documents=(source.documents.start, source.documents.stop))
+            return entry if source is None else replace(entry, contents=source.contents, documents=source.identity[1:])
 
         return replace(self, sources=tuple(map(complete, self.sources)))
 
 
 def combine(sources: Sequence[Source]) -> list[Source]:
-    """`sources` with each identity once, of the sum of its weights, in the order of their first."""
+    """`sources` with each identity once and its weights summed, in the order of first appearance."""
     found: dict[Identity, Source] = {}
     for source in sources:
         same = found.get(source.identity)
@@ -203,8 +200,7 @@ def combine(sources: Sequence[Source]) -> list[Source]:
 
 
 def _listed(source: Source, consumed: int) -> RecordedSource:
-    documents = (source.documents.start, source.documents.stop)
-    return RecordedSource(source.prefix, source.contents, documents, source.weight, consumed, consumed)
+    return RecordedSource(source.prefix, source.contents, source.identity[1:], source.weight, consumed, consumed)
 
 
 def _equal(share: float, other: float) -> bool:
@@ -212,5 +208,4 @@ def _equal(share: float, other: float) -> bool:
 
 
 def _normalized(prefix: str) -> str:
-    """`prefix` without what makes no difference in a path."""
     return os.path.normpath(prefix)

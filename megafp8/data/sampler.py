@@ -1,11 +1,12 @@
-"""Which samples a rank reads: a function of how many the run has consumed, and of nothing else.
+"""The samples that a rank reads, a function of the number of samples consumed so far.
 
-Micro-batch m of data-parallel rank r of R holds the samples consumed + (m·R + r)·b + row. A global batch is thus the
-same set of samples, in the same micro-batches, whatever R; and a resumed run needs one number.
+Micro-batch m of data-parallel rank r of R holds the samples consumed + (m·R + r)·b + row. So a global batch consists of
+the same samples, in the same micro-batches, for any R, and one number is enough to resume.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Iterator
 from functools import partial
@@ -16,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
+from megafp8.data import DataError
 from megafp8.data.blend import Blend
-from megafp8.data.errors import DataError
 from megafp8.data.samples import Batch, next_token_batch
 
 
@@ -39,10 +40,10 @@ def sample_indices(
 
 
 class _Samples(Dataset[Any]):
-    """Samples by global number. One that cannot be read is its DataError, returned and not raised.
+    """Samples by global number. A DataError is returned, not raised.
 
-    torch's loader would raise it in the main process with the traceback of the loader process as its message. For the
-    same reason a loader process opens the files with its first sample, and not when it is started.
+    torch's loader would raise it in the main process with the loader process's traceback as the message. For the same
+    reason a loader process opens the files when it reads its first sample, not when it is started.
     """
 
     def __init__(self, blend: Blend) -> None:
@@ -58,19 +59,6 @@ class _Samples(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, object]:
         return {"blend": self.blend if isinstance(self.blend, bytes) else pickle.dumps(self.blend)}
-
-
-class _MicroBatches:
-    """The endless sequence of a rank's micro-batches, as lists of indices."""
-
-    def __init__(self, consumed_samples: int, global_batch_size: int, place: tuple[int, int, int]) -> None:
-        self.consumed_samples, self.global_batch_size, self.place = consumed_samples, global_batch_size, place
-
-    def __iter__(self) -> Iterator[list[int]]:
-        consumed = self.consumed_samples
-        while True:
-            yield from sample_indices(consumed, self.global_batch_size, *self.place)
-            consumed += self.global_batch_size
 
 
 def _collate(rows: list[Any], eod_id: int | None, reset_at_documents: bool, mask_eod_loss: bool) -> Batch | DataError:
@@ -95,15 +83,20 @@ def batches(
     mask_eod_loss: bool,
     pin_memory: bool,
 ) -> Iterator[list[Batch]]:
-    """This rank's micro-batches, one list a step, from the step after `consumed_samples` on, without end.
+    """This rank's micro-batches, one list per step, from the step after `consumed_samples` on, without end.
 
-    `num_workers` processes read ahead; 0 reads in this one. Raises DataError in the step that would use a sample which
-    cannot be read.
+    `num_workers` processes read ahead; 0 reads in this process. Raises DataError in the step that would use a sample
+    that cannot be read.
     """
     place = (micro_batch_size, data_parallel_rank, data_parallel_size)
+    micro_batches = (
+        rows
+        for consumed in itertools.count(consumed_samples, global_batch_size)
+        for rows in sample_indices(consumed, global_batch_size, *place)
+    )
     loader: DataLoader[Any] = DataLoader(
         _Samples(dataset),
-        batch_sampler=_MicroBatches(consumed_samples, global_batch_size, place),
+        batch_sampler=micro_batches,
         collate_fn=partial(_collate, eod_id=eod_id, reset_at_documents=reset_at_documents, mask_eod_loss=mask_eod_loss),
         num_workers=num_workers,
         pin_memory=pin_memory,

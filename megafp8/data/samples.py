@@ -1,18 +1,18 @@
-"""Samples: documents shuffled, laid end to end, cut into windows of seq_length + 1 tokens, and the windows shuffled.
+"""Samples: documents shuffled, concatenated, cut into windows of seq_length + 1 tokens, and the windows shuffled.
 
 There is no state. Sample i belongs to epoch i // samples_per_epoch, and everything about an epoch is a function of
 (seed, epoch): a permutation of the documents, the running sum of their lengths, a permutation of the windows. So any
-rank can ask for any sample at any time, and a resumed run or one with another number of ranks sees the same sequence.
-Windows overlap by one token (the last label of one is the first input of the next); the tail of an epoch that fills no
-window is dropped.
+rank can read any sample, and a resumed run or one with another number of ranks reads the same sequence. Windows overlap
+by one token (the last label of one is the first input of the next); the rest of an epoch that does not fill a window is
+dropped.
 
-The permutations and sums of an epoch are its *index*. It is kept on local disk under a name that is a hash of all it
-depends on, written to a temporary name and renamed. Any number of processes on any number of nodes may race to make it:
-they make the same file, so nobody waits and no shared file system is needed. Each file ends with its own SHA-256; one
-that does not match is made again, with a warning. Ranks compare theirs by `index_checksum`.
+The permutations and sums of an epoch are its *index*. It is cached on local disk, in a file named by a hash of all that
+it depends on, which is written under a temporary name and renamed. Any number of processes on any number of nodes may
+make it at the same time: they write the same bytes, so nobody waits and no shared file system is needed. The file ends
+with its SHA-256; one that does not match is made again, with a warning. Ranks compare theirs by `index_checksum`.
 
-Each sample's token ids are compared with the vocabulary when it is read: beyond it, a sharded embedding would take them
-for another rank's tokens and silently give zeros.
+Each sample's token ids are compared with the vocabulary when it is read: a sharded embedding would silently return
+zeros for ids beyond it, as for another rank's tokens.
 
 Shapes: b micro-batch, s sequence.
 """
@@ -23,7 +23,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megafp8.context_parallel.split import cut
-from megafp8.data.errors import DataError
+from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, all_within, check_ids
 
 _log = logging.getLogger(__name__)
@@ -43,44 +43,39 @@ _log = logging.getLogger(__name__)
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
     """Documents of training, validation and test by weights such as "969,30,1" (Megatron-LM's convention).
 
-    Pure. Raises ValueError for anything but one to three numbers, none negative and one positive.
+    Pure. Raises ValueError unless it is one to three numbers, none negative and one positive.
     """
     try:
         weights = [float(part) for part in split.split(",")]
     except ValueError:
         weights = []
     if not 1 <= len(weights) <= 3 or min(weights) < 0 or sum(weights) <= 0:
-        raise ValueError(f'data.split = {split!r}: wants up to three shares such as "969,30,1"')
+        raise ValueError(f'data.split = {split!r}: wants up to three weights such as "969,30,1"')
     weights += [0.0] * (3 - len(weights))
     ends = [round(num_documents * sum(weights[: i + 1]) / sum(weights)) for i in range(3)]
     return range(ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2])
 
 
-class _Epoch(NamedTuple):
-    """`documents[j]` is the j-th document of the stream, `starts[j]` its first position; `samples` permutes windows."""
-
-    documents: NDArray[Any]
-    starts: NDArray[np.int64]
-    samples: NDArray[Any]
-
-
 class _Index(NamedTuple):
-    """The index of one epoch and the SHA-256 of all its files' contents."""
+    """The index of one epoch. `documents[j]` is the j-th document of the stream and `starts[j]` its first position;
+    `samples` permutes the windows. `checksum`: SHA-256 of all three."""
 
-    epoch: _Epoch
+    starts: NDArray[np.int64]
+    documents: NDArray[Any]
+    samples: NDArray[Any]
     checksum: str
 
 
 def default_cache() -> Path:
-    """Where sample indices are kept unless the config says otherwise: local to the node and the user."""
+    """Default folder of cached indices, local to the node and the user."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megafp8" / "index"
 
 
 class PackedDataset:
     """Endless samples of `seq_length + 1` tokens from `documents` of `dataset`.
 
-    Raises DataError where there are too few tokens for a single sample, and from `__getitem__` where a sample holds an
-    id that is not in [0, `vocab_size`); None checks nothing.
+    Raises DataError if there are too few tokens for one sample, and from `__getitem__` if a sample holds an id that is
+    not in [0, `vocab_size`); None disables that check.
     """
 
     def __init__(
@@ -110,7 +105,7 @@ class PackedDataset:
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Sample `index` >= 0, int64 `[seq_length + 1]`."""
         number, place = divmod(index, self.samples_per_epoch)
-        epoch = self._load(number).epoch
+        epoch = self._load(number)
         position = int(epoch.samples[place]) * self.seq_length
         firsts, parts, missing = [], [], self.seq_length + 1
         j = int(np.searchsorted(epoch.starts, position, side="right")) - 1
@@ -128,61 +123,41 @@ class PackedDataset:
                 check_ids(self.dataset, part, self.vocab_size, first)
         return tokens.astype(np.int64)
 
-    def __getstate__(self) -> dict[str, object]:  # loader processes: the index of an epoch is read from the cache
+    def __getstate__(self) -> dict[str, object]:  # loader processes read the index from the cache
         return {**self.__dict__, "_index": None}
 
     def index_checksum(self, index: int) -> str:
-        """SHA-256 of the index of the epoch that sample `index` is in, on this machine."""
+        """SHA-256 of the index of the epoch of sample `index`, on this machine."""
         return self._load(index // self.samples_per_epoch).checksum
 
     def _load(self, number: int) -> _Index:
-        """The index of epoch `number`: from memory, from the cache, or made and put there."""
+        """The index of epoch `number`: from memory, from the cache, or made and cached."""
         if self._index is not None and self._index[0] == number:
             return self._index[1]
         key = hashlib.sha256(repr((_CACHE_FORMAT, self._identity, self.seq_length, self.seed, number)).encode())
-        paths = [self.cache_dir / f"{key.hexdigest()[:32]}-{name}.npy" for name in _Epoch._fields]
-        index = _read(paths) or self._put(paths, self._make(number))
+        path = self.cache_dir / f"{key.hexdigest()[:32]}.index"
+        index = self._read(path)
+        if index is None:
+            index = self._write(path, self._make(number))
         self._index = (number, index)
         return index
 
-    def _put(self, paths: list[Path], epoch: _Epoch) -> _Index:
-        try:
-            return _Index(epoch, _joined(_write_atomically(path, array) for path, array in zip(paths, epoch)))
-        except OSError as error:
-            raise DataError(
-                f"the sample index of {self.dataset.prefix} cannot be written to {self.cache_dir} ({error}); set "
-                f"data.index_cache to a folder with {sum(array.nbytes for array in epoch) / 2**20:,.0f} MiB of room"
-            ) from None
+    @property
+    def _small(self) -> type[np.generic]:
+        """The dtype of permutations."""
+        return np.uint32 if max(len(self._lengths), self.samples_per_epoch) < 2**32 else np.int64
 
-    def _make(self, number: int) -> _Epoch:
+    def _make(self, number: int) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
+        """Starts, documents and samples of epoch `number`."""
         key = np.array([self.seed & (2**64 - 1), number], dtype=np.uint64)
         generator = np.random.Generator(np.random.Philox(key=key))
-        small = np.uint32 if max(len(self._lengths), self.samples_per_epoch) < 2**32 else np.int64
-        documents = generator.permutation(len(self._lengths)).astype(small)
+        documents = generator.permutation(len(self._lengths)).astype(self._small)
         starts = np.concatenate([[0], np.cumsum(self._lengths[documents])[:-1]]).astype(np.int64)
-        samples = generator.permutation(self.samples_per_epoch).astype(small)
-        return _Epoch(documents, starts, samples)
+        samples = generator.permutation(self.samples_per_epoch).astype(self._small)
+        return starts, documents, samples
 
-
-_CACHE_FORMAT = 2
-_DIGEST_BYTES = hashlib.sha256().digest_size
-
-
-def _joined(digests: Iterable[bytes]) -> str:
-    return hashlib.sha256(b"".join(digests)).hexdigest()
-
-
-def _digest(path: Path, content: Any) -> bytes:
-    """SHA-256 of a file's name and `content`: a file under another's name is as wrong as a damaged one."""
-    digest = hashlib.sha256(path.name.encode())
-    digest.update(content)
-    return digest.digest()
-
-
-def _read(paths: list[Path]) -> _Index | None:
-    """The cached index, or None where it is missing, or damaged, which is logged."""
-    digests = []
-    for path in paths:
+    def _read(self, path: Path) -> _Index | None:
+        """The cached index; None if it is missing, or damaged, which is logged."""
         raw: NDArray[np.uint8]
         try:
             raw = np.memmap(path, mode="r", dtype=np.uint8)
@@ -190,36 +165,54 @@ def _read(paths: list[Path]) -> _Index | None:
             return None
         except (OSError, ValueError):  # ValueError: an empty file
             raw = np.empty(0, np.uint8)
-        digests.append(_digest(path, raw[:-_DIGEST_BYTES]))
-        if bytes(raw[-_DIGEST_BYTES:]) != digests[-1]:
+        content, digest = raw[:-_DIGEST_BYTES], bytes(raw[-_DIGEST_BYTES:])
+        if _digest(path, content) != digest:
             _log.warning("sample index %s is damaged: its checksum does not match; it is made again", path)
             return None
-    return _Index(_Epoch(*(np.load(path, mmap_mode="r") for path in paths)), _joined(digests))
+        starts_end = 8 * len(self._lengths)
+        documents, samples = np.split(content[starts_end:].view(self._small), [len(self._lengths)])
+        return _Index(content[:starts_end].view(np.int64), documents, samples, digest.hex())
+
+    def _write(self, path: Path, arrays: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]) -> _Index:
+        """Write an index to the cache, complete or not at all."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    digest = _digest(path, *arrays)
+                    file.writelines([array.data for array in arrays])
+                    file.write(digest)
+                os.replace(temporary, path)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise DataError(
+                f"the sample index of {self.dataset.prefix} cannot be written to {self.cache_dir} ({error}); set "
+                f"data.index_cache to a folder with {sum(array.nbytes for array in arrays) / 2**20:,.0f} MiB of room"
+            ) from None
+        return _Index(*arrays, digest.hex())
 
 
-def _write_atomically(path: Path, array: NDArray[Any]) -> bytes:
-    """Write `array` as .npy with the digest of that behind it, and return the digest."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-    try:
-        with os.fdopen(descriptor, "w+b") as file:
-            np.save(file, array)
-            file.flush()
-            digest = _digest(path, np.memmap(temporary, mode="r", dtype=np.uint8))
-            file.write(digest)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return digest
+_CACHE_FORMAT = 3
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def _digest(path: Path, *content: Any) -> bytes:
+    """SHA-256 of a file's name and `content`, since a file under another's name is as wrong as a damaged one."""
+    digest = hashlib.sha256(path.name.encode())
+    for part in content:
+        digest.update(part)
+    return digest.digest()
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch, all `[b, s]`. Optional parts are None where they would say nothing.
+    """A micro-batch, all tensors `[b, s]`.
 
-    `loss_mask` float32: 0 for labels that do not count. `position_ids`, `document_ids` int64: present where attention
-    starts afresh at documents.
+    `loss_mask` float32: 0 for labels that do not count, None if all count. `position_ids`, `document_ids` int64: None
+    unless attention and positions restart at documents.
     """
 
     tokens: Tensor
@@ -229,17 +222,17 @@ class Batch:
     document_ids: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """This batch on `device`, copied without waiting where the memory is pinned."""
+        """This batch on `device`, copied asynchronously if it is in pinned memory."""
         return self._each(lambda x: x.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """This batch in page-locked memory."""
+        """This batch in pinned memory."""
         return self._each(Tensor.pin_memory)
 
     def shard(self, rank: int, ranks: int) -> Batch:
         """The tokens of context-parallel `rank`, with their positions `[1 or b, s/ranks]`.
 
-        The ids of documents stay those of whole sequences: this rank's queries look at everybody's keys.
+        `document_ids` stay those of whole sequences, because this rank's queries attend to all ranks' keys.
         """
         if ranks == 1:
             return self
@@ -255,9 +248,9 @@ class Batch:
 def next_token_batch(tokens_bs1: Tensor, eod_id: int | None, *, reset_at_documents: bool, mask_eod_loss: bool) -> Batch:
     """Inputs and labels of samples `[b, s + 1]`. Pure.
 
-    A document's end token belongs to the document it ends. `reset_at_documents`: number the documents of each sample,
-    and count positions from each one's start. `mask_eod_loss`: do not count labels that follow an end token, since
-    nothing of the new document is known.
+    An end token belongs to the document that it ends. `reset_at_documents`: number the documents of each sample, and
+    count positions from each document's start. `mask_eod_loss`: ignore labels that follow an end token, since nothing
+    predicts a new document.
     """
     tokens, labels = tokens_bs1[:, :-1].contiguous(), tokens_bs1[:, 1:].contiguous()
     if eod_id is None:

@@ -1,15 +1,17 @@
-"""One interface over the tokenizer libraries: sentencepiece, Hugging Face tokenizers, tiktoken, and plain bytes.
+"""One interface to the tokenizer libraries: sentencepiece, Hugging Face tokenizers, tiktoken, and plain bytes.
 
-The fingerprint (sha256 of the kind, the model file and the settings that change token ids) is kept with data sets and
-checkpoints, so that text written with one vocabulary is never trained on as if it were another.
+The fingerprint (SHA-256 of the kind, the model file and the settings that change token ids) is stored with data sets
+and checkpoints, so that text tokenized with one vocabulary is never trained on with another.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from megafp8.data.packages import import_package
 
@@ -17,20 +19,19 @@ TokenizerKind = Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
 
-class Tokenizer(Protocol):
+@dataclass(frozen=True)
+class Tokenizer:
     """Text to token ids and back. `eod_id` ends a document."""
 
     vocab_size: int
     eod_id: int
     fingerprint: str
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
 
 
 class TokenizerSettings(NamedTuple):
-    """The arguments of `build_tokenizer`, as the config section data.tokenizer or a tool's flags give them."""
+    """Arguments of `build_tokenizer`, from the config section data.tokenizer or a tool's flags."""
 
     kind: TokenizerKind
     path: str | None = None
@@ -39,10 +40,10 @@ class TokenizerSettings(NamedTuple):
 
 
 class TokenizerSettingError(ValueError):
-    """A setting of a tokenizer that cannot be used.
+    """A tokenizer setting that cannot be used.
 
-    `setting` is a field of `TokenizerSettings`; the caller knows under which config key or flag the user gave it.
-    `rule` says what is wrong with `value`, `works` what would help.
+    `setting` is a field of `TokenizerSettings`; the caller knows the config key or flag that the user gave. `rule` says
+    what is wrong with `value`, `works` what would work.
     """
 
     def __init__(self, setting: str, value: object, rule: str, works: str) -> None:
@@ -55,9 +56,9 @@ def build_tokenizer(
 ) -> Tokenizer:
     """The tokenizer `kind` read from `path` (for tiktoken an encoding's name or a ranks file; None for bytes).
 
-    `end_token` is the token that ends a document, instead of the tokenizer's own; `pattern` the regular expression by
-    which a tiktoken ranks file splits text. Raises TokenizerSettingError where a setting is missing or cannot be used,
-    and ValueError where the library is not installed.
+    `end_token` ends a document in place of the tokenizer's own; `pattern` is the regular expression that splits text
+    for a tiktoken ranks file. Raises TokenizerSettingError if a setting is missing or cannot be used, and ValueError if
+    the library is not installed.
     """
     if pattern is not None and kind != "tiktoken":
         raise TokenizerSettingError("pattern", pattern, "only tiktoken ranks files are read with one", "leave it out")
@@ -65,25 +66,25 @@ def build_tokenizer(
         for setting, value in (("path", path), ("end_token", end_token)):
             if value is not None:
                 raise TokenizerSettingError(setting, value, "the bytes tokenizer has none", "leave it out")
-        return BytesTokenizer()
+        return _bytes_tokenizer()
     if path is None:
         raise TokenizerSettingError("path", None, f"a {kind} tokenizer is read from a file", "give its path")
     if not Path(path).is_file() and (kind != "tiktoken" or Path(path).exists()):
         reason = "is a folder" if Path(path).is_dir() else "no such file"
         raise TokenizerSettingError("path", path, reason, "give the path of the tokenizer's file")
     if kind == "tiktoken":
-        return TiktokenTokenizer(path, end_token, pattern)
-    return SentencePieceTokenizer(path, end_token) if kind == "sentencepiece" else HuggingFaceTokenizer(path, end_token)
+        return _tiktoken(path, end_token, pattern)
+    return _sentencepiece(path, end_token) if kind == "sentencepiece" else _huggingface(path, end_token)
 
 
 def _fingerprint(kind: str, content: bytes, **changed: str | int | None) -> str:
-    """Settings in `changed` that are not None are those that give other ids than the file alone."""
+    """`changed`: settings that give other ids than the file alone; None for those that do not."""
     settings = b"".join(f"\0{name}={value}".encode() for name, value in changed.items() if value is not None)
     return hashlib.sha256(kind.encode() + b"\0" + content + settings).hexdigest()
 
 
 def _end_token_error(end_token: str | None, path: str, known: list[str]) -> TokenizerSettingError:
-    """The error of a tokenizer in which the end-of-document token is not found; `known` are tokens that it has."""
+    """The error of a tokenizer without this end-of-document token; `known`: its special tokens."""
     if end_token is None:
         rule = f"{path} has no end-of-document token; looked for {', '.join(_EOD_NAMES)}"
     else:
@@ -93,145 +94,108 @@ def _end_token_error(end_token: str | None, path: str, known: list[str]) -> Toke
     return TokenizerSettingError("end_token", end_token, rule, works)
 
 
-class BytesTokenizer:
+def _bytes_tokenizer() -> Tokenizer:
     """Each UTF-8 byte is a token; 256 ends a document."""
 
-    vocab_size = 257
-    eod_id = 256
-    fingerprint = _fingerprint("bytes", b"")
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
-
-    def decode(self, ids: list[int]) -> str:
+    def decode(ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-
-class SentencePieceTokenizer:
-    """A sentencepiece `.model`; `end_token`, or else its eos, ends a document."""
-
-    def __init__(self, path: str, end_token: str | None = None) -> None:
-        from sentencepiece import SentencePieceProcessor
-
-        try:
-            self._model = SentencePieceProcessor(model_file=path)
-        except (OSError, RuntimeError) as error:
-            rule = f"{path} is not a sentencepiece model: {error}"
-            raise TokenizerSettingError("path", path, rule, "give a file that sentencepiece wrote") from None
-        self.vocab_size: int = self._model.vocab_size()
-        default: int = self._model.eos_id()
-        self.eod_id = default
-        if end_token is not None:
-            self.eod_id = self._model.piece_to_id(end_token)
-            if self._model.id_to_piece(self.eod_id) != end_token:  # what is not found has the id of unknown pieces
-                raise _end_token_error(end_token, path, self._special_tokens())
-        elif default < 0:
-            raise _end_token_error(None, path, self._special_tokens())
-        other = self.eod_id if self.eod_id != default else None
-        self.fingerprint = _fingerprint("sentencepiece", Path(path).read_bytes(), eod_id=other)
-
-    def _special_tokens(self) -> list[str]:
-        model = self._model
-        return [model.id_to_piece(i) for i in range(self.vocab_size) if model.is_control(i)]
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(text)
-        return ids
-
-    def decode(self, ids: list[int]) -> str:
-        text: str = self._model.decode(ids)
-        return text
+    return Tokenizer(257, 256, _fingerprint("bytes", b""), lambda text: list(text.encode("utf-8")), decode)
 
 
-class HuggingFaceTokenizer:
+def _sentencepiece(path: str, end_token: str | None) -> Tokenizer:
+    """A sentencepiece `.model`; its eos ends a document."""
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        model = SentencePieceProcessor(model_file=path)
+    except (OSError, RuntimeError) as error:
+        rule = f"{path} is not a sentencepiece model: {error}"
+        raise TokenizerSettingError("path", path, rule, "give a file that sentencepiece wrote") from None
+    default: int = model.eos_id()
+    eod_id = default if end_token is None else model.piece_to_id(end_token)
+    unknown = eod_id < 0 if end_token is None else model.id_to_piece(eod_id) != end_token  # unknown ones get <unk>'s id
+    if unknown:
+        special = [model.id_to_piece(i) for i in range(model.vocab_size()) if model.is_control(i)]
+        raise _end_token_error(end_token, path, special)
+    fingerprint = _fingerprint("sentencepiece", Path(path).read_bytes(), eod_id=eod_id if eod_id != default else None)
+    return Tokenizer(model.vocab_size(), eod_id, fingerprint, model.encode, model.decode)
+
+
+def _huggingface(path: str, end_token: str | None) -> Tokenizer:
     """A `tokenizer.json` of the Hugging Face `tokenizers` library."""
-
-    def __init__(self, path: str, end_token: str | None = None) -> None:
-        library = import_package("tokenizers", "a huggingface tokenizer")
-        try:
-            self._model = library.Tokenizer.from_file(path)
-        except Exception as error:  # the library raises bare Exception
-            rule = f"{path} is not a tokenizer.json: {error}"
-            raise TokenizerSettingError("path", path, rule, "give a file of the tokenizers library") from None
-        # The file may ask for texts to be cut or padded to the context of some model.
-        self._model.no_truncation()
-        self._model.no_padding()
-        self.vocab_size: int = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
-        default = next((i for i in map(self._model.token_to_id, _EOD_NAMES) if i is not None), None)
-        eod_id: int | None = default if end_token is None else self._model.token_to_id(end_token)
-        if eod_id is None:
-            known = [token.content for _, token in sorted(self._model.get_added_tokens_decoder().items())]
-            raise _end_token_error(end_token, path, known)
-        self.eod_id = eod_id
-        other = eod_id if eod_id != default else None
-        self.fingerprint = _fingerprint("huggingface", Path(path).read_bytes(), eod_id=other)
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def decode(self, ids: list[int]) -> str:
-        text: str = self._model.decode(ids, skip_special_tokens=False)
-        return text
-
-
-class TiktokenTokenizer:
-    """A tiktoken encoding by name, or a `.tiktoken` ranks file.
-
-    A ranks file says neither how text is split nor which tokens are special: it is read with `pattern` (default:
-    GPT-4's), and <|endoftext|> follows its last token unless `end_token` names one of the file's own.
-    """
-
-    _PATTERN = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-        r"|\s+(?!\S)|\s+"
+    library = import_package("tokenizers", "a huggingface tokenizer")
+    try:
+        model = library.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises bare Exception
+        rule = f"{path} is not a tokenizer.json: {error}"
+        raise TokenizerSettingError("path", path, rule, "give a file of the tokenizers library") from None
+    # The file may have settings to truncate or pad to some model's context.
+    model.no_truncation()
+    model.no_padding()
+    default = next((i for i in map(model.token_to_id, _EOD_NAMES) if i is not None), None)
+    eod_id: int | None = default if end_token is None else model.token_to_id(end_token)
+    if eod_id is None:
+        known = [token.content for _, token in sorted(model.get_added_tokens_decoder().items())]
+        raise _end_token_error(end_token, path, known)
+    return Tokenizer(
+        vocab_size=max(model.get_vocab(with_added_tokens=True).values()) + 1,
+        eod_id=eod_id,
+        fingerprint=_fingerprint("huggingface", Path(path).read_bytes(), eod_id=eod_id if eod_id != default else None),
+        encode=lambda text: model.encode(text, add_special_tokens=False).ids,
+        decode=lambda ids: model.decode(ids, skip_special_tokens=False),
     )
 
-    def __init__(self, path: str, end_token: str | None = None, pattern: str | None = None) -> None:
-        tiktoken = import_package("tiktoken", "a tiktoken tokenizer")
-        if Path(path).is_file():
-            content = Path(path).read_bytes()
-            ranks = _read_ranks(path, content)
-            if pattern is not None:
-                _check_pattern(tiktoken, pattern)
-            own_end = end_token is not None and end_token.encode() in ranks
-            self._model = tiktoken.Encoding(
-                Path(path).stem,
-                pat_str=self._PATTERN if pattern is None else pattern,
-                mergeable_ranks=ranks,
-                special_tokens={} if own_end else {_EOD_NAMES[0]: max(ranks.values()) + 1},
-            )
-        else:
-            if pattern is not None:
-                rule = f"{path} is a tiktoken encoding, which has its own"
-                raise TokenizerSettingError("pattern", pattern, rule, "leave it out, or give a ranks file")
-            self._model, content = _get_encoding(tiktoken, path), path.encode()
-        special: set[str] = self._model.special_tokens_set
-        default: int | None = self._model.eot_token if _EOD_NAMES[0] in special else None
-        try:
-            eod_id: int | None = default if end_token is None else self._model.encode_single_token(end_token)
-        except KeyError:
-            eod_id = None
-        if eod_id is None:
-            raise _end_token_error(end_token, path, sorted(special))
-        self.eod_id = eod_id
-        self.vocab_size: int = self._model.n_vocab
-        other_pattern = None if pattern == self._PATTERN else pattern
-        other_end = None if eod_id == default else eod_id
-        self.fingerprint = _fingerprint("tiktoken", content, pattern=other_pattern, eod_id=other_end)
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode_ordinary(text)
-        return ids
+_GPT4_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 
-    def decode(self, ids: list[int]) -> str:
-        text: str = self._model.decode(ids)
-        return text
+
+def _tiktoken(path: str, end_token: str | None, pattern: str | None) -> Tokenizer:
+    """A tiktoken encoding by name, or a `.tiktoken` ranks file.
+
+    A ranks file has neither the pattern that splits text nor special tokens: `pattern` (default: GPT-4's) is used, and
+    <|endoftext|> is added after the last token unless `end_token` names a token of the file.
+    """
+    tiktoken = import_package("tiktoken", "a tiktoken tokenizer")
+    if Path(path).is_file():
+        content = Path(path).read_bytes()
+        ranks = _read_ranks(path, content)
+        if pattern is not None:
+            _check_pattern(tiktoken, pattern)
+        own_end = end_token is not None and end_token.encode() in ranks
+        model = tiktoken.Encoding(
+            Path(path).stem,
+            pat_str=_GPT4_PATTERN if pattern is None else pattern,
+            mergeable_ranks=ranks,
+            special_tokens={} if own_end else {_EOD_NAMES[0]: max(ranks.values()) + 1},
+        )
+    else:
+        if pattern is not None:
+            rule = f"{path} is a tiktoken encoding, which has its own"
+            raise TokenizerSettingError("pattern", pattern, rule, "leave it out, or give a ranks file")
+        model, content = _get_encoding(tiktoken, path), path.encode()
+    special: set[str] = model.special_tokens_set
+    default: int | None = model.eot_token if _EOD_NAMES[0] in special else None
+    try:
+        eod_id: int | None = default if end_token is None else model.encode_single_token(end_token)
+    except KeyError:
+        eod_id = None
+    if eod_id is None:
+        raise _end_token_error(end_token, path, sorted(special))
+    fingerprint = _fingerprint(
+        "tiktoken",
+        content,
+        pattern=None if pattern == _GPT4_PATTERN else pattern,
+        eod_id=None if eod_id == default else eod_id,
+    )
+    return Tokenizer(model.n_vocab, eod_id, fingerprint, model.encode_ordinary, model.decode)
 
 
 def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:
-    """Tokens of a ranks file and their ids. The library's own reader may answer from a cache that it keeps by path, and
-    so with what the file held earlier."""
+    """Tokens of a ranks file and their ids. The library's reader caches by path and may return an earlier content."""
     ranks: dict[bytes, int] = {}
     works = "give a file with a token in base64 and its rank on each line"
     for number, line in enumerate(content.splitlines(), 1):
@@ -254,7 +218,7 @@ def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:
 def _check_pattern(tiktoken: Any, pattern: str) -> None:
     """TokenizerSettingError unless `pattern` is a regular expression whose matches cover all text.
 
-    What the pattern does not match tiktoken leaves out without an error, and an empty match ends the process.
+    tiktoken silently drops text that the pattern does not match, and an empty match aborts the process.
     """
     regex = import_package("regex", "a tiktoken tokenizer")  # tiktoken depends on it
     probe = "".join(map(chr, range(128))) + " It's 12345 words,\n\n  Größe: 日本語 \u0301 🙂\t\u00a0\u2028 x\r\n"

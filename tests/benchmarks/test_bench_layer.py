@@ -1,4 +1,4 @@
-"""The benchmark of layers: its counts, that it sees a wrong layer, and that its plain layer agrees with ours."""
+"""bench_layer: FLOPs, timing, detection of wrong layers, and agreement of all variants with the reference."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bench_layer, layer_variants
 from benchmarks.bench_layer import Result, Work, difference, iteration, rows, time_iterations
-from benchmarks.layer_variants import GraphedLayers, build_eager, variants
-from benchmarks.layers import Layers, Problem
-from benchmarks.reference_layers import SHAPES, ReferenceLayers, random_weights
+from benchmarks.blocks import SHAPES, ReferenceLayers, random_weights
+from benchmarks.layer_variants import GraphedLayers, Layers, Problem, build_eager, floor_of, variants
 from megafp8.config.schema import Fp8Config
 from megafp8.fp8 import Fp8Manager
 from megafp8.parallel_state import destroy_model_parallel, initialize_distributed, initialize_model_parallel
@@ -76,7 +75,7 @@ def test_a_recipe_of_the_config_is_a_variant_by_itself() -> None:
     known = {name.removeprefix("megafp8:") for name in variants() if name.startswith("megafp8:")}
     eager = {"bf16"} | recipes | {f"{recipe}+fast" for recipe in recipes}
     graphed = {f"{name}+graph" for name in eager if not name.startswith("nvfp4")}
-    assert known == eager | graphed | {f"{name}+alone" for name in eager - {"bf16"}}
+    assert known == eager | graphed | {f"{name}+floor" for name in eager - {"bf16"}}
 
 
 # --- how it is run ---------------------------------------------------------------------------------------------------
@@ -221,7 +220,7 @@ def test_every_weight_matters_to_the_gradients() -> None:
     ("options", "line"),
     [
         (["--variants", "eager,compild"], "--variants: 'compild' is none of eager, compiled, megafp8:bf16, "),
-        (["--shapes", "llama3"], "--shapes: 'llama3' is none of llama3-8b, llama3-70b-tp8, small, tiny"),
+        (["--shapes", "llama3"], "--shapes: 'llama3' is none of llama3-8b, llama3-70b, llama3-70b-tp8, small, tiny"),
         (["--profile", "te:none"], "--variants: 'te:none' is none of eager, "),
         (["--variants", "eager", "--profile", "compiled"], "--profile: 'compiled' is none of eager"),
         (["--micro-batches", "0"], "--micro-batches: 0 is too few; 1 or more would work"),
@@ -265,8 +264,8 @@ def test_memory_and_kernels_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert code == 0
     least = 512 * (3 * TINY.hidden_size + 3 * TINY.ffn_hidden_size) / 2**30  # what GEMMs and SwiGLU read, a byte each
     for row in report["rows"]:
-        assert row["kept_gib_per_layer"] > least
-        assert row["peak_gib"] > row["kept_gib_per_layer"]
+        assert row["saved_gib_per_layer"] > least
+        assert row["peak_gib"] > row["saved_gib_per_layer"]
     assert sum(kernel["microseconds"] for kernel in report["kernels"]["eager"]) > 0
     kernels, replayed = (sum(kernel["count"] for kernel in report["kernels"][name]) for name in ours)
     assert replayed == pytest.approx(kernels, rel=0.1), "the profiler sees kernels inside graphs"
@@ -284,14 +283,14 @@ def problem() -> Iterator[Problem]:
 
 
 def test_a_floor_is_the_products_and_attention_alone(problem: Problem) -> None:
-    layers = variants()["megafp8:current+alone"](problem)
+    layers = variants()["megafp8:current+floor"](problem)
     x, dy = (torch.randn(problem.seq_length, 1, TINY.hidden_size).bfloat16() for _ in range(2))
     layers.zero_grad()
-    alone = layers.to_time(x, dy)
-    assert len(alone.calls) == problem.layers * (4 * 3 + 2)  # type: ignore[attr-defined]
+    floor = floor_of(layers, x, dy)
+    assert len(floor.calls) == problem.layers * (4 * 3 + 2)  # type: ignore[attr-defined]
     once = {name: grad.clone() for name, grad in layers.gradients().items() if grad is not None}
     layers.zero_grad()
-    alone.micro_batch(x, dy, True)  # the same products again: the same weight gradients
+    floor.micro_batch(x, dy, True)  # the same products again: the same weight gradients
     for name, grad in layers.gradients().items():
         if grad is not None and grad.dim() == 2:
             torch.testing.assert_close(grad, once[name], rtol=0, atol=0)

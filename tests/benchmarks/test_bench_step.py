@@ -1,4 +1,4 @@
-"""The benchmark of steps: its arithmetic, and a run on CPU."""
+"""bench_step: profiles, overrides, bubbles, and a run on the CPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench_step import layout_overrides, simulated_bubble, variant_overrides
-from benchmarks.step_profile import Kernel, by_name, outside, shares, union
+from benchmarks.profiling import Kernel, by_name, outside, step_profile, union
 from megafp8.config import load_config
 from megafp8.pipeline_parallel.simulate import Times, simulate
 from megafp8.training.pipeline import plan_pipeline
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     *("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=2", "model.num_query_groups=1"),
     *("model.ffn_hidden_size=64", "model.vocab_size=128", "training.seq_length=16"),
@@ -28,19 +28,19 @@ def test_intervals() -> None:
     assert outside([(0, 4), (5, 6)], [(1, 2), (3, 5.5)]) == pytest.approx(1 + 1 + 0.5)
 
 
-def test_what_nothing_hides() -> None:
+def test_exposed_communication() -> None:
     kernels = [
         ("gemm", 0.0, 4.0),
         ("ncclDevKernel_ReduceScatter", 2.0, 5.0),  # one of three is exposed
         ("Memcpy PtoP (Device -> Device)", 6.0, 7.0),
         ("Memset (Device)", 7.0, 8.0),
     ]
-    found = shares(kernels, duration=10.0)
+    found = step_profile(kernels, duration=10.0)
     assert (found.computing, found.communicating, found.exposed) == pytest.approx((0.5, 0.4, 0.2))
     assert found.idle == pytest.approx(0.3)
     again = [("void gemm<128>(float*, int)", 8.0, 9.0), ("void gemm<128>(float*, float)", 9.0, 9.5)]
-    assert by_name([*kernels, *again])[:2] == [Kernel("gemm", 1, 4e-3), Kernel("ncclDevKernel_ReduceScatter", 1, 3e-3)]
-    assert Kernel("gemm<128>", 2, 1.5e-3) in by_name(again)
+    assert by_name([*kernels, *again])[:2] == [Kernel("gemm", 1, 4.0), Kernel("ncclDevKernel_ReduceScatter", 1, 3.0)]
+    assert Kernel("gemm<128>", 2, 1.5) in by_name(again)
 
 
 def test_layouts_and_variants() -> None:

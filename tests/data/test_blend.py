@@ -1,4 +1,4 @@
-"""Blends: each data set's samples in order, none lost, and never further than one from its share."""
+"""Blends: each data set's samples in order, none lost, and in proportion to the weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megafp8.data.blend import BLOCK, Blend, Segment
 
 
 def mixed(sets: Any, weights: list[float], seed: int) -> Blend:
-    """The blend of a run that begins."""
+    """The blend of a new run."""
     return Blend(sets, Segment.fresh(weights, seed))
 
 
 class Numbers:
-    """Stands in for a data set: sample i is (name, i)."""
+    """A stub data set: sample i is (name, i)."""
 
     def __init__(self, name: int) -> None:
         self.name = name
@@ -67,7 +67,7 @@ def test_the_order_of_fresh_runs_is_that_of_earlier_versions() -> None:
         assert hashlib.sha256(order.encode()).hexdigest()[:16] == digest
 
 
-def test_a_later_segment_counts_on() -> None:
+def test_a_later_segment_continues_the_counts() -> None:
     """The same blend from global sample 777 on, each data set from what it has given before."""
     fresh, later = Segment.fresh([2, 1, 5], 3), Segment((2, 1, 5), 3, 777, (10, 0, 99))
     counts = [10, 0, 99]

@@ -1,4 +1,4 @@
-"""Reading text files: what is damaged costs exactly itself, and what is not read is named."""
+"""Reading text files: damage costs the smallest unit, and files that are not read are reported."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def read(*inputs: Path, json_keys: tuple[str, ...] = ("text",)) -> tuple[list[st
 
 
 def test_a_damaged_line_costs_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """200 lines, each kind of damage in the first, a middle and the last; the reference is json on the other lines."""
+    """Each kind of damage in the first, a middle and the last of 200 lines; the reference is json on the others."""
     path = tmp_path / "data.jsonl"
     for name, (line, message) in DAMAGE.items():
         for at in (0, 71, 199):
@@ -74,8 +74,8 @@ def test_a_damaged_line_costs_itself(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert preprocess_data.main([*arguments, "--skip-errors"]) == 0
     shown = capsys.readouterr().out
     assert "199 documents" in shown
-    assert "1 unreadable documents left out" in shown
-    assert f"left out: {path}, line 200: 'text' is not valid Unicode" in shown
+    assert "1 unreadable documents skipped" in shown
+    assert f"skipped: {path}, line 200: 'text' is not valid Unicode" in shown
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_random_damage(tmp_path: Path) -> None:
 
 
 def test_encodings_of_files(tmp_path: Path) -> None:
-    """A byte order mark is no part of the text, and UTF-16 and UTF-32 are named, with or without theirs."""
+    """A byte order mark is not part of the text; UTF-16 and UTF-32 are named errors, with or without a mark."""
     path = tmp_path / "data.jsonl"
     marked = codecs.BOM_UTF8 + b"\n".join(LINES) + b"\n"
     path.write_bytes(marked + marked)  # two files joined
@@ -182,7 +182,7 @@ def test_a_key_for_each_input(tmp_path: Path) -> None:
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:
-    """A value that is not UTF-8 costs its row, a damaged page its row group."""
+    """A value that is not UTF-8 costs its row; a damaged page its row group."""
     path = tmp_path / "data.parquet"
     texts = [f"{i} ".encode() * 200 for i in range(60)]
     values = [b"\xff" if i == 31 else text for i, text in enumerate(texts)]
@@ -243,19 +243,19 @@ def test_a_truncated_file_costs_its_end(tmp_path: Path) -> None:
 def test_missing_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str, command: str
 ) -> None:
-    """One line with the command that helps, even with --skip-errors, and nothing written."""
+    """One line with the command that installs it, even with --skip-errors, and no output."""
     monkeypatch.setitem(sys.modules, package, None)
-    for name in ("a.jsonl.zst", "a.parquet"):
-        (tmp_path / name).write_bytes(b"")
-    path = tmp_path / ("a.jsonl.zst" if package == "zstandard" else "a.parquet")
-    if package in ("zstandard", "pyarrow"):
-        rest = ["--input", str(path), "--skip-errors"]
-        out = str(tmp_path / "out")
-        assert preprocess_data.main([*rest, "--tokenizer", "bytes", "--output-prefix", out]) == 2
-        assert re.fullmatch(f"error: {command}.*\n", capsys.readouterr().err)
-        assert train_tokenizer.main([*rest, "--output", out]) == 2
-        assert re.fullmatch(f"error: {command}.*\n", capsys.readouterr().err)
-        assert len(list(tmp_path.iterdir())) == 2
-    else:
+    if package in ("tokenizers", "tiktoken"):
         with pytest.raises(ValueError, match=command):
             build_tokenizer("huggingface" if package == "tokenizers" else "tiktoken", __file__)
+        return
+    path = tmp_path / ("a.jsonl.zst" if package == "zstandard" else "a.parquet")
+    path.write_bytes(b"")
+    rest, out = ["--input", str(path), "--skip-errors"], str(tmp_path / "out")
+    for tool in (
+        lambda: preprocess_data.main([*rest, "--tokenizer", "bytes", "--output-prefix", out]),
+        lambda: train_tokenizer.main([*rest, "--output", out]),
+    ):
+        assert tool() == 2
+        assert re.fullmatch(f"error: {command}.*\n", capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == [path]

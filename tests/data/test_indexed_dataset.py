@@ -1,4 +1,4 @@
-"""The .bin/.idx format against bytes packed by hand, every kind of damage, and the writer's care for what is there."""
+"""The .bin/.idx format against bytes packed by hand, damage of every kind, and the writer."""
 
 from __future__ import annotations
 
@@ -15,76 +15,52 @@ import pytest
 
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, check_dataset, check_ids
+from tests.data.datasets import all_documents, write_dataset
 
 Damage = Callable[[bytes, bytes], tuple[bytes | None, bytes | None]]
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12, 65535]]
 
 
-def by_hand(prefix: Path) -> tuple[bytes, bytes]:
-    """The two files of DOCUMENTS as Megatron-LM lays them out, packed with struct."""
-    tokens = b"".join(struct.pack(f"<{len(d)}H", *d) for d in DOCUMENTS)
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
-    index += struct.pack("<3i", 3, 1, 5) + struct.pack("<3q", 0, 6, 8) + struct.pack("<4q", 0, 1, 2, 3)
+def pack(
+    prefix: Path,
+    sequences: list[list[int]] = DOCUMENTS,
+    places: list[int] | None = None,
+    marks: list[int] | None = None,
+    modes: bytes = b"",
+) -> tuple[bytes, bytes]:
+    """Both files, of uint16, as Megatron-LM writes them; `sequences` are in the .bin file in the order of `places`."""
+    n = len(sequences)
+    marks = marks or list(range(n + 1))
+    pointers, tokens = [0] * n, b""
+    for k in sorted(range(n), key=(places or list(range(n))).__getitem__):
+        pointers[k] = len(tokens)
+        tokens += struct.pack(f"<{len(sequences[k])}H", *sequences[k])
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, n, len(marks))
+    index += struct.pack(f"<{n}i", *map(len, sequences)) + struct.pack(f"<{n}q", *pointers)
+    index += struct.pack(f"<{len(marks)}q", *marks) + modes
     prefix.with_suffix(".bin").write_bytes(tokens)
     prefix.with_suffix(".idx").write_bytes(index)
     return tokens, index
 
 
-def write(prefix: Path, dtype: type = np.uint16) -> None:
-    writer = IndexedDatasetWriter(prefix, dtype)
-    for document in DOCUMENTS:
-        writer.add_document(np.array(document))
-    writer.close()
-
-
-def test_reads_what_was_packed_by_hand(tmp_path: Path) -> None:
-    by_hand(tmp_path / "x")
+def test_reads_and_writes_the_bytes_packed_by_hand(tmp_path: Path) -> None:
+    tokens, index = pack(tmp_path / "x")
+    assert index[9:34] == struct.pack("<QBQQ", 1, 8, 3, 4)
+    assert index[34:] == struct.pack("<3i", 3, 1, 5) + struct.pack("<3q", 0, 6, 8) + struct.pack("<4q", 0, 1, 2, 3)
     dataset = IndexedDataset(tmp_path / "x")
-    assert [dataset.document(i).tolist() for i in range(dataset.num_documents)] == DOCUMENTS
+    assert all_documents(tmp_path / "x") == DOCUMENTS
     assert dataset.document_lengths.tolist() == [3, 1, 5]
     assert (dataset.num_tokens, dataset.dtype, dataset.sidecar()) == (9, np.uint16, None)
-
-
-def test_writes_the_same_bytes(tmp_path: Path) -> None:
-    tokens, index = by_hand(tmp_path / "x")
-    write(tmp_path / "y")
+    write_dataset(tmp_path / "y", DOCUMENTS)
     assert (tmp_path / "y.bin").read_bytes() == tokens
     assert (tmp_path / "y.idx").read_bytes() == index
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_documents_of_several_sequences(tmp_path: Path) -> None:
-    """Megatron allows it: document 0 has sequences 0 and 1."""
-    by_hand(tmp_path / "x")
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 3)
-    index += struct.pack("<3i", 3, 1, 5) + struct.pack("<3q", 0, 6, 8) + struct.pack("<3q", 0, 2, 3)
-    (tmp_path / "x.idx").write_bytes(index)
-    dataset = IndexedDataset(tmp_path / "x")
-    assert [dataset.document(i).tolist() for i in range(2)] == [[5, 6, 7, 8], DOCUMENTS[2]]
-
-
-def pack(prefix: Path, sequences: list[list[int]], places: list[int], marks: list[int], modes: bytes = b"") -> bytes:
-    """Both files, of uint16: `sequences` lie in the .bin file in the order of their `places`. Returns the .idx."""
-    pointers, content = [0] * len(sequences), b""
-    for k in sorted(range(len(sequences)), key=places.__getitem__):
-        pointers[k] = len(content)
-        content += struct.pack(f"<{len(sequences[k])}H", *sequences[k])
-    n = len(sequences)
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, n, len(marks))
-    index += struct.pack(f"<{n}i", *map(len, sequences)) + struct.pack(f"<{n}q", *pointers)
-    index += struct.pack(f"<{len(marks)}q", *marks) + modes
-    prefix.with_suffix(".bin").write_bytes(content)
-    prefix.with_suffix(".idx").write_bytes(index)
-    return index
-
-
-def read_all(prefix: Path) -> list[list[int]]:
-    dataset = IndexedDataset(prefix)
-    return [dataset.document(i).tolist() for i in range(dataset.num_documents)]
-
-
-def test_sequences_that_are_not_neighbours_are_read_by_their_pointers(tmp_path: Path) -> None:
-    """As Megatron-Core reads them; a document's sequences in the order of the index, wherever they lie."""
+def test_sequences_in_any_order_and_documents_of_several(tmp_path: Path) -> None:
+    """As Megatron-Core reads them: a document's sequences in the order of the index, wherever they are."""
+    pack(tmp_path / "x", marks=[0, 2, 3])
+    assert all_documents(tmp_path / "x") == [[5, 6, 7, 8], DOCUMENTS[2]]
     rng = np.random.default_rng(0)
     for _ in range(20):
         n = int(rng.integers(1, 12))
@@ -94,7 +70,7 @@ def test_sequences_that_are_not_neighbours_are_read_by_their_pointers(tmp_path: 
             marks = list(range(n + 1))
         pack(tmp_path / "x", sequences, rng.permutation(n).tolist(), marks)
         expected = [[t for s in sequences[a:b] for t in s] for a, b in itertools.pairwise(marks)]
-        assert read_all(tmp_path / "x") == expected
+        assert all_documents(tmp_path / "x") == expected
         stream = [token for document in expected for token in document]
         dataset = IndexedDataset(tmp_path / "x")
         assert dataset.document_positions.tolist() == np.cumsum([0, *map(len, expected)])[:-1].tolist()
@@ -103,8 +79,8 @@ def test_sequences_that_are_not_neighbours_are_read_by_their_pointers(tmp_path: 
 
 
 def test_what_is_not_text_is_refused(tmp_path: Path) -> None:
-    index = pack(tmp_path / "x", DOCUMENTS, [0, 1, 2], [0, 1, 2, 3], modes=b"\0\0\0")
-    assert read_all(tmp_path / "x") == DOCUMENTS
+    _, index = pack(tmp_path / "x", modes=b"\0\0\0")
+    assert all_documents(tmp_path / "x") == DOCUMENTS
     (tmp_path / "x.idx").write_bytes(index[:-2] + b"\1\0")
     with pytest.raises(DataError, match="sequence modes, and that of sequence 1 is 1: a multimodal data set"):
         IndexedDataset(tmp_path / "x")
@@ -114,23 +90,6 @@ def test_what_is_not_text_is_refused(tmp_path: Path) -> None:
             IndexedDataset(tmp_path / "x")
 
 
-def flips(prefix: Path, expected: list[list[int]], every: int) -> dict[str, list[int]]:
-    """Bits of the .idx of `prefix` by what one that is flipped leads to: an error, the right data, or wrong data."""
-    path = prefix.with_suffix(".idx")
-    good = path.read_bytes()
-    found: dict[str, list[int]] = {"error": [], "right": [], "wrong": []}
-    for bit in range(0, 8 * len(good), every):
-        damaged = bytearray(good)
-        damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        try:
-            found["right" if read_all(prefix) == expected else "wrong"].append(bit)
-        except DataError:
-            found["error"].append(bit)
-    path.write_bytes(good)
-    return found
-
-
 FLIPPED = ["one sequence each", "with modes", "not in order", "several sequences", "several, with a sidecar"]
 
 
@@ -138,23 +97,32 @@ FLIPPED = ["one sequence each", "with modes", "not in order", "several sequences
     ("cases", "n", "every"), [(FLIPPED, 3, 5), *(pytest.param([x], 60, 1, marks=pytest.mark.slow) for x in FLIPPED)]
 )
 def test_no_flipped_bit_of_an_index_gives_wrong_tokens(tmp_path: Path, cases: list[str], n: int, every: int) -> None:
-    """Bits of an index of `n` sequences, one of them empty."""
+    """Every bit, or every fifth, of an index of `n` sequences, one of them empty: an error, or the right data."""
     rng = np.random.default_rng(1)
     sequences = [[], *(rng.integers(0, 2**16, int(rng.integers(0, 9))).tolist() for _ in range(n - 1))]
     for case in cases:
-        places = rng.permutation(n).tolist() if case == "not in order" else list(range(n))
+        places = rng.permutation(n).tolist() if case == "not in order" else None
         marks = [*range(0, n, 2), n] if case.startswith("several") else list(range(n + 1))
-        index = pack(tmp_path / "x", sequences, places, marks, bytes(n) if case == "with modes" else b"")
+        _, index = pack(tmp_path / "x", sequences, places, marks, bytes(n) if case == "with modes" else b"")
         if case == "several, with a sidecar":
             about = {"max_token_id": 2**16 - 1, "index_sha256": hashlib.sha256(index).hexdigest()}
             (tmp_path / "x.json").write_text(json.dumps(about))
         expected = [[t for s in sequences[a:b] for t in s] for a, b in itertools.pairwise(marks)]
-        found = flips(tmp_path / "x", expected, every)
-        print(f"{case}: { {key: len(bits) for key, bits in found.items()} }")
-        assert len(found["error"]) > 100 / every
-        # With documents of several sequences only the sidecar's checksum tells which of them a document ends with.
-        seen = 8 * (len(index) - 8 * len(marks)) if case == "several sequences" else 0
-        assert all(seen and bit >= seen for bit in found["wrong"]), "more than a moved mark went unseen"
+        errors, wrong = 0, []
+        for bit in range(0, 8 * len(index), every):
+            damaged = bytearray(index)
+            damaged[bit // 8] ^= 1 << bit % 8
+            (tmp_path / "x.idx").write_bytes(damaged)
+            try:
+                if all_documents(tmp_path / "x") != expected:
+                    wrong.append(bit)
+            except DataError:
+                errors += 1
+        print(f"{case}: {errors} errors, {len(wrong)} wrong")
+        assert errors > 100 / every
+        # With documents of several sequences only the sidecar's checksum shows which of them a document ends with.
+        first_mark = 8 * (len(index) - 8 * len(marks)) if case == "several sequences" else 0
+        assert all(first_mark and bit >= first_mark for bit in wrong), "more than a moved mark went undetected"
 
 
 @pytest.mark.parametrize(
@@ -178,19 +146,17 @@ def test_no_flipped_bit_of_an_index_gives_wrong_tokens(tmp_path: Path, cases: li
     ],
 )
 def test_damage_is_named(tmp_path: Path, damage: Damage, message: str) -> None:
-    for suffix, content in zip((".bin", ".idx"), damage(*by_hand(tmp_path / "x"))):
-        if content is None:
-            (tmp_path / "x").with_suffix(suffix).unlink()
-        else:
-            (tmp_path / "x").with_suffix(suffix).write_bytes(content)
+    for suffix, content in zip((".bin", ".idx"), damage(*pack(tmp_path / "x"))):
+        path = (tmp_path / "x").with_suffix(suffix)
+        path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         IndexedDataset(tmp_path / "x")
 
 
 def test_a_writer_overwrites_nothing(tmp_path: Path) -> None:
-    write(tmp_path / "x")
+    write_dataset(tmp_path / "x", DOCUMENTS)
     before = (tmp_path / "x.bin").read_bytes()
-    with pytest.raises(ValueError, match=r"x\.bin is there already"):
+    with pytest.raises(ValueError, match=r"x\.bin exists"):
         IndexedDatasetWriter(tmp_path / "x", np.uint16)
     writer = IndexedDatasetWriter(tmp_path / "x", np.uint16, overwrite=True)
     writer.add_document(np.array([1]))
@@ -199,7 +165,7 @@ def test_a_writer_overwrites_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "x.bin").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
     (tmp_path / "corpus.json").write_text('{"text": "a corpus of one document"}')
-    for overwrite, message in ((False, r"corpus\.json is there already"), (True, "it has no max_token_id")):
+    for overwrite, message in ((False, r"corpus\.json exists"), (True, "it has no max_token_id")):
         with pytest.raises(ValueError, match=message):
             IndexedDatasetWriter(tmp_path / "corpus", np.uint16, overwrite=overwrite)
 
@@ -213,21 +179,8 @@ def test_a_sidecar_is_that_of_its_data_set(tmp_path: Path) -> None:
         assert IndexedDataset(tmp_path / "x").sidecar() == (about and {**about, "index_sha256": digest})
 
 
-def test_appending_another_data_set(tmp_path: Path) -> None:
-    write(tmp_path / "a")
-    writer = IndexedDatasetWriter(tmp_path / "b", np.uint16)
-    writer.add_document(np.array([1, 2]))
-    writer.append(IndexedDataset(tmp_path / "a"))
-    writer.close()
-    merged = IndexedDataset(tmp_path / "b")
-    assert [merged.document(i).tolist() for i in range(4)] == [[1, 2], *DOCUMENTS]
-    write(tmp_path / "c", np.int32)
-    with pytest.raises(ValueError, match="cannot be merged"):
-        IndexedDatasetWriter(tmp_path / "d", np.uint16).append(IndexedDataset(tmp_path / "c"))
-
-
 def test_check_dataset(tmp_path: Path) -> None:
-    write(tmp_path / "x")
+    write_dataset(tmp_path / "x", DOCUMENTS)
     prefix = str(tmp_path / "x")
 
     def check(vocab_size: int, fingerprint: str | None) -> None:
@@ -263,11 +216,7 @@ def test_check_dataset(tmp_path: Path) -> None:
 
 def test_ids_outside_the_vocabulary_are_placed(tmp_path: Path) -> None:
     for dtype, token in ((np.int32, -1), (np.int64, 2**40), (np.int16, -300), (np.uint16, 50_000), (np.int32, 100)):
-        writer = IndexedDatasetWriter(tmp_path / "x", dtype, overwrite=True)
-        for document in ([1, 2, 3], [], [99, 4, token, 5]):
-            writer.add_document(np.array(document))
-        writer.close()
-        dataset = IndexedDataset(tmp_path / "x")
+        dataset = write_dataset(tmp_path / "x", [[1, 2, 3], [], [99, 4, token, 5]], dtype)
         message = rf"x\.bin: document 2, position 2 holds token {token}"
         with pytest.raises(DataError, match=message):
             check_dataset(dataset, 100, None)
@@ -277,23 +226,23 @@ def test_ids_outside_the_vocabulary_are_placed(tmp_path: Path) -> None:
 
 
 def test_an_empty_data_set(tmp_path: Path) -> None:
-    IndexedDatasetWriter(tmp_path / "x", np.uint16).close()
-    assert IndexedDataset(tmp_path / "x").num_documents == 0
+    dataset = write_dataset(tmp_path / "x", [])
+    assert dataset.num_documents == 0
     with pytest.raises(ValueError, match="holds no tokens"):
-        check_dataset(IndexedDataset(tmp_path / "x"), 10, None)
+        check_dataset(dataset, 10, None)
 
 
-def test_abort_leaves_nothing(tmp_path: Path) -> None:
+def test_a_writer_refuses_tokens_that_do_not_fit(tmp_path: Path) -> None:
     writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
     writer.add_document(np.array([1, 2]))
+    for tokens in ([1, 65536], [-1]):
+        with pytest.raises(ValueError, match="do not fit uint16"):
+            writer.add_document(np.array(tokens))
     writer.abort()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_loader_process_is_sent_a_name_and_not_the_tokens(tmp_path: Path) -> None:
-    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
-    writer.add_document(np.arange(50_000))
-    writer.close()
-    sent = pickle.dumps(IndexedDataset(tmp_path / "x"))
+def test_a_loader_process_gets_a_name_and_not_the_tokens(tmp_path: Path) -> None:
+    sent = pickle.dumps(write_dataset(tmp_path / "x", [range(50_000)]))
     assert len(sent) < 1000
     assert pickle.loads(sent).document(0).tolist() == list(range(50_000))

@@ -1,4 +1,4 @@
-"""Preprocessing: every input format gives the same documents, in an order that does not depend on the workers."""
+"""Preprocessing: every format gives the same documents, in an order that does not depend on the workers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
 from megafp8.data.documents import Document
-from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.preprocess import preprocess
-from megafp8.data.tokenizers import BytesTokenizer, TokenizerSettings
+from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
+from tests.data.datasets import all_documents, write_dataset
 from tools import inspect_data, preprocess_data
 
 TEXTS = [f"document {i}\n" * (i % 5 + 1) for i in range(60)]
@@ -43,8 +45,7 @@ def run(prefix: Path, *arguments: str) -> int:
 
 
 def texts(prefix: Path) -> list[str]:
-    dataset = IndexedDataset(prefix)
-    documents = [dataset.document(i).tolist() for i in range(dataset.num_documents)]
+    documents = all_documents(prefix)
     assert all(document[-1] == 256 for document in documents), "no end of document"
     return [bytes(document[:-1]).decode() for document in documents]
 
@@ -77,29 +78,10 @@ def test_any_file_as_text(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("")
     assert run(tmp_path / "out", "--text-files", "--input", str(tmp_path / "*.py")) == 0
     assert texts(tmp_path / "out") == ["print(1)\n"]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "data.jsonl, line 2: not JSON"),
-        ('{"body": "x"}', "data.jsonl, line 2: has no key 'text' (it has body)"),
-        ('{"text": 5}', "data.jsonl, line 2: 'text' is not a string"),
-        ('["text"]', "data.jsonl, line 2: has no key 'text' (it has a list)"),
-        ('{"text": "\\ud800"}', "data.jsonl, line 2: 'text' is not valid Unicode"),
-    ],
-)
-def test_a_bad_line_is_named_or_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
-) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text(f'{{"text": "one"}}\n{line}\n\n{{"text": "two"}}\n')
-    assert run(tmp_path / "out", "--input", str(path)) == 2
-    assert message in capsys.readouterr().err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl"], "something was left behind"
-    assert run(tmp_path / "out", "--input", str(path), "--skip-errors") == 0
-    assert texts(tmp_path / "out") == ["one", "two"]
-    assert "1 unreadable documents left out" in capsys.readouterr().out
+    assert (
+        run(tmp_path / "out", "--text-files", "--input", str(tmp_path / "a.py"), "--no-append-eod", "--overwrite") == 0
+    )
+    assert all_documents(tmp_path / "out") == [list(b"print(1)\n")]
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,15 +89,10 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "b.txt").write_text("b")
     assert run(tmp_path / "out", "--input", str(tmp_path / "a.txt")) == 0
     assert run(tmp_path / "out", "--input", str(tmp_path / "b.txt")) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "out.bin exists; choose another output prefix" in capsys.readouterr().err
     assert texts(tmp_path / "out") == ["a"]
     assert run(tmp_path / "out", "--input", str(tmp_path / "b.txt"), "--overwrite") == 0
     assert texts(tmp_path / "out") == ["b"]
-
-
-def test_no_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path / "out", "--input", str(tmp_path / "*.jsonl")) == 2
-    assert "no such file, and no pattern that matches one" in capsys.readouterr().err
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,15 +124,11 @@ def test_inspect_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "No such file" in refused(prefix, "--png", str(tmp_path / "absent" / "x.png"))
     (tmp_path / "out.json").write_text(json.dumps({"tokenizer_fingerprint": "f" * 64}))
     assert "was written with the tokenizer ffffffffffff…" in refused(prefix, "--tokenizer", "bytes")
-    writer = IndexedDatasetWriter(tmp_path / "large", np.uint16)
-    writer.add_document(np.array([300]))
-    writer.close()
-    large = str(tmp_path / "large")
+    large = write_dataset(tmp_path / "large", [[300]]).prefix
     assert "the data hold token 300" in refused(large, "--documents", "1", "--tokenizer", "bytes")
     assert inspect_data.main([large, "--documents", "1"]) == 0
     assert "--- document 0\n300\n" in capsys.readouterr().out
-    IndexedDatasetWriter(tmp_path / "none", np.uint16).close()
-    assert "nothing to plot" in refused(str(tmp_path / "none"), "--png", str(tmp_path / "x.png"))
+    assert "nothing to plot" in refused(write_dataset(tmp_path / "none", []).prefix, "--png", str(tmp_path / "x.png"))
 
 
 def test_the_number_of_workers_changes_no_byte(tmp_path: Path) -> None:
@@ -171,6 +144,7 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("bad.jsonl", b'{"text": "one"}\n{\n\n{"text": "two"}\n', "bad.jsonl, line 2: not JSON"),
         ("cut.jsonl.gz", gzip.compress(NOISE)[:3000], "cut.jsonl.gz: cannot be read: Compressed file ended"),
         ("cut.jsonl.zst", PACK["jsonl.zst"](NOISE)[:3000], "cut.jsonl.zst: cannot be read: compressed file ended"),
         ("no.jsonl.gz", b"not compressed", "no.jsonl.gz: cannot be read: Not a gzipped file"),
@@ -187,10 +161,10 @@ def test_a_broken_file_is_named_or_counted(
     inputs = ["--input", str(tmp_path / name), str(tmp_path / "whole.txt")]
     assert run(tmp_path / "out", *inputs) == 2
     assert message in capsys.readouterr().err
-    assert sorted(p.name for p in tmp_path.iterdir()) == [name, "whole.txt"], "something was left behind"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [name, "whole.txt"], "files were left"
     assert run(tmp_path / "out", *inputs, "--skip-errors") == 0
     assert texts(tmp_path / "out")[-1] == "whole"
-    assert "1 unreadable documents left out" in capsys.readouterr().out
+    assert "1 unreadable documents skipped" in capsys.readouterr().out
 
 
 def test_all_frames_of_a_zst_file_are_read(tmp_path: Path) -> None:
@@ -202,23 +176,20 @@ def test_all_frames_of_a_zst_file_are_read(tmp_path: Path) -> None:
     assert texts(tmp_path / "out") == [*TEXTS, NOISE.decode() * 50, *TEXTS, *noise]
 
 
-def test_without_end_of_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("ab")
-    assert run(tmp_path / "out", "--input", str(tmp_path / "a.txt"), "--no-append-eod") == 0
-    assert IndexedDataset(tmp_path / "out").document(0).tolist() == [97, 98]
-
-
 def test_a_bad_tokenization_is_one_bad_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    encode = BytesTokenizer.encode
+    def failing(*settings: Any) -> Tokenizer:
+        tokenizer = build_tokenizer(*settings)
 
-    def failing(self: BytesTokenizer, text: str) -> list[int]:
-        if text == TEXTS[7]:
-            raise RuntimeError("too long")
-        return encode(self, text)
+        def encode(text: str) -> list[int]:
+            if text == TEXTS[7]:
+                raise RuntimeError("too long")
+            return tokenizer.encode(text)
 
-    monkeypatch.setattr(BytesTokenizer, "encode", failing)
+        return replace(tokenizer, encode=encode)
+
+    monkeypatch.setattr("megafp8.data.preprocess.build_tokenizer", failing)
     source = make_input(tmp_path, "jsonl")
     assert run(tmp_path / "out", "--input", *source) == 2
     assert "data.jsonl, line 8: cannot be tokenized: RuntimeError: too long" in capsys.readouterr().err
@@ -227,7 +198,7 @@ def test_a_bad_tokenization_is_one_bad_document(
 
 
 class Interruption:
-    """Documents which, after `after` of them, interrupt the process that reads them or kill one of its workers."""
+    """Documents that after `after` of them interrupt the reading process or kill one of its workers."""
 
     def __init__(self, after: int, kill: bool, size: int) -> None:
         self.after, self.kill, self.size = after, kill, size
@@ -244,8 +215,8 @@ class Interruption:
 
 
 @pytest.mark.parametrize("kill", [True, False])
-def test_killed_workers_and_interrupts_leave_nothing(tmp_path: Path, kill: bool) -> None:
-    """Before the workers have started, and while they send results that are larger than a pipe's buffer."""
+def test_killed_workers_and_interrupts_leave_no_files(tmp_path: Path, kill: bool) -> None:
+    """While workers start, and while they send results larger than a pipe's buffer."""
     for after, size in ((0, 10), (20, 300_000)):
         documents = Interruption(after, kill, size)
         settings = TokenizerSettings("bytes")
@@ -261,7 +232,7 @@ def test_killed_workers_and_interrupts_leave_nothing(tmp_path: Path, kill: bool)
 
 
 def test_publishing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted at each rename or removal, new files replace the old ones; killed there, no mixture is read."""
+    """Interrupted at any rename or removal, all new files replace the old; killed there, no mixture is readable."""
 
     def write(text: str, **options: bool) -> None:
         documents = [Document("a", text)]
@@ -307,9 +278,12 @@ def test_publishing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line each, and nothing is left behind or lost."""
+    """One line each, and no file is left or lost."""
     source = tmp_path / "in.json"
     source.write_bytes(LINES)
+
+    assert run(tmp_path / "out", "--input", str(tmp_path / "*.jsonl")) == 2
+    assert "no such file, and no pattern that matches one" in capsys.readouterr().err
 
     def refused(prefix: Path, *arguments: str) -> str:
         before = sorted(tmp_path.rglob("*"))
@@ -322,9 +296,7 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "file").write_text("")
     assert "file/x.bin cannot be written: " in refused(tmp_path / "file" / "x")
     (tmp_path / "old.json").write_text("")
-    assert "old.json is there already; choose another output prefix, or replace it by --overwrite" in refused(
-        tmp_path / "old"
-    )
+    assert "old.json exists; choose another output prefix, or replace it by --overwrite" in refused(tmp_path / "old")
     assert "in.json is an input and would be replaced" in refused(tmp_path / "in", "--overwrite")
     assert source.read_bytes() == LINES
     assert "--workers -1: must be 0 or more" in refused(tmp_path / "x", "--workers", "-1")
@@ -338,11 +310,3 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
         assert re.search(r"error: \[Errno 27\] File too large: '.*x\.bin\.incomplete-", refused(tmp_path / "x"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_a_writer_refuses_tokens_that_do_not_fit(tmp_path: Path) -> None:
-    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
-    for tokens in ([1, 65536], [-1]):
-        with pytest.raises(ValueError, match="do not fit uint16"):
-            writer.add_document(np.array(tokens))
-    writer.abort()

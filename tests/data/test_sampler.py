@@ -1,4 +1,4 @@
-"""The stateless sampler: what a step reads does not depend on the ranks, and a resumed stream goes on exactly."""
+"""The stateless sampler: a step's samples do not depend on the ranks, and a resumed stream continues exactly."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment
-from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megafp8.data.sampler import _Samples, batches, sample_indices
 from megafp8.data.samples import PackedDataset
+from tests.data.datasets import write_dataset
 
 small = st.integers(1, 4)
 
@@ -80,10 +80,7 @@ def test_loader_processes_change_nothing() -> None:
 
 def test_files_that_a_loader_process_cannot_open(tmp_path: Path) -> None:
     """They may have been moved since the run began: an evaluation starts loader processes of its own."""
-    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
-    writer.add_document(np.arange(50))
-    writer.close()
-    samples = PackedDataset(IndexedDataset(tmp_path / "x"), range(1), 4, 0, tmp_path)
+    samples = PackedDataset(write_dataset(tmp_path / "x", [range(50)]), range(1), 4, 0, tmp_path)
     sent = pickle.dumps(_Samples(Blend([samples], Segment.fresh([1], 0))))
     assert np.array_equal(pickle.loads(sent)[0], samples[0])
     (tmp_path / "x.bin").unlink()

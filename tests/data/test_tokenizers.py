@@ -1,12 +1,15 @@
-"""Every tokenizer: exact round trips, the end of a document, fingerprints, and what is said of missing things."""
+"""Every tokenizer: exact round trips, end-of-document tokens, fingerprints, and errors."""
 
 from __future__ import annotations
 
 import base64
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megafp8.config import ConfigError, TokenizerConfig, load_config
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
@@ -22,22 +25,28 @@ TEXTS = [
 ]
 
 
+def write_ranks(path: Path, merges: Sequence[bytes] = ()) -> dict[bytes, int]:
+    """A tiktoken ranks file of all bytes and `merges`."""
+    ranks = {token: rank for rank, token in enumerate([*(bytes([i]) for i in range(256)), *merges])}
+    path.write_bytes(b"".join(base64.b64encode(token) + f" {rank}\n".encode() for token, rank in ranks.items()))
+    return ranks
+
+
+def word_level(vocab: dict[str, int]) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="a"))
+
+
 @pytest.fixture(scope="module")
 def files(quickstart_data: QuickstartData, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("tokenizers")
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    library = Library(models.BPE())
+    library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
     library.train_from_iterator(TEXTS * 3, trainer)
     library.save(str(folder / "tokenizer.json"))
-    ranks = [bytes([i]) for i in range(256)] + [b"re", b"tu", b"retu", b"rn"]
-    lines = (base64.b64encode(token) + f" {rank}".encode() for rank, token in enumerate(ranks))
-    (folder / "tiny.tiktoken").write_bytes(b"\n".join(lines))
+    write_ranks(folder / "tiny.tiktoken", [b"re", b"tu", b"retu", b"rn"])
     return {
         "sentencepiece": str(quickstart_data.folder / "tokenizer.model"),
         "huggingface": str(folder / "tokenizer.json"),
@@ -90,13 +99,11 @@ CL100K = "|".join(
 )
 
 
-def test_a_setting_at_fault_has_the_name_that_its_user_gave_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The same fault is told of a config by its key, and of a tool by its flag."""
+def test_errors_name_the_key_or_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same error names the key of a config, and the flag of a tool."""
     (tmp_path / "a.txt").write_text("a")
     ranks = tmp_path / "r.tiktoken"
-    ranks.write_bytes(b"\n".join(base64.b64encode(bytes([i])) + f" {i}".encode() for i in range(256)))
+    write_ranks(ranks)
     cases: list[tuple[dict[str, str], str, str]] = [
         ({"kind": "sentencepiece"}, "path", "a sentencepiece tokenizer is read from a file"),
         ({"kind": "sentencepiece", "path": "absent.model"}, "path", "no such file"),
@@ -130,7 +137,7 @@ def test_a_setting_at_fault_has_the_name_that_its_user_gave_it(
 
 
 def test_end_tokens(files: dict[str, str], tmp_path: Path) -> None:
-    """Any token of the vocabulary; the fingerprint changes with the id, and only with it."""
+    """Any token of the vocabulary; the fingerprint changes only with its id."""
     for kind, token in (("sentencepiece", "<s>"), ("huggingface", "!"), ("tiktoken", "retu")):
         usual, other = build(files, kind), build_tokenizer(kind, files[kind], token)  # type: ignore[arg-type]
         assert other.decode([other.eod_id]) in (token, "")  # sentencepiece shows no control tokens
@@ -141,11 +148,11 @@ def test_end_tokens(files: dict[str, str], tmp_path: Path) -> None:
         same = build_tokenizer(kind, files[kind], token)  # type: ignore[arg-type]
         assert (same.eod_id, same.fingerprint) == (build(files, kind).eod_id, build(files, kind).fingerprint)
 
-    from tokenizers import Tokenizer as Library
-    from tokenizers import models
-
     path = str(tmp_path / "t.json")
-    library = Library(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    library = word_level({"a": 0, "b": 1})
+    library.save(path)
+    with pytest.raises(ValueError, match=r"has no end-of-document token; looked for <\|endoftext\|>"):
+        build_tokenizer("huggingface", path)
     library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     library.save(path)
     known = r"; special tokens are <\|im_start\|>, <\|im_end\|>"
@@ -158,10 +165,7 @@ def test_end_tokens(files: dict[str, str], tmp_path: Path) -> None:
 
 def test_texts_are_neither_cut_nor_padded(tmp_path: Path) -> None:
     """A tokenizer.json may ask for both, to fit some model's context."""
-    from tokenizers import Tokenizer as Library
-    from tokenizers import models, pre_tokenizers
-
-    library = Library(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    library = word_level({"a": 0, "b": 1, "</s>": 2})
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.enable_truncation(2)
     library.save(str(tmp_path / "cut.json"))
@@ -173,17 +177,11 @@ def test_texts_are_neither_cut_nor_padded(tmp_path: Path) -> None:
 
 
 def test_tiktoken_ranks_files(files: dict[str, str], tmp_path: Path) -> None:
-    """Their own pattern decides what merges, against the library; and a file is read anew when it has changed."""
+    """Patterns against the library; and a file that has changed is read again."""
     tiktoken = pytest.importorskip("tiktoken")
     path = tmp_path / "r.tiktoken"
-
-    def save(*merges: bytes) -> dict[bytes, int]:
-        tokens = [*(bytes([i]) for i in range(256)), *merges]
-        path.write_bytes(b"".join(base64.b64encode(t) + f" {rank}\n".encode() for rank, t in enumerate(tokens)))
-        return {token: rank for rank, token in enumerate(tokens)}
-
     text = "a 12345 word's  end\n"
-    ranks = save(b"34", b"d'", b" e")
+    ranks = write_ranks(path, [b"34", b"d'", b" e"])
     prints = set()
     for pattern in (None, CL100K, r"\s+|\S+", r"[\s\S]"):
         tokenizer = build_tokenizer("tiktoken", str(path), None, pattern)
@@ -196,7 +194,7 @@ def test_tiktoken_ranks_files(files: dict[str, str], tmp_path: Path) -> None:
         assert tokenizer.eod_id == 259
         prints.add(tokenizer.fingerprint)
     assert len(prints) == 4
-    save(b"12", b"or", b"rd")
+    write_ranks(path, [b"12", b"or", b"rd"])
     assert build_tokenizer("tiktoken", str(path)).encode("12") == [256], "an earlier content of the file was used"
     for damaged, message in (
         (b"IQ== 0\n", "no token for the single byte 0x00"),
@@ -205,15 +203,6 @@ def test_tiktoken_ranks_files(files: dict[str, str], tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=message):
             build_tokenizer("tiktoken", str(path))
-
-
-def test_no_end_of_document_token(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer as Library
-    from tokenizers import models
-
-    Library(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "t.json"))
-    with pytest.raises(ValueError, match=r"has no end-of-document token; looked for <\|endoftext\|>"):
-        build_tokenizer("huggingface", str(tmp_path / "t.json"))
 
 
 def test_tiktoken_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""tools/train_tokenizer.py: a uniform, reproducible sample of all input, and a model that is there complete or not."""
+"""tools/train_tokenizer.py: a uniform, reproducible sample of all input; a complete model or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.train_tokenizer import sample
 
 
 def test_the_sample_is_uniform(tmp_path: Path) -> None:
-    """Over 1,000 seeds each of 60 texts of unlike sizes is drawn as often as any other, wherever it stands."""
+    """Over 1,000 seeds, each of 60 texts of different sizes is drawn equally often, wherever it is."""
     texts = [f"{i:03d}" + "x" * (10 * (i % 7)) for i in range(60)]
     size = sum(map(len, texts))
     counts = np.zeros(60)
@@ -27,7 +27,7 @@ def test_the_sample_is_uniform(tmp_path: Path) -> None:
         assert size // 3 - 200 < sum(map(len, drawn)) <= size // 3
         assert drawn == sorted(drawn)
         counts[[int(text[:3]) for text in drawn]] += 1
-    # A longer text is the one that no longer fits a little more often, so texts of one size are compared.
+    # A longer text is a little less likely to fit, so texts of one size are compared.
     for kind in range(7):
         same = counts[kind::7]
         spread = np.sqrt(1000 * (1 / 3) * (2 / 3))
@@ -73,7 +73,7 @@ def test_all_input_is_learned_from(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "3").read_bytes() != model.read_bytes()
 
 
-def test_failures_leave_nothing(
+def test_failures_leave_no_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = corpus(tmp_path / "in")
@@ -97,10 +97,10 @@ def test_failures_leave_nothing(
     assert train_tokenizer.main([*arguments, *output, "--skip-errors"]) == 0
     said = capsys.readouterr().err
     assert "bad.jsonl, line 2: not UTF-8" in said
-    assert "1 unreadable documents left out" in said
+    assert "1 unreadable documents skipped" in said
     before = (folder / "t.model").read_bytes()
     assert train_tokenizer.main([*arguments, *output]) == 2
-    assert "is there already; --overwrite replaces it" in capsys.readouterr().err
+    assert "exists; --overwrite replaces it" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert train_tokenizer.main([*arguments, "--output", str(tmp_path / "file" / "t.model")]) == 2
     assert "t.model: cannot be written: " in capsys.readouterr().err

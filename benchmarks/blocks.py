@@ -1,11 +1,9 @@
-"""Llama's transformer block in plain torch, and the shapes at which layers are measured.
+"""Transformer blocks that the benchmarks measure: their shapes, a plain PyTorch reference, and megafp8's.
 
-Everything that `bench_layer` measures is held against this: for speed against its compiled form, for gradients against
-its eager one. So it has to be plain enough to be seen to be right, and it must not be a straw man: q, k and v are one
-product, gate and up are another, attention asks for cuDNN first, and nothing is kept that autograd does not need.
-Weights are bf16, gradients are whatever autograd leaves in `.grad`.
-
-Parameters are named, and the rows of their weights stacked, as in the blocks of `megafp8.models.gpt`.
+`ReferenceLayers` is Llama's block in plain torch. `bench_layer` compares speed with its compiled form and gradients
+with its eager form, so it must be simple enough to be obviously right, and fast: q, k and v are one product, gate and
+up another, attention prefers cuDNN, and nothing is saved that autograd does not need. Weights are bf16; gradients are
+what autograd leaves in `.grad`. Parameters have the names, and their rows the order, of `megafp8.models.gpt`.
 
 Shapes: s sequence, b micro-batch, h hidden, a query heads, g key-value heads, d head width, f MLP width.
 """
@@ -13,11 +11,20 @@ Shapes: s sequence, b micro-batch, h hidden, a query heads, g key-value heads, d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megafp8.config import Config
+from megafp8.fp8 import Fp8Manager
+from megafp8.fp8.speed_model import LinearSize
+from megafp8.models.context import BuildContext
+from megafp8.models.gpt import GPTStage
+from megafp8.parallel_state import ParallelState
+from megafp8.training.fp8_config import build_fp8
 
 EPSILON, ROTARY_BASE = 1e-5, 10000.0
 _ATTENTION_BACKENDS = [
@@ -30,7 +37,7 @@ _ATTENTION_BACKENDS = [
 
 @dataclass(frozen=True)
 class Shape:
-    """One rank's slice of a transformer block, and the number of tokens by default; the batch is one sample."""
+    """Sizes of a transformer block, or of one tensor-parallel rank's part of it, and the default number of tokens."""
 
     hidden_size: int
     ffn_hidden_size: int
@@ -45,9 +52,18 @@ class Shape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights of one block that take part in a matrix product."""
-        attention = self.qkv_size + self.heads * self.head_dim
-        return self.hidden_size * (attention + 3 * self.ffn_hidden_size)
+        """Weights of one block's linear layers."""
+        return sum(size.k * size.n for size in self.linears(1).values())
+
+    def linears(self, tokens: int) -> dict[str, LinearSize]:
+        """The linear layers of a block."""
+        h, f = self.hidden_size, self.ffn_hidden_size
+        return {
+            "qkv": LinearSize(tokens, h, self.qkv_size),
+            "proj": LinearSize(tokens, self.heads * self.head_dim, h),
+            "gate_up": LinearSize(tokens, h, 2 * f),
+            "down": LinearSize(tokens, f, h),
+        }
 
     def flops(self, layers: int, seq_length: int) -> float:
         """Forward and backward of `layers` blocks on one sample: 6·N·s + 6·s²·a·d each, causal attention as half."""
@@ -55,9 +71,10 @@ class Shape:
         return 6.0 * layers * seq_length * per_token
 
 
-#: A rank of a tensor-parallel group holds whole heads and a slice of f, and sees all tokens; collectives are left out.
+# A tensor-parallel rank has whole heads and a slice of f, and computes on all tokens.
 SHAPES = {
     "llama3-8b": Shape(4096, 14336, heads=32, groups=8, head_dim=128, seq_length=8192),
+    "llama3-70b": Shape(8192, 28672, heads=64, groups=8, head_dim=128, seq_length=8192),
     "llama3-70b-tp8": Shape(8192, 28672 // 8, heads=64 // 8, groups=8 // 8, head_dim=128, seq_length=8192),
     "small": Shape(2048, 8192, heads=16, groups=8, head_dim=128, seq_length=2048),
     "tiny": Shape(64, 96, heads=4, groups=2, head_dim=16, seq_length=32),
@@ -109,7 +126,7 @@ class Block(nn.Module):
 
 
 class ReferenceLayers(nn.Module):
-    """`layers` blocks, one after the other, with their table of rotary angles."""
+    """`layers` blocks and their table of rotary angles."""
 
     def __init__(self, shape: Shape, layers: int, seq_length: int) -> None:
         super().__init__()
@@ -125,13 +142,13 @@ class ReferenceLayers(nn.Module):
         return x_sbh
 
     def run(self, x_sbh: Tensor) -> Tensor:
-        """`forward`, compiled if `compile()` was called, with cuDNN attention where there is a choice."""
+        """`forward`, compiled if `compile()` was called, with cuDNN attention where it is available."""
         with sdpa_kernel(_ATTENTION_BACKENDS, set_priority=True):
             return self(x_sbh)
 
 
 def rotate(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (first half, second half) of every head by their angles `[s, 1, 1, d/2]`, in fp32."""
+    """Rotate the pairs (first half, second half) of every head by their angles `[s, 1, 1, d/2]`, in fp32."""
     first, second = x_sbad.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_sbad.dtype)
 
@@ -139,8 +156,8 @@ def rotate(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def random_weights(shape: Shape, layers: int, device: torch.device) -> dict[str, Tensor]:
     """A weight for every parameter of `ReferenceLayers`, by name, the same at each call.
 
-    Matrices keep the variance of what passes through them, so that every layer has a say in the gradients; the weights
-    of norms differ from one, so that leaving them out is seen.
+    Matrices preserve variance, so that every layer affects the gradients; norm weights differ from one, so that a norm
+    without its weight gives other gradients.
     """
     generator = torch.Generator(device).manual_seed(1)
     with torch.device("meta"):
@@ -150,3 +167,34 @@ def random_weights(shape: Shape, layers: int, device: torch.device) -> dict[str,
         noise = torch.randn(parameter.shape, generator=generator, device=device, dtype=torch.bfloat16)
         weights[name] = noise * parameter.shape[1] ** -0.5 if parameter.dim() == 2 else 1 + 0.1 * noise
     return weights
+
+
+def build_stage(
+    shape: Shape, layers: int, seq_length: int, parallel: ParallelState, dtype: torch.dtype, **fp8: Any
+) -> tuple[Config, Fp8Manager, GPTStage]:
+    """`layers` blocks of megafp8 as a middle pipeline stage, without embedding and head.
+
+    `fp8`: fields of the config section. The caller sets the weights, then calls `Fp8Manager.materialize`.
+    """
+    config = Config.model_validate(
+        {
+            "name": "benchmark",
+            "model": {
+                "num_layers": layers + 2,
+                "hidden_size": shape.hidden_size,
+                "ffn_hidden_size": shape.ffn_hidden_size,
+                "num_attention_heads": shape.heads,
+                "num_query_groups": shape.groups,
+                "head_dim": shape.head_dim,
+                "norm_eps": EPSILON,
+                "rope_theta": ROTARY_BASE,
+            },
+            "fp8": fp8,
+            "training": {"steps": 1, "seq_length": seq_length, "global_batch_size": 1},
+            "optimizer": {"learning_rate": 1.0},
+            "data": {"train": ["none"]},
+        }
+    )
+    manager = build_fp8(config, parallel)
+    context = BuildContext(parallel.tensor.group, manager, dtype, parallel.device, sequence_parallel=True)
+    return config, manager, GPTStage(config.model, context, layers=range(1, layers + 1), positions=0)

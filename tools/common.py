@@ -1,4 +1,4 @@
-"""Command-line flags and behaviour that the data tools share."""
+"""Command-line flags, error handling and plotting shared by the tools."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import argparse
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import get_args
 
 from megafp8.data.documents import InputFile, SkippedFile, find_files
@@ -19,24 +18,37 @@ from megafp8.data.tokenizers import TokenizerKind, TokenizerSettingError, Tokeni
 _INTERRUPTED, _FAILED = 130, 2
 
 
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the tool's docstring as help text."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def pyplot() -> ModuleType:
+    """matplotlib.pyplot, drawing without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of tools that read text."""
     parser.add_argument("--input", nargs="+", default=[], help="files, folders or globs")
     parser.add_argument("--input-list", help="a file with one input path a line")
-    parser.add_argument("--text-files", action="store_true", help="every input file is one document, whatever its name")
+    parser.add_argument("--text-files", action="store_true", help="read every input file as one document")
     parser.add_argument(
         "--json-key",
         nargs="+",
         default=["text"],
         help="key or column that holds the text: one for all inputs, or one for each input in their order",
     )
-    parser.add_argument(
-        "--skip-errors", action="store_true", help="leave out documents that cannot be read, and count them"
-    )
+    parser.add_argument("--skip-errors", action="store_true", help="skip and count documents that cannot be read")
 
 
 def input_files(arguments: argparse.Namespace) -> list[InputFile]:
-    """The files that the input flags name. Prints which others their folders hold. Raises ValueError."""
+    """The files that the input flags name. Warns of files that are skipped. Raises ValueError if there are none."""
     inputs = list(arguments.input)
     if arguments.input_list:
         inputs += Path(arguments.input_list).read_text(encoding="utf-8").splitlines()
@@ -50,23 +62,24 @@ def input_files(arguments: argparse.Namespace) -> list[InputFile]:
 
 
 def _describe_skipped(skipped: list[SkippedFile]) -> str:
-    """A line for each reason, with the first files it concerns."""
-    lines = []
-    for reason, count in Counter(file.reason for file in skipped).items():
-        paths = [str(file.path) for file in skipped if file.reason == reason]
-        shown = ", ".join(paths[:10]) + (f", and {count - 10:,} more" if count > 10 else "")
-        lines.append(f"warning: not read ({reason}): {shown}")
-    return "\n".join(lines)
+    """One line per reason, with the first ten files."""
+    paths: dict[str, list[str]] = {}
+    for file in skipped:
+        paths.setdefault(file.reason, []).append(str(file.path))
+    return "\n".join(
+        f"warning: not read ({reason}): {', '.join(own[:10])}" + (f", and {len(own) - 10:,} more" if own[10:] else "")
+        for reason, own in paths.items()
+    )
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Flags of the settings that the config has under data.tokenizer."""
+    """Flags for the settings of the config section data.tokenizer."""
     parser.add_argument(
-        "--tokenizer", required=required, choices=get_args(TokenizerKind), help="the config's data.tokenizer.kind"
+        "--tokenizer", required=required, choices=get_args(TokenizerKind), help="data.tokenizer.kind of the config"
     )
     parser.add_argument("--tokenizer-path", help="model file; for tiktoken also an encoding's name")
-    parser.add_argument("--tokenizer-end-token", help="token that ends a document, if not the tokenizer's own")
-    parser.add_argument("--tokenizer-pattern", help="tiktoken ranks files: regular expression that splits text")
+    parser.add_argument("--tokenizer-end-token", help="token that ends a document. Default: the tokenizer's")
+    parser.add_argument("--tokenizer-pattern", help="regular expression that splits text, for tiktoken ranks files")
 
 
 def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
@@ -75,8 +88,8 @@ def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
     )
 
 
-def run(tool: Callable[[], None]) -> int:
-    """Exit code of `tool()`: 0, 2 after printing the error of a bad input, 130 after Ctrl-C or SIGTERM."""
+def run_tool(tool: Callable[[], None]) -> int:
+    """Run a tool. Exit code 0, 2 after printing the error of bad input, or 130 after Ctrl-C or SIGTERM."""
     try:
         with _sigterm_raises():
             tool()
@@ -96,12 +109,12 @@ def run(tool: Callable[[], None]) -> int:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM, which batch systems send, is handled as Ctrl-C is, so that files are cleaned up."""
+    """Handle SIGTERM, which batch systems send, like Ctrl-C, so that files are cleaned up."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set
+    if threading.current_thread() is not threading.main_thread():  # handlers can only be set there
         yield
         return
     before = signal.signal(signal.SIGTERM, interrupt)
