@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megafp8.distributed.sharding import Fragment, Piece, Shape, pieces_of, spec_of
+from megafp8.distributed.sharding import FlatShard, ParamShard, Shape, shards_of, spec_of
 
 
 class Rectangle(NamedTuple):
@@ -99,18 +99,18 @@ def collect(
     """
     state: dict[str, Rectangles] = {}
     for param in params:
-        for piece, view in pieces_of(param, tensors(param)):
+        for piece, view in shards_of(param, tensors(param)):
             _add(state, prefix, piece, piece.offset, view)
     return state
 
 
-def collect_shards(shards: Iterable[tuple[Fragment, Tensor]], prefix: str) -> dict[str, Rectangles]:
+def collect_shards(shards: Iterable[tuple[FlatShard, Tensor]], prefix: str) -> dict[str, Rectangles]:
     """The rectangles of flat shards of parameters by global name; each shard comes with a flat tensor of its length."""
     state: dict[str, Rectangles] = {}
     for shard, flat in shards:
         assert flat.shape == (shard.end - shard.start,)
         row = math.prod(shard.param.shape[1:])
-        for piece in spec_of(shard.param).pieces:
+        for piece in spec_of(shard.param).shards:
             first = piece.row * row
             start, end = max(shard.start, first), min(shard.end, first + math.prod(piece.shape))
             rest = flat[start - shard.start : end - shard.start]
@@ -142,7 +142,7 @@ def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
         yield from (((last, *low), (1, *box)) for low, box in boxes(shape[1:], 0, left))
 
 
-def _add(state: dict[str, Rectangles], prefix: str, piece: Piece, offset: Shape, view: Tensor) -> None:
+def _add(state: dict[str, Rectangles], prefix: str, piece: ParamShard, offset: Shape, view: Tensor) -> None:
     """Add `view`, a part of `piece` that lies at `offset` of the piece's global tensor."""
     name = prefix + piece.name
     if name not in state:

@@ -74,11 +74,11 @@ class Rows:
 
     def part(self, part: slice) -> ScaledTensor:
         """Some rows, which must have arrived; of all ranks or of one."""
-        own, data = self._own, self.arriving.whole[0]
+        own, data = self._own, self.arriving.gathered[0]
         if self._gathers_scales:
             r, blocks = own.data.shape[0], own.scale_inv.shape[1]
             first, last = part.start // r, part.stop // r
-            scale_inv = _joined(self.arriving.whole[1][first * blocks : last * blocks], last - first).t()
+            scale_inv = _joined(self.arriving.gathered[1][first * blocks : last * blocks], last - first).t()
         elif own.granularity is TENSOR or part == slice(0, data.shape[0]):
             scale_inv = own.scale_inv
         else:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.sharding import Init, ParamSpec, cut, set_spec, stack, whole
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, stack_rows, unsharded
 from megafp8.distributed.tp_overlap import TPOverlap, default_overlap
 from megafp8.fp8.linear_state import QuantizedGradHandoff
 from megafp8.fp8.manager import Fp8Manager
@@ -98,13 +98,13 @@ class ColumnParallelLinear(nn.Module):
         )
         self.state = fp8.linear(site, tp_group=group, high_precision=high_precision)
         if weight is None:
-            pieces = stack([cut(f"{p}.weight", (n, input_size), 0, rank, t) for p, n in parts.items()])
+            pieces = stack_rows([shard_dim(f"{p}.weight", (n, input_size), 0, rank, t) for p, n in parts.items()])
             weight = _empty((output_size // t, input_size), dtype, device)
             set_spec(weight, ParamSpec(pieces, init, replicated_over_tp=False))
         self.weight = weight
         self.bias: nn.Parameter | None = None
         if bias:
-            pieces = stack([cut(f"{p}.bias", (n,), 0, rank, t) for p, n in parts.items()])
+            pieces = stack_rows([shard_dim(f"{p}.bias", (n,), 0, rank, t) for p, n in parts.items()])
             self.bias = _empty((output_size // t,), dtype, device)
             set_spec(self.bias, ParamSpec(pieces, ZEROS, replicated_over_tp=False, weight_decay=False))
 
@@ -163,13 +163,13 @@ class RowParallelLinear(nn.Module):
         )
         self.state = fp8.linear(site, tp_group=group, high_precision=high_precision)
         self.weight = _empty((output_size, input_size // t), dtype, device)
-        pieces = (cut(f"{name}.weight", (output_size, input_size), 1, rank, t),)
+        pieces = (shard_dim(f"{name}.weight", (output_size, input_size), 1, rank, t),)
         set_spec(self.weight, ParamSpec(pieces, init, replicated_over_tp=False))
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = _empty((output_size,), dtype, device)
             spec = ParamSpec(
-                whole(f"{name}.bias", (output_size,)),
+                unsharded(f"{name}.bias", (output_size,)),
                 ZEROS,
                 replicated_over_tp=True,
                 reduce_over_tp=sequence_parallel and t > 1,
@@ -214,7 +214,7 @@ class VocabParallelEmbedding(nn.Module):
         rows = num_embeddings // t
         self.first = rank * rows
         self.weight = _empty((rows, embedding_dim), dtype, device)
-        pieces = (cut(f"{name}.weight", (num_embeddings, embedding_dim), 0, rank, t),)
+        pieces = (shard_dim(f"{name}.weight", (num_embeddings, embedding_dim), 0, rank, t),)
         set_spec(self.weight, ParamSpec(pieces, init, replicated_over_tp=False))
 
     def forward(self, tokens_bs: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megafp8.config import Config
 from megafp8.data.samples import Batch
-from megafp8.data_parallel.fp8_weight_gather import Carrier
+from megafp8.data_parallel.fp8_weight_gather import Fp8WeightGather
 from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards
 from megafp8.data_parallel.fsdp import FullySharded
 from megafp8.data_parallel.grad_buffer import GradBuffer
@@ -49,7 +49,7 @@ from megafp8.training.fp8_config import build_fp8
 from megafp8.training.fp8_param_gather import shares, weights_as_codes
 from megafp8.training.fsdp import gather_as_codes, shard
 from megafp8.training.learning_rate import schedule_of
-from megafp8.training.overlap import token_exchange
+from megafp8.training.overlap import build_tp_overlap
 from megafp8.training.pipeline import plan_pipeline
 
 _logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Trainer:
             parallel.device,
             p.sequence_parallel,
             parallel.context.group,
-            token_exchange(p, parallel, os.environ, _logger.info),
+            build_tp_overlap(p, parallel, os.environ),
             blocks_on_meta=p.fsdp,
             tokens=tokens_per_rank(config),
             weight_storage="fsdp" if p.fsdp else "zero" if p.zero else "resident",
@@ -116,7 +116,7 @@ class Trainer:
         self.weight_shards: WeightShards | None = None
         self.weights: ParamBuffer | None = None
         self.sharded: FullySharded | None = None
-        self.carrier: Carrier | None = None
+        self.fp8_gather: Fp8WeightGather | None = None
         self.gradients: GradBuffer | FullySharded
         if p.fsdp:
             self.gradients = self.sharded = self._shard(dtype)
@@ -127,7 +127,7 @@ class Trainer:
         self.optimizer = self.update.optimizer
         if self.weights is not None and self.released:
             self._shard_fp8_weights(shares(self.released, self.weights, self.optimizer))
-            self.weights.hollow_out()
+            self.weights.release_fp8_params()
         if self.released:
             self.publish_weights()
         s = t.seq_length // p.context // (parallel.tensor.size if context.sequence_sharded else 1)
@@ -153,10 +153,10 @@ class Trainer:
         sharded = shard(self.stages, self.parallel, dtype=dtype, reduce_dtype=reduce_dtype, seed=seed)
         if self.released:
             coded = gather_as_codes(self.released, sharded, self.parallel, os.environ, _logger.info)
-            self.carrier = coded.carrier
+            self.fp8_gather = coded.gather
             self._shard_fp8_weights(coded.shares)
-        self.params, self.tied = sharded.params, [sharded.rows[param].param for param in self.tied]
-        self.released = {sharded.rows[param].param: how for param, how in self.released.items()}
+        self.params, self.tied = sharded.params, [sharded.row_shards[param].param for param in self.tied]
+        self.released = {sharded.row_shards[param].param: how for param, how in self.released.items()}
         return sharded
 
     def _shard_fp8_weights(self, shards: Sequence[WeightShard]) -> None:
@@ -172,8 +172,8 @@ class Trainer:
             bucket_elements=int(p.bucket_mib * 2**20 / 4),
             device=self.parallel.device,
             sharded=p.zero == 1,
-            alone=self.tied,
-            apart=self.released.keys(),
+            own_bucket=self.tied,
+            fp8_bucket=self.released.keys(),
             reduce_dtype=DTYPES[self.config.optimizer.reduce_dtype],
             wgrads=wgrads,
         )
@@ -192,7 +192,7 @@ class Trainer:
         return OptimizerStep(
             buffer=self.gradients,
             optimizer=MixedPrecisionAdamW(
-                self.gradients.fragments,
+                self.gradients.shards,
                 device=parallel.device,
                 weight_decay=o.weight_decay,
                 betas=(o.beta1, o.beta2),
@@ -220,12 +220,12 @@ class Trainer:
         self.wait_for_weights()
         if self.sharded is not None:
             self.sharded.reshard()
-        if self.carrier is not None:
-            self.carrier.settle()  # nobody fetches what is about to be overwritten
+        if self.fp8_gather is not None:
+            self.fp8_gather.synchronize()  # no rank reads what is about to be overwritten
         if self.weight_shards is not None:
             self.weight_shards.cast()
-        if self.carrier is not None:
-            self.carrier.settle()
+        if self.fp8_gather is not None:
+            self.fp8_gather.synchronize()
         if self.weights is not None:
             self.weights.start_gather()
             if not self.config.parallel.overlap_param_gather:

@@ -19,7 +19,7 @@ from megafp8.config import Config
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.training.state import load_latest, save_state
 from tests.marks import slow_but
-from tests.optimizer.test_remainders import nearest_bf16
+from tests.optimizer.test_state_storage import nearest_bf16
 from tests.training.test_cuda_graphs import Curve
 from tests.training.test_zero import _contents, _resume, _save, settings, start, steps_of
 from tests.world import World
@@ -58,7 +58,7 @@ def _kept(config: Config, source: str | None, folder: str) -> tuple[Curve, list[
         trainer.wait_for_weights()
     finally:
         MixedPrecisionAdamW._copy_masters_to_params = torch_rounds  # type: ignore[method-assign]
-    held = sum(parts["master"].nbytes for parts in trainer.optimizer.kept.values())
+    held = sum(parts["master"].nbytes for parts in trainer.optimizer.storage.values())
     return curve, [param.detach().clone() for param in trainer.params], held
 
 
