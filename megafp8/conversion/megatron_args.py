@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megafp8.config import ModelConfig, RopeScaling
+from megafp8.config.activations import ACTIVATIONS
 from megafp8.conversion.hf_config import differences
 
 Args = Mapping[str, Any]
@@ -115,18 +116,16 @@ def _rope_scaling(args: Args) -> RopeScaling | None:
 
 
 def _activation(args: Args) -> str:
-    if args.get("swiglu"):
-        return "swiglu"
-    # Megatron-LM's kernel that adds the bias computes the tanh form; without it torch's exact one runs.
-    fused = args.get("bias_gelu_fusion", True) and args.get("add_bias_linear", True)
-    return "gelu_tanh" if fused or args.get("openai_gelu") else "gelu"
+    swiglu = bool(args.get("swiglu"))
+    tanh = (args.get("bias_gelu_fusion", True) and args.get("add_bias_linear", True)) or args.get("openai_gelu")
+    chosen = {"swiglu": swiglu, "bias_gelu_fusion": bool(tanh) and not swiglu}
+    return next(name for name, activation in ACTIVATIONS.items() if activation.megatron == chosen)
 
 
 def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
     """The arguments that say what `model` is. Raises ValueError where Megatron-LM has no such model."""
     assert model.vocab_size is not None
     words = {ours: theirs for table in (_POSITIONS, _NORMS) for theirs, ours in table.items()}
-    bias = model.linear_bias
     args: dict[str, Any] = {
         "num_layers": model.num_layers,
         "encoder_num_layers": model.num_layers,
@@ -150,10 +149,9 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
         "norm_epsilon": model.norm_eps,
         "layernorm_epsilon": model.norm_eps,
         "apply_layernorm_1p": False,
-        "swiglu": model.activation == "swiglu",
+        **ACTIVATIONS[model.activation].megatron,
         "squared_relu": False,
-        "bias_gelu_fusion": model.activation == "gelu_tanh" and bias,
-        "add_bias_linear": bias,
+        "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias,
         "qk_layernorm": model.qk_norm,
         "untie_embeddings_and_output_weights": not model.tie_embeddings,

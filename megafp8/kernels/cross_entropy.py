@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.arithmetic import ceil_div, readable
+from megafp8.kernels.arithmetic import ceil_div, kernel_input
 
 BLOCK = 4096  # columns at a time: 16 a thread
 _WARPS = 8
@@ -89,7 +89,7 @@ def statistics(x_nv: Tensor, labels_n: Tensor, *, first: int, valid: int) -> tup
     statistics_3n = torch.empty(3, n, dtype=torch.float32, device=x_nv.device)
     if n:
         statistics_kernel[(n,)](
-            readable(x_nv), labels_n, statistics_3n, n, columns, first, valid, BLOCK=BLOCK, num_warps=_WARPS,
+            kernel_input(x_nv), labels_n, statistics_3n, n, columns, first, valid, BLOCK=BLOCK, num_warps=_WARPS,
             enable_fp_fusion=False,
         )  # fmt: skip
     maximum_n, total_n, label_logit_n = statistics_3n.unbind()
@@ -114,7 +114,7 @@ def gradient_(
     if not x_nv.numel():
         return
     blocks = ceil_div(columns, BLOCK)
-    target = readable(x_nv)
+    target = kernel_input(x_nv)
     gradient_kernel[(n * blocks,)](
         target, labels_n, maximum_n, weight_n, dloss_n, blocks, columns, first, valid, BLOCK=BLOCK, num_warps=_WARPS,
         enable_fp_fusion=False,

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.arithmetic import ceil_div, next_power_of_2, readable
+from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
 
 _COLUMNS, _WARPS = 1024, 4  # of a program: 16 bytes of bf16 a thread
 
@@ -99,7 +99,7 @@ def add_rows_(sum_vh: Tensor, dy_nh: Tensor, rows_n: Tensor, *, chunk: int) -> N
     blocks = ceil_div(h, columns)
     later_wh = torch.empty((windows, h), dtype=sum_vh.dtype, device=sum_vh.device)
     options = {"CHUNK": chunk, "COLUMNS": columns, "num_warps": _WARPS, "enable_fp_fusion": False}
-    dy_nh = readable(dy_nh)
+    dy_nh = kernel_input(dy_nh)
     chunks_kernel[(n, blocks)](dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh, h, v, **options)
     if windows > 1:
         later_kernel[(windows, blocks)](rows_n, begin_n, end_n, later_wh, sum_vh, n, h, v, **options)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.arithmetic import ceil_div, next_power_of_2, readable
+from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
 
 _PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
 
@@ -69,7 +69,7 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
     rows = s * b * heads
     width = next_power_of_2(half)
     tile = max(1, _PAIRS // width)
-    target = readable(qkv_sbc)
+    target = kernel_input(qkv_sbc)
     rotary_kernel[(ceil_div(rows, tile),)](
         target, cos, sin, cos.stride(0), cos.stride(1), rows, b, c, heads, D=d, ROWS=tile, HALF=width, num_warps=4,
         enable_fp_fusion=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megafp8.config import ModelConfig
+from megafp8.config.activations import ACTIVATIONS
 
 #: Dense peak of H100 and H200 SXM by precision, in FLOP/s (NVIDIA's datasheets).
 PEAK_FLOPS = {"bf16": 989e12, "fp8": 1979e12}
@@ -12,7 +13,7 @@ def matmul_parameters(config: ModelConfig) -> int:
     """Weights that take part in a matrix product for every token: output layer in, embedding look-up out."""
     h, d = config.hidden_size, config.channels
     attention = h * d * (2 * config.num_attention_heads + 2 * config.query_groups)
-    mlp = h * config.ffn_size * (3 if config.activation == "swiglu" else 2)
+    mlp = h * (ACTIVATIONS[config.activation].up_width(config.ffn_size) + config.ffn_size)
     return config.num_layers * (attention + mlp) + h * config.padded_vocab_size
 
 

@@ -1,7 +1,6 @@
-"""The block's MLP: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU, its width cut over the tensor-parallel group.
+"""The MLP of a block, its width sharded over the tensor-parallel group.
 
-For SwiGLU, gate and up are one column-parallel product whose weight rows are [gate | up] of this rank. SwiGLU and
-GELU's tanh form are computed as they are cast (`megafp8.ops.activation`), GELU with the up projection's bias.
+A gated activation has one column-parallel linear layer for gate and up, whose weight rows are [gate | up] of this rank.
 
 Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
 """
@@ -16,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
+from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed.sharding import Init
 from megafp8.fp8 import Computed, Input, InputCast
 from megafp8.fp8.sources import Plain
 from megafp8.models.context import BuildContext
-from megafp8.ops.activation import gelu, swiglu
+from megafp8.ops.activation import activation
 from megafp8.ops.fusion import Again, Remake
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -32,13 +32,13 @@ def _exact_gelu(x: Tensor) -> Plain:
 class MLP(nn.Module):
     """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape.
 
-    `remade`: the activation's output is not kept, and made again in backward.
+    `remade`: the activation's output is not saved but recomputed in backward.
     """
 
     def __init__(self, name: str, config: ModelConfig, context: BuildContext, *, remade: bool = False) -> None:
         super().__init__()
-        self.activation, self.remade = config.activation, remade
-        f, gated = config.ffn_size, config.activation == "swiglu"
+        self.kind, self.remade = config.activation, remade
+        f, self.activation = config.ffn_size, ACTIVATIONS[config.activation]
         common: dict[str, Any] = {
             "group": context.tensor,
             "fp8": context.fp8,
@@ -49,12 +49,12 @@ class MLP(nn.Module):
             "bias": config.linear_bias,
         }
         self.up = ColumnParallelLinear(
-            f"{name}.gate_up" if gated else f"{name}.up",
+            f"{name}.{self.activation.up_layer}",
             config.hidden_size,
-            2 * f if gated else f,
-            parts={f"{name}.gate": f, f"{name}.up": f} if gated else None,
+            self.activation.up_width(f),
+            parts={f"{name}.gate": f, f"{name}.up": f} if self.activation.gated else None,
             init=Init("normal", config.init_std),
-            skip_bias_add=config.activation == "gelu_tanh",
+            skip_bias_add=self.activation.fuses_bias,
             **common,
         )
         self.down = RowParallelLinear(
@@ -64,7 +64,7 @@ class MLP(nn.Module):
             init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
             **common,
         )
-        if gated:
+        if self.activation.smoothable:
             context.fp8.smooth_input(f"{name}.down", f)
 
     @property
@@ -72,13 +72,11 @@ class MLP(nn.Module):
         return self.up.input_cast
 
     def forward(self, x_sbh: Input) -> Tensor:
-        if self.activation == "gelu":
+        if not self.activation.fused:
             y_sbf = self.up(x_sbh)
             activated = F.gelu(y_sbf)
             remade = self.remade and torch.is_grad_enabled()
             return self.down(Computed(activated, Again((y_sbf,), Remake(_exact_gelu))) if remade else activated)
         slot, cast = self.up.grad_slot(), self.down.input_cast
-        if self.activation == "swiglu":
-            return self.down(swiglu(self.up(x_sbh, slot), cast, slot, remade=self.remade))
-        y_sbf, bias = self.up(x_sbh, slot)
-        return self.down(gelu(y_sbf, bias, cast, slot, remade=self.remade))
+        y_sbf, bias = self.up(x_sbh, slot) if self.activation.fuses_bias else (self.up(x_sbh, slot), None)
+        return self.down(activation(self.kind, y_sbf, bias, cast, slot, remade=self.remade))

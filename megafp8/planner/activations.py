@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megafp8.config import Config
+from megafp8.config.activations import ACTIVATIONS
 from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.recipes.base import PerGemm
 from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, ROW, TENSOR, Granularity
@@ -57,7 +58,7 @@ def sizes(config: Config) -> Sizes:
         g=model.query_groups // t,
         d=model.channels,
         f=model.ffn_size // t,
-        up=model.ffn_size // t * (2 if model.activation == "swiglu" else 1),
+        up=ACTIVATIONS[model.activation].up_width(model.ffn_size) // t,
         e=e,
         w=max(4, e),
     )
@@ -111,7 +112,7 @@ def block_keeps(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory
     stream = x.m_own * x.h * x.e
     if memory.full:
         return {"block input": stream}
-    up_name = "gate_up" if model.activation == "swiglu" else "up"
+    up_name = ACTIVATIONS[model.activation].up_layer
     qkv, proj, up, down = (
         precision(fp8, f"{name}.{layer}") for layer in ("attention.qkv", "attention.proj", f"mlp.{up_name}", "mlp.down")
     )
@@ -163,7 +164,7 @@ def block_backward(config: Config, fp8: Fp8Manager, index: int) -> int:
     gradients of the residual stream, of which one was gathered; in high precision the product's gradient itself.
     """
     x = sizes(config)
-    up_name = "gate_up" if config.model.activation == "swiglu" else "up"
+    up_name = ACTIVATIONS[config.model.activation].up_layer
     makes_codes = precision(fp8, f"layers.{index}.mlp.{up_name}").takes_codes
     activation = x.m * x.f * x.e + x.m * x.up * (2 if makes_codes else x.e)
     return activation + x.m_own * x.h * x.e + x.m * x.h * x.e

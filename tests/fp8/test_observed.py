@@ -23,7 +23,7 @@ from megafp8.fp8.health import OPERANDS, Record, Recorder
 from megafp8.fp8.quantizers import CurrentQuantizer
 from megafp8.fp8.recipes.base import NVFP4Scaling
 from megafp8.fp8.tensor import QuantizedTensor
-from megafp8.ops.activation import swiglu
+from megafp8.ops.activation import activation
 from megafp8.ops.norm import norm
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_a_norm_and_an_activation_show_what_they_cast(dtype: torch.dtype) -> Non
 
     recorder.begin_step(2)
     slot = QuantizedGradHandoff(quantizers.grad_output)
-    y = swiglu(gate_up, InputCast(quantizers.input), slot)
+    y = activation("swiglu", gate_up, None, InputCast(quantizers.input), slot)
     assert isinstance(y, Quantized)
     dy = normal(32, 24, seed=3, dtype=dtype)
     y.carrier.backward(dy)

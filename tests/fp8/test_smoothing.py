@@ -22,7 +22,7 @@ from megafp8.fp8 import (
     StaticScaling,
 )
 from megafp8.fp8.smoothing import MOST, smooth
-from megafp8.ops.activation import swiglu
+from megafp8.ops.activation import activation
 from megafp8.ops.linear import high_precision_linear
 
 R, C, N = 64, 24, 40
@@ -62,7 +62,7 @@ def tensors(
 
 def forward(op: Fp8Linear, gate_up: Tensor, weight: nn.Parameter) -> Tensor:
     cast = InputCast(op.quantizers.input, smoothing=op.smoothing) if op.fusible else None
-    return op(swiglu(gate_up, cast, None), weight)
+    return op(activation("swiglu", gate_up, None, cast, None), weight)
 
 
 def run(op: Fp8Linear, gate_up: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -53,7 +53,7 @@ SOURCES: dict[str, Callable[[int, int, torch.dtype], Source]] = {
     ),
     "gelu": lambda r, c, dtype: GELU(noise(r, c, scale=4, dtype=dtype), noise(c, scale=9, dtype=dtype)),
     "gelu_grad": lambda r, c, dtype: GELUGrad(
-        noise(r, c, scale=4, dtype=dtype), noise(c, dtype=dtype), dy_rc=noise(r, c, dtype=dtype, seed=1)
+        noise(r, c, scale=4, dtype=dtype), noise(r, c, dtype=dtype, seed=1), noise(c, dtype=dtype)
     ),
 }
 OPTIONS: dict[str, dict[str, Any]] = {"plain scales": {"power_of_two": False, "eps": 0.0}}
@@ -218,7 +218,7 @@ def test_sigmoid_of_every_bf16_value() -> None:
 def test_gelu_of_every_bf16_value() -> None:
     """Where its cube overflows, where it is all of x or nothing of it, and all between; without a bias."""
     every = every_bf16()
-    for source in (GELU(every.float()), GELUGrad(every.float(), dy_rc=torch.ones_like(every).float())):
+    for source in (GELU(every.float()), GELUGrad(every.float(), torch.ones_like(every).float())):
         actual, expected = kernels.materialize(source), plain.materialize(source)
         assert torch.equal(actual.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 

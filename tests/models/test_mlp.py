@@ -85,7 +85,7 @@ def _biased_gelu(tp: int) -> None:
     x_own = x[mine].clone().requires_grad_()
     y = mlp(x_own)
     y.backward(dy[mine])
-    assert (up, down) == (["plain", "plain", "gelu_grad"], ["gelu", "plain", "plain"])
+    assert (up, down) == (["plain", "plain", "gelu_tanh_grad"], ["gelu_tanh", "plain", "plain"])
 
     w = {p.name: _random(_whole(p)).requires_grad_() for param in mlp.parameters() for p in spec_of(param).pieces}
     x.requires_grad_()

@@ -31,7 +31,7 @@ from megafp8.fp8 import (
     Quantized,
     RowwiseScaling,
 )
-from megafp8.ops.activation import swiglu
+from megafp8.ops.activation import activation
 from megafp8.ops.linear import Fp8Linear
 from megafp8.ops.norm import norm
 from megafp8.parallel_state import initialize_model_parallel
@@ -85,12 +85,12 @@ class Pair(nn.Module):
         _, normed = norm(x_sbh, None, self.norm_weight, None, 1e-5, cast)
         self.handed_codes = isinstance(normed, Quantized)
         if self.codes:
-            return self.down(swiglu(self.up(normed, slot), down_cast, slot))
+            return self.down(activation("swiglu", self.up(normed, slot), None, down_cast, slot))
         assert isinstance(normed, Tensor)
         assert isinstance(self.up.op, Fp8Linear)
         assert isinstance(self.down.op, Fp8Linear)
         gate_up = self.up.op(gather_from_sequence_parallel(normed, self.group), self.up.weight, grad_slot=slot)
-        y = self.down.op(swiglu(gate_up, down_cast, slot), self.down.weight)
+        y = self.down.op(activation("swiglu", gate_up, None, down_cast, slot), self.down.weight)
         return reduce_scatter_to_sequence_parallel(y, self.group)
 
 
