@@ -276,7 +276,8 @@ def _smooth_swiglu(config: Config) -> Iterator[Problem]:
         return
     inputs = {rule.input for rule in f.custom} if f.recipe == "custom" else {f.recipe}
     if not ACTIVATIONS[activation].smoothable:
-        rule = f"model.activation is {activation}, which has no such outliers"
+        why = "is not computed by a kernel" if ACTIVATIONS[activation].gated else "has no such outliers"
+        rule = f"model.activation is {activation}, which {why}"
     elif f.recipe == "none":
         rule = "fp8.recipe is none, and only a cast needs it"
     elif not inputs & _ONE_SCALE:

@@ -106,7 +106,7 @@ class ModelConfig(Section):
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance."""
     activation: ActivationName = "swiglu"
-    """swiglu (Llama), gelu (exact) or gelu_tanh (GPT-2)."""
+    """swiglu (Llama), gelu_tanh (GPT-2), or another of `megafp8.config.activations`."""
     linear_bias: bool = False
     """Biases on all linear layers of the blocks (GPT-2)."""
     qkv_bias: bool = False
