@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-ActivationName = Literal["swiglu", "gelu", "gelu_tanh"]
+ActivationName = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,9 @@ class Activation:
     """`down(f(up(x)))`, or `down(f(gate(x)) * up(x))` where it is `gated`.
 
     `fused`: output and gradient are computed while they are cast, by the `Source` of this name in
-    `megafp8.fp8.sources`; else f is PyTorch's own op. `hugging_face`: values of `hidden_act` that mean f; the first is
-    written. `megatron`: the arguments by which Megatron-LM chooses it.
+    `megafp8.fp8.sources`; else f is PyTorch's own op. Exact GELU is not fused: its erf has other bits on other devices,
+    so no kernel could equal a reference. `hugging_face`: values of `hidden_act` that mean f; the first is written.
+    `megatron`: the arguments by which Megatron-LM chooses it; without any it has no such activation.
     """
 
     gated: bool
@@ -50,12 +51,15 @@ ACTIVATIONS: Mapping[ActivationName, Activation] = {
     "swiglu": Activation(
         gated=True, fused=True, hugging_face=("silu", "swish"), megatron={"swiglu": True, "bias_gelu_fusion": False}
     ),
+    "geglu_tanh": Activation(
+        gated=True, fused=True, hugging_face=("gelu_pytorch_tanh", "gelu_new"), megatron={}
+    ),
+    "geglu": Activation(gated=True, fused=False, hugging_face=("gelu",), megatron={}),
     # Megatron-LM's kernel that adds the bias computes the tanh form; without it torch's exact one runs.
     "gelu_tanh": Activation(
         gated=False, fused=True, hugging_face=("gelu_new", "gelu_pytorch_tanh"),
         megatron={"swiglu": False, "bias_gelu_fusion": True},
     ),
-    # Not fused: erf has other bits on other devices, so a kernel could not equal its reference.
     "gelu": Activation(
         gated=False, fused=False, hugging_face=("gelu",), megatron={"swiglu": False, "bias_gelu_fusion": False}
     ),

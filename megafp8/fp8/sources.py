@@ -226,9 +226,21 @@ class SwiGLUGrad(GatedGrad):
     function = "silu"
 
 
+class GeGLU(Gated):
+    """With GELU's tanh form."""
+
+    kind = "geglu_tanh"
+    function = "gelu_tanh"
+
+
+class GeGLUGrad(GatedGrad):
+    kind = "geglu_tanh_grad"
+    function = "gelu_tanh"
+
+
 _ActivationSources = tuple[type[GELU] | type[Gated], type[GELUGrad] | type[GatedGrad]]
 ACTIVATION_SOURCES: dict[str, _ActivationSources] = {
-    output.kind: (output, gradient) for output, gradient in ((SwiGLU, SwiGLUGrad), (GELU, GELUGrad))
+    output.kind: (output, gradient) for output, gradient in ((SwiGLU, SwiGLUGrad), (GeGLU, GeGLUGrad), (GELU, GELUGrad))
 }
 """Sources of the output and of the gradient, by the config's name of the activation."""
 

@@ -8,6 +8,7 @@ Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,16 @@ from megafp8.ops.fusion import Again, Remake
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
-def _exact_gelu(x: Tensor) -> Plain:
-    return Plain(F.gelu(x).flatten(0, -2))
+def _exact_gelu(x: Tensor, gated: bool) -> Tensor:
+    """GELU of x, or of the gate of [gate | up] times up, by PyTorch's ops in x's dtype."""
+    if not gated:
+        return F.gelu(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate) * up
+
+
+def _exact_gelu_source(x: Tensor, gated: bool) -> Plain:
+    return Plain(_exact_gelu(x, gated).flatten(0, -2))
 
 
 class MLP(nn.Module):
@@ -73,10 +82,12 @@ class MLP(nn.Module):
 
     def forward(self, x_sbh: Input) -> Tensor:
         if not self.activation.fused:
-            y_sbf = self.up(x_sbh)
-            activated = F.gelu(y_sbf)
-            remade = self.remade and torch.is_grad_enabled()
-            return self.down(Computed(activated, Again((y_sbf,), Remake(_exact_gelu))) if remade else activated)
+            y_sbf, gated = self.up(x_sbh), self.activation.gated
+            activated = _exact_gelu(y_sbf, gated)
+            if not (self.remade and torch.is_grad_enabled()):
+                return self.down(activated)
+            again = Again((y_sbf,), Remake(partial(_exact_gelu_source, gated=gated)))
+            return self.down(Computed(activated, again))
         slot, cast = self.up.grad_slot(), self.down.input_cast
         y_sbf, bias = self.up(x_sbh, slot) if self.activation.fuses_bias else (self.up(x_sbh, slot), None)
         return self.down(activation(self.kind, y_sbf, bias, cast, slot, remade=self.remade))

@@ -112,9 +112,10 @@ def block_keeps(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory
     stream = x.m_own * x.h * x.e
     if memory.full:
         return {"block input": stream}
-    up_name = ACTIVATIONS[model.activation].up_layer
+    activation = ACTIVATIONS[model.activation]
     qkv, proj, up, down = (
-        precision(fp8, f"{name}.{layer}") for layer in ("attention.qkv", "attention.proj", f"mlp.{up_name}", "mlp.down")
+        precision(fp8, f"{name}.{layer}")
+        for layer in ("attention.qkv", "attention.proj", f"mlp.{activation.up_layer}", "mlp.down")
     )
     statistics = x.m_own * x.w * (2 if model.normalization == "layernorm" else 1)
     kept = {
@@ -125,6 +126,8 @@ def block_keeps(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory
     }
     kept |= _attention_keeps(config, proj, memory)
     kept["MLP product"] = x.m * x.up * x.e
+    if activation.gated and not activation.fused:
+        kept["activated gate"] = x.m * x.f * x.e
     if memory.activation:
         kept["down input"] = 0
     elif down.fp8_wgrad:

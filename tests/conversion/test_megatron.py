@@ -245,6 +245,8 @@ def test_what_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:
         begin(TINY | {"parallel_block": True})
     with pytest.raises(ValueError, match="no model with activation = 'gelu_tanh'"):
         begin(TINY | {"activation": "gelu_tanh"})
+    with pytest.raises(ValueError, match="no model with activation = 'geglu_tanh'"):
+        begin(TINY | {"activation": "geglu_tanh"})
     with pytest.raises(ValueError, match="no model with rope_scaling"):
         begin(TINY | {"rope_scaling": {"low_freq_factor": 2.0}})
     with pytest.raises(ValueError, match="qk_layernorm with normalization = 'LayerNorm'"):

@@ -13,7 +13,19 @@ from torch import Tensor
 
 from megafp8.fp8 import reference as plain
 from megafp8.fp8.formats import E4M3, E5M2, Format
-from megafp8.fp8.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, ScaledColumns, Source, SwiGLU, SwiGLUGrad
+from megafp8.fp8.sources import (
+    GELU,
+    GeGLU,
+    GeGLUGrad,
+    GELUGrad,
+    Normalized,
+    Plain,
+    QKVGrad,
+    ScaledColumns,
+    Source,
+    SwiGLU,
+    SwiGLUGrad,
+)  # fmt: skip
 from megafp8.fp8.tensor import QuantizedTensor
 from tests.kernels import DEVICE
 
@@ -49,6 +61,10 @@ SOURCES: dict[str, Callable[[int, int, torch.dtype], Source]] = {
     "layernorm": layer,
     "swiglu": lambda r, c, dtype: SwiGLU(noise(r, 2 * c, scale=4, dtype=dtype)),
     "swiglu_grad": lambda r, c, dtype: SwiGLUGrad(
+        noise(r, c // 2 * 2, scale=4, dtype=dtype), noise(r, c // 2, scale=1e-3, dtype=dtype)
+    ),
+    "geglu": lambda r, c, dtype: GeGLU(noise(r, 2 * c, scale=4, dtype=dtype)),
+    "geglu_grad": lambda r, c, dtype: GeGLUGrad(
         noise(r, c // 2 * 2, scale=4, dtype=dtype), noise(r, c // 2, scale=1e-3, dtype=dtype)
     ),
     "gelu": lambda r, c, dtype: GELU(noise(r, c, scale=4, dtype=dtype), noise(c, scale=9, dtype=dtype)),
@@ -172,7 +188,8 @@ def test_channels_with_factors_of_their_own(shape: tuple[int, int]) -> None:
     r, c = shape
     scale = noise(c, scale=3).round().exp2()
     gate_up, dy, weight = (noise(r, width, scale=4) for width in (2 * c, c, c))
-    for source in (SwiGLU(gate_up, scale), SwiGLUGrad(gate_up, dy, scale), ScaledColumns(weight, scale)):
+    gated = (SwiGLU(gate_up, scale), SwiGLUGrad(gate_up, dy, scale), GeGLUGrad(gate_up, dy, scale))
+    for source in (*gated, ScaledColumns(weight, scale)):
         check_tensor(source, 3.7, E4M3)
         assert torch.equal(kernels.materialize(source), plain.materialize(source))
         amaxes = torch.full((2, source.shape[1]), 2.0, device=DEVICE)
@@ -218,7 +235,9 @@ def test_sigmoid_of_every_bf16_value() -> None:
 def test_gelu_of_every_bf16_value() -> None:
     """Where its cube overflows, where it is all of x or nothing of it, and all between; without a bias."""
     every = every_bf16()
-    for source in (GELU(every.float()), GELUGrad(every.float(), torch.ones_like(every).float())):
+    x, one = every.float(), torch.ones_like(every).float()
+    gate_up = torch.cat([x, one], dim=1)
+    for source in (GELU(x), GELUGrad(x, one), GeGLU(gate_up), GeGLUGrad(gate_up, one)):
         actual, expected = kernels.materialize(source), plain.materialize(source)
         assert torch.equal(actual.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 

@@ -48,6 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-tied": LLAMA | {"tie_embeddings": True},
     "gpt2": GPT2,
     "gpt2-untied-gelu": GPT2 | {"tie_embeddings": False, "activation": "gelu"},
+    "geglu": LLAMA | {"activation": "geglu"},
+    "geglu-tanh": LLAMA | {"activation": "geglu_tanh", "linear_bias": True},
     "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True},
     "sliding-window": LLAMA | {"sliding_window": 3},
     "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none"},
@@ -128,7 +130,7 @@ def test_loss_and_gradients_equal_the_twin(world4: World, name: str, tp: int, se
 
 @pytest.mark.parametrize("recompute", ["first", "selective"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt2-untied-gelu", "qwen", "parallel-block"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "geglu-tanh", "qwen", "parallel-block"])
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel, False, 0.0, recompute, ranks=tp)
 

@@ -71,6 +71,8 @@ MODELS: dict[str, list[str]] = {
     "llama": [],
     "gpt2": GPT2,
     "gelu": [*GPT2, "model.activation=gelu"],
+    "geglu": ["model.activation=geglu"],
+    "geglu-tanh": ["model.activation=geglu_tanh"],
     "parallel-block": ["model.parallel_block=true"],
 }
 
