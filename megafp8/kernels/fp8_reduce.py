@@ -1,12 +1,13 @@
-"""Gradients cast into messages, and messages added up: `megafp8.data_parallel.fp8_reduce` in a kernel each.
+"""FP8 reduce-scatter: quantize gradients into messages, and sum the messages.
 
-Casting reads 4 bytes a gradient and writes little more than one; adding up reads one for each rank and reads and writes
-the 4 of the sum. In plain PyTorch both would move some 25 bytes a gradient.
+References: `pack_plain` and `add_up_plain` of `megafp8.data_parallel.fp8_reduce`. Packing reads 4 bytes a gradient and
+writes little more than one; summing reads one for each rank and reads and writes the 4 of the sum. In PyTorch both
+would move some 25 bytes a gradient.
 
-Factors are powers of two, so products with them are exact, and sums are in the order of ranks: there is nothing that a
-fused multiply-add could change, and it is switched off all the same.
+Scales are powers of two, so products with them are exact, and sums are in the order of ranks: a fused multiply-add
+would change nothing, and is disabled all the same.
 
-Shapes: r ranks, n elements of a slice, m messages; a program has BLOCKS blocks of 64.
+Shapes: r ranks, n elements of a shard, m messages; a program has BLOCKS blocks of 64.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ def pack_kernel(x_rn, messages, own, n, blocks, stride, FP8_MAX: tl.constexpr, I
 
 @triton.jit
 def _values(message, at, b, n, blocks):
-    """Blocks of a message in fp32."""
+    """Blocks of a message, dequantized to fp32."""
     inside = b < blocks
-    code = tl.load(message + at, mask=inside[:, None], other=0)
+    data = tl.load(message + at, mask=inside[:, None], other=0)
     e = tl.load(message + n + b, mask=inside, other=0).to(tl.int32)
-    bits = tl.where(e == 255, 0x7FC00000, tl.where(e == 0, 0x00400000, e << 23))  # E8M0: NaN, and a subnormal
-    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, None]
+    bits = tl.where(e == 255, 0x7FC00000, tl.where(e == 0, 0x00400000, e << 23))  # E8M0's NaN and its subnormal
+    return data.to(tl.float8e4nv, bitcast=True).to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, None]
 
 
 @triton.jit
 def add_up_kernel(own_n, messages, own, others, n, blocks, stride, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Some blocks of the slice."""
+    """Some blocks of the shard."""
     b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     at = b.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros([BLOCKS, BLOCK], tl.float32)

@@ -1,8 +1,8 @@
-"""Row statistics with the residual addition, and the backward of a norm: the kernels of `megafp8.ops.norm_reference`.
+"""Row statistics with the residual addition, and the backward of a norm. Reference: `megafp8.ops.norm_reference`.
 
-A row is one program's: it is read once, held in registers, and reduced in float64, which Hopper computes at half the
-rate of fp32, so memory stays the limit. In backward a program takes every P-th row and keeps the weight's gradient of
-its rows; the P shares are added at the end.
+One program reads a row once, holds it in registers, and reduces it in float64, which Hopper computes at half the rate
+of fp32, so memory remains the limit. In backward a program takes every P-th row and sums the weight's gradient over its
+rows; the P partial sums are added at the end.
 
 Shapes: r rows, c columns, p programs.
 """
@@ -80,7 +80,7 @@ def _warps(width: int) -> int:
 def statistics(
     x_rc: Tensor, branch_rc: Tensor | None, eps: float, *, centered: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`x + branch` in x's dtype (x itself without a branch), and `normalization.statistics` of it."""
+    """`x + branch` in x's dtype (x itself without a branch), and `norm_reference.statistics` of it."""
     r, c = x_rc.shape
     x, branch = kernel_input(x_rc), x_rc if branch_rc is None else kernel_input(branch_rc)
     total = torch.empty_like(x) if branch_rc is not None else x_rc
@@ -98,7 +98,7 @@ def statistics(
 def backward(
     dy_rc: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual_rc: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`normalization.backward`."""
+    """`norm_reference.backward`."""
     r, c = x_rc.shape
     dy, x, weight = kernel_input(dy_rc), kernel_input(x_rc), kernel_input(weight_c)
     dx = torch.empty_like(x)
