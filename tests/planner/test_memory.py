@@ -18,7 +18,7 @@ from megafp8.fp8 import Fp8Linear
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.pipeline_parallel.schedules import Action, Kind
-from megafp8.planner.activations import block_keeps
+from megafp8.planner.activations import saved_by_block
 from megafp8.planner.memory import (
     RankMemory,
     fp8_weight_bytes,
@@ -121,7 +121,7 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
         shape = training.seq_length // t, training.micro_batch_size, config.model.hidden_size
         x = torch.randn(shape, dtype=trainer.params[0].dtype).requires_grad_()
         memory = block_memory(config.parallel, len(trainer.stages[0].blocks))
-        planned = sum(sum(block_keeps(config, trainer.fp8, i, own).values()) for i, own in enumerate(memory))
+        planned = sum(sum(saved_by_block(config, trainer.fp8, i, own).values()) for i, own in enumerate(memory))
         found.append((_kept(trainer, lambda inputs, t=trainer, x=x: t.stages[0].run_blocks(x, inputs)), planned))
     return found
 
@@ -294,7 +294,7 @@ def test_llama_3_8b() -> None:
     assert first.gradients == pytest.approx(4 * numbers, rel=1e-6)
     assert first.fp8_weights == pytest.approx(2 * block_weights, rel=1e-6)
     config = load_config(CONFIG.parent / "llama3-8b.yaml", ["parallel.tensor=1"])
-    alone = block_keeps(config, build_fp8(config, None), 0, BlockMemory())
+    alone = saved_by_block(config, build_fp8(config, None), 0, BlockMemory())
     assert sum(alone.values()) / 2**30 == pytest.approx(0.92, abs=0.005)
     assert first.loss == 0
     assert last.total < first.total  # which has two micro-batches in flight
