@@ -1,4 +1,4 @@
-"""Factors without a division and reciprocals without a branch, against their definitions, bit for bit."""
+"""Scales without a division and reciprocals without a branch, against their definitions, bit for bit."""
 
 from __future__ import annotations
 

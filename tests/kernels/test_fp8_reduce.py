@@ -1,7 +1,4 @@
-"""The kernels of messages against their plain twins, bit for bit.
-
-Shapes as there.
-"""
+"""The kernels of the FP8 reduce-scatter against their references, bit for bit. Shapes as there."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from tests.kernels import DEVICE
 
 
 def bucket(r: int, n: int) -> Tensor:
-    """One rank's bucket with zeros, what is not finite, and the ends of fp32 in it."""
+    """One rank's bucket with zeros, infinities, NaNs, and the ends of fp32 in it."""
     x_b64 = gradients(r, n)[0].reshape(-1, BLOCK)
     for i, special in enumerate([0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-38, 1e-44, 448.0, 448.00003]):
         x_b64[i % len(x_b64), 3 * i] = special
@@ -24,7 +21,7 @@ def bucket(r: int, n: int) -> Tensor:
     return x_b64.view(r, n).to(DEVICE)
 
 
-def meaning(messages_m: Tensor, n: int) -> Tensor:
+def canonical(messages_m: Tensor, n: int) -> Tensor:
     """A message's bytes without its padding and with one NaN."""
     message = messages_m[:, : n + n // BLOCK].clone()
     message[:, :n][message[:, :n] == 0xFF] = 0x7F
@@ -32,19 +29,19 @@ def meaning(messages_m: Tensor, n: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("r", "n"), SHAPES)
-def test_codes_and_exponents(r: int, n: int) -> None:
+def test_pack(r: int, n: int) -> None:
     x = bucket(r, n)
     for own in {0, 1, r - 1}:
         found, expected = messages.pack(x, own), pack_plain(x, own)
         assert found.shape == expected.shape == (r - 1, message_bytes(n))
-        assert torch.equal(meaning(found, n), meaning(expected, n))
+        assert torch.equal(canonical(found, n), canonical(expected, n))
 
 
 @pytest.mark.parametrize(("r", "n"), SHAPES)
-def test_sums_of_any_bytes(r: int, n: int) -> None:
+def test_add_up_any_bytes(r: int, n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     received = torch.randint(256, (r - 1, message_bytes(n)), dtype=torch.uint8, generator=generator).to(DEVICE)
-    received[received % 128 == 127] -= 1  # NaN's codes come under the factor NaN alone
+    received[received % 128 == 127] -= 1  # NaN bytes occur with the exponent NaN only
     received[:, n : n + 1] = torch.tensor([[0], [1], [254], [255], [127], [128], [2]], dtype=torch.uint8)[: r - 1]
     for own in {0, 1, r - 1}:
         found = gradients(r, n)[own, own].to(DEVICE)

@@ -1,4 +1,4 @@
-"""Shares added by the kernel against additions one after the other."""
+"""Partial products summed by the kernel against additions one after the other."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from tests.kernels import DEVICE
 def test_in_the_order_of_ranks_and_rounded_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     from megafp8.kernels.sum_shards import add  # once Triton knows where its kernels run
 
-    shares = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
-    expected = shares[0].float()
-    for share in shares[1:]:
-        expected = expected + share.float()
+    partial = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
+    expected = partial[0].float()
+    for x in partial[1:]:
+        expected = expected + x.float()
     # Triton's interpreter does not round to bf16 as a GPU does: there torch rounds.
-    found = add(shares.to(DEVICE)) if DEVICE == "cuda" else add(shares.float()).to(dtype)
+    found = add(partial.to(DEVICE)) if DEVICE == "cuda" else add(partial.float()).to(dtype)
     assert found.dtype == dtype
     assert torch.equal(found.cpu(), expected.to(dtype))
-    assert torch.equal(add_shares(shares), expected.to(dtype))
+    assert torch.equal(add_shares(partial), expected.to(dtype))
 
 
-def test_two_wide_ones_stay_wide() -> None:
-    shares = torch.tensor([[1.0], [1e-12]], dtype=torch.float64)
-    assert add_shares(shares).item() == 1.0 + 1e-12
+def test_fp64_is_summed_in_fp64() -> None:
+    assert add_shares(torch.tensor([[1.0], [1e-12]], dtype=torch.float64)).item() == 1.0 + 1e-12

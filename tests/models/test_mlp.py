@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.config import ModelConfig
-from megafp8.distributed.collectives import all_gather, all_reduce
-from megafp8.distributed.sharding import Init, Piece, pieces_of, spec_of
+from megafp8.distributed.collectives import all_gather
 from megafp8.fp8 import CurrentScaling, Fp8Linear, Fp8Manager
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.sources import Source
@@ -20,8 +19,8 @@ from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
 from megafp8.ops.linear import Quantizers
 from megafp8.parallel_state import initialize_model_parallel
-from megafp8.tensor_parallel.random import fill_
 from tests.models.twin import mlp as twin_mlp
+from tests.models.weights import gradients, randomize
 from tests.world import World
 
 S, B, H, F = 32, 2, 32, 64
@@ -55,15 +54,6 @@ def spy(layer: torch.nn.Module) -> list[str]:
     return kinds
 
 
-def _random(piece: Piece) -> Tensor:
-    std = 0.5 if piece.name.endswith("bias") else 1 / math.sqrt(piece.global_shape[-1])
-    return fill_(torch.empty(piece.shape, dtype=torch.float64), piece, Init("normal", std), 3)
-
-
-def _whole(piece: Piece) -> Piece:
-    return Piece(piece.name, piece.global_shape, (0,) * len(piece.global_shape), piece.global_shape)
-
-
 def _distance(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
@@ -76,10 +66,7 @@ def _compare(tp: int, activation: str, bias: bool, fused: bool, grad_fused: bool
     manager = Fp8Manager(CurrentScaling(fp8_format="e4m3"), amax_group=group)
     mlp = MLP("mlp", config, BuildContext(group, manager, torch.float64, torch.device("cpu"), True))
     manager.materialize(torch.device("cpu"))
-    with torch.no_grad():
-        for param in mlp.parameters():
-            for piece, local in pieces_of(param, param):
-                local.copy_(_random(piece))
+    w = randomize(mlp, lambda piece: 0.5 if piece.name.endswith("bias") else 1 / math.sqrt(piece.global_shape[-1]))
     up, down = spy(mlp.up), spy(mlp.down)
     x, dy = torch.randn(2, S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mine = slice(group.rank() * S // tp, (group.rank() + 1) * S // tp)
@@ -89,18 +76,13 @@ def _compare(tp: int, activation: str, bias: bool, fused: bool, grad_fused: bool
     assert up == ["plain", "plain", f"{activation}_grad" if grad_fused else "plain"]
     assert down == [activation if fused else "plain", "plain", "plain"]
 
-    w = {p.name: _random(_whole(p)).requires_grad_() for param in mlp.parameters() for p in spec_of(param).pieces}
     x.requires_grad_()
     expected = twin_mlp(x, w, "mlp", config)
     expected.backward(dy)
     assert _distance(all_gather(y.detach(), group), expected.detach()) < ROUNDING
     assert _distance(all_gather(x_own.grad, group), x.grad) < ROUNDING
-    for param in mlp.parameters():
-        assert param.grad is not None
-        grad = all_reduce(param.grad.clone(), group) if spec_of(param).reduce_over_tp else param.grad
-        for piece, local in pieces_of(param, grad):
-            slices = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
-            assert _distance(local, w[piece.name].grad[slices]) < (1e-12 if "down.bias" in piece.name else ROUNDING)
+    for name, actual, grad in gradients(mlp, w, group):
+        assert _distance(actual, grad) < (1e-12 if "down.bias" in name else ROUNDING)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -1,7 +1,7 @@
-"""The unsharded twin: the same GPT in naive float64 torch, straight from the formulas; it shares no code with ours.
+"""The unsharded twin: the same GPT in float64 PyTorch, from the formulas, sharing no code with the package.
 
-It reads whole weights by their global names and computes the loss; autograd gives the gradients to compare with. Heads
-are looped over, masks are built pair by pair, rotary pairs are turned as complex numbers: slow, and easy to believe.
+It computes the loss from whole weights by their global names; autograd gives the expected gradients. Heads are looped
+over, masks are built pair by pair, rotary pairs are complex numbers: slow, and easy to check.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def _frequency(pair: int, config: ModelConfig) -> float:
 
 
 def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
-    """The halves of a head as complex numbers, turned by position × frequency."""
+    """The halves of a head as complex numbers, rotated by position × frequency."""
     half = x_bsd.shape[-1] // 2
     frequencies = torch.tensor([_frequency(i, config) for i in range(half)], dtype=torch.float64)
-    ring_steps = torch.polar(torch.ones((), dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies)
-    turned = torch.complex(x_bsd[..., :half], x_bsd[..., half:]) * ring_steps
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    rotations = torch.polar(torch.ones((), dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies)
+    rotated = torch.complex(x_bsd[..., :half], x_bsd[..., half:]) * rotations
+    return torch.cat([rotated.real, rotated.imag], dim=-1)
 
 
 def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor) -> Tensor:
