@@ -143,15 +143,10 @@ def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, colu
         across, down = tl.num_programs(0) - 1 - across, tl.num_programs(1) - 1 - down
     i0, j0 = down * TILE_R, across * TILE_C
     q, j = tl.arange(0, TILE_R // 4), tl.arange(0, TILE_C)
-    y, y2 = compute_quads(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
-    at, end, width = part_columns(j0, c, 0, SOURCE, HALF)
-    partner = y2 if SOURCE == "qkv_grad" else y
-    _cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, q, at, j, r, quads, end,
-          width, eps, SCALES, ROWWISE, COLUMNWISE, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R,
-          TILE_C)  # fmt: skip
-    if SOURCE == "gated_grad" or SOURCE == "qkv_grad":
-        at, end, width = part_columns(j0, c, 1, SOURCE, HALF)
-        partner = y if SOURCE == "qkv_grad" else y2
-        _cast(y2, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, q, at, j, r, quads,
-              end, width, eps, SCALES, ROWWISE, COLUMNWISE, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED,
-              TILE_R, TILE_C)  # fmt: skip
+    parts = compute_quads(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+    for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
+        at, end, width = part_columns(j0, c, part, SOURCE, HALF)
+        partner = parts[1 - part if SOURCE == "qkv_grad" else part]
+        _cast(parts[part], partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, q, at, j,
+              r, quads, end, width, eps, SCALES, ROWWISE, COLUMNWISE, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO,
+              INTERPRETED, TILE_R, TILE_C)  # fmt: skip

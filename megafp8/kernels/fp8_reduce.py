@@ -1,4 +1,4 @@
-"""FP8 reduce-scatter: quantize gradients into messages, and sum the messages.
+"""FP8 reduce-scatter: quantize gradients into packed shards, and sum packed shards.
 
 References: `pack_plain` and `add_up_plain` of `megafp8.data_parallel.fp8_reduce`. Packing reads 4 bytes a gradient and
 writes little more than one; summing reads one for each rank and reads and writes the 4 of the sum. In PyTorch both
@@ -7,7 +7,7 @@ would move some 25 bytes a gradient.
 Scales are powers of two, so products with them are exact, and sums are in the order of ranks: a fused multiply-add
 would change nothing, and is disabled all the same.
 
-Shapes: r ranks, n elements of a shard, m messages; a program has BLOCKS blocks of 64.
+Shapes: r ranks, n elements of a shard, m packed shards; a program has BLOCKS blocks of 64.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _BLOCKS, _WARPS = 32, 4  # of a program: 16 elements a thread
 
 
 @triton.jit
-def pack_kernel(x_rn, messages, own, n, blocks, stride, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr,
+def pack_kernel(x_rn, packed, own, n, blocks, stride, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr,
                 BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """Some blocks of one message."""
+    """Some blocks of one packed shard."""
     m = tl.program_id(1)
     r = m + (m >= own).to(tl.int32)
     b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
@@ -37,56 +37,56 @@ def pack_kernel(x_rn, messages, own, n, blocks, stride, FP8_MAX: tl.constexpr, I
     bits = tl.max(magnitude_bits(x), axis=1)
     scale = scale_from_amax(bits, FP8_MAX, 0.0, True)
     exponent = tl.where(bits < 0x7F800000, 254 - (scale.to(tl.int32, bitcast=True) >> 23), 255)
-    message = messages + m.to(tl.int64) * stride
-    tl.store(message + at, to_fp8(x * scale[:, None], "e4m3", FP8_MAX, INTERPRETED), mask=inside)
-    tl.store(message + n + b, exponent.to(tl.uint8), mask=b < blocks)
+    shard = packed + m.to(tl.int64) * stride
+    tl.store(shard + at, to_fp8(x * scale[:, None], "e4m3", FP8_MAX, INTERPRETED), mask=inside)
+    tl.store(shard + n + b, exponent.to(tl.uint8), mask=b < blocks)
 
 
 @triton.jit
-def _values(message, at, b, n, blocks):
-    """Blocks of a message, dequantized to fp32."""
+def _values(shard, at, b, n, blocks):
+    """Blocks of a packed shard, dequantized to fp32."""
     inside = b < blocks
-    data = tl.load(message + at, mask=inside[:, None], other=0)
-    e = tl.load(message + n + b, mask=inside, other=0).to(tl.int32)
+    data = tl.load(shard + at, mask=inside[:, None], other=0)
+    e = tl.load(shard + n + b, mask=inside, other=0).to(tl.int32)
     bits = tl.where(e == 255, 0x7FC00000, tl.where(e == 0, 0x00400000, e << 23))  # E8M0's NaN and its subnormal
     return data.to(tl.float8e4nv, bitcast=True).to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, None]
 
 
 @triton.jit
-def add_up_kernel(own_n, messages, own, others, n, blocks, stride, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def add_up_kernel(own_n, packed, own, others, n, blocks, stride, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """Some blocks of the shard."""
     b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     at = b.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros([BLOCKS, BLOCK], tl.float32)
-    message = messages
+    shard = packed
     for _ in range(own):
-        total += _values(message, at, b, n, blocks)
-        message += stride
+        total += _values(shard, at, b, n, blocks)
+        shard += stride
     total += tl.load(own_n + at, mask=(b < blocks)[:, None], other=0.0)
     for _ in range(own, others):
-        total += _values(message, at, b, n, blocks)
-        message += stride
+        total += _values(shard, at, b, n, blocks)
+        shard += stride
     tl.store(own_n + at, total, mask=(b < blocks)[:, None])
 
 
 def pack(x_rn: Tensor, own: int) -> Tensor:
     r, n = x_rn.shape
     assert x_rn.is_contiguous()
-    messages = torch.empty((r - 1, message_bytes(n)), dtype=torch.uint8, device=x_rn.device)
+    packed = torch.empty((r - 1, message_bytes(n)), dtype=torch.uint8, device=x_rn.device)
     blocks = n // BLOCK
     pack_kernel[(ceil_div(blocks, _BLOCKS), r - 1)](
-        x_rn, messages, own, n, blocks, messages.stride(0), FP8_MAX=E4M3.max, INTERPRETED=INTERPRETED, BLOCK=BLOCK,
+        x_rn, packed, own, n, blocks, packed.stride(0), FP8_MAX=E4M3.max, INTERPRETED=INTERPRETED, BLOCK=BLOCK,
         BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return messages
+    return packed
 
 
-def add_up(own_n: Tensor, messages_m: Tensor, own: int) -> None:
+def add_up(own_n: Tensor, packed_m: Tensor, own: int) -> None:
     assert own_n.is_contiguous()
-    assert messages_m.is_contiguous()
+    assert packed_m.is_contiguous()
     n = own_n.numel()
     blocks = n // BLOCK
     add_up_kernel[(ceil_div(blocks, _BLOCKS),)](
-        own_n, messages_m, own, messages_m.shape[0], n, blocks, messages_m.stride(0), BLOCK=BLOCK, BLOCKS=_BLOCKS,
+        own_n, packed_m, own, packed_m.shape[0], n, blocks, packed_m.stride(0), BLOCK=BLOCK, BLOCKS=_BLOCKS,
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -101,16 +101,12 @@ def _inputs(source: Source) -> _Inputs:
             return _Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, None), c)
         assert source.bias_c is not None
         return _Inputs("layernorm", (x, x, source.rstd_r, source.mean_r, weight, kernel_input(source.bias_c)), c)
+    dy, suffix = (kernel_input(source.dy_rf), "_grad") if isinstance(source, (GELUGrad, GatedGrad)) else (x, "")
     if isinstance(source, (GELU, GELUGrad)):
         bias = None if source.bias_f is None else kernel_input(source.bias_f)
-        if isinstance(source, GELU):
-            return _Inputs("activation", (x, x, x, x, x, bias), c, source.function)
-        return _Inputs("activation_grad", (x, kernel_input(source.dy_rf), x, x, x, bias), c, source.function)
-    if isinstance(source, Gated):
-        return _Inputs("gated", (x, x, x, x, source.scale_f, None), c, source.function)
-    if isinstance(source, GatedGrad):
-        dy = kernel_input(source.dy_rf)
-        return _Inputs("gated_grad", (x, dy, x, x, source.scale_f, None), c // 2, source.function)
+        return _Inputs(f"activation{suffix}", (x, dy, x, x, x, bias), c, source.function)
+    if isinstance(source, (Gated, GatedGrad)):
+        return _Inputs(f"gated{suffix}", (x, dy, x, x, source.scale_f, None), x.shape[1] // 2, source.function)
     return _Inputs("plain", (x, x, x, x, source.scale_c if isinstance(source, ScaledColumns) else None, None), c)
 
 

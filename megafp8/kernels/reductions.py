@@ -53,10 +53,8 @@ def sums_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, of_columns, r
     i0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
     i, j = tl.arange(0, TILE_R), tl.arange(0, TILE_C)
     inputs, heads = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c), (a, g, b, stride_s, stride_b)
-    y, y2 = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
-    at, end, width = part_columns(j0, c, 0, SOURCE, HALF)
-    row = of_columns + tl.program_id(1).to(tl.int64) * width
-    tl.store(row + at + j, tl.sum(y.to(tl.float64), axis=0), mask=at + j < end)
-    if SOURCE == "gated_grad" or SOURCE == "qkv_grad":
-        at, end, width = part_columns(j0, c, 1, SOURCE, HALF)
-        tl.store(row + at + j, tl.sum(y2.to(tl.float64), axis=0), mask=at + j < end)
+    parts = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+    for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
+        at, end, width = part_columns(j0, c, part, SOURCE, HALF)
+        row = of_columns + tl.program_id(1).to(tl.int64) * width
+        tl.store(row + at + j, tl.sum(parts[part].to(tl.float64), axis=0), mask=at + j < end)

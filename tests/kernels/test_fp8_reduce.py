@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megafp8.data_parallel.fp8_reduce import BLOCK, add_up_plain, message_bytes, pack_plain
-from megafp8.kernels import fp8_reduce as messages
+from megafp8.kernels import fp8_reduce as kernels
 from tests.data_parallel.test_fp8_reduce import SHAPES, gradients
 from tests.kernels import DEVICE
 
@@ -21,18 +21,18 @@ def bucket(r: int, n: int) -> Tensor:
     return x_b64.view(r, n).to(DEVICE)
 
 
-def canonical(messages_m: Tensor, n: int) -> Tensor:
-    """A message's bytes without its padding and with one NaN."""
-    message = messages_m[:, : n + n // BLOCK].clone()
-    message[:, :n][message[:, :n] == 0xFF] = 0x7F
-    return message
+def canonical(packed_m: Tensor, n: int) -> Tensor:
+    """Packed bytes without padding and with one NaN."""
+    packed = packed_m[:, : n + n // BLOCK].clone()
+    packed[:, :n][packed[:, :n] == 0xFF] = 0x7F
+    return packed
 
 
 @pytest.mark.parametrize(("r", "n"), SHAPES)
 def test_pack(r: int, n: int) -> None:
     x = bucket(r, n)
     for own in {0, 1, r - 1}:
-        found, expected = messages.pack(x, own), pack_plain(x, own)
+        found, expected = kernels.pack(x, own), pack_plain(x, own)
         assert found.shape == expected.shape == (r - 1, message_bytes(n))
         assert torch.equal(canonical(found, n), canonical(expected, n))
 
@@ -46,7 +46,7 @@ def test_add_up_any_bytes(r: int, n: int) -> None:
     for own in {0, 1, r - 1}:
         found = gradients(r, n)[own, own].to(DEVICE)
         expected = found.clone()
-        messages.add_up(found, received, own)
+        kernels.add_up(found, received, own)
         add_up_plain(expected, received, own)
         assert torch.equal(found.nan_to_num(1.0), expected.nan_to_num(1.0))
         assert torch.equal(found.isnan(), expected.isnan())
