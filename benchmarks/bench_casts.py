@@ -65,21 +65,21 @@ def cases() -> list[Case]:
         "swiglu": (SwiGLU(gate_up), 2 * M * F, M * F),
         "swiglu_grad": (SwiGLUGrad(gate_up, dact), 3 * M * F, 2 * M * F),
         "gelu": (GELU(dact, bias), M * F, M * F),
-        "gelu_grad": (GELUGrad(noise(M, F), bias, dy_rc=dact), 2 * M * F, M * F),
+        "gelu_grad": (GELUGrad(noise(M, F), dact, bias), 2 * M * F, M * F),
         "qkv_grad": (QKVGrad(*heads, angles.cos(), angles.sin()), M * 6144, M * 6144),
         "weight": (Plain(w), w.numel(), w.numel()),
     }
     found = []
     for name, (source, reads, writes) in sources.items():
         fmt = E5M2 if name.endswith("grad") else E4M3
-        kind = "plain" if name == "weight" else name
-        once, twice = 2 * reads + 2 * writes, 4 * reads + 2 * writes  # bytes: bf16 in, FP8 out in both orientations
-        one = ("one factor",)  # keys of quantize.TILES
+        kind = quantize.tile_group(source)
+        once, twice = 2 * reads + 2 * writes, 4 * reads + 2 * writes  # bytes: bf16 in, rows and columns out
+        one = ("per_tensor",)
         casts: list[tuple[str, tuple[str, ...], Callable[..., object], int]] = [
             ("tensor", one, lambda s, f: quantize.cast_tensor(s, scale, scale, f, newest_amax=newest, **both), once),
             ("current", one, lambda s, f: quantize.cast_current(s, newest, f, **current), once),
             ("amax", ("amax",), lambda s, f: quantize.amax(s), 2 * reads),
-            ("rows (two passes)", ("maxima", "vectors"), lambda s, f: quantize.cast_rows(s, f, **blocks), twice),
+            ("rows (two passes)", ("vector_amax", "vectors"), lambda s, f: quantize.cast_rows(s, f, **blocks), twice),
             ("bf16", one, lambda s, f: quantize.materialize(s), 2 * reads + 2 * writes),
             ("1x128", ("1x128",), lambda s, f: quantize.cast_1x128(s, f, **blocks), once),
         ]

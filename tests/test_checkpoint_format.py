@@ -34,8 +34,8 @@ CONDITIONS = {
     "`linear_bias` or `qkv_bias`": lambda m: m.linear_bias or m.qkv_bias,
     "`qk_norm`": lambda m: m.qk_norm,
     "`linear_bias`": lambda m: m.linear_bias,
-    "`activation: swiglu`": lambda m: m.activation == "swiglu",
-    "`activation: swiglu` with `linear_bias`": lambda m: m.activation == "swiglu" and m.linear_bias,
+    "gated `activation`": lambda m: m.activation in ("swiglu", "geglu_tanh"),
+    "gated `activation` with `linear_bias`": lambda m: m.activation in ("swiglu", "geglu_tanh") and m.linear_bias,
     "unless `tie_embeddings`": lambda m: not m.tie_embeddings,
 }
 MODELS = [
@@ -43,7 +43,7 @@ MODELS = [
     {"tie_embeddings": True, "qkv_bias": True},
     {"qk_norm": True, "num_query_groups": 6},
     {"position_embedding": "learned", "normalization": "layernorm", "activation": "gelu_tanh", "linear_bias": True},
-    {"linear_bias": True, "tie_embeddings": True, "vocab_multiple": 64},
+    {"activation": "geglu_tanh", "linear_bias": True, "tie_embeddings": True, "vocab_multiple": 64},
 ]
 
 

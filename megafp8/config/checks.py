@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 
 from megafp8.config import optimizer_checks
+from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem
 from megafp8.config.schema import V_SCHEDULES, Config, ModelConfig
 
@@ -274,8 +275,9 @@ def _smooth_swiglu(config: Config) -> Iterator[Problem]:
     if not f.smooth_swiglu:
         return
     inputs = {rule.input for rule in f.custom} if f.recipe == "custom" else {f.recipe}
-    if activation != "swiglu":
-        rule = f"model.activation is {activation}, which has no such outliers"
+    if not ACTIVATIONS[activation].smoothable:
+        why = "is not computed by a kernel" if ACTIVATIONS[activation].gated else "has no such outliers"
+        rule = f"model.activation is {activation}, which {why}"
     elif f.recipe == "none":
         rule = "fp8.recipe is none, and only a cast needs it"
     elif not inputs & _ONE_SCALE:

@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
+from megafp8.config.activations import ActivationName
+
 
 def _number(value: object) -> object:
     """No truth value, which pydantic would take for 0 or 1."""
@@ -103,8 +105,8 @@ class ModelConfig(Section):
     """rmsnorm (Llama) or layernorm (GPT-2)."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance."""
-    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
-    """swiglu (Llama), gelu (exact) or gelu_tanh (GPT-2)."""
+    activation: ActivationName = "swiglu"
+    """swiglu (Llama), gelu_tanh (GPT-2), or another of `megafp8.config.activations`."""
     linear_bias: bool = False
     """Biases on all linear layers of the blocks (GPT-2)."""
     qkv_bias: bool = False

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megafp8.config import ModelConfig, RopeScaling
+from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.checks import attention_heads
 from megafp8.conversion.base import refuse
 
@@ -241,6 +242,11 @@ _INIT_STD = Trait(
 )
 
 
+def _activations(*, gated: bool) -> dict[str, str]:
+    """Their names of activations to ours, for families whose MLP is `gated` or not."""
+    return {theirs: name for name, ours in ACTIVATIONS.items() if ours.gated == gated for theirs in ours.hugging_face}
+
+
 def _llama_like(*, num_key_value_heads: int | None, head_dim: int | None = None) -> tuple[Trait, ...]:
     """Traits of Llama and its relatives; the arguments are the defaults of `transformers`."""
     return (
@@ -252,7 +258,7 @@ def _llama_like(*, num_key_value_heads: int | None, head_dim: int | None = None)
         same("ffn_hidden_size", "intermediate_size"),
         same("vocab_size", "vocab_size"),
         same("max_position_embeddings", "max_position_embeddings", None),
-        same("activation", "hidden_act", "silu", {"silu": "swiglu", "swish": "swiglu"}),
+        same("activation", "hidden_act", "silu", _activations(gated=True)),
         same("norm_eps", "rms_norm_eps", 1e-6),
         same("tie_embeddings", "tie_word_embeddings", False),
         _INIT_STD,
@@ -265,7 +271,6 @@ def _llama_like(*, num_key_value_heads: int | None, head_dim: int | None = None)
 _QWEN_WINDOW = Trait(
     ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), _read_qwen_window, _write_qwen_window
 )
-_GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 _LLAMA = Family(
     "llama",
@@ -326,7 +331,7 @@ _GPT2 = Family(
         same("ffn_hidden_size", "n_inner", None),
         same("vocab_size", "vocab_size"),
         same("max_position_embeddings", "n_positions", 1024),
-        same("activation", "activation_function", "gelu_new", _GELUS),
+        same("activation", "activation_function", "gelu_new", _activations(gated=False)),
         same("norm_eps", "layer_norm_epsilon", 1e-5),
         same("tie_embeddings", "tie_word_embeddings", True),
         same("init_std", "initializer_range", 0.02),

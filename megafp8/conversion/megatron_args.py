@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megafp8.config import ModelConfig, RopeScaling
+from megafp8.config.activations import ACTIVATIONS
 from megafp8.conversion.base import refuse
 from megafp8.conversion.hf_config import canonical, differences
 
@@ -118,11 +119,10 @@ def _rope_scaling(args: Args) -> RopeScaling | None:
 
 
 def _activation(args: Args) -> str:
-    if args.get("swiglu"):
-        return "swiglu"
-    # Megatron-LM's kernel that adds the bias computes the tanh form; without it torch's exact one runs.
-    fused = args.get("bias_gelu_fusion", True) and args.get("add_bias_linear", True)
-    return "gelu_tanh" if fused or args.get("openai_gelu") else "gelu"
+    swiglu = bool(args.get("swiglu"))
+    tanh = (args.get("bias_gelu_fusion", True) and args.get("add_bias_linear", True)) or args.get("openai_gelu")
+    chosen = {"swiglu": swiglu, "bias_gelu_fusion": bool(tanh) and not swiglu}
+    return next(name for name, activation in ACTIVATIONS.items() if activation.megatron == chosen)
 
 
 def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
@@ -130,7 +130,6 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
     assert model.vocab_size is not None
     words = {ours: theirs for table in (_POSITIONS, _NORMS) for theirs, ours in table.items()}
     fields = canonical(model)
-    bias = model.linear_bias
     args: dict[str, Any] = {key: fields[field] for field, (key, _) in _SAME.items()} | {
         "encoder_num_layers": model.num_layers,
         "group_query_attention": model.query_groups != model.num_attention_heads,
@@ -148,9 +147,8 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
         "norm_epsilon": model.norm_eps,
         "layernorm_epsilon": model.norm_eps,
         "apply_layernorm_1p": False,
-        "swiglu": model.activation == "swiglu",
+        **ACTIVATIONS[model.activation].megatron,
         "squared_relu": False,
-        "bias_gelu_fusion": model.activation == "gelu_tanh" and bias,
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
         "window_size": None if model.sliding_window is None else (model.sliding_window - 1, 0),
         "apply_query_key_layer_scaling": False,

@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megafp8.config import ModelConfig
+from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed.sharding import Shape
 
 _OUTER = {
@@ -141,7 +142,7 @@ def their_shape(name: str, shape: Shape, model: ModelConfig, t: int, padded_voca
     elif "linear_qkv" in there.key:
         size = (model.num_attention_heads + 2 * model.query_groups) * model.channels
     elif "linear_fc1" in there.key:
-        size = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+        size = ACTIVATIONS[model.activation].up_width(model.ffn_size)
     else:
         size = shape[1]
     return tuple(size // t if dim == there.dim else n for dim, n in enumerate(shape))
@@ -175,7 +176,7 @@ def _blocks(name: str, size: int, model: ModelConfig, t: int, padded_vocab: int)
         start = {"q": 0, "k": queries * d, "v": (queries + 1) * d}[part]
         for group in range(model.query_groups):
             yield group * length, group * (queries + 2) * d + start, length
-    elif "linear_fc1" in there.key and model.activation == "swiglu":
+    elif "linear_fc1" in there.key and ACTIVATIONS[model.activation].gated:
         length = model.ffn_size // t
         for rank in range(t):
             yield rank * length, (2 * rank + (part == "up")) * length, length

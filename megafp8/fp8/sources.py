@@ -1,20 +1,21 @@
-"""What is quantized: a tensor as it lies in memory, or one that a kernel computes on the way.
+"""Inputs of a quantizer: a tensor, or a norm, activation or gradient that is computed while it is quantized.
 
-A norm, an activation, or an activation's gradient is read once more only to be cast. So quantizers take a `Source`: the
-inputs of the computation and its definition in plain PyTorch (`values`). On CUDA one kernel computes a tile of it and
-casts the tile; elsewhere `values` is computed and cast. In both the value that is cast is fp32: there is no bf16
-rounding in between, and no bf16 copy in memory.
+The output of a norm or an activation is read once more only to be quantized. So quantizers take a `Source`: the inputs
+of the computation, and its definition in PyTorch (`values`), which is the reference of the kernels. On CUDA one kernel
+computes a tile and quantizes it; elsewhere `values` is computed and quantized. In both cases the value that is
+quantized is fp32: it is not rounded to bf16 first, and no bf16 copy is stored.
 
-The arithmetic is spelt out, operation by operation, because the kernels must give the same bits: exponentials are
-powers of two, nothing is contracted into a multiply-add, and a sigmoid is one division.
+The arithmetic is written out, operation by operation, because kernels must give the same bits: exponentials are powers
+of two, nothing is contracted into a multiply-add, and a sigmoid is one division.
 
-Shapes: r rows, c columns of the matrix; f width of an activation (half of c where a source has two parts); s sequence,
-b micro-batch, a query heads, g key and g value heads of width d.
+Shapes: r rows, c columns of the matrix; f width of an activation (c = 2f for [gate | up]); s sequence, b micro-batch,
+a query heads, g key and g value heads of width d.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -52,31 +53,53 @@ def _wide(x: Tensor) -> Tensor:
 def sigmoid(x: Tensor) -> Tensor:
     """`1 / (1 + 2^(-x·log2 e))`, the form that the kernels compute; fp32 or wider.
 
-    Below x = -87 it stays at 2^-126, the least normal number: the kernels can divide without a branch then.
+    Below x = -87 it stays at 2^-126, the least normal number, so that kernels can divide without a branch.
     """
     exponent = (x * -LOG2_E).clamp(max=126.0)
     if x.is_cuda:
         power = torch.exp2(exponent)
-    else:  # by way of float64: the last bit of a CPU's fp32 result depends on where in the tensor the element stands
+    else:  # through float64: the last bit of a CPU's fp32 result depends on the element's position in the tensor
         power = torch.exp2(exponent.double()).to(x.dtype)
     return torch.ones_like(x) / (1.0 + power)
 
 
-def _gelu_gate(x: Tensor) -> tuple[Tensor, Tensor]:
-    """GELU's factor of x, `sigmoid(z)` with z = 2·√(2/π)·(x + 0.044715·x³), and dz/dx; fp32 or wider."""
+def _silu(x: Tensor) -> tuple[Tensor, float]:
+    return sigmoid(x), 1.0
+
+
+def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
+    """z = 2·√(2/π)·(x + 0.044715·x³), since 0.5·(1 + tanh(z/2)) = sigmoid(z) (Hendrycks & Gimpel, arXiv:1606.08415)."""
     square = x * x
     return sigmoid(x * (GELU_SLOPE + GELU_CUBE * square)), GELU_SLOPE + 3 * GELU_CUBE * square
 
 
+FUNCTIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor | float]]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+"""Activation functions `f(x) = x·sigmoid(z(x))`, by their name in the kernels: sigmoid(z) and dz/dx, fp32 or wider."""
+
+
+def _with_derivative(function: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """f(x) and f'(x)."""
+    s, slope = FUNCTIONS[function](x)
+    y = x * s
+    return y, s + y * (1.0 - s) * slope
+
+
 def rotate(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d/2) of `x_sbad`; cos and sin `[s, 1 or b, 1, d/2]`. In fp32, or x's dtype if wider."""
+    """Rotate the pairs (i, i + d/2) of `x_sbad`; cos, sin `[s, 1 or b, 1, d/2]`. In fp32, or x's dtype if wider."""
     first, second = _wide(x_sbad).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 @dataclass(frozen=True)
-class _OfOneTensor:
+class Plain:
+    """`x` itself, `[r, c]`, contiguous."""
+
     x_rc: Tensor
+    kind: ClassVar[str] = "plain"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x_rc.shape[0], self.x_rc.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,24 +109,13 @@ class _OfOneTensor:
     def device(self) -> torch.device:
         return self.x_rc.device
 
-
-@dataclass(frozen=True)
-class Plain(_OfOneTensor):
-    """`x` itself, `[r, c]`, contiguous."""
-
-    kind: ClassVar[str] = "plain"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.x_rc.shape[0], self.x_rc.shape[1]
-
     def values(self) -> Tensor:
         return _wide(self.x_rc)
 
 
 @dataclass(frozen=True)
 class ScaledColumns(Plain):
-    """`x` with each column multiplied by its own factor: `scale_c` `[c]`, fp32."""
+    """`x` with each column multiplied by a scale of its own, `scale_c` `[c]` fp32."""
 
     scale_c: Tensor
     kind: ClassVar[str] = "scaled_columns"
@@ -114,8 +126,7 @@ class ScaledColumns(Plain):
 
 @dataclass(frozen=True)
 class Normalized(Plain):
-    """`(x - mean) · rstd · weight + bias` of rows: x `[r, c]`, statistics `[r]` in fp32 or wider, weight and bias
-    `[c]`.
+    """`(x - mean) · rstd · weight + bias` of rows: x `[r, c]`, statistics `[r]` fp32 or wider, weight, bias `[c]`.
 
     Without `mean_r` and `bias_c` it is RMSNorm.
     """
@@ -134,15 +145,50 @@ class Normalized(Plain):
         return y if self.bias_c is None else y + _wide(self.bias_c)
 
 
-@dataclass(frozen=True)
-class SwiGLU(_OfOneTensor):
-    """`silu(gate) · up` `[r, f]` of `[gate | up]` `[r, 2f]` (Shazeer 2020, arXiv:2002.05202).
+class Activation(Plain):
+    """The output or the gradient of an activation `function`; the config's name of the activation is its `kind`."""
 
-    `scale_f`, fp32 powers of two `[f]`: what each channel is multiplied by, see `megafp8.fp8.smoothing`.
+    function: ClassVar[str]
+
+
+def _biased(x_rf: Tensor, bias_f: Tensor | None) -> Tensor:
+    return _wide(x_rf) if bias_f is None else _wide(x_rf) + _wide(bias_f)
+
+
+@dataclass(frozen=True)
+class GELU(Activation):
+    """`gelu(x + bias)` `[r, f]` in its tanh form, x `[r, f]`, bias `[f]`."""
+
+    bias_f: Tensor | None = None
+    kind: ClassVar[str] = "gelu_tanh"
+    function: ClassVar[str] = "gelu_tanh"
+
+    def values(self) -> Tensor:
+        x = _biased(self.x_rc, self.bias_f)
+        return x * FUNCTIONS[self.function](x)[0]
+
+
+@dataclass(frozen=True)
+class GELUGrad(Activation):
+    """The gradient `[r, f]` of `x + bias`, from dy `[r, f]`."""
+
+    dy_rf: Tensor
+    bias_f: Tensor | None = None
+    kind: ClassVar[str] = "gelu_tanh_grad"
+    function: ClassVar[str] = "gelu_tanh"
+
+    def values(self) -> Tensor:
+        return _wide(self.dy_rf) * _with_derivative(self.function, _biased(self.x_rc, self.bias_f))[1]
+
+
+@dataclass(frozen=True)
+class Gated(Activation):
+    """`f(gate) · up` `[r, f]` of x = [gate | up] `[r, 2f]` (Shazeer 2020, arXiv:2002.05202).
+
+    `scale_f`, fp32 powers of two `[f]`, multiplies the channels, see `megafp8.fp8.smoothing`.
     """
 
     scale_f: Tensor | None = None
-    kind: ClassVar[str] = "swiglu"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -150,66 +196,58 @@ class SwiGLU(_OfOneTensor):
 
     def values(self) -> Tensor:
         gate, up = _wide(self.x_rc).chunk(2, dim=-1)
-        y = gate * sigmoid(gate) * up
+        y = gate * FUNCTIONS[self.function](gate)[0] * up
         return y if self.scale_f is None else y * self.scale_f
 
 
 @dataclass(frozen=True)
-class SwiGLUGrad(_OfOneTensor):
-    """The gradient `[r, 2f]` of `[gate | up]`, `x_rc` `[r, 2f]`, from dy `[r, f]`; `scale_f` as for `SwiGLU`."""
+class GatedGrad(Activation):
+    """The gradient `[r, 2f]` of [gate | up], `x_rc` `[r, 2f]`, from dy `[r, f]`; `scale_f` as for `Gated`."""
 
     dy_rf: Tensor
     scale_f: Tensor | None = None
-    kind: ClassVar[str] = "swiglu_grad"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.x_rc.shape[0], self.x_rc.shape[1]
 
     def values(self) -> Tensor:
         gate, up = _wide(self.x_rc).chunk(2, dim=-1)
-        dy, s = _wide(self.dy_rf), sigmoid(gate)
+        dy = _wide(self.dy_rf)
         if self.scale_f is not None:
             dy = dy * self.scale_f
-        silu = gate * s
-        return torch.cat([dy * up * (s + silu * (1.0 - s)), dy * silu], dim=-1)
+        y, derivative = _with_derivative(self.function, gate)
+        return torch.cat([dy * up * derivative, dy * y], dim=-1)
 
 
-@dataclass(frozen=True)
-class GELU(Plain):
-    """`gelu(x + bias)` `[r, c]` in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415); bias `[c]`.
-
-    As a sigmoid's form, which it equals: `0.5·(1 + tanh(z/2)) = sigmoid(z)`.
-    """
-
-    bias_c: Tensor | None = None
-    kind: ClassVar[str] = "gelu"
-
-    def biased(self) -> Tensor:
-        """`x + bias`, fp32 or wider."""
-        return _wide(self.x_rc) if self.bias_c is None else _wide(self.x_rc) + _wide(self.bias_c)
-
-    def values(self) -> Tensor:
-        x = self.biased()
-        return x * _gelu_gate(x)[0]
+class SwiGLU(Gated):
+    kind = "swiglu"
+    function = "silu"
 
 
-@dataclass(frozen=True, kw_only=True)
-class GELUGrad(GELU):
-    """The gradient `[r, c]` of `x + bias`, from dy `[r, c]`."""
+class SwiGLUGrad(GatedGrad):
+    kind = "swiglu_grad"
+    function = "silu"
 
-    dy_rc: Tensor
-    kind: ClassVar[str] = "gelu_grad"
 
-    def values(self) -> Tensor:
-        x = self.biased()
-        s, slope = _gelu_gate(x)
-        return _wide(self.dy_rc) * (s + x * s * (1.0 - s) * slope)
+class GeGLU(Gated):
+    """With GELU's tanh form."""
+
+    kind = "geglu_tanh"
+    function = "gelu_tanh"
+
+
+class GeGLUGrad(GatedGrad):
+    kind = "geglu_tanh_grad"
+    function = "gelu_tanh"
+
+
+_ActivationSources = tuple[type[GELU] | type[Gated], type[GELUGrad] | type[GatedGrad]]
+ACTIVATION_SOURCES: dict[str, _ActivationSources] = {
+    output.kind: (output, gradient) for output, gradient in ((SwiGLU, SwiGLUGrad), (GeGLU, GeGLUGrad), (GELU, GELUGrad))
+}
+"""Sources of the output and of the gradient, by the config's name of the activation."""
 
 
 @dataclass(frozen=True)
 class QKVGrad:
-    """The gradient `[r, c]` of the packed [q | k | v] heads of r = s·b tokens, before q and k were turned.
+    """The gradient `[r, c]` of the packed [q | k | v] heads of r = s·b tokens, before q and k were rotated.
 
     dq `[s, b, a, d]`, dk and dv `[s, b, g, d]` are contiguous, as attention's backward gives them; cos and sin, fp32 or
     wider, `[s, 1 or b, 1, d/2]`.

@@ -1,1 +1,1 @@
-"""Fused Triton kernels. Each has a twin in plain PyTorch that is its specification, and must equal it bit for bit."""
+"""All Triton kernels. Each names its reference in PyTorch, which specifies it and which it must equal bit for bit."""

@@ -1,8 +1,8 @@
-"""Arithmetic that kernels share, each the same bits as its plain twin in `sources`, `scaling` and `quantize`.
+"""Arithmetic shared by kernels. References: the functions of these names in `megafp8.fp8`'s sources, scaling, quantize.
 
-Triton's interpreter casts to FP8 wrongly where rounding carries into the exponent, and an E4M3 NaN; under it, and only
-there, `_interpreted_code` puts values on the format's grid first. It reads bf16's subnormals wrongly too: kernels are
-given fp32 there (`readable`).
+Triton's interpreter casts to FP8 incorrectly where rounding carries into the exponent, and E4M3's NaN; under it, and
+only there, `_interpreted_fp8` rounds values to the format's grid first. It also misreads bf16's subnormals: there
+kernels get fp32 inputs (`kernel_input`).
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Kernels run on the CPU in Triton's interpreter: for tests."""
+"""Kernels run on the CPU in Triton's interpreter, for tests."""
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """Rounded up. Triton's own `cdiv` works in kernels too, and costs the host 2 µs a call for it."""
+    """Rounded up. Triton's `cdiv`, which kernels can call too, costs the host 2 µs a call."""
     return -(-number // divisor)
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest that is not below `number` >= 1. Not Triton's own for the same reason."""
+    """The smallest power of 2 that is not below `number` >= 1. Faster on the host than Triton's, too."""
     return 1 << (number - 1).bit_length()
 
 
-def readable(x: Tensor) -> Tensor:
-    """`x` as a kernel may be given it: the interpreter reads bf16's subnormals wrongly."""
+def kernel_input(x: Tensor) -> Tensor:
+    """`x`, in fp32 where the interpreter would misread bf16's subnormals."""
     return x.float() if INTERPRETED and x.dtype == torch.bfloat16 else x
 
 
@@ -41,20 +41,19 @@ def magnitude(x):
 
 @triton.jit
 def magnitude_bits(x):
-    """|x| as an integer, which orders as |x| does and puts NaN above infinity: a maximum of these is one instruction,
-    and loses no NaN."""
+    """|x| as an integer of the same order, NaN above infinity: their maximum is one instruction and keeps NaNs."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def raise_to(maxima, bits, mask):
-    """Atomically: maxima, integers in memory, to at least the largest of some `magnitude_bits`, infinity for NaN."""
-    tl.atomic_max(maxima, tl.minimum(bits, 0x7F800000), mask=mask, sem="relaxed")
+def atomic_amax(amax, bits, mask):
+    """Raise amaxes in memory, as integers, to `magnitude_bits`; NaN counts as infinity."""
+    tl.atomic_max(amax, tl.minimum(bits, 0x7F800000), mask=mask, sem="relaxed")
 
 
 @triton.jit
 def _exp2(x, INTERPRETED: tl.constexpr):
-    """2^x; a result below the normal numbers may be zero."""
+    """2^x; a subnormal result may become zero."""
     if INTERPRETED:
         return tl.exp2(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -64,7 +63,7 @@ def _exp2(x, INTERPRETED: tl.constexpr):
 def reciprocal(x, INTERPRETED: tl.constexpr):
     """1 / x rounded to nearest, of x from 1 to 2^126.
 
-    A division has branches for results that are not normal numbers. Without them it is the hardware's estimate and one
+    A division branches for results that are not normal numbers. Without branches it is the hardware's estimate and one
     Newton step in fused arithmetic.
     """
     if INTERPRETED:
@@ -78,29 +77,33 @@ def reciprocal(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def sigmoid(x, INTERPRETED: tl.constexpr):
-    """`sources.sigmoid`. A power that is no normal number is lost in the sum, as it would be if it were exact."""
+    """`sources.sigmoid`. A subnormal power does not change the sum, so it may be flushed to zero."""
     exponent = tl.minimum(x * -1.4426950408889634, 126.0, propagate_nan=tl.PropagateNan.ALL)
     return reciprocal(1.0 + _exp2(exponent, INTERPRETED), INTERPRETED)
 
 
 @triton.jit
-def gelu_gate(x, INTERPRETED: tl.constexpr):
-    """GELU's factor of x, a sigmoid, and the slope of that one's argument."""
+def activate(x, FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """f(x) and f'(x) of the activation function `x·sigmoid(z(x))` that `sources.FUNCTIONS` has by this name."""
+    if FUNCTION == "silu":
+        s = sigmoid(x, INTERPRETED)
+        y = x * s
+        return y, s + y * (1.0 - s)
     square = x * x
-    exponent = x * (1.5957691216057308 + 0.07135481627260025 * square)
-    return sigmoid(exponent, INTERPRETED), 1.5957691216057308 + 0.21406444881780076 * square
+    s = sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square), INTERPRETED)
+    y = x * s
+    return y, s + y * (1.0 - s) * (1.5957691216057308 + 0.21406444881780076 * square)
 
 
 @triton.jit
-def scale_of(bits, FP8_MAX: tl.constexpr, eps, POWER_OF_TWO: tl.constexpr):
-    """`scale_from_amax` of the largest of some `magnitude_bits`.
+def scale_from_amax(bits, FP8_MAX: tl.constexpr, eps, POWER_OF_TWO: tl.constexpr):
+    """`scaling.scale_from_amax` of `magnitude_bits`.
 
-    To a power of two without a division: FP8_MAX is 1.75 · 2^e for both formats, so the quotient's exponent is the
-    difference of the exponents, one less where amax's mantissa is above 1.75, which carries when 0.25 less a bit is
-    added to it.
+    A power of two needs no division: FP8_MAX is 1.75 · 2^e for both formats, so the quotient's exponent is the
+    difference of the exponents, one less where amax's mantissa is above 1.75: adding 0.25 less one bit carries then.
     """
     bits = tl.maximum(bits, tl.full([], eps, tl.float32).to(tl.int32, bitcast=True))
-    # One comparison, without signs: below are infinity and NaN, and 0 - 1.
+    # One unsigned comparison excludes infinity, NaN and zero, which is 0 - 1.
     usable = (bits - 1).to(tl.uint32, bitcast=True) < 0x7F7FFFFF
     if POWER_OF_TWO:
         GREATEST: tl.constexpr = 0x7F000000  # 2^127
@@ -112,8 +115,8 @@ def scale_of(bits, FP8_MAX: tl.constexpr, eps, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def inverse_of(scale, POWER_OF_TWO: tl.constexpr):
-    """The reciprocal of a scale; the greatest power of two's is subnormal."""
+def inverse(scale, POWER_OF_TWO: tl.constexpr):
+    """1 / scale; of the greatest power of two it is subnormal."""
     if POWER_OF_TWO:
         bits = 0x7F000000 - scale.to(tl.int32, bitcast=True)
         return tl.where(bits == 0, 0x00400000, bits).to(tl.float32, bitcast=True)
@@ -121,8 +124,8 @@ def inverse_of(scale, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def _interpreted_code(y, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr):
-    """The code of y as an integer where the interpreter is: on the grid of the format any cast is exact."""
+def _interpreted_fp8(y, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr):
+    """The byte of y in FP8 under the interpreter, whose casts are exact on the grid of the format."""
     MANTISSA: tl.constexpr = 2 if FORMAT == "e5m2" else 3
     MIN_NORMAL: tl.constexpr = 2.0**-14 if FORMAT == "e5m2" else 2.0**-6
     y = tl.where(y > FP8_MAX, FP8_MAX, tl.where(y < -FP8_MAX, -FP8_MAX, y))  # a NaN passes both
@@ -147,27 +150,27 @@ E5M2X4: tl.constexpr = tl.constexpr(
 
 
 @triton.jit
-def codes(y, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr):
-    """A scaled fp32 tile to FP8, saturating, to nearest even, NaN stays NaN: bytes.
+def to_fp8(y, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Bytes of a scaled fp32 tile in FP8: saturating, to nearest even, NaN stays NaN (`quantize.quantize`).
 
-    On the GPU by the instruction itself: Triton's own cast to E5M2 goes through another format and rounds twice.
+    By the GPU's instruction: Triton's own cast to E5M2 goes through another format and rounds twice.
     """
     if INTERPRETED:
-        return _interpreted_code(y, FORMAT, FP8_MAX).to(tl.uint8)
+        return _interpreted_fp8(y, FORMAT, FP8_MAX).to(tl.uint8)
     return tl.inline_asm_elementwise(
         E5M2X4 if FORMAT == "e5m2" else E4M3X4, "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4
     )
 
 
 @triton.jit
-def codes_of_four(y0, y1, y2, y3, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The same of four tiles at once: 32-bit words of four codes, y0's the lowest."""
+def to_fp8_words(y0, y1, y2, y3, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr):
+    """`to_fp8` of four tiles: 32-bit words of their four bytes, y0's the lowest."""
     if INTERPRETED:
         return (
-            _interpreted_code(y0, FORMAT, FP8_MAX)
-            | (_interpreted_code(y1, FORMAT, FP8_MAX) << 8)
-            | (_interpreted_code(y2, FORMAT, FP8_MAX) << 16)
-            | (_interpreted_code(y3, FORMAT, FP8_MAX) << 24)
+            _interpreted_fp8(y0, FORMAT, FP8_MAX)
+            | (_interpreted_fp8(y1, FORMAT, FP8_MAX) << 8)
+            | (_interpreted_fp8(y2, FORMAT, FP8_MAX) << 16)
+            | (_interpreted_fp8(y3, FORMAT, FP8_MAX) << 24)
         )
     return tl.inline_asm_elementwise(
         E5M2X4 if FORMAT == "e5m2" else E4M3X4, "=r,f,f,f,f", [y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1

@@ -1,8 +1,8 @@
 """Bit sums of many tensors in one launch. Reference: `megafp8.training.bit_sums.reference`.
 
-Every tensor has `_PROGRAMS` programs, which read its words in stretches, one after the other in turn, and add their two
-sums to the tensor's by atomics. The sums are integers modulo 2^64, so the order of the additions makes no difference.
-Tensors are read where they are: the kernel gets their addresses. It reads each byte once, and is bound by that.
+A tensor has `_PROGRAMS` programs, which read blocks of its words in turn and add their two sums to the tensor's by
+atomics. Sums are integers modulo 2^64, so the order of additions makes no difference. Tensors are read in place, by
+address, and each byte once.
 
 Shapes: t tensors.
 """
@@ -16,25 +16,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 256  # of a tensor; those of a small one find nothing to do
-_STRETCH = 2048
+_PROGRAMS = 256  # for each tensor; a small one leaves some idle
+_BLOCK = 2048
 
 
 @triton.jit
-def bit_sums_kernel(addresses_t, words_t, sums_t2, PROGRAMS: tl.constexpr, STRETCH: tl.constexpr):
+def bit_sums_kernel(addresses_t, words_t, sums_t2, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     tensor, program = tl.program_id(1), tl.program_id(0)
     count = tl.load(words_t + tensor)
-    if program * STRETCH < count:
+    if program * BLOCK < count:
         base = tl.load(addresses_t + tensor).to(tl.pointer_type(tl.int32))
-        plain = tl.zeros([STRETCH], dtype=tl.int64)
-        weighted = tl.zeros([STRETCH], dtype=tl.int64)
-        start = program.to(tl.int64) * STRETCH
+        plain = tl.zeros([BLOCK], dtype=tl.int64)
+        weighted = tl.zeros([BLOCK], dtype=tl.int64)
+        start = program.to(tl.int64) * BLOCK
         while start < count:
-            i = start + tl.arange(0, STRETCH)
+            i = start + tl.arange(0, BLOCK)
             word = tl.load(base + i, mask=i < count, other=0).to(tl.int64)
             plain += word
             weighted += word * (i + 1)
-            start += PROGRAMS * STRETCH
+            start += PROGRAMS * BLOCK
         tl.atomic_add(sums_t2 + 2 * tensor, tl.sum(plain), sem="relaxed")
         tl.atomic_add(sums_t2 + 2 * tensor + 1, tl.sum(weighted), sem="relaxed")
 
@@ -45,5 +45,5 @@ def bit_sums(words: Sequence[Tensor]) -> Tensor:
     device = words[0].device
     sums_t2 = torch.zeros(len(words), 2, dtype=torch.int64, device=device)
     table = torch.tensor([[w.data_ptr(), w.numel()] for w in words], dtype=torch.int64).T.contiguous().to(device)
-    bit_sums_kernel[(_PROGRAMS, len(words))](table[0], table[1], sums_t2, PROGRAMS=_PROGRAMS, STRETCH=_STRETCH)
+    bit_sums_kernel[(_PROGRAMS, len(words))](table[0], table[1], sums_t2, PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
     return sums_t2

@@ -1,22 +1,20 @@
-"""Cross-entropy over a slice of the vocabulary: one pass over the logits forward, one backward, nothing in between.
+"""Cross-entropy over a shard of the vocabulary, in one pass over the logits each way and without temporaries.
 
-The plain version in `megafp8.tensor_parallel.cross_entropy` makes an fp32 copy of the logits, the largest tensor of the
-model, goes over it six times, and keeps it for the backward. Here bf16 logits are read once forward (2 bytes an
-element), and read and written once backward (4 bytes); nothing of their size is allocated.
+Reference: `megafp8.tensor_parallel.cross_entropy`, which makes an fp32 copy of the logits, the largest tensor of the
+model, passes over it six times, and saves it for backward. Here bf16 logits are read once in forward (2 bytes an
+element), and read and written once in backward (4 bytes).
 
-Forward, the maximum is not known before the sum of exp(x - maximum) begins, so it is kept online (Milakov and
-Gimelshein 2018, arXiv:1805.02867): when a larger x comes, the sum so far is scaled down. Each lane does that for its
-own columns; lanes meet once, at the end. One exponential an element suffices, of -|x - maximum|: it scales either the
-sum or the element. With two, the GPU's special function units would be slower than its memory. The order of summation
-is another than torch's, so the sum agrees to rounding, not to the bit.
+In forward the maximum is computed online (Milakov and Gimelshein 2018, arXiv:1805.02867): when a larger x comes, the
+sum of exp(x - maximum) so far is rescaled. Each lane does that for its own columns; lanes are combined once, at the
+end. One exponential an element, of -|x - maximum|, is enough, as it scales either the sum or the element; two would
+make the special function units the limit. Torch sums in another order, so sums agree to rounding, not bit for bit.
 
-Backward, the gradient is written over the logits, of which nobody has any more use. So the logits may not be read after
-the backward.
+In backward the gradient overwrites the logits, so nothing may read them afterwards.
 
-Ranks combine in between: the maximum of maxima, then sums scaled to it (`megafp8.tensor_parallel.fused_cross_entropy`).
-Triton's interpreter reads and writes bf16 wrongly: there the kernels are given fp32, and torch rounds.
+Between forward and backward `megafp8.tensor_parallel.fused_cross_entropy` combines ranks: the maximum of maxima, then
+sums rescaled to it. In Triton's interpreter, which misreads and misrounds bf16, kernels get fp32 and torch rounds.
 
-Shapes: n tokens, v columns of this rank's slice of the vocabulary.
+Shapes: n tokens, v columns of this rank's shard of the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.arithmetic import ceil_div, readable
+from megafp8.kernels.arithmetic import ceil_div, kernel_input
 
 BLOCK = 4096  # columns at a time: 16 a thread
 _WARPS = 8
-_LOWEST = tl.constexpr(-3.4028234663852886e38)  # not -inf: subtracting that from itself gives NaN
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # not -inf: -inf - -inf is NaN
 
 
 @triton.jit
@@ -81,15 +79,15 @@ def _check(x_nv: Tensor, labels_n: Tensor, valid: int) -> None:
 def statistics(x_nv: Tensor, labels_n: Tensor, *, first: int, valid: int) -> tuple[Tensor, Tensor, Tensor]:
     """The maximum, the sum of exp(x - maximum), and the label's logit of each token, all `[n]` fp32.
 
-    `x_nv` contiguous bf16 or fp32, columns `first` to `first + v` of the vocabulary; columns from `valid` on do not
-    count. `labels_n` int64; the logit of a label that is not here is 0, and so is the sum where no column counts.
+    `x_nv` contiguous bf16 or fp32, columns `first` to `first + v` of the vocabulary; columns from `valid` on are
+    ignored. `labels_n` int64; the logit of another rank's label is 0, and so is the sum if no column is valid.
     """
     _check(x_nv, labels_n, valid)
     n, columns = x_nv.shape
     statistics_3n = torch.empty(3, n, dtype=torch.float32, device=x_nv.device)
     if n:
         statistics_kernel[(n,)](
-            readable(x_nv), labels_n, statistics_3n, n, columns, first, valid, BLOCK=BLOCK, num_warps=_WARPS,
+            kernel_input(x_nv), labels_n, statistics_3n, n, columns, first, valid, BLOCK=BLOCK, num_warps=_WARPS,
             enable_fp_fusion=False,
         )  # fmt: skip
     maximum_n, total_n, label_logit_n = statistics_3n.unbind()
@@ -99,11 +97,11 @@ def statistics(x_nv: Tensor, labels_n: Tensor, *, first: int, valid: int) -> tup
 def gradient_(
     x_nv: Tensor, labels_n: Tensor, maximum_n: Tensor, weight_n: Tensor, dloss_n: Tensor, *, first: int, valid: int
 ) -> None:
-    """Write the logits' gradient over the logits: `exp(x - maximum)·weight·dloss`, less dloss at the label.
+    """Overwrite the logits with their gradient: `exp(x - maximum)·weight·dloss`, less dloss at the label.
 
-    `weight_n` is what makes the exponential a softmax and holds the z-loss: (1 + 2·z·log Z) / Σ exp(x - maximum). It,
-    `maximum_n` and `dloss_n` are contiguous fp32 `[n]`, the rest as for `statistics`. Padded columns become 0. Autograd
-    does not see the change.
+    `weight_n` normalizes the softmax and has the z-loss: (1 + 2·z·log Z) / Σ exp(x - maximum). It, `maximum_n` and
+    `dloss_n` are contiguous fp32 `[n]`, the rest as for `statistics`. Padded columns become 0. Autograd does not
+    notice the change.
     """
     _check(x_nv, labels_n, valid)
     for per_token in (maximum_n, weight_n, dloss_n):
@@ -114,7 +112,7 @@ def gradient_(
     if not x_nv.numel():
         return
     blocks = ceil_div(columns, BLOCK)
-    target = readable(x_nv)
+    target = kernel_input(x_nv)
     gradient_kernel[(n * blocks,)](
         target, labels_n, maximum_n, weight_n, dloss_n, blocks, columns, first, valid, BLOCK=BLOCK, num_warps=_WARPS,
         enable_fp_fusion=False,

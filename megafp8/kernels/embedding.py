@@ -1,25 +1,23 @@
-"""The gradient of looking rows up in a table: add to each row of a sum what arrived for it, and touch no other row.
+"""Gradient of an embedding: add each token's gradient to its row of the sum, and touch no other row.
 
-Of a table of 128,256 rows a micro-batch of 8192 tokens looks up a few thousand at most. A dense gradient is written as
-zeros, filled, and read again with the whole sum: gigabytes, for megabytes that matter. Here the tokens are sorted, so
-that those of one row stand together, a *run*, in the order in which they came. The first of a run are summed by one
-program for some columns and added to the sum's row in place. Who is first is read from the sorted tokens; the host
-waits for nothing, and nothing is added by atomics: two runs of a program are the same bits.
+Reference: `megafp8.ops.embedding.add_rows_`. Of 128,256 rows a micro-batch of 8192 tokens looks up a few thousand. A
+dense gradient is written as zeros, filled, and read again with the whole sum: gigabytes for megabytes. Here the tokens
+are sorted, so that those of a row are a contiguous *run*, in their order. One program sums the first of a run for some
+columns and adds them to the row in place. The host never waits, and there are no atomics: the result is deterministic.
 
-**The rule of addition**, which the plain twin has too (`megafp8.ops.embedding`): the gradients of a row are
-summed CHUNK at a time, in the order of the tokens, from zero; each of these sums is then added to the row, in order, as
-if so many micro-batches had brought it. All in the dtype of the sum. It depends on nothing but the row's own tokens, so
-not on which rank has the row.
+**The order of additions**, which the reference has too: the gradients of a row are summed CHUNK at a time, in the order
+of tokens, from zero; then each of these sums is added to the row, in order, as if each were a micro-batch. All in the
+dtype of the sum. It depends on the row's own tokens only, so not on which rank has the row.
 
 **Why chunks.** Frequent tokens have long runs: a comma has hundreds, padding may have all 8192. A loop over these would
-be latency upon latency, milliseconds of a few programs while the rest of the GPU is idle. By chunks of 64 they are 128
-programs for the same columns; the sums of later chunks go to memory, and a second kernel adds them to the row, 127
-again. 64 is about the root of a usual micro-batch: neither loop is long.
+keep few programs busy for milliseconds. By chunks of 64 they are 128 programs for the same columns; the sums of later
+chunks go to memory, and a second kernel adds them to the row, 127 again. 64 is about the root of a usual micro-batch:
+neither loop is long.
 
-The sum of a later chunk that begins at place i of the sorted tokens lies in row i / CHUNK of that memory. It is alone
-there: another of the same run begins CHUNK places away, and one of another run has CHUNK tokens of its own before it.
+The sum of a later chunk that begins at position i of the sorted tokens is row i / CHUNK of that memory. No other chunk
+has this row: another of the same run begins CHUNK positions away, and one of another run has a first chunk before it.
 
-Shapes: n tokens, sorted from the kernels' inputs on; v rows of this rank's part of the table, h hidden; w = n / CHUNK.
+Shapes: n tokens, sorted from the kernels' inputs on; v rows of this rank's shard of the table, h hidden; w = n / CHUNK.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.arithmetic import ceil_div, next_power_of_2, readable
+from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
 
 _COLUMNS, _WARPS = 1024, 4  # of a program: 16 bytes of bf16 a thread
 
@@ -37,7 +35,7 @@ _COLUMNS, _WARPS = 1024, 4  # of a program: 16 bytes of bf16 a thread
 @triton.jit
 def chunks_kernel(dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh, h, v, CHUNK: tl.constexpr,
                   COLUMNS: tl.constexpr):  # fmt: skip
-    """Some columns of the chunk that begins at a place among the sorted tokens, if one does."""
+    """Some columns of the chunk that begins at position `program_id(0)` of the sorted tokens, if one does."""
     i = tl.program_id(0)
     row = tl.load(rows_n + i).to(tl.int64)
     before = i - tl.load(begin_n + i)
@@ -58,11 +56,11 @@ def chunks_kernel(dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh, h, v
 
 @triton.jit
 def later_kernel(rows_n, begin_n, end_n, later_wh, sum_vh, n, h, v, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Some columns of all later chunks of the run whose second chunk begins in a window of places, if one's does."""
+    """Some columns of all later chunks of the run whose second chunk begins in a window of positions, if one does."""
     w = tl.program_id(0)
-    places = w * CHUNK + tl.arange(0, CHUNK)
-    begins = tl.load(begin_n + places, mask=places < n, other=n)
-    i = tl.max(tl.where(places - begins == CHUNK, places, -1), axis=0)
+    positions = w * CHUNK + tl.arange(0, CHUNK)
+    begins = tl.load(begin_n + positions, mask=positions < n, other=n)
+    i = tl.max(tl.where(positions - begins == CHUNK, positions, -1), axis=0)
     if i < 0:
         return
     row = tl.load(rows_n + i).to(tl.int64)
@@ -80,10 +78,10 @@ def later_kernel(rows_n, begin_n, end_n, later_wh, sum_vh, n, h, v, CHUNK: tl.co
 
 
 def add_rows_(sum_vh: Tensor, dy_nh: Tensor, rows_n: Tensor, *, chunk: int) -> None:
-    """`sum_vh[rows_n[i]] += dy_nh[i]` for each i, by the rule above; rows outside `[0, v)` are left out.
+    """`sum_vh[rows_n[i]] += dy_nh[i]` for each i, in the order above; rows outside `[0, v)` are ignored.
 
     `sum_vh` contiguous fp32 or fp64, `dy_nh` contiguous of any floating dtype, `rows_n` integers; `chunk` a power of 2.
-    Does not wait for the device. Twin: `megafp8.ops.embedding.add_rows_`.
+    Does not synchronize with the device.
     """
     (v, h), n = sum_vh.shape, len(rows_n)
     assert sum_vh.dtype in (torch.float32, torch.float64)
@@ -99,7 +97,7 @@ def add_rows_(sum_vh: Tensor, dy_nh: Tensor, rows_n: Tensor, *, chunk: int) -> N
     blocks = ceil_div(h, columns)
     later_wh = torch.empty((windows, h), dtype=sum_vh.dtype, device=sum_vh.device)
     options = {"CHUNK": chunk, "COLUMNS": columns, "num_warps": _WARPS, "enable_fp_fusion": False}
-    dy_nh = readable(dy_nh)
+    dy_nh = kernel_input(dy_nh)
     chunks_kernel[(n, blocks)](dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh, h, v, **options)
     if windows > 1:
         later_kernel[(windows, blocks)](rows_n, begin_n, end_n, later_wh, sum_vh, n, h, v, **options)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.fp8.formats import E4M3
-from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, codes, magnitude_bits, scale_of
+from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, magnitude_bits, scale_from_amax, to_fp8
 
 _BLOCKS, _WARPS = 32, 4  # of a program: 16 elements a thread
 
@@ -32,10 +32,10 @@ def pack_kernel(x_rn, packed, own, n, blocks, stride, FP8_MAX: tl.constexpr, INT
     inside = (b < blocks)[:, None]
     x = tl.load(x_rn + r.to(tl.int64) * n + at, mask=inside, other=0.0)
     bits = tl.max(magnitude_bits(x), axis=1)
-    scale = scale_of(bits, FP8_MAX, 0.0, True)
+    scale = scale_from_amax(bits, FP8_MAX, 0.0, True)
     exponent = tl.where(bits < 0x7F800000, 254 - (scale.to(tl.int32, bitcast=True) >> 23), 255)
     out = packed + m.to(tl.int64) * stride
-    tl.store(out + at, codes(x * scale[:, None], "e4m3", FP8_MAX, INTERPRETED), mask=inside)
+    tl.store(out + at, to_fp8(x * scale[:, None], "e4m3", FP8_MAX, INTERPRETED), mask=inside)
     tl.store(out + n + b, exponent.to(tl.uint8), mask=b < blocks)
 
 

@@ -1,8 +1,8 @@
-"""Adam's moments to FP8 codes in one pass: fp32 in, a byte out, and the noise made on the way.
+"""Adam's moments to FP8 in one pass, random bits included. Reference: `megafp8.optimizer.fp8_moments.encode`.
 
-In plain PyTorch the noise alone, Philox in 64-bit integers, moves some 600 bytes an element. Here a program takes a few
-blocks of 128, finds their factors, draws a word for each element in registers, and stores codes. The arithmetic is that
-of the twin, `optimizer.fp8_moments.encode`: products with powers of two, which are exact, one sum and a cut.
+In PyTorch the random bits alone, Philox in 64-bit integers, move some 600 bytes an element. Here a program takes a few
+blocks of 128, computes their scales, draws a word for each element in registers, and stores bytes. The arithmetic is
+the reference's: products with powers of two, which are exact, one sum and a truncation.
 
 Shapes: n elements, b blocks of 128.
 """
@@ -26,9 +26,9 @@ def _power_of_two(exponent):
 
 
 @triton.jit(do_not_specialize=["key0", "key1"])
-def encode_kernel(x_n, code_n, exponent_b, n, b, key0, key1, LARGEST_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr,
+def encode_kernel(x_n, data_n, exponent_b, n, b, key0, key1, LARGEST_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr,
                   POSITIVE: tl.constexpr, NAN: tl.constexpr, LOWEST: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """Blocks of 128 from BLOCKS · program on."""
+    """BLOCKS blocks of 128."""
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None].to(tl.int64) * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_n + at, mask=at < n, other=0.0)
@@ -48,25 +48,27 @@ def encode_kernel(x_n, code_n, exponent_b, n, b, key0, key1, LARGEST_BITS: tl.co
     steps = (y * _power_of_two(3 - binade) + noise).to(tl.int32)
     if POSITIVE:
         steps = tl.where((steps == 0) & (x > 0), 1, steps)
-    code = ((binade - MIN_EXPONENT) << 3) + steps
+    data = ((binade - MIN_EXPONENT) << 3) + steps
     if not POSITIVE:
-        code = code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
-    code = tl.where(bits < 0x7F800000, code, NAN)
-    tl.store(code_n + at, code.to(tl.uint8), mask=at < n)
+        data = data | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    data = tl.where(bits < 0x7F800000, data, NAN)
+    tl.store(data_n + at, data.to(tl.uint8), mask=at < n)
 
 
 def encode_blocks(
-    x_n: Tensor, code_n: Tensor, exponent_b: Tensor, key: Key, *, largest: float, min_exponent: int, positive: bool,
+    x_n: Tensor, data_n: Tensor, exponent_b: Tensor, key: Key, *, largest: float, min_exponent: int, positive: bool,
     nan: int, lowest: int,
 ) -> None:  # fmt: skip
-    """Codes, uint8 `[n]`, and exponents of factors, int8 `[b]`, of x, fp32 `[n]`, all contiguous, into the given
-    tensors. Twin: `optimizer.fp8_moments.encode`, whose format the rest describes."""
+    """Write x, fp32 `[n]`, as bytes `data_n`, uint8 `[n]`, with exponents of scale_inv, int8 `[b]`; all contiguous.
+
+    The rest describes the format, as in `megafp8.optimizer.fp8_moments`.
+    """
     n, b = len(x_n), len(exponent_b)
     assert n < 1 << 31, "a counter for every four elements"
     if not n:
         return
     key0, key1 = np.array(key, dtype=np.uint32).view(np.int32).tolist()
     encode_kernel[(ceil_div(b, _BLOCKS),)](
-        x_n, code_n, exponent_b, n, b, key0, key1, LARGEST_BITS=int(np.float32(largest).view(np.int32)),
+        x_n, data_n, exponent_b, n, b, key0, key1, LARGEST_BITS=int(np.float32(largest).view(np.int32)),
         MIN_EXPONENT=min_exponent, POSITIVE=positive, NAN=nan, LOWEST=lowest, BLOCKS=_BLOCKS, num_warps=_WARPS,
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Row statistics with the residual addition, and the backward of a norm: the kernels of `megafp8.ops.norm_reference`.
+"""Row statistics with the residual addition, and the backward of a norm. Reference: `megafp8.ops.norm_reference`.
 
-A row is one program's: it is read once, held in registers, and reduced in float64, which Hopper computes at half the
-rate of fp32, so memory stays the limit. In backward a program takes every P-th row and keeps the weight's gradient of
-its rows; the P shares are added at the end.
+One program reads a row once, holds it in registers, and reduces it in float64, which Hopper computes at half the rate
+of fp32, so memory remains the limit. In backward a program takes every P-th row and sums the weight's gradient over its
+rows; the P partial sums are added at the end.
 
 Shapes: r rows, c columns, p programs.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.arithmetic import INTERPRETED, next_power_of_2, readable
+from megafp8.kernels.arithmetic import INTERPRETED, kernel_input, next_power_of_2
 from megafp8.ops.norm_reference import EXACT
 
 _PROGRAMS = 4 if INTERPRETED else 264  # two for each of an H200's 132 multiprocessors; measured
@@ -80,9 +80,9 @@ def _warps(width: int) -> int:
 def statistics(
     x_rc: Tensor, branch_rc: Tensor | None, eps: float, *, centered: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`x + branch` in x's dtype (x itself without a branch), and `normalization.statistics` of it."""
+    """`x + branch` in x's dtype (x itself without a branch), and `norm_reference.statistics` of it."""
     r, c = x_rc.shape
-    x, branch = readable(x_rc), x_rc if branch_rc is None else readable(branch_rc)
+    x, branch = kernel_input(x_rc), x_rc if branch_rc is None else kernel_input(branch_rc)
     total = torch.empty_like(x) if branch_rc is not None else x_rc
     rstd_r = torch.empty(r, dtype=torch.float32, device=x.device)
     mean_r = torch.empty_like(rstd_r) if centered else None
@@ -98,9 +98,9 @@ def statistics(
 def backward(
     dy_rc: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual_rc: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`normalization.backward`."""
+    """`norm_reference.backward`."""
     r, c = x_rc.shape
-    dy, x, weight = readable(dy_rc), readable(x_rc), readable(weight_c)
+    dy, x, weight = kernel_input(dy_rc), kernel_input(x_rc), kernel_input(weight_c)
     dx = torch.empty_like(x)
     width, programs = next_power_of_2(c), min(r, _PROGRAMS)
     dweight_pc = torch.empty((programs, c), dtype=EXACT, device=x.device)
@@ -108,7 +108,7 @@ def backward(
     if r:
         backward_kernel[(programs,)](
             dy, x, rstd_r if mean_r is None else mean_r, rstd_r, weight,
-            dy if dresidual_rc is None else readable(dresidual_rc), dx, dweight_pc, dbias_pc, r, c,
+            dy if dresidual_rc is None else kernel_input(dresidual_rc), dx, dweight_pc, dbias_pc, r, c,
             RESIDUAL=dresidual_rc is not None, CENTERED=mean_r is not None, WIDTH=width, num_warps=_warps(width),
             enable_fp_fusion=False,
         )  # fmt: skip

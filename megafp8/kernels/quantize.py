@@ -1,4 +1,4 @@
-"""Launches of the kernels: the functions of `megafp8.fp8.reference`, with the same results bit for bit.
+"""Launches of the cast and reduction kernels. References: the functions of these names in `megafp8.fp8.reference`.
 
 Shapes: r rows, c columns of the source.
 """
@@ -12,16 +12,26 @@ from torch import Tensor
 
 from megafp8.fp8.formats import Format
 from megafp8.fp8.scaling import scale_from_amax
-from megafp8.fp8.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, ScaledColumns, Source, SwiGLU, SwiGLUGrad
+from megafp8.fp8.sources import (
+    GELU,
+    Activation,
+    Gated,
+    GatedGrad,
+    GELUGrad,
+    Normalized,
+    Plain,
+    QKVGrad,
+    ScaledColumns,
+    Source,
+)
 from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor, ScaledTensor
-from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, readable
+from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input
 from megafp8.kernels.cast import tile_kernel
-from megafp8.kernels.reductions import maxima_kernel, sums_kernel
+from megafp8.kernels.reductions import amax_kernel, sums_kernel
 
 
 class Tile(NamedTuple):
-    """Rows, columns and warps of a program, and a limit on a thread's registers where more programs at a time are worth
-    it."""
+    """Rows, columns and warps of a program; a limit on a thread's registers where more programs at once are faster."""
 
     rows: int
     columns: int
@@ -29,127 +39,119 @@ class Tile(NamedTuple):
     registers: int | None = None
 
 
-def _of(matrices: Tile, *, swiglu: Tile, swiglu_grad: Tile, **others: Tile) -> dict[str, Tile]:
-    """By source. GELU has SwiGLU's tiles, which has the same arithmetic to hold."""
-    return {
-        **dict.fromkeys(("plain", "rmsnorm", "layernorm"), matrices),
-        **dict.fromkeys(("swiglu", "gelu"), swiglu),
-        **dict.fromkeys(("swiglu_grad", "gelu_grad"), swiglu_grad),
-        **others,
-    }
+def _tiles(matrix: Tile, activation: Tile, activation_grad: Tile, **qkv_grad: Tile) -> dict[str, Tile]:
+    return {"matrix": matrix, "activation": activation, "activation_grad": activation_grad, **qkv_grad}
 
 
 _SUM_TILE = Tile(32, 128, 4)
-
-
-# By pass, then by the source's name in the kernels. Measured on H200 (`benchmarks/bench_casts.py --sweep`). A head's
-# columns are at most half a head.
+# By pass, then by `tile_group`. Measured on H200 (`benchmarks/bench_casts.py --sweep`). A qkv gradient's tile is at
+# most half a head wide.
 TILES = {
-    "one factor": _of(Tile(128, 64, 4), swiglu=Tile(64, 128, 8), swiglu_grad=Tile(64, 64, 4), qkv_grad=Tile(32, 64, 4)),
-    "amax": _of(Tile(64, 256, 8), swiglu=Tile(32, 256, 8), swiglu_grad=Tile(32, 128, 4), qkv_grad=Tile(32, 64, 4)),
-    "maxima": _of(Tile(128, 64, 4), swiglu=Tile(128, 64, 4), swiglu_grad=Tile(256, 64, 4), qkv_grad=Tile(128, 64, 4)),
-    "vectors": _of(Tile(64, 128, 4), swiglu=Tile(64, 128, 8), swiglu_grad=Tile(32, 128, 4), qkv_grad=Tile(64, 64, 4)),
-    "1x128": _of(
-        Tile(128, 128, 8, 128), swiglu=Tile(128, 128, 8, 128), swiglu_grad=Tile(128, 128, 8), qkv_grad=Tile(128, 64, 4)
+    "per_tensor": _tiles(Tile(128, 64, 4), Tile(64, 128, 8), Tile(64, 64, 4), qkv_grad=Tile(32, 64, 4)),
+    "amax": _tiles(Tile(64, 256, 8), Tile(32, 256, 8), Tile(32, 128, 4), qkv_grad=Tile(32, 64, 4)),
+    "vector_amax": _tiles(Tile(128, 64, 4), Tile(128, 64, 4), Tile(256, 64, 4), qkv_grad=Tile(128, 64, 4)),
+    "vectors": _tiles(Tile(64, 128, 4), Tile(64, 128, 8), Tile(32, 128, 4), qkv_grad=Tile(64, 64, 4)),
+    "1x128": _tiles(
+        Tile(128, 128, 8, 128), Tile(128, 128, 8, 128), Tile(128, 128, 8), qkv_grad=Tile(128, 64, 4)
     ),
-    "sums": _of(_SUM_TILE, swiglu=_SUM_TILE, swiglu_grad=_SUM_TILE),
-    "128x128": _of(Tile(128, 128, 8), swiglu=Tile(128, 128, 8), swiglu_grad=Tile(128, 128, 16)),
-}
+    "128x128": _tiles(Tile(128, 128, 8), Tile(128, 128, 8), Tile(128, 128, 16)),
+    "sums": _tiles(_SUM_TILE, _SUM_TILE, _SUM_TILE),
+}  # fmt: skip
+
+
+def tile_group(source: Source) -> str:
+    """Sources of one group have the same tiles."""
+    if isinstance(source, QKVGrad):
+        return "qkv_grad"
+    if isinstance(source, (GELUGrad, GatedGrad)):
+        return "activation_grad"
+    return "activation" if isinstance(source, Activation) else "matrix"
 
 
 class _Inputs(NamedTuple):
-    """The kernel's name for a source, its six pointers (any tensor where one is not read, None for what is left out of
-    the computation), its width in programs' terms, and what only a qkv gradient has: heads a and g, samples, strides of
-    the angles, and half a head's width."""
+    """Arguments of kernels for a source.
+
+    `tensors`: the six pointers, any tensor where one is not read, None for what is left out of the computation.
+    `width`: columns of a part. Only a qkv gradient has `heads` (a, g, samples, strides of the angles) and `half_head`.
+    """
 
     kind: str
     tensors: tuple[Tensor | None, ...]
     width: int
+    function: str = ""
     heads: tuple[int, int, int, int, int] = (0, 0, 1, 0, 0)
     half_head: int = 0
 
 
 def _inputs(source: Source) -> _Inputs:
     c = source.shape[1]
-    if isinstance(source, Normalized):
-        x, weight = readable(source.x_rc), readable(source.weight_c)
-        if source.mean_r is None:
-            return _Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, None), c)
-        assert source.bias_c is not None
-        return _Inputs("layernorm", (x, x, source.rstd_r, source.mean_r, weight, readable(source.bias_c)), c)
     if isinstance(source, QKVGrad):
         s, b, a, d = source.dq_sbad.shape
         cos, sin = (table.squeeze(2).expand(s, b, d // 2) for table in (source.cos, source.sin))
         assert cos.stride() == sin.stride()
         assert cos.stride(-1) == 1
-        dq, dk, dv = (readable(x) for x in (source.dq_sbad, source.dk_sbgd, source.dv_sbgd))
+        dq, dk, dv = (kernel_input(x) for x in (source.dq_sbad, source.dk_sbgd, source.dv_sbgd))
         heads = (a, source.dk_sbgd.shape[2], b, cos.stride(0), cos.stride(1))
-        return _Inputs(source.kind, (dq, dk, cos, sin, dv, dv), c // 2, heads, d // 2)
-    assert isinstance(source, (Plain, SwiGLU, SwiGLUGrad))
-    x = readable(source.x_rc)
-    if isinstance(source, ScaledColumns):
-        return _Inputs("plain", (x, x, x, x, source.scale_c, None), c)
-    if isinstance(source, GELU):
-        dy = readable(source.dy_rc) if isinstance(source, GELUGrad) else x
-        bias = None if source.bias_c is None else readable(source.bias_c)
-        return _Inputs(source.kind, (x, dy, x, x, x, bias), c)
-    if isinstance(source, SwiGLU):
-        return _Inputs(source.kind, (x, x, x, x, source.scale_f, None), c)
-    if isinstance(source, SwiGLUGrad):
-        dy = readable(source.dy_rf)
-        return _Inputs(source.kind, (x, dy, x, x, source.scale_f, None), c // 2)
-    return _Inputs(source.kind, (x, x, x, x, None, None), c)
+        return _Inputs("qkv_grad", (dq, dk, cos, sin, dv, dv), c // 2, heads=heads, half_head=d // 2)
+    assert isinstance(source, Plain)
+    x = kernel_input(source.x_rc)
+    if isinstance(source, Normalized):
+        weight = kernel_input(source.weight_c)
+        if source.mean_r is None:
+            return _Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, None), c)
+        assert source.bias_c is not None
+        return _Inputs("layernorm", (x, x, source.rstd_r, source.mean_r, weight, kernel_input(source.bias_c)), c)
+    dy, suffix = (kernel_input(source.dy_rf), "_grad") if isinstance(source, (GELUGrad, GatedGrad)) else (x, "")
+    if isinstance(source, (GELU, GELUGrad)):
+        bias = None if source.bias_f is None else kernel_input(source.bias_f)
+        return _Inputs(f"activation{suffix}", (x, dy, x, x, x, bias), c, source.function)
+    if isinstance(source, (Gated, GatedGrad)):
+        return _Inputs(f"gated{suffix}", (x, dy, x, x, source.scale_f, None), x.shape[1] // 2, source.function)
+    return _Inputs("plain", (x, x, x, x, source.scale_c if isinstance(source, ScaledColumns) else None, None), c)
 
 
 def _launch(kernel: Any, what: str, source: Source, outputs: tuple[Tensor, ...], *numbers: Any, **options: Any) -> None:
-    """Launch `kernel` on tiles for the pass `what`. `outputs`: its pointers behind those of the source; any tensor
-    where one is not used. `numbers`: its arguments behind the source's."""
+    """Launch `kernel` on tiles for the pass `what`; `outputs` and `numbers` follow the source's pointers and sizes.
+
+    Where an output is not used it may be any tensor.
+    """
     if isinstance(source, QKVGrad) and source.dq_sbad.shape[3] & (source.dq_sbad.shape[3] - 1):
         source = Plain(source.values())  # tiles are powers of two wide, and this head is not
-    kind, inputs, width, heads, half = _inputs(source)
-    r = source.shape[0]
-    tile = TILES[what][kind]
+    kind, inputs, width, function, heads, half = _inputs(source)
+    r, tile = source.shape[0], TILES[what][tile_group(source)]
     columns = min(tile.columns, half) if half else tile.columns
     limit = {} if tile.registers is None else {"maxnreg": tile.registers}
     kernel[(ceil_div(width, columns), ceil_div(r, tile.rows))](
-        *inputs, *outputs, r, width, *heads, *numbers, SOURCE=kind, HALF=half, INTERPRETED=INTERPRETED,
-        TILE_R=tile.rows, TILE_C=columns, num_warps=tile.warps, enable_fp_fusion=False, **options, **limit,
+        *inputs, *outputs, r, width, *heads, *numbers, SOURCE=kind, FUNCTION=function, HALF=half,
+        INTERPRETED=INTERPRETED, TILE_R=tile.rows, TILE_C=columns, num_warps=tile.warps, enable_fp_fusion=False,
+        **options, **limit,
     )  # fmt: skip
 
 
 def _cast(
-    source: Source, scales: str, fmt: Format, outputs: tuple[Tensor, ...], rows: Tensor | None,
-    columns: Tensor | None, *, record: bool = False, power_of_two: bool = False, eps: float = 0.0,
-) -> None:  # fmt: skip
-    """Launch a cast. `outputs`: scale, column scale, amax, column amax."""
-    if 0 in source.shape:
-        return
-    words = source.shape[0] % 4 == 0
-    by_rows = None if rows is None else rows.view(torch.uint8)
-    by_columns = None if columns is None else columns.view(torch.int32 if words else torch.uint8)
-    codes = (outputs[0] if by_rows is None else by_rows, outputs[0] if by_columns is None else by_columns)
-    _launch(
-        tile_kernel, "one factor" if scales in ("tensor", "current") else scales, source, codes + outputs,
-        source.shape[0] // 4, eps, SCALES=scales, ROWS=rows is not None, COLUMNS=columns is not None, RECORD=record,
-        WORDS=words, FORMAT=fmt.name, FP8_MAX=fmt.max, POWER_OF_TWO=power_of_two,
-    )  # fmt: skip
-
-
-def _empty(source: Source, fmt: Format, rowwise: bool, columnwise: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Room for the codes as rows and as columns."""
+    source: Source, scales: str, fmt: Format, granularity: Granularity,
+    arguments: tuple[Tensor, Tensor, Tensor, Tensor], scale_inv: Tensor, columnwise_scale_inv: Tensor, *,
+    rowwise: bool, columnwise: bool, record: bool = False, power_of_two: bool = False, eps: float = 0.0,
+) -> QuantizedTensor:  # fmt: skip
+    """Allocate and launch. `arguments`: scale, columnwise scale, amax, columnwise amax of `tile_kernel`; the kernel
+    writes those of them that `scale_inv` and `columnwise_scale_inv` are views of."""
     r, c = source.shape
-    return (
-        torch.empty((r, c), dtype=fmt.dtype, device=source.device) if rowwise else None,
-        torch.empty((c, r), dtype=fmt.dtype, device=source.device) if columnwise else None,
-    )
-
-
-def _operand(
-    rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor, column_scale_inv: Tensor, granularity: Granularity
-) -> QuantizedTensor:
+    data = torch.empty((r, c), dtype=fmt.dtype, device=source.device) if rowwise else None
+    transposed = torch.empty((c, r), dtype=fmt.dtype, device=source.device) if columnwise else None
+    if r * c:
+        words, unused = r % 4 == 0, arguments[0]
+        outputs = (
+            unused if data is None else data.view(torch.uint8),
+            unused if transposed is None else transposed.view(torch.int32 if words else torch.uint8),
+        )
+        _launch(
+            tile_kernel, "per_tensor" if granularity is TENSOR else scales, source, outputs + arguments, r // 4, eps,
+            SCALES=scales, ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record, WORDS=words, FORMAT=fmt.name,
+            FP8_MAX=fmt.max, POWER_OF_TWO=power_of_two,
+        )  # fmt: skip
     return QuantizedTensor(
-        None if rows is None else ScaledTensor(rows, scale_inv, granularity),
-        None if columns is None else ScaledTensor(columns, column_scale_inv, granularity),
+        None if data is None else ScaledTensor(data, scale_inv, granularity),
+        None if transposed is None else ScaledTensor(transposed, columnwise_scale_inv, granularity),
     )
 
 
@@ -157,7 +159,7 @@ def materialize(source: Source) -> Tensor:
     values = torch.empty(source.shape, dtype=source.dtype, device=source.device)
     if values.numel():
         _launch(
-            tile_kernel, "one factor", source, (values,) * 6, 0, 0.0, SCALES="none", ROWS=True, COLUMNS=False,
+            tile_kernel, "per_tensor", source, (values,) * 6, 0, 0.0, SCALES="none", ROWWISE=True, COLUMNWISE=False,
             RECORD=False, WORDS=False, FORMAT="e4m3", FP8_MAX=448.0, POWER_OF_TWO=False,
         )  # fmt: skip
     return values
@@ -166,19 +168,19 @@ def materialize(source: Source) -> Tensor:
 def amax(source: Source) -> Tensor:
     result = torch.zeros((), dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
-        outputs = (result.view(torch.int32),) * 3
-        _launch(maxima_kernel, "amax", source, outputs, WHOLE=True, ROWS=False, COLUMNS=False)
+        bits = result.view(torch.int32)
+        _launch(amax_kernel, "amax", source, (bits,) * 3, WHOLE=True, ROWS=False, COLUMNS=False)
     return result
 
 
 def raise_column_amax(source: Source, amax_c: Tensor) -> None:
     if 0 not in source.shape:
         bits = amax_c.view(torch.int32)
-        _launch(maxima_kernel, "maxima", source, (bits,) * 3, WHOLE=False, ROWS=False, COLUMNS=True)
+        _launch(amax_kernel, "vector_amax", source, (bits,) * 3, WHOLE=False, ROWS=False, COLUMNS=True)
 
 
 def column_sums(source: Source) -> Tensor:
-    assert not isinstance(source, QKVGrad), "its tiles are of another size"
+    assert not isinstance(source, QKVGrad), "its tiles have other sizes"
     r, c = source.shape
     sums = torch.zeros((ceil_div(r, _SUM_TILE.rows), c), dtype=torch.float64, device=source.device)
     if sums.numel():
@@ -190,35 +192,35 @@ def cast_tensor(
     source: Source, scale: Tensor, scale_inv: Tensor, fmt: Format, *, rowwise: bool, columnwise: bool,
     newest_amax: Tensor | None,
 ) -> QuantizedTensor:  # fmt: skip
-    by_rows, by_columns = _empty(source, fmt, rowwise, columnwise)
-    noted = scale if newest_amax is None else newest_amax
-    outputs = (scale, scale, noted.view(torch.int32), noted)
-    _cast(source, "tensor", fmt, outputs, by_rows, by_columns, record=newest_amax is not None)
-    return _operand(by_rows, by_columns, scale_inv, scale_inv, TENSOR)
+    amax = scale if newest_amax is None else newest_amax
+    return _cast(
+        source, "tensor", fmt, TENSOR, (scale, scale, amax.view(torch.int32), amax), scale_inv, scale_inv,
+        rowwise=rowwise, columnwise=columnwise, record=newest_amax is not None,
+    )  # fmt: skip
 
 
 def cast_current(
     source: Source, whole_amax: Tensor, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
 ) -> QuantizedTensor:
-    by_rows, by_columns = _empty(source, fmt, rowwise, columnwise)
     scale_inv = torch.empty_like(whole_amax) if 0 not in source.shape else torch.ones_like(whole_amax)
-    outputs = (scale_inv, scale_inv, whole_amax.view(torch.int32), whole_amax)
-    _cast(source, "current", fmt, outputs, by_rows, by_columns, power_of_two=power_of_two, eps=eps)
-    return _operand(by_rows, by_columns, scale_inv, scale_inv, TENSOR)
+    return _cast(
+        source, "current", fmt, TENSOR, (scale_inv, scale_inv, whole_amax.view(torch.int32), whole_amax), scale_inv,
+        scale_inv, rowwise=rowwise, columnwise=columnwise, power_of_two=power_of_two, eps=eps,
+    )  # fmt: skip
 
 
 def amaxes(source: Source) -> tuple[Tensor, Tensor]:
-    return _amaxes(source, rowwise=True, columnwise=True)
+    return _amaxes(source, rows=True, columns=True)
 
 
-def _amaxes(source: Source, *, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """Zeros for those that are not asked for."""
+def _amaxes(source: Source, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """Of rows `[r]` and columns `[c]`; zeros where they are not wanted."""
     r, c = source.shape
-    maxima = torch.zeros(r + c, dtype=torch.float32, device=source.device)
+    both = torch.zeros(r + c, dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
-        bits = maxima.view(torch.int32)
-        _launch(maxima_kernel, "maxima", source, (bits, bits, bits[r:]), WHOLE=False, ROWS=rowwise, COLUMNS=columnwise)
-    return maxima[:r], maxima[r:]
+        bits = both.view(torch.int32)
+        _launch(amax_kernel, "vector_amax", source, (bits, bits, bits[r:]), WHOLE=False, ROWS=rows, COLUMNS=columns)
+    return both[:r], both[r:]
 
 
 def cast_rows(
@@ -226,48 +228,44 @@ def cast_rows(
     amaxes: tuple[Tensor, Tensor] | None = None,
 ) -> QuantizedTensor:  # fmt: skip
     r, c = source.shape
-    by_rows, by_columns = _empty(source, fmt, rowwise, columnwise)
-    row_amax, column_amax = _amaxes(source, rowwise=rowwise, columnwise=columnwise) if amaxes is None else amaxes
-    start = r + -r % 4  # of the columns' factors: each part begins at a multiple of 16 bytes
-    inverse = torch.empty(start + c, dtype=torch.float32, device=source.device)
+    amax_r, amax_c = _amaxes(source, rows=rowwise, columns=columnwise) if amaxes is None else amaxes
+    start = r + -r % 4  # of the columns' scales: each part begins at a multiple of 16 bytes
+    scale_inv = torch.empty(start + c, dtype=torch.float32, device=source.device)
     if 0 in source.shape:
-        inverse = scale_from_amax(inverse.zero_(), fmt.max, eps=eps, power_of_two=power_of_two).reciprocal()
-    outputs = (inverse, inverse[start:], row_amax.view(torch.int32), column_amax.view(torch.int32))
-    _cast(source, "vectors", fmt, outputs, by_rows, by_columns, power_of_two=power_of_two, eps=eps)
-    return _operand(by_rows, by_columns, inverse[:r].unsqueeze(-1), inverse[start:].unsqueeze(-1), ROW)
+        scale_inv = scale_from_amax(scale_inv.zero_(), fmt.max, eps=eps, power_of_two=power_of_two).reciprocal()
+    arguments = (scale_inv, scale_inv[start:], amax_r.view(torch.int32), amax_c.view(torch.int32))
+    return _cast(
+        source, "vectors", fmt, ROW, arguments, scale_inv[:r].unsqueeze(-1), scale_inv[start:].unsqueeze(-1),
+        rowwise=rowwise, columnwise=columnwise, power_of_two=power_of_two, eps=eps,
+    )  # fmt: skip
 
 
-def cast_1x128(
-    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
-) -> QuantizedTensor:
-    """The factors `[r, ceil(c/128)]` lie in memory column by column, as cuBLASLt wants them."""
+def cast_1x128(source: Source, fmt: Format, **options: Any) -> QuantizedTensor:
+    """The scales `[r, ceil(c/128)]` are column-major in memory, as cuBLASLt wants them."""
     r, c = source.shape
-    by_rows, by_columns = _empty(source, fmt, rowwise, columnwise)
-    scale_inv = torch.empty((-(-c // 128), r), dtype=torch.float32, device=source.device)
-    column_scale_inv = torch.empty((-(-r // 128), c), dtype=torch.float32, device=source.device)
-    outputs = (scale_inv, column_scale_inv, scale_inv, scale_inv)
-    _cast(_whole_blocks(source, head=128), "1x128", fmt, outputs, by_rows, by_columns,
-          power_of_two=power_of_two, eps=eps)  # fmt: skip
-    return _operand(by_rows, by_columns, scale_inv.t(), column_scale_inv.t(), BLOCK_1X128)
+    scale_inv = torch.empty((ceil_div(c, 128), r), dtype=torch.float32, device=source.device)
+    columnwise_scale_inv = torch.empty((ceil_div(r, 128), c), dtype=torch.float32, device=source.device)
+    return _cast(
+        _whole_blocks(source, head=128), "1x128", fmt, BLOCK_1X128,
+        (scale_inv, columnwise_scale_inv, scale_inv, scale_inv), scale_inv.t(), columnwise_scale_inv.t(), **options,
+    )  # fmt: skip
 
 
-def cast_128x128(
-    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
-) -> QuantizedTensor:
-    """A row of the factors begins at a multiple of four, as cuBLASLt wants them."""
+def cast_128x128(source: Source, fmt: Format, **options: Any) -> QuantizedTensor:
+    """A row of the scales begins at a multiple of four, as cuBLASLt wants them."""
     r, c = source.shape
-    by_rows, by_columns = _empty(source, fmt, rowwise, columnwise)
-    down, across = -(-r // 128), -(-c // 128)
+    down, across = ceil_div(r, 128), ceil_div(c, 128)
     scale_inv = torch.empty((down, across + -across % 4), dtype=torch.float32, device=source.device)
-    column_scale_inv = torch.empty((across, down + -down % 4), dtype=torch.float32, device=source.device)
-    outputs = (scale_inv, column_scale_inv, scale_inv, scale_inv)
-    _cast(_whole_blocks(source, head=None), "128x128", fmt, outputs, by_rows, by_columns,
-          power_of_two=power_of_two, eps=eps)  # fmt: skip
-    return _operand(by_rows, by_columns, scale_inv[:, :across], column_scale_inv[:, :down], BLOCK_128X128)
+    columnwise_scale_inv = torch.empty((across, down + -down % 4), dtype=torch.float32, device=source.device)
+    return _cast(
+        _whole_blocks(source, head=None), "128x128", fmt, BLOCK_128X128,
+        (scale_inv, columnwise_scale_inv, scale_inv, scale_inv), scale_inv[:, :across], columnwise_scale_inv[:, :down],
+        **options,
+    )  # fmt: skip
 
 
 def _whole_blocks(source: Source, *, head: int | None) -> Source:
-    """`source`, or its values where its two parts would share a block; those of a head `head` wide may."""
-    split = isinstance(source, SwiGLUGrad) and source.shape[1] % 256
+    """`source`, or its values where its two parts would share a block; a head `head` wide is a block itself."""
+    split = isinstance(source, GatedGrad) and source.shape[1] % 256
     split = split or (isinstance(source, QKVGrad) and source.dq_sbad.shape[3] != head)
     return Plain(source.values()) if split else source

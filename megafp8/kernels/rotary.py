@@ -1,17 +1,16 @@
-"""Rotary embedding of the packed qkv, where it lies.
+"""Rotary embedding of the packed qkv, in place. Reference: `rotate` in `megafp8.fp8.sources`.
 
-Plain PyTorch turns q and k through nine temporaries in fp32, some sixty bytes an element. What must move is four: every
-bf16 element of a q or k head is read once and written once. So one kernel turns both over the memory of the qkv
-product, whose own gradient never needs the values it overwrites, and leaves v alone. (The backward is no kernel of its
-own: the gradients of q, k and v are gathered, turned back and cast in one, `QKVGrad` in `megafp8.fp8.sources`.)
+PyTorch rotates q and k through nine fp32 temporaries, some sixty bytes an element. Four would suffice: each element of
+a q or k head is read and written once. So one kernel rotates both in the output of the qkv linear layer, whose backward
+does not need the values it overwrites, and leaves v alone. Backward has no kernel here: `sources.QKVGrad` gathers the
+gradients of q, k and v, rotates them back and casts them in one.
 
-A program takes some rows; a row is one head of one token, its two halves lie d/2 apart and are read as two tiles of
-16-byte accesses. Rows run over tokens and heads alike, so that any number of heads fills the programs. The heads of one
-token read the same angles, from L1.
+A program takes some rows; a row is one head of one token, whose two halves, d/2 apart, are read as two tiles of 16-byte
+accesses. Rows run over tokens and heads, so that any number of heads fills the programs. The heads of a token read the
+same angles, from L1.
 
-The arithmetic is that of `rotate` in `megafp8.fp8.sources`, bit for bit: fp32, two products and a sum, no multiply-add
-contraction, one rounding at the end. Triton's interpreter reads and writes bf16 wrongly: there the kernel is given
-fp32, and torch rounds.
+Bit for bit the reference: fp32, two products and a sum without contraction, one rounding at the end. Triton's
+interpreter misreads and misrounds bf16: there the kernel gets fp32, and torch rounds.
 
 Shapes: s sequence, b micro-batch, c = (a + 2g)·d channels of a query heads, g key and g value heads of width d.
 """
@@ -23,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.arithmetic import ceil_div, next_power_of_2, readable
+from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
 
 _PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
 
@@ -31,7 +30,7 @@ _PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
 @triton.jit
 def rotary_kernel(x_sbc, cos, sin, cos_stride_s, cos_stride_b, rows, b, c, heads, D: tl.constexpr,
                   ROWS: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """Turn rows of the first `heads` heads of each token."""
+    """Rotate some rows of the first `heads` heads of each token."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = row // heads
     j = tl.arange(0, HALF)
@@ -47,10 +46,10 @@ def rotary_kernel(x_sbc, cos, sin, cos_stride_s, cos_stride_b, rows, b, c, heads
 
 
 def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the q and k heads of `qkv_sbc` in place and return it. Twin: `sources.rotate`.
+    """Rotate the q and k heads of `qkv_sbc` in place and return it.
 
     `qkv_sbc` `[s, b, (a + 2g)·d]`, contiguous bf16 or fp32, is [q heads | k heads | v heads]; `num_heads` is a. `cos`
-    and `sin` are fp32 `[s, 1 or b, d/2]` in one layout, neighbours in the last dim. Autograd does not see the change.
+    and `sin` are fp32 `[s, 1 or b, d/2]` in one layout, contiguous in the last dim. Autograd does not notice.
     """
     s, b, c = qkv_sbc.shape
     half = cos.shape[-1]
@@ -69,7 +68,7 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
     rows = s * b * heads
     width = next_power_of_2(half)
     tile = max(1, _PAIRS // width)
-    target = readable(qkv_sbc)
+    target = kernel_input(qkv_sbc)
     rotary_kernel[(ceil_div(rows, tile),)](
         target, cos, sin, cos.stride(0), cos.stride(1), rows, b, c, heads, D=d, ROWS=tile, HALF=width, num_warps=4,
         enable_fp_fusion=False,

@@ -1,17 +1,15 @@
-"""The end of a delayed-scaling step, for all tensors in one launch: new scales, and the histories moved on by one.
+"""End of a delayed-scaling step for all tensors in one launch: new scales, and histories rolled by one.
 
-Plain PyTorch does it in some fifteen kernels and as many passes over the histories, small ones whose launches cost more
-than their work. Here a program takes one tensor: its history fits into registers whole (1024 steps are 4 KiB), so it
-loads it once, takes the maximum, and stores it again one slot further on.
+References: `megafp8.fp8.scaling` and `DelayedState.end_step`, bit for bit; the division rounds to nearest. An
+`amax_compute_algo` given as a Python function runs there.
 
-Moving in place is safe because nothing is stored before everything is loaded: a row belongs to one program, and a
-barrier stands between its loads and its stores. A second buffer would need no barrier, but quantizers and checkpoints
-hold views of the first, so it would have to be copied back. A ring with an index would not move anything, but the
-history is also what a checkpoint holds, newest first; and for the few hundred tensors of a rank moving is one or two
-megabytes a step, which take less time than the launch.
+PyTorch takes some fifteen kernels, whose launches cost more than their work. Here a program takes one tensor: its
+history fits into registers (1024 steps are 4 KiB), so it is loaded once, reduced, and stored one slot further on.
 
-The twins are `megafp8.fp8.scaling` and `DelayedState.end_step`, equal bit for bit; the division rounds to nearest. An
-`amax_compute_algo` given as a Python function stays with them.
+Rolling in place is safe because a row belongs to one program, with a barrier between its loads and its stores. A second
+buffer would have to be copied back, since quantizers and checkpoints hold views of the first. A ring buffer would move
+nothing, but checkpoints have the history newest first; and for the few hundred tensors of a rank rolling moves one or
+two megabytes a step, less time than the launch.
 
 Shapes: t tensors, l steps of history; slot 0 is the step that ends.
 """
@@ -46,7 +44,7 @@ def end_step_kernel(history_tl, scale_t, fp8_max_t, length, headroom, UPDATE: tl
             scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         tl.store(scale_t + t, tl.where(usable, scale, tl.load(scale_t + t)))
     bad = (i == 0) & (magnitude(history) == float("inf"))
-    tl.debug_barrier()  # what is stored below another thread loaded above
+    tl.debug_barrier()  # another thread has loaded what is overwritten below
     tl.store(row + 1 + i, tl.where(bad, 0.0, history), mask=i + 1 < length)
     tl.store(row, 0.0)
 
@@ -61,11 +59,11 @@ def end_step_(
     algorithm: Literal["max", "most_recent"],
     update: bool,
 ) -> None:
-    """Renew `scale_t` if `update`, then roll `history_tl` by one and zero its slot 0, both in place.
+    """Update `scale_t` if `update`, then roll `history_tl` by one and zero its slot 0, both in place.
 
     `history_tl` `[t, l]` contiguous fp32, not negative, slot 0 already reduced over ranks; `scale_t` and `fp8_max_t`
-    `[t]` contiguous fp32. The scale is `fp8_max · 2^-margin / amax`, at most fp32's maximum, rounded down to a power
-    of two if `power_of_two`; where the amax is 0, infinite or NaN it stays. A slot 0 that is not finite is forgotten.
+    `[t]` contiguous fp32. The scale is `fp8_max · 2^-margin / amax`, at most fp32's maximum, rounded down to a power of
+    two if `power_of_two`; it stays where the amax is 0, infinite or NaN. A slot 0 that is not finite is dropped.
     """
     t, length = history_tl.shape
     assert scale_t.shape == fp8_max_t.shape == (t,)

@@ -1,23 +1,26 @@
-"""Tiles of sources: computed in fp32 from their inputs, held so that they can be transposed, and stored.
+"""Tiles of sources: computed in fp32, arranged so that they can be transposed, and stored.
 
-The arithmetic is that of `megafp8.fp8.sources`, bit for bit: no multiply-add is contracted, and divisions round to
-nearest. Every kernel that reads a source takes the same six pointers, named after the norms that use them all, as a
-tuple; others leave the last ones unread, and what is None is left out of the computation:
-    plain         x, and in weight's place its columns' factors
-    rmsnorm       x, -, rstd, -, weight
-    layernorm     x, -, rstd, mean, weight, bias
-    swiglu        [gate | up], and in weight's place its channels' factors
-    swiglu_grad   the same, dy
-    gelu          x, and its bias
-    gelu_grad     the same, dy
-    qkv_grad      dq, dk, cos, sin, dv
-The last two are made in two parts at once, which stand apart: the halves of the matrix, or of each head. So kernels
-count the columns of one part, c, and a tile that begins at column j0 of a part goes to `place`.
+Reference: `values` of each source in `megafp8.fp8.sources`. No multiply-add is contracted, and divisions round to
+nearest. All kernels that read a source take the same six pointers, as a tuple `inputs`; SOURCE says what they are. What
+is None is left out of the computation, and what is not listed is not read:
 
-The transpose is what costs in a cast. Byte by byte it takes a load from shared memory for each element. So a tile is
-held as four tiles, of the rows 0, 4, 8, ..., of the rows 1, 5, 9, ... and so on: then the codes of four neighbouring
-rows are one 32-bit word of the columns, in one thread, and words are what is transposed. Where the number of rows is
-not a multiple of four, columns are stored in bytes.
+    plain             x, and as weight the columns' scales
+    rmsnorm           x, -, rstd, -, weight
+    layernorm         x, -, rstd, mean, weight, bias
+    activation        x, and its bias
+    activation_grad   x, dy, and the bias
+    gated             [gate | up], and as weight the channels' scales
+    gated_grad        [gate | up], dy, and as weight the channels' scales
+    qkv_grad          dq, dk, cos, sin, dv
+
+FUNCTION is the activation's. The last two have two parts, computed together, which are apart in memory: the halves of
+the matrix, or of each head. So kernels count the columns of one part, c, and `part_columns` says where they are in the
+matrix.
+
+The expensive step of a cast is the transpose. Byte by byte it takes a load from shared memory for each element. So a
+tile is held as four tiles, of the rows 0, 4, 8, ..., of the rows 1, 5, 9, ... and so on (a quad is four rows): one
+thread holds the bytes of four neighbouring rows as one 32-bit word, and words are transposed. Where the number of rows
+is not a multiple of four, the columnwise copy is stored in bytes.
 
 Shapes: r rows, c columns of a part; q quads of rows; heads: a of queries, g of keys, g of values, for b samples, and
 the strides of the angles.
@@ -28,12 +31,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megafp8.kernels.arithmetic import gelu_gate, magnitude_bits, sigmoid
+from megafp8.kernels.arithmetic import activate, magnitude_bits
 
 
 @triton.jit
-def _half_heads(inputs, i, j0, j, r, heads, HALF: tl.constexpr):
-    """Columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i, turned back."""
+def _rotated_heads(inputs, i, j0, j, r, heads, HALF: tl.constexpr):
+    """Columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i, rotated back."""
     dq, dk, cos, sin, dv, _ = inputs
     a, g, b, stride_s, stride_b = heads
     head = j0 // HALF
@@ -45,29 +48,29 @@ def _half_heads(inputs, i, j0, j, r, heads, HALF: tl.constexpr):
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + at, mask=inside, other=0.0).to(tl.float32)
     angle = (i // b * stride_s + i % b * stride_b)[:, None] + j[None, :]
-    turned = inside & (head + 0 * j < a + g)[None, :]
-    cosine = tl.load(cos + angle, mask=turned, other=1.0)
-    sine = tl.load(sin + angle, mask=turned, other=0.0) * -1.0  # not -sine, which may lose a zero's sign
+    rotated = inside & (head + 0 * j < a + g)[None, :]
+    cosine = tl.load(cos + angle, mask=rotated, other=1.0)
+    sine = tl.load(sin + angle, mask=rotated, other=0.0) * -1.0  # not -sine, which may lose a zero's sign
     if head < a + g:
         first, second = first * cosine - second * sine, second * cosine + first * sine
     return first, second
 
 
 @triton.jit
-def computed(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, HALF: tl.constexpr, INTERPRETED: tl.constexpr):
+def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
+            INTERPRETED: tl.constexpr):  # fmt: skip
     """Both parts of the source at rows i0 + i and columns j0 + j of a part, fp32; the same twice where there is one."""
     x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c = inputs
     inside = (i0 + i < r)[:, None] & (j0 + j < c)[None, :]
     if SOURCE == "qkv_grad":
-        y, y2 = _half_heads(inputs, i0 + i, j0, j, r, heads, HALF)
-    elif SOURCE == "swiglu" or SOURCE == "swiglu_grad":
+        y, y2 = _rotated_heads(inputs, i0 + i, j0, j, r, heads, HALF)
+    elif SOURCE == "gated" or SOURCE == "gated_grad":
         at = i0.to(tl.int64) * (2 * c) + j0 + i[:, None] * (2 * c) + j[None, :]
         gate = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_rc + c + at, mask=inside, other=0.0).to(tl.float32)
-        s = sigmoid(gate, INTERPRETED)
-        silu = gate * s
-        if SOURCE == "swiglu":
-            y = silu * up
+        activated, derivative = activate(gate, FUNCTION, INTERPRETED)
+        if SOURCE == "gated":
+            y = activated * up
             if weight_c is not None:
                 y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y2 = y
@@ -76,8 +79,8 @@ def computed(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, HALF: tl.c
             dy = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32)
             if weight_c is not None:
                 dy = dy * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
-            y = dy * up * (s + silu * (1.0 - s))
-            y2 = dy * silu
+            y = dy * up * derivative
+            y2 = dy * activated
     else:
         at = i0.to(tl.int64) * c + j0 + i[:, None] * c + j[None, :]
         y = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
@@ -88,82 +91,86 @@ def computed(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, HALF: tl.c
             y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
             if SOURCE == "layernorm":
                 y = y + tl.load(bias_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
-        elif SOURCE == "gelu" or SOURCE == "gelu_grad":
+        elif SOURCE == "activation" or SOURCE == "activation_grad":
             if bias_c is not None:
                 y = y + tl.load(bias_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
-            s, slope = gelu_gate(y, INTERPRETED)
-            y = y * s
-            if SOURCE == "gelu_grad":
-                y = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32) * (s + y * (1.0 - s) * slope)
+            y, derivative = activate(y, FUNCTION, INTERPRETED)
+            if SOURCE == "activation_grad":
+                y = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32) * derivative
         elif weight_c is not None:
             y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
-        if bias_c is not None:  # outside is zero, which a bias would change
+        if bias_c is not None:  # a bias would change the zeros outside
             y = tl.where(inside, y, 0.0)
         y2 = y
     return y, y2
 
 
 @triton.jit
-def four(inputs, i0, q, j0, j, r, c, heads, SOURCE: tl.constexpr, HALF: tl.constexpr, INTERPRETED: tl.constexpr):
+def compute_quads(inputs, i0, q, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
+                  INTERPRETED: tl.constexpr):  # fmt: skip
     """Both parts as four tiles each, of the rows i0 + 4q, i0 + 4q + 1, ..."""
     i = 4 * q
-    y0, z0 = computed(inputs, i0, i, j0, j, r, c, heads, SOURCE, HALF, INTERPRETED)
-    y1, z1 = computed(inputs, i0, i + 1, j0, j, r, c, heads, SOURCE, HALF, INTERPRETED)
-    y2, z2 = computed(inputs, i0, i + 2, j0, j, r, c, heads, SOURCE, HALF, INTERPRETED)
-    y3, z3 = computed(inputs, i0, i + 3, j0, j, r, c, heads, SOURCE, HALF, INTERPRETED)
+    y0, z0 = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+    y1, z1 = compute(inputs, i0, i + 1, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+    y2, z2 = compute(inputs, i0, i + 2, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
+    y3, z3 = compute(inputs, i0, i + 3, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED)
     return (y0, y1, y2, y3), (z0, z1, z2, z3)
 
 
 @triton.jit
-def place(j0, c, part, SOURCE: tl.constexpr, HALF: tl.constexpr):
-    """Where column j0 of a part stands in the matrix, the column where what is stored there ends, and the matrix's
-    width."""
+def part_columns(j0, c, part, SOURCE: tl.constexpr, HALF: tl.constexpr):
+    """The matrix's column of column j0 of a part, the column up to which the part may be stored, the matrix's width."""
     if SOURCE == "qkv_grad":
         return j0 + (j0 // HALF + part) * HALF, 2 * c, 2 * c
-    if SOURCE == "swiglu_grad":
+    if SOURCE == "gated_grad":
         return j0 + part * c, (part + 1) * c, 2 * c
     return j0, c, c
 
 
 @triton.jit
-def largest_of_four(y):
-    """`magnitude_bits`, the largest of four tiles elementwise."""
+def quad_amax(y):
+    """Elementwise maximum of the `magnitude_bits` of four tiles."""
     return tl.maximum(
         tl.maximum(magnitude_bits(y[0]), magnitude_bits(y[1])), tl.maximum(magnitude_bits(y[2]), magnitude_bits(y[3]))
     )
 
 
 @triton.jit
-def column_maxima(bits, WIDE: tl.constexpr):
-    """The largest of each column. A thread holds WIDE neighbouring columns, and warps exchange through shared memory,
-    where the lanes' columns, WIDE apart, would all meet in one bank: so columns are renamed, which moves nothing, until
-    neighbours belong to neighbouring lanes."""
+def column_amax(bits, WIDE: tl.constexpr):
+    """Maxima of columns.
+
+    A thread holds WIDE neighbouring columns, and warps exchange through shared memory, where the lanes' columns, WIDE
+    apart, would conflict in one bank. So columns are permuted, which moves no data, until neighbouring columns belong
+    to neighbouring lanes.
+    """
     ROWS: tl.constexpr = bits.shape[0]
     COLUMNS: tl.constexpr = bits.shape[1]
     LANES: tl.constexpr = COLUMNS // WIDE if COLUMNS > WIDE else 1
-    renamed = bits.reshape(ROWS, LANES, COLUMNS // LANES).trans(0, 2, 1).reshape(ROWS, COLUMNS)
-    return tl.max(renamed, axis=0).reshape(COLUMNS // LANES, LANES).trans(1, 0).reshape(COLUMNS)
+    permuted = bits.reshape(ROWS, LANES, COLUMNS // LANES).trans(0, 2, 1).reshape(ROWS, COLUMNS)
+    return tl.max(permuted, axis=0).reshape(COLUMNS // LANES, LANES).trans(1, 0).reshape(COLUMNS)
 
 
 @triton.jit
-def store_rows(rows, values, i0, i, j0, j, r, end, c):
-    """Rows i0 + i of a row-major matrix of c columns, as far as column `end`."""
+def store_rowwise(data, values, i0, i, j0, j, r, end, c):
+    """Store rows i0 + i, columns j0 + j below `end`, of a row-major `[r, c]`."""
     inside = (i0 + i < r)[:, None] & (j0 + j < end)[None, :]
-    tl.store(rows + i0.to(tl.int64) * c + j0 + (i[:, None] * c + j[None, :]), values, mask=inside)
+    tl.store(data + i0.to(tl.int64) * c + j0 + (i[:, None] * c + j[None, :]), values, mask=inside)
 
 
 @triton.jit
-def store_columns(columns, word, i0, q, j0, j, r, quads, end, WORDS: tl.constexpr):
-    """Words of the codes of quads q as columns, rows of r codes: by words, or by bytes. `quads` is r / 4, an argument
-    of kernels so that the compiler knows by what it can be divided."""
+def store_columnwise(data, word, i0, q, j0, j, r, quads, end, WORDS: tl.constexpr):
+    """Store words of quads q transposed, into rows of r bytes: by words, or by bytes.
+
+    `quads` is r / 4, an argument of kernels so that the compiler knows its divisors.
+    """
     word = tl.trans(word)
     if WORDS:
         q0 = i0 // 4
         inside = (j0 + j < end)[:, None] & (q0 + q < quads)[None, :]
-        tl.store(columns + j0.to(tl.int64) * quads + q0 + (j[:, None] * quads + q[None, :]), word, mask=inside)
+        tl.store(data + j0.to(tl.int64) * quads + q0 + (j[:, None] * quads + q[None, :]), word, mask=inside)
     else:
         for k in tl.static_range(4):
             i = 4 * q + k
             inside = (j0 + j < end)[:, None] & (i0 + i < r)[None, :]
-            code = ((word >> (8 * k)) & 0xFF).to(tl.uint8)
-            tl.store(columns + j0.to(tl.int64) * r + i0 + (j[:, None] * r + i[None, :]), code, mask=inside)
+            byte = ((word >> (8 * k)) & 0xFF).to(tl.uint8)
+            tl.store(data + j0.to(tl.int64) * r + i0 + (j[:, None] * r + i[None, :]), byte, mask=inside)

@@ -1,11 +1,11 @@
-"""Transposing codes: one byte an element, 16 bytes an access.
+"""Transpose of FP8 data, by 16 bytes an access. Reference: `x.t().contiguous()`.
 
-Gathered rows become the columns that wgrad wants, and a gathered weight those of dgrad, by a transpose of nothing but
-bytes. Torch copies them one at a time: a ninth of the bandwidth, and a tenth of a tensor-parallel step. Here a matrix
-is read as 32-bit words, four columns of a row. Four rows' words hold a 4×4 block of bytes, which a thread turns within
-its registers; what then goes through shared memory, and to the other matrix, are words again, four rows of a column.
+A gathered rowwise copy becomes the columnwise one for wgrad or dgrad by a transpose of bytes. Torch copies one at a
+time, at a ninth of the bandwidth: a tenth of a tensor-parallel step. Here a matrix is read as 32-bit words, four
+columns of a row. Four rows' words are a 4×4 block of bytes, which a thread transposes in its registers; through shared
+memory and to the other matrix go words again, four rows of a column.
 
-Shapes: r rows, c columns of codes, both multiples of four; w = c/4 words of a row, q = r/4 quads of rows.
+Shapes: r rows, c columns, both multiples of four; w = c/4 words of a row, q = r/4 quads of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _QUADS, _WORDS, _WARPS = 32, 32, 4  # of a program: 16 KiB
 
 
 @triton.jit
-def _gathered(a0, a1, a2, a3, k: tl.constexpr):
+def _byte_of_each(a0, a1, a2, a3, k: tl.constexpr):
     """Byte k of each of four words, as a word."""
     first = ((a0 >> (8 * k)) & 0xFF) | (((a1 >> (8 * k)) & 0xFF) << 8)
     second = ((a2 >> (8 * k)) & 0xFF) | (((a3 >> (8 * k)) & 0xFF) << 8)
@@ -40,22 +40,22 @@ def transpose_kernel(x_rw, y_cq, words, quads, QUADS: tl.constexpr, WORDS: tl.co
     a2 = tl.load(x + 2 * words, mask=inside, other=0)
     a3 = tl.load(x + 3 * words, mask=inside, other=0)
     y = y_cq + w0.to(tl.int64) * 4 * quads + q0 + (w[:, None] * (4 * quads) + q[None, :])
-    turned = (w0 + w < words)[:, None] & (q0 + q < quads)[None, :]
+    transposed = (w0 + w < words)[:, None] & (q0 + q < quads)[None, :]
     for k in tl.static_range(4):
-        tl.store(y + k * quads, tl.trans(_gathered(a0, a1, a2, a3, k)), mask=turned)
+        tl.store(y + k * quads, tl.trans(_byte_of_each(a0, a1, a2, a3, k)), mask=transposed)
 
 
-def transpose(codes_rc: Tensor) -> Tensor:
-    """`[r, c]` of a dtype of one byte, contiguous -> `[c, r]`, contiguous. Twin: `codes_rc.t().contiguous()`."""
-    r, c = codes_rc.shape
-    assert codes_rc.itemsize == 1
-    assert codes_rc.is_contiguous()
-    assert r % 4 == c % 4 == 0, f"{r}×{c} codes do not make whole words"
-    y_cr = torch.empty((c, r), dtype=codes_rc.dtype, device=codes_rc.device)
-    if codes_rc.numel():
+def transpose(x_rc: Tensor) -> Tensor:
+    """`[r, c]` of a dtype of one byte, contiguous -> `[c, r]`, contiguous."""
+    r, c = x_rc.shape
+    assert x_rc.itemsize == 1
+    assert x_rc.is_contiguous()
+    assert r % 4 == c % 4 == 0, f"{r}×{c} bytes are not whole words"
+    y_cr = torch.empty((c, r), dtype=x_rc.dtype, device=x_rc.device)
+    if x_rc.numel():
         words, quads = c // 4, r // 4
         transpose_kernel[(ceil_div(words, _WORDS), ceil_div(quads, _QUADS))](
-            codes_rc.view(torch.int32), y_cr.view(torch.int32), words, quads, QUADS=_QUADS, WORDS=_WORDS,
+            x_rc.view(torch.int32), y_cr.view(torch.int32), words, quads, QUADS=_QUADS, WORDS=_WORDS,
             num_warps=_WARPS,
         )  # fmt: skip
     return y_cr

@@ -1,37 +1,38 @@
-"""Floating-point operations of a model, by the formula that every published figure of this project uses."""
+"""Floating-point operations of a model, by the formula of every published figure of this project."""
 
 from __future__ import annotations
 
 from megafp8.config import ModelConfig
+from megafp8.config.activations import ACTIVATIONS
 
 #: Dense peak of H100 and H200 SXM by precision, in FLOP/s (NVIDIA's datasheets).
 PEAK_FLOPS = {"bf16": 989e12, "fp8": 1979e12}
 
 
 def matmul_parameters(config: ModelConfig) -> int:
-    """Weights that take part in a matrix product for every token: output layer in, embedding look-up out."""
-    h, d = config.hidden_size, config.channels
+    """Weights that every token is multiplied with: the output layer is included, the embedding look-up is not."""
+    h, d, f = config.hidden_size, config.channels, config.ffn_size
     attention = h * d * (2 * config.num_attention_heads + 2 * config.query_groups)
-    mlp = h * config.ffn_size * (3 if config.activation == "swiglu" else 2)
+    mlp = h * (ACTIVATIONS[config.activation].up_width(f) + f)
     return config.num_layers * (attention + mlp) + h * config.padded_vocab_size
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     """Model FLOPs of forward and backward per token: 6·N_matmul + 6·L·s·h_attn, causal attention counted as half.
 
-    A sliding window or document boundaries are not subtracted, and recompute is not added: it is the useful work.
+    A sliding window or document boundaries are not subtracted, and recompute is not added.
     """
     h_attn = config.num_attention_heads * config.channels
     return 6.0 * matmul_parameters(config) + 6.0 * config.num_layers * seq_length * h_attn
 
 
-_RATE = {False: 0.85, True: 1.3}
-"""FLOP/s of a block, in bf16 or FP8, against those of the output layer, which is bf16: attention, norms and casts are
-in one and not in the other. Llama-3-8B on H200: 1.74 blocks of bf16 and 2.7 of FP8 take as long as the output layer."""
+_RELATIVE_RATE = {False: 0.85, True: 1.3}
+"""FLOP/s of a block, in bf16 or FP8, relative to the output layer, which is bf16 and has no attention, norms or casts.
+On H200 the output layer of Llama-3-8B takes as long as 1.74 blocks in bf16 or 2.7 in FP8."""
 
 
 def output_layer_in_blocks(config: ModelConfig, seq_length: int, *, fp8: bool) -> float:
-    """How many blocks take as long as the output layer, about."""
+    """Time of the output layer in units of a block's, approximately."""
     block = flops_per_token(config.model_copy(update={"num_layers": 1}), seq_length)
     output = 6.0 * config.hidden_size * config.padded_vocab_size
-    return output / (block - output) * _RATE[fp8]
+    return output / (block - output) * _RELATIVE_RATE[fp8]

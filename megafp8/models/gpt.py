@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
+from megafp8.config.activations import ACTIVATIONS
 from megafp8.context_parallel.attention import context_attention
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
 from megafp8.models.attention import Attention, CoreAttention, attention_mask, core_attention
@@ -273,7 +274,7 @@ class GPTStage(nn.Module):
 
 def fp8_layer_names(config: ModelConfig, blocks: range | None = None) -> Iterator[str]:
     """Names of all linear layers of `blocks`, by default the whole model's, that an FP8 pattern can select."""
-    up = "mlp.gate_up" if config.activation == "swiglu" else "mlp.up"
+    up = f"mlp.{ACTIVATIONS[config.activation].up_layer}"
     for index in range(config.num_layers) if blocks is None else blocks:
         for layer in ("attention.qkv", "attention.proj", up, "mlp.down"):
             yield f"layers.{index}.{layer}"
@@ -282,7 +283,7 @@ def fp8_layer_names(config: ModelConfig, blocks: range | None = None) -> Iterato
 def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) -> dict[str, tuple[int, int]]:
     """Inputs k and outputs n of a rank's slice of each layer in `fp8_layer_names`; t tensor-parallel size."""
     h, d = config.hidden_size, config.channels
-    up = config.ffn_size * (2 if config.activation == "swiglu" else 1)
+    up = ACTIVATIONS[config.activation].up_width(config.ffn_size)
     slices = {
         "qkv": (h, (config.num_attention_heads + 2 * config.query_groups) * d // t),
         "proj": (config.num_attention_heads * d // t, h),

@@ -1,7 +1,6 @@
-"""The block's MLP: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU, its width cut over the tensor-parallel group.
+"""The MLP of a block, its width sharded over the tensor-parallel group.
 
-For SwiGLU, gate and up are one column-parallel product whose weight rows are [gate | up] of this rank. SwiGLU and
-GELU's tanh form are computed as they are cast (`megafp8.ops.activation`), GELU with the up projection's bias.
+A gated activation has one column-parallel linear layer for gate and up, whose weight rows are [gate | up] of this rank.
 
 Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
 """
@@ -9,24 +8,34 @@ Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
+from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed.sharding import Init
 from megafp8.fp8.sources import Plain
 from megafp8.models.context import BuildContext
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
-from megafp8.ops.activation import gelu, swiglu
+from megafp8.ops.activation import activation
 from megafp8.ops.fusion import LinearInput, Recompute, RecomputedInput
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
-def _exact_gelu(x: Tensor) -> Plain:
-    return Plain(F.gelu(x).flatten(0, -2))
+def _exact_gelu(x: Tensor, gated: bool) -> Tensor:
+    """GELU of x, or of the gate of [gate | up] times up, by PyTorch's ops in x's dtype."""
+    if not gated:
+        return F.gelu(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate) * up
+
+
+def _exact_gelu_source(x: Tensor, gated: bool) -> Plain:
+    return Plain(_exact_gelu(x, gated).flatten(0, -2))
 
 
 class MLP(nn.Module):
@@ -39,23 +48,18 @@ class MLP(nn.Module):
         self, name: str, config: ModelConfig, context: BuildContext, *, input: Neighbor, memory: BlockMemory = KEEP_ALL
     ) -> None:
         super().__init__()
-        self.activation = config.activation
-        f, gated = config.ffn_size, config.activation == "swiglu"
+        self.kind = config.activation
+        f, self.activation = config.ffn_size, ACTIVATIONS[config.activation]
         common = context.linear_options() | {"bias": config.linear_bias}
-        exact = config.activation == "gelu"
-        activation = (
-            Neighbor(config.activation, "none", "exact GELU has no fused kernel")
-            if exact
-            else Neighbor(config.activation, "any")
-        )
+        neighbor = Neighbor(self.kind, "any" if self.activation.fused else "none", "exact GELU has no fused kernel")
         self.up = ColumnParallelLinear(
-            f"{name}.gate_up" if gated else f"{name}.up",
+            f"{name}.{self.activation.up_layer}",
             config.hidden_size,
-            2 * f if gated else f,
-            parts={f"{name}.gate": f, f"{name}.up": f} if gated else None,
+            self.activation.up_width(f),
+            parts={f"{name}.gate": f, f"{name}.up": f} if self.activation.gated else None,
             init=Init("normal", config.init_std),
-            skip_bias_add=config.activation == "gelu_tanh",
-            site=context.site(before=input, after=activation, recompute_input=memory.norms),
+            skip_bias_add=self.activation.fuses_bias,
+            site=context.site(before=input, after=neighbor, recompute_input=memory.norms),
             **common,
         )
         self.down = RowParallelLinear(
@@ -63,22 +67,24 @@ class MLP(nn.Module):
             f,
             config.hidden_size,
             init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
-            site=context.site(before=activation, recompute_input=memory.activation, smoothable=f if gated else None),
+            site=context.site(
+                before=neighbor,
+                recompute_input=memory.activation,
+                smoothable=f if self.activation.smoothable else None,
+            ),
             **common,
         )
 
     def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
         form = self.down.state.input_format
-        if self.activation == "gelu":
-            y_sbf = self.up(x_sbh)
-            activated = F.gelu(y_sbf)
+        if not self.activation.fused:
+            y_sbf, gated = self.up(x_sbh), self.activation.gated
+            activated = _exact_gelu(y_sbf, gated)
             if form is None or not torch.is_grad_enabled():
                 return self.down(activated)
-            return self.down(
-                LinearInput(activated, None, RecomputedInput((y_sbf,), Recompute(_exact_gelu, None, None)))
-            )
+            how = Recompute(partial(_exact_gelu_source, gated=gated), None, None)
+            return self.down(LinearInput(activated, None, RecomputedInput((y_sbf,), how)))
         handoff = self.up.state.grad_handoff()
-        if self.activation == "swiglu":
-            return self.down(swiglu(self.up(x_sbh, handoff), form, handoff))
-        y_sbf, bias = self.up(x_sbh, handoff)
-        return self.down(gelu(y_sbf, bias, form, handoff))
+        y = self.up(x_sbh, handoff)
+        y_sbf, bias = y if self.activation.fuses_bias else (y, None)
+        return self.down(activation(self.kind, y_sbf, bias, form, handoff))

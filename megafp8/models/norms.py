@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm (Zhang & Sennrich 2019, arXiv:1910.07467; Ba et al. 2016, arXiv:1607.06450).
 
-Their weights are whole on every rank, and what they see may not be: a slice of the sequence under sequence
-parallelism, a slice of the heads for q- and k-norms. Then each rank computes only its share of the weight's gradient,
-which is summed over the tensor group once a step: the parameters say so in their spec (`reduce_over_tp`).
+Their weights are replicated over the tensor-parallel group, but their input may be sharded: by sequence under sequence
+parallelism, by heads for q- and k-norms. Then each rank computes a partial gradient of the weights, and the group sums
+these once a step: the parameters say so in their spec (`reduce_over_tp`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megafp8.ops.norm import norm
 
 
 class Norm(nn.Module):
-    """Normalise the last dim of x (any leading dims), in x's dtype with statistics in fp32 or better."""
+    """Normalizes the last dim of x (any leading dims), in x's dtype with statistics in fp32 or wider."""
 
     def __init__(
         self,
@@ -35,23 +35,17 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         self.kind, self.eps, self.size = kind, eps, size
-        self.weight = self._parameter(f"{name}.weight", Init("ones"), context, sees_a_slice)
-        self.bias = (
-            self._parameter(f"{name}.bias", Init("zeros"), context, sees_a_slice) if kind == "layernorm" else None
-        )
 
-    def _parameter(self, name: str, init: Init, context: BuildContext, sees_a_slice: bool) -> nn.Parameter:
-        spec = ParamSpec(
-            unsharded(name, (self.size,)),
-            init,
-            replicated_over_tp=True,
-            reduce_over_tp=sees_a_slice,
-            weight_decay=False,
-        )
-        return set_spec(nn.Parameter(torch.empty(self.size, dtype=context.dtype, device=context.device)), spec)
+        def parameter(name: str, init: Init) -> nn.Parameter:
+            spec = ParamSpec(
+                unsharded(name, (size,)), init, replicated_over_tp=True, reduce_over_tp=sees_a_slice, weight_decay=False
+            )
+            return set_spec(nn.Parameter(torch.empty(size, dtype=context.dtype, device=context.device)), spec)
+
+        self.weight = parameter(f"{name}.weight", Init("ones"))
+        self.bias = parameter(f"{name}.bias", Init("zeros")) if kind == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm's values."""
         if self.kind == "rmsnorm":
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)

@@ -1,27 +1,23 @@
-"""Tensors that backward needs wait in the host's memory, and come back in time.
+"""Activations offloaded to pinned host memory.
 
-Autograd lets one replace what it saves (`saved_tensors_hooks`). Within `Forward.block` every saved tensor large enough
-is copied to the host, and backward gets a copy of that copy. Views of one storage, such as q, k and v, travel together
-once.
+Autograd can replace what it saves (`saved_tensors_hooks`). Within `Forward.block` each large saved tensor is copied to
+the host, and backward gets a copy of the copy. Views of one storage, such as q, k and v, are copied once.
 
-*Overlap.* Copies run on a stream of their own. A block's begin when its forward has been queued, and run beside the
-next block. Backward meets the blocks in reverse: at the first tensor of a block that it asks for, the block before is
-sent for, so that it arrives while this one computes. Where copying takes longer than computing, computing waits.
+*Overlap.* Copies run on their own stream. A block's start when its forward has been queued, and overlap with the next
+block. Backward runs through the blocks in reverse: when it asks for the first tensor of a block, the copies of the
+previous block start, to overlap with this one. Where copying takes longer than computing, the compute stream waits.
 
-*Memory.* On the device there are at most two blocks' tensors at a time: forward gives up a block's when the next
-block's forward has been queued, by letting the compute stream wait for the copies and dropping the references. So
-memory is reused in the order of the compute stream, as all other memory, and nothing has to be recorded for the
-allocator. A forward's last block stays until the next forward's first; if backward comes before that, it finds the
-tensors in place and nothing is copied back. Pinned buffers are kept for the next micro-batch, since making them blocks
-the host: as many bytes as the schedule ever has in flight.
+*Memory.* The device holds at most two blocks' tensors at a time: when the next block's forward has been queued, the
+compute stream waits for a block's copies and the references are dropped. So memory is reused in the order of the
+compute stream, and nothing need be recorded for the allocator. The last block of a forward stays until the next
+forward's first; if backward comes before that, nothing is copied back. Pinned buffers are reused by the next
+micro-batch, since allocating them blocks the host: as many bytes as the schedule ever has in flight.
 
-*What it gives up.* In a pipeline, backward begins with a micro-batch whose last block was given up long ago, and waits
-for that one's copies; so the last block of a stage is better left on the device.
+*Cost.* In a pipeline, backward starts with a micro-batch whose last block was offloaded long ago, and waits for its
+copies: better leave the last block of a stage on the device. The host never waits, only streams do.
 
-*Waiting.* Streams wait for streams; the host waits for nothing.
-
-What stays where it is: parameters, what the caller names, and tensors below `smallest` bytes, whose copies cost more
-launches than they save. On a CPU the same happens with plain copies.
+Not offloaded: parameters, tensors that the caller names, and those below `smallest` bytes, whose copies cost more
+launches than they save. On a CPU the copies are ordinary ones.
 """
 
 from __future__ import annotations
@@ -39,9 +35,9 @@ SMALLEST = 2**18
 
 
 class _Host:
-    """Buffers of the host, by size, and the stream of copies to and from them.
+    """Host buffers, by size, and the stream of copies to and from them.
 
-    One stream: so a buffer that is given back may be taken at once, for whatever reads or writes it was queued before.
+    There is one stream, so a returned buffer can be reused at once: earlier copies precede later ones.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,16 +52,13 @@ class _Host:
     def give_back(self, buffer: Tensor) -> None:
         self._free[buffer.numel()].append(buffer)
 
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Within, copies begin after what the current stream has been given so far."""
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+        """Start copies (to, from), after what is queued on the current stream; the event of their completion."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            yield
-
-    def done(self) -> torch.cuda.Event | None:
-        """What says that all copies so far are done."""
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
@@ -75,7 +68,7 @@ class _Host:
 
 
 class _Storage:
-    """The bytes of a storage: on the device, on the host, or both. Lives as long as an autograd node refers to it."""
+    """Bytes of a storage: on the device, on the host, or both. An autograd node that refers to it keeps it alive."""
 
     def __init__(self, on_device: Tensor, block: _Block) -> None:
         self.on_device: Tensor | None = on_device
@@ -98,53 +91,50 @@ class _Saved(NamedTuple):
 
 
 class _Block:
-    """What a block's forward has saved, after that of the block `before`."""
+    """Storages that a block's forward has saved. `previous`: the block before it in the same forward."""
 
-    def __init__(self, host: _Host, before: _Block | None) -> None:
-        self.host, self.before = host, before
+    def __init__(self, host: _Host, previous: _Block | None) -> None:
+        self.host, self.previous = host, previous
         self.storages: WeakSet[_Storage] = WeakSet()
         self._copied: torch.cuda.Event | None = None  # to the host, and later back
-        self._is_back = False
+        self._in_backward = False
 
-    def send(self) -> None:
+    def offload(self) -> None:
         """Start copying to the host."""
-        with self.host.copying():
-            for storage in self.storages:
-                assert storage.on_device is not None
-                storage.on_host = self.host.take(storage.on_device.numel())
-                storage.on_host.copy_(storage.on_device, non_blocking=True)
-        self._copied = self.host.done()
+        pairs = []
+        for storage in self.storages:
+            assert storage.on_device is not None
+            storage.on_host = self.host.take(storage.on_device.numel())
+            pairs.append((storage.on_host, storage.on_device))
+        self._copied = self.host.copy(pairs)
 
     def release(self) -> None:
         """Free the device's memory, unless backward uses it already."""
-        if not self._is_back:
+        if not self._in_backward:
             self.host.wait(self._copied)
             for storage in self.storages:
                 storage.on_device = None
 
-    def fetch(self) -> None:
-        """Start copying what is not on the device back to it."""
-        gone = [storage for storage in self.storages if storage.on_device is None]
-        for storage in gone:
-            assert storage.on_host is not None
-            storage.on_device = torch.empty_like(storage.on_host, device=self.host.device)
-        with self.host.copying():
-            for storage in gone:
-                assert storage.on_device is not None
+    def prefetch(self) -> None:
+        """Start copying back what is not on the device."""
+        pairs = []
+        for storage in self.storages:
+            if storage.on_device is None:
                 assert storage.on_host is not None
-                storage.on_device.copy_(storage.on_host, non_blocking=True)
-        if gone:
-            self._copied = self.host.done()
+                storage.on_device = torch.empty_like(storage.on_host, device=self.host.device)
+                pairs.append((storage.on_device, storage.on_host))
+        if pairs:
+            self._copied = self.host.copy(pairs)
 
-    def arrive(self) -> None:
-        """Have everything on the device, and send for the block before."""
-        if self._is_back:
+    def begin_backward(self) -> None:
+        """Have everything on the device, and start copying back the previous block."""
+        if self._in_backward:
             return
-        self._is_back = True
-        self.fetch()  # what has been sent for is there
+        self._in_backward = True
+        self.prefetch()  # usually done already
         self.host.wait(self._copied)
-        if self.before is not None:
-            self.before.fetch()
+        if self.previous is not None:
+            self.previous.prefetch()
 
 
 class Forward:
@@ -157,7 +147,7 @@ class Forward:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Within, a block's forward; what it saves goes to the host."""
+        """Context of a block's forward, whose saved tensors are offloaded."""
         owner = self._owner
         block = self._last = _Block(owner.host, self._last)
         found: dict[int, _Storage] = {}
@@ -176,35 +166,35 @@ class Forward:
 
         with saved_tensors_hooks(pack, _unpack):
             yield
-        block.send()
+        block.offload()
         owner.replace_newest(block)
 
 
 def _unpack(saved: Tensor | _Saved) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    saved.storage.block.arrive()
+    saved.storage.block.begin_backward()
     assert saved.storage.on_device is not None
     flat = saved.storage.on_device.view(saved.dtype)
     return flat.as_strided(saved.size, saved.stride, saved.offset)
 
 
 class ActivationOffload:
-    """Offloads a stage's blocks on `device`: `forward` for each micro-batch, and in it `Forward.block` for each block.
+    """Offloads a stage's blocks on `device`: `forward` for each micro-batch, in it `Forward.block` for each block.
 
-    `smallest`: bytes from which on a saved tensor is worth it.
+    `smallest`: bytes of the smallest saved tensor that is offloaded.
     """
 
     def __init__(self, device: torch.device, smallest: int = SMALLEST) -> None:
         self.host, self.smallest = _Host(device), smallest
-        self._newest: _Block | None = None  # whose tensors are on the device still
+        self._newest: _Block | None = None  # its tensors are still on the device
 
     def forward(self, keep: Iterable[Tensor]) -> Forward:
-        """Begin a forward pass. The tensors `keep` stay on the device: others hold them there anyway."""
+        """Begin a forward pass. The tensors `keep` stay on the device, since others hold them there anyway."""
         return Forward(self, keep)
 
     def replace_newest(self, block: _Block) -> None:
-        """Free the device's memory of the block before, whose copies had a whole block's forward to run beside."""
+        """Free the device's memory of the previous block, whose copies overlapped with this block's forward."""
         if self._newest is not None:
             self._newest.release()
         self._newest = block

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama-3's frequency scaling.
 
-A head's first half and second half form the pairs that are turned (the "rotate half" layout of Hugging Face), so
-Hugging Face weights need no permutation. Angles are computed in float64 and their cosines kept in fp32: at position
-100,000 an fp32 angle is off by up to 0.004 radians, a bf16 one by whole turns, and the table is small.
+A head's first and second half are the pairs that are rotated (Hugging Face's "rotate half" layout), so Hugging Face
+weights need no permutation. Angles are computed in float64 and their cosines stored in fp32: at position 100,000 an
+fp32 angle is off by up to 0.004 radians, a bf16 one by whole rotations, and the table is small.
 
 Shapes: s sequence, b micro-batch, a heads, d head width.
 """
@@ -21,23 +21,23 @@ from megafp8.fp8.sources import rotate
 def inverse_frequencies(d: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
     """Radians per position of each pair, `[d/2]` float64.
 
-    With `scaling`, wavelengths above the original context are stretched by `factor`, short ones kept, the band between
-    interpolated (Llama 3.1's reference code).
+    With `scaling`, wavelengths above the original context are stretched by `factor`, short ones unchanged, and those
+    between interpolated (Llama 3.1's reference code).
     """
     frequencies = theta ** -(torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
     if scaling is None:
         return frequencies
     wavelengths = 2 * math.pi / frequencies
     ratio = scaling.original_max_position_embeddings / wavelengths
-    kept = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)  # 1: high frequency, left alone; 0: low frequency, stretched
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    unscaled = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    unscaled = unscaled.clamp(0, 1)  # 1: high frequency; 0: low frequency, stretched
+    return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
 def rotary_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of every angle for `positions` `[s]` or `[b, s]`: each `[s, 1 or b, 1, d/2]`.
 
-    They are fp32 for a model of `dtype` fp32 or less, float64 for a float64 one.
+    In fp32, or float64 if `dtype` is.
     """
     positions_sb = positions.unsqueeze(-1) if positions.dim() == 1 else positions.transpose(0, 1)
     angles = positions_sb[:, :, None, None].double() * frequencies
@@ -46,5 +46,5 @@ def rotary_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> 
 
 
 def apply_rotary(x_sbad: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs of `x_sbad` by their positions' angles; computed in fp32 (or x's dtype if wider)."""
+    """Rotate the pairs of `x_sbad` by their positions' angles; computed in fp32 (or x's dtype if wider)."""
     return rotate(x_sbad, *table).to(x_sbad.dtype)

@@ -1,7 +1,8 @@
-"""SwiGLU and GELU, fused with the cast of their output and, in backward, of their input's gradient.
+"""Activations, fused with the cast of their output and, in backward, of their input's gradient.
 
-Kept for backward: the input. A bias in front of GELU is added within. Its gradient needs values that the FP8 data
-replaces, so a kernel computes them once more and sums them: reading twice still moves fewer bytes than writing them.
+Saved for backward: the input. A bias before an ungated activation is added by the kernel. The bias's gradient needs
+values that the FP8 data replaces, so a second pass computes and sums them: reading the inputs twice moves fewer bytes
+than writing the values.
 
 Shapes: r rows (tokens; all leading dims), f width of the activation.
 """
@@ -17,59 +18,41 @@ from torch.autograd.function import once_differentiable
 
 from megafp8.fp8.linear_state import InputFormat, QuantizedGradHandoff
 from megafp8.fp8.quantizers import casts
-from megafp8.fp8.sources import GELU, GELUGrad, SwiGLU, SwiGLUGrad
+from megafp8.fp8.sources import ACTIVATION_SOURCES
 from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix, fused_gradient
 
 
-class _SwiGLU(Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, handoff: QuantizedGradHandoff | None, fused: FusedOutput) -> Tensor:
-        x_rc, smoothing = as_matrix(gate_up), None if fused.format is None else fused.format.smoothing
-        if smoothing is not None:
-            smoothing.note(SwiGLU(x_rc))
-        scale_f = None if smoothing is None else smoothing.scale_f
-        ctx.save_for_backward(gate_up, scale_f)
-        ctx.handoff = handoff
-        return fused.compute(SwiGLU(x_rc, scale_f), gate_up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, scale_f = ctx.saved_tensors
-        source = SwiGLUGrad(as_matrix(gate_up), as_matrix(dy), scale_f)
-        return fused_gradient(source, gate_up, ctx.handoff), None, None
-
-
-def swiglu(gate_up: Tensor, form: InputFormat | None, handoff: QuantizedGradHandoff | None) -> Tensor | LinearInput:
-    """`silu(gate) · up` of `[..., 2f]`: values `[..., f]`, or what the layer after it takes, as `form` says.
-
-    `handoff`: where the layer that made `gate_up`, its only other user, takes the gradient.
-    """
-    fused = FusedOutput(form, torch.is_grad_enabled())
-    return fused.result(_SwiGLU.apply(gate_up, handoff, fused))
-
-
-class _GELU(Function):
+class _Activation(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, handoff: QuantizedGradHandoff | None, fused: FusedOutput
+        ctx: Any, x: Tensor, bias: Tensor | None, kind: str, handoff: QuantizedGradHandoff | None, fused: FusedOutput
     ) -> Tensor:
-        ctx.save_for_backward(x, bias)
+        source, ctx.gradient_source = ACTIVATION_SOURCES[kind]
+        x_rc, vector_f, smoothing = as_matrix(x), bias, None if fused.format is None else fused.format.smoothing
+        if smoothing is not None:
+            assert bias is None
+            smoothing.note(source(x_rc))
+            vector_f = smoothing.scale_f
+        ctx.save_for_backward(x, vector_f)
         ctx.handoff = handoff
-        return fused.compute(GELU(as_matrix(x), bias), x)
+        return fused.compute(source(x_rc, vector_f), x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias = ctx.saved_tensors
-        source = GELUGrad(as_matrix(x), bias, dy_rc=as_matrix(dy))
-        dbias = casts(source).column_sums(source).to(bias.dtype) if ctx.needs_input_grad[1] else None
-        return fused_gradient(source, x, ctx.handoff), dbias, None, None
+        x, vector_f = ctx.saved_tensors
+        source = ctx.gradient_source(as_matrix(x), as_matrix(dy), vector_f)
+        dbias = casts(source).column_sums(source).to(vector_f.dtype) if ctx.needs_input_grad[1] else None
+        return fused_gradient(source, x, ctx.handoff), dbias, None, None, None
 
 
-def gelu(
-    x: Tensor, bias: Tensor | None, form: InputFormat | None, handoff: QuantizedGradHandoff | None
+def activation(
+    kind: str, x: Tensor, bias: Tensor | None, form: InputFormat | None, handoff: QuantizedGradHandoff | None
 ) -> Tensor | LinearInput:
-    """GELU's tanh form of x + bias, x `[..., f]`, bias `[f]`. `form`, `handoff`: as for `swiglu`."""
+    """Fused activation `kind` of `megafp8.fp8.sources`: values `[..., f]`, or what the layer after it takes (`form`).
+
+    x is [gate | up] `[..., 2f]` if the activation is gated, else `[..., f]`; only then may it have a bias, `[f]`.
+    `handoff`: where the layer that computed x, which has no other user, takes the gradient.
+    """
     fused = FusedOutput(form, torch.is_grad_enabled())
-    return fused.result(_GELU.apply(x, bias, handoff, fused))
+    return fused.result(_Activation.apply(x, bias, kind, handoff, fused))

@@ -1,1 +1,1 @@
-"""What a config will need, before it runs: pure functions of the config and the layout."""
+"""Memory and stages of a run, from its config alone: pure functions of the config and the layout."""

@@ -1,6 +1,6 @@
-"""Whether the memory that a config needs by formula can be there at all: asked before anything is allocated.
+"""Whether the memory that a config needs by formula can exist, before anything is allocated.
 
-The formula is that of CUDA. It counts neither CUDA's context nor fragments, so what is refused does not fit; what
+The formula is that of CUDA and counts neither CUDA's context nor fragmentation: what is refused does not fit; what
 passes may still run out of memory.
 """
 
@@ -28,9 +28,9 @@ _USUAL = {
     "training.micro_batch_size": 2**8,
     "fp8.amax_history_len": 2**14,
 }
-"""The most that models and runs have today: of a config that does not fit, a key beyond is likely to be the mistake."""
+"""The largest values in use today. If a config does not fit, a key with a larger one is likely to be the mistake."""
 _SAVING = {"parallel.zero": (0, 1), "parallel.recompute": ("none", "full"), "optimizer.moments_dtype": ("fp32", "bf16")}
-"""Keys that save memory and change neither model nor layout: their default, and the value that does."""
+"""Keys that save memory and change neither model nor layout: their default, and the value that saves."""
 
 
 def check_memory(
@@ -38,11 +38,12 @@ def check_memory(
 ) -> None:
     """Raise ConfigError if a pipeline rank needs more than `limit` bytes, which is what `who_has`, e.g. "this GPU has".
 
-    `plan`: the memory of each pipeline rank under a config. The error has the largest terms, the key that is out of
+    `plan`: the memory of each pipeline rank under a config. The error names the largest terms, the key that is out of
     proportion, and what would fit by the same formula.
     """
 
-    def total(changed: Config) -> float:
+    def total(key: str, value: Any) -> float:
+        changed = _with(config, key, value)
         x = sizes(changed)
         possible = min(x.h, x.a, x.g, x.d, x.f) > 0
         return max(memory.total for memory in plan(changed)) if possible else math.inf
@@ -54,25 +55,25 @@ def check_memory(
     largest = [name for name in sorted(terms, key=lambda name: -terms[name])[:3] if 100 * terms[name] > most.total]
     shown = ", ".join(f"{name.replace('_', ' ')} {_gib(terms[name])}" for name in largest)
     unusual = [key for key, usual in _USUAL.items() if (_get(config, key) or 0) > usual]
-    key = min(unusual, key=lambda key: total(_with(config, key, _USUAL[key])), default=_first_key(config, largest[0]))
+    key = min(unusual, key=lambda key: total(key, _USUAL[key]), default=_scaling_key(config, largest[0]))
     works = [
         f"{saving}={value}"
         for saving, (default, value) in _SAVING.items()
-        if _get(config, saving) == default and not config.parallel.fsdp and total(_with(config, saving, value)) <= limit
+        if _get(config, saving) == default and not config.parallel.fsdp and total(saving, value) <= limit
     ][:1]
     value = smaller = _get(config, key)
     least = 1 if key in _USUAL else value
-    while smaller > least and total(_with(config, key, smaller)) > limit:
+    while smaller > least and total(key, smaller) > limit:
         smaller = max(smaller // 2, least)
-    if total(_with(config, key, smaller)) <= limit:
+    if total(key, smaller) <= limit:
         works.append(f"{key}={smaller}")
     works.append("more ranks by parallel.tensor or parallel.pipeline")
     rule = f"by formula a rank needs {_gib(most.total)} ({shown}), and {who_has} {_gib(limit)}"
     raise ConfigError(source, [Problem(key, value, rule, f"try {', or '.join(works)}")])
 
 
-def _first_key(config: Config, term: str) -> str:
-    """Where no key is out of proportion: the one that the largest term grows with."""
+def _scaling_key(config: Config, term: str) -> str:
+    """The key that `term` is proportional to."""
     if term in ("activations", "loss", "backward", "communication"):
         return "training.micro_batch_size" if config.training.micro_batch_size > 1 else "training.seq_length"
     return "model.num_layers"

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage of a config has, wherever its stages lie."""
+"""Layers of each pipeline stage, as `parallel.layers_per_stage` says."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from megafp8.pipeline_parallel.split import balanced, even, stage_layers
 
 
 def layers_of_stages(config: Config, placement: Placement) -> list[range]:
-    """What `parallel.layers_per_stage` says."""
     layers, counts = config.model.num_layers, config.parallel.layers_per_stage
     if counts is None:
         counts = even(layers, placement.num_stages)
     elif counts == "balanced":
         work = output_layer_in_blocks(config.model, config.training.seq_length, fp8=config.fp8.recipe != "none")
         counts = balanced(layers, [rank for rank, _ in placement.homes], work)
-    assert (len(counts), sum(counts)) == (placement.num_stages, layers), "a config that nobody checked"
+    assert (len(counts), sum(counts)) == (placement.num_stages, layers), "the config was not checked"
     return stage_layers(counts)

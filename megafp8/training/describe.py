@@ -23,7 +23,7 @@ from megafp8.models.recompute import block_memory
 from megafp8.parallel_state import rank_groups
 from megafp8.plan import plans_table
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
-from megafp8.planner.memory import coded_parameters, memory_table, state_memory
+from megafp8.planner.memory import fp8_parameters, memory_table, state_memory
 from megafp8.training.device_memory import memory_under
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.inputs import describe_planned_data, with_vocabulary
@@ -117,7 +117,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         )
         params = list(stages[stage].parameters())
         shared = [i for i, x in enumerate(params) if x is stages[stage].shared_weight and p.pipeline > 1]
-        coded = coded_parameters(config, fp8, span)
+        coded = fp8_parameters(config, fp8, span)
         memory = state_memory(config, [x.numel() for x in params], data * p.context, shared, coded)
         in_all = (memory.weights, memory.gradients, memory.masters + memory.moments)
         weights, gradients, optimizer = (x / 2**30 for x in in_all)

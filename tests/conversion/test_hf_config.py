@@ -29,7 +29,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a key of llama3": (L | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no key low_freq_factor"),
     "rope by layer": (L | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one rotary embedding"),
     "half a head turned": (L | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5: .*supported: 1.0"),
-    "gelu in Llama": (L | {"hidden_act": "gelu"}, "hidden_act = 'gelu': .*supported: silu, swish"),
+    "relu in Llama": (L | {"hidden_act": "relu"}, "hidden_act = 'relu': .*supported: silu, swish, gelu_pytorch_tanh"),
     "relu in GPT-2": (G | {"activation_function": "relu"}, "activation_function = 'relu': .*supported: gelu_new"),
     "unscaled attention": (G | {"scale_attn_weights": False}, "scale_attn_weights = False: .*supported: True"),
     "scaled by layer": (G | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),

@@ -71,7 +71,7 @@ def our_model(rng: Rng) -> ModelConfig:
             "rope_scaling": _pick(rng, None, scaling),
             "max_position_embeddings": rng.choice([None, 16, 64]),
             "sliding_window": _pick(rng, None, 1, 3, 5, 100, rare=0.4),
-            "activation": _pick(rng, "swiglu", "gelu", rare=0.05),
+            "activation": _pick(rng, "swiglu", "geglu", "geglu_tanh", "gelu", rare=0.05),
             "normalization": _pick(rng, "rmsnorm", "layernorm", rare=0.05),
             "linear_bias": style == "llama" and rng.random() < 0.3,
             "qkv_bias": style == "qwen2" or rng.random() < 0.05,

@@ -217,6 +217,7 @@ def test_models_from_before_megatron_core(tmp_path: Path) -> None:
     [
         ({"parallel_block": True}, (), "Megatron-LM has no model with parallel_block = True"),
         ({"activation": "gelu_tanh"}, (), "no model with activation = 'gelu_tanh'"),
+        ({"activation": "geglu_tanh"}, (), "no model with activation = 'geglu_tanh'"),
         ({"rope_scaling": {"low_freq_factor": 2.0}}, (), "no model with rope_scaling"),
         ({"normalization": "layernorm", "qk_norm": True}, (), "qk_layernorm with normalization = 'LayerNorm'"),
         ({}, (3,), "TP 3 does not divide the model's num_attention_heads = 4"),

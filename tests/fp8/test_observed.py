@@ -20,7 +20,7 @@ from megafp8.fp8.linear_state import InputFormat, QuantizedGradHandoff
 from megafp8.fp8.quantizers import CurrentQuantizer
 from megafp8.fp8.recipes.base import NVFP4Scaling
 from megafp8.fp8.tensor import QuantizedTensor
-from megafp8.ops.activation import swiglu
+from megafp8.ops.activation import activation
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.norm import norm
 from tests.fp8.linear_layer import LinearLayer
@@ -76,7 +76,7 @@ def test_a_norm_and_an_activation_show_what_they_cast(dtype: torch.dtype) -> Non
 
     recorder.begin_step(2)
     slot = QuantizedGradHandoff(quantizers.grad_output)
-    y = swiglu(gate_up, InputFormat(quantizers.input), slot)
+    y = activation("swiglu", gate_up, None, InputFormat(quantizers.input), slot)
     assert isinstance(y, LinearInput)
     dy = normal(32, 24, seed=3, dtype=dtype)
     y.tensor.backward(dy)

@@ -19,7 +19,7 @@ from megafp8.fp8 import (
     StaticScaling,
 )
 from megafp8.fp8.smoothing import MOST, smooth
-from megafp8.ops.activation import swiglu
+from megafp8.ops.activation import activation
 from megafp8.plan import Neighbor
 from tests.fp8.linear_layer import LinearLayer
 
@@ -57,7 +57,7 @@ def tensors(
 
 
 def forward(op: LinearLayer, gate_up: Tensor, weight: nn.Parameter) -> Tensor:
-    return op(swiglu(gate_up, op.state.input_format, None), weight)
+    return op(activation("swiglu", gate_up, None, op.state.input_format, None), weight)
 
 
 def run(op: LinearLayer, gate_up: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Factors without a division and reciprocals without a branch, against their definitions, bit for bit."""
+"""Scales without a division and reciprocals without a branch, against their definitions, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ WIDTH = 1024
 @triton.jit
 def scale_kernel(amax, scale, inverse, eps, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, WIDTH: tl.constexpr):
     i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    s = arithmetic.scale_of(tl.load(amax + i), MAX, eps, POWER_OF_TWO)
+    s = arithmetic.scale_from_amax(tl.load(amax + i), MAX, eps, POWER_OF_TWO)
     tl.store(scale + i, s)
-    tl.store(inverse + i, arithmetic.inverse_of(s, POWER_OF_TWO))
+    tl.store(inverse + i, arithmetic.inverse(s, POWER_OF_TWO))
 
 
 @triton.jit

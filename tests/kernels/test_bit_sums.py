@@ -13,7 +13,7 @@ from tests.kernels import DEVICE
 
 kernels = pytest.importorskip("megafp8.kernels.bit_sums")
 
-WORDS = 2048 * 256 + 100  # more than one stretch for the first programs
+WORDS = 2048 * 256 + 100  # more than one block for the first programs
 
 
 def by_hand(x: Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""The two cross-entropy kernels on one slice of a vocabulary, against float64 and, backward, torch's fp32.
+"""The two cross-entropy kernels on one shard of a vocabulary, against float64 and, backward, torch's fp32.
 
 Sums are held to a worst case in units of fp32's rounding, u = 2^-24, relative to the sum:
     an exponential of d             4u (the GPU's exp2) and 2u·|d| (the product with log2 e, that constant); weighted
@@ -20,7 +20,7 @@ from tests.kernels import DEVICE
 
 U = 2.0**-24
 DTYPES = [torch.bfloat16, torch.float32]
-FIRST = 1000  # column of the vocabulary at which the slice begins
+FIRST = 1000  # column of the vocabulary at which the shard begins
 
 
 def error_of_sum(v: int) -> float:
@@ -28,7 +28,7 @@ def error_of_sum(v: int) -> float:
     return U * (6 * math.ceil(v / kernels.BLOCK) + 4 * math.log(max(v, 1)) + math.log2(kernels.BLOCK) + 16)
 
 
-def slice_of_logits(n: int, v: int, dtype: torch.dtype, spread: float = 2.0) -> Tensor:
+def logits_shard(n: int, v: int, dtype: torch.dtype, spread: float = 2.0) -> Tensor:
     return (torch.randn(n, v, generator=torch.Generator().manual_seed(v)) * spread).to(dtype).to(DEVICE)
 
 
@@ -45,7 +45,7 @@ def check_sums(x_nv: Tensor, valid: int) -> None:
 @pytest.mark.parametrize("spread", [0.0, 2.0, 300.0])
 @pytest.mark.parametrize(("v", "valid"), [(1, 1), (33, 33), (64, 7), (9000, 9000), (8192, 4099)])
 def test_maximum_and_sum(v: int, valid: int, spread: float, dtype: torch.dtype) -> None:
-    check_sums(slice_of_logits(4, v, dtype, spread), valid)
+    check_sums(logits_shard(4, v, dtype, spread), valid)
 
 
 def test_rising_logits_scale_the_sum_at_every_step() -> None:
@@ -55,16 +55,16 @@ def test_rising_logits_scale_the_sum_at_every_step() -> None:
 
 
 def test_labels_of_other_ranks_and_padding() -> None:
-    x_nv = slice_of_logits(6, 64, torch.bfloat16)
+    x_nv = logits_shard(6, 64, torch.bfloat16)
     labels_n = torch.tensor([FIRST, FIRST + 49, FIRST + 50, FIRST - 1, 0, 10**12], device=DEVICE)
     _, _, label_logit_n = kernels.statistics(x_nv, labels_n, first=FIRST, valid=50)
     assert label_logit_n.tolist() == [x_nv[0, 0].item(), x_nv[1, 49].item(), 0, 0, 0, 0]
 
 
-def test_a_slice_of_padding_alone() -> None:
+def test_a_shard_of_padding_alone() -> None:
     labels_n = torch.full((2,), FIRST, device=DEVICE)
     maximum_n, total_n, label_logit_n = kernels.statistics(
-        slice_of_logits(2, 64, torch.float32), labels_n, first=FIRST, valid=0
+        logits_shard(2, 64, torch.float32), labels_n, first=FIRST, valid=0
     )
     assert total_n.tolist() == label_logit_n.tolist() == [0, 0]
     assert maximum_n.isfinite().all()
@@ -72,8 +72,8 @@ def test_a_slice_of_padding_alone() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of inf - inf
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_logit_that_is_not_finite_is_not_lost(bad: float) -> None:
-    x_nv = slice_of_logits(4, 2 * kernels.BLOCK, torch.float32)
+def test_a_logit_that_is_not_finite_stays(bad: float) -> None:
+    x_nv = logits_shard(4, 2 * kernels.BLOCK, torch.float32)
     for i, column in enumerate([0, 77, kernels.BLOCK + 5]):
         x_nv[i, column] = bad
     labels_n = torch.full((4,), FIRST, device=DEVICE)
@@ -90,7 +90,7 @@ def ordered(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("v", "valid"), [(1, 1), (64, 7), (5000, 4500), (8192, 8192), (64, 0)])
 def test_gradient_in_place(v: int, valid: int, dtype: torch.dtype) -> None:
-    x_nv = slice_of_logits(5, v, dtype)
+    x_nv = logits_shard(5, v, dtype)
     labels_n = torch.tensor([FIRST, FIRST + valid - 1, FIRST + valid // 2, 0, 10**12], device=DEVICE)
     if not valid:
         labels_n[:3] = 0

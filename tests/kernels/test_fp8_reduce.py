@@ -21,7 +21,7 @@ from tests.kernels import DEVICE
 
 
 def bucket(r: int, n: int) -> Tensor:
-    """One rank's bucket with zeros, what is not finite, and the ends of fp32 in it."""
+    """One rank's bucket with zeros, infinities, NaNs, and the ends of fp32 in it."""
     x_b64 = gradients(r, n)[0].reshape(-1, BLOCK)
     for i, special in enumerate([0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-38, 1e-44, 448.0, 448.00003]):
         x_b64[i % len(x_b64), 3 * i] = special
@@ -48,7 +48,7 @@ def test_data_and_exponents(r: int, n: int) -> None:
 
 
 @pytest.mark.parametrize(("r", "n"), SHAPES)
-def test_sums_of_any_bytes(r: int, n: int) -> None:
+def test_add_up_any_bytes(r: int, n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     received = torch.randint(256, (r - 1, packed_bytes(n)), dtype=torch.uint8, generator=generator).to(DEVICE)
     received[received % 128 == 127] -= 1  # NaN data occur in blocks with a NaN scale_inv only

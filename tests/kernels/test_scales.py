@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megafp8.fp8 import E4M3, E5M2, DelayedScaling
 from megafp8.fp8.recipes.delayed import DelayedState
-from megafp8.kernels import scales as kernels
+from megafp8.kernels.scales import end_step_
 from tests.kernels import DEVICE
 
 TENSORS = 13
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 
 
 def newest(step: int) -> Tensor:
-    """Amaxes of thirteen tensors, each around a magnitude of its own; every third one's is special, in turn."""
+    """Amaxes of 13 tensors, each around a magnitude of its own; every third is one of the special values."""
     generator = torch.Generator().manual_seed(step)
     amax = torch.randn(TENSORS, generator=generator).abs() * 10.0 ** torch.arange(-39, 39, 6)
     for i in range(0, TENSORS, 3):
@@ -32,61 +32,38 @@ def newest(step: int) -> Tensor:
 @pytest.mark.parametrize(
     ("length", "interval", "margin"), [(1, 1, 0), (2, 1, 1), (7, 3, 0), (16, 1, -2), (1024, 1, 0), (1500, 2, 3)]
 )
-def test_steps_equal_the_plain_state(
-    length: int, interval: int, margin: int, algorithm: str, power_of_two: bool
-) -> None:
+def test_steps_equal_the_reference(length: int, interval: int, margin: int, algorithm: str, power_of_two: bool) -> None:
     recipe = DelayedScaling(
-        amax_history_len=length,
-        interval=interval,
-        margin=margin,
+        amax_history_len=length, interval=interval, margin=margin, power_of_two_scale=power_of_two,
         amax_compute_algo=algorithm,  # type: ignore[arg-type]
-        power_of_two_scale=power_of_two,
-    )
+    )  # fmt: skip
     formats = {f"t{i}": E5M2 if i % 2 else E4M3 for i in range(TENSORS)}
-    plain = DelayedState(recipe, formats, torch.device("cpu"))
+    reference = DelayedState(recipe, formats, torch.device("cpu"))
     # As after many steps, but for the slot of the step now running; some histories are empty.
     past = torch.stack([newest(1000 + i).nan_to_num(posinf=0.0) for i in range(length)], dim=1)
     past[4] = 0
     past[:, 0] = 0
-    plain.history_tl.copy_(past)
-    history, scale = plain.history_tl.clone().to(DEVICE), plain.scale_t.clone().to(DEVICE)
-    fp8_max = plain.fp8_max_t.to(DEVICE)
+    reference.history_tl.copy_(past)
+    history, scale = reference.history_tl.clone().to(DEVICE), reference.scale_t.clone().to(DEVICE)
+    fp8_max = reference.fp8_max_t.to(DEVICE)
     for step in range(4):
-        plain.history_tl[:, 0] = newest(step)
-        history[:, 0] = plain.history_tl[:, 0].to(DEVICE)
-        plain.end_step(None)
-        kernels.end_step_(
-            history,
-            scale,
-            fp8_max,
-            margin=margin,
-            power_of_two=power_of_two,
-            algorithm=algorithm,
+        reference.history_tl[:, 0] = newest(step)
+        history[:, 0] = reference.history_tl[:, 0].to(DEVICE)
+        reference.end_step(None)
+        end_step_(
+            history, scale, fp8_max, margin=margin, power_of_two=power_of_two, algorithm=algorithm,
             update=step % interval == 0,
-        )
-        assert torch.equal(history.cpu().view(torch.int32), plain.history_tl.view(torch.int32)), step
-        assert torch.equal(scale.cpu().view(torch.int32), plain.scale_t.view(torch.int32)), step
+        )  # fmt: skip
+        assert torch.equal(history.cpu().view(torch.int32), reference.history_tl.view(torch.int32)), step
+        assert torch.equal(scale.cpu().view(torch.int32), reference.scale_t.view(torch.int32)), step
     assert len(scale.unique()) > 7
 
 
-def test_many_tensors_with_a_long_history_move_by_one() -> None:
-    """Each slot holds its own number, so one read after it was written would show."""
-    t, length = 300, 1024
-    history = torch.arange(t * length, dtype=torch.float32, device=DEVICE).view(t, length)
-    before = history.clone()
-    kernels.end_step_(
-        history,
-        torch.ones(t, device=DEVICE),
-        torch.ones(t, device=DEVICE),
-        margin=0,
-        power_of_two=False,
-        algorithm="most_recent",
-        update=False,
-    )
+@pytest.mark.parametrize("t", [300, 0])
+def test_long_histories_roll_by_one(t: int) -> None:
+    """Each slot has its own number, so one that is read after it was overwritten would show."""
+    history = torch.arange(t * 1024, dtype=torch.float32, device=DEVICE).view(t, 1024)
+    before, ones = history.clone(), torch.ones(t, device=DEVICE)
+    end_step_(history, ones, ones.clone(), margin=0, power_of_two=False, algorithm="most_recent", update=False)
     assert torch.equal(history[:, 1:], before[:, :-1])
     assert history[:, 0].count_nonzero() == 0
-
-
-def test_no_tensors() -> None:
-    none = torch.zeros(0, device=DEVICE)
-    kernels.end_step_(none.view(0, 16), none, none, margin=0, power_of_two=False, algorithm="max", update=True)

@@ -1,4 +1,4 @@
-"""Shares added by the kernel against additions one after the other."""
+"""Partial products summed by the kernel against additions one after the other."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tests.kernels import DEVICE
 def test_in_the_order_of_ranks_and_rounded_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     from megafp8.kernels import sum_shards  # once Triton knows where its kernels run
 
-    shares = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
-    expected = shares[0].float()
-    for share in shares[1:]:
-        expected = expected + share.float()
+    partial = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
+    expected = partial[0].float()
+    for x in partial[1:]:
+        expected = expected + x.float()
     # Triton's interpreter does not round to bf16 as a GPU does: there torch rounds.
     found = (
-        sum_shards.sum_partials(shares.to(DEVICE))
+        sum_shards.sum_partials(partial.to(DEVICE))
         if DEVICE == "cuda"
-        else sum_shards.sum_partials(shares.float()).to(dtype)
+        else sum_shards.sum_partials(partial.float()).to(dtype)
     )
     assert found.dtype == dtype
     assert torch.equal(found.cpu(), expected.to(dtype))
-    assert torch.equal(sum_partials(shares), expected.to(dtype))
+    assert torch.equal(sum_partials(partial), expected.to(dtype))
 
 
 def test_two_wide_ones_stay_wide() -> None:

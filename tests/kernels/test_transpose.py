@@ -1,4 +1,4 @@
-"""Codes transposed by words against torch's byte by byte."""
+"""FP8 data transposed by words against torch's transpose of bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megafp8.kernels.transpose import transpose
 from tests.kernels import DEVICE
 
 
-def codes(r: int, c: int) -> torch.Tensor:
+def data(r: int, c: int) -> torch.Tensor:
     return torch.randint(256, (r, c), dtype=torch.uint8, generator=torch.Generator().manual_seed(r * c)).to(DEVICE)
 
 
 @pytest.mark.parametrize(("r", "c"), [(4, 4), (128, 128), (132, 124), (8, 520), (516, 12), (0, 8), (8, 0)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
-def test_every_byte_arrives(r: int, c: int, dtype: torch.dtype) -> None:
-    x_rc = codes(r, c)
+def test_every_byte(r: int, c: int, dtype: torch.dtype) -> None:
+    x_rc = data(r, c)
     y_cr = transpose(x_rc.view(dtype))
     assert y_cr.dtype == dtype
     assert torch.equal(y_cr.view(torch.uint8), x_rc.t().contiguous())
@@ -25,12 +25,12 @@ def test_every_byte_arrives(r: int, c: int, dtype: torch.dtype) -> None:
 
 def test_rows_that_begin_anywhere() -> None:
     """A part of a larger matrix begins at a multiple of four, no more."""
-    part = codes(64, 36)[12:52]
+    part = data(64, 36)[12:52]
     assert torch.equal(transpose(part), part.t().contiguous())
 
 
 @pytest.mark.parametrize(("r", "c"), [(64, 96), (6, 8), (8, 6)])
-def test_a_scaled_matrix_turns_whatever_its_shape(r: int, c: int) -> None:
-    x = ScaledTensor(codes(r, c).view(torch.float8_e4m3fn), torch.tensor(2.0, device=DEVICE))
-    assert torch.equal(x.t().data.view(torch.uint8), codes(r, c).t().contiguous())
+def test_scaled_tensor_of_any_shape(r: int, c: int) -> None:
+    x = ScaledTensor(data(r, c).view(torch.float8_e4m3fn), torch.tensor(2.0, device=DEVICE))
+    assert torch.equal(x.t().data.view(torch.uint8), data(r, c).t().contiguous())
     assert x.t().scale_inv is x.scale_inv

@@ -1,7 +1,7 @@
-"""The unsharded twin: the same GPT in naive float64 torch, straight from the formulas; it shares no code with ours.
+"""The unsharded twin: the same GPT in float64 PyTorch, from the formulas, sharing no code with the package.
 
-It reads whole weights by their global names and computes the loss; autograd gives the gradients to compare with. Heads
-are looped over, masks are built pair by pair, rotary pairs are turned as complex numbers: slow, and easy to believe.
+It computes the loss from whole weights by their global names; autograd gives the expected gradients. Heads are looped
+over, masks are built pair by pair, rotary pairs are complex numbers: slow, and easy to check.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def _frequency(pair: int, config: ModelConfig) -> float:
 
 
 def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
-    """The halves of a head as complex numbers, turned by position × frequency."""
+    """The halves of a head as complex numbers, rotated by position × frequency."""
     half = x_bsd.shape[-1] // 2
     frequencies = torch.tensor([_frequency(i, config) for i in range(half)], dtype=torch.float64)
-    ring_steps = torch.polar(torch.ones((), dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies)
-    turned = torch.complex(x_bsd[..., :half], x_bsd[..., half:]) * ring_steps
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    rotations = torch.polar(torch.ones((), dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies)
+    rotated = torch.complex(x_bsd[..., :half], x_bsd[..., half:]) * rotations
+    return torch.cat([rotated.real, rotated.imag], dim=-1)
 
 
 def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor) -> Tensor:
@@ -71,16 +71,16 @@ def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions:
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
 
 
-def _mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
-    up = _linear(x, w, f"{name}.up")
-    if config.activation == "swiglu":
-        gate = _linear(x, w, f"{name}.gate")
-        return _linear(gate * torch.sigmoid(gate) * up, w, f"{name}.down")
-    if config.activation == "gelu":
-        hidden = 0.5 * up * (1 + torch.erf(up / math.sqrt(2)))
-    else:
-        hidden = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
-    return _linear(hidden, w, f"{name}.down")
+def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
+    gate, up = (_linear(x, w, f"{name}.{part}") if f"{name}.{part}.weight" in w else None for part in ("gate", "up"))
+    z = up if gate is None else gate
+    f = {
+        "swiglu": lambda: z * torch.sigmoid(z),
+        "gelu": lambda: 0.5 * z * (1 + torch.erf(z / math.sqrt(2))),
+        "gelu_tanh": lambda: 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+    }[config.activation.replace("geglu", "gelu")]()
+    assert (gate is None) == config.activation.startswith("gelu")
+    return _linear(f if gate is None else f * up, w, f"{name}.down")
 
 
 def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
@@ -119,10 +119,10 @@ def twin_loss(
             _norm(x, w, f"{name}.attention_norm", kind, eps), w, f"{name}.attention", config, positions, allowed
         )
         if config.parallel_block:
-            x = x + a + _mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
+            x = x + a + mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
         else:
             x = x + a
-            x = x + _mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
+            x = x + mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
     x = _norm(x, w, "final_norm", kind, eps)
     output = w["embedding.word.weight"] if config.tie_embeddings else w["output.weight"]
     logits = (x @ output.T)[..., : config.vocab_size]

@@ -17,7 +17,7 @@ from megafp8.fp8 import (
     Fp8Recipe,
     RowwiseScaling,
 )
-from megafp8.ops.activation import gelu, swiglu
+from megafp8.ops.activation import activation as activate
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.norm import norm
 from megafp8.ops.rotary import rotate_and_split
@@ -55,7 +55,7 @@ def test_gradients_of_swiglu() -> None:
     (gate_up,) = leaves((3, 2, 10))
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        y = swiglu(x, None, None)
+        y = activate("swiglu", x, None, None, None)
         assert isinstance(y, torch.Tensor)
         return y
 
@@ -69,7 +69,7 @@ def test_gradients_of_gelu(with_bias: bool) -> None:
     x, bias = leaves((3, 2, 5), (5,))
 
     def function(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        y = gelu(x, bias, None, None)
+        y = activate("gelu_tanh", x, bias, None, None)
         assert isinstance(y, torch.Tensor)
         return y
 
@@ -130,9 +130,9 @@ def test_quantized_and_high_precision_handoff_agree(recipe: Fp8Recipe, activatio
         total, normed = norm(params[0], None, params[1], None, 1e-5, up.state.input_format)
         z = up(normed, params[2], handoff=handoff)
         if activation == "swiglu":
-            activated = swiglu(z, form, handoff)
+            activated = activate("swiglu", z, None, form, handoff)
         else:
-            activated = gelu(z, params[4] if biased else None, form, handoff)
+            activated = activate("gelu_tanh", z, params[4] if biased else None, form, handoff)
         assert isinstance(normed, LinearInput) == isinstance(activated, LinearInput) == fused
         y = total + down(activated, params[3])
         y.backward(dy)

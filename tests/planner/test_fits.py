@@ -1,4 +1,4 @@
-"""What is refused for its size, and that what is offered instead fits by the formula."""
+"""Configs refused for their size, and that the suggested values fit by the formula."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def test_an_absurd_size_is_named_with_one_that_fits(key: str, value: int, term: 
     assert f"{key} = {value}: by formula a rank needs " in said
     assert f"GiB ({term} " in said
     assert "and this GPU has 131.3 GiB; try" in said
-    offered = re.search(rf"{re.escape(key)}=(\d+)", said)
-    assert offered is not None
+    suggested = re.search(rf"{re.escape(key)}=(\d+)", said)
+    assert suggested is not None
     section, name = key.split(".")
-    for size, fits in ((int(offered[1]), True), (2 * int(offered[1]) + 1, False)):
+    for size, fits in ((int(suggested[1]), True), (2 * int(suggested[1]) + 1, False)):
         config, plan = planned("quickstart", *ONE_GPU)
         changed = getattr(config, section).model_copy(update={name: size})
         (memory,) = memory_under(plan, 1)(config.model_copy(update={section: changed}))
         assert (memory.total <= GPU) is fits
 
 
-def test_what_saves_memory_is_offered_where_it_is_enough() -> None:
-    """Llama 3 8B on 8 data-parallel ranks: 16 bytes a parameter do not fit, with Adam's state shared out they do."""
+def test_a_key_that_saves_enough_memory_is_suggested() -> None:
+    """Llama 3 8B on 8 data-parallel ranks: 16 bytes a parameter do not fit, with Adam's state sharded they do."""
     layout = ["parallel.tensor=1", "parallel.pipeline=1", "model.vocab_size=128256", "training.global_batch_size=8"]
     small = ["training.seq_length=1024", "fp8.recipe=none"]
     said = refusal("llama3-8b", *layout, *small, "parallel.zero=0", world_size=8)

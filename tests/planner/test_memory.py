@@ -1,7 +1,6 @@
 """The formula against what real models, buffers, optimizers and autograd hold on a CPU, byte for byte.
 
-What only a GPU shows (the fullest moment, workspaces) is held to measurements elsewhere; here it is held to what must
-follow when a knob is turned.
+The peak and workspaces, which need a GPU, are compared with measurements elsewhere; here only how options change them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from megafp8.config import Config, load_config
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.pipeline_parallel.schedules import Action, Kind
-from megafp8.planner.activations import block_keeps
+from megafp8.planner.activations import saved_by_block
 from megafp8.planner.memory import (
     RankMemory,
     fp8_weight_bytes,
@@ -70,6 +69,8 @@ MODELS: dict[str, list[str]] = {
     "llama": [],
     "gpt2": GPT2,
     "gelu": [*GPT2, "model.activation=gelu"],
+    "geglu": ["model.activation=geglu"],
+    "geglu-tanh": ["model.activation=geglu_tanh"],
     "parallel-block": ["model.parallel_block=true"],
 }
 
@@ -84,13 +85,13 @@ def _trainer(config: Config) -> Trainer:
     return Trainer(config, parallel)
 
 
-def _kept(trainer: Trainer, forward: Any) -> int:
-    """Bytes that autograd keeps of `forward`, parameters and rotary tables aside."""
+def _saved(trainer: Trainer, forward: Any) -> int:
+    """Bytes that autograd saves in `forward`, without parameters and rotary tables."""
     found: dict[int, tuple[int, Tensor]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        size = storage.nbytes() if tensor.numel() > 1 else tensor.element_size()  # a factor lies among others
+        size = storage.nbytes() if tensor.numel() > 1 else tensor.element_size()  # a scale is one of a larger storage
         found[storage.data_ptr()] = size, tensor
         return tensor
 
@@ -108,7 +109,7 @@ def _kept(trainer: Trainer, forward: Any) -> int:
 
 
 def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
-    """Of each config, bytes kept by a stage's blocks as autograd tells, and as planned."""
+    """Of each config, bytes that a stage's blocks save, as measured by autograd's hooks and as planned."""
     found = []
     for options in overrides:
         config = _config(*options)
@@ -118,13 +119,13 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
         shape = training.seq_length // t, training.micro_batch_size, config.model.hidden_size
         x = torch.randn(shape, dtype=trainer.params[0].dtype).requires_grad_()
         memory = block_memory(config.parallel, len(trainer.stages[0].blocks))
-        planned = sum(sum(block_keeps(config, trainer.fp8, i, own).values()) for i, own in enumerate(memory))
-        found.append((_kept(trainer, lambda inputs, t=trainer, x=x: t.stages[0].run_blocks(x, inputs)), planned))
+        planned = sum(sum(saved_by_block(config, trainer.fp8, i, own).values()) for i, own in enumerate(memory))
+        found.append((_saved(trainer, lambda inputs, t=trainer, x=x: t.stages[0].run_blocks(x, inputs)), planned))
     return found
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_activations_that_autograd_keeps(world2: World, model: str) -> None:
+def test_saved_activations(world2: World, model: str) -> None:
     formats = FORMATS if model == "llama" else {name: FORMATS[name] for name in ("none", "delayed", "blockwise")}
     cases = {(f, m): [*ALONE, *MODELS[model], *FORMATS[f], *MODES[m]] for f in formats for m in MODES}
     (found,) = world2.run(_measured, list(cases.values()), ranks=1)
@@ -141,7 +142,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_activations_of_a_rank_of_two(world2: World, layout: str) -> None:
+def test_saved_activations_of_a_rank_of_two(world2: World, layout: str) -> None:
     formats = ["none", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "rowwise-wgrad"]
     cases = {
         (f, m): [*LAYOUTS[layout], *FORMATS[f], *MODES[m]] for f in formats for m in ("plain", "norms", "all-first")
@@ -151,35 +152,37 @@ def test_activations_of_a_rank_of_two(world2: World, layout: str) -> None:
             assert measured == planned, case
 
 
-def test_modes_spare_what_the_documentation_says(world2: World) -> None:
+def test_recompute_saves_what_the_documentation_says(world2: World) -> None:
     """Bytes a token and block, from the table in `megafp8.models.recompute`; measured, not planned."""
     h, f, ad, a = 64, 96, 64, 8
     tokens = 2 * 64  # of two blocks
-    for recipe, spared in {
+    for recipe, less_by_mode in {
         "delayed": {"norms": 2 * h, "activation": f, "attention": 4 * ad + 4 * a},
         "none": {"norms": 2 * 4 * h, "activation": 4 * f, "attention": 4 * a},
     }.items():
-        modes = ["plain", *spared, "full"]
+        modes = ["plain", *less_by_mode, "full"]
         cases = [[*ALONE, *FORMATS[recipe], *MODES[mode]] for mode in modes]
         ((plain, *less, full),) = [[kept for kept, _ in found] for found in world2.run(_measured, cases, ranks=1)]
-        factors = {"norms": 16, "activation": 8, "attention": 0} if recipe == "delayed" else {}
-        for (mode, bytes_a_token), kept in zip(spared.items(), less, strict=True):
-            assert plain - kept == tokens * bytes_a_token + factors.get(mode, 0), (recipe, mode)
+        scales = {"norms": 16, "activation": 8, "attention": 0} if recipe == "delayed" else {}
+        for (mode, bytes_a_token), kept in zip(less_by_mode.items(), less, strict=True):
+            assert plain - kept == tokens * bytes_a_token + scales.get(mode, 0), (recipe, mode)
         assert full == tokens * 4 * h
-
-
-def _state_bytes(trainer: Trainer) -> Counter[str]:
-    """Bytes of the optimizer's state between steps."""
-    sizes: Counter[str] = Counter()
-    for parts in trainer.optimizer.storage.values():
-        sizes.update({key: part.nbytes for key, part in parts.items()})
-    return sizes
 
 
 def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
     """Bytes of a rank's parameters, gradients, masters, moments and FP8 weights, as they are and as planned."""
     config = _config(*overrides)
     trainer = _trainer(config)
+    sizes: Counter[str] = Counter()
+    for parts in trainer.optimizer.storage.values():
+        sizes.update({key: part.nbytes for key, part in parts.items()})
+    moments = sizes["exp_avg"] + sizes["exp_avg_sq"]
+    p = _plans(config, trainer.parallel.world_size)[trainer.parallel.pipeline.rank]
+    planned = [p.weights, p.gradients, p.masters, p.moments, p.fp8_weights]
+    if trainer.sharded is not None:
+        rows = trainer.sharded.row_shards.values()
+        fp8 = sum(shard.values.numel() for shard in rows if shard.param in trainer.released)
+        return [fp8, trainer.sharded.flat.nbytes, sum(shard.values.nbytes for shard in rows), moments, 0], planned
     for module in trainer.model.modules():
         state = getattr(module, "state", None)
         if state is not None and state.plan.fp8:
@@ -187,17 +190,15 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
     weights = [
         part for kept in trainer.fp8.weight_copies() if kept is not None for part in kept[:2] if part is not None
     ]
-    sizes = _state_bytes(trainer)
     measured = [
         sum(p.nbytes for p in trainer.params) if trainer.weights is None else trainer.weights.nbytes,
         trainer.gradients.flat.nbytes,
         sizes["master"] or sum(values.nbytes for _, values in trainer.optimizer.released_values()),
-        sizes["exp_avg"] + sizes["exp_avg_sq"],
+        moments,
         sum(part.data.nbytes + 4 * part.scale_inv.numel() for part in weights)
         - (0 if trainer.weights is None else sum(codes.nbytes for codes in trainer.weights.fp8_data.values())),
     ]
-    p = _plans(config, trainer.parallel.world_size)[trainer.parallel.pipeline.rank]
-    return measured, [p.weights, p.gradients, p.masters, p.moments, p.fp8_weights]
+    return measured, planned
 
 
 def _plans(config: Config, world_size: int) -> list[RankMemory]:
@@ -218,51 +219,34 @@ def test_state_of_a_rank(world4: World, ranks: int) -> None:
             assert measured == planned, options
 
 
-def _rows(overrides: list[str]) -> tuple[list[int], list[int]]:
-    """Bytes of a rank's share under parallel.fsdp, as it is and as planned."""
-    config = _config(*overrides)
-    trainer = _trainer(config)
-    assert trainer.sharded is not None
-    sizes = _state_bytes(trainer)
-    values = sum(rows.values.nbytes for rows in trainer.sharded.rows.values())
-    codes = sum(rows.values.numel() for rows in trainer.sharded.rows.values() if rows.param in trainer.released)
-    measured = [codes, trainer.sharded.flat.nbytes, values, sizes["exp_avg"] + sizes["exp_avg_sq"]]
-    p = _plans(config, trainer.parallel.world_size)[trainer.parallel.pipeline.rank]
-    return measured, [p.weights, p.gradients, p.masters, p.moments]
-
-
-def test_state_of_a_rank_with_everything_in_shares(world4: World) -> None:
+def test_state_of_a_rank_under_fsdp(world4: World) -> None:
     for options in (
         ["training.precision=bf16", "fp8.recipe=delayed", "fp8.param_gather=true", "model.tie_embeddings=true"],
         ["parallel.tensor=2", "optimizer.moments_dtype=fp8", "fp8.recipe=current", *GPT2],
     ):
-        for measured, planned in world4.run(_rows, [*ALONE, *options, "parallel.fsdp=true"], ranks=4):
+        for measured, planned in world4.run(_state, [*ALONE, *options, "parallel.fsdp=true"], ranks=4):
             assert measured == planned, options
 
 
-def test_sharding_in_full_spares_memory() -> None:
+def test_sharding_saves_memory() -> None:
     base = [*ALONE, "training.precision=bf16", "fp8.recipe=delayed", "model.num_layers=12"]
-    layouts = {
-        "plain": [],
-        "zero": ["parallel.zero=1"],
-        "fsdp": ["parallel.fsdp=true"],
-        "codes": ["parallel.fsdp=true", "fp8.param_gather=true"],
-    }
-    plans = {name: _plans(_config(*base, *options), 4)[0] for name, options in layouts.items()}
-    totals = {name: plan.total - plan.workspace for name, plan in plans.items()}
-    assert max(totals["codes"], totals["fsdp"]) < totals["zero"] < totals["plain"]
+    fsdp = "parallel.fsdp=true"
+    plans = [_plans(_config(*base, *options), 4)[0] for options in ([], ["parallel.zero=1"], [fsdp])]
+    plans.append(_plans(_config(*base, fsdp, "fp8.param_gather=true"), 4)[0])
+    whole, zero, fsdp_bf16, fsdp_fp8 = (plan.total - plan.workspace for plan in plans)
+    assert max(fsdp_bf16, fsdp_fp8) < zero < whole
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_state_of_a_rank_with_fp8_parameters(world4: World, precision: str) -> None:
-    """Where nothing is padded a rank's share is even; masters of codes exist in fp32 too."""
+    """Masters of FP8 weights exist in fp32 too."""
     for options in (
         ["fp8.recipe=delayed", "model.tie_embeddings=true"],
         ["fp8.recipe=current", "fp8.last_blocks_bf16=1", 'fp8.exclude=["*.proj"]', *GPT2],
     ):
-        codes = ["parallel.zero=1", "fp8.param_gather=true", f"training.precision={precision}"]
-        for measured, planned in world4.run(_state, [*ALONE, *codes, *options], ranks=2):
-            # Weights, gradients and copies are whole on every rank; of masters and moments padding is some rank's.
+        gather = ["parallel.zero=1", "fp8.param_gather=true", f"training.precision={precision}"]
+        for measured, planned in world4.run(_state, [*ALONE, *gather, *options], ranks=2):
+            # Weights, gradients and copies are whole on every rank; of masters and moments some rank has the padding.
             assert [measured[i] for i in (0, 1, 4)] == [planned[i] for i in (0, 1, 4)], options
             for i in (2, 3):
                 assert 0.97 * planned[i] <= measured[i] <= planned[i]
@@ -283,8 +267,7 @@ def _plan(*overrides: str, rank: int = 0, world_size: int = 8) -> RankMemory:
 
 
 def test_llama_3_8b() -> None:
-    """Figures that can be had by hand: bytes a parameter, an FP8 pair for each weight of a block; and those measured on
-    an H200, 0.92 GiB a layer."""
+    """By hand: bytes a parameter, two FP8 copies of each weight of a block; measured on an H200: 0.92 GiB a layer."""
     first, last = _plan(rank=0), _plan(rank=1)
     block_weights = 16 * 218_103_808 // 2
     numbers = block_weights + 16 * 2 * 4096 + 128_256 * 4096 // 2
@@ -294,7 +277,7 @@ def test_llama_3_8b() -> None:
     assert first.gradients == pytest.approx(4 * numbers, rel=1e-6)
     assert first.fp8_weights == pytest.approx(2 * block_weights, rel=1e-6)
     config = load_config(CONFIG.parent / "llama3-8b.yaml", ["parallel.tensor=1"])
-    alone = block_keeps(config, build_fp8(config, None), 0, BlockMemory())
+    alone = saved_by_block(config, build_fp8(config, None), 0, BlockMemory())
     assert sum(alone.values()) / 2**30 == pytest.approx(0.92, abs=0.005)
     assert first.loss == 0
     assert last.total < first.total  # which has two micro-batches in flight
@@ -315,35 +298,30 @@ def test_the_table_of_a_dry_run() -> None:
         assert float(host) == pytest.approx(plan.host / 2**30, abs=0.006)
 
 
-def test_what_a_knob_changes() -> None:
-    plain = _plan()
-    for knob in (
+def test_recompute_offload_and_schedule() -> None:
+    default = _plan()
+    for options in (
         ["parallel.recompute=full"],
         ["parallel.recompute=selective"],
         ["parallel.recompute=full", "parallel.recompute_blocks=8"],
         ["parallel.offload=15"],
     ):
-        assert _plan(*knob).activations < plain.activations, knob
-    assert _plan("parallel.recompute=full").backward > plain.backward  # a whole block is made again
+        assert _plan(*options).activations < default.activations, options
+    assert _plan("parallel.recompute=full").backward > default.backward  # a whole block is recomputed
     offloaded = _plan("parallel.offload=15")
-    blocks = plain.activations / 32  # two micro-batches of 16 blocks
-    assert offloaded.host == pytest.approx(30 * blocks)
-    assert offloaded.activations == pytest.approx(3 * blocks, rel=0.01)  # two last blocks, and one that has come back
-    assert plain.host == 0
-    assert _plan("training.global_batch_size=2").activations == pytest.approx(plain.activations / 2)  # one micro-batch
+    block = default.activations / 32  # two micro-batches of 16 blocks
+    assert offloaded.host == pytest.approx(30 * block)
+    assert offloaded.activations == pytest.approx(3 * block, rel=0.01)  # two last blocks, and one that is back
+    assert default.host == 0
+    assert _plan("training.global_batch_size=2").activations == pytest.approx(16 * block)  # one micro-batch
     config = _config("fp8.recipe=none")
     assert fp8_weight_bytes(config, build_fp8(config, None), range(2)) == 0
-
-
-def test_schedules_hold_what_they_hold() -> None:
-    """Micro-batches in flight from the schedule: 1F1B's first rank holds two of a stage, interleaving a half more."""
-    plain = _plan()
-    per_chunk = plain.activations / 4  # 1F1B holds two micro-batches of two chunks' blocks
+    # In flight on 1F1B's first rank are two micro-batches of two chunks' blocks; interleaving adds half a micro-batch.
     interleaved = _plan("parallel.schedule=interleaved", "parallel.virtual_pipeline=2")
-    assert interleaved.activations == pytest.approx(5 * per_chunk, rel=0.01)
+    assert interleaved.activations == pytest.approx(40 * block, rel=0.01)
 
 
-def test_operands_of_weight_gradients_wait() -> None:
+def test_operands_of_deferred_weight_gradients() -> None:
     config = load_config(CONFIG.parent / "llama3-8b.yaml", ["model.num_layers=1", "parallel.tensor=1"])
     kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "W": Kind.WEIGHT}
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megafp8.config import load_config
 from megafp8.models.flops import output_layer_in_blocks
 from megafp8.pipeline_parallel.schedules import in_a_v, in_turns
 from megafp8.planner.stages import layers_of_stages
+from tests.quickstart_data import ROOT
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+LLAMA = ROOT / "configs" / "llama3-8b.yaml"
 
 
 @pytest.mark.parametrize(
@@ -20,24 +19,21 @@ CONFIGS = Path(__file__).parents[2] / "configs"
      ("balanced", "delayed", [9, 9, 8, 6]), ("balanced", "none", [9, 8, 8, 7])],
 )  # fmt: skip
 def test_four_stages(layers: str, recipe: str, counts: list[int]) -> None:
-    config = load_config(
-        CONFIGS / "llama3-8b.yaml",
-        ["parallel.pipeline=4", f"parallel.layers_per_stage={layers}", f"fp8.recipe={recipe}"],
-    )
-    found = layers_of_stages(config, in_turns(4))
+    overrides = ["parallel.pipeline=4", f"parallel.layers_per_stage={layers}", f"fp8.recipe={recipe}"]
+    found = layers_of_stages(load_config(LLAMA, overrides), in_turns(4))
     assert [len(stage) for stage in found] == counts
     assert [i for stage in found for i in stage] == list(range(32))
 
 
-def test_in_a_v_the_output_layer_is_the_first_ranks() -> None:
-    config = load_config(CONFIGS / "llama3-8b.yaml", ["parallel.layers_per_stage=balanced", "parallel.pipeline=2"])
+def test_in_a_v_the_first_rank_has_the_output_layer() -> None:
+    config = load_config(LLAMA, ["parallel.layers_per_stage=balanced", "parallel.pipeline=2"])
     first, second, third, last = map(len, layers_of_stages(config, in_a_v(2)))
     assert first + last < second + third
 
 
-def test_the_output_layer_counted_in_blocks() -> None:
-    """Of Llama-3-8B as measured; twice the vocabulary is twice the work."""
-    model = load_config(CONFIGS / "llama3-8b.yaml").model
+def test_output_layer_in_blocks() -> None:
+    """Llama-3-8B's as measured; twice the vocabulary is twice the work."""
+    model = load_config(LLAMA).model
     found = output_layer_in_blocks(model, 8192, fp8=True)
     assert found == pytest.approx(2.7, rel=0.05)
     assert output_layer_in_blocks(model, 8192, fp8=False) == pytest.approx(1.74, rel=0.05)

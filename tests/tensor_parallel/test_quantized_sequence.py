@@ -30,7 +30,7 @@ from megafp8.fp8 import (
     NVFP4Scaling,
     RowwiseScaling,
 )
-from megafp8.ops.activation import swiglu
+from megafp8.ops.activation import activation
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.linear import linear
 from megafp8.ops.norm import norm
@@ -95,10 +95,10 @@ class Pair(nn.Module):
         _, normed = norm(x_sbh, None, self.norm_weight, None, 1e-5, up.input_format)
         self.handed_codes = isinstance(normed, LinearInput)
         if self.codes:
-            return self.down(swiglu(self.up(normed, handoff), down.input_format, handoff))
+            return self.down(activation("swiglu", self.up(normed, handoff), None, down.input_format, handoff))
         assert isinstance(normed, Tensor)
         gate_up = linear(gather_from_sequence_parallel(normed, self.group), self.up.weight, up, handoff=handoff)
-        y = linear(swiglu(gate_up, down.input_format, handoff), self.down.weight, down)
+        y = linear(activation("swiglu", gate_up, None, down.input_format, handoff), self.down.weight, down)
         return reduce_scatter_to_sequence_parallel(y, self.group)
 
 
