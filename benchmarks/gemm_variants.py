@@ -21,7 +21,10 @@ from torch import Tensor
 from megafp8.fp8 import E4M3, E5M2, Format
 from megafp8.fp8.gemm.cublaslt import CublasLt, available
 from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend, algorithm_file, gemm
-from megafp8.fp8.quantizers import BlockQuantizer, CurrentQuantizer, Quantizer, RowQuantizer
+from megafp8.fp8.quantizers import Quantizer
+from megafp8.fp8.recipes.blockwise import BlockwiseQuantizer
+from megafp8.fp8.recipes.current import CurrentQuantizer
+from megafp8.fp8.recipes.rowwise import RowwiseQuantizer
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.speed_model import LinearSize
 from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
@@ -83,8 +86,8 @@ def _quantizer(granularity: Granularity, fmt: Format) -> Quantizer:
     if granularity is TENSOR:
         return CurrentQuantizer(fmt, None, eps=0.0, power_of_two=False)
     if granularity is ROW:
-        return RowQuantizer(fmt, None, eps=0.0, power_of_two=False)
-    return BlockQuantizer(fmt, square=granularity is BLOCK_128X128, eps=0.0, power_of_two=True)
+        return RowwiseQuantizer(fmt, None, eps=0.0, power_of_two=False)
+    return BlockwiseQuantizer(fmt, square=granularity is BLOCK_128X128, eps=0.0, power_of_two=True)
 
 
 def operands_of(size: LinearSize, device: torch.device) -> list[Operands]:

@@ -38,8 +38,11 @@ from torch.distributed import ProcessGroup
 from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import Format
 from megafp8.fp8.health import ObservedQuantizer
-from megafp8.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer, StaticQuantizer, casts
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.fp8.quantize import ScaleRule
+from megafp8.fp8.quantizers import Quantizer, casts
+from megafp8.fp8.recipes.current import CurrentQuantizer
+from megafp8.fp8.recipes.delayed import DelayedQuantizer
+from megafp8.fp8.recipes.static import StaticQuantizer
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import ScaledTensor
 from megafp8.ops.linear import Fp8Linear, LinearOp

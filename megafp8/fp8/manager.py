@@ -22,15 +22,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards
+from megafp8.fp8.calibration import Calibration
 from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend
 from megafp8.fp8.health import Recorder
-from megafp8.fp8.patterns import no_match
-from megafp8.fp8.quantizers import AmaxRecording, Quantizer, StaticQuantizer
-from megafp8.fp8.recipes.base import Fp8Recipe, PerGemm
-from megafp8.fp8.recipes.build import Fp8Tensor, State, build, by_recipe
-from megafp8.fp8.recipes.static import Calibration
+from megafp8.fp8.quantizers import AmaxRecording, Calibrating, Quantizer
+from megafp8.fp8.recipes.base import Fp8Recipe, Fp8Tensor, PerGemm, State, by_recipe, no_match
 from megafp8.fp8.smoothing import SmoothingState
-from megafp8.fp8.stochastic import NoiseClock
+from megafp8.fp8.stochastic_rounding import NoiseClock
 from megafp8.fp8.tensor import TENSOR, QuantizedTensor
 from megafp8.ops.linear import Fp8Linear, LinearOp, Quantizers, high_precision_linear
 
@@ -190,7 +188,7 @@ class Fp8Manager:
                 )
                 for layer, operand in operands
             ]
-            made, state = build(recipe, tensors, device, clock)
+            made, state = recipe.build(tensors, device, clock)
             quantizers |= made
             if state is not None and state not in self._states:
                 self._states.append(state)
@@ -199,7 +197,7 @@ class Fp8Manager:
             x, w, dy = (quantizers[f"{name}.{operand}"] for operand in Quantizers._fields)
             layer.op.set_up(Quantizers(x, w, dy), gemm)
             self._noting += [q for q in (x, dy) if isinstance(q, AmaxRecording)]
-            if any(isinstance(q, StaticQuantizer) for q in (x, w, dy)):
+            if any(isinstance(q, Calibrating) for q in (x, w, dy)):
                 layer.op.fallback = Calibration(layer.op.quantizers)
         if self._smoothed:
             self._states.append(self._smoothing(device))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8.formats import Format
-from megafp8.fp8.scaling import scale_from_amax
+from megafp8.fp8.quantize import scale_from_amax
 from megafp8.fp8.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, ScaledColumns, Source, SwiGLU, SwiGLUGrad
 from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor, ScaledTensor
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, readable

@@ -17,15 +17,13 @@ from typing import NamedTuple
 from megafp8.config import Config
 from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.recipes.base import PerGemm
-from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, ROW, TENSOR, Granularity
+from megafp8.fp8.tensor import TENSOR, Granularity
 from megafp8.models.gpt import fp8_layer_sizes
 from megafp8.models.recompute import BlockMemory
 
 ELEMENT = {"bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of an activation, by `training.precision`."""
 FACTOR = 4
-_SLICE_OF = {TENSOR: 1, ROW: 1, BLOCK_1X128: 128, BLOCK_1X32: 32}
-"""Of what multiple of tokens a rank casts its own slice; what is not here, NVFP4, is cast whole."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,15 @@ def sizes(config: Config) -> Sizes:
 
 
 class LinearPrecision(NamedTuple):
-    """How a linear layer computes: `input`, `weight` say what shares a factor, None in high precision."""
+    """How a linear layer computes: `input`, `weight` say what shares a scale, None in high precision.
+
+    `shard_alignment`: the multiple of tokens of which a rank casts its own shard; None where the whole is cast.
+    """
 
     input: Granularity | None
     weight: Granularity | None
     high: PerGemm
+    shard_alignment: int | None = None
 
     @property
     def fp8_wgrad(self) -> bool:
@@ -86,12 +88,13 @@ def precision(fp8: Fp8Manager, layer: str) -> LinearPrecision:
     operands = fp8.recipe.operands(layer)
     assert operands is not None
     high = PerGemm(*fp8.recipe.override_linear_precision)
-    return LinearPrecision(operands.input.granularity("input"), operands.weight.granularity("weight"), high)
+    alignment = operands.input.capabilities.shard_alignment
+    return LinearPrecision(operands.input.granularity("input"), operands.weight.granularity("weight"), high, alignment)
 
 
 def codes(granularity: Granularity, r: int, c: int) -> int:
     """Bytes of an `[r, c]` matrix of codes with its factors; NVFP4 has one for the tensor too."""
-    own = FACTOR if granularity in (BLOCK_1X16, BLOCK_16X16) else 0
+    own = FACTOR if granularity.two_level else 0
     return r * c + FACTOR * math.prod(granularity.grid(r, c)) + own
 
 
@@ -100,8 +103,8 @@ def _column_parallel_input(layer: LinearPrecision, x: Sizes) -> int:
     if not layer.fp8_wgrad:
         return x.m * x.h * x.e
     assert layer.input is not None
-    own_block = _SLICE_OF.get(layer.input)
-    own = layer.takes_codes and layer.input is not TENSOR and own_block is not None and x.m_own % own_block == 0
+    alignment = layer.shard_alignment
+    own = layer.takes_codes and layer.input is not TENSOR and alignment is not None and x.m_own % alignment == 0
     return codes(layer.input, x.h, x.m_own if own else x.m)
 
 

@@ -29,7 +29,6 @@ from typing import NamedTuple
 from megafp8.config import Config
 from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.fp8 import Fp8Manager
-from megafp8.fp8.recipes.base import DelayedScaling
 from megafp8.fp8.tensor import TENSOR
 from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
 from megafp8.models.recompute import block_memory
@@ -175,13 +174,13 @@ def fp8_weight_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
 
 
 def amax_history_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
-    """Of delayed scaling's amax histories for the operands of a stage's layers, fp32."""
+    """Of the amax histories for the operands of a stage's layers, fp32."""
     count = 0
     for name in fp8_layer_names(config.model, layers):
         operands = fp8.recipe.operands(name) if fp8.recipe is not None and fp8.selects(name) else None
         if operands is not None:
-            count += sum(isinstance(operand, DelayedScaling) for operand in operands)
-    return count * config.fp8.amax_history_len * 4
+            count += sum(operand.history_len for operand in operands)
+    return count * 4
 
 
 def rank_memory(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megafp8.fp8 import E4M3, E5M2, Format
-from megafp8.fp8.blocks import block_amax, quantize_1x128, quantize_128x128, quantize_rows
+from megafp8.fp8.quantize import block_amax, quantize_1x128, quantize_128x128, quantize_rows
 from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, ScaledTensor
 from tests.fp8.reference import bytes_of, encode, scale_of
 

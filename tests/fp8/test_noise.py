@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megafp8.fp8.noise import noise_key, uniform
+from megafp8.fp8.stochastic_rounding import noise_key, uniform
 from megafp8.philox import Key
 from tests.test_philox import philox_by_hand
 

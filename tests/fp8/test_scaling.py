@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.fp8.scaling import amax_of_history, roll_history, scale_from_amax
+from megafp8.fp8.quantize import amax_of_history, roll_history, scale_from_amax
 from tests.fp8.reference import scale_of
 
 FP32_MAX = torch.finfo(torch.float32).max

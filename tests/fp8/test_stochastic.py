@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, group
 
 from megafp8.fp8 import NVFP4Scaling
-from megafp8.fp8.noise import noise_key
-from megafp8.fp8.stochastic import NoiseClock
+from megafp8.fp8.stochastic_rounding import NoiseClock, noise_key
 from tests.fp8.test_manager import Model, copied
 from tests.world import World
 

@@ -8,7 +8,7 @@ import torch
 from tests.kernels import DEVICE  # first: it chooses the interpreter
 
 from megafp8.kernels.moments import encode_blocks  # isort: skip
-from megafp8.fp8.noise import noise_key
+from megafp8.fp8.stochastic_rounding import noise_key
 from megafp8.optimizer.fp8_moments import FIRST, LOWEST, SECOND, MomentFormat, encode
 
 

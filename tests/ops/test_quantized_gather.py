@@ -10,24 +10,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, group
 
 from megafp8.distributed.tp_overlap import Collective, P2PRing, TPOverlap
-from megafp8.fp8.blocks import quantize_1x128, quantize_rows
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.gemm.cublaslt_problem import is_arranged
-from megafp8.fp8.quantize import amax, quantize
-from megafp8.fp8.quantizers import (
-    BlockQuantizer,
-    CurrentQuantizer,
-    DelayedQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-    RowQuantizer,
-    StaticQuantizer,
-)
-from megafp8.fp8.recipes.mxfp8 import quantize_mxfp8
-from megafp8.fp8.scaling import scale_from_amax
+from megafp8.fp8.quantize import amax, quantize, scale_from_amax
+from megafp8.fp8.quantizers import Quantizer
+from megafp8.fp8.recipes.blockwise import BlockwiseQuantizer
+from megafp8.fp8.recipes.current import CurrentQuantizer
+from megafp8.fp8.recipes.delayed import DelayedQuantizer
+from megafp8.fp8.recipes.mxfp8 import MXFP8Quantizer, quantize_mxfp8
+from megafp8.fp8.recipes.nvfp4 import NVFP4Quantizer
+from megafp8.fp8.recipes.rowwise import RowwiseQuantizer
+from megafp8.fp8.recipes.static import StaticQuantizer
 from megafp8.fp8.sources import Plain
-from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
+from megafp8.fp8.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
 from megafp8.ops.quantized_gather import Rows, gather_columns
 from tests.fp8.reference import bytes_of
 from tests.world import World
@@ -45,16 +40,16 @@ def _given(x: Tensor) -> ScaledTensor:
 SCALE = (torch.tensor(3.0), torch.tensor(3.0).reciprocal(), torch.zeros(()))
 KINDS: dict[str, tuple[Quantizer, Callable[[Tensor], ScaledTensor]]] = {
     "row": (
-        RowQuantizer(E4M3, None, eps=0.0, power_of_two=False),
-        lambda x: quantize_rows(x, E4M3, power_of_two=False, eps=0.0),
+        RowwiseQuantizer(E4M3, None, eps=0.0, power_of_two=False),
+        lambda x: quantize_blocks(x, E4M3, ROW, power_of_two=False, eps=0.0),
     ),
     "row-pow2": (
-        RowQuantizer(E5M2, None, eps=1e-3, power_of_two=True),
-        lambda x: quantize_rows(x, E5M2, power_of_two=True, eps=1e-3),
+        RowwiseQuantizer(E5M2, None, eps=1e-3, power_of_two=True),
+        lambda x: quantize_blocks(x, E5M2, ROW, power_of_two=True, eps=1e-3),
     ),
     "1x128": (
-        BlockQuantizer(E4M3, square=False, eps=0.0, power_of_two=True),
-        lambda x: quantize_1x128(x, E4M3, power_of_two=True, eps=0.0),
+        BlockwiseQuantizer(E4M3, square=False, eps=0.0, power_of_two=True),
+        lambda x: quantize_blocks(x, E4M3, BLOCK_1X128, power_of_two=True, eps=0.0),
     ),
     "1x32": (MXFP8Quantizer(E4M3), quantize_mxfp8),
     "current": (CurrentQuantizer(E5M2, None, eps=0.0, power_of_two=False), _one),

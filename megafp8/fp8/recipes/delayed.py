@@ -1,23 +1,28 @@
-"""The state of delayed scaling: a history of amaxes and a scale for every FP8 tensor of this rank.
+"""Delayed scaling: one scale per tensor, from the amaxes of earlier steps.
 
-All histories are rows of one buffer and all scales elements of another, so that the end of a step is one collective and
-a few kernels however many layers there are. Quantizers hold views: they read their scale and raise slot 0 of their
-history; only `end_step` moves anything. That is why a recomputed forward, several micro-batches or a pipeline's
-interleaving cannot advance the state twice.
+One pass over the data and no communication in the layer, at the risk of saturating a tensor that has grown since.
 
-A step with an infinite or NaN amax leaves the tensor's scale as it was, and that amax is then forgotten rather than
-rolled into the history, where `max` would hold the scale frozen for a whole history length. One bad step costs one
-update.
+All histories are rows of one buffer and all scales elements of another, so the end of a step is one collective and a
+few kernels however many layers there are. Quantizers hold views: they read their scale and raise slot 0 of their
+history; only `end_step` moves anything. So a recomputed forward, several micro-batches or an interleaved pipeline
+cannot advance the state twice.
+
+A step with an infinite or NaN amax leaves the tensor's scale as it was, and that amax is then dropped rather than
+rolled into the history, where `max` would freeze the scale for a whole history length. One bad step costs one update.
 
 In the first step there is no history. A scale of 1 would lose it: the gradients of a mean over tokens lie below E5M2's
-least number, and behind a tensor that vanished the next one is measured wrong, so that it takes several steps until all
-are right. In that step every tensor is scaled by its own amax instead, which costs it a pass more over the data and a
-reduction where ranks hold slices. Whoever resumes goes on with the history.
+least number, and behind a tensor that vanished the next amax is wrong, so several steps would pass until all are right.
+In that step every tensor is scaled by its own amax instead, which costs a pass more over the data and a reduction where
+ranks hold shards. A run that resumes continues with its history.
 
-Shapes: t tensors, l steps of history; slot 0 is the step now running.
+Shapes: t tensors, l steps of history; slot 0 is the current step, slot i the step i steps ago.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,9 +30,119 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import Format
-from megafp8.fp8.quantizers import DelayedQuantizer
-from megafp8.fp8.recipes.base import DelayedScaling
-from megafp8.fp8.scaling import amax_of_history, roll_history, scale_from_amax
+from megafp8.fp8.quantize import ScaleRule, scale_from_amax
+from megafp8.fp8.quantizers import Capabilities, PerOperand, PerTensorQuantizer, RecipeQuantizer, casts
+from megafp8.fp8.recipes.base import Built, Fp8Recipe, Fp8Tensor, fast_accumulation, option
+from megafp8.fp8.sources import Source
+from megafp8.fp8.stochastic_rounding import NoiseClock
+from megafp8.fp8.tensor import TENSOR, QuantizedTensor
+
+AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
+
+CAPABILITIES = Capabilities(granularity=PerOperand(TENSOR, TENSOR, TENSOR), shard_alignment=1)
+
+
+class DelayedQuantizer(PerTensorQuantizer):
+    """Scales by `scale` as it stands (`scale_inv` its reciprocal) and raises `newest_amax`.
+
+    All are fp32 `[]`, views of the shared state. While it is `fresh` there is no earlier step: it then scales by the
+    tensor's own amax, over `group` where this rank holds only a shard of it, with the recipe's `margin` and
+    `power_of_two`. The amax is a running maximum, so micro-batches add up and a recomputed forward changes nothing.
+    `recording` is switched off during evaluation.
+    """
+
+    capabilities = CAPABILITIES
+    newest_amax: Tensor
+
+    def __init__(
+        self,
+        fmt: Format,
+        scale: Tensor,
+        scale_inv: Tensor,
+        newest_amax: Tensor,
+        group: ProcessGroup | None = None,
+        *,
+        margin: int = 0,
+        power_of_two: bool = False,
+    ) -> None:
+        self.fmt, self.scale, self.scale_inv, self.newest_amax = fmt, scale, scale_inv, newest_amax
+        self.group, self.margin, self.power_of_two = group, margin, power_of_two
+        self.fresh, self.recording = False, True
+
+    @property
+    def rule(self) -> ScaleRule:
+        return ScaleRule(self.fmt.max, margin=self.margin, power_of_two=self.power_of_two)
+
+    @property
+    def known_scale(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.fresh else (self.scale, self.scale_inv)
+
+    def for_sharded_input(self, group: ProcessGroup) -> DelayedShardQuantizer:
+        return DelayedShardQuantizer(self, group)
+
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        return self.cast(source, self.group, rowwise=rowwise, columnwise=columnwise)
+
+    def cast(self, source: Source, group: ProcessGroup | None, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """Cast the tensor, or the shard of it that this rank of `group` holds."""
+        implementation, newest, known = casts(source), self.newest_amax if self.recording else None, self.known_scale
+        if known is None:
+            whole_amax = all_reduce(implementation.amax(source), group, "max")
+            if newest is not None:
+                torch.maximum(newest, whole_amax, out=newest)
+            scale = self.rule.scale(whole_amax)
+            known, newest = (scale, scale.reciprocal()), None
+        return implementation.cast_tensor(
+            source, *known, self.fmt, rowwise=rowwise, columnwise=columnwise, newest_amax=newest
+        )
+
+
+@dataclass(frozen=True)
+class DelayedShardQuantizer(RecipeQuantizer):
+    """`whole` for a tensor that the ranks of `group` hold shards of."""
+
+    capabilities: ClassVar[Capabilities] = CAPABILITIES
+
+    whole: DelayedQuantizer
+    group: ProcessGroup
+
+    def for_sharded_input(self, group: ProcessGroup) -> DelayedShardQuantizer:
+        return DelayedShardQuantizer(self.whole, group)
+
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        return self.whole.cast(source, self.group, rowwise=rowwise, columnwise=columnwise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Fp8Recipe):
+    """Per tensor, scaled by the amax of earlier steps.
+
+    `margin`: powers of two left free above the amax. `interval`: steps between two updates of the scales; the history
+    advances every step. `amax_history_len`: steps remembered. `amax_compute_algo`: "max" over the history,
+    "most_recent", or a callable `[t, l] -> [t]` (t tensors, l steps, newest first). `power_of_two_scale`: round scales
+    down to powers of two.
+    """
+
+    name: ClassVar[str] = "delayed"
+    capabilities: ClassVar[Capabilities] = CAPABILITIES
+
+    margin: int = option(0)
+    interval: int = option(1, "at least 1 step", lambda value: value >= 1)
+    amax_history_len: int = option(1024, "at least 1 step", lambda value: value >= 1)
+    amax_compute_algo: AmaxAlgorithm = option(  # noqa: RUF009
+        "max", "'max', 'most_recent' or a callable", lambda value: callable(value) or value in ("max", "most_recent")
+    )
+    power_of_two_scale: bool = option(False)
+    use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()
+
+    @property
+    def history_len(self) -> int:
+        return self.amax_history_len
+
+    def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
+        formats = {tensor.name: self.format_of(tensor.operand) for tensor in tensors}
+        state = DelayedState(self, formats, device, {tensor.name: tensor.group for tensor in tensors})
+        return Built({**state.quantizers}, state)
 
 
 class DelayedState:
@@ -40,12 +155,12 @@ class DelayedState:
         device: torch.device,
         groups: dict[str, ProcessGroup | None] | None = None,
     ) -> None:
-        """`groups`: of the ranks that hold slices of a tensor, by its name."""
+        """`groups`: of the ranks that hold shards of a tensor, by its name."""
         self.recipe = recipe
         self.formats = formats
         self.history_tl = torch.zeros(len(formats), recipe.amax_history_len, device=device)
         self.scale_t = torch.ones(len(formats), device=device)
-        # Four apart: cuBLASLt wants a factor at a multiple of 16 bytes.
+        # Four apart: cuBLASLt reads a scale_inv at a multiple of 16 bytes.
         self.scale_inv_t = torch.ones(len(formats), 4, device=device)[:, 0]
         self.fp8_max_t = torch.tensor([fmt.max for fmt in formats.values()], device=device)
         self.step = torch.zeros((), dtype=torch.int64)  # on the host: it decides what end_step launches
@@ -69,19 +184,19 @@ class DelayedState:
 
     @torch.no_grad()
     def end_step(self, group: ProcessGroup | None) -> None:
-        """Reduce the step's amaxes over `group` (one collective), renew the scales if their turn has come, roll.
+        """Reduce the step's amaxes over `group` (one collective), update the scales where due, roll the histories.
 
-        Scales are renewed after the first step and every `interval` steps from there.
+        Scales are updated after the first step and every `interval` steps from there.
         """
         if not self.formats:
             return
         newest_t = all_reduce(self.history_tl[:, 0].clone(), group, "max")
         self.history_tl[:, 0] = newest_t
-        self._renew(update=self.step.item() % self.recipe.interval == 0)
+        self._advance(update=self.step.item() % self.recipe.interval == 0)
         self.step += 1
         self._set_fresh(False)
 
-    def _renew(self, *, update: bool) -> None:
+    def _advance(self, *, update: bool) -> None:
         """New scales if `update`, and a new slot 0."""
         algorithm = self.recipe.amax_compute_algo
         if self.history_tl.is_cuda and isinstance(algorithm, str):
@@ -100,7 +215,7 @@ class DelayedState:
         self._invert_scales()
 
     def refresh(self) -> None:
-        """Renew what follows from histories and scales: to be called when these were read from a checkpoint."""
+        """Recompute what follows from histories and scales, after these were read from a checkpoint."""
         self._invert_scales()
         if self.formats:
             self._set_fresh(not bool((self.history_tl != 0).any()) and bool((self.scale_t == 1).all()))
@@ -129,3 +244,30 @@ class DelayedState:
         if self.recipe.interval > 1:
             state["fp8.step"] = self.step
         return state
+
+
+def amax_of_history(history_tl: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
+    """One amax per tensor: history `[t, l]` -> `[t]`.
+
+    `max` is over all slots, `most_recent` is slot 0, and a callable maps `[t, l]` to `[t]` itself (else ValueError).
+    """
+    if algorithm == "max":
+        return history_tl.amax(dim=1)
+    if algorithm == "most_recent":
+        return history_tl[:, 0]
+    assert callable(algorithm)
+    amax = algorithm(history_tl)
+    if amax.shape != history_tl.shape[:1] or amax.dtype != history_tl.dtype:
+        raise ValueError(
+            f"amax_compute_algo returned {amax.dtype} {list(amax.shape)} for a history of {history_tl.dtype} "
+            f"{list(history_tl.shape)}; it must return one value a row, {history_tl.dtype} "
+            f"{list(history_tl.shape[:1])}, as `lambda history: history.amax(dim=1)` does"
+        )
+    return amax
+
+
+def roll_history(history_tl: Tensor) -> Tensor:
+    """The history of the step that begins: slot i moves to i + 1, the oldest drops out, slot 0 is zero."""
+    rolled = history_tl.roll(1, dims=1)
+    rolled[:, 0] = 0
+    return rolled

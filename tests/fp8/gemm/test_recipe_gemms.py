@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megafp8.fp8.blocks import quantize_1x128, quantize_128x128, quantize_rows
 from torch import Tensor, nn
 
 from megafp8.fp8 import (
@@ -30,12 +31,11 @@ from megafp8.fp8 import (
     Rule,
     StaticScaling,
 )
-from megafp8.fp8.blocks import quantize_1x128, quantize_128x128, quantize_rows
-from megafp8.fp8.noise import noise_key
 from megafp8.fp8.recipes.base import OPERANDS
 from megafp8.fp8.recipes.mxfp8 import quantize_mxfp8
 from megafp8.fp8.recipes.nvfp4 import hadamard_transform, quantize_nvfp4
 from megafp8.fp8.sources import Plain
+from megafp8.fp8.stochastic_rounding import noise_key
 from megafp8.fp8.tensor import ScaledTensor
 from megafp8.ops.linear import Fp8Linear
 from tests.ops.test_linear import assert_product, cast_exactly, managed, run

@@ -7,11 +7,11 @@ import re
 from typing import Any, get_args
 
 import pytest
+from megafp8.fp8.recipes.build import by_recipe
 
 from megafp8.config.schema import Fp8Config, OperandRecipe
 from megafp8.fp8 import RECIPES, CustomScaling, Fp8Manager, Fp8Recipe, Rule, StaticScaling
 from megafp8.fp8.recipes.base import OPERANDS
-from megafp8.fp8.recipes.build import by_recipe
 from megafp8.fp8.recipes.custom import can_meet
 from megafp8.ops.linear import Fp8Linear
 from tests.fp8.test_manager import NAMES, ask

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megafp8.fp8 import E4M3
 from megafp8.fp8.formats import E2M1
-from megafp8.fp8.noise import noise_key
 from megafp8.fp8.quantize import amax
 from megafp8.fp8.recipes.nvfp4 import hadamard_transform, quantize_nvfp4, round_to_e2m1
+from megafp8.fp8.stochastic_rounding import noise_key
 from megafp8.philox import Key
 from tests.fp8.reference import decode, encode, finite_values
 from tests.fp8.test_blocks import spread
