@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, group
 from megafp8.distributed.tp_overlap import Collective, P2PRing, TPOverlap
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.gemm.cublaslt_problem import is_arranged
-from megafp8.fp8.quantize import amax, quantize, scale_from_amax
+from megafp8.fp8.quantize import amax, quantize, quantize_blocks, scale_from_amax
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.recipes.blockwise import BlockwiseQuantizer
 from megafp8.fp8.recipes.current import CurrentQuantizer

@@ -124,6 +124,37 @@ def test_custom_has_the_options_of_the_recipes_it_names() -> None:
         check_recipe(configured(**mixed, interval=3), "run.yaml")
 
 
+FINER_INPUT, FINER_WEIGHTS = "finer scales for an MLP's input than one per tensor", "finer scales for weights than one"
+SAME_NOISE = "a graph would round the gradients of nvfp4 with the same noise in every step; try another fp8.recipe"
+
+
+@pytest.mark.parametrize(
+    ("switch", "fp8", "message"),
+    [
+        ("smooth_swiglu", {"recipe": "static"}, None),
+        ("smooth_swiglu", {"recipe": "blockwise"}, FINER_INPUT),
+        ("smooth_swiglu", {"recipe": "custom", "custom": [rule("*", "rowwise", "rowwise", "rowwise")]}, FINER_INPUT),
+        ("smooth_swiglu", {"recipe": "custom", "custom": [rule("*", "current", "mxfp8", "nvfp4")]}, None),
+        ("param_gather", {"recipe": "delayed"}, None),
+        ("param_gather", {"recipe": "rowwise"}, FINER_WEIGHTS),
+        ("param_gather", {"recipe": "custom", "custom": [rule("*", "current", "mxfp8", "current")]}, FINER_WEIGHTS),
+        ("cuda_graphs", {"recipe": "blockwise"}, None),
+        ("cuda_graphs", {"recipe": "nvfp4"}, SAME_NOISE),
+        ("cuda_graphs", {"recipe": "custom", "custom": [rule("*", "current", "current", "nvfp4")]}, SAME_NOISE),
+        ("cuda_graphs", {"recipe": "custom", "custom": [rule("*", "nvfp4", "nvfp4", "current")]}, None),
+    ],
+)
+def test_what_a_recipe_cannot_do_is_refused(switch: str, fp8: dict[str, Any], message: str | None) -> None:
+    section = "training" if switch == "cuda_graphs" else "fp8"
+    tree = {**MINIMAL, "fp8": fp8}
+    config = Config.model_validate({**tree, section: {**tree[section], switch: True}})
+    if message is None:
+        check_recipe(config, "run.yaml")
+        return
+    with pytest.raises(ConfigError, match=rf"{section}.{switch} = True: .*{message}"):
+        check_recipe(config, "run.yaml")
+
+
 CUSTOM = """
 recipe: custom
 amax_history_len: 4

@@ -18,6 +18,7 @@ from megafp8.distributed import collectives
 from megafp8.parallel_state import ParallelState
 from megafp8.training import fp8_param_gather as fp8_parameters
 from megafp8.training.cuda_graphs import MicrobatchGraphs
+from megafp8.training.fp8_config import check_recipe
 from megafp8.training.state import load_latest, save_state
 from megafp8.training.trainer import Trainer
 from tests.training.test_cuda_graphs import Curve, HighPrecisionFallback, batches
@@ -321,4 +322,5 @@ def test_what_needs_values_is_refused(changes: Changes, zero: int, message: str)
     refused = settings(_with(changes, fp8={"param_gather": True}), zero=zero)
     with pytest.raises(ConfigError, match=message):
         check_layout(refused, 2)
+        check_recipe(refused, "run.yaml")
     check_layout(settings(changes, zero=zero), 2)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ProcessGroup, group
 
 from megafp8.fp8 import E4M3, E5M2, DelayedScaling
-from megafp8.fp8.recipes.delayed import DelayedState
+from megafp8.fp8.recipes.delayed import DelayedQuantizer, DelayedState, amax_of_history, roll_history
 from megafp8.fp8.sources import Plain
 from tests.fp8.reference import scale_of
 from tests.world import World
@@ -101,26 +101,6 @@ def test_the_first_step_scales_by_the_tensor_at_hand() -> None:
     assert grown.rowwise.data.float().item() == 57344  # saturated: from the second step on by what was seen before
 
 
-@pytest.mark.parametrize("margin", [-1, 0, 3])
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_the_first_step_keeps_margin_and_powers_of_two(margin: int, power_of_two: bool) -> None:
-    recipe = DelayedScaling(amax_history_len=4, margin=margin, power_of_two_scale=power_of_two)
-    state = DelayedState(recipe, FORMATS, CPU)
-    peaks = {"a": 3.7, "b": 2e-6, "c": 1000.0}
-    for name, fmt in FORMATS.items():
-        x = torch.tensor([[-peaks[name], peaks[name] / 3]])
-        rows = state.quantizers[name](Plain(x), rowwise=True, columnwise=False).rowwise
-        assert rows is not None
-        scale = scale_of(x.abs().max().item(), fmt.max, margin=margin, power_of_two=power_of_two)
-        assert rows.scale_inv.item() == torch.tensor(scale).reciprocal().item()
-        scaled = (x * torch.tensor(scale)).clamp(-fmt.max, fmt.max)
-        assert torch.equal(rows.data.float(), scaled.to(fmt.dtype).float())
-    state.end_step(None)
-    for i, (name, fmt) in enumerate(FORMATS.items()):  # the next step scales the same amax by the same scale
-        peak = torch.tensor(peaks[name]).item()
-        assert state.scale_t[i].item() == scale_of(peak, fmt.max, margin=margin, power_of_two=power_of_two)
-
-
 def test_evaluation_before_the_first_step_notes_nothing() -> None:
     state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E4M3}, CPU)
     quantizer = state.quantizers["a"]
@@ -130,19 +110,6 @@ def test_evaluation_before_the_first_step_notes_nothing() -> None:
     assert operand.rowwise.data.float().item() == 448
     assert state.history_tl.sum() == 0
     assert quantizer.fresh
-
-
-def test_who_resumes_goes_on_with_the_history() -> None:
-    first, second = (DelayedState(DelayedScaling(amax_history_len=1), {"a": E4M3}, CPU) for _ in range(2))
-    first.quantizers["a"](Plain(torch.tensor([[2.0]])), rowwise=True, columnwise=False)
-    first.end_step(None)
-    second.refresh()
-    assert second.quantizers["a"].fresh
-    for name, tensor in second.state_dict().items():
-        tensor.copy_(first.state_dict()[name])
-    second.refresh()
-    assert not second.quantizers["a"].fresh
-    assert second.quantizers["a"].scale_inv.item() == pytest.approx(2 / 448)
 
 
 def test_a_callable_sees_the_newest_first() -> None:
@@ -190,3 +157,33 @@ def test_ranks_share_the_largest_amax_and_a_bad_step(world2: World) -> None:
 
 def test_a_rank_without_fp8_layers_takes_no_part() -> None:
     DelayedState(DelayedScaling(), {}, CPU).end_step(None)
+
+
+def test_casts_with_the_given_scale_and_raises_the_amax() -> None:
+    scale, newest = torch.tensor(2.0), torch.tensor(3.0)
+    quantizer = DelayedQuantizer(E4M3, scale, scale.reciprocal(), newest)
+    made = quantizer(Plain(torch.tensor([[1.0, -2.5]])), rowwise=True, columnwise=False).required_rowwise
+    assert made.data.float().tolist() == [[2.0, -5.0]]
+    assert made.scale_inv.item() == 0.5
+    assert newest.item() == 3
+    quantizer(Plain(torch.tensor([[1.0, -4.5]])), rowwise=True, columnwise=False)
+    assert newest.item() == 4.5
+    quantizer.recording = False
+    quantizer(Plain(torch.tensor([[9.0]])), rowwise=True, columnwise=False)
+    assert newest.item() == 4.5
+
+
+def test_amax_of_history() -> None:
+    history = torch.tensor([[1.0, 5.0, 2.0], [7.0, 0.0, 3.0]])
+    assert amax_of_history(history, "max").tolist() == [5, 7]
+    assert amax_of_history(history, "most_recent").tolist() == [1, 7]
+    assert amax_of_history(history, lambda h: h[:, 2]).tolist() == [2, 3]
+    with pytest.raises(ValueError, match=r"one value a row, torch.float32 \[2\]"):
+        amax_of_history(history, lambda h: h.amax())
+
+
+def test_roll_history() -> None:
+    history = torch.tensor([[1.0, 5.0, 2.0], [7.0, 0.0, 3.0]])
+    assert roll_history(history).tolist() == [[0, 1, 5], [0, 7, 0]]
+    assert history.tolist() == [[1, 5, 2], [7, 0, 3]]
+    assert roll_history(torch.tensor([[3.0]])).tolist() == [[0]]
