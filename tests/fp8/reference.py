@@ -52,7 +52,7 @@ def encode(x: NDArray[np.float32], fmt: Format) -> NDArray[np.uint8]:
 
 
 def to_e2m1(x: NDArray[np.float32], noise: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """The nearest value of E2M1; with `noise` in [0, 1) a neighbour, the upper with the probability of the way there."""
+    """The nearest value of E2M1; with `noise` in [0, 1) a neighbour, with probabilities that keep the mean."""
     y, values = x.astype(np.float64), E2M1_VALUES
     size = np.minimum(np.abs(y), 6.0)
     if noise is None:

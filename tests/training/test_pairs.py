@@ -285,6 +285,11 @@ def test_the_fast_pairs_cover_the_options() -> None:
     assert max(ranks_of(pair) for pair in RUN) == 4
 
 
+def check(config: Config, ranks: int) -> None:
+    check_layout(config, ranks)
+    check_recipe(config, "run.yaml")
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
 def test_what_cannot_work_is_refused_before_any_process_group(pair: Names) -> None:
     """With its own reason each, wherever the run is started; all others are accepted."""
@@ -292,12 +297,10 @@ def test_what_cannot_work_is_refused_before_any_process_group(pair: Names) -> No
     reasons = {_key(names): reason for names, reason in REFUSED.items()}
     config = settings(keys_of(pair))
     if _key(pair) not in reasons:
-        check_layout(config, ranks_of(pair))
-        check_recipe(config, "run.yaml")
+        check(config, ranks_of(pair))
         return
     with pytest.raises(ConfigError) as error:
-        check_layout(config, ranks_of(pair))
-        check_recipe(config, "run.yaml")
+        check(config, ranks_of(pair))
     assert reasons[_key(pair)] in str(error.value)
     assert "try " in str(error.value)
 

@@ -186,7 +186,7 @@ class Fp8Tensor:
 
 
 class State(Protocol):
-    """What a recipe remembers between steps, of all its tensors together, so that a step's end costs the same for any."""
+    """What a recipe remembers between steps, of all its tensors together: so one collective a step serves them all."""
 
     def end_step(self, group: ProcessGroup | None) -> None:
         """End a step; collective over `group`, the ranks that run the same layers."""

@@ -38,7 +38,7 @@ def cast_rows(
     source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
     amaxes: tuple[Tensor, Tensor] | None = None,
 ) -> QuantizedTensor:  # fmt: skip
-    """Cast by one scale per row. `amaxes`: of rows and columns, where the source is a shard of the tensor they are of."""
+    """Cast by one scale per row. `amaxes`: of the rows and columns of the tensor that the source is a shard of."""
     x_rc = source.values()
     amax_r, amax_c = (None, None) if amaxes is None else (amax.unsqueeze(-1) for amax in amaxes)
     cast = partial(quantize_blocks, fmt=fmt, granularity=ROW, power_of_two=power_of_two, eps=eps)
