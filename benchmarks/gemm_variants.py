@@ -18,13 +18,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megafp8.fp8 import E4M3, E5M2, Format
 from megafp8.fp8.gemm.cublaslt import CublasLt, available
 from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend, algorithm_file, gemm
-from megafp8.fp8.quantizers import Quantizer
-from megafp8.fp8.recipes.blockwise import BlockwiseQuantizer
-from megafp8.fp8.recipes.current import CurrentQuantizer
-from megafp8.fp8.recipes.rowwise import RowwiseQuantizer
+from megafp8.fp8.recipes import BlockwiseScaling, CurrentScaling, RowwiseScaling
+from megafp8.fp8.recipes.base import Fp8Tensor, OperandName
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.speed_model import LinearSize
 from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
@@ -68,13 +65,13 @@ class Operands:
     def quantized(self, which: str, granularity: Granularity) -> ScaledTensor:
         """Operand "a" as `[r, s]` or "b" as `[c, s]`, made once for all variants."""
         is_gradient = which == "a" and self.gemm != "fprop"
-        fmt = E5M2 if is_gradient and granularity is TENSOR else E4M3
+        operand: OperandName = "grad_output" if is_gradient else "weight" if granularity is BLOCK_128X128 else "input"
         key = (which, granularity)
         if key not in self._cast:
             values = self.a_rs if which == "a" else self.b_sc.t()
-            rows = _quantizer(granularity, fmt)(Plain(values.contiguous()), rowwise=True, columnwise=False).rows
-            assert rows is not None
-            self._cast[key] = rows
+            tensor = Fp8Tensor(which, operand, None, None)
+            made = _RECIPES[granularity].cast(Plain(values.contiguous()), tensor, rowwise=True, columnwise=False)
+            self._cast[key] = made.required_rowwise
         return self._cast[key]
 
     def new_result(self) -> Tensor:
@@ -82,12 +79,12 @@ class Operands:
         return torch.zeros(self.a_rs.shape[0], self.b_sc.shape[1], dtype=dtype, device=self.a_rs.device)
 
 
-def _quantizer(granularity: Granularity, fmt: Format) -> Quantizer:
-    if granularity is TENSOR:
-        return CurrentQuantizer(fmt, None, eps=0.0, power_of_two=False)
-    if granularity is ROW:
-        return RowwiseQuantizer(fmt, None, eps=0.0, power_of_two=False)
-    return BlockwiseQuantizer(fmt, square=granularity is BLOCK_128X128, eps=0.0, power_of_two=True)
+_RECIPES = {
+    TENSOR: CurrentScaling(),
+    ROW: RowwiseScaling(),
+    BLOCK_1X128: BlockwiseScaling(),
+    BLOCK_128X128: BlockwiseScaling(),
+}
 
 
 def operands_of(size: LinearSize, device: torch.device) -> list[Operands]:

@@ -26,8 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from megafp8.fp8.quantizers import OPERANDS, OperandName, PerOperand
-from megafp8.fp8.recipes.base import GEMMS, Fp8Recipe
+from megafp8.fp8.recipes.base import GEMMS, OPERANDS, Fp8Recipe, OperandName, PerOperand
 from megafp8.fp8.tensor import on_hopper
 
 

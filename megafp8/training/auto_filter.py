@@ -26,8 +26,7 @@ import torch
 from megafp8.config import Config
 from megafp8.distributed.collectives import broadcast_object
 from megafp8.fp8 import Fp8Manager
-from megafp8.fp8.quantizers import PerOperand
-from megafp8.fp8.recipes import Fp8Recipe
+from megafp8.fp8.recipes.base import Fp8Recipe, PerOperand
 from megafp8.fp8.speed_measurement import measure
 from megafp8.fp8.speed_model import LinearSeconds, LinearSize, ceilings_of, device_name, predict
 from megafp8.models.gpt import fp8_layer_sizes

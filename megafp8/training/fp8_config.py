@@ -12,8 +12,7 @@ from dataclasses import fields
 from megafp8.config import Config, ConfigError, Fp8Config, Problem
 from megafp8.fp8 import RECIPES, ContextGroups, CustomScaling, Fp8Manager, Fp8Recipe
 from megafp8.fp8.health import Recorder
-from megafp8.fp8.quantizers import OPERANDS, OperandName
-from megafp8.fp8.recipes.base import config_key
+from megafp8.fp8.recipes.base import OPERANDS, OperandName, config_key
 from megafp8.fp8.tensor import TENSOR
 from megafp8.models.gpt import fp8_layer_names
 from megafp8.parallel_state import ParallelState

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megafp8.data_parallel.fp8_weight_shards import WeightShard, fp8_data_format
-from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Linear, Fp8Manager, StaticScaling
-from megafp8.fp8.recipes.base import BlockwiseScaling, Fp8Recipe
+from megafp8.fp8 import E4M3, CurrentScaling, DelayedScaling, Fp8Linear, Fp8Manager, StaticScaling
+from megafp8.fp8.recipes import BlockwiseScaling, Fp8Recipe
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from tests.world import World
 
@@ -106,7 +106,7 @@ def test_a_weight_that_breaks_shows() -> None:
 
 
 def test_what_can_be_codes() -> None:
-    assert fp8_data_format(_manager(CurrentScaling(), None)[1]["layers.0.a"]) is CurrentScaling().forward_format
+    assert fp8_data_format(_manager(CurrentScaling(), None)[1]["layers.0.a"]) is E4M3
     assert fp8_data_format(_manager(BlockwiseScaling(), None)[1]["layers.0.a"]) is None
     dgrad = CurrentScaling(override_linear_precision=(False, True, False))
     assert fp8_data_format(_manager(dgrad, None)[1]["layers.0.a"]) is None

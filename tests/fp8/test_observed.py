@@ -21,7 +21,7 @@ from megafp8.fp8 import (
 )
 from megafp8.fp8.health import OPERANDS, Record, Recorder
 from megafp8.fp8.quantizers import CurrentQuantizer
-from megafp8.fp8.recipes.base import NVFP4Scaling
+from megafp8.fp8.recipes import NVFP4Scaling
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.ops.activation import swiglu
 from megafp8.ops.norm import norm

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.fp8 import E4M3, E5M2, DelayedScaling
+from megafp8.fp8 import DelayedScaling
+from megafp8.fp8.recipes.base import Fp8Tensor, OperandName
 from megafp8.fp8.recipes.delayed import DelayedState
 from megafp8.kernels import scales as kernels
 from tests.kernels import DEVICE
@@ -42,8 +43,9 @@ def test_steps_equal_the_plain_state(
         amax_compute_algo=algorithm,  # type: ignore[arg-type]
         power_of_two_scale=power_of_two,
     )
-    formats = {f"t{i}": E5M2 if i % 2 else E4M3 for i in range(TENSORS)}
-    plain = DelayedState(recipe, formats, torch.device("cpu"))
+    operands: tuple[OperandName, OperandName] = ("weight", "grad_output")
+    tensors = [Fp8Tensor(f"t{i}", operands[i % 2], None, None) for i in range(TENSORS)]
+    plain = DelayedState(recipe, tensors, torch.device("cpu"))
     # As after many steps, but for the slot of the step now running; some histories are empty.
     past = torch.stack([newest(1000 + i).nan_to_num(posinf=0.0) for i in range(length)], dim=1)
     past[4] = 0

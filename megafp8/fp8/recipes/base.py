@@ -1,8 +1,8 @@
 """What all recipes have: options, capabilities, and how quantizers are made of them.
 
-A recipe is a frozen dataclass of its options. Its file holds everything about it: options, `Capabilities`, quantizers,
-reference casts, and the state that it remembers; `megafp8.fp8.recipes` registers it under its name. To add one is to
-write such a file and register it; its options are those of its dataclass, of the config too.
+A recipe is a frozen dataclass of its options. Its file holds everything about it: options, `Capabilities`, the cast and
+its reference, and the state that it remembers; `megafp8.fp8.recipes` registers it under its name. A new one is such a
+file, registered; the config keys that it has follow from its dataclass.
 
 Common options are the formats and which of a layer's three GEMMs stay in high precision. Some have `use_fast_accum`
 too: a Hopper tensor core keeps about 14 bits of a running sum unless it is told to promote it to fp32 often; fast
@@ -16,19 +16,23 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.fp8.formats import E4M3, E5M2, Format
-from megafp8.fp8.quantizers import OPERANDS, Capabilities, OperandName, PerOperand, Quantizer
+from megafp8.fp8.quantize import ScaleRule
+from megafp8.fp8.quantizers import Quantizer
+from megafp8.fp8.sources import Source
 from megafp8.fp8.stochastic_rounding import NoiseClock
-from megafp8.fp8.tensor import Granularity
+from megafp8.fp8.tensor import TENSOR, Granularity, QuantizedTensor
 
-_FORMATS = {"hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}
+OperandName = Literal["input", "weight", "grad_output"]
+OPERANDS: tuple[OperandName, ...] = get_args(OperandName)
+T = TypeVar("T")
 
 GEMMS: dict[str, tuple[OperandName, OperandName]] = {
     "fprop": ("input", "weight"),
@@ -44,6 +48,39 @@ class PerGemm(NamedTuple):
     fprop: bool
     dgrad: bool
     wgrad: bool
+
+
+class PerOperand(NamedTuple, Generic[T]):
+    """A value for each operand of a linear layer."""
+
+    input: T
+    weight: T
+    grad_output: T
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a recipe can do: the one place that config checks, planner, speed model and tensor parallelism ask.
+
+    `granularity`: which elements of an operand share a scale, rowwise and columnwise. `shard_alignment`: a shard of the
+    tokens can be quantized alone, and then gathered in FP8, if its length is a multiple of this; None: only the whole
+    tensor can be. `cast_passes`: times a cast on CUDA reads the tensor. `bits`: of an element. `stochastic_rounding`:
+    output gradients are rounded with random keys that the host makes, and that a CUDA graph would repeat.
+    """
+
+    granularity: PerOperand[Granularity]
+    shard_alignment: int | None
+    cast_passes: int = 1
+    bits: int = 8
+    stochastic_rounding: bool = False
+
+    @property
+    def per_tensor(self) -> bool:
+        """One scale for the whole tensor: columnwise is then the transposed copy of rowwise, and not another cast."""
+        return all(granularity is TENSOR for granularity in self.granularity)
+
+
+PER_TENSOR = PerOperand(TENSOR, TENSOR, TENSOR)
 
 
 def option(
@@ -79,7 +116,7 @@ def fast_accumulation() -> Any:
 
 def format_option(default: Literal["hybrid", "e4m3"]) -> Any:
     """The option `fp8_format` with another default."""
-    return option(default, "'hybrid' or 'e4m3'", lambda value: value in _FORMATS, key="format")
+    return option(default, "'hybrid' or 'e4m3'", lambda value: value in ("hybrid", "e4m3"), key="format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,19 +146,9 @@ class Fp8Recipe:
         """GEMMs that accumulate fast, where the hardware has a choice; an option of the recipes for which it has."""
         return PerGemm(True, False, False)
 
-    @property
-    def forward_format(self) -> Format:
-        """Format of inputs and weights."""
-        return _FORMATS[self.fp8_format][0]
-
-    @property
-    def gradient_format(self) -> Format:
-        """Format of output gradients."""
-        return _FORMATS[self.fp8_format][1]
-
     def format_of(self, operand: OperandName) -> Format:
         """Format of an operand."""
-        return self.gradient_format if operand == "grad_output" else self.forward_format
+        return E5M2 if operand == "grad_output" and self.fp8_format == "hybrid" else E4M3
 
     def granularity(self, operand: OperandName) -> Granularity:
         """Which elements of an operand share a scale, rowwise and columnwise."""
@@ -149,11 +176,15 @@ class Fp8Recipe:
 
     def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
         """Quantizers of `tensors`, and their state on `device`; `clock` has the noise for those that need it."""
-        return Built({tensor.name: self.quantizer(tensor) for tensor in tensors})
+        return Built({tensor.name: RecipeQuantizer(self, tensor) for tensor in tensors})
 
-    def quantizer(self, tensor: Fp8Tensor) -> Quantizer:
-        """The quantizer of one tensor; for recipes that remember nothing."""
+    def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """Cast values of `tensor`; for recipes that remember nothing of it."""
         raise NotImplementedError(f"{type(self).__name__} scales no tensor itself")
+
+    def scale_rule(self, fmt: Format) -> ScaleRule:
+        """How the scale of a tensor follows from its amax; for recipes with one scale per tensor."""
+        return ScaleRule(fmt.max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +196,9 @@ class AmaxOptions(Fp8Recipe):
 
     power_of_two: bool = option(False, key="power_of_two_scale")
     amax_epsilon: float = option(0.0, "0 or more", lambda value: value >= 0)
+
+    def scale_rule(self, fmt: Format) -> ScaleRule:
+        return ScaleRule(fmt.max, eps=self.amax_epsilon, power_of_two=self.power_of_two)
 
 
 @dataclass(frozen=True)
@@ -183,6 +217,52 @@ class Fp8Tensor:
     @property
     def name(self) -> str:
         return f"{self.layer}.{self.operand}"
+
+
+@dataclass(eq=False)
+class RecipeQuantizer:
+    """Casts `tensor` as `recipe` does.
+
+    Where there is one scale per tensor, its weights can also be cast in flat shards, by `known_scale` or `rule`.
+    """
+
+    recipe: Fp8Recipe
+    tensor: Fp8Tensor
+
+    @property
+    def fmt(self) -> Format:
+        return self.recipe.format_of(self.tensor.operand)
+
+    @property
+    def per_tensor(self) -> bool:
+        return self.recipe.capabilities.per_tensor
+
+    @property
+    def shard_alignment(self) -> int:
+        return self.recipe.capabilities.shard_alignment or 1
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How the scale follows from an amax."""
+        return self.recipe.scale_rule(self.fmt)
+
+    @property
+    def known_scale(self) -> tuple[Tensor, Tensor] | None:
+        """The scale and its reciprocal, fp32 `[]`; None where they follow from the tensor at hand."""
+        return None
+
+    @property
+    def recorded_amax(self) -> Tensor | None:
+        """What is to be raised to the amax of what is cast, fp32 `[]`; None where nothing remembers it."""
+        return None
+
+    def for_sharded_input(self, group: ProcessGroup) -> Quantizer | None:
+        if self.recipe.capabilities.shard_alignment is None:
+            return None
+        return replace(self, tensor=replace(self.tensor, group=group, token_group=group))
+
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        return self.recipe.cast(source, self.tensor, rowwise=rowwise, columnwise=columnwise)
 
 
 class State(Protocol):

@@ -8,20 +8,16 @@ Matrices that 128 does not divide have smaller blocks at the edges.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
 from megafp8.fp8.formats import Format
 from megafp8.fp8.quantize import quantize_blocks
-from megafp8.fp8.quantizers import Capabilities, PerOperand, RecipeQuantizer, implementation
-from megafp8.fp8.recipes.base import AmaxOptions, Fp8Tensor, format_option, option
+from megafp8.fp8.quantizers import implementation
+from megafp8.fp8.recipes.base import AmaxOptions, Capabilities, Fp8Tensor, PerOperand, format_option, option
 from megafp8.fp8.sources import Source
 from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, Granularity, QuantizedTensor
-
-CAPABILITIES = Capabilities(
-    granularity=PerOperand(input=BLOCK_1X128, weight=BLOCK_128X128, grad_output=BLOCK_1X128), shard_alignment=128
-)
 
 
 def cast_1x128(
@@ -46,25 +42,6 @@ def _cast(
     return QuantizedTensor.cast_both(source.values(), cast, rowwise=rowwise, columnwise=columnwise)
 
 
-@dataclass(frozen=True)
-class BlockwiseQuantizer(RecipeQuantizer):
-    """One scale for each 128 neighbours in a row (`square=False`), or for each 128×128 elements."""
-
-    capabilities: ClassVar[Capabilities] = CAPABILITIES
-
-    fmt: Format
-    _: KW_ONLY
-    square: bool
-    eps: float
-    power_of_two: bool
-
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        cast = implementation(cast_128x128 if self.square else cast_1x128, source)
-        return cast(
-            source, self.fmt, rowwise=rowwise, columnwise=columnwise, power_of_two=self.power_of_two, eps=self.eps
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class BlockwiseScaling(AmaxOptions):
     """One scale for each 128 neighbours of x and dy, and for each 128×128 elements of w.
@@ -74,11 +51,15 @@ class BlockwiseScaling(AmaxOptions):
     """
 
     name: ClassVar[str] = "blockwise"
-    capabilities: ClassVar[Capabilities] = CAPABILITIES
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        granularity=PerOperand(input=BLOCK_1X128, weight=BLOCK_128X128, grad_output=BLOCK_1X128), shard_alignment=128
+    )
 
     fp8_format: Literal["hybrid", "e4m3"] = format_option("e4m3")
     power_of_two: bool = option(True, key="power_of_two_scale")
 
-    def quantizer(self, tensor: Fp8Tensor) -> BlockwiseQuantizer:
-        fmt, square = self.format_of(tensor.operand), tensor.operand == "weight"
-        return BlockwiseQuantizer(fmt, square=square, eps=self.amax_epsilon, power_of_two=self.power_of_two)
+    def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        return implementation(cast_128x128 if tensor.operand == "weight" else cast_1x128, source)(
+            source, self.format_of(tensor.operand), rowwise=rowwise, columnwise=columnwise,
+            power_of_two=self.power_of_two, eps=self.amax_epsilon,
+        )  # fmt: skip

@@ -20,8 +20,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
-from megafp8.fp8.quantizers import OPERANDS, OperandName, PerOperand
-from megafp8.fp8.recipes.base import GEMMS, Fp8Recipe, fast_accumulation, no_match, option
+from megafp8.fp8.recipes.base import (
+    GEMMS,
+    OPERANDS,
+    Fp8Recipe,
+    OperandName,
+    PerOperand,
+    fast_accumulation,
+    no_match,
+    option,
+)
 from megafp8.fp8.tensor import HOPPER_PAIRS, Granularity, on_hopper
 
 

@@ -21,8 +21,8 @@ Shapes: t tensors, l steps of history; slot 0 is the current step, slot i the st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,57 +31,52 @@ from torch.distributed import ProcessGroup
 from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import Format
 from megafp8.fp8.quantize import ScaleRule, scale_from_amax
-from megafp8.fp8.quantizers import Capabilities, PerOperand, PerTensorQuantizer, RecipeQuantizer, casts
-from megafp8.fp8.recipes.base import Built, Fp8Recipe, Fp8Tensor, fast_accumulation, option
+from megafp8.fp8.quantizers import casts
+from megafp8.fp8.recipes.base import (
+    PER_TENSOR,
+    Built,
+    Capabilities,
+    Fp8Recipe,
+    Fp8Tensor,
+    RecipeQuantizer,
+    fast_accumulation,
+    option,
+)
 from megafp8.fp8.sources import Source
 from megafp8.fp8.stochastic_rounding import NoiseClock
-from megafp8.fp8.tensor import TENSOR, QuantizedTensor
+from megafp8.fp8.tensor import QuantizedTensor
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
 
-CAPABILITIES = Capabilities(granularity=PerOperand(TENSOR, TENSOR, TENSOR), shard_alignment=1)
 
-
-class DelayedQuantizer(PerTensorQuantizer):
+@dataclass(eq=False)
+class DelayedQuantizer(RecipeQuantizer):
     """Scales by `scale` as it stands (`scale_inv` its reciprocal) and raises `newest_amax`.
 
     All are fp32 `[]`, views of the shared state. While it is `fresh` there is no earlier step: it then scales by the
-    tensor's own amax, over `group` where this rank holds only a shard of it, with the recipe's `margin` and
-    `power_of_two`. The amax is a running maximum, so micro-batches add up and a recomputed forward changes nothing.
-    `recording` is switched off during evaluation.
+    tensor's own amax, over the ranks that hold shards of it. The amax is a running maximum, so micro-batches add up and
+    a recomputed forward changes nothing. `recording` is switched off during evaluation.
     """
 
-    capabilities = CAPABILITIES
+    scale: Tensor
+    scale_inv: Tensor
     newest_amax: Tensor
-
-    def __init__(
-        self,
-        fmt: Format,
-        scale: Tensor,
-        scale_inv: Tensor,
-        newest_amax: Tensor,
-        group: ProcessGroup | None = None,
-        *,
-        margin: int = 0,
-        power_of_two: bool = False,
-    ) -> None:
-        self.fmt, self.scale, self.scale_inv, self.newest_amax = fmt, scale, scale_inv, newest_amax
-        self.group, self.margin, self.power_of_two = group, margin, power_of_two
-        self.fresh, self.recording = False, True
-
-    @property
-    def rule(self) -> ScaleRule:
-        return ScaleRule(self.fmt.max, margin=self.margin, power_of_two=self.power_of_two)
+    fresh: bool = False
+    recording: bool = True
 
     @property
     def known_scale(self) -> tuple[Tensor, Tensor] | None:
         return None if self.fresh else (self.scale, self.scale_inv)
 
+    @property
+    def recorded_amax(self) -> Tensor:
+        return self.newest_amax
+
     def for_sharded_input(self, group: ProcessGroup) -> DelayedShardQuantizer:
-        return DelayedShardQuantizer(self, group)
+        return DelayedShardQuantizer(self.recipe, replace(self.tensor, group=group), self)
 
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        return self.cast(source, self.group, rowwise=rowwise, columnwise=columnwise)
+        return self.cast(source, self.tensor.group, rowwise=rowwise, columnwise=columnwise)
 
     def cast(self, source: Source, group: ProcessGroup | None, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         """Cast the tensor, or the shard of it that this rank of `group` holds."""
@@ -97,20 +92,14 @@ class DelayedQuantizer(PerTensorQuantizer):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DelayedShardQuantizer(RecipeQuantizer):
-    """`whole` for a tensor that the ranks of `group` hold shards of."""
-
-    capabilities: ClassVar[Capabilities] = CAPABILITIES
+    """`whole` for a tensor of which ranks hold shards."""
 
     whole: DelayedQuantizer
-    group: ProcessGroup
-
-    def for_sharded_input(self, group: ProcessGroup) -> DelayedShardQuantizer:
-        return DelayedShardQuantizer(self.whole, group)
 
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        return self.whole.cast(source, self.group, rowwise=rowwise, columnwise=columnwise)
+        return self.whole.cast(source, self.tensor.group, rowwise=rowwise, columnwise=columnwise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +113,7 @@ class DelayedScaling(Fp8Recipe):
     """
 
     name: ClassVar[str] = "delayed"
-    capabilities: ClassVar[Capabilities] = CAPABILITIES
+    capabilities: ClassVar[Capabilities] = Capabilities(granularity=PER_TENSOR, shard_alignment=1)
 
     margin: int = option(0)
     interval: int = option(1, "at least 1 step", lambda value: value >= 1)
@@ -139,44 +128,30 @@ class DelayedScaling(Fp8Recipe):
     def history_len(self) -> int:
         return self.amax_history_len
 
+    def scale_rule(self, fmt: Format) -> ScaleRule:
+        return ScaleRule(fmt.max, margin=self.margin, power_of_two=self.power_of_two_scale)
+
     def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
-        formats = {tensor.name: self.format_of(tensor.operand) for tensor in tensors}
-        state = DelayedState(self, formats, device, {tensor.name: tensor.group for tensor in tensors})
+        state = DelayedState(self, tensors, device)
         return Built({**state.quantizers}, state)
 
 
 class DelayedState:
-    """Histories `[t, l]` and scales `[t]`, fp32 on `device`, of the tensors `formats` names, in that order."""
+    """Histories `[t, l]` and scales `[t]`, fp32 on `device`, of `tensors` in their order."""
 
-    def __init__(
-        self,
-        recipe: DelayedScaling,
-        formats: dict[str, Format],
-        device: torch.device,
-        groups: dict[str, ProcessGroup | None] | None = None,
-    ) -> None:
-        """`groups`: of the ranks that hold shards of a tensor, by its name."""
+    def __init__(self, recipe: DelayedScaling, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
         self.recipe = recipe
-        self.formats = formats
-        self.history_tl = torch.zeros(len(formats), recipe.amax_history_len, device=device)
-        self.scale_t = torch.ones(len(formats), device=device)
+        self.history_tl = torch.zeros(len(tensors), recipe.amax_history_len, device=device)
+        self.scale_t = torch.ones(len(tensors), device=device)
         # Four apart: cuBLASLt reads a scale_inv at a multiple of 16 bytes.
-        self.scale_inv_t = torch.ones(len(formats), 4, device=device)[:, 0]
-        self.fp8_max_t = torch.tensor([fmt.max for fmt in formats.values()], device=device)
+        self.scale_inv_t = torch.ones(len(tensors), 4, device=device)[:, 0]
+        self.fp8_max_t = torch.tensor([recipe.format_of(tensor.operand).max for tensor in tensors], device=device)
         self.step = torch.zeros((), dtype=torch.int64)  # on the host: it decides what end_step launches
+        views = zip(self.scale_t, self.scale_inv_t, self.history_tl[:, 0])
         self.quantizers = {
-            name: DelayedQuantizer(
-                fmt,
-                self.scale_t[i],
-                self.scale_inv_t[i],
-                self.history_tl[i, 0],
-                (groups or {}).get(name),
-                margin=recipe.margin,
-                power_of_two=recipe.power_of_two_scale,
-            )
-            for i, (name, fmt) in enumerate(formats.items())
+            tensor.name: DelayedQuantizer(recipe, tensor, *own, fresh=True)
+            for tensor, own in zip(tensors, views, strict=True)
         }
-        self._set_fresh(True)
 
     def _set_fresh(self, fresh: bool) -> None:
         for quantizer in self.quantizers.values():
@@ -188,49 +163,37 @@ class DelayedState:
 
         Scales are updated after the first step and every `interval` steps from there.
         """
-        if not self.formats:
+        if not self.quantizers:
             return
         newest_t = all_reduce(self.history_tl[:, 0].clone(), group, "max")
         self.history_tl[:, 0] = newest_t
         self._advance(update=self.step.item() % self.recipe.interval == 0)
+        self.scale_inv_t.copy_(self.scale_t.reciprocal())
         self.step += 1
         self._set_fresh(False)
 
     def _advance(self, *, update: bool) -> None:
         """New scales if `update`, and a new slot 0."""
-        algorithm = self.recipe.amax_compute_algo
+        recipe, algorithm = self.recipe, self.recipe.amax_compute_algo
+        options: dict[str, Any] = {"margin": recipe.margin, "power_of_two": recipe.power_of_two_scale}
         if self.history_tl.is_cuda and isinstance(algorithm, str):
             from megafp8.kernels.scales import end_step_  # needs Triton, which comes with torch's CUDA builds
 
-            end_step_(
-                self.history_tl, self.scale_t, self.fp8_max_t, margin=self.recipe.margin,
-                power_of_two=self.recipe.power_of_two_scale, algorithm=algorithm, update=update,
-            )  # fmt: skip
-        else:
-            if update:
-                self.scale_t.copy_(self._scales())
-            newest_t = self.history_tl[:, 0]
-            newest_t.masked_fill_(~newest_t.isfinite(), 0.0)
-            self.history_tl.copy_(roll_history(self.history_tl))
-        self._invert_scales()
+            end_step_(self.history_tl, self.scale_t, self.fp8_max_t, algorithm=algorithm, update=update, **options)
+            return
+        if update:
+            amax_t = amax_of_history(self.history_tl, algorithm)
+            self.scale_t.copy_(scale_from_amax(amax_t, self.fp8_max_t, previous=self.scale_t, **options))
+        newest_t = self.history_tl[:, 0]
+        newest_t.masked_fill_(~newest_t.isfinite(), 0.0)
+        self.history_tl.copy_(self.history_tl.roll(1, dims=1))
+        newest_t.zero_()
 
     def refresh(self) -> None:
         """Recompute what follows from histories and scales, after these were read from a checkpoint."""
-        self._invert_scales()
-        if self.formats:
-            self._set_fresh(not bool((self.history_tl != 0).any()) and bool((self.scale_t == 1).all()))
-
-    def _invert_scales(self) -> None:
         self.scale_inv_t.copy_(self.scale_t.reciprocal())
-
-    def _scales(self) -> Tensor:
-        return scale_from_amax(
-            amax_of_history(self.history_tl, self.recipe.amax_compute_algo),
-            self.fp8_max_t,
-            margin=self.recipe.margin,
-            power_of_two=self.recipe.power_of_two_scale,
-            previous=self.scale_t,
-        )
+        if self.quantizers:
+            self._set_fresh(not bool((self.history_tl != 0).any()) and bool((self.scale_t == 1).all()))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Views of the buffers by global name: `fp8.<tensor>.amax_history` `[l]` and `fp8.<tensor>.scale` `[]`.
@@ -238,7 +201,7 @@ class DelayedState:
         With `interval` > 1 also `fp8.step` `[]`, int64 on the host. Reading into these tensors loads them.
         """
         state: dict[str, Tensor] = {}
-        for i, name in enumerate(self.formats):
+        for i, name in enumerate(self.quantizers):
             state[f"fp8.{name}.amax_history"] = self.history_tl[i]
             state[f"fp8.{name}.scale"] = self.scale_t[i]
         if self.recipe.interval > 1:
@@ -264,10 +227,3 @@ def amax_of_history(history_tl: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
             f"{list(history_tl.shape[:1])}, as `lambda history: history.amax(dim=1)` does"
         )
     return amax
-
-
-def roll_history(history_tl: Tensor) -> Tensor:
-    """The history of the step that begins: slot i moves to i + 1, the oldest drops out, slot 0 is zero."""
-    rolled = history_tl.roll(1, dims=1)
-    rolled[:, 0] = 0
-    return rolled

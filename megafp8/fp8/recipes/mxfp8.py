@@ -26,12 +26,9 @@ from torch import Tensor
 
 from megafp8.fp8.formats import E4M3, Format
 from megafp8.fp8.quantize import block_amax, quantize
-from megafp8.fp8.quantizers import Capabilities, PerOperand, RecipeQuantizer
-from megafp8.fp8.recipes.base import Fp8Recipe, Fp8Tensor, format_option
+from megafp8.fp8.recipes.base import Capabilities, Fp8Recipe, Fp8Tensor, PerOperand, format_option
 from megafp8.fp8.sources import Source
 from megafp8.fp8.tensor import BLOCK_1X32, QuantizedTensor, ScaledTensor, expand
-
-CAPABILITIES = Capabilities(granularity=PerOperand(BLOCK_1X32, BLOCK_1X32, BLOCK_1X32), shard_alignment=32)
 
 _MANTISSA = 0x7FFFFF  # of fp32
 _SMALLEST = 0x400000  # the bits of 2^-127, an fp32 subnormal
@@ -65,27 +62,17 @@ def quantize_mxfp8(x_rc: Tensor, fmt: Format = E4M3) -> ScaledTensor:
     return ScaledTensor(data, e8m0_decode(byte), BLOCK_1X32)
 
 
-@dataclass(frozen=True)
-class MXFP8Quantizer(RecipeQuantizer):
-    """A power of two for each 32 neighbours in a row, rowwise and columnwise. There is no fused kernel."""
-
-    capabilities: ClassVar[Capabilities] = CAPABILITIES
-
-    fmt: Format
-
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        cast = partial(quantize_mxfp8, fmt=self.fmt)
-        return QuantizedTensor.cast_both(source.values(), cast, rowwise=rowwise, columnwise=columnwise)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MXFP8Scaling(Fp8Recipe):
     """A power of two for each 32 neighbours, rounded so that nothing saturates."""
 
     name: ClassVar[str] = "mxfp8"
-    capabilities: ClassVar[Capabilities] = CAPABILITIES
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        granularity=PerOperand(BLOCK_1X32, BLOCK_1X32, BLOCK_1X32), shard_alignment=32
+    )
 
     fp8_format: Literal["hybrid", "e4m3"] = format_option("e4m3")
 
-    def quantizer(self, tensor: Fp8Tensor) -> MXFP8Quantizer:
-        return MXFP8Quantizer(self.format_of(tensor.operand))
+    def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        to_mxfp8 = partial(quantize_mxfp8, fmt=self.format_of(tensor.operand))  # there is no fused kernel
+        return QuantizedTensor.cast_both(source.values(), to_mxfp8, rowwise=rowwise, columnwise=columnwise)

@@ -36,24 +36,15 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import E2M1, E4M3
 from megafp8.fp8.quantize import amax, block_amax, quantize, scale_from_amax
-from megafp8.fp8.quantizers import Capabilities, PerOperand, RecipeQuantizer
-from megafp8.fp8.recipes.base import Built, Fp8Recipe, Fp8Tensor, option
+from megafp8.fp8.recipes.base import Built, Capabilities, Fp8Recipe, Fp8Tensor, PerOperand, RecipeQuantizer, option
 from megafp8.fp8.sources import Source
 from megafp8.fp8.stochastic_rounding import NoiseClock, TensorNoise, uniform
 from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_16X16, QuantizedTensor, ScaledTensor, expand
 from megafp8.philox import Key
-
-CAPABILITIES = Capabilities(
-    granularity=PerOperand(input=BLOCK_1X16, weight=BLOCK_16X16, grad_output=BLOCK_1X16),
-    shard_alignment=None,  # noise and tensor scale are those of the whole
-    bits=4,
-    stochastic_rounding=True,
-)
 
 _POINTS = 16
 
@@ -108,51 +99,49 @@ def quantize_nvfp4(
     return ScaledTensor(values.to(E2M1.dtype), block / tensor_scale, granularity, tensor_scale)
 
 
+@dataclass(eq=False)
 class NVFP4Quantizer(RecipeQuantizer):
-    """Four bits, a scale for each 16 neighbours (`square=False`) or 16×16 elements, under one for the whole tensor.
+    """Casts under one scale for the whole tensor, of which ranks may hold shards. There is no fused kernel.
 
-    `group`: the ranks that hold shards of the tensor. `hadamard`: columnwise is the cast of the Hadamard transform
-    along the columns. `noise`: round stochastically; it counts casts while `recording`. There is no fused kernel.
+    `noise`: round stochastically; it counts casts while `recording`.
     """
 
-    capabilities = CAPABILITIES
-
-    def __init__(self, group: ProcessGroup | None, *, square: bool, hadamard: bool, noise: TensorNoise | None) -> None:
-        self.group, self.square, self.hadamard, self.noise = group, square, hadamard, noise
-        self.recording = True
+    noise: TensorNoise | None
+    recording: bool = True
 
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        x_rc = source.values()
+        x_rc, is_weight = source.values(), self.tensor.operand == "weight"
         row_key, column_key = (None, None) if self.noise is None else self.noise.next_keys(advance=self.recording)
         by_rows = self._cast(x_rc, row_key) if rowwise else None
         if not columnwise:
             return QuantizedTensor(by_rows, None)
         x_cr = x_rc.t().contiguous()
-        return QuantizedTensor(by_rows, self._cast(hadamard_transform(x_cr) if self.hadamard else x_cr, column_key))
+        return QuantizedTensor(by_rows, self._cast(x_cr if is_weight else hadamard_transform(x_cr), column_key))
 
     def _cast(self, x_rc: Tensor, key: Key | None) -> ScaledTensor:
-        whole_amax = all_reduce(amax(x_rc), self.group, "max")
-        return quantize_nvfp4(x_rc, whole_amax, weight=self.square, stochastic=key)
+        whole_amax = all_reduce(amax(x_rc), self.tensor.group, "max")
+        return quantize_nvfp4(x_rc, whole_amax, weight=self.tensor.operand == "weight", stochastic=key)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4Scaling(Fp8Recipe):
-    """Four bits, a scale for each 16 neighbours and for each 16×16 weights.
+    """Four bits, a scale for each 16 neighbours and for each 16×16 weights, under one for the tensor.
 
     Output gradients are rounded stochastically, and both operands of wgrad are Hadamard transforms.
     """
 
     name: ClassVar[str] = "nvfp4"
-    capabilities: ClassVar[Capabilities] = CAPABILITIES
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        granularity=PerOperand(input=BLOCK_1X16, weight=BLOCK_16X16, grad_output=BLOCK_1X16),
+        shard_alignment=None,  # noise and tensor scale are those of the whole
+        bits=4,
+        stochastic_rounding=True,
+    )
 
     fp8_format: Literal["hybrid", "e4m3"] = option(
         "e4m3", "'e4m3', which holds its four-bit values", lambda value: value == "e4m3", key="format"
     )
 
     def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
-        return Built({t.name: self._quantizer(t, clock) for t in tensors}, clock)
-
-    def _quantizer(self, tensor: Fp8Tensor, clock: NoiseClock) -> NVFP4Quantizer:
-        weight, gradient = tensor.operand == "weight", tensor.operand == "grad_output"
-        noise = clock.tensor(tensor.name, tensor.group) if gradient else None
-        return NVFP4Quantizer(tensor.group, square=weight, hadamard=not weight, noise=noise)
+        noise = {t: clock.tensor(t.name, t.group) if t.operand == "grad_output" else None for t in tensors}
+        return Built({t.name: NVFP4Quantizer(self, t, noise[t]) for t in tensors}, clock)

@@ -10,22 +10,19 @@ Shapes: r rows, c columns of a matrix.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import Format
 from megafp8.fp8.quantize import block_amax, quantize_blocks
-from megafp8.fp8.quantizers import Capabilities, PerOperand, RecipeQuantizer, implementation
-from megafp8.fp8.recipes.base import AmaxOptions, Fp8Tensor, fast_accumulation, format_option
+from megafp8.fp8.quantizers import implementation
+from megafp8.fp8.recipes.base import AmaxOptions, Capabilities, Fp8Tensor, PerOperand, fast_accumulation, format_option
 from megafp8.fp8.sources import Source
 from megafp8.fp8.tensor import ROW, QuantizedTensor
-
-CAPABILITIES = Capabilities(granularity=PerOperand(ROW, ROW, ROW), shard_alignment=1, cast_passes=2)
 
 
 def amaxes(source: Source) -> tuple[Tensor, Tensor]:
@@ -48,35 +45,6 @@ def cast_rows(
     )
 
 
-@dataclass(frozen=True)
-class RowwiseQuantizer(RecipeQuantizer):
-    """One scale for each row, and one for each row of the transposed matrix.
-
-    `group`: the ranks over which the tokens are sharded; the amax of a column is over all of them.
-    """
-
-    capabilities: ClassVar[Capabilities] = CAPABILITIES
-
-    fmt: Format
-    group: ProcessGroup | None
-    _: KW_ONLY
-    eps: float
-    power_of_two: bool
-
-    def for_sharded_input(self, group: ProcessGroup) -> RowwiseQuantizer:
-        return replace(self, group=group)
-
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        whole_amaxes = None
-        if columnwise and self.group is not None:
-            whole_amaxes = implementation(amaxes, source)(source)
-            all_reduce(whole_amaxes[1], self.group, "max")
-        return implementation(cast_rows, source)(
-            source, self.fmt, rowwise=rowwise, columnwise=columnwise, power_of_two=self.power_of_two, eps=self.eps,
-            amaxes=whole_amaxes,
-        )  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowwiseScaling(AmaxOptions):
     """One scale for each row of each GEMM operand.
@@ -86,11 +54,19 @@ class RowwiseScaling(AmaxOptions):
     """
 
     name: ClassVar[str] = "rowwise"
-    capabilities: ClassVar[Capabilities] = CAPABILITIES
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        granularity=PerOperand(ROW, ROW, ROW), shard_alignment=1, cast_passes=2
+    )
 
     fp8_format: Literal["hybrid", "e4m3"] = format_option("e4m3")
     use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()
 
-    def quantizer(self, tensor: Fp8Tensor) -> RowwiseQuantizer:
-        fmt = self.format_of(tensor.operand)
-        return RowwiseQuantizer(fmt, tensor.token_group, eps=self.amax_epsilon, power_of_two=self.power_of_two)
+    def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        whole_amaxes = None
+        if columnwise and tensor.token_group is not None:  # a column's amax is over the tokens of all its ranks
+            whole_amaxes = implementation(amaxes, source)(source)
+            all_reduce(whole_amaxes[1], tensor.token_group, "max")
+        return implementation(cast_rows, source)(
+            source, self.format_of(tensor.operand), rowwise=rowwise, columnwise=columnwise,
+            power_of_two=self.power_of_two, eps=self.amax_epsilon, amaxes=whole_amaxes,
+        )  # fmt: skip

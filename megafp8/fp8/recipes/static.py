@@ -25,33 +25,44 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
-from megafp8.fp8.formats import Format
 from megafp8.fp8.quantize import amax, scale_from_amax
-from megafp8.fp8.quantizers import Capabilities, PerOperand, PerTensorQuantizer, casts
-from megafp8.fp8.recipes.base import Built, Fp8Recipe, Fp8Tensor, fast_accumulation, no_match, option
+from megafp8.fp8.quantizers import casts
+from megafp8.fp8.recipes.base import (
+    PER_TENSOR,
+    Built,
+    Capabilities,
+    Fp8Recipe,
+    Fp8Tensor,
+    RecipeQuantizer,
+    fast_accumulation,
+    no_match,
+    option,
+)
 from megafp8.fp8.sources import Source
 from megafp8.fp8.stochastic_rounding import NoiseClock
-from megafp8.fp8.tensor import TENSOR, QuantizedTensor
-
-CAPABILITIES = Capabilities(granularity=PerOperand(TENSOR, TENSOR, TENSOR), shard_alignment=1)
+from megafp8.fp8.tensor import QuantizedTensor
 
 
-class StaticQuantizer(PerTensorQuantizer):
+@dataclass(eq=False)
+class StaticQuantizer(RecipeQuantizer):
     """Scales by `scale`, `scale_inv` its reciprocal.
 
     Until these are known, while `calibrating`, it is to `record` what it would cast and keeps the largest magnitude in
     `calibration_amax`. All are fp32 `[]`, views of the shared state. `recording` is switched off during evaluation.
     """
 
-    capabilities = CAPABILITIES
-
-    def __init__(self, fmt: Format, scale: Tensor, scale_inv: Tensor, calibration_amax: Tensor) -> None:
-        self.fmt, self.scale, self.scale_inv, self.calibration_amax = fmt, scale, scale_inv, calibration_amax
-        self.calibrating, self.recording = False, True
+    scale: Tensor
+    scale_inv: Tensor
+    calibration_amax: Tensor
+    calibrating: bool = False
+    recording: bool = True
 
     @property
     def known_scale(self) -> tuple[Tensor, Tensor]:
         return self.scale, self.scale_inv
+
+    def for_sharded_input(self, group: ProcessGroup) -> StaticQuantizer:
+        return self
 
     def record(self, x: Tensor) -> None:
         """Record the amax of x, of any shape."""
@@ -75,7 +86,7 @@ class StaticScaling(Fp8Recipe):
     """
 
     name: ClassVar[str] = "static"
-    capabilities: ClassVar[Capabilities] = CAPABILITIES
+    capabilities: ClassVar[Capabilities] = Capabilities(granularity=PER_TENSOR, shard_alignment=1)
 
     amax: tuple[tuple[str, float], ...] = option(
         (), "pairs of a pattern and an amax that is finite and more than 0",
@@ -103,30 +114,28 @@ class StaticScaling(Fp8Recipe):
             )
 
     def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
-        state = StaticState(self, {tensor.name: self.format_of(tensor.operand) for tensor in tensors}, device)
+        state = StaticState(self, tensors, device)
         return Built({**state.quantizers}, state)
 
 
 class StaticState:
-    """Amaxes and scales `[t]`, fp32 on `device`, of the tensors `formats` names, in that order."""
+    """Amaxes and scales `[t]`, fp32 on `device`, of `tensors` in their order."""
 
-    def __init__(self, recipe: StaticScaling, formats: dict[str, Format], device: torch.device) -> None:
+    def __init__(self, recipe: StaticScaling, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
         self.recipe = recipe
-        given = [recipe.given_amax(name) for name in formats]
+        given = [recipe.given_amax(tensor.name) for tensor in tensors]
         self.amax_t = torch.tensor([amax or 0.0 for amax in given], dtype=torch.float32, device=device)
         self.newest_t = torch.zeros_like(self.amax_t)
         self.scale_t = torch.ones_like(self.amax_t)
         # Four apart: cuBLASLt reads a scale_inv at a multiple of 16 bytes.
-        self.scale_inv_t = torch.ones(len(formats), 4, device=device)[:, 0]
-        self.fp8_max_t = torch.tensor([fmt.max for fmt in formats.values()], device=device)
+        self.scale_inv_t = torch.ones(len(tensors), 4, device=device)[:, 0]
+        self.fp8_max_t = torch.tensor([recipe.format_of(tensor.operand).max for tensor in tensors], device=device)
         # Of calibration, on the host: they decide what a layer does.
         steps = [0 if amax is None else recipe.calibration_steps for amax in given]
         self.steps_t = torch.tensor(steps, dtype=torch.int64)
-        self.calibrated = {name: i for i, (name, amax) in enumerate(zip(formats, given)) if amax is None}
-        self.quantizers = {
-            name: StaticQuantizer(fmt, self.scale_t[i], self.scale_inv_t[i], self.newest_t[i])
-            for i, (name, fmt) in enumerate(formats.items())
-        }
+        self.calibrated = {tensor.name: i for i, tensor in enumerate(tensors) if given[i] is None}
+        views = zip(self.scale_t, self.scale_inv_t, self.newest_t)
+        self.quantizers = {t.name: StaticQuantizer(recipe, t, *own) for t, own in zip(tensors, views, strict=True)}
         self.refresh()
 
     @torch.no_grad()

@@ -42,11 +42,10 @@ from megafp8.fp8 import (
     StaticScaling,
 )
 from megafp8.fp8 import reference as per_tensor_casts
-from megafp8.fp8.quantizers import OPERANDS, PerOperand
 from megafp8.fp8.recipes import blockwise, rowwise
-from megafp8.fp8.recipes.base import Fp8Tensor, config_key
+from megafp8.fp8.recipes.base import OPERANDS, Fp8Tensor, config_key
 from megafp8.fp8.sources import Plain
-from megafp8.fp8.stochastic_rounding import NoiseClock, noise_key
+from megafp8.fp8.stochastic_rounding import noise_key
 from megafp8.fp8.tensor import ScaledTensor
 from megafp8.ops.linear import Fp8Linear
 from tests.fp8.reference import bytes_of, decode, encode, scale_of, spread, to_e2m1
@@ -577,7 +576,7 @@ def test_defaults_are_the_documented_ones() -> None:
         made, per_tensor_scale = RECIPES[name](), RECIPES[name].capabilities.per_tensor
         assert made.use_fast_accum == (True, False, False)
         assert made.override_linear_precision == (False, False, False)
-        assert (made.forward_format, made.gradient_format) == (E4M3, E5M2 if per_tensor_scale else E4M3)
+        assert [made.format_of(operand) for operand in OPERANDS] == [E4M3, E4M3, E5M2 if per_tensor_scale else E4M3]
 
 
 @by_default
@@ -607,5 +606,4 @@ def test_capabilities_are_what_the_quantizers_do(name: str) -> None:
 def test_a_recipe_of_recipes_scales_nothing_itself() -> None:
     tensor = Fp8Tensor("layer", "input", None, None)
     with pytest.raises(NotImplementedError, match="CustomScaling scales no tensor itself"):
-        MIXED.build([tensor], torch.device("cpu"), NoiseClock(0, 0, 1))
-    assert PerOperand(1, 2, 3).weight == 2
+        MIXED.cast(Plain(torch.zeros(1, 1)), tensor, rowwise=True, columnwise=False)

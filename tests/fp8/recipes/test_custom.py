@@ -19,8 +19,7 @@ from megafp8.fp8 import (
     Rule,
     StaticScaling,
 )
-from megafp8.fp8.quantizers import OPERANDS
-from megafp8.fp8.recipes.base import by_recipe
+from megafp8.fp8.recipes.base import OPERANDS, by_recipe
 from megafp8.fp8.recipes.custom import can_multiply
 from megafp8.ops.linear import Fp8Linear
 from tests.fp8.test_manager import NAMES, ask
