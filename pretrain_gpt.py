@@ -92,9 +92,9 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     check_layout(config, world_size, arguments.config)
 
     # From here on torch is needed; a dry run imports no more of it than it must.
-    from megafp8.training.fp8_config import check_recipe_options
+    from megafp8.training.fp8_config import check_recipe
 
-    check_recipe_options(config, arguments.config)
+    check_recipe(config, arguments.config)
     if arguments.dry_run:
         from megafp8.training.describe import dry_run
 

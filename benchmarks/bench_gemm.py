@@ -36,10 +36,10 @@ from tqdm import tqdm
 
 from benchmarks.blocks import SHAPES
 from benchmarks.common import Table, add_device_flag, chosen_device, machine, new_parser, require_positive, write_json
-from megafp8.fp8 import E4M3, E5M2, Format
 from megafp8.fp8.gemm.cublaslt import CublasLt, available
 from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend, algorithm_file, gemm
-from megafp8.fp8.quantizers import BlockQuantizer, CurrentQuantizer, Quantizer, RowQuantizer
+from megafp8.fp8.recipes import BlockwiseScaling, CurrentScaling, RowwiseScaling
+from megafp8.fp8.recipes.base import Fp8Tensor, OperandName
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.speed_measurement import time_in_turns
 from megafp8.fp8.speed_model import LinearSize
@@ -88,11 +88,13 @@ class Operands:
     def quantized(self, which: str, granularity: Granularity) -> ScaledTensor:
         """Operand "a" as `[r, s]` or "b" as `[c, s]`, quantized once for all variants."""
         is_gradient = which == "a" and self.gemm != "fprop"
-        fmt = E5M2 if is_gradient and granularity is TENSOR else E4M3
+        operand: OperandName = "grad_output" if is_gradient else "weight" if granularity is BLOCK_128X128 else "input"
         key = (which, granularity)
         if key not in self._cast:
             values = self.a_rs if which == "a" else self.b_sc.t()
-            quantized = _quantizer(granularity, fmt)(Plain(values.contiguous()), rowwise=True, columnwise=False)
+            tensor = Fp8Tensor(which, operand, None, None)
+            source = Plain(values.contiguous())
+            quantized = _RECIPES[granularity].cast(source, tensor, rowwise=True, columnwise=False)
             self._cast[key] = quantized.required_rowwise
         return self._cast[key]
 
@@ -101,12 +103,12 @@ class Operands:
         return torch.zeros(self.a_rs.shape[0], self.b_sc.shape[1], dtype=dtype, device=self.a_rs.device)
 
 
-def _quantizer(granularity: Granularity, fmt: Format) -> Quantizer:
-    if granularity is TENSOR:
-        return CurrentQuantizer(fmt, None, eps=0.0, power_of_two=False)
-    if granularity is ROW:
-        return RowQuantizer(fmt, None, eps=0.0, power_of_two=False)
-    return BlockQuantizer(fmt, square=granularity is BLOCK_128X128, eps=0.0, power_of_two=True)
+_RECIPES = {
+    TENSOR: CurrentScaling(),
+    ROW: RowwiseScaling(),
+    BLOCK_1X128: BlockwiseScaling(),
+    BLOCK_128X128: BlockwiseScaling(),
+}
 
 
 def operands_of(size: LinearSize, device: torch.device) -> list[Operands]:

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from megafp8.config import Config, load_config
 from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, advice, as_yaml, read_report
-from megafp8.fp8.recipes.base import NVFP4Scaling
 from megafp8.training.fp8_config import fp8_recipe
 from tools.common import new_parser, pyplot, run_tool
 
@@ -127,7 +126,7 @@ def advice_text(records: Sequence[Record], config: Config) -> str:
     if recipe is None:
         return "Advice: none, since the run was last started with fp8.recipe none."
     gradients = [operands.grad_output for r in records if (operands := recipe.operands(r.layer)) is not None]
-    uses_nvfp4 = any(isinstance(gradient, NVFP4Scaling) for gradient in gradients)
+    uses_nvfp4 = any(gradient.capabilities.bits == 4 for gradient in gradients)
     advised = advice(records, fp8_format=None if uses_nvfp4 else recipe.fp8_format)
     if not advised:
         return "Advice: none, all tensors are healthy."

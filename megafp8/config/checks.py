@@ -266,22 +266,15 @@ def _fp8(config: Config) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-_ONE_SCALE = {"delayed", "current", "static"}
-"""Recipes with one scale for a tensor."""
-
-
 def _smooth_swiglu(config: Config) -> Iterator[Problem]:
     f, activation = config.fp8, config.model.activation
     if not f.smooth_swiglu:
         return
-    inputs = {rule.input for rule in f.custom} if f.recipe == "custom" else {f.recipe}
     if not ACTIVATIONS[activation].smoothable:
         why = "is not computed by a kernel" if ACTIVATIONS[activation].gated else "has no such outliers"
         rule = f"model.activation is {activation}, which {why}"
     elif f.recipe == "none":
         rule = "fp8.recipe is none, and only a cast needs it"
-    elif not inputs & _ONE_SCALE:
-        rule = f"fp8.recipe {f.recipe} has finer factors for an MLP's input than one for the tensor, which it is for"
     elif f.wgrad_in_bf16 or any(f.override_linear_precision):
         yield Problem(
             "fp8.smooth_swiglu", True, "it changes what all three GEMMs of a layer multiply, so all must be FP8",
@@ -318,31 +311,23 @@ def _param_gather(config: Config) -> Iterator[Problem]:
     path, off = "fp8.param_gather", "or fp8.param_gather=false"
     if not f.param_gather:
         return
-    weights = {rule.weight for rule in f.custom} if f.recipe == "custom" else {f.recipe}
     if zero != 1 and not config.parallel.fsdp:
         rule = f"parallel.zero is {zero}: each rank updates all weights itself, and none are gathered"
         yield Problem(path, True, rule, f"try parallel.zero=1 or parallel.fsdp=true, {off}")
     if f.recipe == "none":
-        yield Problem(
-            path, True, "fp8.recipe is none, so there are no codes to gather", f"try fp8.recipe=delayed, {off}"
-        )
-    elif not weights & _ONE_SCALE:
-        rule = (
-            f"fp8.recipe {f.recipe} has finer scales for weights than one for the tensor: ranks' shares cut through "
-            "its blocks, or rows and columns would both have to travel, which is no less than bf16"
-        )
-        yield Problem(path, True, rule, f"try fp8.recipe=current, {off}")
+        rule = "fp8.recipe is none, so there are no FP8 weights to gather"
+        yield Problem(path, True, rule, f"try fp8.recipe=delayed, {off}")
     if f.override_linear_precision[0] or f.override_linear_precision[1]:
         yield Problem(
             "fp8.override_linear_precision", f.override_linear_precision,
             "fprop or dgrad in high precision multiplies by the weight's values, and with fp8.param_gather only its "
-            "codes exist", f"try [false, false, {str(f.override_linear_precision[2]).lower()}], {off}",
+            "FP8 data exists", f"try [false, false, {str(f.override_linear_precision[2]).lower()}], {off}",
         )  # fmt: skip
     if f.calibration_steps:
         yield Problem(
             "fp8.calibration_steps", f.calibration_steps,
             "layers that calibrate run in high precision, on the weights' values, and with fp8.param_gather only their "
-            "codes exist", f"try fp8.calibration_steps=0 and fp8.static_amax, {off}",
+            "FP8 data exists", f"try fp8.calibration_steps=0 and fp8.static_amax, {off}",
         )  # fmt: skip
 
 
@@ -425,7 +410,7 @@ def _batch(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _cuda_graphs(config: Config, world_size: int) -> Iterator[Problem]:
-    p, f, training = config.parallel, config.fp8, config.training
+    p, training = config.parallel, config.training
     if not training.cuda_graphs:
         return
     path, eager = "training.cuda_graphs", "or training.cuda_graphs=false"
@@ -436,9 +421,6 @@ def _cuda_graphs(config: Config, world_size: int) -> Iterator[Problem]:
         if size > 1:
             rule = f"a graph holds no communication, and {name} is {size}"
             yield Problem(path, True, rule, f"try {name}=1, {eager}")
-    if f.recipe == "nvfp4" or (f.recipe == "custom" and any(rule.grad_output == "nvfp4" for rule in f.custom)):
-        rule = "a graph would round the gradients of nvfp4 with the same noise in every step"
-        yield Problem(path, True, rule, f"try another fp8.recipe, {eager}")
     data = world_size // (p.tensor * p.pipeline * p.context)
     if p.overlap_grad_reduce and data > 1 and training.global_batch_size == training.micro_batch_size * data:
         rule = (

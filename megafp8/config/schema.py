@@ -232,7 +232,7 @@ class Fp8Config(Section):
 
     An option whose description names recipes is an error under any other, unless it is at its default."""
 
-    recipe: Literal["none", "delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4", "custom"] = "none"
+    recipe: Literal["none", OperandRecipe, "custom"] = "none"
     """none; delayed: scales from the amax history; current: scale from the tensor itself; rowwise: a scale for each row
     of each operand; blockwise: for each 128 neighbours, and each 128 × 128 weights; static: scales given or calibrated;
     mxfp8: a power of two for each 32 neighbours; nvfp4: four bits, a scale for each 16 neighbours; both emulated but on

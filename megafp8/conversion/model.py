@@ -11,18 +11,8 @@ from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8 import Fp8Manager
-from megafp8.models.context import BuildContext
+from megafp8.models.context import BuildContext, PlannedGroup
 from megafp8.models.gpt import GPTStage
-
-
-class _SingleRank:
-    """The methods of a process group of one rank that layers' constructors call."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
 
 
 def model_tensors(model: ModelConfig) -> dict[str, Shape]:
@@ -33,7 +23,7 @@ def model_tensors(model: ModelConfig) -> dict[str, Shape]:
     """
     assert model.max_position_embeddings is not None or model.position_embedding != "learned"
     context = BuildContext(
-        tensor=cast(ProcessGroup, _SingleRank()),
+        tensor=cast(ProcessGroup, PlannedGroup()),
         fp8=Fp8Manager(None, amax_group=None),
         dtype=torch.float32,
         device=torch.device("meta"),

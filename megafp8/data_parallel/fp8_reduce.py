@@ -26,11 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.fp8.blocks import block_amax
 from megafp8.fp8.formats import E4M3
-from megafp8.fp8.quantize import dequantize, quantize
+from megafp8.fp8.quantize import block_amax, dequantize, quantize, scale_from_amax
 from megafp8.fp8.recipes.mxfp8 import e8m0_decode
-from megafp8.fp8.scaling import scale_from_amax
 from megafp8.fp8.tensor import ROW
 
 BLOCK = 64

@@ -41,12 +41,10 @@ from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import Format
 from megafp8.fp8.health import ObservedQuantizer
 from megafp8.fp8.linear_state import LinearState
-from megafp8.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer, StaticQuantizer, casts
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.fp8.quantizers import Quantizer, casts
+from megafp8.fp8.recipes.base import RecipeQuantizer
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import ScaledTensor
-
-PerTensorQuantizer = CurrentQuantizer | DelayedQuantizer | StaticQuantizer
 
 
 class WeightShard(NamedTuple):
@@ -72,10 +70,10 @@ class WeightShard(NamedTuple):
         return Plain(x_f.view(-1, math.gcd(len(x_f), 1024)))
 
 
-def per_tensor_quantizer(quantizer: Quantizer) -> PerTensorQuantizer | None:
+def per_tensor_quantizer(quantizer: Quantizer) -> RecipeQuantizer | None:
     """The quantizer itself, under whoever observes it, if it has one factor for a tensor."""
     inner = quantizer.quantizer if isinstance(quantizer, ObservedQuantizer) else quantizer
-    return inner if isinstance(inner, (CurrentQuantizer, DelayedQuantizer, StaticQuantizer)) else None
+    return inner if isinstance(inner, RecipeQuantizer) and inner.per_tensor else None
 
 
 def gathered_format(state: LinearState) -> Format | None:
@@ -89,21 +87,7 @@ def gathered_format(state: LinearState) -> Format | None:
 
 class _Weight(NamedTuple):
     share: WeightShard
-    quantizer: PerTensorQuantizer
-
-    @property
-    def known_scale(self) -> tuple[Tensor, Tensor] | None:
-        """The scale and its reciprocal, fp32 `[]`; None where they follow from the weight as it is."""
-        q = self.quantizer
-        if isinstance(q, CurrentQuantizer) or (isinstance(q, DelayedQuantizer) and q.fresh):
-            return None
-        return q.scale, q.scale_inv
-
-    @property
-    def rule(self) -> ScaleRule:
-        """How they follow from it; without meaning for a static scale, which is known."""
-        q = self.quantizer
-        return ScaleRule(q.fmt.max) if isinstance(q, StaticQuantizer) else q.rule
+    quantizer: RecipeQuantizer
 
 
 class WeightShards:
@@ -119,7 +103,8 @@ class WeightShards:
             quantizer = per_tensor_quantizer(share.state.quantizers.weight)
             assert quantizer is not None, "a weight whose factors are finer than the tensor"
             self._weights.append(_Weight(share, quantizer))
-        self._weights.sort(key=lambda weight: weight.rule)  # so that one call makes the scales of all with one rule
+        # Sorted, so that one call makes the scales of all with one rule.
+        self._weights.sort(key=lambda weight: weight.quantizer.rule)
         t = len(shares)
         self._amax_t = torch.zeros(t, device=device)
         self._scale_t = torch.ones(t, device=device)
@@ -130,7 +115,7 @@ class WeightShards:
     def cast(self) -> None:
         """Write this rank's codes, from masters and scales as they are. One all-reduce where scales need an amax."""
         self._amax_t.zero_()
-        unknown = [i for i, weight in enumerate(self._weights) if weight.known_scale is None]
+        unknown = [i for i, weight in enumerate(self._weights) if weight.quantizer.known_scale is None]
         for i in unknown:
             source = self._weights[i].share.source()
             self._amax_t[i].copy_(casts(source).amax(source))
@@ -138,7 +123,7 @@ class WeightShards:
             all_reduce(self._amax_t, self._group, "max")
             self._make_scales()
         for weight, *own, amax in zip(self._weights, self._scale_t, self._scale_inv_t, self._amax_t):
-            scale, scale_inv = weight.known_scale or own
+            scale, scale_inv = weight.quantizer.known_scale or own
             share, source = weight.share, weight.share.source()
             made = casts(source).cast_tensor(
                 source, scale, scale_inv, weight.quantizer.fmt, rowwise=True, columnwise=False, newest_amax=amax
@@ -150,7 +135,7 @@ class WeightShards:
     def _make_scales(self) -> None:
         """Of all weights, from their amaxes."""
         start = 0
-        for rule, weights in groupby(self._weights, key=lambda weight: weight.rule):
+        for rule, weights in groupby(self._weights, key=lambda weight: weight.quantizer.rule):
             part = slice(start, start := start + len(list(weights)))
             self._scale_t[part] = rule.scale(self._amax_t[part])
         self._scale_inv_t.copy_(self._scale_t.reciprocal())
@@ -158,9 +143,10 @@ class WeightShards:
     @torch.no_grad()
     def note_amaxes(self) -> None:
         """Tell delayed scaling the amaxes of the weights that the step computed with; before it ends the step."""
-        delayed = [(q, amax) for (_, q), amax in zip(self._weights, self._amax_t) if isinstance(q, DelayedQuantizer)]
-        if delayed:
-            torch._foreach_maximum_([q.newest_amax for q, _ in delayed], [amax for _, amax in delayed])
+        recorded = [(weight.quantizer.recorded_amax, amax) for weight, amax in zip(self._weights, self._amax_t)]
+        pairs = [(newest, amax) for newest, amax in recorded if newest is not None]
+        if pairs:
+            torch._foreach_maximum_([newest for newest, _ in pairs], [amax for _, amax in pairs])
 
 
 def _bytes(rows: ScaledTensor | None) -> Tensor:

@@ -4,18 +4,19 @@ from megafp8.fp8.convert import autocast, convert, end_step, load_state_dict, st
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.gemm.describe import describe_path
 from megafp8.fp8.manager import ContextGroups, Fp8Manager
-from megafp8.fp8.recipes.base import (
+from megafp8.fp8.recipes import (
+    RECIPES,
     BlockwiseScaling,
     CurrentScaling,
+    CustomScaling,
     DelayedScaling,
     Fp8Recipe,
     MXFP8Scaling,
     NVFP4Scaling,
     RowwiseScaling,
+    Rule,
     StaticScaling,
 )
-from megafp8.fp8.recipes.build import RECIPES
-from megafp8.fp8.recipes.custom import CustomScaling, Rule
 
 __all__ = [
     "E4M3",

@@ -43,10 +43,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megafp8.fp8.gemm.dispatch import GemmBackend
 from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.manager import Fp8Manager
-from megafp8.fp8.patterns import no_match
 from megafp8.fp8.quantizers import AmaxRecording, Quantizer
-from megafp8.fp8.recipes.base import CurrentScaling, Fp8Recipe
-from megafp8.fp8.recipes.build import RECIPES
+from megafp8.fp8.recipes import RECIPES, CurrentScaling, Fp8Recipe
+from megafp8.fp8.recipes.base import no_match
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
 from megafp8.ops.linear import linear

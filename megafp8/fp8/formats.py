@@ -1,7 +1,7 @@
-"""The eight-bit floating point formats and their ranges.
+"""The floating point formats and their ranges (Micikevicius et al. 2022, arXiv:2209.05433).
 
-Micikevicius et al. 2022 (arXiv:2209.05433). E4M3 spends its bits on precision and has no infinity (torch's `e4m3fn`);
-E5M2 spends them on range and follows IEEE. Activations and weights want the first, gradients the second.
+E4M3 spends its bits on precision and has no infinity (torch's `e4m3fn`); E5M2 spends them on range and follows IEEE.
+Activations and weights want the first, gradients the second.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """A format: its name in configs, its torch dtype, `max`, the largest finite magnitude, and the grid of its values:
-    `mantissa_bits` behind the leading one, down to `min_normal`."""
+    """A format: its name in configs, the torch dtype that holds it, and its largest finite magnitude."""
 
     name: str
     dtype: torch.dtype
     max: float
-    mantissa_bits: int
-    min_normal: float
 
 
-E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, mantissa_bits=3, min_normal=2.0**-6)
-E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, mantissa_bits=2, min_normal=2.0**-14)
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0)
 
 # Four bits (OCP microscaling formats 1.0): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; neither infinity nor NaN.
-# torch has no type with one value an element, so they are held in E4M3, which has all of them.
-E2M1 = Format("e2m1", torch.float8_e4m3fn, 6.0, mantissa_bits=1, min_normal=1.0)
+# torch has no dtype with one such value per element, so they are held in E4M3, which has all of them.
+E2M1 = Format("e2m1", torch.float8_e4m3fn, 6.0)

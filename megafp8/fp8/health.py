@@ -41,9 +41,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.fp8.quantize import amax
+from megafp8.fp8.quantize import amax, scale_from_amax
 from megafp8.fp8.quantizers import Quantizer
-from megafp8.fp8.scaling import scale_from_amax
 from megafp8.fp8.sources import Source
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor, expand
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.fp8.gemm.dispatch import Fp8Gemm
 from megafp8.fp8.health import ObservedQuantizer, Recorder
-from megafp8.fp8.quantizers import Quantizer
+from megafp8.fp8.quantizers import Calibrating, Quantizer
 from megafp8.fp8.smoothing import ChannelScales
 from megafp8.fp8.sources import Plain, ScaledColumns
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
@@ -110,16 +110,18 @@ class LinearState:
 
     def replan(self) -> None:
         """Replace the plan: calibration has ended or begun."""
-        assert self._own_quantizers is not None
-        calibrating = any(getattr(quantizer, "calibrating", False) for quantizer in self._own_quantizers)
-        self.plan = self._planned(calibrating=calibrating)
+        self.plan = self._planned(calibrating=self._calibrating)
         self._follow_plan()
 
     def replan_if_calibrated(self) -> None:
         """Replace the plan where one of the layer's tensors began or ended its calibration."""
-        assert self._own_quantizers is not None
-        if self.plan.calibrating != any(getattr(q, "calibrating", False) for q in self._own_quantizers):
+        if self.plan.calibrating != self._calibrating:
             self.replan()
+
+    @property
+    def _calibrating(self) -> bool:
+        assert self._own_quantizers is not None
+        return any(isinstance(q, Calibrating) and q.calibrating for q in self._own_quantizers)
 
     def _planned(self, *, calibrating: bool) -> LinearPlan:
         return plan_linear(
@@ -166,8 +168,8 @@ class LinearState:
         """Take the amax of an operand, of any shape, into its static scale while that is calibrated."""
         assert self._own_quantizers is not None
         quantizer = getattr(self._own_quantizers, operand)
-        if getattr(quantizer, "calibrating", False):
-            quantizer.note(x)
+        if isinstance(quantizer, Calibrating):
+            quantizer.record(x)
 
     def grad_handoff(self) -> QuantizedGradHandoff | None:
         """Where the next forward's consumer leaves the output's gradient; None where the layer quantizes it itself."""

@@ -22,23 +22,20 @@ from torch.distributed import ProcessGroup
 from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend
 from megafp8.fp8.health import Recorder
 from megafp8.fp8.linear_state import LinearState, Quantizers
-from megafp8.fp8.patterns import no_match
 from megafp8.fp8.quantizers import AmaxRecording, Quantizer
-from megafp8.fp8.recipes.base import OPERANDS, Fp8Recipe, OperandName
-from megafp8.fp8.recipes.build import Fp8Tensor, State, build, by_recipe
+from megafp8.fp8.recipes.base import OPERANDS, Fp8Recipe, Fp8Tensor, OperandName, State, by_recipe, no_match
 from megafp8.fp8.smoothing import SmoothingState
-from megafp8.fp8.stochastic import NoiseClock
-from megafp8.fp8.tensor import BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, QuantizedTensor
+from megafp8.fp8.stochastic_rounding import NoiseClock
+from megafp8.fp8.tensor import TENSOR, QuantizedTensor
 from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, Quantization
-
-_SHARD_ALIGNMENT = {TENSOR: 1, ROW: 1, BLOCK_1X128: 128, BLOCK_1X32: 32}
 
 
 def quantization(recipe: Fp8Recipe, operand: OperandName) -> Quantization:
     """What a plan needs to know of how `recipe` quantizes `operand`."""
-    granularity = recipe.granularity(operand)
-    per_tensor = granularity is TENSOR
-    return Quantization(recipe.name, per_tensor, _SHARD_ALIGNMENT.get(granularity), per_tensor)
+    capabilities = recipe.capabilities
+    return Quantization(
+        recipe.name, recipe.granularity(operand) is TENSOR, capabilities.shard_alignment, capabilities.per_tensor
+    )
 
 
 class ContextGroups(NamedTuple):
@@ -199,7 +196,7 @@ class Fp8Manager:
                 Fp8Tensor(layer, operand, groups[layer][operand], None if operand == "weight" else self.token_group)
                 for layer, operand in operands
             ]
-            made, state = build(recipe, tensors, device, clock)
+            made, state = recipe.build(tensors, device, clock)
             quantizers |= made
             if state is not None and state not in self._states:
                 self._states.append(state)

@@ -36,8 +36,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed import collectives
+from megafp8.fp8.quantize import scale_from_amax
 from megafp8.fp8.quantizers import casts
-from megafp8.fp8.scaling import scale_from_amax
 from megafp8.fp8.sources import Source
 
 MOST = 2.0**8

@@ -1,8 +1,8 @@
-"""How fast a linear layer is in FP8 and in high precision: a model small enough to be checked with a pencil.
+"""Model of the speed of a linear layer in FP8 and in high precision, simple enough to check by hand.
 
-FP8 doubles the speed of a GEMM's arithmetic and pays for it with casts, which read and write whole tensors and do no
-arithmetic at all. Arithmetic grows as m·k·n, casts as m·k + k·n + m·n, and every kernel costs a few microseconds
-whatever it does. So FP8 wins large layers and loses small ones, and the question is where:
+FP8 doubles the speed of a GEMM's arithmetic and pays for it with casts, which read and write whole tensors. Arithmetic
+grows as m·k·n, casts as m·k + k·n + m·n, and every kernel costs a few microseconds whatever its size. So FP8 speeds up
+large layers and slows down small ones; the model says where:
 
     GEMM   max(operations / rate, bytes / bandwidth) + launch
     cast   bytes / bandwidth + launch for each of its passes
@@ -10,10 +10,10 @@ whatever it does. So FP8 wins large layers and loses small ones, and the questio
 A layer is its three GEMMs, forward and backward, and in FP8 the casts of x, w and dy. x and dy are cast in every
 micro-batch, w once an optimizer step.
 
-What it gives up. Kernels slow down gradually towards small sizes and not at a corner; the power that a chip may draw,
-communication, the host's time and fast accumulation (a few percent) are left out. Casts of rows and blocks do not
-reach the bandwidth of a copy, so their layers are predicted too fast by about a tenth. A cast that rides on a norm or
-an activation is counted as one by itself, so a layer that is predicted to lose by little may win by little.
+What it gives up. Kernels slow down gradually towards small sizes, not at a corner; the chip's power limit,
+communication, the host's time and fast accumulation (a few percent) are left out. Casts of rows and blocks do not reach
+the bandwidth of a copy, so their layers are predicted too fast by about a tenth. A cast fused with a norm or an
+activation is counted as one by itself, so a layer predicted to be slightly slower may be slightly faster.
 `megafp8.fp8.speed_measurement` runs the layer instead.
 
 Shapes: m tokens, k inputs, n outputs.
@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import torch
 
-from megafp8.fp8.recipes.base import OPERANDS, Fp8Recipe, OperandName, OperandRecipes
-from megafp8.fp8.recipes.custom import GEMMS, needs_blackwell
+from megafp8.fp8.recipes.base import GEMMS, OPERANDS, Fp8Recipe, OperandName, PerOperand
+from megafp8.fp8.tensor import on_hopper
 
 
 class LinearSize(NamedTuple):
@@ -60,8 +60,11 @@ class LinearSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What one GPU reaches at best. Rates in FLOP/s; `fp8` by the granularities of the two operands; `bandwidth` of a
-    copy, bytes read and written a second; `launch`: seconds that a kernel takes whatever its size."""
+    """What one GPU reaches at best.
+
+    Rates in FLOP/s; `fp8` by the granularities of the two operands; `bandwidth` of a copy, bytes read and written per
+    second; `launch`: seconds that a kernel takes whatever its size.
+    """
 
     bf16: float
     fp8: dict[str, float]
@@ -80,7 +83,6 @@ CEILINGS = {
     )
 }
 
-_READS = {"delayed": 1, "static": 1, "blockwise": 1, "current": 2, "rowwise": 2}  # of the tensor, by a recipe's cast
 _RESULT: dict[str, OperandName] = {"fprop": "grad_output", "dgrad": "input", "wgrad": "weight"}  # of the same shape
 _BF16, _FP8, _FP32 = 2, 1, 4  # bytes
 
@@ -114,22 +116,22 @@ def predict(
         if high:
             fp8 += in_bf16
             continue
-        fp8 += _gemm(size, gemm, _FP8, ceilings.fp8[_scalings(recipes, operands)], ceilings)
+        fp8 += _gemm(size, gemm, _FP8, ceilings.fp8[_granularities(recipes, operands)], ceilings)
         for operand in operands:
             copies[operand] += 1
     for operand, own in zip(OPERANDS, recipes, strict=True):
         if copies[operand]:
-            cast = _cast(size.elements[operand], _READS[own.name], copies[operand], ceilings)
+            cast = _cast(size.elements[operand], own.capabilities.cast_passes, copies[operand], ceilings)
             fp8 += cast / micro_batches if operand == "weight" else cast
     return LinearSeconds(bf16, fp8)
 
 
-def _scalings(recipes: OperandRecipes, operands: tuple[OperandName, OperandName]) -> str:
-    """How the two operands of a GEMM are scaled, as `Ceilings.fp8` has it."""
-    own = [recipes[OPERANDS.index(operand)] for operand in operands]
-    granularities = [r.granularity(operand) for r, operand in zip(own, operands)]
-    if any(needs_blackwell(granularity) for granularity in granularities):
-        names = " and ".join(dict.fromkeys(r.name for r in own))
+def _granularities(recipes: PerOperand[Fp8Recipe], operands: tuple[OperandName, OperandName]) -> str:
+    """The granularities of the two operands of a GEMM, as in `Ceilings.fp8`."""
+    own = [getattr(recipes, operand) for operand in operands]
+    granularities = [recipe.granularity(operand) for recipe, operand in zip(own, operands)]
+    if not all(on_hopper(granularity) for granularity in granularities):
+        names = " and ".join(dict.fromkeys(recipe.name for recipe in own))
         raise ValueError(f"the speed of {names} cannot be predicted: its GEMMs are emulated, and slower than bf16")
     return "·".join(granularity.name for granularity in granularities)
 
@@ -141,6 +143,6 @@ def _gemm(size: LinearSize, gemm: str, element: int, rate: float, ceilings: Ceil
     return max(2 * size.m * size.k * size.n / rate, moved / ceilings.bandwidth) + ceilings.launch
 
 
-def _cast(elements: int, reads: int, copies: int, ceilings: Ceilings) -> float:
-    """Seconds of a cast that reads bf16 so many times, and writes so many copies."""
-    return elements * (reads * _BF16 + copies * _FP8) / ceilings.bandwidth + reads * ceilings.launch
+def _cast(elements: int, passes: int, copies: int, ceilings: Ceilings) -> float:
+    """Seconds of a cast that reads bf16 in `passes` kernels, and writes FP8 `copies` times."""
+    return elements * (passes * _BF16 + copies * _FP8) / ceilings.bandwidth + passes * ceilings.launch

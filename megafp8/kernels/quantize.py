@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8.formats import Format
-from megafp8.fp8.scaling import scale_from_amax
+from megafp8.fp8.quantize import scale_from_amax
 from megafp8.fp8.sources import (
     GELU,
     Activation,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed import ProcessGroup
@@ -65,3 +65,35 @@ def tokens_per_rank(config: Config) -> int:
     p, t = config.parallel, config.training
     sequence = t.seq_length // p.context // (p.tensor if p.sequence_parallel else 1)
     return sequence * t.micro_batch_size
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """As much of a process group as constructors of layers ask for, where there is none."""
+
+    ranks: int = 1
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return 0
+
+
+def weight_storage(config: Config) -> WeightStorage:
+    """Where a rank's weights are between steps."""
+    return "fsdp" if config.parallel.fsdp else "zero" if config.parallel.zero else "resident"
+
+
+def planning_context(config: Config, fp8: Fp8Manager) -> BuildContext:
+    """To construct layers as the first tensor-parallel rank will have them, on the meta device without process groups."""
+    return BuildContext(
+        tensor=cast(ProcessGroup, PlannedGroup(config.parallel.tensor)),
+        fp8=fp8,
+        dtype=torch.float32,
+        device=torch.device("meta"),
+        sequence_parallel=config.parallel.sequence_parallel,
+        tokens=tokens_per_rank(config),
+        weight_storage=weight_storage(config),
+        param_gather=config.fp8.param_gather,
+    )

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.fp8.formats import E4M3
-from megafp8.fp8.noise import noise_key, words
+from megafp8.fp8.stochastic_rounding import noise_key, words
 from megafp8.optimizer.state_storage import StateStorage
 from megafp8.philox import Key
 

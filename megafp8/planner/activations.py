@@ -10,21 +10,21 @@ key-value heads of width d, f MLP width, all of this rank; e bytes of an element
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megafp8.config import Config
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.fp8 import Fp8Manager
-from megafp8.fp8.recipes.base import PerGemm
-from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, ROW, TENSOR, Granularity
-from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
+from megafp8.fp8.recipes.base import OPERANDS, OperandName
+from megafp8.fp8.tensor import Granularity
+from megafp8.models.context import planning_context
+from megafp8.models.gpt import Block, fp8_layer_names, fp8_layer_sizes
 from megafp8.models.recompute import BlockMemory
+from megafp8.plan import LinearPlan
 
 ELEMENT = {"bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of an activation, by `training.precision`."""
-_SHARD_ALIGNMENT = {TENSOR: 1, ROW: 1, BLOCK_1X128: 128, BLOCK_1X32: 32}
-"""Ranks quantize shards of a multiple of so many tokens; others, and NVFP4, are quantized whole."""
 
 
 @dataclass(frozen=True)
@@ -61,45 +61,35 @@ def sizes(config: Config) -> Sizes:
     )
 
 
-class LinearPrecision(NamedTuple):
-    """Precision of a linear layer: granularities of input and weight, None in high precision, and GEMMs in it."""
-
-    input: Granularity | None
-    weight: Granularity | None
-    high: PerGemm
-
-    @property
-    def fp8_wgrad(self) -> bool:
-        return self.input is not None and not self.high.wgrad
-
-    @property
-    def all_fp8(self) -> bool:
-        return self.input is not None and not any(self.high)
+def layer_plans(config: Config, fp8: Fp8Manager) -> Mapping[str, LinearPlan]:
+    """Plans of the model's linear layers by name: those that `fp8` has, else of blocks constructed on the meta device."""
+    if not fp8.plans:
+        context = planning_context(config, fp8)
+        for index in range(config.model.num_layers):
+            Block(index, config.model, context)
+    return {plan.name: plan for plan in fp8.plans}
 
 
-def precision(fp8: Fp8Manager, layer: str) -> LinearPrecision:
-    if fp8.recipe is None or not fp8.selects(layer):
-        return LinearPrecision(None, None, PerGemm(True, True, True))
-    operands = fp8.recipe.operands(layer)
-    assert operands is not None
-    high = PerGemm(*fp8.recipe.override_linear_precision)
-    return LinearPrecision(operands.input.granularity("input"), operands.weight.granularity("weight"), high)
+def granularity(fp8: Fp8Manager, layer: str, operand: OperandName) -> Granularity:
+    """Which elements of an operand of an FP8 layer share a scale."""
+    recipes = fp8.recipe.operands(layer) if fp8.recipe is not None else None
+    assert recipes is not None
+    return recipes[OPERANDS.index(operand)].granularity(operand)
 
 
 def fp8_bytes(granularity: Granularity, r: int, c: int) -> int:
-    """Bytes of an FP8 matrix `[r, c]` with its scales; NVFP4 has one for the tensor too."""
-    tensor_scale = granularity in (BLOCK_1X16, BLOCK_16X16)
-    return r * c + 4 * (math.prod(granularity.grid(r, c)) + tensor_scale)
+    """Bytes of an FP8 matrix `[r, c]` with its scales."""
+    return r * c + 4 * (math.prod(granularity.grid(r, c)) + granularity.two_level)
 
 
-def _gathered_input(layer: LinearPrecision, x: Sizes) -> int:
-    """Bytes that qkv or the MLP's first linear layer saves of its input."""
-    if not layer.fp8_wgrad:
-        return x.m * x.h * x.e
-    assert layer.input is not None
-    alignment = _SHARD_ALIGNMENT.get(layer.input)
-    shard = layer.all_fp8 and layer.input is not TENSOR and alignment is not None and x.m_own % alignment == 0
-    return fp8_bytes(layer.input, x.h, x.m_own if shard else x.m)
+def _saved_input(fp8: Fp8Manager, plan: LinearPlan, k: int, x: Sizes) -> int:
+    """Bytes that a linear layer saves of its input, k channels of this rank."""
+    if plan.saved == "recompute":
+        return 0
+    if plan.saved == "high":
+        return x.m * k * x.e
+    tokens = x.m_own if plan.saved == "columnwise shard" else x.m
+    return fp8_bytes(granularity(fp8, plan.name, "input"), k, tokens)
 
 
 def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory) -> dict[str, int]:
@@ -108,17 +98,18 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
     stream = x.m_own * x.h * x.e
     if memory.full:
         return {"block input": stream}
-    qkv, proj, up, down = (precision(fp8, layer) for layer in fp8_layer_names(model, range(index, index + 1)))
+    plans = layer_plans(config, fp8)
+    qkv, proj, up, down = (plans[layer] for layer in fp8_layer_names(model, range(index, index + 1)))
     activation = ACTIVATIONS[model.activation]
     saved = {
         "residual stream": stream * (1 if model.parallel_block else 2),
         "norm statistics": 2 * x.m_own * x.w * (2 if model.normalization == "layernorm" else 1),
-        "qkv input": 0 if memory.norms else _gathered_input(qkv, x),
-        "up input": 0 if memory.norms else _gathered_input(up, x),
+        "qkv input": 0 if memory.norms else _saved_input(fp8, qkv, x.h, x),
+        "up input": 0 if memory.norms else _saved_input(fp8, up, x.h, x),
         "q, k, v": x.m * (x.a + 2 * x.g) * x.d * x.e,
         "up output": x.m * x.up * x.e,
     }
-    if not memory.attention or not proj.fp8_wgrad:  # in high precision also the projection's input
+    if not memory.attention or proj.saved == "high":  # in high precision also the projection's input
         saved["attention output"] = x.m * x.a * x.d * x.e
     if not memory.attention:
         saved["attention log-sums"] = x.m * x.a * x.w
@@ -128,16 +119,12 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
         if masked and config.parallel.context == 1:  # context-parallel ranks compute masks when needed
             samples = training.micro_batch_size if config.data.reset_at_documents else 1
             saved["attention mask"] = samples * training.seq_length**2 * x.e
-    if proj.fp8_wgrad:
-        assert proj.input is not None
-        saved["proj input"] = fp8_bytes(proj.input, x.a * x.d, x.m)
+    if proj.saved != "high":
+        saved["proj input"] = _saved_input(fp8, proj, x.a * x.d, x)
     if activation.gated and not activation.fused:
         saved["activated gate"] = x.m * x.f * x.e
     if not memory.activation:
-        saved["down input"] = x.m * x.f * x.e
-        if down.fp8_wgrad:
-            assert down.input is not None
-            saved["down input"] = fp8_bytes(down.input, x.f, x.m)
+        saved["down input"] = _saved_input(fp8, down, x.f, x)
     return saved
 
 
@@ -148,14 +135,14 @@ def block_backward(config: Config, fp8: Fp8Manager, index: int) -> int:
     with the cast, and of the residual stream, sharded and gathered.
     """
     x, up = sizes(config), ACTIVATIONS[config.model.activation].up_layer
-    fused = precision(fp8, f"layers.{index}.mlp.{up}").all_fp8
+    fused = layer_plans(config, fp8)[f"layers.{index}.mlp.{up}"].grad_output == "fused"
     return x.m * x.f * x.e + x.m * x.up * (2 if fused else x.e) + x.m_own * x.h * x.e + x.m * x.h * x.e
 
 
 def deferred_wgrad(config: Config, fp8: Fp8Manager, index: int) -> int:
     """Bytes of the operands of block `index`'s weight gradients, for schedules that compute these separately: of each
     linear layer the input and the output's gradient, columnwise in FP8."""
-    x, total = sizes(config), 0
+    x, plans, total = sizes(config), layer_plans(config, fp8), 0
     for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor, range(index, index + 1)).items():
-        total += x.m * (k + n) * (1 if precision(fp8, name).fp8_wgrad else x.e)
+        total += x.m * (k + n) * (x.e if plans[name].gemms[2] == "high" else 1)
     return total

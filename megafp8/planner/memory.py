@@ -29,8 +29,6 @@ from typing import NamedTuple
 from megafp8.config import Config
 from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.fp8 import Fp8Manager
-from megafp8.fp8.recipes.base import DelayedScaling
-from megafp8.fp8.tensor import TENSOR
 from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.fp8_moments import BLOCK
@@ -40,7 +38,8 @@ from megafp8.planner.activations import (
     block_backward,
     deferred_wgrad,
     fp8_bytes,
-    precision,
+    granularity,
+    layer_plans,
     saved_by_block,
     sizes,
 )
@@ -172,28 +171,29 @@ def fp8_parameters(config: Config, fp8: Fp8Manager, layers: range) -> list[int]:
 
 def _is_fp8(config: Config, fp8: Fp8Manager, layer: str) -> bool:
     """Whether the layer's weight is FP8 data and nothing else."""
-    return bool(layer) and config.fp8.param_gather and precision(fp8, layer).weight is TENSOR
+    return bool(layer) and layer_plans(config, fp8)[layer].weight in ("zero fp8", "fsdp fp8")
 
 
 def fp8_weight_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
     """FP8 copies of the weights of `layers`: rowwise unless they are the weights, and columnwise for dgrad."""
     total = 0
     for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor, layers).items():
-        layer = precision(fp8, name)
-        if layer.weight is None or (layer.high.fprop and layer.high.dgrad):
+        fprop, dgrad, _ = layer_plans(config, fp8)[name].gemms
+        if fprop == dgrad == "high":
             continue
-        total += fp8_bytes(layer.weight, n, k) - (n * k if _is_fp8(config, fp8, name) else 0)
-        total += 0 if layer.high.dgrad else fp8_bytes(layer.weight, k, n)
+        weight = granularity(fp8, name, "weight")
+        total += fp8_bytes(weight, n, k) - (n * k if _is_fp8(config, fp8, name) else 0)
+        total += 0 if dgrad == "high" else fp8_bytes(weight, k, n)
     return total
 
 
 def amax_history_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
-    """Delayed scaling's amax histories for the operands of a stage's layers, fp32."""
+    """Amax histories of the operands of a stage's layers, fp32."""
     count = 0
     for name in fp8_layer_names(config.model, layers):
         operands = fp8.recipe.operands(name) if fp8.recipe is not None and fp8.selects(name) else None
-        count += sum(isinstance(operand, DelayedScaling) for operand in operands or ())
-    return count * config.fp8.amax_history_len * 4
+        count += sum(operand.history_len for operand in operands or ())
+    return count * 4
 
 
 def rank_memory(
@@ -277,7 +277,8 @@ def _gathered(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) ->
     in_fp8 = [sum(p.elements for p in block if _is_fp8(config, fp8, p.layer)) for block in parameters]
     values = [(count - fp8_count) * e for count, fp8_count in zip(elements, in_fp8)]
     buffers = 2 * max(in_fp8, default=0)  # of FP8 weights, from the first block's forward on
-    quantized = [[p.elements for p in b if p.layer and precision(fp8, p.layer).weight is not None] for b in parameters]
+    plans = layer_plans(config, fp8)
+    quantized = [[p.elements for p in b if p.layer and plans[p.layer].fp8] for b in parameters]
     copies = [max(counts, default=0) for counts in quantized]
     first, last = layers.start == 0, layers.stop == config.model.num_layers
     stays = table * e * (tied and (first or last))

@@ -26,7 +26,7 @@ import torch
 from megafp8.config import Config
 from megafp8.distributed.collectives import broadcast_object
 from megafp8.fp8 import Fp8Manager
-from megafp8.fp8.recipes.base import OperandRecipes
+from megafp8.fp8.recipes.base import Fp8Recipe, PerOperand
 from megafp8.fp8.speed_measurement import measure
 from megafp8.fp8.speed_model import LinearSeconds, LinearSize, ceilings_of, device_name, predict
 from megafp8.models.gpt import fp8_layer_sizes
@@ -105,7 +105,7 @@ def compare(config: Config, fp8: Fp8Manager, timing: Timing) -> list[Comparison]
     """The layers of the whole model that `fp8` selects, by size and recipe, each of these timed once."""
     assert fp8.recipe is not None
     m = config.training.micro_batch_size * config.training.seq_length // config.parallel.context
-    alike: dict[tuple[LinearSize, OperandRecipes | None], list[str]] = {}
+    alike: dict[tuple[LinearSize, PerOperand[Fp8Recipe] | None], list[str]] = {}
     for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor).items():
         if fp8.selects(name):
             alike.setdefault((LinearSize(m, k, n), fp8.recipe.operands(name)), []).append(name)

@@ -6,17 +6,12 @@ that of the real constructors and costs neither memory nor a process group, at a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
-
-import torch
 import yaml
-from torch.distributed import ProcessGroup
 
 from megafp8.config import Config
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
-from megafp8.models.context import BuildContext, tokens_per_rank
+from megafp8.models.context import planning_context
 from megafp8.models.flops import flops_per_token
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
@@ -30,37 +25,14 @@ from megafp8.training.inputs import describe_planned_data, with_vocabulary
 from megafp8.training.pipeline import PipelinePlan, describe_schedule, num_microbatches, plan_pipeline, stages_of
 
 
-@dataclass(frozen=True)
-class _PlannedGroup:
-    """As much of a process group as constructors ask for."""
-
-    ranks: int
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return 0
-
-
 def planned_stage(config: Config, stage: int, fp8: Fp8Manager | None = None) -> GPTStage:
     """Stage `stage` of the model as the first tensor rank will hold it, on the meta device.
 
     `fp8` plans its layers; None: in high precision.
     """
-    p = config.parallel
-    context = BuildContext(
-        tensor=cast(ProcessGroup, _PlannedGroup(p.tensor)),
-        fp8=Fp8Manager(None, amax_group=None) if fp8 is None else fp8,
-        dtype=torch.float32,
-        device=torch.device("meta"),
-        sequence_parallel=p.sequence_parallel,
-        tokens=tokens_per_rank(config),
-        weight_storage="fsdp" if p.fsdp else "zero" if p.zero else "resident",
-        param_gather=config.fp8.param_gather,
-    )
+    context = planning_context(config, Fp8Manager(None, amax_group=None) if fp8 is None else fp8)
     _, layers = stages_of(config)
-    memory = block_memory(p, len(layers[stage]))
+    memory = block_memory(config.parallel, len(layers[stage]))
     return GPTStage(config.model, context, layers=layers[stage], positions=position_rows(config), memory=memory)
 
 

@@ -1,99 +1,107 @@
-"""From the config's section `fp8` to the recipe it names and the manager that applies it."""
+"""From the config's section `fp8` to the recipe it names and the manager that applies it.
+
+The checks here are those that ask a recipe for its options and capabilities, and so need torch; the other rules of the
+section are in `megafp8.config.checks`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
 from megafp8.config import Config, ConfigError, Fp8Config, Problem
-from megafp8.fp8 import RECIPES, ContextGroups, CustomScaling, Fp8Manager, Fp8Recipe, Rule
+from megafp8.fp8 import RECIPES, ContextGroups, CustomScaling, Fp8Manager, Fp8Recipe
 from megafp8.fp8.health import Recorder
+from megafp8.fp8.recipes.base import OPERANDS, OperandName, config_key
+from megafp8.fp8.tensor import TENSOR
 from megafp8.models.gpt import fp8_layer_names
 from megafp8.parallel_state import ParallelState
-
-_KEYS = {
-    "fp8_format": "format",
-    "use_fast_accum": "fast_accumulation",
-    "power_of_two": "power_of_two_scale",
-    "amax": "static_amax",
-    "rules": "custom",
-}
-"""Fields of recipes that have another name in the config."""
-
-
-def _key(field: str) -> str:
-    return _KEYS.get(field, field)
 
 
 def fp8_recipe(config: Config) -> Fp8Recipe | None:
     """The recipe that `fp8` in the config describes."""
-    f = config.fp8
-    if f.recipe == "none":
-        return None
-    return _recipe(f, f.recipe)
+    return None if config.fp8.recipe == "none" else _recipe(config.fp8, config.fp8.recipe)
 
 
 def _recipe(f: Fp8Config, name: str) -> Fp8Recipe:
     """The recipe `name` with those of its options that `f` gives."""
     recipe = RECIPES[name]
+    options = {option.name: getattr(f, config_key(option)) for option in fields(recipe)}
+    for option in fields(recipe):
+        if (read := option.metadata.get("read")) is not None:
+            options[option.name] = read(options[option.name], lambda other: _recipe(f, other))
     fprop, dgrad, wgrad = f.override_linear_precision
-    options: dict[str, Any] = {field.name: getattr(f, _key(field.name)) for field in fields(recipe)}
-    options |= {"override_linear_precision": (fprop, dgrad, wgrad or f.wgrad_in_bf16)}
-    if "amax" in options:
-        options["amax"] = tuple(f.static_amax.items())
-    if "rules" in options:
-        options["rules"] = tuple(
-            Rule(
-                layers=rule.layers,
-                input=_recipe(f, rule.input),
-                weight=_recipe(f, rule.weight),
-                grad_output=_recipe(f, rule.grad_output),
-            )
-            for rule in f.custom
-        )
-    return recipe(**{field: value for field, value in options.items() if value is not None})
+    options["override_linear_precision"] = (fprop, dgrad, wgrad or f.wgrad_in_bf16)
+    return recipe(**{name: value for name, value in options.items() if value is not None})
 
 
-def _option_keys(recipe: type[Fp8Recipe]) -> set[str]:
-    """Keys of the config's section `fp8` that have an effect under `recipe` and not under every recipe."""
-    return {_key(field.name) for field in fields(recipe) if field.name not in recipe.without_effect}
+def check_recipe(config: Config, source: str) -> None:
+    """Raise ConfigError for options under `fp8` that the recipe lacks, and settings that its capabilities forbid.
 
-
-def _shown(default: object) -> str:
-    return "null" if default is None else str(default)
-
-
-def check_recipe_options(config: Config, source: str) -> None:
-    """Raise ConfigError for each option under `fp8` that the recipe in use does not have and would ignore.
-
-    Options at their defaults are not set. fp8.recipe none switches the whole section off, whatever else is in it.
+    An option at its default is not set. fp8.recipe none switches the whole section off, whatever else is in it.
     """
-    problems = list(_foreign_options(config.fp8))
+    if config.fp8.recipe == "none":
+        return
+    problems = [problem for rule in (_foreign_options, _finer_scales, _cuda_graphs) for problem in rule(config)]
     if problems:
         raise ConfigError(source, problems)
 
 
-def _foreign_options(f: Fp8Config) -> Iterator[Problem]:
-    if f.recipe == "none":
-        return
-    used = {f.recipe}
-    if f.recipe == CustomScaling.name:
-        used |= {name for rule in f.custom for name in (rule.input, rule.weight, rule.grad_output)}
-    effective = set().union(*(_option_keys(RECIPES[name]) for name in used))
+def _foreign_options(config: Config) -> Iterator[Problem]:
+    f = config.fp8
+    keys = {name: {config_key(option) for option in fields(recipe)} for name, recipe in RECIPES.items()}
+    others = _operand_recipes(f) - {f.recipe}
+    effective = set().union(*(keys[name] for name in {f.recipe} | others))
     for key, field in Fp8Config.model_fields.items():
-        have = [name for name, recipe in RECIPES.items() if key in _option_keys(recipe)]
+        have = [name for name in RECIPES if key in keys[name]]
         value, default = getattr(f, key), field.get_default(call_default_factory=True)
         if have and key not in effective and value != default:
-            who = f"fp8.recipe {f.recipe}" + (f", of {', '.join(sorted(used - {f.recipe}))}," if len(used) > 1 else "")
+            who = f"fp8.recipe {f.recipe}" + (f", of {', '.join(sorted(others))}," if others else "")
+            shown = "null" if default is None else default
             yield Problem(
                 f"fp8.{key}", value, f"{who} has no such option; {', '.join(have)} {'have' if have[1:] else 'has'} it",
-                f"leave it out (its default is {_shown(default)}), or try fp8.recipe={have[0]}",
+                f"leave it out (its default is {shown}), or try fp8.recipe={have[0]}",
             )  # fmt: skip
 
 
+def _operand_recipes(f: Fp8Config, *operands: OperandName) -> set[str]:
+    """Names of the recipes that scale these operands, by default all, of any layer."""
+    if f.recipe != CustomScaling.name:
+        return {f.recipe}
+    return {getattr(rule, operand) for rule in f.custom for operand in operands or OPERANDS}
+
+
+def _finer_scales(config: Config) -> Iterator[Problem]:
+    """What is for one scale per tensor, under recipes that have more."""
+    f = config.fp8
+
+    def per_tensor(operand: OperandName) -> bool:
+        recipes = [RECIPES[name] for name in _operand_recipes(f, operand)]
+        return any(getattr(recipe.capabilities.granularity, operand) is TENSOR for recipe in recipes)
+
+    if f.smooth_swiglu and not per_tensor("input"):
+        rule = f"fp8.recipe {f.recipe} has finer scales for an MLP's input than one per tensor, which it is for"
+        yield Problem("fp8.smooth_swiglu", True, rule, "try fp8.smooth_swiglu=false")
+    if f.param_gather and not per_tensor("weight"):
+        rule = (
+            f"fp8.recipe {f.recipe} has finer scales for weights than one per tensor: the shards of ranks cut through "
+            "its blocks, or both orientations would have to travel, which is no less than bf16"
+        )
+        yield Problem("fp8.param_gather", True, rule, "try fp8.recipe=current, or fp8.param_gather=false")
+
+
+def _cuda_graphs(config: Config) -> Iterator[Problem]:
+    names = _operand_recipes(config.fp8, "grad_output")
+    unfit = [name for name in RECIPES if name in names and RECIPES[name].capabilities.stochastic_rounding]
+    if config.training.cuda_graphs and unfit:
+        rule = f"a graph would round the gradients of {', '.join(unfit)} with the same noise in every step"
+        yield Problem(
+            "training.cuda_graphs", True, rule, "try another fp8.recipe, or training.cuda_graphs=false"
+        )  # fmt: skip
+
+
 def _kept_blocks(config: Config) -> list[str]:
-    """Patterns of the blocks that stay in high precision: so many from the first, and from the last."""
+    """Patterns of the first and last blocks that stay in high precision."""
     f, n = config.fp8, config.model.num_layers
     return [f"layers.{i}.*" for i in range(n) if i < f.first_blocks_bf16 or i >= n - f.last_blocks_bf16]
 

@@ -30,7 +30,7 @@ from megafp8.data_parallel.param_buffer import ParamBuffer
 from megafp8.distributed.collectives import all_gather_objects, all_reduce, broadcast
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.health import Record
-from megafp8.models.context import BuildContext, tokens_per_rank
+from megafp8.models.context import BuildContext, tokens_per_rank, weight_storage
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
 from megafp8.ops.deferred_wgrad import WgradStore
@@ -100,7 +100,7 @@ class Trainer:
             build_tp_overlap(p, parallel, os.environ),
             blocks_on_meta=p.fsdp,
             tokens=tokens_per_rank(config),
-            weight_storage="fsdp" if p.fsdp else "zero" if p.zero else "resident",
+            weight_storage=weight_storage(config),
             param_gather=config.fp8.param_gather,
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)

@@ -357,20 +357,6 @@ TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
             "fp8.smooth_swiglu = True: model.activation is gelu_tanh, which has no such outliers",
         ),
         (
-            ["fp8.smooth_swiglu=true", "fp8.recipe=blockwise"],
-            1,
-            "fp8.smooth_swiglu = True: fp8.recipe blockwise has finer factors for an MLP's input than one for the",
-        ),
-        (
-            [
-                "fp8.smooth_swiglu=true",
-                "fp8.recipe=custom",
-                "fp8.custom=[{layers: '*', input: rowwise, weight: rowwise, grad_output: rowwise}]",
-            ],
-            1,
-            "fp8.smooth_swiglu = True: fp8.recipe custom has finer factors",
-        ),
-        (
             ["fp8.smooth_swiglu=true", "fp8.recipe=current", "fp8.wgrad_in_bf16=true"],
             1,
             "fp8.smooth_swiglu = True: it changes what all three GEMMs of a layer multiply, so all must be FP8; try",
@@ -451,16 +437,6 @@ TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
             "optimizer.reduce_dtype = 'fp8': parallel.fsdp sums through torch, in the dtype that travels",
         ),
         (["training.cuda_graphs=true", "parallel.context=2"], 2, "and parallel.context is 2; try parallel.context=1"),
-        (["training.cuda_graphs=true", "fp8.recipe=nvfp4"], 1, "the gradients of nvfp4 with the same noise"),
-        (
-            [
-                "training.cuda_graphs=true",
-                "fp8.recipe=custom",
-                'fp8.custom=[{layers: "*", input: current, weight: current, grad_output: nvfp4}]',
-            ],
-            1,
-            "the gradients of nvfp4 with the same noise in every step; try another fp8.recipe",
-        ),
         (
             ["training.cuda_graphs=true"],
             8,

@@ -11,7 +11,7 @@ from torch import Tensor
 from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards, gathered_format
 from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Manager, StaticScaling
 from megafp8.fp8.linear_state import LinearState
-from megafp8.fp8.recipes.base import BlockwiseScaling, Fp8Recipe
+from megafp8.fp8.recipes import BlockwiseScaling, Fp8Recipe
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.plan import LinearSite
 from tests.world import World

@@ -19,7 +19,7 @@ SWIZZLED, PLAIN = F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE
 
 
 def offset(row: int, block: int, blocks: int) -> int:
-    """Where the factor of a row's block lies, of `blocks` in the row."""
+    """Where the scale of a row's block lies, of `blocks` in the row."""
     tiles_across = -(-blocks // 4)
     tile = (row // 128) * tiles_across + block // 4
     outer, inner = row % 128, block % 4
@@ -41,7 +41,7 @@ def unpacked(pairs: Tensor) -> Tensor:
 
 
 def operand(matrix: Tensor, scales: Any, recipes: Any, swizzles: Any) -> Tensor:
-    """The numbers of an operand `[rows, k]`, factors included."""
+    """The numbers of an operand `[rows, k]`, scales included."""
     scales, recipes, swizzles = ([x] if not isinstance(x, list) else x for x in (scales, recipes, swizzles))
     assert len(scales) == len(recipes) == len(swizzles)
     assert matrix.stride(1) == 1 < matrix.stride(0)
@@ -59,8 +59,8 @@ def operand(matrix: Tensor, scales: Any, recipes: Any, swizzles: Any) -> Tensor:
         assert scales[1].numel() == 1
         values, block = unpacked(matrix), 16
     r, k = values.shape
-    factors = unswizzled(scales[0], r, -(-k // block)).repeat_interleave(block, dim=1)[:, :k]
-    return values * factors * (scales[1].double() if len(scales) > 1 else 1.0)
+    scale_inv = unswizzled(scales[0], r, -(-k // block)).repeat_interleave(block, dim=1)[:, :k]
+    return values * scale_inv * (scales[1].double() if len(scales) > 1 else 1.0)
 
 
 def scaled_mm(*args: Any, **kwargs: Any) -> Tensor:

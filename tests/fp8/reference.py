@@ -1,6 +1,8 @@
-"""An FP8 written a second time, from the definition of the formats, with NumPy in float64 and none of torch's casts."""
+"""A second implementation of FP8 from the formats' definition: NumPy in float64, and none of torch's casts."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import numpy as np
 import torch
@@ -8,6 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megafp8.fp8 import E5M2, Format
+
+E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""Magnitudes of four-bit floating point (OCP microscaling formats 1.0); the index is the code without its sign."""
 
 
 def decode(code: int, fmt: Format) -> float:
@@ -24,30 +29,47 @@ def decode(code: int, fmt: Format) -> float:
     return sign * (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
 
 
+@cache
 def finite_values(fmt: Format) -> NDArray[np.float64]:
     """All finite values that are not negative, rising; the index is the code."""
     values = [decode(code, fmt) for code in range(128)]
     return np.array([v for v in values if np.isfinite(v)])
 
 
-def encode(x: NDArray[np.float32], fmt: Format) -> NDArray[np.uint8]:
-    """Nearest code, ties to the even one, saturating. NaN gives the code 0x7F, a NaN in both formats."""
-    values = finite_values(fmt)
-    magnitude = np.abs(x.astype(np.float64))
-    clamped = np.minimum(np.nan_to_num(magnitude, nan=0.0, posinf=np.inf), values[-1])
+def round_to(x: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Index of the nearest magnitude, ties to the even index, saturating; 0 for a NaN."""
+    clamped = np.minimum(np.nan_to_num(np.abs(x), nan=0.0, posinf=np.inf), values[-1])
     low = np.searchsorted(values, clamped, side="right") - 1
     high = np.minimum(low + 1, len(values) - 1)
     to_low, to_high = clamped - values[low], values[high] - clamped
-    code = np.where((to_high < to_low) | ((to_high == to_low) & (low % 2 == 1)), high, low)
-    code = code | np.where(np.signbit(x), 0x80, 0)
+    return np.where((to_high < to_low) | ((to_high == to_low) & (low % 2 == 1)), high, low)
+
+
+def encode(x: NDArray[np.float32], fmt: Format) -> NDArray[np.uint8]:
+    """Nearest code, ties to the even one, saturating. NaN gives the code 0x7F, a NaN in both formats."""
+    code = round_to(x.astype(np.float64), finite_values(fmt)) | np.where(np.signbit(x), 0x80, 0)
     return np.where(np.isnan(x), 0x7F, code).astype(np.uint8)
 
 
+def to_e2m1(x: NDArray[np.float32], noise: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """The nearest value of E2M1; with `noise` in [0, 1) a neighbour, with probabilities that keep the mean."""
+    y, values = x.astype(np.float64), E2M1_VALUES
+    size = np.minimum(np.abs(y), 6.0)
+    if noise is None:
+        rounded = values[round_to(y, values)]
+    else:
+        low = np.searchsorted(values, np.nan_to_num(size), side="right") - 1
+        below, above = values[low], values[np.minimum(low + 1, 7)]
+        way = (size - below) / np.where(above > below, above - below, 1.0)
+        rounded = np.where(noise < way, above, below)
+    return np.where(np.isnan(y), np.nan, np.copysign(rounded, y)).astype(np.float32)
+
+
 def bytes_of(x8: Tensor) -> NDArray[np.uint8]:
-    """The codes of an FP8 tensor, every NaN as 0x7F."""
-    codes = x8.detach().cpu().contiguous().view(torch.uint8).numpy().copy()
-    codes[x8.detach().cpu().float().isnan().numpy()] = 0x7F
-    return codes
+    """The bytes of an FP8 tensor, every NaN as 0x7F."""
+    data = x8.detach().cpu().contiguous().view(torch.uint8).numpy().copy()
+    data[x8.detach().cpu().float().isnan().numpy()] = 0x7F
+    return data
 
 
 def scale_of(amax: float, fp8_max: float, *, margin: int = 0, eps: float = 0.0, power_of_two: bool = False) -> float:
@@ -59,3 +81,9 @@ def scale_of(amax: float, fp8_max: float, *, margin: int = 0, eps: float = 0.0, 
         _, exponent = np.frexp(scale)  # scale = m · 2^exponent, m in [1/2, 1)
         scale = np.float32(np.ldexp(1.0, int(exponent) - 1))
     return float(scale)
+
+
+def spread(r: int, c: int, seed: int, octaves: float = 12) -> Tensor:
+    """Normals `[r, c]` of very different sizes: each is multiplied by a power of two."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(r, c, generator=generator) * 2 ** (octaves * torch.rand(r, c, generator=generator) - octaves / 2)

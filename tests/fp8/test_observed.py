@@ -17,8 +17,8 @@ from megafp8.fp8 import (
 )
 from megafp8.fp8.health import OPERANDS, Record, Recorder
 from megafp8.fp8.linear_state import InputFormat, QuantizedGradHandoff
-from megafp8.fp8.quantizers import CurrentQuantizer
-from megafp8.fp8.recipes.base import NVFP4Scaling
+from megafp8.fp8.recipes import NVFP4Scaling
+from megafp8.fp8.recipes.base import RecipeQuantizer
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.ops.activation import activation
 from megafp8.ops.fusion import LinearInput
@@ -133,4 +133,4 @@ def test_an_evaluation_is_not_recorded_and_hides_no_weight(high: tuple[bool, boo
 
 
 def test_without_a_recorder_quantizers_are_bare() -> None:
-    assert type(Layer(CurrentScaling(), None).op.state.quantizers.input) is CurrentQuantizer
+    assert type(Layer(CurrentScaling(), None).op.state.quantizers.input) is RecipeQuantizer

@@ -1,21 +1,26 @@
-"""Casts bit for bit against a second implementation; where scales come from."""
+"""Casts and scales bit for bit against a second implementation."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megafp8.fp8 import E4M3, E5M2, Format
-from megafp8.fp8.quantize import amax, dequantize, quantize
-from megafp8.fp8.quantizers import CurrentQuantizer, DelayedQuantizer, Quantizer
-from megafp8.fp8.sources import Plain
-from megafp8.fp8.tensor import ScaledTensor
+from megafp8.fp8.quantize import amax, block_amax, dequantize, quantize, quantize_blocks, scale_from_amax
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, Granularity, ScaledTensor
 from tests.fp8.reference import bytes_of, encode, finite_values, scale_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+FP32_MAX = torch.finfo(torch.float32).max
+AMAXES = [1e-45, 1e-40, 1.17e-38, 1e-30, 0.1, 1 / 3, 1.0, 447.0, 448.0, 449.0, 57344.0, 1e30, FP32_MAX]
 
 
 def all_bf16() -> Tensor:
@@ -52,23 +57,6 @@ def test_cast_at_every_boundary(fmt: Format, device: str) -> None:
     np.testing.assert_array_equal(bytes_of(x8), encode(x.numpy(), fmt))
 
 
-def rows_of(quantizer: Quantizer, x: Tensor) -> ScaledTensor:
-    rows = quantizer(Plain(x), rowwise=True, columnwise=False).rowwise
-    assert rows is not None
-    return rows
-
-
-@FORMATS
-def test_cast_saturates_infinities_and_keeps_nan(fmt: Format) -> None:
-    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e38, -0.0])
-    values = quantize(x, torch.tensor(2.0), fmt).float()
-    assert values[:2].tolist() == [fmt.max, -fmt.max]
-    assert values[2].isnan()
-    assert values[3] == fmt.max
-    assert values[4] == 0
-    assert values[4].signbit()
-
-
 def test_quantize_leaves_its_argument_alone() -> None:
     x = torch.full((4,), 1000.0)
     quantize(x, torch.tensor(1.0), E4M3)
@@ -101,39 +89,80 @@ def test_transpose_is_a_row_major_copy() -> None:
     np.testing.assert_array_equal(bytes_of(transposed.data), bytes_of(matrix.data).T)
 
 
+@pytest.mark.parametrize("fp8_max", [448.0, 57344.0])
 @pytest.mark.parametrize("power_of_two", [False, True])
-@FORMATS
-def test_current_scale_is_from_the_tensor_itself(fmt: Format, power_of_two: bool) -> None:
-    x = torch.randn(6, 10) * 3
-    x8, scale_inv, *_ = rows_of(CurrentQuantizer(fmt, None, eps=0.0, power_of_two=power_of_two), x)
-    scale = np.float32(scale_of(x.abs().max().item(), fmt.max, power_of_two=power_of_two))
-    assert scale_inv.item() == np.float32(1) / scale
-    np.testing.assert_array_equal(bytes_of(x8), encode(x.numpy() * scale, fmt))
+@pytest.mark.parametrize("margin", [0, 1, 3])
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+def test_scale_bit_for_bit(fp8_max: float, power_of_two: bool, margin: int, eps: float) -> None:
+    options: dict[str, Any] = {"margin": margin, "eps": eps, "power_of_two": power_of_two}
+    amax = torch.cat([torch.tensor(AMAXES), torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 9])
+    expected = [scale_of(a, fp8_max, **options) for a in amax.tolist()]
+    assert scale_from_amax(amax, fp8_max, **options).tolist() == expected
+    assert scale_from_amax(amax, torch.full_like(amax, fp8_max), **options).tolist() == expected
 
 
-def test_current_scale_of_zeros_and_of_a_broken_tensor_is_one() -> None:
-    quantizer = CurrentQuantizer(E4M3, None, eps=0.0, power_of_two=False)
-    for value in (0.0, torch.inf, torch.nan):
-        x8, scale_inv, *_ = rows_of(quantizer, torch.tensor([[value, 0.0]]))
-        assert scale_inv.item() == 1
-        assert x8.float()[0, 1] == 0
+def test_tiny_amax_gives_the_largest_scale() -> None:
+    assert scale_from_amax(torch.tensor(1e-45), 448.0).item() == FP32_MAX
+    assert scale_from_amax(torch.tensor(1e-45), 448.0, power_of_two=True).item() == 2.0**127
 
 
-def test_current_scale_with_an_epsilon() -> None:
-    quantizer = CurrentQuantizer(E4M3, None, eps=1.75, power_of_two=False)
-    assert rows_of(quantizer, torch.zeros(1, 1)).scale_inv.item() == 1 / 256
-    assert rows_of(quantizer, torch.tensor([[-3.5]])).scale_inv.item() == 1 / 128
+@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_unusable_amax_gives_one_or_the_previous_scale(amax: float, power_of_two: bool) -> None:
+    x = torch.tensor([amax, 1.0])
+    assert scale_from_amax(x, 448.0, power_of_two=power_of_two)[0].item() == 1
+    previous = torch.tensor([0.7, 0.7])
+    kept = scale_from_amax(x, 448.0, power_of_two=power_of_two, previous=previous)
+    assert kept[0] == previous[0]
+    assert kept[1] == (256 if power_of_two else 448)
 
 
-def test_delayed_casts_with_the_given_scale_and_raises_the_amax() -> None:
-    scale, newest = torch.tensor(2.0), torch.tensor(3.0)
-    quantizer = DelayedQuantizer(E4M3, scale, scale.reciprocal(), newest)
-    x8, scale_inv, *_ = rows_of(quantizer, torch.tensor([[1.0, -2.5]]))
-    assert x8.float().tolist() == [[2.0, -5.0]]
-    assert scale_inv.item() == 0.5
-    assert newest.item() == 3
-    rows_of(quantizer, torch.tensor([[1.0, -4.5]]))
-    assert newest.item() == 4.5
-    quantizer.recording = False
-    rows_of(quantizer, torch.tensor([[9.0]]))
-    assert newest.item() == 4.5
+def test_eps_applies_to_zero_but_not_to_infinity() -> None:
+    scale = scale_from_amax(torch.tensor([0.0, math.inf, math.nan]), 448.0, eps=2.0)
+    assert scale.tolist() == [224, 1, 1]
+
+
+@given(amax=st.floats(2.0**-100, 2.0**100, width=32), margin=st.integers(0, 4), fp8_max=st.sampled_from([448, 57344]))
+def test_power_of_two_with_margin_is_the_older_definition(amax: float, margin: int, fp8_max: int) -> None:
+    """2^(floor(log2(fp8_max / amax)) - margin), the logarithm taken exactly (of the fp32 quotient)."""
+    quotient = float(np.float32(fp8_max) / np.float32(amax))
+    expected = 2.0 ** (math.frexp(quotient)[1] - 1 - margin)
+    assert scale_from_amax(torch.tensor(amax), float(fp8_max), margin=margin, power_of_two=True).item() == expected
+
+
+def test_scaled_amax_never_exceeds_the_format() -> None:
+    amax = torch.rand(10000, generator=torch.Generator().manual_seed(1)) * 100 + 1e-3
+    power = scale_from_amax(amax, 448.0, power_of_two=True)
+    assert ((amax * power) <= 448).all()
+    assert ((amax * power) > 224 * (1 - 1e-6)).all()
+
+
+def test_scale_keeps_any_shape() -> None:
+    amax = torch.rand(2, 3, 4) + 1
+    assert scale_from_amax(amax, 448.0).shape == amax.shape
+    assert scale_from_amax(amax[0, 0, 0], 448.0).shape == ()
+
+
+@pytest.mark.parametrize("granularity", [ROW, BLOCK_1X128, BLOCK_128X128], ids=lambda g: g.name)
+def test_powers_of_two_are_rounded_down(granularity: Granularity) -> None:
+    for largest, scale_inv in [(448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (225.0, 1.0), (1.0, 1 / 256)]:
+        x = torch.tensor([[largest, -largest / 3]])
+        scaled = quantize_blocks(x, E4M3, granularity, power_of_two=True, eps=0.0)
+        assert scaled.scale_inv.unique().tolist() == [scale_inv]
+
+
+def test_block_amax_takes_any_dtype_and_layout() -> None:
+    x = torch.arange(12.0).view(3, 4) - 9
+    for granularity, expected in [
+        (ROW, [[9.0], [5.0], [2.0]]),
+        (BLOCK_1X128, [[9.0], [5.0], [2.0]]),
+        (BLOCK_128X128, [[9.0]]),
+    ]:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            largest = block_amax(x.to(dtype), granularity)
+            assert largest.dtype == torch.float32
+            assert largest.tolist() == expected
+    x[0, 1], x[1, 2] = torch.nan, -torch.inf
+    assert block_amax(x, ROW).flatten().tolist() == [torch.inf, torch.inf, 2]
+    x[:, 1:] = 0
+    assert block_amax(x.t(), ROW).tolist() == [[9.0], [0.0], [0.0], [0.0]]

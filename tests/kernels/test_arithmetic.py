@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megafp8.fp8 import sources
 from megafp8.fp8.formats import E4M3, E5M2, Format
-from megafp8.fp8.scaling import scale_from_amax
+from megafp8.fp8.quantize import scale_from_amax
 from tests.kernels import DEVICE
 
 triton = pytest.importorskip("triton")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.fp8 import E4M3, E5M2, DelayedScaling
+from megafp8.fp8 import DelayedScaling
+from megafp8.fp8.recipes.base import Fp8Tensor, OperandName
 from megafp8.fp8.recipes.delayed import DelayedState
 from megafp8.kernels.scales import end_step_
 from tests.kernels import DEVICE
@@ -37,8 +38,9 @@ def test_steps_equal_the_reference(length: int, interval: int, margin: int, algo
         amax_history_len=length, interval=interval, margin=margin, power_of_two_scale=power_of_two,
         amax_compute_algo=algorithm,  # type: ignore[arg-type]
     )  # fmt: skip
-    formats = {f"t{i}": E5M2 if i % 2 else E4M3 for i in range(TENSORS)}
-    reference = DelayedState(recipe, formats, torch.device("cpu"))
+    operands: tuple[OperandName, OperandName] = ("weight", "grad_output")
+    tensors = [Fp8Tensor(f"t{i}", operands[i % 2], None, None) for i in range(TENSORS)]
+    reference = DelayedState(recipe, tensors, torch.device("cpu"))
     # As after many steps, but for the slot of the step now running; some histories are empty.
     past = torch.stack([newest(1000 + i).nan_to_num(posinf=0.0) for i in range(length)], dim=1)
     past[4] = 0

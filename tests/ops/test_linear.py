@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafp8.fp8 import E4M3, E5M2, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
 from megafp8.fp8.gemm.dispatch import Fp8Gemm
-from megafp8.fp8.quantize import quantize
-from megafp8.fp8.scaling import scale_from_amax
+from megafp8.fp8.quantize import quantize, scale_from_amax
 from megafp8.ops import linear, wgrad
 from megafp8.ops.linear import high_precision_linear
 from tests.fp8.linear_layer import LinearLayer

@@ -10,24 +10,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, group
 
 from megafp8.distributed.tp_overlap import Collective, P2PRing, TPOverlap
-from megafp8.fp8.blocks import quantize_1x128, quantize_rows
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.gemm.cublaslt_problem import is_arranged
-from megafp8.fp8.quantize import amax, quantize
-from megafp8.fp8.quantizers import (
-    BlockQuantizer,
-    CurrentQuantizer,
-    DelayedQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-    RowQuantizer,
-    StaticQuantizer,
+from megafp8.fp8.quantize import amax, quantize, quantize_blocks, scale_from_amax
+from megafp8.fp8.quantizers import Quantizer
+from megafp8.fp8.recipes import (
+    BlockwiseScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    NVFP4Scaling,
+    RowwiseScaling,
+    StaticScaling,
 )
+from megafp8.fp8.recipes.base import OPERANDS, Fp8Tensor, RecipeQuantizer
+from megafp8.fp8.recipes.delayed import DelayedQuantizer
 from megafp8.fp8.recipes.mxfp8 import quantize_mxfp8
-from megafp8.fp8.scaling import scale_from_amax
+from megafp8.fp8.recipes.nvfp4 import NVFP4Quantizer
+from megafp8.fp8.recipes.static import StaticQuantizer
 from megafp8.fp8.sources import Plain
-from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
+from megafp8.fp8.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
 from megafp8.ops.quantized_gather import Rows, gather_columns
 from tests.fp8.reference import bytes_of
 from tests.world import World
@@ -43,23 +45,24 @@ def _given(x: Tensor) -> ScaledTensor:
 
 
 SCALE = (torch.tensor(3.0), torch.tensor(3.0).reciprocal(), torch.zeros(()))
+INPUT, _, GRADIENT = (Fp8Tensor("layer", operand, None, None) for operand in OPERANDS)
 KINDS: dict[str, tuple[Quantizer, Callable[[Tensor], ScaledTensor]]] = {
     "row": (
-        RowQuantizer(E4M3, None, eps=0.0, power_of_two=False),
-        lambda x: quantize_rows(x, E4M3, power_of_two=False, eps=0.0),
+        RecipeQuantizer(RowwiseScaling(), INPUT),
+        lambda x: quantize_blocks(x, E4M3, ROW, power_of_two=False, eps=0.0),
     ),
     "row-pow2": (
-        RowQuantizer(E5M2, None, eps=1e-3, power_of_two=True),
-        lambda x: quantize_rows(x, E5M2, power_of_two=True, eps=1e-3),
+        RecipeQuantizer(RowwiseScaling(fp8_format="hybrid", amax_epsilon=1e-3, power_of_two=True), GRADIENT),
+        lambda x: quantize_blocks(x, E5M2, ROW, power_of_two=True, eps=1e-3),
     ),
     "1x128": (
-        BlockQuantizer(E4M3, square=False, eps=0.0, power_of_two=True),
-        lambda x: quantize_1x128(x, E4M3, power_of_two=True, eps=0.0),
+        RecipeQuantizer(BlockwiseScaling(), INPUT),
+        lambda x: quantize_blocks(x, E4M3, BLOCK_1X128, power_of_two=True, eps=0.0),
     ),
-    "1x32": (MXFP8Quantizer(E4M3), quantize_mxfp8),
-    "current": (CurrentQuantizer(E5M2, None, eps=0.0, power_of_two=False), _one),
-    "delayed": (DelayedQuantizer(E4M3, *SCALE), _given),
-    "static": (StaticQuantizer(E4M3, *SCALE), _given),
+    "1x32": (RecipeQuantizer(MXFP8Scaling(), INPUT), quantize_mxfp8),
+    "current": (RecipeQuantizer(CurrentScaling(), GRADIENT), _one),
+    "delayed": (DelayedQuantizer(DelayedScaling(), INPUT, *SCALE), _given),
+    "static": (StaticQuantizer(StaticScaling(), INPUT, *SCALE), _given),
 }
 
 
@@ -145,7 +148,7 @@ def test_factors_as_the_kernels_write_them(world2: World) -> None:
 def _no_slices() -> None:
     world = group.WORLD
     assert isinstance(world, ProcessGroup)
-    assert NVFP4Quantizer(None, square=False, hadamard=True, noise=None).for_sharded_input(world) is None
+    assert NVFP4Quantizer(NVFP4Scaling(), INPUT, None).for_sharded_input(world) is None
 
 
 def test_four_bits_are_cast_whole(world2: World) -> None:

@@ -23,7 +23,7 @@ from megafp8.fp8 import (
 )
 from megafp8.models.gpt import fp8_layer_names
 from megafp8.plan import LinearSite
-from megafp8.training.fp8_config import build_fp8, check_recipe_options, fp8_recipe
+from megafp8.training.fp8_config import build_fp8, check_recipe, fp8_recipe
 from tests.config.test_config import MINIMAL
 
 
@@ -103,10 +103,10 @@ def test_an_option_that_the_recipe_does_not_have_is_an_error(recipe: str) -> Non
     for key, value in OPTION_VALUES.items():
         config = configured(recipe=recipe, **{key: value})
         if key in OPTIONS_OF[recipe] | COMMON:
-            check_recipe_options(config, "run.yaml")
+            check_recipe(config, "run.yaml")
             continue
         with pytest.raises(ConfigError) as error:
-            check_recipe_options(config, "run.yaml")
+            check_recipe(config, "run.yaml")
         have = [name for name, keys in OPTIONS_OF.items() if key in keys and name != "none"] or ["custom"]
         (problem,) = error.value.problems
         assert str(problem).startswith(f"fp8.{key} = ")
@@ -114,14 +114,45 @@ def test_an_option_that_the_recipe_does_not_have_is_an_error(recipe: str) -> Non
         assert all(name in problem.rule for name in have)
         assert f"try fp8.recipe={have[0]}" in problem.works
         default = type(config.fp8).model_fields[key].default
-        check_recipe_options(configured(recipe=recipe, **{key: default}), "run.yaml")  # as good as left out
+        check_recipe(configured(recipe=recipe, **{key: default}), "run.yaml")  # as good as left out
 
 
 def test_custom_has_the_options_of_the_recipes_it_names() -> None:
     mixed = {"recipe": "custom", "custom": [rule("*", "static", "current", "current")], "calibration_steps": 2}
-    check_recipe_options(configured(**mixed, amax_epsilon=1e-6, margin=1), "run.yaml")
+    check_recipe(configured(**mixed, amax_epsilon=1e-6, margin=1), "run.yaml")
     with pytest.raises(ConfigError, match=r"fp8.recipe custom, of current, static, has no such option"):
-        check_recipe_options(configured(**mixed, interval=3), "run.yaml")
+        check_recipe(configured(**mixed, interval=3), "run.yaml")
+
+
+FINER_INPUT, FINER_WEIGHTS = "finer scales for an MLP's input than one per tensor", "finer scales for weights than one"
+SAME_NOISE = "a graph would round the gradients of nvfp4 with the same noise in every step; try another fp8.recipe"
+
+
+@pytest.mark.parametrize(
+    ("switch", "fp8", "message"),
+    [
+        ("smooth_swiglu", {"recipe": "static"}, None),
+        ("smooth_swiglu", {"recipe": "blockwise"}, FINER_INPUT),
+        ("smooth_swiglu", {"recipe": "custom", "custom": [rule("*", "rowwise", "rowwise", "rowwise")]}, FINER_INPUT),
+        ("smooth_swiglu", {"recipe": "custom", "custom": [rule("*", "current", "mxfp8", "nvfp4")]}, None),
+        ("param_gather", {"recipe": "delayed"}, None),
+        ("param_gather", {"recipe": "rowwise"}, FINER_WEIGHTS),
+        ("param_gather", {"recipe": "custom", "custom": [rule("*", "current", "mxfp8", "current")]}, FINER_WEIGHTS),
+        ("cuda_graphs", {"recipe": "blockwise"}, None),
+        ("cuda_graphs", {"recipe": "nvfp4"}, SAME_NOISE),
+        ("cuda_graphs", {"recipe": "custom", "custom": [rule("*", "current", "current", "nvfp4")]}, SAME_NOISE),
+        ("cuda_graphs", {"recipe": "custom", "custom": [rule("*", "nvfp4", "nvfp4", "current")]}, None),
+    ],
+)
+def test_what_a_recipe_cannot_do_is_refused(switch: str, fp8: dict[str, Any], message: str | None) -> None:
+    section = "training" if switch == "cuda_graphs" else "fp8"
+    tree = {**MINIMAL, "fp8": fp8}
+    config = Config.model_validate({**tree, section: {**tree[section], switch: True}})
+    if message is None:
+        check_recipe(config, "run.yaml")
+        return
+    with pytest.raises(ConfigError, match=rf"{section}.{switch} = True: .*{message}"):
+        check_recipe(config, "run.yaml")
 
 
 CUSTOM = """

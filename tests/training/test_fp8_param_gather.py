@@ -18,6 +18,7 @@ from megafp8.distributed import collectives
 from megafp8.parallel_state import ParallelState
 from megafp8.training import fp8_param_gather as fp8_parameters
 from megafp8.training.cuda_graphs import MicrobatchGraphs
+from megafp8.training.fp8_config import check_recipe
 from megafp8.training.state import load_latest, save_state
 from megafp8.training.trainer import Trainer
 from tests.training.test_cuda_graphs import Curve, HighPrecisionFallback, batches
@@ -320,5 +321,10 @@ def test_codes_load_into_another_layout(world4: World, tmp_path: Path) -> None:
 def test_what_needs_values_is_refused(changes: Changes, zero: int, message: str) -> None:
     refused = settings(_with(changes, fp8={"param_gather": True}), zero=zero)
     with pytest.raises(ConfigError, match=message):
-        check_layout(refused, 2)
-    check_layout(settings(changes, zero=zero), 2)
+        check(refused)
+    check(settings(changes, zero=zero))
+
+
+def check(config: Config) -> None:
+    check_layout(config, 2)
+    check_recipe(config, "run.yaml")

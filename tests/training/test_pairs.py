@@ -38,6 +38,7 @@ from megafp8.config import Config, ConfigError, check_layout
 from megafp8.data.samples import Batch, next_token_batch
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training.cuda_graphs import MicrobatchGraphs
+from megafp8.training.fp8_config import check_recipe
 from megafp8.training.trainer import Trainer
 from tests.training.test_cuda_graphs import Curve, HighPrecisionFallback
 from tests.world import World
@@ -135,8 +136,8 @@ REFUSED = {
     ("tensor", "tensor-overlap"): "parallel.sequence_parallel is false, so every rank has all tokens",
     ("graphs", "context"): "a graph holds no communication, and parallel.context is 2",
     ("graphs", "offload"): "a CUDA graph holds no copies to the host that last from one replay to the next",
-    ("blockwise", "smooth"): "fp8.recipe blockwise has finer factors for an MLP's input than one for the tensor",
-    ("blockwise", "fp8-parameters"): "fp8.recipe blockwise has finer scales for weights than one for the tensor",
+    ("blockwise", "smooth"): "fp8.recipe blockwise has finer scales for an MLP's input than one per tensor",
+    ("blockwise", "fp8-parameters"): "fp8.recipe blockwise has finer scales for weights than one per tensor",
 }
 FAST = [
     ("1f1b", "offload"),
@@ -284,16 +285,22 @@ def test_the_fast_pairs_cover_the_options() -> None:
     assert max(ranks_of(pair) for pair in RUN) == 4
 
 
+def check(config: Config, ranks: int) -> None:
+    check_layout(config, ranks)
+    check_recipe(config, "run.yaml")
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
 def test_what_cannot_work_is_refused_before_any_process_group(pair: Names) -> None:
     """With its own reason each, wherever the run is started; all others are accepted."""
     assert not dist.is_initialized()
     reasons = {_key(names): reason for names, reason in REFUSED.items()}
+    config = settings(keys_of(pair))
     if _key(pair) not in reasons:
-        check_layout(settings(keys_of(pair)), ranks_of(pair))
+        check(config, ranks_of(pair))
         return
     with pytest.raises(ConfigError) as error:
-        check_layout(settings(keys_of(pair)), ranks_of(pair))
+        check(config, ranks_of(pair))
     assert reasons[_key(pair)] in str(error.value)
     assert "try " in str(error.value)
 

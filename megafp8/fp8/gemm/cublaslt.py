@@ -1,26 +1,25 @@
 """Matrix products by cuBLASLt, called through NVIDIA's own low-level binding (nvmath-python).
 
-Why not torch's `scaled_mm`? Three things that it leaves lying are worth more than any fused kernel:
-    choice   cuBLASLt guesses which of its kernels is fastest for a shape. Timing its eight best guesses once makes a
-             layer's GEMMs 7% faster on an H200 at its power limit, single ones 12%; on five of them, two hundred more
-             variants set by hand gained less than 1%
-    sum      beta = 1 adds the product to what is in memory in fp32: a weight's gradient goes straight into its fp32
-             buffer, and neither a temporary nor an `add_` exists
-    scales   every granularity of Hopper, with bf16 or fp32 results
-And why not nvmath's `Matmul`? A call costs the host 36 µs. Here a `Plan` holds all that can be known beforehand, so a
-call is a look-up, two pointers to set and the launch: under 8 µs, of which cuBLASLt's own part is 5.
+It offers three things that torch's `scaled_mm` does not:
+    algorithm   cuBLASLt predicts which of its kernels is fastest for a shape. Timing its eight best predictions once
+                makes a layer's GEMMs 7% faster on an H200 at its power limit, single ones 12%; on five of them, two
+                hundred more variants set by hand gained less than 1%
+    beta = 1    adds the product to what is in memory in fp32: a weight's gradient goes straight into its fp32 buffer,
+                without a temporary or an `add_`
+    scales      every granularity of Hopper, with bf16 or fp32 results
+A call of nvmath's own `Matmul` costs the host 36 µs. Here a `Plan` holds all that can be prepared, so a call is a
+look-up, two pointers to set and the launch: under 8 µs, of which cuBLASLt's own part is 5.
 
-cuBLASLt is column-major. A row-major `[m, n]` is its `[n, m]`, so out = a · b is asked for as outᵀ = bᵀ · aᵀ: its A is
+cuBLASLt is column-major. A row-major `[m, n]` is its `[n, m]`, so out = a · b is computed as outᵀ = bᵀ · aᵀ: its A is
 our b, its B our a, and no byte moves. Hopper takes FP8 with both operands contiguous along k ("TN"); a bf16 operand may
-lie either way round. What it wants of operands and their factors says `megafp8.fp8.gemm.cublaslt_problem`.
+be row-major or transposed. `megafp8.fp8.gemm.cublaslt_problem` has the layouts of operands and scales.
 
 What it gives up. Two algorithms round differently, so which one ran is part of the result: two runs are bit-identical
-only if both read the same cache file, or neither tunes. Given the algorithm, NVIDIA promises the same bits.
-Processes that share a file agree from their first call, because the first to finish timing a problem settles it for
-all. Ranks that share none may choose differently; data-parallel ranks keep identical weights all the same, since they
-apply the same reduced gradient.
-A plan's descriptors are changed by each call, so one thread at a time may call a `CublasLt`; autograd's does, as the
-thread that called `backward` waits for it.
+only if both read the same cache file, or neither tunes. Given the algorithm, NVIDIA promises the same bits. Processes
+that share a file agree from their first call, because the first to finish timing a problem decides for all. Ranks that
+share none may choose differently; data-parallel ranks keep identical weights all the same, since they apply the same
+reduced gradient. Each call changes its plan's descriptors, so only one thread at a time may call a `CublasLt`;
+autograd's may, as the thread that called `backward` waits for it.
 
 Shapes: m, n the result's dims, k the dim summed over.
 """
@@ -70,10 +69,10 @@ def available(device: torch.device) -> bool:
 
 
 class AlgorithmFile:
-    """The algorithms that were fastest: a JSON file `{machine: {problem: 128 hex digits}}`.
+    """Cache of the fastest algorithms: a JSON file `{machine: {problem: 128 hex digits}}`.
 
-    An algorithm is 64 opaque bytes that may be stored and used again with the same release of cuBLASLt on the same GPU,
-    hence `machine`. Processes may share the file: it is replaced whole, under a lock, and the first choice stays.
+    An algorithm is 64 opaque bytes, valid for the same release of cuBLASLt on the same GPU, hence `machine`. Processes
+    may share the file: it is replaced whole, under a lock, and the first choice stays.
     """
 
     def __init__(self, file: Path, machine: str) -> None:
@@ -81,12 +80,12 @@ class AlgorithmFile:
         self.machine = machine
 
     def find(self, problem: str) -> bytes | None:
-        """The algorithm settled for `problem`, or None."""
+        """The algorithm stored for `problem`, or None."""
         digits = self._read().get(self.machine, {}).get(problem)
         return None if digits is None else bytes.fromhex(digits)
 
-    def settle(self, problem: str, algorithm: bytes) -> bytes:
-        """Store `algorithm` unless another process was first; what is stored then."""
+    def store_first(self, problem: str, algorithm: bytes) -> bytes:
+        """Store `algorithm` unless another process was first; returns what is then stored."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.file.with_name(self.file.name + ".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -112,7 +111,7 @@ class AlgorithmFile:
 
 
 def _set(setter: Callable[..., None], dtype_of: Callable[..., Any], target: int, attribute: int, value: int) -> None:
-    """One attribute of a descriptor or preference, through a buffer of the attribute's own type."""
+    """Set one attribute of a descriptor or preference, through a buffer of the attribute's own type."""
     buffer = np.array([value], dtype=dtype_of(attribute))
     setter(target, attribute, buffer.ctypes.data, buffer.nbytes)
 
@@ -130,8 +129,8 @@ class Plan:
         self._a_layout = lt.matrix_layout_create(a_type, *a_size, a_size[0])
         self._out_layout = lt.matrix_layout_create(_CUDA_TYPES[problem.out_dtype], n, m, n)
         self._alpha, self._beta = ctypes.c_float(1.0), ctypes.c_float(float(problem.accumulate))
-        self._factors = ctypes.c_int64(0)
-        self._numbers = tuple(ctypes.addressof(x) for x in (self._alpha, self._beta, self._factors))
+        self._scale_inv = ctypes.c_int64(0)
+        self._addresses = tuple(ctypes.addressof(x) for x in (self._alpha, self._beta, self._scale_inv))
 
         attribute = lt.MatmulDescAttribute
         self._desc = lt.matmul_desc_create(_COMPUTE_FP32, _FP32)
@@ -142,21 +141,21 @@ class Plan:
             settings[attribute.B_SCALE_MODE] = lt.MatmulMatrixScale[_SCALE_MODES[problem.a_scaling]]
         for name, value in settings.items():
             _set(lt.matmul_desc_set_attribute, lt.get_matmul_desc_attribute_dtype, self._desc, name, int(value))
-        self._a_factors, self._b_factors = int(attribute.B_SCALE_POINTER), int(attribute.A_SCALE_POINTER)
+        self._a_scale_inv, self._b_scale_inv = int(attribute.B_SCALE_POINTER), int(attribute.A_SCALE_POINTER)
         self.algorithm = np.zeros(_ALGO_BYTES // 8, dtype=np.uint64)
         self._chosen = self.algorithm.ctypes.data
 
-    def scale_by(self, a_factors: int, b_factors: int) -> None:
-        """Addresses of the factors, for the launches that follow."""
-        set_attribute, factors, at = self._lt.matmul_desc_set_attribute, self._factors, self._numbers[2]
-        factors.value = a_factors
-        set_attribute(self._desc, self._a_factors, at, 8)
-        factors.value = b_factors
-        set_attribute(self._desc, self._b_factors, at, 8)
+    def set_scale_inv(self, a_pointer: int, b_pointer: int) -> None:
+        """Set the addresses of scale_inv of a and b for the launches that follow."""
+        set_attribute, pointer, at = self._lt.matmul_desc_set_attribute, self._scale_inv, self._addresses[2]
+        pointer.value = a_pointer
+        set_attribute(self._desc, self._a_scale_inv, at, 8)
+        pointer.value = b_pointer
+        set_attribute(self._desc, self._b_scale_inv, at, 8)
 
     def launch(self, a: int, b: int, out: int, workspace: int, stream: int) -> None:
-        """Run `algorithm` on these addresses."""
-        alpha, beta, _ = self._numbers
+        """Launch the chosen algorithm on these addresses."""
+        alpha, beta, _ = self._addresses
         layout = self._out_layout
         self._lt.matmul(
             self._handle, self._desc, alpha, b, self._b_layout, a, self._a_layout, beta, out, layout, out, layout,
@@ -204,7 +203,7 @@ class CublasLt:
     """cuBLASLt on one device: its handle, workspaces and plans.
 
     `autotune`: time the algorithms when a problem is first met, about a tenth of a second each; otherwise take
-    cuBLASLt's guess. `cache_file`: where choices are looked up, and kept if tuned; None keeps them in this object only.
+    cuBLASLt's prediction. `cache_file`: where choices are looked up, and stored if tuned; None: in this object only.
     Compute a problem once before capturing it in a CUDA graph. `device` must be torch's current one at every call.
     """
 
@@ -229,24 +228,24 @@ class CublasLt:
         """`out = a · bᵀ`, or `out += a · bᵀ`, of quantized operands a `[m, k]` and b `[n, k]`.
 
         `out_mn` is row-major, bf16 or fp32; accumulated in bf16, the product is rounded before it is added. E4M3 and
-        E5M2 mix, but two E5M2 do not. Granularities: tensor with tensor, row with row, 1x128 with 1x128 or 128x128,
-        factors laid out as `arranged` does. `use_fast_accum` is for the first two. ValueError where cuBLASLt has
-        nothing for the problem: n and k must be multiples of 16, m of 4 if a's blocks are 1x128.
+        E5M2 mix, but two E5M2 do not. Granularities are `HOPPER_PAIRS`, scale_inv laid out as `arranged` does;
+        `use_fast_accum` has an effect on per-tensor and per-row ones. ValueError where cuBLASLt does not support the
+        problem: n and k must be multiples of 16, m of 4 if a's blocks are 1x128.
         """
-        a8, b8, a_factors, b_factors = a.data, b.data, a.scale_inv, b.scale_inv
+        a8, b8, a_scale_inv, b_scale_inv = a.data, b.data, a.scale_inv, b.scale_inv
         assert a8.is_contiguous()
         assert b8.is_contiguous()
         # All that a plan was made for and checked against, as cheaply as it can be had.
         key = (
-            a8.shape, b8.shape, out_mn.shape, a8.dtype, b8.dtype, out_mn.dtype, a_factors.stride(), b_factors.stride(),
-            a.granularity.name, b.granularity.name, accumulate, use_fast_accum,
+            a8.shape, b8.shape, out_mn.shape, a8.dtype, b8.dtype, out_mn.dtype, a_scale_inv.stride(),
+            b_scale_inv.stride(), a.granularity.name, b.granularity.name, accumulate, use_fast_accum,
         )  # fmt: skip
-        factors = (a_factors.data_ptr(), b_factors.data_ptr())
+        pointers = (a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
         plan = self._plans.get(key)
         if plan is None:
             problem = Problem.of_scaled(a, b, out_mn, accumulate=accumulate, use_fast_accum=use_fast_accum)
-            plan = self._plans[key] = self._planned(problem, a8, b8, factors)
-        plan.scale_by(*factors)
+            plan = self._plans[key] = self._make_plan(problem, a8, b8, pointers)
+        plan.set_scale_inv(*pointers)
         self._launch(plan, a8, b8, out_mn)
 
     def matmul(self, a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool) -> None:
@@ -260,8 +259,8 @@ class CublasLt:
         )  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:
-            problem = Problem.of_plain(a_mk, b_kn, out_mn, accumulate=accumulate)
-            plan = self._plans[key] = self._planned(problem, a_mk, b_kn, None)
+            problem = Problem.of_unscaled(a_mk, b_kn, out_mn, accumulate=accumulate)
+            plan = self._plans[key] = self._make_plan(problem, a_mk, b_kn, None)
         self._launch(plan, a_mk, b_kn, out_mn)
 
     def _launch(self, plan: Plan, a: Tensor, b: Tensor, out_mn: Tensor) -> None:
@@ -275,12 +274,15 @@ class CublasLt:
         assert (at_a | at_b | at_out) % ALIGNMENT == 0
         plan.launch(at_a, at_b, at_out, workspace.data_ptr(), stream)
 
-    def _planned(self, problem: Problem, a: Tensor, b: Tensor, factors: tuple[int, int] | None) -> Plan:
-        """A plan with its algorithm: the stored one, the fastest on these operands, or the first."""
+    def _make_plan(self, problem: Problem, a: Tensor, b: Tensor, scale_inv: tuple[int, int] | None) -> Plan:
+        """A plan with its algorithm: the stored one, the fastest on these operands, or the first.
+
+        `scale_inv`: the addresses of the operands' scales.
+        """
         problem.require_supported()
         plan = Plan(self._lt, self._handle, problem)
-        if factors is not None:
-            plan.scale_by(*factors)
+        if scale_inv is not None:
+            plan.set_scale_inv(*scale_inv)
         algorithm = None if self._file is None else self._file.find(str(problem))
         if algorithm is None:
             candidates = plan.candidates(_CANDIDATES if self._autotune else 1)
@@ -290,7 +292,7 @@ class CublasLt:
             if self._autotune:
                 algorithm = self._fastest(plan, candidates, problem, a, b)
                 if self._file is not None:
-                    algorithm = self._file.settle(str(problem), algorithm)
+                    algorithm = self._file.store_first(str(problem), algorithm)
         if not plan.accepts(algorithm):
             where = "" if self._file is None else f" in {self._file.file}; delete the file"
             raise ValueError(f"{self.machine} refuses the algorithm of {problem}{where}")
@@ -298,15 +300,15 @@ class CublasLt:
         return plan
 
     def _fastest(self, plan: Plan, candidates: list[bytes], problem: Problem, a: Tensor, b: Tensor) -> bytes:
-        """The algorithm of the least median time, with a scratch for the result."""
+        """The algorithm with the least median time; it writes to a scratch result."""
         assert not torch.cuda.is_current_stream_capturing(), "compute a problem once before capturing it"
         out_mn = torch.zeros(problem[:2], dtype=problem.out_dtype, device=self.device)
-        # Overwriting L2 before each run puts the operands where training finds them, mostly in memory, and gives the
-        # host time to get ahead, so that what the events enclose is the GEMM and not its launch.
+        # Overwriting L2 before each run leaves the operands in memory, as in training, and gives the host time to get
+        # ahead, so that the events enclose the GEMM and not its launch.
         l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
         flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device=self.device)
         times: list[list[float]] = [[] for _ in candidates]
-        for _ in range(_WARM_ROUNDS + _ROUNDS):  # in turns: clocks drift with the chip's power and temperature
+        for _ in range(_WARM_ROUNDS + _ROUNDS):  # interleaved: clocks drift with the chip's power and temperature
             events = []
             for algorithm in candidates:
                 plan.choose(algorithm)
@@ -316,8 +318,8 @@ class CublasLt:
                 self._launch(plan, a, b, out_mn)
                 end.record()
                 events.append((start, end))
-            # This stream's work and no more: in a pipeline a receive posted early is on the device too, and runs until
-            # the neighbour sends, which may wait for us.
+            # Wait for this stream only: in a pipeline a receive posted early is on the device too, and runs until the
+            # neighbour sends, which may wait for this rank.
             events[-1][1].synchronize()
             for taken, (start, end) in zip(times, events):
                 taken.append(start.elapsed_time(end))

@@ -1,12 +1,12 @@
-"""What cuBLASLt is asked for: a GEMM's description, how its operands must lie in memory, and what is refused.
+"""Description of a GEMM for cuBLASLt: its operands' layouts, and what cuBLASLt does not support.
 
-Pure functions, so that they can be tested where cuBLASLt is not; `megafp8.fp8.gemm.cublaslt` does the asking.
+Pure functions, so they can be tested without cuBLASLt; `megafp8.fp8.gemm.cublaslt` calls it.
 
-Factors must lie in memory as cuBLASLt reads them (`factor_strides`), the same for both operands. 1×128: one block of k
-after the other, all rows of a block together, so `[r, blocks]` has strides (1, r). 128×128: rows of blocks, each padded
-to a multiple of four. Rows: one after the other. All but a tensor's single factor start at a multiple of 16 bytes. The
-casting kernels write them so; `arranged` copies factors that came from elsewhere.
-(cuBLAS documentation, "Narrow Precision Data Types Usage"; sizes and alignments found by trying, cuBLASLt 13.1.)
+Block scales must lie in memory as cuBLASLt reads them (`scale_inv_strides`), the same for both operands. 1×128: one
+block of k after the other, all rows of a block together, so `[r, blocks]` has strides (1, r). 128×128: rows of blocks,
+each padded to a multiple of four. Rows: one after the other. All but a per-tensor scale start at a multiple of 16
+bytes. The casting kernels write them so; `arranged` copies those that came from elsewhere.
+(cuBLAS documentation, "Narrow Precision Data Types Usage"; sizes and alignments found by trial, cuBLASLt 13.1.)
 
 Shapes: m, n the result's dims, k the dim summed over; r, c rows and columns of an operand.
 """
@@ -18,15 +18,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, HOPPER_PAIRS, ROW, TENSOR, Granularity, ScaledTensor
 
 ALIGNMENT = 16  # bytes, of a pointer; elements, of an FP8 row
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_SCALINGS = "tensor·tensor row·row 1x128·1x128 1x128·128x128 128x128·1x128"
+_SCALINGS = [f"{a.name}·{b.name}" for a, b in HOPPER_PAIRS]
 
 
-def factor_strides(granularity: Granularity, r: int, c: int) -> tuple[int, int]:
-    """Strides that the factors `granularity.grid(r, c)` of an operand `[r, c]` must have; not for a tensor's one."""
+def scale_inv_strides(granularity: Granularity, r: int, c: int) -> tuple[int, int]:
+    """Strides that scale_inv, `granularity.grid(r, c)`, of an operand `[r, c]` must have; not for per-tensor."""
     if granularity is BLOCK_1X128:
         return 1, r
     if granularity is BLOCK_128X128:
@@ -37,30 +37,31 @@ def factor_strides(granularity: Granularity, r: int, c: int) -> tuple[int, int]:
 
 
 def is_arranged(x: ScaledTensor) -> bool:
-    """Whether the factors of `x` lie in memory as cuBLASLt reads them. A dim of one element may have any stride."""
+    """Whether scale_inv of `x` lies in memory as cuBLASLt reads it. A dim of one element may have any stride."""
     if x.granularity is TENSOR:
         return True
-    wanted = factor_strides(x.granularity, *x.data.shape)
-    factors = x.scale_inv
-    return all(s == w or size == 1 for size, s, w in zip(factors.shape, factors.stride(), wanted))
+    wanted = scale_inv_strides(x.granularity, *x.data.shape)
+    return all(s == w or size == 1 for size, s, w in zip(x.scale_inv.shape, x.scale_inv.stride(), wanted))
 
 
 def arranged(x: ScaledTensor) -> ScaledTensor:
-    """`x` with its factors as cuBLASLt reads them: itself, or with a copy of them."""
+    """`x` with scale_inv as cuBLASLt reads it: itself, or with a copy of scale_inv."""
     if is_arranged(x):
         return x
-    factors = x.scale_inv
     if x.granularity is BLOCK_128X128:
-        down, across = factors.shape
-        padded = factors.new_zeros(down, factor_strides(x.granularity, *x.data.shape)[0])
-        padded[:, :across] = factors
+        down, across = x.scale_inv.shape
+        padded = x.scale_inv.new_zeros(down, scale_inv_strides(x.granularity, *x.data.shape)[0])
+        padded[:, :across] = x.scale_inv
         return x._replace(scale_inv=padded[:, :across])
-    return x._replace(scale_inv=factors.t().contiguous().t())
+    return x._replace(scale_inv=x.scale_inv.t().contiguous().t())
 
 
 class Problem(NamedTuple):
-    """All that cuBLASLt's choice of an algorithm depends on. `*_order`: an operand's dims, the contiguous one last;
-    `*_scaling`: the name of its granularity, or "none"; `fast`: sums kept in the tensor cores' 14 bits."""
+    """All that cuBLASLt's choice of an algorithm depends on.
+
+    `*_order`: an operand's dims, the contiguous one last. `*_scaling`: the name of its granularity, or "none". `fast`:
+    sums are accumulated in the tensor cores' 14 bits.
+    """
 
     m: int
     n: int
@@ -92,7 +93,7 @@ class Problem(NamedTuple):
         )  # fmt: skip
 
     @staticmethod
-    def of_plain(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool) -> Problem:
+    def of_unscaled(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool) -> Problem:
         """`out (+)= a · b`, each operand row-major or the transpose of such."""
         (m, k), n = a_mk.shape, b_kn.shape[1]
         assert b_kn.shape[0] == k
@@ -122,13 +123,13 @@ class Problem(NamedTuple):
             (self.out_dtype in (torch.bfloat16, torch.float32), "the result must be bf16 or fp32"),
         ]
         if scalings == "none·none":
-            rules.append((dtypes == {torch.bfloat16}, "operands without factors must both be bf16"))
+            rules.append((dtypes == {torch.bfloat16}, "operands without scales must both be bf16"))
         else:
             aligned = self.n % ALIGNMENT == 0 == self.k % ALIGNMENT
             rules += [
-                (dtypes <= {_E4M3, _E5M2}, "operands with factors must be FP8"),
+                (dtypes <= {_E4M3, _E5M2}, "operands with scales must be FP8"),
                 (dtypes != {_E5M2}, "one operand at least must be E4M3"),
-                (scalings in _SCALINGS.split(), f"granularities must be one of {_SCALINGS}"),
+                (scalings in _SCALINGS, f"granularities must be one of {' '.join(_SCALINGS)}"),
                 (aligned, f"n and k must be multiples of {ALIGNMENT}; pad with zeros"),
                 (self.a_scaling != "1x128" or self.m % 4 == 0, "m must be a multiple of 4; pad with zeros"),
             ]

@@ -1,18 +1,18 @@
-"""Matrix products: one for FP8 operands with several backends, one for everything else.
+"""Matrix products: one for FP8 operands with several backends, one for all other dtypes.
 
-Hopper's tensor cores take FP8 only as a · bᵀ with both operands row-major ("TN"), so that is the one form there is;
-transposing beforehand is the caller's business. Factors of finer granularity than the tensor are applied by the GEMM
-itself, block by block.
+Hopper's tensor cores take FP8 only as a · bᵀ with both operands row-major ("TN"), so that is the one form there is; the
+caller transposes beforehand. Scales finer than per-tensor are applied by the GEMM itself, block by block.
 
 Backends for FP8:
     cublaslt   cuBLASLt through nvmath-python: the algorithm is chosen by measurement, weight gradients are accumulated
-               in place, and a call costs a few microseconds of the host
+               in place, and a call costs the host a few microseconds
     scaled_mm  torch.nn.functional.scaled_mm: cuBLASLt's first choice on CUDA; oneDNN on CPU, where torch has it
     emulated   the same product with fp32 operands, anywhere: exact products (FP8 × FP8 fits fp32), fp32 sums;
                for a float64 result float64 sums, which lets layouts be compared without the noise of their order
 
 Blocks of 32 and 16 (mxfp8, nvfp4) are Blackwell's. Where its tensor cores are found to multiply them, scaled_mm does,
-under every backend but emulated (`megafp8.fp8.gemm.scaled_mm`); all other GPUs emulate them.
+under every backend but emulated (`megafp8.fp8.gemm.scaled_mm`). Pairs of granularities that the device's tensor cores
+do not take are emulated.
 
 cuBLASLt wants n and k to be multiples of 16. Others are padded with zeros, which adds nothing to any sum and costs a
 copy; layer sizes and tokens per micro-batch that are multiples of 16 never pay it.
@@ -31,14 +31,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megafp8.fp8.gemm.cublaslt import CublasLt, available
-from megafp8.fp8.gemm.cublaslt_problem import arranged
+from megafp8.fp8.gemm.cublaslt_problem import ALIGNMENT, arranged
 from megafp8.fp8.gemm.scaled_mm import block_scaled_mm, multiplies
 from megafp8.fp8.gemm.scaled_mm_check import why_emulated
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, ScaledTensor, zero_pad
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, HOPPER_PAIRS, ROW, TENSOR, ScaledTensor, zero_pad
 
 GemmBackend = Literal["auto", "cublaslt", "scaled_mm", "emulated"]
 
-_ALIGNMENT = 16
 _SCALING = {
     TENSOR: F.ScalingType.TensorWise,
     ROW: F.ScalingType.RowWise,
@@ -48,7 +47,7 @@ _SCALING = {
 
 
 def algorithm_file() -> Path:
-    """Where cuBLASLt's fastest algorithms are kept from one run to the next."""
+    """Where cuBLASLt's fastest algorithms are stored between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megafp8" / "cublaslt.json"
 
 
@@ -83,13 +82,15 @@ class Fp8Gemm:
         use_fast_accum: bool,
         out: Tensor | None = None,
     ) -> Tensor:
-        """`a · bᵀ`, `[m, n]` in `out_dtype`, rounded to it once; in `out`, contiguous, where there is one.
-        `use_fast_accum` matters on Hopper only."""
+        """`a · bᵀ`, `[m, n]` in `out_dtype`, rounded to it once; into `out`, contiguous, if given.
+
+        `use_fast_accum` has an effect on Hopper only.
+        """
         assert a_mk.data.is_contiguous()
         assert b_nk.data.is_contiguous()
         if self._has_block_scaled and multiplies(a_mk, b_nk, out_dtype):
             return _into(out, block_scaled_mm(a_mk, b_nk, out_dtype))
-        if self.backend == "emulated" or not {a_mk.granularity, b_nk.granularity} <= _SCALING.keys():
+        if self.backend == "emulated" or (a_mk.granularity, b_nk.granularity) not in HOPPER_PAIRS:
             return _into(out, _emulated(a_mk, b_nk, out_dtype))
         if self._cublaslt is not None and _fits(a_mk, b_nk):
             if out is None:
@@ -115,16 +116,16 @@ def _fits(a_mk: ScaledTensor, b_nk: ScaledTensor) -> bool:
     """Whether cuBLASLt takes these operands as they are."""
     n, k = b_nk.data.shape
     return (
-        {a_mk.granularity, b_nk.granularity} <= _SCALING.keys()
-        and n % _ALIGNMENT == 0
-        and k % _ALIGNMENT == 0
+        (a_mk.granularity, b_nk.granularity) in HOPPER_PAIRS
+        and n % ALIGNMENT == 0
+        and k % ALIGNMENT == 0
         and (a_mk.granularity is not BLOCK_1X128 or a_mk.data.shape[0] % 4 == 0)
     )
 
 
 def _emulated(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(out_dtype, torch.float32)
-    if a_mk.granularity is TENSOR and b_nk.granularity is TENSOR:  # the factors multiply the finished sum
+    if a_mk.granularity is TENSOR and b_nk.granularity is TENSOR:  # scale_inv multiplies the finished sum
         y_mn = a_mk.data.to(wide) @ b_nk.data.to(wide).t()
         return y_mn.mul_(a_mk.scale_inv).mul_(b_nk.scale_inv).to(out_dtype)
     return (a_mk.dequantize(wide) @ b_nk.dequantize(wide).t()).to(out_dtype)
@@ -132,7 +133,7 @@ def _emulated(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype) ->
 
 def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
     n, k = b_nk.data.shape
-    pad_n, pad_k = -n % _ALIGNMENT, -k % _ALIGNMENT
+    pad_n, pad_k = -n % ALIGNMENT, -k % ALIGNMENT
     a_mk, b_nk = arranged(a_mk), arranged(b_nk)
     b_scale_inv = b_nk.scale_inv
     if b_nk.granularity is ROW:
@@ -153,7 +154,7 @@ def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, u
 
 
 def gemm(a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """`a · b` of two matrices of one dtype in any layout, `[m, n]` in `out_dtype`; in `out` where there is one.
+    """`a · b` of two matrices of one dtype in any layout, `[m, n]` in `out_dtype`; into `out` if given.
 
     Sums are fp32 for 16-bit operands, and reach an fp32 result unrounded. On CPU those operands are widened first: the
     same products and sums, and far faster there.

@@ -1,10 +1,10 @@
-"""Whether a device's tensor cores multiply MXFP8 and NVFP4 matrices: found out by letting them.
+"""Trial whether a device's tensor cores multiply MXFP8 and NVFP4 matrices.
 
 A compute capability promises the instruction, not that this torch and this cuBLAS have a kernel, nor that they read the
-layouts as documented; and factors in the wrong place would train, only worse. So where the capability is there, a small
-product of each kind is computed by the tensor cores and in float64. Its sizes are such that factors fill more than one
-tile both ways and that k, n and the last blocks are padded, and its blocks differ by octaves, so that a factor in the
-wrong place cannot hide. A product that is refused or wrong is a reason, in words, to emulate them all.
+layouts as documented; and scales in the wrong place would train, only worse. So where the capability is there, a small
+product of each kind is computed by the tensor cores and in float64. Its sizes are such that scales fill more than one
+tile both ways and that k, n and the last blocks are padded, and its blocks differ by octaves, so that a scale in the
+wrong place shows. A product that is refused or wrong is a reason to emulate them all.
 
 Shapes: m, n the result's dims, k the dim summed over.
 """
@@ -29,8 +29,10 @@ _SUM, _BF16 = 2.0**-10, 2.0**-8
 
 
 def why_emulated(device: torch.device) -> str | None:
-    """Why products of such blocks are emulated on `device`, in words that follow a colon; None where its tensor cores
-    compute them. Waits for the device."""
+    """Why products of such blocks are emulated on `device`, in words that follow a colon.
+
+    None where its tensor cores compute them. Waits for the device.
+    """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else None
     if capability is None or capability < _BLACKWELL:
         here = device.type if capability is None else f"capability {capability[0]}.{capability[1]}"
@@ -49,7 +51,7 @@ def why_emulated(device: torch.device) -> str | None:
 
 
 def _problems(device: torch.device) -> Iterator[tuple[str, ScaledTensor, ScaledTensor]]:
-    """What is multiplied, and its name."""
+    """A name and the operands of each trial product."""
     a, b = _spread(_M, _K, 0).to(device), _spread(_N, _K, 1).to(device)
     yield "mxfp8", quantize_mxfp8(a), quantize_mxfp8(b)
     yield "mxfp8 of E5M2 and E4M3", quantize_mxfp8(a, E5M2), quantize_mxfp8(b)

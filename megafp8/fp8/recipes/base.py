@@ -1,62 +1,115 @@
-"""What is scaled and how: a recipe is a frozen record of choices and holds no state.
+"""What all recipes have: options, capabilities, and how quantizers are made of them.
 
-Common to all recipes are the formats, which of a layer's three GEMMs stay in high precision, and where the tensor cores
-may accumulate fast. A Hopper tensor core keeps about 14 bits of a running sum unless it is told to promote it to fp32
-often; fast accumulation is harmless in the forward pass and measurably not in the gradients, hence the default.
+A recipe is a frozen dataclass of its options. Its file holds everything about it: options, `Capabilities`, the cast and
+its reference, and the state that it remembers; `megafp8.fp8.recipes` registers it under its name. A new one is such a
+file, registered; the config keys that it has follow from its dataclass.
+
+Common options are the formats and which of a layer's three GEMMs stay in high precision. Some have `use_fast_accum`
+too: a Hopper tensor core keeps about 14 bits of a running sum unless it is told to promote it to fp32 often; fast
+accumulation is harmless in the forward pass and measurably not in the gradients, hence the default.
 
 The three GEMMs of a linear layer, y = x wᵀ:  fprop y = x wᵀ,  dgrad dx = dy w,  wgrad dw = dyᵀ x.
-
-`megafp8.fp8.recipes.build` makes quantizers of a recipe; `megafp8.fp8.recipes.custom` has the recipe that is made of
-others.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megafp8.fp8.formats import E4M3, E5M2, Format
-from megafp8.fp8.patterns import no_match
-from megafp8.fp8.scaling import AmaxAlgorithm
-from megafp8.fp8.tensor import (
-    BLOCK_1X16,
-    BLOCK_1X32,
-    BLOCK_1X128,
-    BLOCK_16X16,
-    BLOCK_128X128,
-    ROW,
-    TENSOR,
-    Granularity,
-)
-
-_FORMATS = {"hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}
+from megafp8.fp8.quantize import ScaleRule
+from megafp8.fp8.quantizers import Quantizer
+from megafp8.fp8.sources import Source
+from megafp8.fp8.stochastic_rounding import NoiseClock
+from megafp8.fp8.tensor import TENSOR, Granularity, QuantizedTensor
+from megafp8.plan import PerGemm
 
 OperandName = Literal["input", "weight", "grad_output"]
 OPERANDS: tuple[OperandName, ...] = get_args(OperandName)
+T = TypeVar("T")
+
+GEMMS: dict[str, tuple[OperandName, OperandName]] = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+"""The operands of each of a layer's GEMMs."""
 
 
-class PerGemm(NamedTuple):
-    """A yes or no for each of the three GEMMs."""
+class PerOperand(NamedTuple, Generic[T]):
+    """A value for each operand of a linear layer."""
 
-    fprop: bool
-    dgrad: bool
-    wgrad: bool
-
-
-class OperandRecipes(NamedTuple):
-    """How each operand of a layer is scaled."""
-
-    input: Fp8Recipe
-    weight: Fp8Recipe
-    grad_output: Fp8Recipe
+    input: T
+    weight: T
+    grad_output: T
 
 
-def _require(recipe: object, field: str, value: Any, holds: bool, rule: str) -> None:
-    if not holds:
-        raise ValueError(f"{type(recipe).__name__}: {field} is {value!r}; it must be {rule}")
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a recipe can do: the one place that config checks, planner, speed model and tensor parallelism ask.
+
+    `granularity`: which elements of an operand share a scale, rowwise and columnwise. `shard_alignment`: a shard of the
+    tokens can be quantized alone, and then gathered in FP8, if its length is a multiple of this; None: only the whole
+    tensor can be. `cast_passes`: times a cast on CUDA reads the tensor. `bits`: of an element. `stochastic_rounding`:
+    output gradients are rounded with random keys that the host makes, and that a CUDA graph would repeat.
+    """
+
+    granularity: PerOperand[Granularity]
+    shard_alignment: int | None
+    cast_passes: int = 1
+    bits: int = 8
+    stochastic_rounding: bool = False
+
+    @property
+    def per_tensor(self) -> bool:
+        """One scale for the whole tensor: columnwise is then the transposed copy of rowwise, and not another cast."""
+        return all(granularity is TENSOR for granularity in self.granularity)
+
+
+PER_TENSOR = PerOperand(TENSOR, TENSOR, TENSOR)
+
+
+def option(
+    default: Any,
+    rule: str = "",
+    holds: Callable[[Any], bool] | None = None,
+    *,
+    key: str | None = None,
+    read: Callable[[Any, Callable[[str], Fp8Recipe]], Any] | None = None,
+) -> Any:
+    """A field of a recipe that takes values for which `holds`; `rule` completes "it must be".
+
+    `key`: its name in the config's section fp8 if that is another. `read(value, recipe_of)`: of a value there that has
+    another type, the field's; `recipe_of` is the recipe of a name.
+    """
+    return field(default=default, metadata={"rule": rule, "holds": holds, "key": key, "read": read})
+
+
+def config_key(option: Field[Any]) -> str:
+    """The name of an option in the config's section fp8."""
+    return option.metadata.get("key") or option.name
+
+
+def _per_gemm(default: PerGemm, key: str | None = None) -> Any:
+    rule = "three booleans (fprop, dgrad, wgrad), e.g. (False, False, True)"
+    return option(default, rule, lambda value: len(value) == 3 and all(isinstance(v, bool) for v in value), key=key)
+
+
+def fast_accumulation() -> Any:
+    """The option `use_fast_accum`: GEMMs (fprop, dgrad, wgrad) that accumulate fast on Hopper."""
+    return _per_gemm(PerGemm(True, False, False), key="fast_accumulation")
+
+
+def format_option(default: Literal["hybrid", "e4m3"]) -> Any:
+    """The option `fp8_format` with another default."""
+    return option(default, "'hybrid' or 'e4m3'", lambda value: value in ("hybrid", "e4m3"), key="format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,46 +117,49 @@ class Fp8Recipe:
     """What every recipe has.
 
     `fp8_format`: "hybrid" casts activations and weights to E4M3 and gradients to E5M2; "e4m3" casts all to E4M3.
-    `override_linear_precision`: GEMMs that run in the tensors' own precision. `use_fast_accum`: GEMMs that accumulate
-    fast. Both are (fprop, dgrad, wgrad). `name`: as in configs. `without_effect`: fields that this recipe inherits and
-    its GEMMs ignore; a config may not set them.
+    `override_linear_precision`: GEMMs (fprop, dgrad, wgrad) that run in the tensors' own precision. `name`: as in
+    configs.
     """
 
     name: ClassVar[str]
-    without_effect: ClassVar[frozenset[str]] = frozenset()
+    capabilities: ClassVar[Capabilities]
 
-    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
-    override_linear_precision: tuple[bool, bool, bool] = PerGemm(False, False, False)
-    use_fast_accum: tuple[bool, bool, bool] = PerGemm(True, False, False)
+    fp8_format: Literal["hybrid", "e4m3"] = format_option("hybrid")
+    override_linear_precision: tuple[bool, bool, bool] = _per_gemm(PerGemm(False, False, False))
 
     def __post_init__(self) -> None:
-        _require(self, "fp8_format", self.fp8_format, self.fp8_format in _FORMATS, "'hybrid' or 'e4m3'")
-        for field in ("override_linear_precision", "use_fast_accum"):
-            value = getattr(self, field)
-            holds = len(value) == 3 and all(isinstance(v, bool) for v in value)
-            _require(self, field, value, holds, "three booleans (fprop, dgrad, wgrad), e.g. (False, False, True)")
+        for option in fields(self):
+            value, holds = getattr(self, option.name), option.metadata.get("holds")
+            if holds is not None and not holds(value):
+                rule = option.metadata["rule"]
+                raise ValueError(f"{type(self).__name__}: {option.name} is {value!r}; it must be {rule}")
 
     @property
-    def forward_format(self) -> Format:
-        """Format of inputs and weights."""
-        return _FORMATS[self.fp8_format][0]
-
-    @property
-    def gradient_format(self) -> Format:
-        """Format of output gradients."""
-        return _FORMATS[self.fp8_format][1]
+    def use_fast_accum(self) -> tuple[bool, bool, bool]:
+        """GEMMs that accumulate fast, where the hardware has a choice; an option of the recipes for which it has."""
+        return PerGemm(True, False, False)
 
     def format_of(self, operand: OperandName) -> Format:
         """Format of an operand."""
-        return self.gradient_format if operand == "grad_output" else self.forward_format
+        return E5M2 if operand == "grad_output" and self.fp8_format == "hybrid" else E4M3
 
     def granularity(self, operand: OperandName) -> Granularity:
-        """Which elements of an operand share a factor, in its rows and in its columns."""
-        return TENSOR
+        """Which elements of an operand share a scale, rowwise and columnwise."""
+        return self.capabilities.granularity[OPERANDS.index(operand)]
 
-    def operands(self, layer: str) -> OperandRecipes | None:
-        """How the operands of a layer are scaled; None: the layer stays in high precision."""
-        return OperandRecipes(self, self, self)
+    @property
+    def history_len(self) -> int:
+        """Amaxes remembered of each tensor, fp32."""
+        return 0
+
+    @property
+    def combinations(self) -> Sequence[PerOperand[Fp8Recipe]]:
+        """The recipes of the operands of a layer, for each kind of layer."""
+        return (PerOperand(self, self, self),)
+
+    def operands(self, layer: str) -> PerOperand[Fp8Recipe] | None:
+        """The recipes of a layer's operands; None: the layer stays in high precision."""
+        return self.combinations[0]
 
     def check_layers(self, layers: Sequence[str]) -> None:
         """ValueError unless all patterns over layers fit the whole model's."""
@@ -111,172 +167,139 @@ class Fp8Recipe:
     def check_tensors(self, tensors: Sequence[str]) -> None:
         """ValueError unless the recipe can scale these, `<layer>.<operand>`: all that it is to scale in the model."""
 
+    def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
+        """Quantizers of `tensors`, and their state on `device`; `clock` has the noise for those that need it."""
+        return Built({tensor.name: RecipeQuantizer(self, tensor) for tensor in tensors})
 
-@dataclass(frozen=True, kw_only=True)
-class DelayedScaling(Fp8Recipe):
-    """Per tensor, scaled by the amax of earlier steps.
+    def cast(self, source: Source, tensor: Fp8Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """Cast values of `tensor`; for recipes that remember nothing of it."""
+        raise NotImplementedError(f"{type(self).__name__} scales no tensor itself")
 
-    `margin`: powers of two left free above the amax. `interval`: steps between two updates of the scales; the history
-    advances every step. `amax_history_len`: steps remembered. `amax_compute_algo`: "max" over the history,
-    "most_recent", or a callable `[t, l] -> [t]` (t tensors, l steps, newest first). `power_of_two_scale`: round scales
-    down to powers of two.
-    """
-
-    name: ClassVar[str] = "delayed"
-
-    margin: int = 0
-    interval: int = 1
-    amax_history_len: int = 1024
-    amax_compute_algo: AmaxAlgorithm = "max"
-    power_of_two_scale: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(self, "interval", self.interval, self.interval >= 1, "at least 1 step")
-        _require(self, "amax_history_len", self.amax_history_len, self.amax_history_len >= 1, "at least 1 step")
-        algorithm = self.amax_compute_algo
-        known = callable(algorithm) or algorithm in ("max", "most_recent")
-        _require(self, "amax_compute_algo", algorithm, known, "'max', 'most_recent' or a callable")
+    def scale_rule(self, fmt: Format) -> ScaleRule:
+        """How the scale of a tensor follows from its amax; for recipes with one scale per tensor."""
+        return ScaleRule(fmt.max)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurrentScaling(Fp8Recipe):
-    """Per tensor, scaled by the tensor's own amax.
+class AmaxOptions(Fp8Recipe):
+    """Options of recipes that scale by the amax of the values at hand.
 
     `power_of_two`: round scales down to powers of two. `amax_epsilon`: the least amax a scale is made from.
     """
 
-    name: ClassVar[str] = "current"
+    power_of_two: bool = option(False, key="power_of_two_scale")
+    amax_epsilon: float = option(0.0, "0 or more", lambda value: value >= 0)
 
-    power_of_two: bool = False
-    amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(self, "amax_epsilon", self.amax_epsilon, self.amax_epsilon >= 0, "0 or more")
+    def scale_rule(self, fmt: Format) -> ScaleRule:
+        return ScaleRule(fmt.max, eps=self.amax_epsilon, power_of_two=self.power_of_two)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowwiseScaling(Fp8Recipe):
-    """A factor for each row of each GEMM operand, that is for each token, input or output channel.
+@dataclass(frozen=True)
+class Fp8Tensor:
+    """An operand of a layer that is FP8.
 
-    All in E4M3 by default: with a row's own factor, gradients have no need of E5M2's range. Both copies of a tensor are
-    cast from its values, so outliers cost the row they are in and no other. `power_of_two`, `amax_epsilon`: as for
-    current scaling. To keep the weight gradient, which sums over tokens, in high precision:
-    `override_linear_precision`.
+    `group`: the ranks that hold shards of it, None where each has all of it. `token_group`: those over which its tokens
+    are sharded; None where this rank has all, and for weights.
     """
 
-    name: ClassVar[str] = "rowwise"
+    layer: str
+    operand: OperandName
+    group: ProcessGroup | None
+    token_group: ProcessGroup | None
 
-    fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
-    power_of_two: bool = False
-    amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(self, "amax_epsilon", self.amax_epsilon, self.amax_epsilon >= 0, "0 or more")
-
-    def granularity(self, operand: OperandName) -> Granularity:
-        return ROW
+    @property
+    def name(self) -> str:
+        return f"{self.layer}.{self.operand}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockwiseScaling(Fp8Recipe):
-    """A factor for each 128 neighbours of x and dy, and for each 128 × 128 elements of w (DeepSeek-V3,
-    arXiv:2412.19437).
+@dataclass(eq=False)
+class RecipeQuantizer:
+    """Casts `tensor` as `recipe` does.
 
-    Gradients never use square blocks, which is known to diverge. Factors are powers of two unless said otherwise.
-    Hopper's block-scaled GEMMs always promote their sums, so `use_fast_accum` has no effect.
+    Where there is one scale per tensor, its weights can also be cast in flat shards, by `known_scale` or `rule`.
     """
 
-    name: ClassVar[str] = "blockwise"
-    without_effect: ClassVar[frozenset[str]] = frozenset({"use_fast_accum"})
+    recipe: Fp8Recipe
+    tensor: Fp8Tensor
 
-    fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
-    power_of_two: bool = True
-    amax_epsilon: float = 0.0
+    @property
+    def fmt(self) -> Format:
+        return self.recipe.format_of(self.tensor.operand)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(self, "amax_epsilon", self.amax_epsilon, self.amax_epsilon >= 0, "0 or more")
+    @property
+    def per_tensor(self) -> bool:
+        return self.recipe.capabilities.per_tensor
 
-    def granularity(self, operand: OperandName) -> Granularity:
-        return BLOCK_128X128 if operand == "weight" else BLOCK_1X128
+    @property
+    def shard_alignment(self) -> int:
+        return self.recipe.capabilities.shard_alignment or 1
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How the scale follows from an amax."""
+        return self.recipe.scale_rule(self.fmt)
+
+    @property
+    def known_scale(self) -> tuple[Tensor, Tensor] | None:
+        """The scale and its reciprocal, fp32 `[]`; None where they follow from the tensor at hand."""
+        return None
+
+    @property
+    def recorded_amax(self) -> Tensor | None:
+        """What is to be raised to the amax of what is cast, fp32 `[]`; None where nothing remembers it."""
+        return None
+
+    def for_sharded_input(self, group: ProcessGroup) -> Quantizer | None:
+        if self.recipe.capabilities.shard_alignment is None:
+            return None
+        return replace(self, tensor=replace(self.tensor, group=group, token_group=group))
+
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        return self.recipe.cast(source, self.tensor, rowwise=rowwise, columnwise=columnwise)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StaticScaling(Fp8Recipe):
-    """Per tensor, by a scale that never changes: nothing to compute, nothing to remember, nothing to communicate.
+class State(Protocol):
+    """What a recipe remembers between steps, of all its tensors together: so one collective a step serves them all."""
 
-    `amax`: pairs of a shell-style pattern over tensors (`layers.*.mlp.down.input`) and the largest magnitude they will
-    have; the first that matches counts. `calibration_steps`: for as many steps a layer that has a tensor without runs
-    in high precision and notes its amaxes, then it keeps the largest. `margin`: powers of two left free above the amax,
-    for tensors that grow later. `power_of_two`: round scales down to powers of two.
+    def end_step(self, group: ProcessGroup | None) -> None:
+        """End a step; collective over `group`, the ranks that run the same layers."""
+
+    def refresh(self) -> None:
+        """Recompute what is derived: the tensors of `state_dict` have been read into."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What must be saved, as views, by global name."""
+        ...
+
+
+class Built(NamedTuple):
+    """Quantizers by the tensors' names, and the state they share."""
+
+    quantizers: dict[str, Quantizer]
+    state: State | None = None
+
+
+def by_recipe(recipe: Fp8Recipe, layers: Iterable[str]) -> dict[Fp8Recipe, list[tuple[str, OperandName]]]:
+    """The operands of `layers`, all of which `recipe` scales, by the recipe that does it in the end."""
+    found: dict[Fp8Recipe, list[tuple[str, OperandName]]] = {}
+    for layer in layers:
+        operands = recipe.operands(layer)
+        assert operands is not None, f"{layer} is no FP8 layer"
+        for operand, own in zip(OPERANDS, operands, strict=True):
+            found.setdefault(own, []).append((layer, operand))
+    return found
+
+
+def no_match(field: str, pattern: str, names: Sequence[str], kind: str = "layer") -> str:
+    """The error message where `pattern` in `field` matches none of the `names`, which are of that kind.
+
+    It is an error because nobody would see the mistake: the run would train, in another precision than was meant.
     """
-
-    name: ClassVar[str] = "static"
-
-    amax: tuple[tuple[str, float], ...] = ()
-    calibration_steps: int = 0
-    margin: int = 0
-    power_of_two: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for pattern, value in self.amax:
-            holds = math.isfinite(value) and value > 0
-            _require(self, f"amax of {pattern!r}", value, holds, "finite and more than 0")
-        _require(self, "calibration_steps", self.calibration_steps, self.calibration_steps >= 0, "0 or more")
-
-    def given_amax(self, tensor: str) -> float | None:
-        """The amax of a tensor that needs no calibration."""
-        return next((value for pattern, value in self.amax if fnmatchcase(tensor, pattern)), None)
-
-    def check_tensors(self, tensors: Sequence[str]) -> None:
-        for pattern, _ in self.amax:
-            if not any(fnmatchcase(tensor, pattern) for tensor in tensors):
-                raise ValueError(no_match("static_amax", pattern, tensors, "tensor with a static scale"))
-        unknown = [tensor for tensor in tensors if self.given_amax(tensor) is None]
-        if unknown and not self.calibration_steps:
-            raise ValueError(
-                f"static FP8 scaling has no amax for {len(unknown)} of {len(tensors)} tensors, {unknown[0]} the first; "
-                "give fp8.static_amax a pattern for it, or set fp8.calibration_steps, 20 for example"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MXFP8Scaling(Fp8Recipe):
-    """A power of two for each 32 neighbours (OCP microscaling formats 1.0), rounded so that nothing saturates.
-
-    For Blackwell's tensor cores; elsewhere its GEMMs are emulated in fp32. `use_fast_accum` has no effect on either.
-    """
-
-    name: ClassVar[str] = "mxfp8"
-    without_effect: ClassVar[frozenset[str]] = frozenset({"use_fast_accum"})
-
-    fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
-
-    def granularity(self, operand: OperandName) -> Granularity:
-        return BLOCK_1X32
-
-
-@dataclass(frozen=True, kw_only=True)
-class NVFP4Scaling(Fp8Recipe):
-    """Four bits, a factor for each 16 neighbours and for each 16 × 16 weights (NVIDIA 2025, arXiv:2509.25149).
-
-    Output gradients are rounded stochastically, and both operands of wgrad are Hadamard transforms. For Blackwell's
-    tensor cores; elsewhere its GEMMs are emulated in fp32. `use_fast_accum` has no effect on either.
-    """
-
-    name: ClassVar[str] = "nvfp4"
-    without_effect: ClassVar[frozenset[str]] = frozenset({"use_fast_accum"})
-
-    fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rule = "'e4m3', which holds its four-bit values"
-        _require(self, "fp8_format", self.fp8_format, self.fp8_format == "e4m3", rule)
-
-    def granularity(self, operand: OperandName) -> Granularity:
-        return BLOCK_16X16 if operand == "weight" else BLOCK_1X16
+    nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+    if not nearest:
+        return f"FP8 {field} pattern {pattern!r} matches no {kind}: the model has no linear layers"
+    example = re.sub(r"(?<=\.)\d+(?=\.)", "*", nearest[0])
+    return (
+        f"FP8 {field} pattern {pattern!r} matches no {kind}; the nearest names are {', '.join(nearest)}, and "
+        f"{example!r} would work"
+    )

@@ -2,55 +2,47 @@
 
 Models do not fail evenly. The input of an MLP's second product has outliers where others have none; gradients want
 range and activations precision. So a rule names layers and says how each of their operands is scaled; the first rule
-whose pattern matches a layer is its rule, and a layer that no rule matches stays in high precision.
+whose pattern matches a layer counts, and a layer that no rule matches stays in high precision.
 
 An operand takes part in two GEMMs and meets another operand in each, so not every mixture can be computed:
 
     fprop  input · weight         dgrad  grad_output · weight         wgrad  grad_output · input
 
-    one factor a tensor (delayed, current, static) meets its like
-    one a row (rowwise) meets its like
-    blocks of 128 (blockwise) meet their like
-    finer blocks (mxfp8, nvfp4) meet anything: that GEMM is emulated, unless they meet their like on Blackwell
-
-A GEMM that runs in high precision makes no demand.
+Operands whose granularities both are Hopper's must be a pair that its tensor cores compute: one scale per tensor with
+the same, one per row with the same, blocks of 128 with blocks of 128. Any other granularity goes with all: that GEMM is
+emulated, unless Blackwell's tensor cores compute the pair. A GEMM in high precision makes no demand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from megafp8.fp8.patterns import no_match
-from megafp8.fp8.recipes.base import Fp8Recipe, OperandName, OperandRecipes
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
-
-GEMMS: dict[str, tuple[OperandName, OperandName]] = {
-    "fprop": ("input", "weight"),
-    "dgrad": ("grad_output", "weight"),
-    "wgrad": ("grad_output", "input"),
-}
-# Those that Hopper's GEMMs take, by whom they can meet; all others are emulated there.
-_HARDWARE = {TENSOR: {TENSOR}, ROW: {ROW}, BLOCK_1X128: {BLOCK_1X128, BLOCK_128X128}, BLOCK_128X128: {BLOCK_1X128}}
-
-
-def needs_blackwell(granularity: Granularity) -> bool:
-    """Whether only Blackwell's tensor cores have GEMMs for it, so that others emulate them."""
-    return granularity not in _HARDWARE
+from megafp8.fp8.recipes.base import (
+    GEMMS,
+    OPERANDS,
+    Fp8Recipe,
+    OperandName,
+    PerOperand,
+    fast_accumulation,
+    no_match,
+    option,
+)
+from megafp8.fp8.tensor import HOPPER_PAIRS, Granularity, on_hopper
 
 
-def can_meet(a: Granularity, b: Granularity) -> bool:
-    """Whether a GEMM can have operands of these two."""
-    return needs_blackwell(a) or needs_blackwell(b) or b in _HARDWARE[a]
+def can_multiply(a: Granularity, b: Granularity) -> bool:
+    """Whether a GEMM can have operands of these two, on tensor cores or emulated."""
+    return not on_hopper(a) or not on_hopper(b) or (a, b) in HOPPER_PAIRS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """How the operands of `layers`, a shell-style pattern, are scaled.
 
-    Of their recipes counts how they scale; which GEMMs are FP8 and how these sum is the custom recipe's to say.
+    Of the operands' recipes counts how they scale; which GEMMs are FP8 and how these accumulate is the custom recipe's.
     """
 
     layers: str
@@ -59,20 +51,26 @@ class Rule:
     grad_output: Fp8Recipe
 
     @property
-    def operands(self) -> OperandRecipes:
-        return OperandRecipes(self.input, self.weight, self.grad_output)
+    def operands(self) -> PerOperand[Fp8Recipe]:
+        return PerOperand(self.input, self.weight, self.grad_output)
+
+
+def _read_rules(rules: Iterable[Any], recipe_of: Callable[[str], Fp8Recipe]) -> tuple[Rule, ...]:
+    """Of the config's rules, which name recipes."""
+    return tuple(Rule(layers=r.layers, **{name: recipe_of(getattr(r, name)) for name in OPERANDS}) for r in rules)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomScaling(Fp8Recipe):
     """By the first of `rules` that matches a layer; a layer that none matches stays in high precision.
 
-    ValueError for a GEMM whose operands cannot meet.
+    ValueError for a GEMM whose operands cannot be multiplied.
     """
 
     name: ClassVar[str] = "custom"
 
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule, ...] = option((), key="custom", read=_read_rules)
+    use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,9 +82,13 @@ class CustomScaling(Fp8Recipe):
         for rule in self.rules:
             for (gemm, (a, b)), high in zip(GEMMS.items(), self.override_linear_precision, strict=True):
                 if not high:
-                    _check_meeting(rule, gemm, a, b)
+                    _check_gemm(rule, gemm, a, b)
 
-    def operands(self, layer: str) -> OperandRecipes | None:
+    @property
+    def combinations(self) -> Sequence[PerOperand[Fp8Recipe]]:
+        return [rule.operands for rule in self.rules]
+
+    def operands(self, layer: str) -> PerOperand[Fp8Recipe] | None:
         return next((rule.operands for rule in self.rules if fnmatchcase(layer, rule.layers)), None)
 
     def check_layers(self, layers: Sequence[str]) -> None:
@@ -103,13 +105,12 @@ class CustomScaling(Fp8Recipe):
             left = [layer for layer in left if layer not in mine]
 
 
-def _check_meeting(rule: Rule, gemm: str, a: OperandName, b: OperandName) -> None:
+def _check_gemm(rule: Rule, gemm: str, a: OperandName, b: OperandName) -> None:
     first, second = getattr(rule, a), getattr(rule, b)
     of_first, of_second = first.granularity(a), second.granularity(b)
-    if not can_meet(of_first, of_second):
+    if not can_multiply(of_first, of_second):
         raise ValueError(
-            f"FP8 custom rule {rule.layers!r}: no GEMM computes {gemm}, {a} ({first.name}, a factor for each "
-            f"{of_first.name}) times {b} ({second.name}, a factor for each {of_second.name}); delayed, current and "
-            f"static go together, rowwise with rowwise, blockwise with blockwise, mxfp8 and nvfp4 with any; or keep "
-            f"{gemm} in high precision by fp8.override_linear_precision"
+            f"FP8 custom rule {rule.layers!r}: no GEMM computes {gemm}, {a} ({first.name}, a scale for each "
+            f"{of_first.name}) times {b} ({second.name}, a scale for each {of_second.name}); give both operands the "
+            f"same recipe, or keep {gemm} in high precision by fp8.override_linear_precision"
         )

@@ -1,12 +1,14 @@
-"""NVFP4: four-bit values under two levels of factors, cast in plain PyTorch (NVIDIA 2025, arXiv:2509.25149).
+"""NVFP4: four-bit values under two levels of scales (NVIDIA 2025, arXiv:2509.25149).
 
-E2M1 has eight magnitudes, so sixteen neighbours share a factor. That factor is itself only E4M3, so the tensor has one
-more, in fp32, which puts the largest block's factor at E4M3's maximum. With S = 448·6 / amax of the tensor:
+E2M1 has eight magnitudes, so 16 neighbours share a block scale. That is itself only E4M3, so the tensor has one more,
+in fp32, which puts the largest block scale at E4M3's maximum. With S = 448·6 / amax of the tensor:
 
-    block factor b = E4M3(amax of the block · S / 6)        value = E2M1(x · S / b)        x ≈ value · b / S
+    block scale b = E4M3(amax of the block · S / 6)        value = E2M1(x · S / b)        x ≈ value · b / S
 
-A matrix has b / S in fp32, which is what emulation multiplies by, and S beside it. Tensor cores want b itself; it is
-E4M3((b / S) · S), always: the two roundings are below 2^-12, also where b / S is subnormal, and E4M3's below 2^-5.
+A matrix has b / S in fp32 as its scale_inv, which is what emulation multiplies by, and S beside it. Tensor cores take b
+itself; it is E4M3((b / S) · S), always: the two roundings are below 2^-12, also where b / S is subnormal, and E4M3's is
+below 2^-5. Blackwell's tensor cores multiply such matrices (`megafp8.fp8.gemm.scaled_mm`); elsewhere their product is
+emulated in fp32.
 
 Three measures keep training alive at four bits, each where it helps:
   squares of 16×16 on weights, whose forward and backward casts then are transposes of each other, so that the gradient
@@ -18,25 +20,30 @@ Three measures keep training alive at four bits, each where it helps:
 What is given up: b is rounded to nearest, so the largest values of a block may lie up to 1/16 beyond 6 (further where b
 is subnormal) and saturate, under stochastic rounding too, which is unbiased within ±6.
 
-Edges. A tensor of zeros, or one that is not finite, has S = 1. A block whose factor rounds to zero (about 459,000 times
-smaller than the tensor's amax) is zeros. A block with an infinity or a NaN has the largest factor, 448: infinities
+Edges. A tensor of zeros, or one that is not finite, has S = 1. A block whose scale rounds to zero (about 459,000 times
+smaller than the tensor's amax) is zeros. A block with an infinity or a NaN has the largest scale, 448: infinities
 saturate, and a NaN stays a NaN. Hardware's E2M1 cannot hold one, E4M3 can, and a broken step should show: on tensor
-cores the block's factor becomes the NaN (`megafp8.fp8.gemm.scaled_mm`).
+cores the block's scale becomes the NaN (`megafp8.fp8.gemm.scaled_mm`).
 
 Shapes: r rows, c columns of a matrix.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
 import torch
 from torch import Tensor
 
-from megafp8.fp8.blocks import block_amax
+from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import E2M1, E4M3
-from megafp8.fp8.noise import uniform
-from megafp8.fp8.quantize import amax, quantize
-from megafp8.fp8.scaling import scale_from_amax
-from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_16X16, ScaledTensor, expand
+from megafp8.fp8.quantize import amax, block_amax, quantize, scale_from_amax
+from megafp8.fp8.recipes.base import Built, Capabilities, Fp8Recipe, Fp8Tensor, PerOperand, RecipeQuantizer, option
+from megafp8.fp8.sources import Source
+from megafp8.fp8.stochastic_rounding import NoiseClock, TensorNoise, uniform
+from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_16X16, QuantizedTensor, ScaledTensor, expand
 from megafp8.philox import Key
 
 _POINTS = 16
@@ -45,8 +52,8 @@ _POINTS = 16
 def round_to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
     """The value of E2M1 for each of x: fp32 to fp32 of that shape, saturating at ±6; NaN stays NaN.
 
-    To nearest, ties to the even code; or, with `noise` uniform in [0, 1), up where the noise is below the part of the
-    step that x has gone, so that the mean is x.
+    To nearest, ties to the even mantissa; or, with `noise` uniform in [0, 1), up where the noise is below the fraction
+    of the step that x has gone, so that the mean is x.
     """
     magnitude = x.abs().clamp(max=E2M1.max)
     step = torch.full_like(x, 0.5).masked_fill_(magnitude >= 2, 1.0).masked_fill_(magnitude >= 4, 2.0)
@@ -74,9 +81,9 @@ def hadamard_transform(x_rc: Tensor) -> Tensor:
 def quantize_nvfp4(
     x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: Key | None
 ) -> ScaledTensor:
-    """x `[r, c]`, any float dtype, to E2M1 values `[r, c]` held in E4M3, factors b / S, and S.
+    """x `[r, c]`, any float dtype, to E2M1 values `[r, c]` held in E4M3, scale_inv b / S, and S.
 
-    `whole_amax`: the amax, fp32 `[]`, of the tensor that x is a slice of; by default x is all of it. `weight`: blocks
+    `whole_amax`: the amax, fp32 `[]`, of the tensor that x is a shard of; by default x is all of it. `weight`: blocks
     of 16×16 instead of 1×16. `stochastic`: round stochastically, with the noise of this key.
     """
     x_rc = x_rc.float()
@@ -90,3 +97,51 @@ def quantize_nvfp4(
     values = torch.where(block_rc == 0, 0.0, x_rc * tensor_scale / block_rc)
     values = round_to_e2m1(values, None if stochastic is None else uniform(r, c, stochastic, x_rc.device))
     return ScaledTensor(values.to(E2M1.dtype), block / tensor_scale, granularity, tensor_scale)
+
+
+@dataclass(eq=False)
+class NVFP4Quantizer(RecipeQuantizer):
+    """Casts under one scale for the whole tensor, of which ranks may hold shards. There is no fused kernel.
+
+    `noise`: round stochastically; it counts casts while `recording`.
+    """
+
+    noise: TensorNoise | None
+    recording: bool = True
+
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        x_rc, is_weight = source.values(), self.tensor.operand == "weight"
+        row_key, column_key = (None, None) if self.noise is None else self.noise.next_keys(advance=self.recording)
+        by_rows = self._cast(x_rc, row_key) if rowwise else None
+        if not columnwise:
+            return QuantizedTensor(by_rows, None)
+        x_cr = x_rc.t().contiguous()
+        return QuantizedTensor(by_rows, self._cast(x_cr if is_weight else hadamard_transform(x_cr), column_key))
+
+    def _cast(self, x_rc: Tensor, key: Key | None) -> ScaledTensor:
+        whole_amax = all_reduce(amax(x_rc), self.tensor.group, "max")
+        return quantize_nvfp4(x_rc, whole_amax, weight=self.tensor.operand == "weight", stochastic=key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4Scaling(Fp8Recipe):
+    """Four bits, a scale for each 16 neighbours and for each 16×16 weights, under one for the tensor.
+
+    Output gradients are rounded stochastically, and both operands of wgrad are Hadamard transforms.
+    """
+
+    name: ClassVar[str] = "nvfp4"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        granularity=PerOperand(input=BLOCK_1X16, weight=BLOCK_16X16, grad_output=BLOCK_1X16),
+        shard_alignment=None,  # noise and tensor scale are those of the whole
+        bits=4,
+        stochastic_rounding=True,
+    )
+
+    fp8_format: Literal["hybrid", "e4m3"] = option(
+        "e4m3", "'e4m3', which holds its four-bit values", lambda value: value == "e4m3", key="format"
+    )
+
+    def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
+        noise = {t: clock.tensor(t.name, t.group) if t.operand == "grad_output" else None for t in tensors}
+        return Built({t.name: NVFP4Quantizer(self, t, noise[t]) for t in tensors}, clock)

@@ -20,11 +20,11 @@ FP8_SUM, BF16_SUM = 2.0**-11, 2.0**-18
 
 
 def operand(r: int, c: int, dtype: torch.dtype, granularity: Granularity, device: str, seed: int) -> ScaledTensor:
-    """Random codes and factors, no two factors alike."""
+    """Random data and scales, no two scales alike."""
     generator = torch.Generator().manual_seed(seed)
     data = (torch.randn(r, c, generator=generator) * 20).to(dtype)
-    factors = torch.rand(granularity.grid(r, c), generator=generator) + 0.5
-    return arranged(ScaledTensor(data.to(device), factors.to(device), granularity))
+    scale_inv = torch.rand(granularity.grid(r, c), generator=generator) + 0.5
+    return arranged(ScaledTensor(data.to(device), scale_inv.to(device), granularity))
 
 
 def test_not_available_on_cpu() -> None:
@@ -39,11 +39,11 @@ def test_the_first_choice_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "algorithms.json"
     here, there = AlgorithmFile(path, "H200"), AlgorithmFile(path, "H100")
     assert here.find("p") is None
-    assert here.settle("p", algorithm(1)) == algorithm(1)
-    assert here.settle("p", algorithm(2)) == algorithm(1)
-    assert here.settle("q", algorithm(3)) == algorithm(3)
+    assert here.store_first("p", algorithm(1)) == algorithm(1)
+    assert here.store_first("p", algorithm(2)) == algorithm(1)
+    assert here.store_first("q", algorithm(3)) == algorithm(3)
     assert there.find("p") is None
-    assert there.settle("p", algorithm(4)) == algorithm(4)
+    assert there.store_first("p", algorithm(4)) == algorithm(4)
     assert [here.find("p"), here.find("q"), there.find("p")] == [algorithm(1), algorithm(3), algorithm(4)]
     assert {p.name for p in path.parent.iterdir()} == {path.name, path.name + ".lock"}
 
@@ -51,12 +51,12 @@ def test_the_first_choice_is_kept(tmp_path: Path) -> None:
 def test_many_at_once_agree_and_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "algorithms.json"
 
-    def settle(i: int) -> tuple[bytes, bytes]:
+    def store(i: int) -> tuple[bytes, bytes]:
         file = AlgorithmFile(path, "H200")
-        return file.settle("shared", algorithm(i)), file.settle(f"own {i}", algorithm(i))
+        return file.store_first("shared", algorithm(i)), file.store_first(f"own {i}", algorithm(i))
 
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(settle, range(32)))
+        results = list(pool.map(store, range(32)))
     assert len({shared for shared, _ in results}) == 1
     file = AlgorithmFile(path, "H200")
     assert [file.find(f"own {i}") for i in range(32)] == [algorithm(i) for i in range(32)]
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_named_and_left_alone(tmp_path: Path, text: str) -> No
     path = tmp_path / "algorithms.json"
     path.write_text(text)
     file = AlgorithmFile(path, "H200")
-    for use in (lambda: file.find("p"), lambda: file.settle("p", algorithm(1))):
+    for use in (lambda: file.find("p"), lambda: file.store_first("p", algorithm(1))):
         with pytest.raises(ValueError, match=r"algorithms\.json"):
             use()
     assert path.read_text() == text
@@ -180,7 +180,7 @@ def test_tuning_adds_once_and_is_remembered(tmp_path: Path, monkeypatch: pytest.
 def test_an_algorithm_the_library_refuses_is_an_error(tmp_path: Path) -> None:
     lt = CublasLt(torch.device("cuda"), autotune=True, cache_file=tmp_path / "algorithms.json")
     problem = Problem(64, 64, 64, E4M3, "mk", "tensor", E4M3, "nk", "tensor", BF16, False, False)
-    AlgorithmFile(tmp_path / "algorithms.json", lt.machine).settle(str(problem), algorithm(255))
+    AlgorithmFile(tmp_path / "algorithms.json", lt.machine).store_first(str(problem), algorithm(255))
     a = operand(64, 64, E4M3, TENSOR, "cuda", 0)
     with pytest.raises(ValueError, match="delete the file"):
         lt.matmul_tn(a, a, initial(64, 64, BF16), accumulate=False, use_fast_accum=False)

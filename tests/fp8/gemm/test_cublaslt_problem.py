@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.fp8.gemm.cublaslt_problem import Problem, arranged, factor_strides, is_arranged
+from megafp8.fp8.gemm.cublaslt_problem import Problem, arranged, is_arranged, scale_inv_strides
 from megafp8.fp8.tensor import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
@@ -13,7 +13,7 @@ PROBLEM = Problem(32, 48, 64, E4M3, "mk", "tensor", E4M3, "nk", "tensor", BF16, 
 
 
 def scaled(r: int, c: int, granularity: Granularity, dtype: torch.dtype = E4M3) -> ScaledTensor:
-    """No two factors alike."""
+    """No two scales alike."""
     return ScaledTensor(torch.zeros(r, c).to(dtype), torch.rand(granularity.grid(r, c)) + 0.5, granularity)
 
 
@@ -73,25 +73,25 @@ def test_the_problem_of_quantized_operands(granularity: Granularity, fast: bool)
         assert problem == expected
 
 
-def test_the_problem_of_plain_operands() -> None:
+def test_the_problem_of_operands_without_scales() -> None:
     """The orders of dy [t, m] and x [t, n] as a weight's gradient takes them, and of a row-major product."""
     dy, x = torch.zeros(8, 32, dtype=BF16), torch.zeros(8, 48, dtype=BF16)
-    problem = Problem.of_plain(dy.t(), x, torch.zeros(32, 48), accumulate=True)
+    problem = Problem.of_unscaled(dy.t(), x, torch.zeros(32, 48), accumulate=True)
     assert problem == Problem(32, 48, 8, BF16, "km", "none", BF16, "kn", "none", FP32, True, False)
-    problem = Problem.of_plain(dy, torch.zeros(48, 32, dtype=BF16).t(), torch.zeros(8, 48), accumulate=False)
+    problem = Problem.of_unscaled(dy, torch.zeros(48, 32, dtype=BF16).t(), torch.zeros(8, 48), accumulate=False)
     assert problem == Problem(8, 48, 32, BF16, "mk", "none", BF16, "nk", "none", FP32, False, False)
 
 
-@pytest.mark.parametrize("wrong", ["k", "out", "factors"])
+@pytest.mark.parametrize("wrong", ["k", "out", "scale_inv"])
 def test_operands_that_do_not_fit(wrong: str) -> None:
-    a = scaled(32, 256, BLOCK_1X128) if wrong == "factors" else arranged(scaled(32, 256, BLOCK_1X128))
+    a = scaled(32, 256, BLOCK_1X128) if wrong == "scale_inv" else arranged(scaled(32, 256, BLOCK_1X128))
     b = arranged(scaled(48, 384 if wrong == "k" else 256, BLOCK_1X128))
     out = torch.zeros(32, 64 if wrong == "out" else 48)
     with pytest.raises(AssertionError):
         Problem.of_scaled(a, b, out, accumulate=False, use_fast_accum=False)
 
 
-def test_1x128_factors_lie_block_after_block() -> None:
+def test_1x128_scales_lie_block_after_block() -> None:
     x = arranged(scaled(32, 300, BLOCK_1X128))
     expected = [x.scale_inv[i, j].item() for j in range(3) for i in range(32)]
     flat = x.scale_inv.as_strided((96,), (1,))
@@ -99,17 +99,17 @@ def test_1x128_factors_lie_block_after_block() -> None:
 
 
 @pytest.mark.parametrize(("c", "padded"), [(16, 4), (512, 4), (513, 8), (1024, 8), (14336, 112)])
-def test_128x128_factors_lie_in_rows_of_fours(c: int, padded: int) -> None:
+def test_128x128_scales_lie_in_rows_of_fours(c: int, padded: int) -> None:
     x = arranged(scaled(256, c, BLOCK_128X128))
     flat = x.scale_inv.as_strided((2 * padded,), (1,)) if c > 128 else None
     for i in range(2):
         for j in range(-(-c // 128)):
             assert flat is None or flat[i * padded + j] == x.scale_inv[i, j]
-    assert factor_strides(BLOCK_128X128, 256, c) == (padded, 1)
+    assert scale_inv_strides(BLOCK_128X128, 256, c) == (padded, 1)
 
 
 @pytest.mark.parametrize("granularity", [TENSOR, ROW, BLOCK_1X128, BLOCK_128X128], ids=lambda g: g.name)
-def test_arranging_moves_factors_and_changes_none(granularity: Granularity) -> None:
+def test_arranging_moves_scales_and_changes_none(granularity: Granularity) -> None:
     x = scaled(256, 300, granularity)
     y = arranged(x)
     assert torch.equal(y.scale_inv, x.scale_inv)
@@ -125,4 +125,4 @@ def test_one_block_is_arranged_however_it_is_strided() -> None:
 
 def test_other_granularities_have_no_layout() -> None:
     with pytest.raises(AssertionError):
-        factor_strides(BLOCK_1X32, 16, 64)
+        scale_inv_strides(BLOCK_1X32, 16, 64)

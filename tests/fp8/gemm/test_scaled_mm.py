@@ -19,8 +19,7 @@ from megafp8.fp8.recipes.mxfp8 import e8m0_decode, quantize_mxfp8
 from megafp8.fp8.recipes.nvfp4 import quantize_nvfp4
 from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_16X16, TENSOR, ScaledTensor
 from tests.fp8 import blackwell
-from tests.fp8.reference import finite_values
-from tests.fp8.test_blocks import spread
+from tests.fp8.reference import finite_values, spread
 
 KINDS = pytest.mark.parametrize("kind", ["mxfp8", "mxfp8-e5m2", "nvfp4", "nvfp4-weight"])
 # Within and beyond a tile of 128 rows × 4 blocks, with padding of k, n and blocks, and without any.
@@ -38,10 +37,10 @@ def operands(kind: str, m: int, n: int, k: int) -> tuple[ScaledTensor, ScaledTen
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 4), (128, 4), (129, 5), (300, 11), (0, 3), (3, 0)])
-def test_factors_lie_as_documented(shape: tuple[int, int]) -> None:
+def test_scales_lie_as_documented(shape: tuple[int, int]) -> None:
     r, c = shape
     numbers = 1 + torch.arange(r * c, dtype=torch.int32).view(r, c)
-    for byte in (numbers % 251, numbers // 251):  # two bytes tell all factors apart
+    for byte in (numbers % 251, numbers // 251):  # two bytes tell all scales apart
         flat = swizzled(byte.to(torch.uint8), r)
         expected = torch.zeros(-(-r // 128) * 128 * -(-c // 4) * 4, dtype=torch.uint8)
         for i in range(r):
@@ -50,9 +49,9 @@ def test_factors_lie_as_documented(shape: tuple[int, int]) -> None:
         assert torch.equal(flat, expected)
 
 
-def test_factors_fill_the_tiles_of_padded_rows() -> None:
-    factors = torch.full((128, 1), 9, dtype=torch.uint8)
-    flat = swizzled(factors, 144)
+def test_scales_fill_the_tiles_of_padded_rows() -> None:
+    scales = torch.full((128, 1), 9, dtype=torch.uint8)
+    flat = swizzled(scales, 144)
     assert flat.numel() == 2 * 512
     assert not flat[512:].any()
 
@@ -69,20 +68,20 @@ def test_pairs_of_all_four_bit_values() -> None:
 
 @settings(max_examples=200)
 @given(st.floats(2.0**-118, torch.finfo(torch.float32).max, width=32))
-def test_block_factors_are_found_again_under_any_tensor_scale(tensor_scale: float) -> None:
-    """Every E4M3 factor, from what the matrix has, b / S; 2^-118 is what an amax of fp32's maximum gives."""
+def test_block_scales_are_found_again_under_any_tensor_scale(tensor_scale: float) -> None:
+    """Every E4M3 scale, from what the matrix has, b / S; 2^-118 is what an amax of fp32's maximum gives."""
     block = torch.from_numpy(finite_values(E4M3)).float()
     block = block[block >= 0].view(1, -1)
     scale = torch.tensor(tensor_scale)
     x = ScaledTensor(torch.zeros(1, 16 * block.shape[1]).to(torch.float8_e4m3fn), block / scale, BLOCK_1X16, scale)
-    found = blackwell.unswizzled(arranged(x).factors[0], 1, block.shape[1])
+    found = blackwell.unswizzled(arranged(x).scale_inv[0], 1, block.shape[1])
     assert torch.equal(found, block.double())
 
 
-def test_powers_of_two_keep_their_code() -> None:
-    codes = torch.arange(255, dtype=torch.uint8).view(1, -1)
-    x = ScaledTensor(torch.zeros(1, 32 * 255).to(torch.float8_e4m3fn), e8m0_decode(codes), BLOCK_1X32)
-    flat = arranged(x).factors[0].view(torch.uint8)
+def test_powers_of_two_keep_their_byte() -> None:
+    data = torch.arange(255, dtype=torch.uint8).view(1, -1)
+    x = ScaledTensor(torch.zeros(1, 32 * 255).to(torch.float8_e4m3fn), e8m0_decode(data), BLOCK_1X32)
+    flat = arranged(x).scale_inv[0].view(torch.uint8)
     assert [flat[blackwell.offset(0, j, 255)].item() for j in range(255)] == list(range(255))
 
 
@@ -123,7 +122,7 @@ def test_products(
 @KINDS
 @SHAPES
 def test_torch_takes_the_operands(kind: str, mnk: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own checks for CUDA, which need no GPU: shapes, strides, dtypes, counts of factors, swizzles."""
+    """By its own checks for CUDA, which need no GPU: shapes, strides, dtypes, counts of scales, swizzles."""
     real, shapes = F.scaled_mm, []
 
     def checked(*args: Any, **kwargs: Any) -> Tensor:
@@ -141,7 +140,7 @@ def test_torch_takes_the_operands(kind: str, mnk: tuple[int, int, int], monkeypa
     assert block_scaled_mm(a, b, torch.float32).shape == mnk[:2]
     m, n, _ = mnk
     assert shapes == [(m, n + -n % 16)]
-    monkeypatch.setattr("megafp8.fp8.gemm.scaled_mm.swizzled", lambda factors, r: swizzled(factors, r)[:-1])
+    monkeypatch.setattr("megafp8.fp8.gemm.scaled_mm.swizzled", lambda scales, r: swizzled(scales, r)[:-1])
     with pytest.raises(RuntimeError, match="scaling scale_a must have"):  # so there are checks
         block_scaled_mm(a, b, torch.float32)
 

@@ -16,8 +16,8 @@ from megafp8.fp8.recipes.mxfp8 import quantize_mxfp8
 from megafp8.fp8.recipes.nvfp4 import quantize_nvfp4
 from megafp8.fp8.tensor import ScaledTensor
 from tests.fp8 import blackwell
-from tests.fp8.gemm.test_recipe_gemms import CASES, expected, tensors
-from tests.fp8.test_blocks import spread
+from tests.fp8.recipes.test_conformance import CASES, expected, tensors
+from tests.fp8.reference import spread
 from tests.ops.test_linear import assert_product, managed, run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -69,7 +69,7 @@ def tiles_by_columns(row: int, block: int, blocks: int) -> int:
 
 
 @pytest.mark.parametrize("layout", [plain_layout, tiles_by_columns])
-def test_factors_read_in_another_layout_are_found_out(layout: Any, gpu: pytest.MonkeyPatch) -> None:
+def test_scales_read_in_another_layout_are_found_out(layout: Any, gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(blackwell, "offset", layout)
     assert str(why_emulated(CUDA)).endswith(" gave a wrong product")
 
@@ -117,14 +117,14 @@ def test_unlike_operands_and_float64_are_emulated(gpu: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("case", ["mxfp8", "nvfp4"])
 def test_a_layer_on_blackwell(case: str, gpu: pytest.MonkeyPatch) -> None:
-    """All three GEMMs, so that what backward keeps has both levels of factors."""
+    """All three GEMMs, so that what backward keeps has both levels of scales."""
     calls: list[torch.dtype] = []
 
     def counted(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(kwargs["output_dtype"])
         return blackwell.scaled_mm(*args, **kwargs)
 
-    _, op = managed(CASES[case][0])
+    _, op = managed(CASES[case].recipe)
     op.state.complete(op.state.quantizers, Fp8Gemm("auto", CUDA), None, None)
     gpu.setattr(F, "scaled_mm", counted)
     x, weight, dy = tensors()

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from megafp8.config.schema import Fp8Config, OperandRecipe
-from megafp8.fp8 import RECIPES, CustomScaling, Fp8Manager, Fp8Recipe, Rule, StaticScaling
-from megafp8.fp8.recipes.base import OPERANDS
-from megafp8.fp8.recipes.build import by_recipe
-from megafp8.fp8.recipes.custom import can_meet
+from megafp8.fp8 import (
+    E4M3,
+    RECIPES,
+    CurrentScaling,
+    CustomScaling,
+    DelayedScaling,
+    Fp8Manager,
+    Fp8Recipe,
+    Rule,
+    StaticScaling,
+)
+from megafp8.fp8.recipes.base import OPERANDS, by_recipe
+from megafp8.fp8.recipes.custom import can_multiply
 from tests.fp8.test_manager import NAMES, ask
+from tests.ops.test_linear import assert_product, cast_exactly, managed, run, tensors
 
 SIMPLE = [name for name in RECIPES if name != "custom"]
 # Which go together, written down a second time.
@@ -29,11 +38,6 @@ def rule(layers: str, *recipes: str) -> Rule:
 
 def custom(*rules: Rule, **options: Any) -> CustomScaling:
     return CustomScaling(rules=rules, **options)
-
-
-def test_the_config_knows_every_recipe() -> None:
-    assert set(get_args(OperandRecipe)) == set(SIMPLE)
-    assert set(get_args(Fp8Config.model_fields["recipe"].annotation)) == {"none", *RECIPES}
 
 
 def meet(a: str, b: str) -> bool:
@@ -53,10 +57,10 @@ def test_operands_that_meet_must_go_together() -> None:
 
 def test_meeting_is_mutual_and_says_what_is_wrong() -> None:
     granularities = {RECIPES[name]().granularity(operand) for name in SIMPLE for operand in OPERANDS}
-    assert all(can_meet(a, b) == can_meet(b, a) for a, b in itertools.product(granularities, repeat=2))
+    assert all(can_multiply(a, b) == can_multiply(b, a) for a, b in itertools.product(granularities, repeat=2))
     message = (
-        "FP8 custom rule '*.down': no GEMM computes wgrad, grad_output (current, a factor for each tensor) times input "
-        "(rowwise, a factor for each row); delayed, current and static go together"
+        "FP8 custom rule '*.down': no GEMM computes wgrad, grad_output (current, a scale for each tensor) times input "
+        "(rowwise, a scale for each row); give both operands the same recipe, or keep wgrad in high precision"
     )
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         custom(rule("*.down", "rowwise", "mxfp8", "current"))
@@ -123,3 +127,20 @@ def test_patterns_that_fit() -> None:
     Fp8Manager(excluded, amax_group=None, include=("*.fc1",)).check_patterns(NAMES)
     with pytest.raises(ValueError, match=r"static_amax pattern '.*fc1.*' matches no tensor with a static scale"):
         Fp8Manager(excluded, amax_group=None, exclude=("*.fc1",)).check_patterns(NAMES)
+
+
+def test_delayed_operands_of_a_mixture_advance() -> None:
+    """Only theirs: the state of a custom recipe is that of the operands that have any."""
+    delayed = DelayedScaling(amax_history_len=3)
+    rule = Rule(layers="*", input=delayed, weight=CurrentScaling(), grad_output=delayed)
+    manager, op = managed(CustomScaling(rules=(rule,)))
+    x, weight, dy = tensors()
+    run(op, x, weight, dy)
+    manager.end_step()
+    state = manager.state_dict()
+    assert sorted(state) == [
+        f"fp8.layer.{operand}.{what}" for operand in ("grad_output", "input") for what in ("amax_history", "scale")
+    ]
+    assert state["fp8.layer.input.amax_history"].tolist() == [0, x.detach().abs().max(), 0]
+    y, _, _ = run(op, x, weight, dy)
+    assert_product(y, cast_exactly(x, E4M3).flatten(0, 1), cast_exactly(weight, E4M3).t())

@@ -10,13 +10,20 @@ import torch
 from torch.distributed import ProcessGroup, group
 
 from megafp8.fp8 import E4M3, E5M2, DelayedScaling
-from megafp8.fp8.recipes.delayed import DelayedState
+from megafp8.fp8.recipes.base import Fp8Tensor
+from megafp8.fp8.recipes.delayed import DelayedQuantizer, DelayedState, amax_of_history
 from megafp8.fp8.sources import Plain
 from tests.fp8.reference import scale_of
 from tests.world import World
 
 CPU = torch.device("cpu")
-FORMATS = {"a": E4M3, "b": E5M2, "c": E4M3}
+FORMATS = {"a.input": E4M3, "b.grad_output": E5M2, "c.weight": E4M3}
+
+
+def state_of(recipe: DelayedScaling, *names: str) -> DelayedState:
+    """Of tensors named `<layer>.<operand>`."""
+    parts = [name.split(".") for name in names]
+    return DelayedState(recipe, [Fp8Tensor(layer, operand, None, None) for layer, operand in parts], CPU)  # type: ignore[arg-type]
 
 
 class NaiveTensor:
@@ -52,7 +59,7 @@ class NaiveTensor:
 )
 def test_1030_steps_against_a_naive_list(recipe: DelayedScaling) -> None:
     rng = random.Random(0)
-    state = DelayedState(recipe, FORMATS, CPU)
+    state = state_of(recipe, *FORMATS)
     quantizers = state.quantizers
     naive = {name: NaiveTensor(fmt.max, recipe) for name, fmt in FORMATS.items()}
     for step in range(1030):
@@ -72,8 +79,8 @@ def test_1030_steps_against_a_naive_list(recipe: DelayedScaling) -> None:
 
 
 def test_one_bad_step_costs_one_update() -> None:
-    state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E4M3}, CPU)
-    quantizer = state.quantizers["a"]
+    state = state_of(DelayedScaling(amax_history_len=4), "a.input")
+    quantizer = state.quantizers["a.input"]
     scales = []
     for peak in (2.0, torch.nan, 4.0, 1.0, 1.0, 1.0, 1.0):
         quantizer(Plain(torch.tensor([[peak]])), rowwise=True, columnwise=False)
@@ -84,8 +91,8 @@ def test_one_bad_step_costs_one_update() -> None:
 
 
 def test_the_first_step_scales_by_the_tensor_at_hand() -> None:
-    state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E5M2}, CPU)
-    quantizer = state.quantizers["a"]
+    state = state_of(DelayedScaling(amax_history_len=4), "a.grad_output")
+    quantizer = state.quantizers["a.grad_output"]
     tiny = Plain(torch.tensor([[3e-7, -1e-7, 0.0]]))  # below E5M2's least number: a scale of 1 would make them zeros
     for _ in range(2):  # two micro-batches, or a forward that is recomputed
         operand = quantizer(tiny, rowwise=True, columnwise=True)
@@ -101,48 +108,15 @@ def test_the_first_step_scales_by_the_tensor_at_hand() -> None:
     assert grown.rowwise.data.float().item() == 57344  # saturated: from the second step on by what was seen before
 
 
-@pytest.mark.parametrize("margin", [-1, 0, 3])
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_the_first_step_keeps_margin_and_powers_of_two(margin: int, power_of_two: bool) -> None:
-    recipe = DelayedScaling(amax_history_len=4, margin=margin, power_of_two_scale=power_of_two)
-    state = DelayedState(recipe, FORMATS, CPU)
-    peaks = {"a": 3.7, "b": 2e-6, "c": 1000.0}
-    for name, fmt in FORMATS.items():
-        x = torch.tensor([[-peaks[name], peaks[name] / 3]])
-        rows = state.quantizers[name](Plain(x), rowwise=True, columnwise=False).rowwise
-        assert rows is not None
-        scale = scale_of(x.abs().max().item(), fmt.max, margin=margin, power_of_two=power_of_two)
-        assert rows.scale_inv.item() == torch.tensor(scale).reciprocal().item()
-        scaled = (x * torch.tensor(scale)).clamp(-fmt.max, fmt.max)
-        assert torch.equal(rows.data.float(), scaled.to(fmt.dtype).float())
-    state.end_step(None)
-    for i, (name, fmt) in enumerate(FORMATS.items()):  # the next step scales the same amax by the same scale
-        peak = torch.tensor(peaks[name]).item()
-        assert state.scale_t[i].item() == scale_of(peak, fmt.max, margin=margin, power_of_two=power_of_two)
-
-
 def test_evaluation_before_the_first_step_notes_nothing() -> None:
-    state = DelayedState(DelayedScaling(amax_history_len=4), {"a": E4M3}, CPU)
-    quantizer = state.quantizers["a"]
+    state = state_of(DelayedScaling(amax_history_len=4), "a.input")
+    quantizer = state.quantizers["a.input"]
     quantizer.recording = False
     operand = quantizer(Plain(torch.tensor([[1e-6]])), rowwise=True, columnwise=False)
     assert operand.rowwise is not None
     assert operand.rowwise.data.float().item() == 448
     assert state.history_tl.sum() == 0
     assert quantizer.fresh
-
-
-def test_who_resumes_goes_on_with_the_history() -> None:
-    first, second = (DelayedState(DelayedScaling(amax_history_len=1), {"a": E4M3}, CPU) for _ in range(2))
-    first.quantizers["a"](Plain(torch.tensor([[2.0]])), rowwise=True, columnwise=False)
-    first.end_step(None)
-    second.refresh()
-    assert second.quantizers["a"].fresh
-    for name, tensor in second.state_dict().items():
-        tensor.copy_(first.state_dict()[name])
-    second.refresh()
-    assert not second.quantizers["a"].fresh
-    assert second.quantizers["a"].scale_inv.item() == pytest.approx(2 / 448)
 
 
 def test_a_callable_sees_the_newest_first() -> None:
@@ -153,8 +127,8 @@ def test_a_callable_sees_the_newest_first() -> None:
         return history_tl[:, 1]
 
     recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=second_newest)
-    state = DelayedState(recipe, {"a": E4M3}, CPU)
-    quantizer = state.quantizers["a"]
+    state = state_of(recipe, "a.input")
+    quantizer = state.quantizers["a.input"]
     for peak in (2.0, 7.0, 4.0):
         quantizer(Plain(torch.tensor([[peak]])), rowwise=True, columnwise=False)
         state.end_step(None)
@@ -166,7 +140,7 @@ def _ranks_agree() -> list[list[float]]:
     world = group.WORLD
     assert isinstance(world, ProcessGroup)
     rank = world.rank()
-    state = DelayedState(DelayedScaling(amax_history_len=8), {"a": E4M3, "b": E5M2}, CPU)
+    state = state_of(DelayedScaling(amax_history_len=8), "a.input", "b.grad_output")
     a, b = state.quantizers.values()
     scales = []
     for step in range(4):
@@ -189,4 +163,29 @@ def test_ranks_share_the_largest_amax_and_a_bad_step(world2: World) -> None:
 
 
 def test_a_rank_without_fp8_layers_takes_no_part() -> None:
-    DelayedState(DelayedScaling(), {}, CPU).end_step(None)
+    state_of(DelayedScaling()).end_step(None)
+
+
+def test_casts_with_the_given_scale_and_raises_the_amax() -> None:
+    scale, newest = torch.tensor(2.0), torch.tensor(3.0)
+    quantizer = DelayedQuantizer(
+        DelayedScaling(), Fp8Tensor("a", "input", None, None), scale, scale.reciprocal(), newest
+    )
+    made = quantizer(Plain(torch.tensor([[1.0, -2.5]])), rowwise=True, columnwise=False).required_rowwise
+    assert made.data.float().tolist() == [[2.0, -5.0]]
+    assert made.scale_inv.item() == 0.5
+    assert newest.item() == 3
+    quantizer(Plain(torch.tensor([[1.0, -4.5]])), rowwise=True, columnwise=False)
+    assert newest.item() == 4.5
+    quantizer.recording = False
+    quantizer(Plain(torch.tensor([[9.0]])), rowwise=True, columnwise=False)
+    assert newest.item() == 4.5
+
+
+def test_amax_of_history() -> None:
+    history = torch.tensor([[1.0, 5.0, 2.0], [7.0, 0.0, 3.0]])
+    assert amax_of_history(history, "max").tolist() == [5, 7]
+    assert amax_of_history(history, "most_recent").tolist() == [1, 7]
+    assert amax_of_history(history, lambda h: h[:, 2]).tolist() == [2, 3]
+    with pytest.raises(ValueError, match=r"one value a row, torch.float32 \[2\]"):
+        amax_of_history(history, lambda h: h.amax())
