@@ -27,21 +27,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megafp8.pipeline_parallel.registry import BUILT_IN, cell, training_schedule
-from megafp8.pipeline_parallel.schedules import Kind, Placement, in_a_v, in_turns, splits
+from megafp8.pipeline_parallel.actions import Kind, Placement, split_backwards
+from megafp8.pipeline_parallel.registry import SCHEDULES, cell, place_stages, training_schedule
 from megafp8.pipeline_parallel.simulate import Timeline, Times, mean_times, simulate
 from megafp8.pipeline_parallel.trace import chrome_trace, read_timeline
 
 COLOURS = {"F": "#6baed6", "whole": "#41ab5d", "B": "#a1d99b", "W": "#fd8d3c"}
-CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2, "dualpipev": 2}
 LABELLED = 1200  # more cells than that are too small for numbers
-
-
-def placed(source: str, pipeline: int, chunks: int, v: bool) -> Placement:
-    """Where the stages of a schedule are."""
-    if v or source in ("zb-v", "dualpipev"):
-        return in_a_v(pipeline)
-    return in_turns(pipeline, CHUNKS.get(source, chunks))
 
 
 def summary(name: str, timeline: Timeline, placement: Placement, unit: str) -> str:
@@ -80,7 +72,7 @@ def draw(timelines: dict[str, tuple[Timeline, Placement]], titles: dict[str, str
 
 def _draw_rank(axis: Any, rank: int, timeline: Timeline, placement: Placement) -> None:
     spans = timeline.spans[rank]
-    later = splits(span.action for span in spans)
+    later = split_backwards(span.action for span in spans)
     labelled = sum(len(spans) for spans in timeline.spans) <= LABELLED
     for span in spans:
         action = span.action
@@ -98,7 +90,7 @@ def _draw_rank(axis: Any, rank: int, timeline: Timeline, placement: Placement) -
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "schedules", nargs="*", metavar="schedule", help=f"{', '.join(BUILT_IN)}, *.csv, module:function"
+        "schedules", nargs="*", metavar="schedule", help=f"{', '.join(SCHEDULES)}, *.csv, module:function"
     )
     parser.add_argument("--pipeline", type=int, default=4, help="ranks")
     parser.add_argument("--micro-batches", type=int, default=8)
@@ -135,7 +127,8 @@ def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, Placem
         of_all = zip(*((stage.forward, stage.backward, stage.weight) for stage in stages))
         share = [measured_placement.num_chunks * statistics.fmean(times) for times in of_all]
     for source in arguments.schedules:
-        placement = placed(source, pipeline, arguments.chunks, arguments.v)
+        own_chunks = SCHEDULES[source].chunks if source in SCHEDULES else None
+        placement = place_stages(source, pipeline, own_chunks or arguments.chunks, "v" if arguments.v else None)
         schedule = training_schedule(source, placement, m)
         alike = Times(*(time / placement.num_chunks for time in share), p2p)
         times = [replace(stage, p2p=p2p) for stage in stages] if placement == measured_placement else alike

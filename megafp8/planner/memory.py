@@ -34,7 +34,7 @@ from megafp8.fp8.tensor import TENSOR
 from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.fp8_moments import BLOCK
-from megafp8.pipeline_parallel.schedules import Action, Kind, Placement, Schedule, splits
+from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
 from megafp8.planner.activations import (
     ELEMENT,
     block_backward,
@@ -224,7 +224,7 @@ class _Chunk(NamedTuple):
 
 def _fullest(static: RankMemory, chunks: Sequence[_Chunk], actions: Sequence[Action]) -> RankMemory:
     """The rank's memory at the fullest moment of a step."""
-    later = splits(list(actions))
+    later = split_backwards(actions)
     held = away = host = 0
     found = [static]
     for action in actions:

@@ -17,7 +17,7 @@ from megafp8.config import Config, load_config
 from megafp8.fp8 import Fp8Linear
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.parallel_state import initialize_model_parallel
-from megafp8.pipeline_parallel.schedules import Action, Kind
+from megafp8.pipeline_parallel.actions import Action, Kind
 from megafp8.planner.activations import block_keeps
 from megafp8.planner.memory import (
     RankMemory,

@@ -8,7 +8,7 @@ import pytest
 
 from megafp8.config import load_config
 from megafp8.models.flops import output_layer_in_blocks
-from megafp8.pipeline_parallel.schedules import in_a_v, in_turns
+from megafp8.pipeline_parallel.actions import loop_placement, v_placement
 from megafp8.planner.stages import layers_of_stages
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -24,14 +24,14 @@ def test_four_stages(layers: str, recipe: str, counts: list[int]) -> None:
         CONFIGS / "llama3-8b.yaml",
         ["parallel.pipeline=4", f"parallel.layers_per_stage={layers}", f"fp8.recipe={recipe}"],
     )
-    found = layers_of_stages(config, in_turns(4))
+    found = layers_of_stages(config, loop_placement(4))
     assert [len(stage) for stage in found] == counts
     assert [i for stage in found for i in stage] == list(range(32))
 
 
 def test_in_a_v_the_output_layer_is_the_first_ranks() -> None:
     config = load_config(CONFIGS / "llama3-8b.yaml", ["parallel.layers_per_stage=balanced", "parallel.pipeline=2"])
-    first, second, third, last = map(len, layers_of_stages(config, in_a_v(2)))
+    first, second, third, last = map(len, layers_of_stages(config, v_placement(2)))
     assert first + last < second + third
 
 
