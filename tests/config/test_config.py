@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from megafp8.config import Config, ConfigError, TokenizerConfig, check_layout, load_config
+from megafp8.pipeline_parallel.registry import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL: dict[str, Any] = {
@@ -278,7 +279,7 @@ TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
         (
             ["parallel.schedule=zbh1"],
             1,
-            "none of 1f1b, dualpipev, interleaved, zb-h1, zb-v, and neither a .csv file nor",
+            f"none of {', '.join(SCHEDULES)}, and neither a .csv file nor",
         ),
         (["parallel.schedule=zbh1"], 1, "try zb-h1"),
         (
