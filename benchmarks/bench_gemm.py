@@ -43,7 +43,7 @@ from benchmarks import speed_map
 from benchmarks.gemm_variants import BASELINE, GEMMS, SCALINGS, Operands, Run, Variant, operands_of, variants
 from benchmarks.reference_layers import SHAPES, Shape
 from megafp8.fp8 import RECIPES
-from megafp8.fp8.speed_measurement import time_in_turns
+from megafp8.fp8.speed_measurement import time_round_robin
 from megafp8.fp8.speed_model import CEILINGS, LinearSize, ceilings_of, device_name
 
 LARGEST_DIFFERENCE = 0.15  # E5M2 times E4M3 is off by 8%
@@ -122,7 +122,7 @@ def bench_linear(
     for operands in operands_of(size, device):
         results = [Result(layer, size, operands.gemm, name, operands.flops) for name in known]
         ready = prepare(operands, results, known)
-        for (result, _), seconds in zip(ready, time_in_turns([run for _, run in ready], device, rounds=rounds)):
+        for (result, _), seconds in zip(ready, time_round_robin([run for _, run in ready], device, rounds=rounds)):
             result.samples_ms = [second * 1e3 for second in seconds]
         found += results
     return found

@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, ReportWriter
 from tools import fp8_report
 
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
 KINDS = ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.down")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megafp8.fp8 import CurrentScaling, Fp8Recipe, StaticScaling, speed_measurement
 from megafp8.fp8 import reference as plain
-from megafp8.fp8.speed_measurement import measure, time_in_turns
+from megafp8.fp8.speed_measurement import measure, time_round_robin
 from megafp8.fp8.speed_model import LinearSize
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def test_runs_take_turns_and_the_warm_up_does_not_count(monkeypatch: pytest.Monk
     clock = iter([0.0, 90.0, 100.0, 190.0, 200.0, 201.0, 210.0, 212.0, 220.0, 223.0, 230.0, 234.0])
     monkeypatch.setattr(speed_measurement.time, "perf_counter", lambda: next(clock))
     log: list[str] = []
-    times = time_in_turns([lambda: log.append("a"), lambda: log.append("b")], CPU, rounds=2, warm_up=1)
+    times = time_round_robin([lambda: log.append("a"), lambda: log.append("b")], CPU, rounds=2, warm_up=1)
     assert log == ["a", "b"] * 3
     assert times == [[1.0, 3.0], [2.0, 4.0]]
 
@@ -49,7 +49,7 @@ def count_casts(
             counts.append(len(casts))
         return [[6.0] * rounds, [5.0] * rounds, [1.0] * rounds]
 
-    monkeypatch.setattr(speed_measurement, "time_in_turns", ring_steps)
+    monkeypatch.setattr(speed_measurement, "time_round_robin", ring_steps)
     return counts, measure(SIZE, recipe, CPU, micro_batches=micro_batches, dtype=torch.float32)
 
 
