@@ -92,7 +92,7 @@ def test_an_earlier_step_is_advised_by_what_was_known_then(tmp_path: Path, capsy
     folder = run_folder(tmp_path / "run", with_trouble(), recipe="delayed", format="e4m3")
     text = shown(capsys, folder, "--step", "100")
     assert "step 100: 36 tensors" in text
-    assert "Advice: none, all tensors are well." in text
+    assert "Advice: none, all tensors are healthy." in text
     assert len(text.split("\n\n")[1].splitlines()) == 21  # a head and twenty
 
 
@@ -104,7 +104,7 @@ def test_advice_knows_the_config_that_the_run_was_resumed_with(
     assert "format: hybrid" in shown(capsys, folder)
     for step, recipe in ((200, "blockwise"), (1200, "delayed")):
         run_folder(folder, records, f"config-from-step-{step:08d}.yaml", recipe=recipe)
-    assert "Advice: none, all tensors are well." in shown(capsys, folder)
+    assert "Advice: none, all tensors are healthy." in shown(capsys, folder)
     run_folder(folder, records, "config-from-step-00001300.yaml", recipe="none")
     assert "fp8.recipe none" in shown(capsys, folder)
 

@@ -1,9 +1,9 @@
-"""Read a run's FP8 report: which tensors lose most by the cast, a summary by operand, advice, and a heat map.
+"""Show a run's FP8 report: the tensors that lose most by the cast, a summary by operand, advice, and a heat map.
 
     python tools/fp8_report.py runs/llama3-8b [--step 4000] [--worst 20] [--png fp8.png]
 
-The run writes the report when its config has fp8.report_interval=100 (a look every 100 steps). The table and summary
-are of one sampled step, the last by default; advice takes in the steps up to it; the heat map shows all.
+A run writes the report if its config has fp8.report_interval=100 (sampling every 100 steps). Table and summary are of
+one sampled step, the last by default; advice is based on the steps up to it; the heat map shows all.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _PANELS = (
     ("saturated", "saturated (share)", "magma_r"),
     ("amax", "log2 amax", "cividis"),
 )
-_SWITCH_ON = "switch it on with fp8.report_interval=100 (a look every 100 steps)"
+_SWITCH_ON = "switch it on with fp8.report_interval=100 (every 100 steps)"
 
 
 def read_run(folder: Path) -> list[Record]:
-    """The run's records, of at least one step. ValueError where there is no folder or no report in it."""
+    """The run's records, of at least one step. Raises ValueError if there is no folder or no report in it."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give a run's own, <run_dir>/<name>")
     path = folder / FILE_NAME
@@ -50,13 +50,13 @@ def read_run(folder: Path) -> list[Record]:
 
 
 def read_config(folder: Path) -> Config:
-    """The config that the run was last started with. ValueError where there is none that loads."""
+    """The config that the run was last started with. Raises ValueError if none can be loaded."""
     resumed = sorted(folder.glob("config-from-step-*.yaml"))
     return load_config(resumed[-1] if resumed else folder / "config.yaml")
 
 
 def chosen_step(records: Sequence[Record], wanted: str) -> int:
-    """The step that `wanted` names: "last", or a number. ValueError unless it was sampled."""
+    """The step that `wanted` names: "last", or a number. Raises ValueError unless it was sampled."""
     steps = sorted({record.step for record in records})
     if wanted == "last":
         return steps[-1]
@@ -66,11 +66,8 @@ def chosen_step(records: Sequence[Record], wanted: str) -> int:
     return int(wanted)
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
-
-
 def _figure(value: float | None, form: str) -> str:
-    """The number as `form` says; "-" for what was not finite."""
+    """`value` formatted; "-" if it was not finite."""
     return "-" if value is None else format(value, form)
 
 
@@ -79,9 +76,9 @@ def _snr(value: float | None) -> str:
 
 
 def worst_table(records: Sequence[Record], count: int) -> str:
-    """The `count` tensors whose SNR is furthest below the median of their operand; before them what was not finite.
+    """The `count` tensors whose SNR is furthest below the median of their operand; those not finite come first.
 
-    Below the median, since gradients in E5M2 are some 6 dB below all that is in E4M3.
+    Relative to the median, since gradients in E5M2 are about 6 dB below everything in E4M3.
     """
     known = {
         operand: [r.snr_db for r in records if r.operand == operand and r.snr_db is not None] for operand in OPERANDS
@@ -106,7 +103,7 @@ def worst_table(records: Sequence[Record], count: int) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """A line an operand: SNR, mean shares, and how many tensors held an infinity or a NaN."""
+    """One line per operand: SNR, mean fractions, and the number of tensors with an infinity or a NaN."""
     lines = [
         f"{'operand':<13}{'tensors':>8}{'median SNR':>12}{'worst SNR':>11}{'underflow':>11}{'saturated':>11}"
         f"{'not finite':>12}"
@@ -124,7 +121,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def advice_text(records: Sequence[Record], config: Config) -> str:
-    """What `megafp8.fp8.health.advice` says, and the YAML that does it."""
+    """The advice of `megafp8.fp8.health.advice`, and the YAML that follows it."""
     recipe = fp8_recipe(config)
     if recipe is None:
         return "Advice: none, since the run was last started with fp8.recipe none."
@@ -132,30 +129,27 @@ def advice_text(records: Sequence[Record], config: Config) -> str:
     in_four_bits = any(isinstance(gradient, NVFP4Scaling) for gradient in gradients)
     advised = advice(records, fp8_format=None if in_four_bits else recipe.fp8_format)
     if not advised:
-        return "Advice: none, all tensors are well."
+        return "Advice: none, all tensors are healthy."
     lines = ["Advice"]
     for a in advised:
         lines += textwrap.wrap(f"{a.layer} {a.operand}: {a.reason}", 110, initial_indent="- ", subsequent_indent="  ")
     return "\n".join([*lines, "", "In the config that is", "", as_yaml(advised, config.fp8.exclude)])
 
 
-# --- heat map -------------------------------------------------------------------------------------------------------
-
-
 def _place(layer: str) -> tuple[str, int]:
-    """("mlp.down", 3) of "layers.3.mlp.down"."""
+    """Kind and block of a layer: ("mlp.down", 3) of "layers.3.mlp.down"."""
     block = re.search(r"\.(\d+)\.", layer)
     return (layer, 0) if block is None else (layer[block.end() :], int(block[1]))
 
 
 def ordered_layers(records: Sequence[Record]) -> list[str]:
-    """All layers: those of a kind together, from first block to last, kinds as they come in a block."""
+    """All layers, sorted by kind (in the order within a block) and then by block."""
     kinds = list(dict.fromkeys(_place(record.layer)[0] for record in records))
     return sorted({record.layer for record in records}, key=lambda a: (kinds.index(_place(a)[0]), _place(a)[1]))
 
 
 def grid(records: Sequence[Record], operand: str, field: str) -> NDArray[np.float64]:
-    """`field` of an operand over ordered layers × sampled steps; NaN where there is none; an amax as its log2."""
+    """`field` of an operand, ordered layers × sampled steps; NaN where missing; log2 of an amax."""
     layers, steps = ordered_layers(records), sorted({record.step for record in records})
     row, column = ({key: i for i, key in enumerate(keys)} for keys in (layers, steps))
     values = np.full((len(layers), len(steps)), np.nan)
@@ -169,7 +163,7 @@ def grid(records: Sequence[Record], operand: str, field: str) -> NDArray[np.floa
 
 
 def plot(records: Sequence[Record], path: Path, title: str) -> None:
-    """Layers × sampled steps into a PNG: SNR, underflow, saturation and log2 amax down, operands across."""
+    """Draw layers × sampled steps into a PNG: SNR, underflow, saturation and log2 amax down, operands across."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -179,7 +173,7 @@ def plot(records: Sequence[Record], path: Path, title: str) -> None:
     down, across = len(_PANELS), len(OPERANDS)
     height = down * min(max(1.8, 0.8 + 0.13 * len(layers)), 4.5) + 0.8
     figure, panels = plt.subplots(down, across, figsize=(16, height), sharex=True, sharey=True, layout="constrained")
-    figure.suptitle(f"{title}: what the cast to FP8 loses (grey: not finite, or not there)")
+    figure.suptitle(f"{title}: what the cast to FP8 loses (grey: not finite, or missing)")
     for line, (field, label, colours) in zip(panels, _PANELS):
         for axes, operand in zip(line, OPERANDS):
             values = grid(records, operand, field)
@@ -197,7 +191,7 @@ def plot(records: Sequence[Record], path: Path, title: str) -> None:
 
 
 def _colour_scale(field: str, values: NDArray[np.float64]) -> Any:
-    """Shares by their logarithm, from what is usual up to all; else what there is, exact casts left out.
+    """Logarithmic for fractions; else linear over the values except lossless casts.
 
     At least 12 (dB, or octaves) wide, so that the noise of a healthy run is pale.
     """
@@ -212,7 +206,7 @@ def _colour_scale(field: str, values: NDArray[np.float64]) -> Any:
 
 
 def _mark_layers(axes: Any, layers: Sequence[str]) -> None:
-    """Names of layers, or where they are many of kinds of layer; lines between the kinds."""
+    """Label the layers, or their kinds if there are many; lines between the kinds."""
     kinds = [_place(layer)[0] for layer in layers]
     firsts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
     if len(layers) <= _MOST_NAMES:
@@ -228,7 +222,7 @@ def _mark_layers(axes: Any, layers: Sequence[str]) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print, and draw, what was asked for; nothing before all that is needed has been read."""
+    """Print and draw, after everything that is needed has been read."""
     if arguments.worst < 1:
         raise ValueError(f"--worst {arguments.worst}: must be at least 1")
     records = read_run(arguments.run)

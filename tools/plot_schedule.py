@@ -4,17 +4,16 @@
     python tools/plot_schedule.py interleaved --pipeline 4 --chunks 2 --times 1,1.1,0.9 --p2p 0.1 --png schedule.png
     python tools/plot_schedule.py zb-v --measured runs/mine/pipeline_trace.json --png schedule.png
 
-Schedules are what `parallel.schedule` takes: names, .csv files, module:function. A row is a rank; forwards are blue,
-backwards green, those that leave their weight gradients for later are lighter, and these are orange. Later chunks of a
-rank are darker and their numbers white. For each the tool prints and writes above the drawing how long a step is, the
-bubble, and the micro-batches held by the rank that holds most.
+Schedules are what `parallel.schedule` takes: names, .csv files, module:function. There is one row per rank. Forwards
+are blue, backwards green, split backwards light green, their weight gradients orange; later chunks of a rank are
+darker, with white numbers. For each schedule the duration of a step, the bubble and the most micro-batches held by a
+rank are printed and written above the drawing.
 
-`--times` are F,B,W: a rank's forward, input gradients and weight gradients of one micro-batch, in any unit, whatever
-the number of stages it is cut into; so schedules can be compared.
+`--times` F,B,W: a rank's forward, input gradients and weight gradients of one micro-batch, in any unit, over all its
+stages, so that schedules can be compared.
 
-`--measured` draws what ranks really did in the step that `logging.pipeline_trace_step` named, which takes the number of
-ranks from the run; schedules named beside it are simulated with the mean times that were measured, of each stage, where
-stages lie as in the run, or else of all.
+`--measured` draws the step that `logging.pipeline_trace_step` named, with the number of ranks of the run. Schedules
+named beside it are simulated with the measured mean times: of each stage where the placement is the same, else of all.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from megafp8.pipeline_parallel.simulate import Timeline, Times, mean_times, simu
 from megafp8.pipeline_parallel.trace import chrome_trace, read_timeline
 
 COLOURS = {"F": "#6baed6", "whole": "#41ab5d", "B": "#a1d99b", "W": "#fd8d3c"}
-LABELLED = 1200  # more cells than that are too small for numbers
+LABELLED = 1200  # most actions that are drawn with their numbers
 
 
 def summary(name: str, timeline: Timeline, placement: Placement, unit: str) -> str:
-    """A line of figures."""
+    """Duration, bubble and memory in one line."""
     v = placement.num_chunks
     held, flight = max(timeline.peak_held) / v, max(timeline.peak_in_flight) / v
     return (
@@ -47,7 +46,7 @@ def summary(name: str, timeline: Timeline, placement: Placement, unit: str) -> s
 
 
 def draw(timelines: dict[str, tuple[Timeline, Placement]], titles: dict[str, str], path: Path) -> None:
-    """All timelines below each other, those of one unit on one scale."""
+    """Draw all timelines below each other on one time axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -72,19 +71,18 @@ def draw(timelines: dict[str, tuple[Timeline, Placement]], titles: dict[str, str
 
 def _draw_rank(axis: Any, rank: int, timeline: Timeline, placement: Placement) -> None:
     spans = timeline.spans[rank]
-    later = split_backwards(span.action for span in spans)
+    split = split_backwards(span.action for span in spans)
     labelled = sum(len(spans) for spans in timeline.spans) <= LABELLED
-    for span in spans:
-        action = span.action
-        split = (action.microbatch, action.chunk) in later
-        name = "whole" if action.kind is Kind.BACKWARD and not split else cell(action)[0]
+    for action, start, end in spans:
+        whole = action.kind is Kind.BACKWARD and (action.microbatch, action.chunk) not in split
+        name = "whole" if whole else cell(action)[0]
         shade = 1 - 0.45 * action.chunk / max(1, placement.num_chunks - 1)
         colour = tuple(shade * int(COLOURS[name][i : i + 2], 16) / 255 for i in (1, 3, 5))
-        start, width = span.start - timeline.start, span.end - span.start
-        axis.barh(rank, width, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.4)
+        left, width = start - timeline.start, end - start
+        axis.barh(rank, width, left=left, height=0.86, color=colour, edgecolor="white", linewidth=0.4)
         if labelled:
             text = {"ha": "center", "va": "center", "fontsize": 6, "color": "white" if action.chunk else "black"}
-            axis.text(start + width / 2, rank, str(action.microbatch), clip_on=True, **text)
+            axis.text(left + width / 2, rank, str(action.microbatch), clip_on=True, **text)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -94,9 +92,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--pipeline", type=int, default=4, help="ranks")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--chunks", type=int, default=2, help="stages a rank, where the schedule leaves it open")
-    parser.add_argument("--v", action="store_true", help="stages of a schedule of your own lie in a V")
-    parser.add_argument("--times", default="1,1,1", help="F,B,W of a rank's share of one micro-batch")
+    parser.add_argument("--chunks", type=int, default=2, help="stages per rank, where the schedule allows several")
+    parser.add_argument("--v", action="store_true", help="place the stages of your own schedule in a V")
+    parser.add_argument("--times", default="1,1,1", help="F,B,W of a rank for one micro-batch")
     parser.add_argument("--p2p", type=float, default=0.0, help="time of a transfer between ranks")
     parser.add_argument("--measured", type=Path, help="pipeline_trace.json of a run")
     parser.add_argument("--png", type=Path)
@@ -114,9 +112,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, Placement]]:
-    """What is to be drawn, by name."""
+    """The timelines to draw, by name."""
     found: dict[str, tuple[Timeline, Placement]] = {}
-    pipeline, m, share, p2p = arguments.pipeline, arguments.micro_batches, arguments.times, arguments.p2p
+    pipeline, m, rank_times, p2p = arguments.pipeline, arguments.micro_batches, arguments.times, arguments.p2p
     measured_placement, stages = None, []
     if arguments.measured:
         measured, measured_placement = read_timeline(arguments.measured)
@@ -124,14 +122,14 @@ def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, Placem
         pipeline = measured_placement.num_ranks
         m = 1 + max(span.action.microbatch for spans in measured.spans for span in spans)
         stages = mean_times(measured, measured_placement)
-        of_all = zip(*((stage.forward, stage.backward, stage.weight) for stage in stages))
-        share = [measured_placement.num_chunks * statistics.fmean(times) for times in of_all]
+        by_kind = zip(*((stage.forward, stage.backward, stage.weight) for stage in stages))
+        rank_times = [measured_placement.num_chunks * statistics.fmean(times) for times in by_kind]
     for source in arguments.schedules:
         own_chunks = SCHEDULES[source].chunks if source in SCHEDULES else None
         placement = place_stages(source, pipeline, own_chunks or arguments.chunks, "v" if arguments.v else None)
         schedule = training_schedule(source, placement, m)
-        alike = Times(*(time / placement.num_chunks for time in share), p2p)
-        times = [replace(stage, p2p=p2p) for stage in stages] if placement == measured_placement else alike
+        equal = Times(*(time / placement.num_chunks for time in rank_times), p2p)
+        times = [replace(stage, p2p=p2p) for stage in stages] if placement == measured_placement else equal
         found[source] = (simulate(schedule, placement, times), placement)
     return found
 

@@ -234,7 +234,7 @@ class _Conversion:
         return manager
 
     def optimizer_stepped(self) -> None:
-        """Drop the FP8 copies. Amaxes of the new weights belong to the next step; none are recorded before it begins."""
+        """Drop the FP8 copies. Amaxes of the new weights are recorded when the next step begins."""
         self._step_is_over = True
         for op in self._fp8_ops():
             op.invalidate_weight()

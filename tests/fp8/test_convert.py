@@ -195,8 +195,8 @@ def numbers(x: Tensor, fmt: fp8.Format) -> np.ndarray:
     """What an FP8 copy of x, scaled by its own amax, stands for: float64, written independently of the package."""
     x_np = x.detach().numpy()
     scale = np.float32(scale_of(float(np.abs(x_np).max()), fmt.max))
-    codes = encode(x_np * scale, fmt)
-    return np.vectorize(lambda code: decode(code, fmt))(codes) * float(np.float32(1) / scale)
+    data = encode(x_np * scale, fmt)
+    return np.vectorize(lambda byte: decode(byte, fmt))(data) * float(np.float32(1) / scale)
 
 
 def test_a_layers_gradients_are_products_of_the_operands_as_quantized() -> None:
