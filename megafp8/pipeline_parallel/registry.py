@@ -30,8 +30,11 @@ _CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 def _discover() -> dict[str, ScheduleRecord]:
     """The record of each file in `schedules/`, sorted by name."""
     names = [f"{schedules.__name__}.{module.name}" for module in pkgutil.iter_modules(schedules.__path__)]
-    records: list[ScheduleRecord] = [importlib.import_module(name).SCHEDULE for name in names]
-    return {record.name: record for record in sorted(records, key=lambda record: record.name)}
+    records: dict[str, ScheduleRecord] = {}
+    for record in (importlib.import_module(name).SCHEDULE for name in names):
+        assert record.name not in records, f"two schedules are called {record.name}"
+        records[record.name] = record
+    return dict(sorted(records.items()))
 
 
 SCHEDULES = _discover()
@@ -79,12 +82,6 @@ def read_csv(path: Path) -> Schedule:
         [parse_cell(cell, f"schedule {path}, row {r}, cell {i}") for i, cell in enumerate(row, 1) if cell.strip()]
         for r, row in enumerate(rows, 1)
     ]
-
-
-def write_csv(schedule: Schedule, path: Path) -> None:
-    """Write compute actions for `read_csv`."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([[cell(action) for action in actions] for actions in schedule])
 
 
 def parse_cell(cell: str, where: str) -> Action:

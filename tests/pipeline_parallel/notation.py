@@ -30,3 +30,8 @@ def lines_of(schedule: Schedule) -> list[str]:
         " ".join(f"{short[a.kind]}{a.microbatch}" + (f".{a.chunk}" if a.chunk else "") for a in actions)
         for actions in schedule
     ]
+
+
+def csv_of(schedule: Schedule) -> str:
+    """A schedule of compute actions as a CSV file for `parallel.schedule`."""
+    return "\n".join(line.replace(" ", ",") for line in lines_of(schedule))

@@ -20,7 +20,7 @@ from megafp8.pipeline_parallel.actions import COMPUTE, Placement, loop_placement
 from megafp8.pipeline_parallel.communication import with_communication
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageOutput
 from megafp8.pipeline_parallel.forward_only import forward_only
-from megafp8.pipeline_parallel.registry import SCHEDULES
+from megafp8.pipeline_parallel.registry import SCHEDULES, place_stages
 from megafp8.pipeline_parallel.schedules.one_f_one_b import one_f_one_b
 from megafp8.pipeline_parallel.schedules.zb_h1 import zb_h1
 from megafp8.pipeline_parallel.split import even, stage_layers
@@ -216,15 +216,17 @@ def _alone() -> PipelineEngine:
     return PipelineEngine(group, group, loop_placement(1), (ROWS, WIDTH), torch.float64, CPU)
 
 
-@pytest.mark.parametrize(("m", "backward", "message"), [(1, True, "a micro-batch for every"), (2, False, "backward=")])
-def test_arguments_that_do_not_fit_the_schedule(m: int, backward: bool, message: str) -> None:
+@pytest.mark.parametrize(
+    ("build", "m", "backward", "message"),
+    [
+        (one_f_one_b, 1, True, "a micro-batch for every"),
+        (one_f_one_b, 2, False, "backward="),
+        (zb_h1, 2, True, "need a store"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_schedule(build: Any, m: int, backward: bool, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        _alone().run(one_f_one_b(loop_placement(1), 2)[0], [_Stage(0, 1, 2)], _microbatches(m), backward=backward)
-
-
-def test_split_backwards_need_a_store() -> None:
-    with pytest.raises(AssertionError, match="need a store"):
-        _alone().run(zb_h1(loop_placement(1), 2)[0], [_Stage(0, 1, 2)], _microbatches(2), backward=True)
+        _alone().run(build(loop_placement(1), 2)[0], [_Stage(0, 1, 2)], _microbatches(m), backward=backward)
 
 
 def test_an_error_in_a_stage_propagates() -> None:
@@ -247,17 +249,7 @@ def _nccl_rank(local_rank: int, port: int, name: str, placement: Placement, m: i
 @pytest.mark.parametrize("m", [2, 7])
 @pytest.mark.parametrize(
     ("name", "placement"),
-    [
-        (name, place(p))
-        for p in (2, 4)
-        for name, place in (
-            ("1f1b", loop_placement),
-            ("interleaved", functools.partial(loop_placement, num_chunks=2)),
-            ("zb-h1", loop_placement),
-            ("zb-v", v_placement),
-            ("dualpipev", v_placement),
-        )
-    ],
+    [(name, place_stages(name, p, record.least_chunks)) for p in (2, 4) for name, record in SCHEDULES.items()],
     ids=lambda x: str(getattr(x, "stages", x)),
 )
 def test_over_nccl(tmp_path: Path, name: str, placement: Placement, m: int) -> None:

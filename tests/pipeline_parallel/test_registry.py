@@ -15,8 +15,8 @@ from megafp8.pipeline_parallel.registry import (
     read_csv,
     training_schedule,
     unsplit_schedule,
-    write_csv,
 )
+from tests.pipeline_parallel.notation import csv_of
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 
@@ -34,7 +34,7 @@ def test_a_csv_by_hand(tmp_path: Path) -> None:
 def test_a_built_in_schedule_survives_a_csv(tmp_path: Path, name: str) -> None:
     placement = place_stages(name, 3, SCHEDULES[name].least_chunks)
     schedule = training_schedule(name, placement, 7)
-    write_csv(schedule, tmp_path / "copy.csv")
+    (tmp_path / "copy.csv").write_text(csv_of(schedule))
     assert training_schedule(str(tmp_path / "copy.csv"), placement, 7) == schedule
 
 

@@ -23,7 +23,7 @@ class ScheduleRecord:
     """What config checks, the planner, the engine and the plots know of a schedule.
 
     `build(placement, m)` returns the compute actions of each rank. `chunks`: stages per rank, None for any number from
-    2 up. `placement`: of these stages. `splits_wgrad`: some weight gradients are computed apart from their backward.
+    2 up. `placement`: of these stages. `splits_wgrad`: some backwards leave their weight gradients to WEIGHT actions.
     """
 
     name: str
