@@ -41,7 +41,7 @@ from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend, algorithm_file, gemm
 from megafp8.fp8.recipes import BlockwiseScaling, CurrentScaling, RowwiseScaling
 from megafp8.fp8.recipes.base import Fp8Tensor, OperandName
 from megafp8.fp8.sources import Plain
-from megafp8.fp8.speed_measurement import time_in_turns
+from megafp8.fp8.speed_measurement import time_round_robin
 from megafp8.fp8.speed_model import LinearSize
 from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 
@@ -246,7 +246,7 @@ def bench_linear(
     for operands in operands_of(size, device):
         results = [Result(layer, size, operands.gemm, name, operands.flops) for name in known]
         ready = prepare(operands, results, known)
-        for (result, _), seconds in zip(ready, time_in_turns([run for _, run in ready], device, rounds=rounds)):
+        for (result, _), seconds in zip(ready, time_round_robin([run for _, run in ready], device, rounds=rounds)):
             result.samples_ms = [second * 1e3 for second in seconds]
         found += results
     return found

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.pipeline_parallel.schedules import in_a_v, in_turns, one_f_one_b
+from megafp8.pipeline_parallel.actions import loop_placement, v_placement
+from megafp8.pipeline_parallel.schedules.one_f_one_b import one_f_one_b
+from megafp8.pipeline_parallel.schedules.zb_v import zb_v
 from megafp8.pipeline_parallel.simulate import Times, simulate
 from megafp8.pipeline_parallel.trace import read_timeline, write_timeline
-from megafp8.pipeline_parallel.zero_bubble import zb_v
 from tools import plot_schedule
 
 
@@ -39,7 +40,7 @@ def test_times_are_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_measured_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    placement, path = in_a_v(2), tmp_path / "pipeline_trace.json"
+    placement, path = v_placement(2), tmp_path / "pipeline_trace.json"
     timeline = simulate(zb_v(placement, 3), placement, Times(0.5, 1.0, 0.25))
     write_timeline(timeline, placement, path)
     assert read_timeline(path) == (timeline, placement)
@@ -50,7 +51,7 @@ def test_a_measured_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_measured_stages_are_simulated_with_their_own_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    placement, path = in_turns(2), tmp_path / "pipeline_trace.json"
+    placement, path = loop_placement(2), tmp_path / "pipeline_trace.json"
     times = [Times(1.0, 1.0, 1.0), Times(2.0, 3.0, 1.0)]
     write_timeline(simulate(one_f_one_b(placement, 4), placement, times), placement, path)
     assert plot_schedule.main(["1f1b", "zb-v", "--measured", str(path)]) == 0

@@ -240,7 +240,7 @@ def test_dry_run_of_a_v() -> None:
     done = script("--config", "configs/quickstart.yaml", "--dry-run", "--world-size", "8", *overrides)
     assert done.returncode == 0, done.stderr
     # 2 micro-batches a rank: three parts of each on 4 stages; rank 1 waits for one stage, and at the end one for rank 0
-    assert "schedule: zb-v, stages a rank: 2; simulated" in done.stdout
+    assert "schedule: zb-v, stages per rank: 2; simulated" in done.stdout
     stages = [line.split()[0::6] for line in done.stdout.splitlines() if ", chunk" in line]
     assert [(stage[0], stage[1]) for stage in stages] == [("0", "0-3,"), ("1", "4-7,"), ("2", "4-7,"), ("3", "0-3,")]
     assert "embedding " not in done.stdout.partition("groups of rank 0:")[2]

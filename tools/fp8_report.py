@@ -137,7 +137,7 @@ def advice_text(records: Sequence[Record], config: Config) -> str:
 
 
 def _place(layer: str) -> tuple[str, int]:
-    """("mlp.down", 3) of "layers.3.mlp.down"."""
+    """Kind and block of a layer: ("mlp.down", 3) of "layers.3.mlp.down"."""
     block = re.search(r"\.(\d+)\.", layer)
     return (layer, 0) if block is None else (layer[block.end() :], int(block[1]))
 

@@ -4,17 +4,16 @@
     python tools/plot_schedule.py interleaved --pipeline 4 --chunks 2 --times 1,1.1,0.9 --p2p 0.1 --png schedule.png
     python tools/plot_schedule.py zb-v --measured runs/mine/pipeline_trace.json --png schedule.png
 
-Schedules are values of `parallel.schedule`: names, .csv files, module:function. Each rank is a row. Forward is blue,
-backward green, or lighter green if it leaves the weight gradients for later, and these are orange. Later chunks of a
-rank are darker, with white numbers. Printed, and written above each plot: the length of a step, the bubble, and the
-micro-batches held by the rank that holds most.
+Schedules are what `parallel.schedule` takes: names, .csv files, module:function. There is one row per rank. Forwards
+are blue, backwards green, split backwards light green, their weight gradients orange; later chunks of a rank are
+darker, with white numbers. For each schedule the duration of a step, the bubble and the most micro-batches held by a
+rank are printed and written above the drawing.
 
-`--times` are F,B,W: a rank's time for forward, input gradients and weight gradients of one micro-batch, in any unit and
-for any number of stages per rank, so that schedules can be compared.
+`--times` F,B,W: a rank's forward, input gradients and weight gradients of one micro-batch, in any unit, over all its
+stages, so that schedules can be compared.
 
-`--measured` plots the step of a run that `logging.pipeline_trace_step` names, and takes the number of ranks from it.
-Schedules given with it are simulated with the mean measured times of each stage if the stages have the same placement
-as in the run, else of all stages.
+`--measured` draws the step that `logging.pipeline_trace_step` named, with the number of ranks of the run. Schedules
+named beside it are simulated with the measured mean times: of each stage where the placement is the same, else of all.
 """
 
 from __future__ import annotations
@@ -27,26 +26,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megafp8.pipeline_parallel.registry import BUILT_IN, cell, training_schedule
-from megafp8.pipeline_parallel.schedules import Kind, Placement, in_a_v, in_turns, splits
+from megafp8.pipeline_parallel.actions import Kind, Placement, split_backwards
+from megafp8.pipeline_parallel.registry import SCHEDULES, cell, place_stages, training_schedule
 from megafp8.pipeline_parallel.simulate import Timeline, Times, mean_times, simulate
 from megafp8.pipeline_parallel.trace import chrome_trace, read_timeline
 from tools.common import new_parser, pyplot, run_tool
 
 COLOURS = {"F": "#6baed6", "whole": "#41ab5d", "B": "#a1d99b", "W": "#fd8d3c"}
-CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2, "dualpipev": 2}
-NUMBERED = 1200  # more cells than that are too small for numbers
-
-
-def placed(source: str, pipeline: int, chunks: int, v: bool) -> Placement:
-    """The placement of a schedule's stages."""
-    if v or source in ("zb-v", "dualpipev"):
-        return in_a_v(pipeline)
-    return in_turns(pipeline, CHUNKS.get(source, chunks))
+LABELLED = 1200  # most actions that are drawn with their numbers
 
 
 def summary(name: str, timeline: Timeline, placement: Placement, unit: str) -> str:
-    """Length of a step, bubble, and micro-batches held, as text."""
+    """Duration, bubble and memory in one line."""
     v = placement.num_chunks
     held, flight = max(timeline.peak_held) / v, max(timeline.peak_in_flight) / v
     return (
@@ -56,7 +47,7 @@ def summary(name: str, timeline: Timeline, placement: Placement, unit: str) -> s
 
 
 def draw(timelines: dict[str, tuple[Timeline, Placement]], titles: dict[str, str], path: Path) -> None:
-    """All timelines below each other, on one time axis."""
+    """Draw all timelines below each other on one time axis."""
     plt = pyplot()
     rows = [len(timeline.spans) for timeline, _ in timelines.values()]
     figure, axes = plt.subplots(
@@ -77,31 +68,30 @@ def draw(timelines: dict[str, tuple[Timeline, Placement]], titles: dict[str, str
 
 def _draw_rank(axis: Any, rank: int, timeline: Timeline, placement: Placement) -> None:
     spans = timeline.spans[rank]
-    later = splits(span.action for span in spans)
-    numbered = sum(len(spans) for spans in timeline.spans) <= NUMBERED
-    for span in spans:
-        action = span.action
-        split = (action.microbatch, action.chunk) in later
-        name = "whole" if action.kind is Kind.BACKWARD and not split else cell(action)[0]
+    split = split_backwards(span.action for span in spans)
+    labelled = sum(len(spans) for spans in timeline.spans) <= LABELLED
+    for action, start, end in spans:
+        whole = action.kind is Kind.BACKWARD and (action.microbatch, action.chunk) not in split
+        name = "whole" if whole else cell(action)[0]
         shade = 1 - 0.45 * action.chunk / max(1, placement.num_chunks - 1)
         colour = tuple(shade * int(COLOURS[name][i : i + 2], 16) / 255 for i in (1, 3, 5))
-        start, width = span.start - timeline.start, span.end - span.start
-        axis.barh(rank, width, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.4)
-        if numbered:
+        left, width = start - timeline.start, end - start
+        axis.barh(rank, width, left=left, height=0.86, color=colour, edgecolor="white", linewidth=0.4)
+        if labelled:
             text = {"ha": "center", "va": "center", "fontsize": 6, "color": "white" if action.chunk else "black"}
-            axis.text(start + width / 2, rank, str(action.microbatch), clip_on=True, **text)
+            axis.text(left + width / 2, rank, str(action.microbatch), clip_on=True, **text)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument(
-        "schedules", nargs="*", metavar="schedule", help=f"{', '.join(BUILT_IN)}, *.csv, module:function"
+        "schedules", nargs="*", metavar="schedule", help=f"{', '.join(SCHEDULES)}, *.csv, module:function"
     )
     parser.add_argument("--pipeline", type=int, default=4, help="ranks")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--chunks", type=int, default=2, help="stages per rank, if the schedule allows several")
-    parser.add_argument("--v", action="store_true", help="place the stages of a custom schedule in a V")
-    parser.add_argument("--times", default="1,1,1", help="F,B,W of one rank and micro-batch")
+    parser.add_argument("--chunks", type=int, default=2, help="stages per rank, where the schedule allows several")
+    parser.add_argument("--v", action="store_true", help="place the stages of your own schedule in a V")
+    parser.add_argument("--times", default="1,1,1", help="F,B,W of a rank for one micro-batch")
     parser.add_argument("--p2p", type=float, default=0.0, help="time of a transfer between ranks")
     parser.add_argument("--measured", type=Path, help="pipeline_trace.json of a run")
     parser.add_argument("--png", type=Path)
@@ -119,9 +109,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, Placement]]:
-    """Timelines to plot, by name."""
+    """The timelines to draw, by name."""
     found: dict[str, tuple[Timeline, Placement]] = {}
-    pipeline, m, share, p2p = arguments.pipeline, arguments.micro_batches, arguments.times, arguments.p2p
+    pipeline, m, rank_times, p2p = arguments.pipeline, arguments.micro_batches, arguments.times, arguments.p2p
     measured_placement, stages = None, []
     if arguments.measured:
         measured, measured_placement = read_timeline(arguments.measured)
@@ -129,13 +119,14 @@ def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, Placem
         pipeline = measured_placement.num_ranks
         m = 1 + max(span.action.microbatch for spans in measured.spans for span in spans)
         stages = mean_times(measured, measured_placement)
-        of_all = zip(*((stage.forward, stage.backward, stage.weight) for stage in stages))
-        share = [measured_placement.num_chunks * statistics.fmean(times) for times in of_all]
+        by_kind = zip(*((stage.forward, stage.backward, stage.weight) for stage in stages))
+        rank_times = [measured_placement.num_chunks * statistics.fmean(times) for times in by_kind]
     for source in arguments.schedules:
-        placement = placed(source, pipeline, arguments.chunks, arguments.v)
+        own_chunks = SCHEDULES[source].chunks if source in SCHEDULES else None
+        placement = place_stages(source, pipeline, own_chunks or arguments.chunks, "v" if arguments.v else None)
         schedule = training_schedule(source, placement, m)
-        alike = Times(*(time / placement.num_chunks for time in share), p2p)
-        times = [replace(stage, p2p=p2p) for stage in stages] if placement == measured_placement else alike
+        equal = Times(*(time / placement.num_chunks for time in rank_times), p2p)
+        times = [replace(stage, p2p=p2p) for stage in stages] if placement == measured_placement else equal
         found[source] = (simulate(schedule, placement, times), placement)
     return found
 

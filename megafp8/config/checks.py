@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from megafp8.config import optimizer_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem
-from megafp8.config.schema import V_SCHEDULES, Config, ModelConfig
+from megafp8.config.schema import Config, ModelConfig
+from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
 
 
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
@@ -148,43 +149,36 @@ def _stages(config: Config) -> Iterator[Problem]:
         yield Problem("parallel.layers_per_stage", explicit, rule, works)
 
 
-_CHUNKS = {"1f1b": (1, 1), "interleaved": (2, None), "zb-h1": (1, 1), "zb-v": (2, 2), "dualpipev": (2, 2)}
-"""Stages a rank of each schedule: least and most."""
-
-
 def _schedule(config: Config) -> Iterator[Problem]:
-    p, path = config.parallel, "parallel.schedule"
-    if p.schedule in _CHUNKS:
-        least, most = _CHUNKS[p.schedule]
-        v = p.virtual_pipeline
-        if v < least or (most is not None and v > most):
-            wanted = f"{least} or more stages" if most is None else f"{least} stage{'s' if least > 1 else ''}"
-            other = "1f1b" if v == 1 else "interleaved"
+    p, path, chunks = config.parallel, "parallel.schedule", config.parallel.virtual_pipeline
+    if p.schedule in SCHEDULES:
+        record = SCHEDULES[p.schedule]
+        if not record.allows(chunks):
+            wanted = f"{record.chunks or '2 or more'} stage{'' if record.chunks == 1 else 's'}"
             yield Problem(
-                path, p.schedule, f"it is for {wanted} a rank, and parallel.virtual_pipeline is {v}",
-                f"try parallel.virtual_pipeline={least}, or parallel.schedule={other}",
+                path, p.schedule, f"it is for {wanted} per rank, and parallel.virtual_pipeline is {chunks}",
+                f"try parallel.virtual_pipeline={record.least_chunks}, or {path}={unsplit_schedule(chunks)}",
             )  # fmt: skip
-        if p.placement is not None and (p.placement == "v") != (p.schedule in V_SCHEDULES):
-            needs = "v" if p.schedule in V_SCHEDULES else "turns"
+        if p.placement not in (None, record.placement):
             yield Problem(
-                "parallel.placement", p.placement, f"parallel.schedule {p.schedule} needs {needs}",
-                f"try parallel.placement={needs}, or leave it out",
+                "parallel.placement", p.placement, f"{path} {p.schedule} needs {record.placement}",
+                f"try parallel.placement={record.placement}, or leave it out",
             )  # fmt: skip
     elif not p.schedule.endswith(".csv") and not re.fullmatch(r"[\w.]+:\w+", p.schedule):
-        near = difflib.get_close_matches(p.schedule, _CHUNKS, n=1)
+        near = difflib.get_close_matches(p.schedule, SCHEDULES, n=1)
         yield Problem(
-            path, p.schedule, f"none of {', '.join(_CHUNKS)}, and neither a .csv file nor module:function",
-            f"try {near[0] if near else '1f1b'}",
+            path, p.schedule, f"none of {', '.join(SCHEDULES)}, and neither a .csv file nor module:function",
+            f"try {near[0] if near else unsplit_schedule(1)}",
         )  # fmt: skip
-    elif p.placement == "v" and p.virtual_pipeline != 2:
+    elif p.placement == "v" and chunks != 2:
         yield Problem(
-            "parallel.placement", "v", f"a V has two stages a rank, and parallel.virtual_pipeline is "
-            f"{p.virtual_pipeline}", "try parallel.virtual_pipeline=2",
+            "parallel.placement", "v", f"a V has two stages per rank, and parallel.virtual_pipeline is {chunks}",
+            "try parallel.virtual_pipeline=2",
         )  # fmt: skip
-    if p.pipeline == 1 and p.virtual_pipeline > 1:
+    if p.pipeline == 1 and chunks > 1:
         yield Problem(
-            "parallel.virtual_pipeline", p.virtual_pipeline, "parallel.pipeline is 1, so there is no bubble to make "
-            "smaller", "try parallel.virtual_pipeline=1 and parallel.schedule=1f1b, or parallel.pipeline=2",
+            "parallel.virtual_pipeline", chunks, "parallel.pipeline is 1, so there is no bubble to make smaller",
+            f"try parallel.virtual_pipeline=1 and {path}={unsplit_schedule(1)}, or parallel.pipeline=2",
         )  # fmt: skip
 
 
@@ -294,16 +288,13 @@ def _fsdp(config: Config) -> Iterator[Problem]:
     if p.zero:
         rule = "parallel.fsdp is ZeRO stage 3, which shares out all that stage 1 does"
         yield Problem("parallel.zero", p.zero, rule, f"try parallel.zero=0, {off}")
-    if p.schedule in _LEAVE_WGRADS:
+    if p.schedule in SCHEDULES and SCHEDULES[p.schedule].splits_wgrad:
         rule = "it leaves weight gradients for later, when parallel.fsdp has freed the block and sent its gradients"
-        works = "1f1b" if p.virtual_pipeline == 1 else "interleaved"
+        works = unsplit_schedule(p.virtual_pipeline)
         yield Problem("parallel.schedule", p.schedule, rule, f"try parallel.schedule={works}, {off}")
     if config.training.cuda_graphs:
         rule = "a graph holds no communication, and parallel.fsdp gathers weights in every micro-batch"
         yield Problem("training.cuda_graphs", True, rule, f"try training.cuda_graphs=false, {off}")
-
-
-_LEAVE_WGRADS = {"zb-h1", "zb-v", "dualpipev"}
 
 
 def _param_gather(config: Config) -> Iterator[Problem]:

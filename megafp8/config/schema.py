@@ -44,6 +44,11 @@ def _in_fp32(value: float) -> float:
     return value
 
 
+def _placement(value: object) -> object:
+    """`value`, except that "turns", which earlier versions wrote for "loop", is read as that."""
+    return "loop" if value == "turns" else value
+
+
 _INTEGER, _FLOAT, _IN_FP32 = BeforeValidator(_whole_number), BeforeValidator(_number), AfterValidator(_in_fp32)
 # Their bounds come first: behind a validator pydantic would leave them out of the JSON schema.
 Integer = Annotated[int, _INTEGER]
@@ -141,10 +146,6 @@ class ModelConfig(Section):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
-V_SCHEDULES = ("zb-v", "dualpipev")
-"""Schedules whose stages lie in a V."""
-
-
 class ParallelConfig(Section):
     """How the model is laid over the ranks. Data parallelism is what remains of the world."""
 
@@ -155,13 +156,12 @@ class ParallelConfig(Section):
     virtual_pipeline: PositiveInt = 1
     """Stages of consecutive layers that each of these ranks holds."""
     schedule: str = "1f1b"
-    """Who computes what when. 1f1b (one stage a rank); interleaved (several: less bubble, more memory and
-    communication); zb-h1 (one), zb-v (two): fill the bubble with weight gradients; dualpipev (two): DeepSeek's.
-    Or the path of a .csv file, a row a rank with cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1; or
+    """Pipeline schedule: a built-in one (README has a table; one file each in megafp8/pipeline_parallel/schedules), the
+    path of a .csv file with one row per rank and cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1, or
     module:function, called with placement and number of micro-batches. tools/plot_schedule.py draws them."""
-    placement: Literal["turns", "v"] | None = None
-    """Where stage s of S is. turns: on rank s mod pipeline; v: down the ranks and back, so that the last stage is on
-    the first rank. Default: what the schedule needs, and turns for one of your own."""
+    placement: Annotated[Literal["loop", "v"], BeforeValidator(_placement)] | None = None
+    """Rank of each stage. loop: stage s is on rank s mod pipeline; v: down the ranks and back, so that the last stage
+    is on the first rank. Default: that of the schedule, and loop for one of your own."""
     context: PositiveInt = 1
     """Context-parallel size: ranks that share each sequence, for sequences too long for one. Each has two chunks, one
     from either end, and gathers the others' keys and values; weights are on all of them."""
@@ -201,14 +201,9 @@ class ParallelConfig(Section):
     """ZeRO stage 3, through torch's fully_shard: each data-parallel rank keeps a share of the weights and gradients
     too; a block's weights are gathered before its forward and its backward, with fp8.param_gather as FP8 codes, and
     freed after. Instead of zero; without effect on it: bucket_mib and overlap_param_gather. Gradients are reduced
-    after each micro-batch, so few large ones are best. Not with zb-h1, zb-v, dualpipev, and CUDA graphs."""
+    after each micro-batch, so few large ones are best. Not with CUDA graphs and schedules that split backwards."""
     overlap_param_gather: bool = True
     """With zero 1: gather updated parameters while the next forward pass already runs."""
-
-    @property
-    def in_a_v(self) -> bool:
-        """Whether stages lie in a V."""
-        return self.placement == "v" if self.placement else self.schedule in V_SCHEDULES
 
 
 OperandRecipe = Literal["delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4"]

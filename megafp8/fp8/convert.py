@@ -1,28 +1,28 @@
-"""FP8 for any PyTorch model: `convert` turns its `nn.Linear`s into FP8 layers, `autocast` says where they run so.
+"""FP8 for any PyTorch model: `convert` makes its `nn.Linear`s FP8 layers, which run in FP8 within `autocast`.
 
-A converted layer is the same module with another class: its parameters, hooks and names stay, so a `state_dict` is
-unchanged and a wrapper (DDP, FSDP2, torch.compile) that comes afterwards sees an `nn.Linear`. All layers of one
-`convert` share a `_Conversion`, which holds the recipe and, from the first FP8 forward on, when the device is known,
-the `Fp8Manager`.
+A converted layer is the same module with another class: its parameters, hooks and names stay, so `state_dict` is
+unchanged and a later wrapper (DDP, FSDP2, torch.compile) sees an `nn.Linear`. All layers of one `convert` share a
+`_Conversion` with the recipe and, from the first FP8 forward on, when the device is known, the `Fp8Manager`.
 
-Training code calls nothing between steps, so three things are noticed here:
+Training code calls nothing between steps; three events are detected here:
 
-- *A weight changed.* Its FP8 copies are kept for as long as its version counter and address stay, and dropped when any
-  torch optimizer steps: fused optimizers and writers to `.data` leave the counter alone.
-- *FSDP2 freed a weight, or brought it back.* It writes into one tensor behind the version counter's back, but it also
-  assigns that tensor to the module each time; so an assignment to `weight` frees the copies. Backward then casts the
-  gathered weight again, rather than keep the whole model in FP8 on every rank.
-- *A step is over.* Delayed scaling moves on at the first training forward after an optimizer stepped, which is once a
-  step however many micro-batches, optimizers or recomputed forwards it has. Its amaxes are then reduced over the
-  default process group, so all ranks must run the same layers. Evaluation in between, on one rank perhaps, neither
-  communicates nor leaves a trace.
+- *A weight changed.* Its FP8 copies are valid while its version counter and address stay the same, and are dropped when
+  any torch optimizer steps: fused optimizers and writes to `.data` do not change the counter.
+- *FSDP2 freed or gathered a weight.* It writes to one tensor without changing its version counter, but also assigns
+that
+  tensor to the module each time; so an assignment to `weight` frees the copies. Backward then quantizes the gathered
+  weight again instead of holding the whole model in FP8 on every rank.
+- *A step ended.* Delayed scaling advances at the first training forward after an optimizer stepped: once per step,
+however
+  many micro-batches, optimizers or recomputed forwards it has. Its amaxes are then reduced over the default process
+  group, so all ranks must run the same layers. An evaluation in between neither communicates nor changes any state.
 
 A forward within a backward pass is a recomputation (activation checkpointing). It runs in FP8 if the layer's last
-forward did: backward usually stands outside `autocast`, and runs in a thread that knows nothing of it.
+forward did: backward usually runs outside `autocast`, and in another thread.
 
-What it gives up: the layers are opaque to torch.compile (a graph break each), casts are not fused with the norms and
-activations around them, and gradients return through autograd in the weight's dtype instead of being summed by the
-GEMM. Models built from megafp8's own layers have all of that.
+Limits: the layers are opaque to torch.compile (a graph break each), casts are not fused with the norms and activations
+around them, and gradients return through autograd in the weight's dtype instead of being accumulated by the GEMM.
+Models built from megafp8's own layers have none of these limits.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def convert(
     skip: tuple[str, ...] = ("lm_head",),
     gemm_backend: GemmBackend = "auto",
 ) -> nn.Module:
-    """Make every `nn.Linear` of `model` that no pattern in `skip` matches an FP8 layer, and return `model`.
+    """Make every `nn.Linear` of `model` that matches no pattern in `skip` an FP8 layer, and return `model`.
 
-    `skip`: shell-style patterns of qualified names (`model.named_modules()`), where `*` matches dots too. Layers whose
-    dims are not multiples of 16, and subclasses of `nn.Linear`, stay as they are; the first are named in a warning.
-    Converted layers run in FP8 within `autocast`. Convert before DDP, `fully_shard` or `torch.compile`; the device does
-    not matter, it may be "meta". ValueError if `recipe` is no Fp8Recipe (its name is not enough), a pattern (of the
-    recipe too) matches nothing, there is nothing to convert, or a layer has been sharded already; the model is then as
-    it was.
+    `skip`: shell-style patterns of qualified names (`model.named_modules()`), where `*` matches dots too. Layers with
+    dims that are not multiples of 16 are skipped with a warning, subclasses of `nn.Linear` without. Converted layers
+    run in FP8 within `autocast`. Convert before DDP, `fully_shard` or `torch.compile`; on any device, "meta" too.
+
+    Raises ValueError, with the model unchanged, if `recipe` is not an Fp8Recipe (but its name, say), a pattern of
+    `skip` or the recipe matches nothing, there is nothing to convert, or a layer is sharded already.
     """
     if not isinstance(recipe, Fp8Recipe):
         meant = recipe if isinstance(recipe, type) else RECIPES.get(str(recipe), CurrentScaling)
@@ -111,9 +111,9 @@ def convert(
 
 @contextmanager
 def autocast(enabled: bool = True) -> Iterator[None]:
-    """Within, converted layers run in FP8, or with `enabled=False` as the `nn.Linear`s they were; outside they do not.
+    """Context in which converted layers run in FP8 (or not, with `enabled=False`); without it they are `nn.Linear`s.
 
-    Nests; each thread and each asyncio task has its own. Only forward need stand within.
+    Can be nested; local to the thread or asyncio task. Only the forward has to run within.
     """
     token = _enabled.set(enabled)
     try:
@@ -123,35 +123,33 @@ def autocast(enabled: bool = True) -> Iterator[None]:
 
 
 def end_step(model: nn.Module) -> None:
-    """End a training step now rather than at the next training forward.
+    """End a training step now instead of at the next training forward.
 
-    Needed before `state_dict`, and after an optimizer that is no `torch.optim.Optimizer`. With delayed scaling it is a
-    collective over the default process group, if there is one. ValueError unless `model`, which may be wrapped, has
-    been converted.
+    Needed before `state_dict`, and after an optimizer that is not a `torch.optim.Optimizer`. With delayed scaling a
+    collective over the default process group, if any. Raises ValueError unless `model`, possibly wrapped, is converted.
     """
     _conversion_of(model).end_step()
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """What `model`'s layers remember between steps, by name: amaxes and scales, if the recipe has a memory.
+    """The FP8 state of `model`'s layers by name: amaxes and scales, where the recipe keeps them between steps.
 
-    To be saved beside `model.state_dict()`, which does not contain it; the same on every rank, and empty before the
-    first FP8 forward. ValueError if an optimizer has stepped and the step has not ended: call `end_step` on every rank.
+    Not in `model.state_dict()`: save it as well. The same on every rank, and empty before the first FP8 forward. Raises
+    ValueError if an optimizer has stepped and the step has not ended: call `end_step` on every rank.
     """
     return _conversion_of(model).state_dict()
 
 
 def load_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Restore what `state_dict` returned, on any device, before or after the first forward.
+    """Load what `state_dict` returned, on any device, before or after the first forward.
 
-    ValueError if names or shapes are not those of `model` and its recipe; before the first FP8 forward it is raised
-    there.
+    Raises ValueError, at the first FP8 forward at the latest, if names or shapes do not match `model` and its recipe.
     """
     _conversion_of(model).load_state_dict(state)
 
 
 class Fp8LinearModule(nn.Linear):
-    """An `nn.Linear` that runs in FP8 within `autocast`. Made by `convert`."""
+    """An `nn.Linear` that runs in FP8 within `autocast`; made by `convert`."""
 
     conversion: _Conversion
     fp8_name: str
@@ -184,11 +182,11 @@ def _forward(layer: Fp8LinearModule, x: Tensor) -> Tensor:
 
 
 class _Conversion:
-    """What the layers of one `convert` share. A copy, deep or pickled, has the same scales and runs independently."""
+    """State shared by the layers of one `convert`. A deep or pickled copy has the same scales and is independent."""
 
     def __init__(self, recipe: Fp8Recipe, gemm_backend: GemmBackend, names: tuple[str, ...]) -> None:
         self.recipe, self.gemm_backend, self.names = recipe, gemm_backend, names
-        self._loaded: dict[str, Tensor] = {}  # the state to begin with
+        self._loaded: dict[str, Tensor] = {}  # the initial state
         self._step_is_over = False
         self._manager: Fp8Manager | None = None
         self._device: torch.device | None = None
@@ -203,7 +201,7 @@ class _Conversion:
         self._loaded, self._step_is_over = state
 
     def linear(self, layer: Fp8LinearModule, x: Tensor) -> Tensor:
-        """The layer in FP8. In evaluation mode its input leaves nothing for later scales."""
+        """Run the layer in FP8. In evaluation mode its amaxes are not recorded."""
         if self._manager is None:
             self._manager = self._build(x.device)
         if x.device != self._device:
@@ -235,7 +233,7 @@ class _Conversion:
         return manager
 
     def optimizer_stepped(self) -> None:
-        """The weights are those of the next step, whose history does not begin before this one has ended."""
+        """Drop the FP8 copies. Amaxes of the new weights are recorded when the next step begins."""
         self._step_is_over = True
         for state in self._fp8_layers():
             state.invalidate_weight()
@@ -287,7 +285,7 @@ class _Conversion:
 
 
 def _call_after_optimizer_steps(conversion: _Conversion) -> None:
-    """Tell `conversion` of every optimizer's steps, for as long as it lives."""
+    """Call `conversion.optimizer_stepped` after every optimizer step, without keeping it alive."""
     reference = weakref.ref(conversion)
 
     def stepped(*_: Any) -> None:
@@ -307,7 +305,7 @@ class _WatchingState(LinearState):
         if self._copies is None or not self._copies.are_of(weight):
             self._copies = _WeightCopies(weight, self.quantizers.weight)
         self._copies.make(columnwise=columnwise)
-        return cast(QuantizedTensor, self._copies)  # to the layer, whatever has rows and columns is an operand
+        return cast(QuantizedTensor, self._copies)  # it has the same interface
 
     def invalidate_weight(self) -> None:
         self._copies = None
@@ -318,12 +316,11 @@ class _WatchingState(LinearState):
 
 
 class _WeightCopies:
-    """The rows and columns of a weight in FP8, as an `QuantizedTensor` has them, that can be released and are then
-    made again.
+    """A weight in FP8 with the interface of `QuantizedTensor`, which can be released and is then quantized again.
 
-    Layer and graph share one while the weight stays. When it changes, the layer gets another, and a graph from before
-    keeps the values it was computed with. When FSDP2 frees the weight, this one is released for both, and whoever asks
-    next has it made from the weight as gathered by then.
+    Layer and graph share it while the weight is unchanged. When the weight changes, the layer gets a new one, and an
+    older graph keeps the values it was computed with. When FSDP2 frees the weight, this is released for both, and the
+    next access quantizes the weight as gathered by then.
     """
 
     def __init__(self, weight: Tensor, quantizer: Quantizer) -> None:
@@ -353,7 +350,7 @@ class _WeightCopies:
 
 
 def _stamp(weight: Tensor) -> tuple[int, int]:
-    """What changes when a tensor is written to, or its memory is replaced."""
+    """A value that changes when the tensor is written to or its memory is replaced."""
     return weight._version, weight.data_ptr()
 
 

@@ -1,30 +1,28 @@
-"""Smooth SwiGLU: the channels of an activation are brought to one size before they are cast.
+"""Smooth SwiGLU: scale the channels of an activation to similar size before the cast to FP8.
 
 SwiGLU multiplies two projections of one input. Late in training their weights may align in a few channels, which then
-grow by orders of magnitude (Fishman et al. 2024, arXiv:2409.12517). With one factor for the tensor such a channel
-decides it, and all others fall below what FP8 can hold. So channel k of the activation a is multiplied by a power of
-two s_k before it is cast, and column k of the weight w divided by it before that is cast, which changes no product:
+grow by orders of magnitude (Fishman et al. 2024, arXiv:2409.12517). With one scale per tensor such a channel determines
+it, and all others underflow. So channel k of the activation a is multiplied by a power of two s_k before it is cast,
+and column k of the weight w is divided by it before that is cast; the product stays the same:
 
     y  = Q(a · s) Q(w / s)ᵀ
     da = (dy Q(w / s)) · s          dw = (dyᵀ Q(a · s)) / s
 
-What range the activation needs no longer, the weight needs more, and weights have range to spare. They share at most:
-s_k goes up to 2^8, half of the fifteen octaves that E4M3 has, and beyond that small channels stay small in a.
+This moves range from the activation to the weight, which has some to spare. s_k is the largest channel's amax over
+channel k's, at most 2^8, half of the fifteen octaves of E4M3; beyond that small channels stay small in a. The largest
+channel has s = 1, so smoothing increases neither amax, and delayed and static scales remain valid.
 
-s_k is the largest channel's amax over channel k's. The largest channel has s = 1, so neither a's amax nor w's grows by
-smoothing, and scales from earlier steps (delayed) or given once (static) fit as they did.
+s is computed at the end of a step from the amaxes recorded in it, and constant in the next step: the weight is
+quantized once, and every micro-batch, rank and recomputed forward uses the same. Recording is a maximum, so the order
+and number of forwards do not matter. In the first step, and in the first after a calibration, all s_k are 1.
 
-The factors are made at the end of a step from the amaxes noted in it, and stay for the whole next step: the weight's
-copies are made once, and every micro-batch, rank and recomputed forward sees the same. Noting is a maximum, so the
-order and number of forwards do not matter. In the first step, and in the first after a calibration, all are 1.
+Channels are sharded over the tensor-parallel ranks. Each rank records its own in a buffer of all, zeros elsewhere: one
+max all-reduce, over all ranks that run the same layers, joins the shards and the data-parallel ranks' maxima. Each rank
+then knows the largest channel, and the state is the same on all ranks, whatever the layout.
 
-Channels are cut over the tensor-parallel ranks. Each rank notes its own in a buffer of all, zeros elsewhere: then one
-all-reduce, over everyone who runs the same layers, joins the slices and the data-parallel ranks' maxima, each rank
-knows the largest channel, and the state is the same on all, whatever the layout.
-
-What it gives up: where an outlier has small weights, dividing the others' shrinks the whole weight; its delayed scale
-takes a history's length to follow, and a static one never does. It costs a second pass over SwiGLU's inputs in
-forward, and in backward a weight gradient that is divided by s apart from the GEMM instead of being summed by it.
+Limits: where an outlier has small weights, dividing the other columns shrinks the whole weight; its delayed scale
+follows within an amax history, a static one never does. Cost: a second pass over SwiGLU's inputs in forward, and in
+backward a weight gradient that is divided by s after the GEMM instead of being accumulated by it.
 
 Shapes: r rows, f channels of this rank; l layers, c channels of all ranks.
 """
@@ -41,13 +39,14 @@ from megafp8.fp8.quantizers import casts
 from megafp8.fp8.sources import Source
 
 MOST = 2.0**8
+"""The largest s_k."""
 
 
 class ChannelScales:
-    """What a layer's input is multiplied by, `scale_f`, and its weight's columns, `scale_inv_f`.
+    """One layer's s: its input is multiplied by `scale_f`, its weight's columns by `scale_inv_f`.
 
-    `newest_amax_f` are the amaxes of the input before that, in the step that runs. All fp32, views of the shared state.
-    `recording` is switched off during evaluation.
+    `newest_amax_f`: amaxes of the unscaled input in the running step. All fp32, views of the shared state. `recording`
+    is False during evaluation.
     """
 
     def __init__(self, scale_f: Tensor, scale_inv_f: Tensor, newest_amax_f: Tensor) -> None:
@@ -55,13 +54,13 @@ class ChannelScales:
         self.recording = True
 
     def note(self, source: Source) -> None:
-        """Note the channels' amaxes of the input `[r, f]`, not yet multiplied."""
+        """Record the channel amaxes of the unscaled input `[r, f]`."""
         if self.recording:
             casts(source).raise_column_amax(source, self.newest_amax_f)
 
 
 class SmoothingState:
-    """The factors of the inputs of `layers`, all of `channels` channels, which are cut over the group of each."""
+    """s of the inputs of `layers`, each with `channels` channels, sharded over the layer's group."""
 
     def __init__(self, layers: dict[str, ProcessGroup | None], channels: int, device: torch.device) -> None:
         self.scale_lc = torch.ones(len(layers), channels, device=device)
@@ -77,25 +76,25 @@ class SmoothingState:
 
     @torch.no_grad()
     def end_step(self, group: ProcessGroup | None) -> None:
-        """Renew the factors from the step's amaxes, reduced over `group` (one collective)."""
+        """Update s from the step's amaxes, reduced over `group` (one collective)."""
         amax_lc = collectives.all_reduce(self.newest_amax_lc, group, "max")
         self.scale_lc.copy_(smooth(amax_lc, self.scale_lc))
         self.newest_amax_lc.zero_()
         self.refresh()
 
     def refresh(self) -> None:
-        """Renew the reciprocals: to be called when factors were read from a checkpoint."""
+        """Update the reciprocals; to be called after s was loaded from a checkpoint."""
         self.scale_inv_lc.copy_(self.scale_lc.reciprocal())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of each layer `fp8.<layer>.input.channel_scale` `[c]`, as a view: reading into it and `refresh` loads it."""
+        """`fp8.<layer>.input.channel_scale` `[c]` of each layer, as views: to load, copy into them and `refresh`."""
         return {f"fp8.{name}.input.channel_scale": self.scale_lc[row] for name, row in self.rows.items()}
 
 
 def smooth(amax_lc: Tensor, previous_lc: Tensor) -> Tensor:
-    """Powers of two from 1 to `MOST` that bring all channels to the amax of the largest, or less than one octave below.
+    """Powers of two from 1 to `MOST` that scale all channels to less than one octave below the largest.
 
-    A channel whose amax is zero, infinite or NaN keeps its previous factor and does not count as the largest.
+    A channel whose amax is zero, infinite or NaN keeps its previous scale and does not count as the largest.
     """
     largest_l1 = torch.where(amax_lc.isfinite(), amax_lc, 0.0).amax(dim=1, keepdim=True)
     return scale_from_amax(amax_lc, largest_l1, power_of_two=True, previous=previous_lc).clamp(max=MOST)

@@ -1,12 +1,12 @@
-"""How fast a linear layer is in FP8 and in high precision, by running it on this device.
+"""Measures the speed of a linear layer in FP8 and in high precision on this device.
 
-What is run is the layer that trains: forward, backward, the weight's gradient added to its fp32 sum. What is timed is
-the GPU and not the host: before each run the queue is given something to do for a millisecond, in which the host gets
-ahead, as it is in training wherever a GPU is busy. In the same pause L2 is overwritten, because in training a layer
-finds its operands in memory. What runs are compared with each other take turns, so a drift of the clock touches all.
+What runs is the layer as trained: forward, backward, weight gradient added to its fp32 buffer. GPU time is measured,
+not host time: before each run the queue gets a millisecond of work, in which the host runs ahead, as in training where
+a GPU is busy. Meanwhile L2 is overwritten, because in training a layer reads its operands from memory. The runs that
+are compared alternate, so that clock drift affects all alike.
 
-What it gives up. A chip that pauses between runs draws less power than one that trains, and runs at higher clocks.
-There is no group here: collectives, among them those of amaxes under tensor parallelism, are left out.
+Limits: a GPU that pauses between runs draws less power than in training and runs at higher clocks; and there is no
+process group, so collectives, such as those of amaxes under tensor parallelism, are left out.
 
 Shapes: m tokens, k inputs, n outputs.
 """
@@ -32,14 +32,13 @@ _WARM_STEPS = 2  # delayed scaling knows its scales then
 _WEIGHT_STD = 0.02
 
 
-def time_in_turns(
+def time_round_robin(
     runs: Sequence[Callable[[], object]], device: torch.device, *, rounds: int, warm_up: int = 2
 ) -> list[list[float]]:
-    """Seconds of each of `runs` in each of `rounds`, after `warm_up` rounds that do not count. On CUDA the device's
-    time, from a cold L2; on a CPU the host's."""
-    clock = _cuda_round if device.type == "cuda" else _cpu_round
-    ring_steps = [clock(runs, device) for _ in range(warm_up + rounds)][warm_up:]
-    return [list(times) for times in zip(*ring_steps, strict=True)]
+    """Seconds of each of `runs` in each of `rounds`, after `warm_up` rounds: GPU time from a cold L2, or CPU time."""
+    time_round = _cuda_round if device.type == "cuda" else _cpu_round
+    timed = [time_round(runs, device) for _ in range(warm_up + rounds)][warm_up:]
+    return [list(times) for times in zip(*timed, strict=True)]
 
 
 def _cpu_round(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
@@ -67,7 +66,7 @@ def _cuda_round(runs: Sequence[Callable[[], object]], device: torch.device) -> l
 
 
 class _Sum:
-    """Where the weight's gradient goes: a sum over micro-batches, fp32 or wider, as in training."""
+    """Gradient sink of the weight: a sum over micro-batches, fp32 or wider, as in training."""
 
     def __init__(self, weight: Tensor) -> None:
         self.main_grad = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -91,9 +90,9 @@ def measure(
     gemm_autotune: bool = True,
     rounds: int = 7,
 ) -> LinearSeconds:
-    """The time of a layer of this size, in `dtype` and as `recipe` has `layer`; medians over `rounds`.
+    """Median times of a layer of this size in `dtype` and in FP8, as `recipe` quantizes `layer`.
 
-    `micro_batches` of an optimizer step share one cast of the weight. ValueError for a backend that is not there.
+    The `micro_batches` of a step share one cast of the weight. Raises ValueError if the backend is not available.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -125,5 +124,5 @@ def measure(
         run()
 
     runs = (run_high_precision, first_of_a_step, run)
-    high, first, later = (statistics.median(times) for times in time_in_turns(runs, device, rounds=rounds))
+    high, first, later = (statistics.median(times) for times in time_round_robin(runs, device, rounds=rounds))
     return LinearSeconds(high, (first + (micro_batches - 1) * later) / micro_batches)

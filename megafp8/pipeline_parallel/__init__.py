@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, their checker and simulator, and the engine that runs them."""
+"""Pipeline parallelism: schedules, their checks and simulation, and the engine that executes them."""

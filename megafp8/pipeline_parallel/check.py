@@ -1,22 +1,21 @@
-"""Prove that a schedule is fit to run, before anything runs.
+"""Checks that a schedule can run, before anything runs.
 
-`check_compute` takes what a user or a builder writes, compute actions alone: exactly the right ones on each rank, in an
-order that can be carried out.
+`check_compute` takes compute actions, as a user or a schedule function writes them: exactly the right ones on each
+rank, in an order that can be executed.
 
-`check_schedule` takes what the engine takes, a schedule with its communication: the right transfers beside the compute
-actions that need or make them, neighbours that agree on the order of what passes between them, and an execution that
-comes to its end. It assumes the least that any backend grants: a rank's transfers in one direction are one queue in
-issue order, whatever ranks they go to or come from; a transfer happens when both ends have reached the head of their
-queues; a compute action waits for what it receives; and a send waits until the one before it in that direction is
-through (the engine keeps one send in flight a direction). A schedule that ends under these rules also ends where
-transfers may overtake one another.
+`check_schedule` takes what the engine takes, with communication: the right transfers beside the compute actions that
+need or make them, neighbours that agree on the order of transfers between them, and an execution without deadlock. It
+assumes the least that any backend guarantees: a rank's transfers in one direction form one queue in issue order,
+whatever their peers; a transfer happens when it is at the head of the queue at both ends; a compute action waits for
+what it receives; and a send waits for the previous send in its direction (the engine keeps one in flight per
+direction). A schedule that ends under these rules also ends where transfers may overtake one another.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from megafp8.pipeline_parallel.schedules import (
+from megafp8.pipeline_parallel.actions import (
     COMPUTE,
     DIRECTION,
     RECEIVE_BEFORE,
@@ -28,20 +27,23 @@ from megafp8.pipeline_parallel.schedules import (
 )
 from megafp8.pipeline_parallel.simulate import schedule_error, simulate
 
-_ORDER = (
-    (Kind.FORWARD, Kind.BACKWARD, "a backward comes after its forward"),
-    (Kind.BACKWARD, Kind.WEIGHT, "weight gradients come after their backward"),
-    (Kind.RECV_FORWARD, Kind.FORWARD, "the input must be received before the forward that needs it"),
-    (Kind.RECV_BACKWARD, Kind.BACKWARD, "the gradient must be received before the backward that needs it"),
-    (Kind.FORWARD, Kind.SEND_FORWARD, "an activation is sent after the forward that makes it"),
-    (Kind.BACKWARD, Kind.SEND_BACKWARD, "a gradient is sent after the backward that makes it"),
-)
+_BEFORE: dict[Kind, dict[Kind, str]] = {
+    Kind.FORWARD: {Kind.RECV_FORWARD: "the input must be received before the forward that needs it"},
+    Kind.BACKWARD: {
+        Kind.FORWARD: "a backward comes after its forward",
+        Kind.RECV_BACKWARD: "the gradient must be received before the backward that needs it",
+    },
+    Kind.WEIGHT: {Kind.BACKWARD: "weight gradients come after their backward"},
+    Kind.SEND_FORWARD: {Kind.FORWARD: "an activation is sent after the forward that makes it"},
+    Kind.SEND_BACKWARD: {Kind.BACKWARD: "a gradient is sent after the backward that makes it"},
+}
+"""For each kind of action those that come before it, with the rule."""
 
 
 def check_compute(compute: Schedule, placement: Placement, num_microbatches: int) -> None:
-    """Raise ValueError, naming rank, position, action and the rule, where compute actions are not fit to run.
+    """Raise ValueError, naming rank, position, action and rule, where compute actions cannot run.
 
-    Without any backward it is an evaluation: forwards only.
+    A schedule without backwards is an evaluation.
     """
     if len(compute) != placement.num_ranks:
         raise ValueError(f"the schedule is for {len(compute)} ranks, the pipeline has {placement.num_ranks}")
@@ -49,100 +51,94 @@ def check_compute(compute: Schedule, placement: Placement, num_microbatches: int
         for position, action in enumerate(actions):
             if action.kind not in COMPUTE:
                 raise schedule_error(rank, position, action, "transfers follow from the placement and are added later")
-    _check_ranks(compute, placement, num_microbatches)
+    _check_ranks(compute, placement, num_microbatches, transfers=False)
     simulate(compute, placement)
 
 
 def check_schedule(schedule: Schedule, placement: Placement) -> None:
-    """Raise ValueError, naming rank, position, action and the rule, where `schedule` is not fit to run.
+    """Raise ValueError, naming rank, position, action and rule, where `schedule`, with communication, cannot run.
 
-    `schedule` includes communication. Without any backward it is an evaluation: forwards only.
+    A schedule without backwards is an evaluation.
     """
-    everything = [action for actions in schedule for action in actions]
-    if not everything:
+    microbatches = [action.microbatch for actions in schedule for action in actions]
+    if not microbatches:
         raise ValueError("the schedule has no actions")
     assert len(schedule) == placement.num_ranks
-    _check_ranks(schedule, placement, max(action.microbatch for action in everything) + 1, transfers=True)
+    _check_ranks(schedule, placement, max(microbatches) + 1, transfers=True)
     _check_neighbours(schedule, placement)
     _Execution(schedule, placement).check()
 
 
-def _check_ranks(schedule: Schedule, placement: Placement, num_microbatches: int, *, transfers: bool = False) -> None:
-    trains = any(
-        action.kind is not Kind.FORWARD for actions in schedule for action in actions if action.kind in COMPUTE
-    )
+def _check_ranks(schedule: Schedule, placement: Placement, num_microbatches: int, *, transfers: bool) -> None:
+    """Each rank has exactly the actions it needs, once each and in order. Splitting a backward is optional."""
+    trains = any(action.kind in (Kind.BACKWARD, Kind.WEIGHT) for actions in schedule for action in actions)
+    needed = [Kind.FORWARD, Kind.BACKWARD] if trains else [Kind.FORWARD]
+    if transfers:
+        needed += [table[kind] for kind in needed for table in (RECEIVE_BEFORE, SEND_AFTER)]
     for rank, actions in enumerate(schedule):
-        _check_once_each(rank, actions, placement, num_microbatches, trains, transfers)
-        _check_order(rank, actions)
+        positions: dict[Action, int] = {}
+        for position, action in enumerate(actions):
+            rule = _invalid(rank, action, placement, num_microbatches, trains)
+            if action in positions:
+                rule = rule or "every micro-batch has exactly one of these on a stage, not two"
+            if rule:
+                raise schedule_error(rank, position, action, rule)
+            positions[action] = position
+        for microbatch in range(num_microbatches):
+            for chunk in range(placement.num_chunks):
+                for kind in needed:
+                    exists = kind in COMPUTE or placement.peer(kind, rank, chunk) is not None
+                    if exists and (missing := Action(kind, microbatch, chunk)) not in positions:
+                        rule = "missing at the end: every micro-batch has exactly one"
+                        raise schedule_error(rank, len(actions), missing, rule)
+        for position, action in enumerate(actions):
+            for earlier, rule in _BEFORE.get(action.kind, {}).items():
+                if positions.get(Action(earlier, action.microbatch, action.chunk), -1) > position:
+                    raise schedule_error(rank, position, action, rule)
 
 
-def _check_once_each(
-    rank: int, actions: list[Action], placement: Placement, num_microbatches: int, trains: bool, transfers: bool
-) -> None:
-    """Exactly the actions that a rank must take, once each; weight gradients apart are as the schedule likes."""
-    kinds = [Kind.FORWARD, Kind.BACKWARD] if trains else [Kind.FORWARD]
-    seen = set()
-    for position, action in enumerate(actions):
-        if not 0 <= action.chunk < placement.num_chunks:
-            rule = f"a rank of this pipeline holds {placement.num_chunks} chunks, numbered from 0"
-            raise schedule_error(rank, position, action, rule)
-        if not 0 <= action.microbatch < num_microbatches:
-            rule = f"there are {num_microbatches} micro-batches, numbered from 0"
-            raise schedule_error(rank, position, action, rule)
-        if action.kind in DIRECTION and placement.peer(action.kind, rank, action.chunk) is None:
-            stage = placement.stages[rank][action.chunk]
-            rule = f"stage {stage} of {placement.num_stages} has no neighbour on that side, or has it on its own rank"
-            raise schedule_error(rank, position, action, rule)
-        if not trains and DIRECTION.get(action.kind, Kind.FORWARD) is not Kind.FORWARD:
-            raise schedule_error(rank, position, action, "an evaluation has no backward, so no gradient to pass")
-        if action in seen:
-            rule = "every micro-batch has exactly one of these on a stage, not two"
-            raise schedule_error(rank, position, action, rule)
-        seen.add(action)
-    for microbatch in range(num_microbatches):
-        for chunk in range(placement.num_chunks):
-            needed = list(kinds)
-            if transfers:
-                around = [table[kind] for kind in kinds for table in (RECEIVE_BEFORE, SEND_AFTER)]
-                needed += [kind for kind in around if placement.peer(kind, rank, chunk) is not None]
-            for kind in needed:
-                if (missing := Action(kind, microbatch, chunk)) not in seen:
-                    rule = "missing at the end: every micro-batch has exactly one"
-                    raise schedule_error(rank, len(actions), missing, rule)
+def _invalid(rank: int, action: Action, placement: Placement, num_microbatches: int, trains: bool) -> str | None:
+    """The rule that `action` breaks on `rank` in any position, if any."""
+    if not 0 <= action.chunk < placement.num_chunks:
+        return f"a rank of this pipeline holds {placement.num_chunks} chunks, numbered from 0"
+    if not 0 <= action.microbatch < num_microbatches:
+        return f"there are {num_microbatches} micro-batches, numbered from 0"
+    if action.kind in DIRECTION and placement.peer(action.kind, rank, action.chunk) is None:
+        stage = placement.stages[rank][action.chunk]
+        return f"stage {stage} of {placement.num_stages} has no neighbour on that side, or has it on its own rank"
+    if not trains and DIRECTION.get(action.kind, Kind.FORWARD) is not Kind.FORWARD:
+        return "an evaluation has no backward, so no gradient to pass"
+    return None
 
 
-def _check_order(rank: int, actions: list[Action]) -> None:
-    position = {action: i for i, action in enumerate(actions)}
-    for i, action in enumerate(actions):
-        for earlier, later, rule in _ORDER:
-            if action.kind is later and position.get(Action(earlier, action.microbatch, action.chunk), -1) > i:
-                raise schedule_error(rank, i, action, rule)
+def _receive_of(send: Action, rank: int, placement: Placement) -> tuple[int, Action]:
+    """The receive at the other end of a `send` of `rank`, with its rank."""
+    target = placement.neighbour(send.kind, rank, send.chunk)
+    assert target is not None
+    return target[0], Action(RECEIVE_BEFORE[DIRECTION[send.kind]], send.microbatch, target[1])
 
 
 def _check_neighbours(schedule: Schedule, placement: Placement) -> None:
-    """What one rank sends another in one direction is received in the order in which it is sent."""
-    sent: dict[tuple[int, int, Kind], deque[Action]] = {}
+    """A rank receives from each neighbour, in each direction, in the order in which that one sends."""
+    sent: dict[tuple[int, int, Kind], deque[Action]] = {}  # by sender, receiver and kind of the receive
     for rank, actions in enumerate(schedule):
         for action in actions:
             if action.kind in SEND_AFTER.values():
-                target = placement.neighbour(action.kind, rank, action.chunk)
-                assert target is not None
-                direction = DIRECTION[action.kind]
-                passed = Action(RECEIVE_BEFORE[direction], action.microbatch, target[1])
-                sent.setdefault((rank, target[0], direction), deque()).append(passed)
+                target, receive = _receive_of(action, rank, placement)
+                sent.setdefault((rank, target, receive.kind), deque()).append(receive)
     for rank, actions in enumerate(schedule):
         for position, action in enumerate(actions):
             if action.kind in RECEIVE_BEFORE.values():
                 source = placement.peer(action.kind, rank, action.chunk)
                 assert source is not None
-                passed = sent[source, rank, DIRECTION[action.kind]].popleft()
-                if passed != action:
-                    rule = f"rank {source} sends what {passed} receives here; receives follow the order of the sends"
+                receive = sent[source, rank, action.kind].popleft()
+                if receive != action:
+                    rule = f"rank {source} sends what {receive} receives here; receives follow the order of the sends"
                     raise schedule_error(rank, position, action, rule)
 
 
 class _Execution:
-    """The schedule run under the assumptions of the module docstring until it ends or nobody can move."""
+    """Executes a schedule under the assumptions of the module docstring until it ends or no rank can advance."""
 
     def __init__(self, schedule: Schedule, placement: Placement) -> None:
         self.schedule, self.placement = schedule, placement
@@ -150,10 +146,10 @@ class _Execution:
         self.queues = {
             (rank, direction): deque[Action]() for rank in range(len(schedule)) for direction in RECEIVE_BEFORE
         }
-        self.done: set[tuple[int, Action]] = set()  # compute actions, and transfers by the rank that took part
+        self.done: set[tuple[int, Action]] = set()  # (rank, action), of a transfer at both ends
 
     def check(self) -> None:
-        """Raise ValueError where the execution does not come to its end."""
+        """Raise ValueError if the execution does not end."""
         moved = True
         while moved:
             moves = [self._advance(rank) for rank in range(len(self.schedule))]
@@ -165,7 +161,7 @@ class _Execution:
                 rule = f"deadlock: waits for ever; transfers issued and not through: {', '.join(waiting) or 'none'}"
                 raise schedule_error(rank, position, actions[position], rule)
 
-    def _can_pass(self, rank: int, action: Action) -> bool:
+    def _is_ready(self, rank: int, action: Action) -> bool:
         if action.kind in DIRECTION:
             sends = action.kind in SEND_AFTER.values()
             return not (sends and any(a.kind is action.kind for a in self.queues[rank, DIRECTION[action.kind]]))
@@ -180,11 +176,10 @@ class _Execution:
         return (rank, Action(receive, action.microbatch, action.chunk)) in self.done
 
     def _advance(self, rank: int) -> bool:
+        """Let `rank` take its next actions; whether it took any."""
         start, actions = self.positions[rank], self.schedule[rank]
-        while self.positions[rank] < len(actions):
+        while self.positions[rank] < len(actions) and self._is_ready(rank, actions[self.positions[rank]]):
             action = actions[self.positions[rank]]
-            if not self._can_pass(rank, action):
-                break
             if action.kind in DIRECTION:
                 self.queues[rank, DIRECTION[action.kind]].append(action)
             else:
@@ -193,14 +188,13 @@ class _Execution:
         return self.positions[rank] > start
 
     def _transfer(self, sender: int, direction: Kind) -> bool:
-        """Let what stands first in a sender's queue pass, if it stands first at its receiver too."""
-        out = self.queues[sender, direction]
-        if not out or out[0].kind is not SEND_AFTER[direction]:
+        """Perform the send at the head of a queue if its receive is at the head of the receiver's; whether it was."""
+        sends = self.queues[sender, direction]
+        if not sends or sends[0].kind is not SEND_AFTER[direction]:
             return False
-        target = self.placement.neighbour(out[0].kind, sender, out[0].chunk)
-        assert target is not None
-        into = self.queues[target[0], direction]
-        if not into or into[0] != Action(RECEIVE_BEFORE[direction], out[0].microbatch, target[1]):
+        target, receive = _receive_of(sends[0], sender, self.placement)
+        receives = self.queues[target, direction]
+        if not receives or receives[0] != receive:
             return False
-        self.done |= {(sender, out.popleft()), (target[0], into.popleft())}
+        self.done |= {(sender, sends.popleft()), (target, receives.popleft())}
         return True

@@ -1,35 +1,34 @@
-"""Run a pipeline schedule on real ranks. Knows nothing of the model: a stage is a function from tensor to tensor.
+"""Executes a pipeline schedule. A stage is any function from tensor to tensor.
 
-The engine takes this rank's action list (`communication.with_communication`) and does what each action says, in order.
-What is left to decide here is communicators, waiting, and memory.
+The engine takes this rank's actions (`communication.with_communication`) and executes them in order. It decides about
+communicators, waiting and memory.
 
 *Two communicators.* Activations travel on `pipeline`, gradients on `pipeline_backward`. In the steady state of 1F1B
-rank r sends an activation to r + 1 while r + 1 sends a gradient to r. NCCL runs what one communicator is given in
-order, and a send ends only when its receive runs; with a communicator a direction neither waits for the other. Where
-activations alone go both ways between two ranks, the order of the lists sees to it. The engine opens every connection
-when it is made: the first transfer between two ranks blocks both hosts until the other is there, and inside a schedule,
-where a rank may be held by a receive of its own, that could be for ever. Stages of one rank hand over without sending.
+rank r sends an activation to r + 1 while r + 1 sends a gradient to r. NCCL executes the operations of one communicator
+in order, and a send ends only when its receive runs; with one communicator per direction neither waits for the other.
+Where activations alone travel both ways between two ranks, the order of the lists prevents a deadlock. All connections
+are opened when the engine is made: the first transfer between two ranks blocks both hosts until the other is there, and
+within a schedule, where a host may be blocked by a receive of its own, that could deadlock.
 
 *Waiting.* A receive is waited for by the compute action that needs it. A send is waited for before the next one in its
-direction, or at the end of the run: its buffer must stay alive until then, and this keeps one buffer a direction rather
-than one a micro-batch. On CUDA waiting only makes the current stream wait, so the host runs ahead and enqueues. A stage
-must not synchronise the whole device: a receive posted early runs there until the neighbour sends, and two neighbours
-that each wait for that would never send.
+direction, or at the end of the run: its buffer must stay alive until then, and this keeps one buffer per direction
+rather than one per micro-batch. On CUDA waiting only makes the current stream wait, so the host runs ahead. A stage
+must not synchronize the whole device: a receive posted early runs there until the neighbour sends, and two neighbours
+that both wait for that would deadlock.
 
-*Memory.* Between its forward and its backward a micro-batch holds its input, for the gradient to come back to, and the
-root of its graph: the `GradientEdge` of its output rather than the output. Once sent, an output is thus freed unless
-an operation saved it, with nothing replaced behind autograd's back; Megatron-LM's `deallocate_output_tensor` is for the
-same memory. A backward whose weight gradients have a WEIGHT action of their own leaves their operands in the store that
-the layers' gradient sinks know (`megafp8.ops.deferred_wgrad`), and these live until then.
+*Memory.* Between its forward and its backward a micro-batch holds its input, whose gradient is sent on, and the root of
+its graph: the `GradientEdge` of its output rather than the output. An output that was sent is thus freed unless an
+operation saved it (Megatron-LM: `deallocate_output_tensor`). A split backward leaves the operands of its weight
+gradients in the store that the layers' gradient sinks know (`megafp8.ops.deferred_wgrad`) until the WEIGHT action.
 
-An error in a stage propagates and ends the process; ending the neighbours, who wait for it, is the launcher's task.
+An error in a stage propagates and ends the process; the launcher ends the neighbours that wait for it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +38,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megafp8.distributed.collectives import DONE, Work, recv_async, send_async
 from megafp8.ops import deferred_wgrad as deferred
 from megafp8.parallel_state import Group
-from megafp8.pipeline_parallel.schedules import (
+from megafp8.pipeline_parallel.actions import (
     COMPUTE,
     DIRECTION,
     RECEIVE_BEFORE,
@@ -47,7 +46,7 @@ from megafp8.pipeline_parallel.schedules import (
     Action,
     Kind,
     Placement,
-    splits,
+    split_backwards,
 )
 from megafp8.pipeline_parallel.trace import Stopwatch
 
@@ -56,9 +55,9 @@ from megafp8.pipeline_parallel.trace import Stopwatch
 class StageOutput:
     """What a stage's forward returns.
 
-    `output` is the activation for the next stage (the engine's shape and dtype), or on the last stage the scalar to
-    differentiate, already scaled by whatever the gradients are to be averaged over. `report` comes back from `run` on
-    the rank of the last stage: a loss to log, logits, anything.
+    `output`: the activation for the next stage (the engine's shape and dtype), or on the last stage the scalar to
+    differentiate, already divided by what the gradients are averaged over. `report`: returned by `run` on the rank of
+    the last stage; a loss to log, logits, anything.
     """
 
     output: Tensor
@@ -72,10 +71,10 @@ class StageFunction(Protocol):
 
 
 class PipelineEngine:
-    """Runs action lists over one pipeline. Every activation has the same `shape` and `dtype` and lives on `device`.
+    """Runs schedules over one pipeline. Every activation has the same `shape` and `dtype` and lives on `device`.
 
-    `wgrads`: where the layers leave weight gradients for schedules with WEIGHT actions. Making an engine is collective
-    over the pipeline: it opens the connections between neighbours.
+    `wgrads`: the store for the operands of weight gradients, needed for schedules with WEIGHT actions. Making an engine
+    is collective over the pipeline: it opens the connections between neighbours.
     """
 
     def __init__(
@@ -93,23 +92,21 @@ class PipelineEngine:
         self.groups = {Kind.FORWARD: pipeline, Kind.BACKWARD: pipeline_backward}
         self.rank = pipeline.rank
         self.placement = placement
-        self.shape = shape
-        self.dtype = dtype
-        self.device = device
+        self.shape, self.dtype, self.device = shape, dtype, device
         self.wgrads = wgrads
         for direction in self.groups:
             self._connect(direction)
 
     def _connect(self, direction: Kind) -> None:
-        """Pass one number from stage to stage through the whole pipeline, in stage order: nobody waits in a ring."""
+        """Pass a number through all stages, one transfer after another."""
         x = torch.zeros(1, device=self.device)
-        group = self.groups[direction]
+        group = self.groups[direction].group
         for rank, chunk in self.placement.homes:
             target = self.placement.peer(SEND_AFTER[direction], rank, chunk)
             if target is not None and rank == self.rank:
-                send_async(x, group.group, target).wait()
+                send_async(x, group, target).wait()
             elif target == self.rank:
-                recv_async(x, group.group, rank).wait()
+                recv_async(x, group, rank).wait()
 
     def run(
         self,
@@ -122,64 +119,53 @@ class PipelineEngine:
     ) -> list[Any]:
         """Run this rank's `actions`; return the reports in micro-batch order on the last stage's rank, [] elsewhere.
 
-        `stages[c]` is chunk c of this rank. `microbatches[i]` is handed to it with micro-batch i; every rank gives a
+        `stages[c]` is chunk c of this rank and is called with `microbatches[i]` for micro-batch i; every rank passes a
         list of the same length. Gradients accumulate into the parameters' `.grad`. `backward=False` runs without
-        autograd and is for schedules without backward. `stopwatch` takes the time of every compute action.
+        autograd and is for schedules without backwards. `stopwatch` times every compute action.
         """
         counts = {kind: sum(action.kind is kind for action in actions) for kind in COMPUTE}
         work = len(microbatches) * len(stages)
         assert len(stages) == self.placement.num_chunks
         assert counts[Kind.FORWARD] == work, "a micro-batch for every forward"
         assert counts[Kind.BACKWARD] == (work if backward else 0), "backward=True is for schedules with backward"
-        assert self.wgrads is not None or not counts[Kind.WEIGHT], "weight gradients apart need a store for them"
-        run = _Run(self, actions, stages, microbatches, backward, stopwatch)
+        assert self.wgrads is not None or not counts[Kind.WEIGHT], "split backwards need a store for weight gradients"
+        run = _Run(self, split_backwards(actions), stages, microbatches, backward, stopwatch)
         with torch.set_grad_enabled(backward):
             for action in actions:
                 run.perform(action)
-        run.finish()
-        return [run.reports[i] for i in sorted(run.reports)]
+        return run.finish()
 
 
 Key = tuple[int, int]
 """Micro-batch and chunk."""
 
 
+@dataclass
 class _Run:
-    """The state of one pass through the actions."""
+    """The state of one execution of a rank's actions."""
 
-    def __init__(
-        self,
-        engine: PipelineEngine,
-        actions: Sequence[Action],
-        stages: Sequence[StageFunction],
-        microbatches: Sequence[Any],
-        trains: bool,
-        stopwatch: Stopwatch | None,
-    ) -> None:
-        self.engine = engine
-        self.stages = stages
-        self.microbatches = microbatches
-        self.trains = trains
-        self.stopwatch = stopwatch
-        self.splits = splits(actions)
-        self.arriving: dict[tuple[Kind, Key], tuple[Tensor, Work]] = {}  # by what needs it: a forward or a backward
-        self.to_send: dict[tuple[Kind, Key], Tensor] = {}
-        self.sending: dict[Kind, tuple[Tensor, Work]] = {}  # the last send of each direction, its buffer kept alive
-        self.inputs: dict[Key, Tensor] = {}
-        self.roots: dict[Key, GradientEdge] = {}
-        self.wgrads: dict[Key, deque[deferred.Wgrad]] = {}
-        self.reports: dict[int, Any] = {}
+    engine: PipelineEngine
+    split: set[Key]
+    stages: Sequence[StageFunction]
+    microbatches: Sequence[Any]
+    trains: bool
+    stopwatch: Stopwatch | None
+    received: dict[tuple[Kind, Key], tuple[Tensor, Work]] = field(default_factory=dict)  # by the action that needs it
+    to_send: dict[tuple[Kind, Key], Tensor] = field(default_factory=dict)
+    sending: dict[Kind, tuple[Tensor, Work]] = field(default_factory=dict)  # each direction's last send and its buffer
+    inputs: dict[Key, Tensor] = field(default_factory=dict)
+    roots: dict[Key, GradientEdge] = field(default_factory=dict)
+    wgrads: dict[Key, deque[deferred.Wgrad]] = field(default_factory=dict)
+    reports: dict[int, Any] = field(default_factory=dict)
 
     def perform(self, action: Action) -> None:
-        if action.kind in RECEIVE_BEFORE.values():
-            self.receive(action)
-        elif action.kind in SEND_AFTER.values():
-            self.send(action)
+        if action.kind in DIRECTION:
+            self.transfer(action)
         else:
             self.compute(action)
 
     def compute(self, action: Action) -> None:
-        """Wait for what the action needs, then do it; the stopwatch does not count the waiting."""
+        """Wait for the action's input, then compute; the stopwatch does not count the waiting."""
         x = self.take(action) if action.kind in RECEIVE_BEFORE else None
         if self.stopwatch is not None:
             self.stopwatch.start(action)
@@ -200,12 +186,12 @@ class _Run:
         result = self.stages[chunk](x, self.microbatches[microbatch])
         if self.trains:
             self.roots[key] = get_gradient_edge(result.output)
-        if not self.hand_on(Kind.FORWARD, key, result.output.detach()):
+        if not self.pass_on(Kind.FORWARD, key, result.output.detach()):
             self.reports[microbatch] = result.report
 
     def backward(self, key: Key, gradient: Tensor | None) -> None:
         root = self.roots.pop(key)
-        if key in self.splits:
+        if key in self.split:
             assert self.engine.wgrads is not None
             with self.engine.wgrads.collect() as self.wgrads[key]:
                 torch.autograd.backward(root, gradient)
@@ -214,49 +200,45 @@ class _Run:
         if key in self.inputs:
             x_gradient = self.inputs.pop(key).grad
             assert x_gradient is not None, "the stage did not use its input"
-            self.hand_on(Kind.BACKWARD, key, x_gradient)
+            self.pass_on(Kind.BACKWARD, key, x_gradient)
 
-    def hand_on(self, direction: Kind, key: Key, x: Tensor) -> bool:
-        """Keep `x` to be sent, or give it to the neighbour where that is on this rank; False where there is none."""
+    def pass_on(self, direction: Kind, key: Key, x: Tensor) -> bool:
+        """Store `x` for its send, or for a neighbouring stage on this rank; False if there is no neighbour."""
         engine = self.engine
         target = engine.placement.neighbour(SEND_AFTER[direction], engine.rank, key[1])
         if target is not None and target[0] == engine.rank:
-            self.arriving[direction, (key[0], target[1])] = (x, DONE)
+            self.received[direction, (key[0], target[1])] = (x, DONE)
         elif target is not None:
             self.to_send[direction, key] = x
         return target is not None
 
     def take(self, action: Action) -> Tensor | None:
-        """The activation or gradient that a compute action needs, once it has come; None where nothing is to come."""
+        """The activation or gradient that a compute action needs, once received; None at the ends of the model."""
         if self.engine.placement.neighbour(RECEIVE_BEFORE[action.kind], self.engine.rank, action.chunk) is None:
             return None
-        buffer, work = self.arriving.pop((action.kind, (action.microbatch, action.chunk)))
+        buffer, work = self.received.pop((action.kind, (action.microbatch, action.chunk)))
         work.wait()
         return buffer
 
-    def receive(self, action: Action) -> None:
-        direction, group, peer = self.route(action)
-        buffer = torch.empty(self.engine.shape, dtype=self.engine.dtype, device=self.engine.device)
-        work = recv_async(buffer, group.group, peer)
-        self.arriving[direction, (action.microbatch, action.chunk)] = (buffer, work)
-
-    def send(self, action: Action) -> None:
-        direction, group, peer = self.route(action)
-        x = self.to_send.pop((direction, (action.microbatch, action.chunk))).contiguous()
-        expected = (self.engine.shape, self.engine.dtype)
+    def transfer(self, action: Action) -> None:
+        """Issue a receive, or a send once the previous one in its direction has ended."""
+        engine, direction, key = self.engine, DIRECTION[action.kind], (action.microbatch, action.chunk)
+        group, peer = engine.groups[direction].group, engine.placement.peer(action.kind, engine.rank, action.chunk)
+        assert peer is not None
+        if action.kind is RECEIVE_BEFORE[direction]:
+            buffer = torch.empty(engine.shape, dtype=engine.dtype, device=engine.device)
+            self.received[direction, key] = (buffer, recv_async(buffer, group, peer))
+            return
+        x = self.to_send.pop((direction, key)).contiguous()
+        expected = (engine.shape, engine.dtype)
         assert (tuple(x.shape), x.dtype) == expected, f"sending {tuple(x.shape)} {x.dtype}, expected {expected}"
         self.sending.get(direction, (x, DONE))[1].wait()
-        self.sending[direction] = (x, send_async(x, group.group, peer))
+        self.sending[direction] = (x, send_async(x, group, peer))
 
-    def route(self, action: Action) -> tuple[Kind, Group, int]:
-        """Direction, communicator and the other rank of a transfer."""
-        direction = DIRECTION[action.kind]
-        peer = self.engine.placement.peer(action.kind, self.engine.rank, action.chunk)
-        assert peer is not None
-        return direction, self.engine.groups[direction], peer
-
-    def finish(self) -> None:
+    def finish(self) -> list[Any]:
+        """Wait for the last sends; return the reports in micro-batch order."""
         for _, work in self.sending.values():
             work.wait()
-        left = [self.arriving, self.to_send, self.inputs, self.roots, self.wgrads]
+        left = [self.received, self.to_send, self.inputs, self.roots, self.wgrads]
         assert not any(left), "the schedule left something undone; check_schedule would have said what"
+        return [self.reports[i] for i in sorted(self.reports)]

@@ -1,43 +1,65 @@
-"""Schedules by name, from a CSV file, or from a Python function of the user's.
+"""The built-in pipeline schedules, and what `parallel.schedule` may name besides.
 
-    1f1b, interleaved, zb-h1, zb-v, dualpipev      built in
-    schedules/mine.csv                             a row a rank, a cell an action, empty cells are nothing
-    mypackage.schedules:mine                       mine(placement, num_microbatches) -> a list of actions for each rank
+    1f1b, ...                     the `SCHEDULE` of a file in `schedules/`
+    folder/mine.csv               one row per rank, one action per cell; empty cells are skipped
+    mypackage.schedules:mine      mine(placement, num_microbatches) -> a list of actions for each rank
 
-A cell is F, B or W and the micro-batch, and after a point the chunk where a rank holds several: F3, B3, W3, F3.1. A
-file is for one number of ranks and micro-batches; a function is for any. Whatever its source, a schedule is compute
-actions only, and is checked before anything runs.
+A cell is F, B or W and the micro-batch, then a point and the chunk where a rank holds several: F3, B3, W3, F3.1. A file
+is for one number of ranks and micro-batches, a function for any. All of them give compute actions only, which are
+checked before anything runs. Imports no torch, so that config checks can read the registry.
 """
 
 from __future__ import annotations
 
 import csv
 import importlib
+import pkgutil
 import re
 from pathlib import Path
+from typing import Literal
 
+from megafp8.pipeline_parallel import schedules
+from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, loop_placement, v_placement
 from megafp8.pipeline_parallel.check import check_compute
-from megafp8.pipeline_parallel.schedules import Action, Builder, Kind, Placement, Schedule, interleaved, one_f_one_b
-from megafp8.pipeline_parallel.zero_bubble import dualpipev, zb_h1, zb_v
+from megafp8.pipeline_parallel.schedules import ScheduleRecord
 
-BUILT_IN: dict[str, Builder] = {
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb-h1": zb_h1,
-    "zb-v": zb_v,
-    "dualpipev": dualpipev,
-}
 _LETTERS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "W": Kind.WEIGHT}
 _CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 
 
-def training_schedule(source: str, placement: Placement, num_microbatches: int) -> Schedule:
-    """The compute actions of the schedule `source`, fit to run.
+def _discover() -> dict[str, ScheduleRecord]:
+    """The record of each file in `schedules/`, sorted by name."""
+    names = [f"{schedules.__name__}.{module.name}" for module in pkgutil.iter_modules(schedules.__path__)]
+    records: dict[str, ScheduleRecord] = {}
+    for record in (importlib.import_module(name).SCHEDULE for name in names):
+        assert record.name not in records, f"two schedules are called {record.name}"
+        records[record.name] = record
+    return dict(sorted(records.items()))
 
-    Raises ValueError, naming the first wrong action, where it is not; and where there is no such file or function.
+
+SCHEDULES = _discover()
+
+
+def unsplit_schedule(chunks: int) -> str:
+    """The name of a built-in schedule for `chunks` stages per rank that splits no backward."""
+    return next(name for name, record in SCHEDULES.items() if record.allows(chunks) and not record.splits_wgrad)
+
+
+def place_stages(source: str, num_ranks: int, num_chunks: int, kind: Literal["loop", "v"] | None = None) -> Placement:
+    """The placement of schedule `source`; `kind` overrides its record, or "loop" for a user's own schedule."""
+    own = SCHEDULES[source].placement if source in SCHEDULES else "loop"
+    return v_placement(num_ranks) if (kind or own) == "v" else loop_placement(num_ranks, num_chunks)
+
+
+def training_schedule(source: str, placement: Placement, num_microbatches: int) -> Schedule:
+    """The compute actions of schedule `source`.
+
+    Raises ValueError where there is no such file or function, and where they cannot run, naming the first wrong action.
     """
-    if source in BUILT_IN:
-        schedule = BUILT_IN[source](placement, num_microbatches)
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches is {num_microbatches}; a pipeline schedule needs at least 1")
+    if source in SCHEDULES:
+        schedule = SCHEDULES[source].build(placement, num_microbatches)
     elif source.endswith(".csv"):
         schedule = read_csv(Path(source))
     else:
@@ -50,35 +72,25 @@ def training_schedule(source: str, placement: Placement, num_microbatches: int) 
 
 
 def read_csv(path: Path) -> Schedule:
-    """The schedule in a CSV file. Raises ValueError where there is none, naming the first cell that is no action."""
+    """The schedule in a CSV file. Raises ValueError if it cannot be read or a cell is no action."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = [row for row in csv.reader(file) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"schedule {path} could not be read: {error}") from None
     return [
-        [
-            action_of(cell.strip(), f"schedule {path}, row {r + 1}, cell {i + 1}")
-            for i, cell in enumerate(row)
-            if cell.strip()
-        ]
-        for r, row in enumerate(rows)
+        [parse_cell(cell, f"schedule {path}, row {r}, cell {i}") for i, cell in enumerate(row, 1) if cell.strip()]
+        for r, row in enumerate(rows, 1)
     ]
 
 
-def action_of(cell: str, where: str) -> Action:
-    """The compute action that `cell` names. Raises ValueError, which says `where` it stands, if it names none."""
-    match = _CELL.fullmatch(cell)
+def parse_cell(cell: str, where: str) -> Action:
+    """The compute action that `cell` names. Raises ValueError, which quotes `where`, if it names none."""
+    match = _CELL.fullmatch(cell.strip())
     if match is None:
-        raise ValueError(f"{where}: {cell!r} is no action; F3, B3 and W3 are, and F3.1 for chunk 1")
+        raise ValueError(f"{where}: {cell.strip()!r} is no action; F3, B3 and W3 are, and F3.1 for chunk 1")
     letter, microbatch, chunk = match.groups()
     return Action(_LETTERS[letter], int(microbatch), int(chunk or 0))
-
-
-def write_csv(schedule: Schedule, path: Path) -> None:
-    """Write compute actions as `read_csv` reads them."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([[cell(action) for action in actions] for actions in schedule])
 
 
 def cell(action: Action) -> str:
@@ -93,7 +105,7 @@ def _call(source: str, placement: Placement, num_microbatches: int) -> Schedule:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"schedule {source}: {error}; a function is module:function, importable from here") from None
-    made = function(placement, num_microbatches)
-    if not isinstance(made, list) or not all(isinstance(a, Action) for actions in made for a in actions):
+    schedule = function(placement, num_microbatches)
+    if not isinstance(schedule, list) or not all(isinstance(a, Action) for actions in schedule for a in actions):
         raise ValueError(f"schedule {source}: it must return a list of Actions for each rank")
-    return made
+    return schedule

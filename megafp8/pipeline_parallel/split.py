@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds. Pure."""
+"""The layers of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Sequence
 
 
 def stage_layers(counts: Sequence[int]) -> list[range]:
-    """The layers (numbered from 0) of each stage, in order, that has so many; one at least."""
+    """The layers (numbered from 0) of each stage, from the number of layers of each, at least 1."""
     assert min(counts) >= 1, f"a stage without layers: {counts}"
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     return [range(start, start + count) for start, count in zip(starts, counts)]
 
 
 def even(num_layers: int, num_stages: int) -> list[int]:
-    """How many layers each stage has: as many as others where that divides.
+    """The number of layers of each stage, equal where `num_stages` divides `num_layers`.
 
-    Otherwise some stages take one layer more, counted from the last stage but one towards the first; the last stage
-    never does, for it already has the output layer and the loss, and the first, which has the embedding, is the last
-    resort: 10 layers on 4 stages are 2, 3, 3, 2.
+    Otherwise some stages have one layer more, from the last but one towards the first: never the last, which has the
+    output layer and the loss, and the first, which has the embedding, last of all. 10 layers on 4 stages: 2, 3, 3, 2.
     """
     least, more = divmod(num_layers, num_stages)
     last = num_stages - 1
@@ -25,11 +24,10 @@ def even(num_layers: int, num_stages: int) -> list[int]:
 
 
 def balanced(num_layers: int, homes: Sequence[int], last_work: float) -> list[int]:
-    """How many layers each stage has if ranks are to have equal work. `homes`: the rank of each stage, in order;
-    `last_work`: of the last stage beside its layers, the output layer's, counted in layers.
+    """The number of layers of each stage, at least 1, so that ranks have equal work.
 
-    Layers are dealt out one at a time, to the rank that has least, there to the stage that has least, to the first of
-    equals. Every stage has one at least.
+    `homes`: the rank of each stage. `last_work`: of the output layer on the last stage, in layers. Layers are assigned
+    one at a time to the rank with least work, there to the stage with least, to the first of equals.
     """
     counts = [1] * len(homes)
     of_stage = [1.0] * (len(homes) - 1) + [1.0 + last_work]

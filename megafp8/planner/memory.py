@@ -32,7 +32,7 @@ from megafp8.fp8 import Fp8Manager
 from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.fp8_moments import BLOCK
-from megafp8.pipeline_parallel.schedules import Action, Kind, Placement, Schedule, splits
+from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
 from megafp8.planner.activations import (
     ELEMENT,
     block_backward,
@@ -240,7 +240,7 @@ class _Chunk(NamedTuple):
 
 def _peak(static: RankMemory, chunks: Sequence[_Chunk], actions: Sequence[Action]) -> RankMemory:
     """The rank's memory at the peak of a step."""
-    separate = splits(list(actions))
+    separate = split_backwards(actions)
     held = offloaded = host = 0
     found = [static]
     for action in actions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megafp8.config import Config
 from megafp8.models.flops import output_layer_in_blocks
-from megafp8.pipeline_parallel.schedules import Placement
+from megafp8.pipeline_parallel.actions import Placement
 from megafp8.pipeline_parallel.split import balanced, even, stage_layers
 
 

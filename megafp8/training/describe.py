@@ -16,6 +16,7 @@ from megafp8.models.flops import flops_per_token
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
 from megafp8.parallel_state import rank_groups
+from megafp8.pipeline_parallel.actions import v_placement
 from megafp8.plan import plans_table
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
 from megafp8.planner.memory import fp8_parameters, memory_table, state_memory
@@ -99,7 +100,8 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         )
     lines += ["", "groups of rank 0:"]
     # In a V the first and the last stage are on one rank, which needs no group for the embedding.
-    context, embedding = ("context",) if p.context > 1 else (), () if p.in_a_v else ("embedding",)
+    embedding = () if plan.placement == v_placement(p.pipeline) else ("embedding",)
+    context = ("context",) if p.context > 1 else ()
     for name in ("tensor", *context, "data", "pipeline", "amax", "model", *embedding):
         ranks = next(g for g in groups[name] if 0 in g)
         shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")

@@ -37,8 +37,9 @@ from megafp8.ops.deferred_wgrad import WgradStore
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from megafp8.parallel_state import ParallelState
+from megafp8.pipeline_parallel.actions import Action
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction, StageOutput
-from megafp8.pipeline_parallel.schedules import Action, one_f_one_b
+from megafp8.pipeline_parallel.schedules.one_f_one_b import one_f_one_b
 from megafp8.pipeline_parallel.simulate import Timeline
 from megafp8.pipeline_parallel.trace import Stopwatch
 from megafp8.tensor_parallel.random import initialize_parameters

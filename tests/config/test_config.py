@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from megafp8.config import Config, ConfigError, TokenizerConfig, check_layout, load_config
+from megafp8.pipeline_parallel.registry import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL: dict[str, Any] = {
@@ -124,6 +125,7 @@ def test_a_single_wrong_value(tmp_path: Path, override: str, expected: str) -> N
         ("deterministic=off", False),
         ("optimizer.learning_rate=1e-4", 1e-4),
         ("parallel.placement=null", None),
+        ("parallel.placement=turns", "loop"),  # its name in earlier versions
     ],
 )
 def test_an_override_is_what_its_field_makes_of_it(tmp_path: Path, override: str, expected: Any) -> None:
@@ -260,35 +262,35 @@ TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
         (
             ["parallel.pipeline=2", "parallel.schedule=zb-v"],
             2,
-            "parallel.schedule = 'zb-v': it is for 2 stages a rank, and parallel.virtual_pipeline is 1; try "
+            "parallel.schedule = 'zb-v': it is for 2 stages per rank, and parallel.virtual_pipeline is 1; try "
             "parallel.virtual_pipeline=2, or parallel.schedule=1f1b",
         ),
         (
             TWO_BY_TWO,
             2,
-            "parallel.schedule = '1f1b': it is for 1 stage a rank, and parallel.virtual_pipeline is 2; try "
+            "parallel.schedule = '1f1b': it is for 1 stage per rank, and parallel.virtual_pipeline is 2; try "
             "parallel.virtual_pipeline=1, or parallel.schedule=interleaved",
         ),
         (
             ["parallel.pipeline=2", "parallel.schedule=interleaved"],
             2,
-            "parallel.schedule = 'interleaved': it is for 2 or more stages a rank",
+            "parallel.schedule = 'interleaved': it is for 2 or more stages per rank",
         ),
         (
             ["parallel.schedule=zbh1"],
             1,
-            "none of 1f1b, interleaved, zb-h1, zb-v, dualpipev, and neither a .csv file nor",
+            f"none of {', '.join(SCHEDULES)}, and neither a .csv file nor",
         ),
         (["parallel.schedule=zbh1"], 1, "try zb-h1"),
         (
-            [*TWO_BY_TWO, "parallel.schedule=zb-v", "parallel.placement=turns"],
+            [*TWO_BY_TWO, "parallel.schedule=zb-v", "parallel.placement=loop"],
             2,
-            "parallel.placement = 'turns': parallel.schedule zb-v needs v; try parallel.placement=v, or leave it out",
+            "parallel.placement = 'loop': parallel.schedule zb-v needs v; try parallel.placement=v, or leave it out",
         ),
         (
             ["parallel.pipeline=2", "parallel.schedule=mine.csv", "parallel.placement=v"],
             2,
-            "parallel.placement = 'v': a V has two stages a rank, and parallel.virtual_pipeline is 1",
+            "parallel.placement = 'v': a V has two stages per rank, and parallel.virtual_pipeline is 1",
         ),
         (
             ["parallel.virtual_pipeline=2", "parallel.schedule=interleaved"],

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafp8.config import Config
-from megafp8.fp8 import E4M3, E5M2, Format
-from megafp8.fp8 import health as report
+from megafp8.fp8 import E4M3, E5M2, Format, health
 from megafp8.fp8.health import (
     EXACT_DB,
     Advice,
@@ -48,7 +47,7 @@ AMAX, _, UNDERFLOW, SATURATED, SNR_DB = range(5)
 
 
 def blocks_of(granularity: Granularity, r: int, c: int) -> Iterator[tuple[tuple[int, ...], tuple[slice, slice]]]:
-    """Each block's place among the factors, and its elements."""
+    """Each block's index in scale_inv, and its elements."""
     rows, columns = granularity.rows or r, granularity.columns or c
     for i in range(0, r, rows):
         for j in range(0, c, columns):
@@ -60,27 +59,27 @@ def cast(x: Tensor, fmt: Format, granularity: Granularity, stale: float) -> tupl
     """x quantized by the reference with scales `stale` times those that fit, and the scales."""
     values = x.float().numpy()
     scale = np.ones(granularity.grid(*x.shape), np.float32)
-    codes = np.zeros(x.shape, np.uint8)
+    data = np.zeros(x.shape, np.uint8)
     for place, block in blocks_of(granularity, *x.shape):
         amax = np.abs(values[block]).max()
         if amax > 0:
             scale[place] = np.float32(fmt.max) / amax * np.float32(stale)
-        codes[block] = encode(values[block] * scale[place], fmt)
-    return ScaledTensor(torch.from_numpy(codes).view(fmt.dtype), torch.tensor(1 / scale), granularity), scale
+        data[block] = encode(values[block] * scale[place], fmt)
+    return ScaledTensor(torch.from_numpy(data).view(fmt.dtype), torch.tensor(1 / scale), granularity), scale
 
 
 def by_hand(x: Tensor, q: ScaledTensor, scale: NDArray[np.float32], fmt: Format) -> list[float]:
     """The five figures, element by element in float64."""
     signal = noise = 0.0
     nonzero = lost = clamped = 0
-    codes, scale_inv = q.data.view(torch.uint8).numpy(), q.scale_inv.numpy()
+    data, scale_inv = q.data.view(torch.uint8).numpy(), q.scale_inv.numpy()
     for place, block in blocks_of(q.granularity, *x.shape):
-        for value, code in zip(x[block].flatten().tolist(), codes[block].flatten().tolist()):
-            rounded = float(np.float32(decode(code, fmt)) * scale_inv[place])  # dequantized means to fp32
+        for value, byte in zip(x[block].flatten().tolist(), data[block].flatten().tolist()):
+            rounded = float(np.float32(decode(byte, fmt)) * scale_inv[place])  # dequantized means to fp32
             signal += value**2
             noise += (value - rounded) ** 2
             nonzero += value != 0
-            lost += value != 0 and code & 0x7F == 0
+            lost += value != 0 and byte & 0x7F == 0
             clamped += abs(value) * float(scale[place]) > fmt.max * (1 + 1e-6)  # scales are rounded to fp32
     amax = max(abs(v) for v in x.flatten().tolist())
     middle = float(np.sort(scale.flatten())[scale.size // 2])
@@ -105,7 +104,7 @@ def test_statistics_against_loops(
     q, scale = cast(x, fmt, granularity, stale)
     expected = by_hand(x, q, scale, fmt)
     for band in (2**23, 700):  # in one piece, and in bands of a few rows
-        monkeypatch.setattr(report, "_BAND_ELEMENTS", band)
+        monkeypatch.setattr(health, "_BAND_ELEMENTS", band)
         found = statistics(x, q)
         assert found.dtype == torch.float32
         np.testing.assert_allclose(found[:SNR_DB].tolist(), expected[:SNR_DB], rtol=3e-7, atol=0)
@@ -121,8 +120,8 @@ def test_rounding_alone_leaves_the_decibels_promised(fmt: Format) -> None:
 
 
 def scaled(x: Tensor, fmt: Format = E4M3, scale: float = 1.0) -> ScaledTensor:
-    codes = encode(x.float().numpy() * np.float32(scale), fmt)
-    return ScaledTensor(torch.from_numpy(codes).view(fmt.dtype), torch.tensor(scale).reciprocal())
+    data = encode(x.float().numpy() * np.float32(scale), fmt)
+    return ScaledTensor(torch.from_numpy(data).view(fmt.dtype), torch.tensor(scale).reciprocal())
 
 
 def test_saturated_is_beyond_the_maximum_though_it_would_round_to_it() -> None:
@@ -139,7 +138,7 @@ def test_a_scale_that_fits_never_saturates() -> None:
             assert statistics(x, q)[SATURATED].item() == 0
 
 
-def test_underflow_is_of_the_non_zero_elements_and_starts_at_half_the_least_code() -> None:
+def test_underflow_is_of_the_non_zero_elements_and_starts_at_half_the_least_value() -> None:
     half = 2.0**-10  # E4M3's least is 2^-9; the tie goes to zero
     x = torch.tensor([[half, -half, math.nextafter(half, 1) * (1 + 2**-20), 0.0, -0.0, 1.0]])
     assert statistics(x, scaled(x))[UNDERFLOW].item() == 0.5
@@ -163,10 +162,10 @@ def test_snr_does_not_depend_on_the_size(power: int) -> None:
     assert moved[AMAX].item() == at_one[AMAX].item() * 2.0**power
 
 
-def test_a_factor_of_zero_loses_and_does_not_clamp() -> None:
+def test_a_scale_inv_of_zero_loses_and_does_not_clamp() -> None:
     x = torch.ones(1, 32)
-    codes = encode(np.array([[2.0] * 16 + [0.0] * 16], np.float32), E4M3)
-    q = ScaledTensor(torch.from_numpy(codes).view(E4M3.dtype), torch.tensor([[0.5, 0.0]]), BLOCK_1X16)
+    data = encode(np.array([[2.0] * 16 + [0.0] * 16], np.float32), E4M3)
+    q = ScaledTensor(torch.from_numpy(data).view(E4M3.dtype), torch.tensor([[0.5, 0.0]]), BLOCK_1X16)
     assert statistics(x, q).tolist()[UNDERFLOW : SATURATED + 1] == [0.5, 0]
 
 
@@ -186,9 +185,6 @@ def test_what_is_not_finite_becomes_null(granularity: Granularity, broken: float
     writer.close()
     line = json.loads((tmp_path / "r").read_text(), parse_constant=pytest.fail)  # NaN and Infinity are no JSON
     assert (line["amax"], line["snr_db"]) == (None, None)
-
-
-# --- what is sampled ------------------------------------------------------------------------------------------------
 
 
 def observe(recorder: Recorder, layer: str, operand: str, amax: float) -> None:
@@ -222,9 +218,6 @@ def test_figures_have_six_digits() -> None:
     recorder.begin_step(1)
     observe(recorder, "a", "input", 1.23456789)
     assert recorder.end_step()[0].amax == 1.23457
-
-
-def test_an_interval_of_none_is_refused() -> None:
     with pytest.raises(ValueError, match="interval is 0; it must be at least 1 step"):
         Recorder(0)
 
@@ -266,8 +259,6 @@ def test_observing_waits_for_nothing_on_a_gpu_and_finds_the_same() -> None:
             torch.cuda.set_sync_debug_mode("default")
         np.testing.assert_allclose(found.tolist(), statistics(x, q).tolist(), rtol=3e-7, atol=1e-4)
 
-
-# --- the file -------------------------------------------------------------------------------------------------------
 
 RECORD = Record(100, "layers.0.mlp.down", "input", 3.5, 128.0, 0.01, 0.0, 31.5)
 
@@ -322,9 +313,6 @@ def test_a_line_of_something_else_is_named(line: str, tmp_path: Path) -> None:
         ReportWriter(path, 500)
 
 
-# --- advice ---------------------------------------------------------------------------------------------------------
-
-
 def healthy(steps: int = 12, layers: int = 4) -> list[Record]:
     """A report in which nothing is amiss."""
     return [
@@ -344,63 +332,60 @@ def changed(layer: str, operand: str, first_step: int = 0, last_step: int = 10**
     ]
 
 
-def fields_of(advised: list[Advice]) -> list[tuple[str, str, str, str]]:
-    return [(a.layer, a.operand, a.field, a.value) for a in advised]
+QKV, DOWN = "layers.3.attention.qkv", "layers.3.mlp.down"
 
 
-def test_a_healthy_run_gets_no_advice() -> None:
-    assert advice(healthy(), fp8_format="e4m3") == []
+@pytest.mark.parametrize(
+    ("layer", "operand", "figures", "fp8_format", "change", "reason"),
+    [
+        (QKV, "input", {"saturated": 2e-3}, "hybrid", ("recipe", "current"), "0.20% of the elements are clamped"),
+        (QKV, "grad_output", {"underflow": 0.06}, "e4m3", ("format", "hybrid"), "6.0% of the gradient underflows"),
+        (QKV, "grad_output", {"snr_db": 19.0}, "hybrid", ("exclude", QKV), "SNR 19.0 dB, 6.5 below"),
+        (QKV, "input", {"first_step": 1000, "snr_db": 25.0}, "hybrid", ("exclude", QKV), "SNR 25"),  # 3 of the last 5
+        (
+            DOWN, "input", {"first_step": 800, "amax": 30.0, "saturated": 0.5, "snr_db": 3.0}, "hybrid",
+            ("exclude", DOWN), "amax grew 15 times since step 100: SwiGLU's known outlier",
+        ),
+    ],
+    ids=["saturation", "underflow", "snr", "snr-lately", "growth"],
+)  # fmt: skip
+def test_advice(
+    layer: str, operand: str, figures: dict[str, Any], fp8_format: Any, change: tuple[str, str], reason: str
+) -> None:
+    (a,) = advice(changed(layer, operand, **figures), fp8_format=fp8_format)
+    assert (a.layer, a.operand, a.field, a.value) == (layer, operand, *change)
+    assert reason in a.reason
+    assert a.field != "recipe" or "margin" in a.reason
+
+
+@pytest.mark.parametrize(
+    ("layer", "operand", "figures", "fp8_format"),
+    [
+        (QKV, "input", {}, "e4m3"),
+        (QKV, "input", {"saturated": 1e-3}, "hybrid"),
+        (QKV, "input", {"last_step": 700, "saturated": 0.5}, "hybrid"),  # long ago
+        (QKV, "input", {"first_step": 1200, "saturated": 4e-3}, "hybrid"),  # 8e-4 of five
+        (DOWN, "grad_output", {"underflow": 0.06}, "hybrid"),
+        (DOWN, "grad_output", {"underflow": 0.05}, "e4m3"),
+        (DOWN, "input", {"underflow": 0.06}, "e4m3"),
+        (QKV, "grad_output", {"snr_db": 20.0}, "hybrid"),
+        (QKV, "grad_output", {"first_step": 1000, "snr_db": None}, "hybrid"),
+        (DOWN, "input", {"first_step": 800, "amax": 20.0}, "hybrid"),  # ten times, no more
+        (DOWN, "input", {"first_step": 1100, "amax": 1e4}, "hybrid"),  # two samples
+        (DOWN, "weight", {"first_step": 800, "amax": 30.0}, "hybrid"),
+        (QKV, "input", {"first_step": 800, "amax": 30.0}, "hybrid"),
+        (DOWN, "input", {"first_step": 800, "amax": None}, "hybrid"),
+        (DOWN, "input", {"amax": 0.0}, "hybrid"),
+    ],
+)
+def test_no_advice(layer: str, operand: str, figures: dict[str, Any], fp8_format: Any) -> None:
+    assert advice(changed(layer, operand, **figures), fp8_format=fp8_format) == []
+
+
+def test_fewer_tensors_than_have_a_median_get_no_advice() -> None:
+    few = [r for r in changed(QKV, "input", snr_db=5.0) if r.layer in (QKV, "layers.0.mlp.down")]
+    assert advice(few, fp8_format="hybrid") == []
     assert advice([], fp8_format="hybrid") == []
-
-
-def test_saturation_wants_current_scaling() -> None:
-    layer = "layers.2.attention.qkv"
-    (a,) = advice(changed(layer, "input", saturated=2e-3), fp8_format="hybrid")
-    assert fields_of([a]) == [(layer, "input", "recipe", "current")]
-    assert "0.20% of the elements are clamped" in a.reason
-    assert "margin" in a.reason
-    assert advice(changed(layer, "input", saturated=1e-3), fp8_format="hybrid") == []
-    assert advice(changed(layer, "input", last_step=700, saturated=0.5), fp8_format="hybrid") == []  # long ago
-    assert advice(changed(layer, "input", first_step=1200, saturated=4e-3), fp8_format="hybrid") == []  # 8e-4 of five
-
-
-def test_gradients_that_underflow_in_e4m3_want_e5m2() -> None:
-    records = changed("layers.1.mlp.down", "grad_output", underflow=0.06)
-    assert fields_of(advice(records, fp8_format="e4m3")) == [("layers.1.mlp.down", "grad_output", "format", "hybrid")]
-    assert advice(records, fp8_format="hybrid") == []
-    assert advice(changed("layers.1.mlp.down", "grad_output", underflow=0.05), fp8_format="e4m3") == []
-    assert advice(changed("layers.1.mlp.down", "input", underflow=0.06), fp8_format="e4m3") == []
-
-
-def test_snr_far_below_its_peers_stays_in_bf16() -> None:
-    layer = "layers.3.attention.qkv"
-    (a,) = advice(changed(layer, "grad_output", snr_db=19.0), fp8_format="hybrid")
-    assert fields_of([a]) == [(layer, "grad_output", "exclude", layer)]
-    assert "SNR 19.0 dB, 6.5 below" in a.reason
-    assert advice(changed(layer, "grad_output", snr_db=20.0), fp8_format="hybrid") == []
-    assert advice(changed(layer, "grad_output", first_step=1000, snr_db=None), fp8_format="hybrid") == []
-    assert (
-        len(advice(changed(layer, "input", first_step=1000, snr_db=25.0), fp8_format="hybrid")) == 1
-    )  # 3 of the last 5
-    alone = [r for r in changed(layer, "input", snr_db=5.0) if r.layer in (layer, "layers.0.mlp.down")]
-    assert advice(alone, fp8_format="hybrid") == []  # two tensors have no median
-
-
-def test_a_growing_amax_before_the_second_mlp_gemm_is_swiglus_outlier() -> None:
-    layer = "layers.3.mlp.down"
-    grown = changed(layer, "input", first_step=800, amax=30.0, saturated=0.5, snr_db=3.0)
-    (a,) = advice(grown, fp8_format="hybrid")
-    assert fields_of([a]) == [(layer, "input", "exclude", layer)]
-    assert "amax grew 15 times since step 100: SwiGLU's known outlier" in a.reason
-    for records in (
-        changed(layer, "input", first_step=800, amax=20.0),  # ten times, no more
-        changed(layer, "input", first_step=1100, amax=1e4),  # two samples
-        changed(layer, "weight", first_step=800, amax=30.0),
-        changed("layers.3.attention.qkv", "input", first_step=800, amax=30.0),
-        changed(layer, "input", first_step=800, amax=None),
-        [replace(r, amax=0.0) for r in healthy()],
-    ):
-        assert advice(records, fp8_format="hybrid") == []
 
 
 def test_two_samples_are_enough_to_see_growth_and_one_is_not() -> None:

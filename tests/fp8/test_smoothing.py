@@ -1,4 +1,4 @@
-"""Smooth SwiGLU: an outlier that breaks one scale a tensor and not this, factors by hand, and what may not change."""
+"""Smooth SwiGLU: an outlier that breaks per-tensor scaling but not this, scales by hand, and what may not change."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_without_an_outlier_it_is_the_same_product(recipe: str) -> None:
     assert max(distances(RECIPES[recipe], True).values()) < ROUNDING
 
 
-def test_factors_by_hand() -> None:
+def test_scales_by_hand() -> None:
     amax = torch.tensor([[4.0, 1.0, 3.0, 0.9, 2.0, 1e-9, 0.0, math.inf, math.nan], [0.0] * 9, [math.inf] * 9])
     previous = torch.tensor([[2.0], [4.0], [8.0]]).expand(3, 9)
     expected = [[1.0, 4.0, 1.0, 4.0, 2.0, MOST, 2.0, 2.0, 2.0], [4.0] * 9, [8.0] * 9]
@@ -143,31 +143,31 @@ def channel_amax(*inputs: Tensor) -> Tensor:
     return (F.silu(gate) * up).abs().amax(dim=0)
 
 
-def factors(manager: Fp8Manager) -> list[float]:
+def channel_scales(manager: Fp8Manager) -> list[float]:
     return manager.state_dict()["fp8.down.input.channel_scale"].tolist()
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_factors_come_from_all_microbatches_of_the_step_and_from_nothing_else(recipe: str) -> None:
+def test_scales_come_from_all_microbatches_of_the_step_and_from_nothing_else(recipe: str) -> None:
     manager, op = managed(RECIPES[recipe])
     gate_up, weight, dy = tensors()
     spread = torch.logspace(-3, 3, C, base=2.0, dtype=torch.float64)
     first, second = gate_up * torch.cat([spread, spread]), gate_up.flip(0, 1)
-    assert factors(manager) == [1.0] * C
+    assert channel_scales(manager) == [1.0] * C
     for steps in range(2):
         for x in (first, second):
             run(op, x * (1 + steps), weight, dy)
             run(op, x * (1 + steps), weight, dy)  # recomputed
         with manager.recording(False):
             run(op, 100 * second, weight, dy)
-        before = factors(manager)
+        before = channel_scales(manager)
         manager.end_step()
         amax = channel_amax(first * (1 + steps), second * (1 + steps))
         expected = [2.0 ** math.floor(math.log2(amax.max() / one)) for one in amax.tolist()]
-        assert factors(manager) == expected != before
+        assert channel_scales(manager) == expected != before
         assert max(expected) > 4
     manager.end_step()  # a step without tokens
-    assert factors(manager) == expected
+    assert channel_scales(manager) == expected
 
 
 def test_a_broken_step_costs_one_update() -> None:
@@ -175,11 +175,11 @@ def test_a_broken_step_costs_one_update() -> None:
     gate_up, weight, dy = tensors(4.0)
     run(op, gate_up, weight, dy)
     manager.end_step()
-    before = factors(manager)
+    before = channel_scales(manager)
     assert len(set(before)) > 1
     run(op, torch.full_like(gate_up, math.nan), weight, dy)
     manager.end_step()
-    assert factors(manager) == before
+    assert channel_scales(manager) == before
 
 
 class Sink:
@@ -226,7 +226,7 @@ def test_state_goes_to_another_manager() -> None:
 
 
 @pytest.mark.parametrize("recipe", [RowwiseScaling(), BlockwiseScaling()], ids=lambda recipe: recipe.name)
-def test_finer_factors_are_not_smoothed(recipe: Fp8Recipe) -> None:
+def test_finer_scales_are_not_smoothed(recipe: Fp8Recipe) -> None:
     manager, op = managed(recipe)
     assert op.state.smoothing is None
     assert manager.state_dict() == {}

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8 import CurrentScaling, Fp8Recipe, StaticScaling, speed_measurement
-from megafp8.fp8 import reference as plain
-from megafp8.fp8.speed_measurement import measure, time_in_turns
+from megafp8.fp8 import CurrentScaling, Fp8Recipe, StaticScaling, reference, speed_measurement
+from megafp8.fp8.speed_measurement import measure, time_round_robin
 from megafp8.fp8.speed_model import LinearSize
 
 CPU = torch.device("cpu")
@@ -22,35 +21,9 @@ def test_runs_take_turns_and_the_warm_up_does_not_count(monkeypatch: pytest.Monk
     clock = iter([0.0, 90.0, 100.0, 190.0, 200.0, 201.0, 210.0, 212.0, 220.0, 223.0, 230.0, 234.0])
     monkeypatch.setattr(speed_measurement.time, "perf_counter", lambda: next(clock))
     log: list[str] = []
-    times = time_in_turns([lambda: log.append("a"), lambda: log.append("b")], CPU, rounds=2, warm_up=1)
+    times = time_round_robin([lambda: log.append("a"), lambda: log.append("b")], CPU, rounds=2, warm_up=1)
     assert log == ["a", "b"] * 3
     assert times == [[1.0, 3.0], [2.0, 4.0]]
-
-
-def count_casts(
-    monkeypatch: pytest.MonkeyPatch, recipe: Fp8Recipe, cast: str, micro_batches: int
-) -> tuple[list[int], Any]:
-    """How many casts each of the runs makes that `measure` times, and what it makes of 6, 5 and 1 seconds for them."""
-    casts: list[tuple[bool, bool]] = []
-    original = getattr(plain, cast)
-
-    def counting(*arguments: Any, rowwise: bool, columnwise: bool, **options: Any) -> Any:
-        casts.append((rowwise, columnwise))
-        return original(*arguments, rowwise=rowwise, columnwise=columnwise, **options)
-
-    monkeypatch.setattr(plain, cast, counting)
-    counts: list[int] = []
-
-    def ring_steps(runs: Sequence[Callable[[], object]], device: torch.device, *, rounds: int) -> list[list[float]]:
-        for run in runs:
-            casts.clear()
-            run()
-            assert all(rows and columns for rows, columns in casts)
-            counts.append(len(casts))
-        return [[6.0] * rounds, [5.0] * rounds, [1.0] * rounds]
-
-    monkeypatch.setattr(speed_measurement, "time_in_turns", ring_steps)
-    return counts, measure(SIZE, recipe, CPU, micro_batches=micro_batches, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("micro_batches", "fp8"), [(1, 5.0), (4, (5.0 + 3 * 1.0) / 4)])
@@ -60,7 +33,27 @@ def count_casts(
 def test_the_weight_is_cast_once_a_step(
     monkeypatch: pytest.MonkeyPatch, recipe: Fp8Recipe, cast: str, micro_batches: int, fp8: float
 ) -> None:
-    counts, seconds = count_casts(monkeypatch, recipe, cast, micro_batches)
+    """Counts the casts of each run that `measure` times, and lets these take 6, 5 and 1 seconds."""
+    casts: list[tuple[bool, bool]] = []
+    original = getattr(reference, cast)
+
+    def counting(*arguments: Any, rowwise: bool, columnwise: bool, **options: Any) -> Any:
+        casts.append((rowwise, columnwise))
+        return original(*arguments, rowwise=rowwise, columnwise=columnwise, **options)
+
+    counts: list[int] = []
+
+    def timed(runs: Sequence[Callable[[], object]], device: torch.device, *, rounds: int) -> list[list[float]]:
+        for run in runs:
+            casts.clear()
+            run()
+            assert all(both == (True, True) for both in casts)
+            counts.append(len(casts))
+        return [[6.0] * rounds, [5.0] * rounds, [1.0] * rounds]
+
+    monkeypatch.setattr(reference, cast, counting)
+    monkeypatch.setattr(speed_measurement, "time_round_robin", timed)
+    seconds = measure(SIZE, recipe, CPU, micro_batches=micro_batches, dtype=torch.float32)
     assert counts == [0, 3, 2]
     assert (seconds.high_precision, seconds.fp8) == (6.0, fp8)
 
@@ -70,12 +63,12 @@ def test_gradients_are_added_to_an_fp32_sum(monkeypatch: pytest.MonkeyPatch) -> 
     sums: list[Any] = []
     original = speed_measurement._Sum
 
-    class Noted(original):  # type: ignore[misc, valid-type]
+    class Recorded(original):  # type: ignore[misc, valid-type]
         def __init__(self, weight: torch.Tensor) -> None:
             super().__init__(weight)
             sums.append((self, weight))
 
-    monkeypatch.setattr(speed_measurement, "_Sum", Noted)
+    monkeypatch.setattr(speed_measurement, "_Sum", Recorded)
     measure(SIZE, CurrentScaling(), CPU, rounds=1)
     ((sink, weight),) = sums
     assert weight.grad is None

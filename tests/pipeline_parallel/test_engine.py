@@ -16,10 +16,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megafp8.ops.deferred_wgrad import WgradStore
 from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
+from megafp8.pipeline_parallel.actions import COMPUTE, Placement, loop_placement, v_placement
 from megafp8.pipeline_parallel.communication import with_communication
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageOutput
-from megafp8.pipeline_parallel.registry import BUILT_IN
-from megafp8.pipeline_parallel.schedules import COMPUTE, Placement, forward_only, in_a_v, in_turns, one_f_one_b
+from megafp8.pipeline_parallel.forward_only import forward_only
+from megafp8.pipeline_parallel.registry import SCHEDULES, place_stages
+from megafp8.pipeline_parallel.schedules.one_f_one_b import one_f_one_b
+from megafp8.pipeline_parallel.schedules.zb_h1 import zb_h1
 from megafp8.pipeline_parallel.split import even, stage_layers
 from megafp8.pipeline_parallel.trace import Stopwatch
 from tests.world import World
@@ -87,7 +90,7 @@ def _train(name: str, placement: Placement, m: int, rows: int = ROWS, device: to
     engine = PipelineEngine(*groups, placement, (rows, WIDTH), torch.float64, device, wgrads)
     rank = state.pipeline.rank
     stages = [_Stage(stage, placement.num_stages, m, device) for stage in placement.stages[rank]]
-    schedule = with_communication(BUILT_IN[name](placement, m), placement)
+    schedule = with_communication(SCHEDULES[name].build(placement, m), placement)
     stopwatch = Stopwatch(state.pipeline, device)
     reports = engine.run(
         schedule[rank],
@@ -118,10 +121,10 @@ def _assert_equals_whole_model(
 
 
 CASES = [
-    *(("1f1b", in_turns(p), m) for p in (1, 2, 4) for m in (1, 2, 7)),
-    *(("interleaved", in_turns(p, v), m) for p, v in ((2, 2), (2, 3), (4, 2), (4, 3)) for m in (1, 3, 8)),
-    *(("zb-h1", in_turns(p), m) for p in (1, 2, 4) for m in (1, 7)),
-    *((name, in_a_v(p), m) for name in ("zb-v", "dualpipev") for p in (1, 2, 4) for m in (1, 3, 9)),
+    *(("1f1b", loop_placement(p), m) for p in (1, 2, 4) for m in (1, 2, 7)),
+    *(("interleaved", loop_placement(p, v), m) for p, v in ((2, 2), (2, 3), (4, 2), (4, 3)) for m in (1, 3, 8)),
+    *(("zb-h1", loop_placement(p), m) for p in (1, 2, 4) for m in (1, 7)),
+    *((name, v_placement(p), m) for name in ("zb-v", "dualpipev") for p in (1, 2, 4) for m in (1, 3, 9)),
 ]
 
 
@@ -140,13 +143,13 @@ def test_losses_and_gradients_are_those_of_the_whole_model(
 
 def test_a_sent_output_is_freed_before_its_backward(world4: World) -> None:
     """The first of four stages runs four forwards before any backward; only the last output is still being sent."""
-    first, *_ = world4.run(_train, "1f1b", in_turns(4), 4, timeout=60)
+    first, *_ = world4.run(_train, "1f1b", loop_placement(4), 4, timeout=60)
     assert first["alive"] == [0, 1, 1, 1]
 
 
 def test_two_pipelines_side_by_side(world4: World) -> None:
     """Ranks 0, 2 and 1, 3 are two pipelines with different data: stages count inside their group."""
-    placement = in_a_v(2)
+    placement = v_placement(2)
     ranks = world4.run(_train, "zb-v", placement, 3, timeout=60)
     _assert_equals_whole_model([ranks[0], ranks[2]], placement, 3, seed=0)
     _assert_equals_whole_model([ranks[1], ranks[3]], placement, 3, seed=1)
@@ -171,7 +174,7 @@ def _evaluate(placement: Placement, m: int) -> tuple[list[Any], bool]:
 @pytest.mark.parametrize("m", [1, 3, 7])
 @pytest.mark.parametrize(
     "placement",
-    [in_turns(1), in_turns(4), in_turns(2, 3), in_turns(4, 2), in_a_v(2), in_a_v(4)],
+    [loop_placement(1), loop_placement(4), loop_placement(2, 3), loop_placement(4, 2), v_placement(2), v_placement(4)],
     ids=lambda x: x.stages,
 )
 def test_an_evaluation_reports_in_order_and_builds_no_graph(world4: World, placement: Placement, m: int) -> None:
@@ -185,7 +188,7 @@ def test_an_evaluation_reports_in_order_and_builds_no_graph(world4: World, place
 def _train_twice(m: int) -> list[Tensor]:
     """Two runs of one engine, gradients accumulating, in bfloat16 as training sends it."""
     state = initialize_model_parallel(pipeline_model_parallel_size=2)
-    engine = PipelineEngine(state.pipeline, state.pipeline_backward, in_turns(2), (2,), torch.bfloat16, CPU)
+    engine = PipelineEngine(state.pipeline, state.pipeline_backward, loop_placement(2), (2,), torch.bfloat16, CPU)
     rank = state.pipeline.rank
     weight = nn.Parameter(torch.tensor([2.0, 4.0], dtype=torch.bfloat16))
 
@@ -195,7 +198,7 @@ def _train_twice(m: int) -> list[Tensor]:
 
     for _ in range(2):
         data = [torch.tensor([1.0, float(i)], dtype=torch.bfloat16) for i in range(m)]
-        actions = with_communication(one_f_one_b(in_turns(2), m), in_turns(2))[rank]
+        actions = with_communication(one_f_one_b(loop_placement(2), m), loop_placement(2))[rank]
         engine.run(actions, [stage], data, backward=True)
     assert weight.grad is not None
     return [weight.grad]
@@ -210,18 +213,20 @@ def test_bfloat16_and_accumulation_over_runs(world2: World) -> None:
 def _alone() -> PipelineEngine:
     """An engine of one stage; it never touches its process group."""
     group = Group(cast(Any, None), (0,), 0)
-    return PipelineEngine(group, group, in_turns(1), (ROWS, WIDTH), torch.float64, CPU)
+    return PipelineEngine(group, group, loop_placement(1), (ROWS, WIDTH), torch.float64, CPU)
 
 
-@pytest.mark.parametrize(("m", "backward", "message"), [(1, True, "a micro-batch for every"), (2, False, "backward=")])
-def test_arguments_that_do_not_fit_the_schedule(m: int, backward: bool, message: str) -> None:
+@pytest.mark.parametrize(
+    ("build", "m", "backward", "message"),
+    [
+        (one_f_one_b, 1, True, "a micro-batch for every"),
+        (one_f_one_b, 2, False, "backward="),
+        (zb_h1, 2, True, "need a store"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_schedule(build: Any, m: int, backward: bool, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        _alone().run(one_f_one_b(in_turns(1), 2)[0], [_Stage(0, 1, 2)], _microbatches(m), backward=backward)
-
-
-def test_weight_gradients_apart_need_a_store() -> None:
-    with pytest.raises(AssertionError, match="need a store"):
-        _alone().run(BUILT_IN["zb-h1"](in_turns(1), 2)[0], [_Stage(0, 1, 2)], _microbatches(2), backward=True)
+        _alone().run(build(loop_placement(1), 2)[0], [_Stage(0, 1, 2)], _microbatches(m), backward=backward)
 
 
 def test_an_error_in_a_stage_propagates() -> None:
@@ -229,7 +234,7 @@ def test_an_error_in_a_stage_propagates() -> None:
         raise ZeroDivisionError("the user's own")
 
     with pytest.raises(ZeroDivisionError, match="the user's own"):
-        _alone().run(one_f_one_b(in_turns(1), 2)[0], [stage], _microbatches(2), backward=True)
+        _alone().run(one_f_one_b(loop_placement(1), 2)[0], [stage], _microbatches(2), backward=True)
 
 
 def _nccl_rank(local_rank: int, port: int, name: str, placement: Placement, m: int, rows: int, folder: Path) -> None:
@@ -244,17 +249,7 @@ def _nccl_rank(local_rank: int, port: int, name: str, placement: Placement, m: i
 @pytest.mark.parametrize("m", [2, 7])
 @pytest.mark.parametrize(
     ("name", "placement"),
-    [
-        (name, place(p))
-        for p in (2, 4)
-        for name, place in (
-            ("1f1b", in_turns),
-            ("interleaved", functools.partial(in_turns, num_chunks=2)),
-            ("zb-h1", in_turns),
-            ("zb-v", in_a_v),
-            ("dualpipev", in_a_v),
-        )
-    ],
+    [(name, place_stages(name, p, record.least_chunks)) for p in (2, 4) for name, record in SCHEDULES.items()],
     ids=lambda x: str(getattr(x, "stages", x)),
 )
 def test_over_nccl(tmp_path: Path, name: str, placement: Placement, m: int) -> None:
@@ -268,4 +263,4 @@ def test_over_nccl(tmp_path: Path, name: str, placement: Placement, m: int) -> N
     rows = 300_000
     torch.multiprocessing.spawn(_nccl_rank, (port, name, placement, m, rows, tmp_path), nprocs=p)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(p)]
-    _assert_equals_whole_model(ranks, placement, m, rowwise=rows)
+    _assert_equals_whole_model(ranks, placement, m, rows=rows)

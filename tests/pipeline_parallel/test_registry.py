@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.pipeline_parallel.registry import BUILT_IN, read_csv, training_schedule, write_csv
-from megafp8.pipeline_parallel.schedules import Action, Kind, Placement, Schedule, in_a_v, in_turns
+from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, loop_placement
+from megafp8.pipeline_parallel.registry import (
+    SCHEDULES,
+    place_stages,
+    read_csv,
+    training_schedule,
+    unsplit_schedule,
+)
+from tests.pipeline_parallel.notation import csv_of
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 
@@ -23,11 +30,43 @@ def test_a_csv_by_hand(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["zb-v", "dualpipev"])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_built_in_schedule_survives_a_csv(tmp_path: Path, name: str) -> None:
-    schedule = BUILT_IN[name](in_a_v(3), 7)
-    write_csv(schedule, tmp_path / "copy.csv")
-    assert training_schedule(str(tmp_path / "copy.csv"), in_a_v(3), 7) == schedule
+    placement = place_stages(name, 3, SCHEDULES[name].least_chunks)
+    schedule = training_schedule(name, placement, 7)
+    (tmp_path / "copy.csv").write_text(csv_of(schedule))
+    assert training_schedule(str(tmp_path / "copy.csv"), placement, 7) == schedule
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_records_say_what_schedules_do(name: str) -> None:
+    record = SCHEDULES[name]
+    placement = place_stages(name, 3, record.least_chunks)
+    assert record.allows(placement.num_chunks)
+    assert not record.allows(placement.num_chunks - 1)
+    assert record.allows(placement.num_chunks + 1) == (record.chunks is None)
+    kinds = {action.kind for actions in record.build(placement, 6) for action in actions}
+    assert (W in kinds) == record.splits_wgrad
+
+
+def test_the_table_in_the_readme() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("### Pipeline schedules")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", section, re.MULTILINE))
+    assert len(rows) >= 5
+    for name, stages in rows.items():
+        assert str(SCHEDULES[name].chunks or "v ≥ 2") in stages
+        assert ("V" in stages) == (SCHEDULES[name].placement == "v")
+
+
+def test_a_schedule_that_splits_no_backward() -> None:
+    assert (unsplit_schedule(1), unsplit_schedule(2), unsplit_schedule(7)) == ("1f1b", "interleaved", "interleaved")
+
+
+@pytest.mark.parametrize("source", [*SCHEDULES, "mine.csv"])
+def test_no_microbatches_are_refused(source: str) -> None:
+    with pytest.raises(ValueError, match="num_microbatches is 0"):
+        training_schedule(source, loop_placement(2), 0)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +84,12 @@ def test_a_wrong_csv(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"schedule {re.escape(str(path))}.*{re.escape(message)}"):
-        training_schedule(str(path), in_turns(2), 1)
+        training_schedule(str(path), loop_placement(2), 1)
 
 
 def test_a_missing_csv(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"absent\.csv could not be read: .*No such file"):
-        training_schedule(str(tmp_path / "absent.csv"), in_turns(2), 1)
+        training_schedule(str(tmp_path / "absent.csv"), loop_placement(2), 1)
 
 
 def all_forwards_first(placement: Placement, num_microbatches: int) -> Schedule:
@@ -63,7 +102,7 @@ def nonsense(placement: Placement, num_microbatches: int) -> list[str]:
 
 
 def test_a_function_of_the_users() -> None:
-    schedule = training_schedule(f"{__name__}:all_forwards_first", in_turns(2), 2)
+    schedule = training_schedule(f"{__name__}:all_forwards_first", loop_placement(2), 2)
     assert schedule == [[Action(F, 0), Action(F, 1), Action(B, 0), Action(B, 1)]] * 2
 
 
@@ -78,4 +117,4 @@ def test_a_function_of_the_users() -> None:
 def test_a_wrong_function(source: str, message: str) -> None:
     assert __name__ in sys.modules
     with pytest.raises(ValueError, match=re.escape(message)):
-        training_schedule(source, in_turns(2), 1)
+        training_schedule(source, loop_placement(2), 1)

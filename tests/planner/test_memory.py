@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megafp8.config import Config, load_config
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.parallel_state import initialize_model_parallel
-from megafp8.pipeline_parallel.schedules import Action, Kind
+from megafp8.pipeline_parallel.actions import Action, Kind
 from megafp8.planner.activations import saved_by_block
 from megafp8.planner.memory import (
     RankMemory,

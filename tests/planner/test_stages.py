@@ -6,7 +6,7 @@ import pytest
 
 from megafp8.config import load_config
 from megafp8.models.flops import output_layer_in_blocks
-from megafp8.pipeline_parallel.schedules import in_a_v, in_turns
+from megafp8.pipeline_parallel.actions import loop_placement, v_placement
 from megafp8.planner.stages import layers_of_stages
 from tests.quickstart_data import ROOT
 
@@ -20,14 +20,14 @@ LLAMA = ROOT / "configs" / "llama3-8b.yaml"
 )  # fmt: skip
 def test_four_stages(layers: str, recipe: str, counts: list[int]) -> None:
     overrides = ["parallel.pipeline=4", f"parallel.layers_per_stage={layers}", f"fp8.recipe={recipe}"]
-    found = layers_of_stages(load_config(LLAMA, overrides), in_turns(4))
+    found = layers_of_stages(load_config(LLAMA, overrides), loop_placement(4))
     assert [len(stage) for stage in found] == counts
     assert [i for stage in found for i in stage] == list(range(32))
 
 
 def test_in_a_v_the_first_rank_has_the_output_layer() -> None:
     config = load_config(LLAMA, ["parallel.layers_per_stage=balanced", "parallel.pipeline=2"])
-    first, second, third, last = map(len, layers_of_stages(config, in_a_v(2)))
+    first, second, third, last = map(len, layers_of_stages(config, v_placement(2)))
     assert first + last < second + third
 
 

@@ -27,8 +27,9 @@ from megafp8.parallel_state import (
     initialize_distributed,
     initialize_model_parallel,
 )
+from megafp8.pipeline_parallel.actions import loop_placement
 from megafp8.pipeline_parallel.engine import StageOutput
-from megafp8.pipeline_parallel.schedules import in_turns, one_f_one_b
+from megafp8.pipeline_parallel.schedules.one_f_one_b import one_f_one_b
 from megafp8.training.cuda_graphs import Captured, MicrobatchGraphs
 from megafp8.training.job import choose_device
 from megafp8.training.trainer import Trainer
@@ -299,7 +300,7 @@ def test_an_eager_micro_batch_takes_the_weights_of_the_graph(monkeypatch: pytest
         reports = replay(trainer, found[:-1])
         assert all(operand is not None for operand in trainer.fp8.weight_copies())
         eager_last.append(True)
-        return reports + trainer._run(one_f_one_b(in_turns(1), 1)[0], found[-1:])
+        return reports + trainer._run(one_f_one_b(loop_placement(1), 1)[0], found[-1:])
 
     replay = Trainer._replay
     monkeypatch.setattr(Trainer, "_replay", last_is_eager)

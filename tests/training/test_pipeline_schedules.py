@@ -22,11 +22,12 @@ from megafp8.data.samples import Batch, next_token_batch
 from megafp8.data_parallel.grad_buffer import main_grad_of
 from megafp8.distributed.sharding import shards_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
-from megafp8.pipeline_parallel.registry import BUILT_IN, write_csv
-from megafp8.pipeline_parallel.schedules import COMPUTE, Action, Kind, Placement, Schedule, in_turns
+from megafp8.pipeline_parallel.actions import COMPUTE, Action, Kind, Placement, Schedule, loop_placement
+from megafp8.pipeline_parallel.schedules.zb_h1 import zb_h1
 from megafp8.training.state import load_latest, save_state
 from megafp8.training.trainer import Trainer
 from tests.marks import slow_but
+from tests.pipeline_parallel.notation import csv_of
 from tests.world import World
 
 STEPS = 3
@@ -228,7 +229,7 @@ def test_schedules_of_the_users(runs: Runs, tmp_path: Path) -> None:
     function = f"{__name__}:all_forwards_first"
     assert_same_bits(runs.on(2, parallel={"pipeline": 2, "virtual_pipeline": 3, "schedule": function}), expected)
     path = tmp_path / "mine.csv"
-    write_csv(BUILT_IN["zb-h1"](in_turns(2), 4), path)
+    path.write_text(csv_of(zb_h1(loop_placement(2), 4)))
     assert_same_bits(runs.on(2, parallel={"pipeline": 2, "schedule": str(path)}), expected)
 
 
