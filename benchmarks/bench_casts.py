@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Table, machine, new_parser, write_json
-from megafp8.fp8.speed_measurement import time_in_turns
+from megafp8.fp8.speed_measurement import time_round_robin
 
 M, H, F = 8192, 4096, 14336
 ROUNDS = 25
@@ -96,7 +96,7 @@ def cases() -> list[Case]:
 
 def milliseconds(run: Callable[[], object]) -> float:
     """Median time on the GPU."""
-    (seconds,) = time_in_turns([run], torch.device("cuda"), rounds=ROUNDS, warm_up=1)
+    (seconds,) = time_round_robin([run], torch.device("cuda"), rounds=ROUNDS, warm_up=1)
     return statistics.median(seconds) * 1e3
 
 
