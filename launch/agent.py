@@ -14,7 +14,7 @@ after a clean stop, and on the other nodes knows no more than that connections b
   back, for as long as a rendezvous may take (`--rdzv-conf join_timeout=600`).
 - Each attempt gets a process group store of its own, see `main`.
 
-Exit codes, and messages of ranks: megafp8/training/error_report.py.
+Exit codes, and messages of ranks: megafp8/training/errors.py.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
-from megafp8.training.error_report import AGENT_REPORTS
-from megafp8.training.errors import DONE, FAILED, NO_RESTART
+from megafp8.training.errors import AGENT_REPORTS, DONE, FAILED, NO_RESTART
 
 LOST_STORE = (RendezvousConnectionError, dist.DistNetworkError, dist.DistStoreError)
 OUTCOME_KEY = "megafp8/outcome"
@@ -96,7 +95,7 @@ def outcome_of(failures: Mapping[int, ProcessFailure]) -> Outcome:
 
 
 def _details(failure: ProcessFailure) -> dict[str, Any]:
-    """What error_report.py wrote for this failure; empty where the rank wrote nothing."""
+    """What the rank wrote for this failure; empty where the rank wrote nothing."""
     message = failure.message
     extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     return extra if "exit_code" in extra else {}

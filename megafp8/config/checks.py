@@ -1,7 +1,7 @@
-"""Sections against each other and against the number of ranks: every rule a layout must keep, before any rank starts.
+"""Rules between keys of the config, and between the config and the number of ranks.
 
-A rule is a small function that yields Problems; `check_layout` runs them all and raises once with everything it found.
-The rules need no device and no process group, so `--dry-run` applies those of a 16,384-GPU job on a laptop.
+A rule is a function that yields Problems; `check_layout` runs all rules and raises one error with all problems. Rules
+need neither torch, nor a device, nor a process group, so `--dry-run` checks a 16,384-GPU job on a laptop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _sequence,
         optimizer_checks.schedule,
         optimizer_checks.reduce_dtype,
-        optimizer_checks.kept_state,
+        optimizer_checks.state_storage,
         _fp8,
         _smooth_swiglu,
         _overlap,
@@ -49,7 +49,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
 
 
 def _divisors(number: int, most: int) -> str:
-    """The divisors of `number` up to `most`, in words; of absurd sizes the small ones."""
+    """Advice to try the largest divisors of `number` up to `most`."""
     found = [str(d) for d in range(1, min(most, 2**16) + 1) if number % d == 0]
     return "try " + " or ".join(found[-3:])
 
@@ -67,7 +67,7 @@ def _blend(config: Config) -> Iterator[Problem]:
 
 
 def attention_heads(m: ModelConfig) -> Iterator[Problem]:
-    """Heads that attention cannot be built of, in any layout."""
+    """Rules about attention heads that hold in any layout."""
     heads = m.num_attention_heads
     if m.head_dim is None and m.hidden_size % heads:
         yield Problem(
@@ -76,7 +76,7 @@ def attention_heads(m: ModelConfig) -> Iterator[Problem]:
         )  # fmt: skip
     elif m.position_embedding == "rope" and m.channels % 2:
         yield Problem(
-            "model.head_dim", m.channels, "rotary embeddings turn pairs, so a head's width must be even",
+            "model.head_dim", m.channels, "rotary embeddings rotate pairs, so the width of a head must be even",
             f"try {m.channels + 1}",
         )  # fmt: skip
     if heads % m.query_groups:
@@ -375,11 +375,11 @@ def _deterministic(config: Config) -> Iterator[Problem]:
 
 _MOST_RANKS = 2**18
 _MOST_MICROBATCHES = 2**16
-"""Of a step on one rank. Schedules are lists with each of them."""
+"""Per step and rank. A schedule is a list that contains each of them."""
 
 
 def _counts(config: Config, world_size: int) -> Iterator[Problem]:
-    """Counts that no cluster has and no run comes to, which would take for ever to plan or overflow 64 bits."""
+    """Limits on counts that would take too long to plan or overflow 64 bits."""
     p, t = config.parallel, config.training
     if world_size > _MOST_RANKS:
         rule = f"{world_size:,} ranks are more than {_MOST_RANKS:,}"

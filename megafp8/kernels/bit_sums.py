@@ -1,4 +1,4 @@
-"""Bit sums of many tensors in one launch. Reference: `megafp8.training.bit_sums.reference`.
+"""Bit sums of many tensors in one launch. Reference: `megafp8.training.replicas.bit_sums_reference`.
 
 Every tensor has `_PROGRAMS` programs, which read its words in stretches, one after the other in turn, and add their two
 sums to the tensor's by atomics. The sums are integers modulo 2^64, so the order of the additions makes no difference.

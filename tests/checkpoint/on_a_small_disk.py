@@ -23,7 +23,7 @@ from megafp8.checkpoint import (
     save,
 )
 from megafp8.config import Config
-from megafp8.training.job import check_writable
+from megafp8.training.validate import check_writable
 
 SMALL, LARGE = 1000, 1_000_000
 CONFIG = Config.model_validate(

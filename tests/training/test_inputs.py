@@ -23,7 +23,8 @@ from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megafp8.data.samples import PackedDataset, split_documents
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data, describe_planned_data, open_inputs
-from megafp8.training.job import check_run, train
+from megafp8.training.job import train
+from megafp8.training.validate import check_run
 from tests.test_checkpoint_format import undocumented_keys
 from tests.world import World
 

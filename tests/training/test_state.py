@@ -14,7 +14,6 @@ from megafp8.checkpoint import CheckpointReader, IncompatibleCheckpoint
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, ConfigError, check_layout
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
-from megafp8.training.job import check_writable
 from megafp8.training.state import (
     changed_keys,
     check_resume,
@@ -26,6 +25,7 @@ from megafp8.training.state import (
     tensor_kinds,
 )
 from megafp8.training.trainer import Trainer
+from megafp8.training.validate import check_writable
 from tests.test_checkpoint_format import is_documented, undocumented_keys
 from tests.training.test_any_layout import LAYOUTS, settings
 from tests.world import World

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from megafp8.training.garbage import collected_after_steps
+from megafp8.training.process import garbage_collected_after_steps
 
 
 class Node:
@@ -18,7 +18,7 @@ class Node:
 
 
 def test_after_every_interval_and_never_between() -> None:
-    with collected_after_steps(3) as after_step:
+    with garbage_collected_after_steps(3) as after_step:
         assert not gc.isenabled()
         gone = weakref.ref(Node())
         junk = [[] for _ in range(100_000)]  # enough for the collector to run, if it did so by itself
@@ -33,12 +33,12 @@ def test_after_every_interval_and_never_between() -> None:
 
 
 def test_as_python_does_it() -> None:
-    with collected_after_steps(0) as after_step:
+    with garbage_collected_after_steps(0) as after_step:
         assert gc.isenabled()
         after_step(100)
 
 
 def test_an_error_turns_it_on_again() -> None:
-    with pytest.raises(KeyError), collected_after_steps(1):
+    with pytest.raises(KeyError), garbage_collected_after_steps(1):
         raise KeyError
     assert gc.isenabled()

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from megafp8.training.error_report import lost_connection, run_and_report
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from launch.agent import Outcome, outcome_of
 from megafp8.checkpoint import DamagedCheckpoint, FolderInUse
 from megafp8.data import DataError
 from megafp8.data.samples import split_documents
-from megafp8.training.error_report import lost_connection, run_and_report
 from megafp8.training.errors import DONE, FAILED, NO_RESTART, Diverged, ReplicasDiffer
 
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16050.")
