@@ -41,7 +41,7 @@ def reduce_dtype(config: Config) -> Iterator[Problem]:
     o = config.optimizer
     if o.reduce_dtype == "fp8" and not config.parallel.zero:
         rule = (
-            "FP8 gradients are summed by the rank that owns a shard, and with parallel.zero=0 every rank needs all sums"
+            "FP8 gradients are summed by the owner of a shard, and with parallel.zero=0 every rank needs all sums"
         )
         if config.parallel.fsdp:
             rule = "parallel.fsdp sums through torch, in the dtype that travels, and 4 bits are too few to sum in"

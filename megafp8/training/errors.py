@@ -1,9 +1,9 @@
 """Errors that end a run, the exit codes of the process, and how a rank reports its failure.
 
-Problem: under an elastic agent (launch/agent.py or torchrun) the failure of one rank makes all other ranks fail, and the
-agent prints a summary of its own, so the cause is hard to find. A failing rank therefore writes its message to the file
-that the agent reads (`TORCHELASTIC_ERROR_FILE`), and the agent prints it last. The first rank of a node to fail writes
-its message; ranks that fail later write one line that says so.
+Problem: under an elastic agent (launch/agent.py or torchrun) the failure of one rank makes all other ranks fail, and
+the agent prints a summary of its own, so the cause is hard to find. A failing rank therefore writes its message to the
+file that the agent reads (`TORCHELASTIC_ERROR_FILE`), and the agent prints it last. The first rank of a node to fail
+writes its message; ranks that fail later write one line that says so.
 
 Error files have torch's format (`torch.distributed.elastic.multiprocessing.errors.ErrorHandler`), with two more keys in
 `extraInfo`: `exit_code`, and `follows`, which is true if the failure was caused by that of another rank.

@@ -1,7 +1,7 @@
 """The learning-rate schedule of a config, and whether a resumed run keeps it.
 
-The length of the schedule (`optimizer.decay_until`) and the end of the run (`training.steps`, `training.stop_after`) are
-separate. By default decay_until is training.steps, so changing the number of steps changes the schedule, and the
+The length of the schedule (`optimizer.decay_until`) and the end of the run (`training.steps`, `training.stop_after`)
+are separate. By default decay_until is training.steps, so changing the number of steps changes the schedule, and the
 learning rate of a resumed run would jump. That is an error unless `optimizer.decay_until` is given explicitly.
 """
 

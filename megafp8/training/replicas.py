@@ -184,9 +184,7 @@ def check_replicas(trainer: Trainer, step: int) -> None:
 
 def _differs(sums_t2: Tensor, group: ProcessGroup | None) -> Tensor:
     """Whether each row differs between ranks of `group`, bool `[t]`."""
-    extremes = all_reduce(
-        torch.stack([sums_t2, ~sums_t2]), group, "max"
-    )  # ~ reverses the order, so this is the minimum too
+    extremes = all_reduce(torch.stack([sums_t2, ~sums_t2]), group, "max")  # ~ reverses the order
     return (extremes[0] != ~extremes[1]).any(dim=1)
 
 
@@ -217,9 +215,8 @@ def _describe(copies_of_all: Sequence[_Held], step: int) -> str:
     lines = [f"after step {step} ranks hold different bits of tensors that must be equal on all of them."]
     for (who, majority), names in verdicts.items():
         tensors = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
-        lines.append(
-            f"{who}: {f'other than {majority} in' if majority else 'no majority of them agrees on'} {tensors}."
-        )
+        verb = f"other than {majority} in" if majority else "no majority of them agrees on"
+        lines.append(f"{who}: {verb} {tensors}.")
     lines.append(
         "This state is not saved. The cause may be a faulty GPU, memory or link, or an operation that is not "
         "deterministic. Test that host's GPUs (nvidia-smi -q -d ECC; dcgmi diag -r 3) or exclude the host, and start "

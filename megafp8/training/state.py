@@ -10,9 +10,9 @@ The position in the data is a number of samples for each data set (`data.progres
 data order and initial values are functions of the seed (`data.samples`, `tensor_parallel.random`), which is in the
 metadata with the config.
 
-A run that resumes with another FP8 recipe, or with other layers in FP8, starts their scales anew. Resuming is refused if
-the data would not continue where it stopped, if the weights are those of another model, or if the checkpoint has other
-tensors than the run (`check_same_run`). The log lists all other keys of the config that changed.
+A run that resumes with another FP8 recipe, or with other layers in FP8, starts their scales anew. Resuming is refused
+if the data would not continue where it stopped, if the weights are those of another model, or if the checkpoint has
+other tensors than the run (`check_same_run`). The log lists all other keys of the config that changed.
 """
 
 from __future__ import annotations
@@ -321,8 +321,8 @@ def find_checkpoint(
 ) -> OpenedCheckpoint | None:
     """The newest undamaged checkpoint of `run`, opened, or None if there is none. Collective.
 
-    Removes what a killed save left behind, and renames damaged checkpoints, with a warning. Raises DamagedCheckpoint if
-    all are damaged, and IncompatibleCheckpoint as `check_same_run` does: the checkpoint may be an older one than that of
+    Removes what a killed save left behind, and renames damaged checkpoints, with a warning. Raises DamagedCheckpoint
+    if all are damaged, and IncompatibleCheckpoint as `check_same_run` does: the checkpoint may be older than that of
     `check_resume`.
     """
     folder, group = checkpoint_folder(run), parallel.world.group
@@ -346,20 +346,16 @@ def saved_choice(config: Config, found: OpenedCheckpoint | None) -> Choice | Non
 
 
 @torch.no_grad()
-def load_state(trainer: Trainer, checkpoint: Path | OpenedCheckpoint) -> int:
-    """Load `checkpoint` and return its number of steps; log which keys of the config changed. Collective.
-
-    `checkpoint`: the result of `find_checkpoint`, or a folder. Data files are not verified.
-    """
+def load_state(trainer: Trainer, found: OpenedCheckpoint) -> int:
+    """Load the result of `find_checkpoint` and return its number of steps; log which keys changed. Collective."""
     state = trainer.optimizer.state()
-    saved = load(checkpoint, tensors(trainer, state), optional=_is_fp8, verify=False)
+    saved = load(found, tensors(trainer, state), optional=_is_fp8, verify=False)
     trainer.optimizer.restore(state, saved["optimizer_steps"])
     trainer.fp8.invalidate_weights()
     trainer.publish_weights()
     changes = changed_keys(saved["config"], trainer.config.model_dump(mode="json"))
     if changes:
-        name = checkpoint.name if isinstance(checkpoint, Path) else checkpoint.path.name
-        _logger.info(f"changed in the config since {name}: {'; '.join(changes)}")
+        _logger.info(f"changed in the config since {found.path.name}: {'; '.join(changes)}")
     rates = schedule_change(saved["config"], trainer.config, saved["step"])
     if rates is not None:
         _logger.info(rates)

@@ -70,8 +70,8 @@ class Trainer:
 
     Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `params`: this rank's
     parameters, of which `tied` are shared by stages, and `released`, with their layers, exist in FP8 only
-    (fp8.param_gather). `timeline`: of the step `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health
-    of all stages in the latest `train_step`, on rank 0, if that step was sampled; else empty.
+    (fp8.param_gather). `timeline`: of the step `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8
+    health of all stages in the latest `train_step`, on rank 0, if that step was sampled; else empty.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class Trainer:
         return StageOutput(loss / self.nominal_tokens, report)
 
     def _total(self, reports: Sequence[Tensor]) -> Tensor:
-        """`[sum of losses, tokens]` of the global batch, float64, the same on every rank. Does not synchronize the host."""
+        """`[sum of losses, tokens]` of the global batch, float64, on every rank. Does not synchronize the host."""
         if self._has_loss:
             total = torch.stack(list(reports)).sum(dim=0)
             all_reduce(total, self.parallel.data_context.group)

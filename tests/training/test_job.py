@@ -1,6 +1,6 @@
-"""The loop of a job: faulty replicas, skipped steps and a run that has diverged; stopping early; what a run leaves.
+"""The training loop: faulty replicas, skipped steps, divergence, stopping early, and the files of a run.
 
-Whole jobs, in worlds of real ranks or as a process. Faults are put in between real steps.
+Whole jobs, in worlds of real ranks or as a process. Faults are injected between real steps.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def inputs_of(overrides: list[str]) -> Inputs:
 
 
 class FaultyTrainer(Trainer):
-    """Real steps, between which faults happen. Steps count from 1.
+    """Real steps with faults between them. Steps count from 1.
 
-    `flips`, `nans`: {step: rank}, after which step a bit of this rank's embedding flips, or the output layer has a NaN.
+    `flips`, `nans`: {step: rank}: after this step a bit of this rank's embedding flips, or its output layer has a NaN.
     `skipped`: steps with a gradient that is not finite.
     """
 
@@ -67,7 +67,7 @@ class FaultyTrainer(Trainer):
 
 
 def _jobs(jobs: list[list[str]], faults: dict[str, Any]) -> list[str | None]:
-    """Run jobs one after the other, some with `faults`; of each the message of the error that ended it."""
+    """Run jobs one after the other with `faults`; return the error message of each, or None."""
     from megafp8.training import job
 
     messages: list[str | None] = []
@@ -97,13 +97,13 @@ def log_of(run: Path) -> list[str]:
 def test_a_faulty_replica_ends_the_job_before_it_is_saved(
     world2: World, tmp_path: Path, quickstart_data: QuickstartData, kind: str, name: str
 ) -> None:
-    """A flipped bit waits for the next save, at step 6; a NaN makes step 6 a skipped one."""
+    """A flipped bit is found at the next save, in step 6; a NaN causes step 6 to be skipped."""
     interval = 2 if kind == "flips" else 4
     job = options(quickstart_data, tmp_path, f"checkpoint.interval={interval}", "training.max_skipped_steps=1")
     answers = world2.run(_jobs, [job], {kind: {5: 1}})
     ((message,), (other,)) = answers
     assert message == other
-    assert message.startswith("after step 6 ranks hold different bits of what must be the same on all of them.")
+    assert message.startswith("after step 6 ranks hold different bits of tensors that must be equal on all of them.")
     host = socket.gethostname()
     assert f"rank 0 on {host}, rank 1 on {host}: no majority of them agrees on model.{name}." in message
     run = tmp_path / "quickstart"
@@ -112,7 +112,7 @@ def test_a_faulty_replica_ends_the_job_before_it_is_saved(
     assert len(read_metrics(run / "metrics.jsonl")) == 6
 
 
-def test_skipped_steps_are_said_and_push_no_checkpoint_out(
+def test_skipped_steps_are_logged_and_replace_no_checkpoint(
     world2: World, tmp_path: Path, quickstart_data: QuickstartData
 ) -> None:
     more = ["checkpoint.interval=3", "checkpoint.keep_last=1", "training.max_skipped_steps=3", "logging.interval=100"]
@@ -129,7 +129,7 @@ def test_skipped_steps_are_said_and_push_no_checkpoint_out(
         "step      8/10 ... validation x",
         "WARNING: step     10/10 ... SKIPPED: gradients not finite",
     ]
-    assert "WARNING: step 6 is not saved, as it was skipped; the next one that is not will be" in lines
+    assert "WARNING: step 6 was skipped and is not saved; the next step that is not skipped is" in lines
     assert [re.search(r"step_0*(\d+)", line).group(1) for line in lines if line.startswith("saved ")] == [
         "3", "8", "9", "10",
     ]  # type: ignore[union-attr]  # fmt: skip
@@ -138,7 +138,7 @@ def test_skipped_steps_are_said_and_push_no_checkpoint_out(
 
 
 def test_a_diverged_run_ends_with_an_error(tmp_path: Path, quickstart_data: QuickstartData) -> None:
-    """As a process: a learning rate that no model survives."""
+    """As a process, with a learning rate of 1e30."""
     rate = ["optimizer.learning_rate=1e30", "optimizer.min_learning_rate=0", "optimizer.clip_grad_norm=0.5"]
     keep = ["checkpoint.interval=1", "training.max_skipped_steps=4", "logging.interval=100", "training.steps=40"]
     job = Process(tmp_path, quickstart_data, 1, [*ALONE, "fp8.recipe=none", *rate, *keep])
@@ -188,7 +188,7 @@ def test_stopped_early_and_continued_is_one_run(world2: World, tmp_path: Path, q
     assert {"time", "command", "directory", "commit", "megafp8_version", "torch_version", "ranks"} <= launches[0].keys()
 
 
-def test_what_cannot_be_written_or_is_not_installed_is_one_message(
+def test_an_unwritable_cache_and_a_missing_package_are_one_message(
     tmp_path: Path, quickstart_data: QuickstartData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

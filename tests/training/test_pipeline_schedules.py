@@ -24,9 +24,10 @@ from megafp8.distributed.sharding import pieces_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.pipeline_parallel.registry import BUILT_IN, write_csv
 from megafp8.pipeline_parallel.schedules import COMPUTE, Action, Kind, Placement, Schedule, in_turns
-from megafp8.training.state import load_latest, save_state
+from megafp8.training.state import save_state
 from megafp8.training.trainer import Trainer
 from tests.marks import slow_but
+from tests.training.latest import load_latest
 from tests.world import World
 
 STEPS = 3

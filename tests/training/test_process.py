@@ -1,4 +1,4 @@
-"""When garbage is collected."""
+"""Garbage collection of a training process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megafp8.training.process import garbage_collected_after_steps
 
 
 class Node:
-    """An object that only the collector can free."""
+    """An object in a reference cycle, which only the collector can free."""
 
     def __init__(self) -> None:
         self.me = self
@@ -32,13 +32,10 @@ def test_after_every_interval_and_never_between() -> None:
     assert len(junk) == 100_000
 
 
-def test_as_python_does_it() -> None:
+def test_automatic_collection_is_left_or_restored() -> None:
     with garbage_collected_after_steps(0) as after_step:
         assert gc.isenabled()
         after_step(100)
-
-
-def test_an_error_turns_it_on_again() -> None:
     with pytest.raises(KeyError), garbage_collected_after_steps(1):
         raise KeyError
     assert gc.isenabled()
