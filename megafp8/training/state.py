@@ -206,11 +206,10 @@ def check_same_run(config: Config, fingerprint: str | None, found: OpenedCheckpo
     model = saved_model(found)
     try:
         vocabulary = found.metadata["tokenizer_fingerprint"]
-        problems = list(_changed_data(then, config))
+        problems = list(_changed_fixed_keys(then, config))
         if vocabulary != fingerprint:
             known = f"fingerprint {vocabulary}, here {fingerprint}"
             problems.append(f"was trained with another vocabulary ({known}); use that run's tokenizer, {_ANOTHER}")
-        problems += _changed_dtypes(then, config)
         problems += _changed_model(model, then["training"]["seq_length"], config, found)
         problems += filter(None, [schedule_jump(then, config, found.metadata["step"])])
         _ = found.metadata["optimizer_steps"]
@@ -247,29 +246,24 @@ def _is_fp8(name: str) -> bool:
 _ANOTHER = "or choose another name for a new run"
 
 
-def _changed_data(then: Mapping[str, Any], config: Config) -> Iterator[str]:
-    now = config.model_dump(mode="json")
-    for section, key in (("", "seed"), ("training", "seq_length"), ("training", "global_batch_size")):
-        old, new = (tree[section][key] if section else tree[key] for tree in (then, now))
-        if old != new:
-            name = f"{section}.{key}" if section else key
-            yield (
-                f"was saved with {name} = {old}, this run has {new}, so its data would not continue where it stopped; "
-                f"set {name}={old}, {_ANOTHER}"
-            )
+_FIXED_KEYS = {
+    "seed": "so its data would not continue where it stopped",
+    "training.seq_length": "so its data would not continue where it stopped",
+    "training.global_batch_size": "so its data would not continue where it stopped",
+    "training.precision": "so its weights have another dtype",
+}
 
 
-def _changed_dtypes(then: Mapping[str, Any], config: Config) -> Iterator[str]:
-    precision, moments = then["training"]["precision"], then["optimizer"].get("moments_dtype", "fp32")
-    if precision != config.training.precision:
+def _changed_fixed_keys(then: Mapping[str, Any], config: Config) -> Iterator[str]:
+    old, new = dict(_leaves(then)), dict(_leaves(config.model_dump(mode="json")))
+    for key, why in _FIXED_KEYS.items():
+        if old[key] != new[key]:
+            yield f"was saved with {key} = {old[key]}, this run has {new[key]}, {why}; set {key}={old[key]}, {_ANOTHER}"
+    moments, ours = old.get("optimizer.moments_dtype", "fp32"), config.optimizer.moments_dtype
+    if moments != ours and "fp32" in (moments, ours):
         yield (
-            f"was saved with training.precision = {precision}, this run has {config.training.precision}: weights of "
-            f"another dtype; set training.precision={precision}, {_ANOTHER}"
-        )
-    if moments != config.optimizer.moments_dtype and "fp32" in (moments, config.optimizer.moments_dtype):
-        yield (
-            f"was saved with optimizer.moments_dtype = {moments}, this run has {config.optimizer.moments_dtype}, and "
-            f"moments may change between bf16 and fp8 only; set optimizer.moments_dtype={moments}, {_ANOTHER}"
+            f"was saved with optimizer.moments_dtype = {moments}, this run has {ours}, and moments may change between "
+            f"bf16 and fp8 only; set optimizer.moments_dtype={moments}, {_ANOTHER}"
         )
 
 

@@ -117,7 +117,9 @@ def test_wrong_values(tmp_path: Path, override: str, expected: str) -> None:
         ("training.steps=10.0", 10),
         ("training.steps=1_000", 1000),
         ("training.steps=010", 10),
+        ("parallel.offload=1", 1),
         ("parallel.offload=1e0", 1),
+        ("parallel.offload=true", True),
         ("parallel.offload=on", True),
         ("parallel.layers_per_stage=[1e0, 3]", [1, 3]),
         ("deterministic=yes", True),
@@ -283,6 +285,19 @@ CASES: list[tuple[list[str], int, str]] = [
     (["model.position_embedding=learned", "model.max_position_embeddings=16"], 1,
      "model.max_position_embeddings = 16: fewer positions than training.seq_length (32); try 32"),
     (["optimizer.warmup_steps=10"], 1, "optimizer.warmup_steps = 10: the run has only training.steps = 10"),
+    (["parallel.pipeline=8", "training.seq_length=33", "parallel.tensor=2"], 16, "2 problems"),
+    (["optimizer.schedule=constant", "optimizer.decay_until=50"], 1,
+     "optimizer.decay_until = 50: optimizer.schedule is constant and never"),
+    (["optimizer.warmup_steps=10", "optimizer.decay_until=10"], 1,
+     "optimizer.warmup_steps = 10: the schedule has only optimizer.decay_until = 10"),
+    (["optimizer.schedule=wsd", "optimizer.warmup_steps=10", "optimizer.decay_until=50", "optimizer.decay_steps=45"],
+     1, "longer than optimizer.decay_until (50); try 40 or less"),
+    (["training.stop_after=21"], 1, "training.stop_after = 21: later than the end of the run, training.steps (10)"),
+    (["data.train={a: 1e-308, b: 1e10}"], 1,
+     "data.train.a = 1e-308: its share of the sum of all weights (1e+10) is too small"),
+    (["data.train={a: 5e-324, b: 1}"], 1, "data.train.a = 5e-324: its share of the sum of all weights (1) is too"),
+    (["checkpoint.allow_model_change=[model.rope_thet]"], 1,
+     "checkpoint.allow_model_change = 'model.rope_thet': the model section has no such key; did you mean rope_theta?"),
     (["optimizer.min_learning_rate=1.0"], 1, "larger than optimizer.learning_rate (0.001)"),
     (["parallel.tensor=1e9"], 1, "model.ffn_hidden_size (256) is not a multiple of it; try 64 or 128 or 256"),
     (["parallel.context=524288"], 524288, "524,288 ranks are more than 262,144; try fewer"),
@@ -378,19 +393,6 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
 def test_configs_that_can_run(tmp_path: Path, config: str | None, overrides: list[str], world_size: int) -> None:
     path = write(tmp_path) if config is None else ROOT / "configs" / f"{config}.yaml"
     check_layout(load_config(path, overrides), world_size)
-
-
-def test_a_number_of_offloaded_blocks_is_not_a_boolean(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path), ["parallel.offload=1"])
-    assert config.parallel.offload is not True
-    assert load_config(write(tmp_path), ["parallel.offload=true"]).parallel.offload is True
-
-
-def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
-    said = messages(
-        write(tmp_path), "parallel.pipeline=8", "training.seq_length=33", "parallel.tensor=2", world_size=16
-    )
-    assert "2 problems" in said
 
 
 def test_every_field_is_documented_in_the_schema() -> None:
