@@ -161,7 +161,7 @@ def test_a_changed_blend_continues_each_data_set_where_it_was(tmp_path: Path) ->
                 first, order, shares = position, list(now), now
             else:
                 assert said == []
-            count = int(chain.rng.integers(1, 2500))
+            count = int(chain.rng.integers(1, 1200))
             starts = [len(chain.read[name]) for name in order]
             if first != position:  # the segment goes on: what it gave before this stop comes off again
                 earlier = simulated(list(shares.values()), [0] * len(order), position - first)

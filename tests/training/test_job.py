@@ -27,7 +27,6 @@ from megafp8.training.trainer import Loss, Trainer
 from megafp8.training.validate import check_run
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.test_resume import ALONE, SMALL
-from tests.training.test_resume import Job as Process
 from tests.world import World
 
 
@@ -137,29 +136,27 @@ def test_skipped_steps_are_logged_and_replace_no_checkpoint(
     assert [r["skipped_in_a_row"] for r in records] == [0, 0, 0, 0, 0, 1, 2, 0, 0, 1]
 
 
-def test_a_diverged_run_ends_with_an_error(tmp_path: Path, quickstart_data: QuickstartData) -> None:
-    """As a process, with a learning rate of 1e30."""
+def test_a_diverged_run_ends_with_an_error(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    """With a learning rate of 1e30."""
     rate = ["optimizer.learning_rate=1e30", "optimizer.min_learning_rate=0", "optimizer.clip_grad_norm=0.5"]
     keep = ["checkpoint.interval=1", "training.max_skipped_steps=4", "logging.interval=100", "training.steps=40"]
-    job = Process(tmp_path, quickstart_data, 1, [*ALONE, "fp8.recipe=none", *rate, *keep])
-    process = job.start()
-    errors = process.communicate(timeout=100)[1].decode()
-    assert process.returncode == 2, errors
-    last = max(r["step"] for r in read_metrics(job.run / "metrics.jsonl"))
-    first = last - 3
-    message = (
-        f"training has diverged: all 4 steps from {first} to {last} were skipped (training.max_skipped_steps = 4)."
+    job = options(quickstart_data, tmp_path, "fp8.recipe=none", *rate, *keep)
+    ((error,),) = world2.run(_jobs, [job], {}, ranks=1)
+    run = tmp_path / "quickstart"
+    records = read_metrics(run / "metrics.jsonl")
+    last, loss = records[-1]["step"], records[-1]["loss"]
+    assert error.startswith(
+        f"training has diverged: all 4 steps from {last - 3} to {last} were skipped (training.max_skipped_steps = 4). "
+        f"In the last one the loss was {loss} and the gradient norm nan.\n"
+        "Not finite: weights: none; gradients: layers.3.mlp.down.weight, "
     )
-    loss = read_metrics(job.run / "metrics.jsonl")[-1]["loss"]
-    assert f"error: {message} In the last one the loss was {loss} and the gradient norm nan.\n" in errors
-    assert "Not finite: weights: none; gradients: layers.3.mlp.down.weight, " in errors
-    assert " and 20 more.\n" in errors
-    assert f"The newest checkpoint is of step {first - 1}; it was not replaced." in errors
-    assert "optimizer.clip_grad_norm (now 0.5)" in errors
-    assert errors.count("SKIPPED") == 4
-    assert "Traceback" not in errors
-    assert job.saved() == [first - 1]
-    assert f"ERROR: {message}" in (job.run / "log.txt").read_text()
+    assert " and 20 more.\n" in error
+    assert f"The newest checkpoint is of step {last - 4}; it was not replaced." in error
+    assert "optimizer.clip_grad_norm (now 0.5)" in error
+    lines = log_of(run)
+    assert sum("SKIPPED" in line for line in lines) == 4
+    assert "\n".join(lines).endswith(f"ERROR: {error}")
+    assert saved(run) == [last - 4]
 
 
 def test_stopped_early_and_continued_is_one_run(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
