@@ -207,7 +207,7 @@ def test_a_wrong_config_is_not_restarted(launch: Launch, nodes: int) -> None:
         assert node.wait(120) == 2
         *_, first, last = node.said().splitlines()
         assert first.startswith("error: ")
-        assert last.startswith("  training.seq_length = 127: sequence parallelism cuts it")
+        assert last.startswith("  training.seq_length = 127: sequence parallelism splits it")
         assert node.said().count("training.seq_length = 127") == 1
 
 

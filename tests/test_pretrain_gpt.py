@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {  # overrides, number of rank
         "backwards_in_a_ring: rank 0, position 1, BACKWARD(0): deadlock: waits for BACKWARD(0) of rank 1"),
     "a missing schedule": (["parallel.schedule=absent.csv"], 4, "schedule absent.csv could not be read"),
     "sequence not divisible": (["training.seq_length=127"], 4,
-        "training.seq_length = 127: sequence parallelism cuts it into parallel.tensor (2) equal parts; try 128"),
+        "training.seq_length = 127: sequence parallelism splits it into parallel.tensor (2) equal parts; try 128"),
     "global batch not divisible": (["training.global_batch_size=6"], 4,
         "training.global_batch_size = 6: not a multiple"),
     "no GPU": (["device=cuda"], 4, "device = 'cuda': torch sees no CUDA device here; try device=cpu"),
@@ -147,7 +147,7 @@ def test_through_torchrun_a_mistake_is_said_once_and_ends_the_job(data: Quicksta
     options = [*data.overrides, f"run_dir={tmp_path}", "training.seq_length=127"]
     done = run_python(*agent, "pretrain_gpt.py", "--config", str(CONFIG), *options)
     assert done.returncode != 0
-    message = "training.seq_length = 127: sequence parallelism cuts it"
+    message = "training.seq_length = 127: sequence parallelism splits it"
     assert done.stderr.count(message) == 1
     assert message in done.stderr.strip().splitlines()[-2]  # before torchrun's closing rule
 

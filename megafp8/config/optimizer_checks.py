@@ -20,20 +20,15 @@ def schedule(config: Config) -> Iterator[Problem]:
         rule = f"later than the end of the run, training.steps ({t.steps})"
         yield Problem("training.stop_after", t.stop_after, rule, "leave it out")
     if o.min_learning_rate > o.learning_rate:
-        yield Problem(
-            "optimizer.min_learning_rate", o.min_learning_rate,
-            f"larger than optimizer.learning_rate ({o.learning_rate})", f"try {o.learning_rate / 10}",
-        )  # fmt: skip
+        rule = f"larger than optimizer.learning_rate ({o.learning_rate})"
+        yield Problem("optimizer.min_learning_rate", o.min_learning_rate, rule, f"try {o.learning_rate / 10}")
     if o.warmup_steps >= steps and o.warmup_steps > 0:
         whole = "run" if o.decay_until is None else "schedule"
         rule = f"the {whole} has only {length} = {steps}"
         yield Problem("optimizer.warmup_steps", o.warmup_steps, rule, f"try {steps // 10}")
     elif o.schedule == "wsd" and o.warmup_steps + (o.decay_steps or 0) > steps:
-        yield Problem(
-            "optimizer.decay_steps", o.decay_steps,
-            f"with optimizer.warmup_steps ({o.warmup_steps}) longer than {length} ({steps})",
-            f"try {steps - o.warmup_steps} or less",
-        )  # fmt: skip
+        rule = f"with optimizer.warmup_steps ({o.warmup_steps}) longer than {length} ({steps})"
+        yield Problem("optimizer.decay_steps", o.decay_steps, rule, f"try {steps - o.warmup_steps} or less")
 
 
 def reduce_dtype(config: Config) -> Iterator[Problem]:

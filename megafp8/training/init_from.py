@@ -37,10 +37,10 @@ _RESOLVED = ("vocab_size", "max_position_embeddings")
 
 
 def complete_model(tree: dict[str, Any], source: str) -> None:
-    """Complete the model section of the config `tree`, in place, where `checkpoint.init_from` is set.
+    """Complete the model section of the config `tree`, in place, if `checkpoint.init_from` is set.
 
-    Raises ConfigError with every key of the section that differs from the folder, or from the run's own newest
-    checkpoint; with checkpoint.init_from itself if the folder cannot be read.
+    Raises ConfigError with every key of the section that differs from the folder, or with checkpoint.init_from if the
+    folder cannot be read. If the run has checkpoints, `state.check_same_run` compares the section with the newest.
     """
     section, given = tree.get("checkpoint"), tree.get("model") or {}
     folder = section.get("init_from") if isinstance(section, dict) else None
@@ -49,23 +49,23 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
     own = newest_readable(checkpoint_folder(Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name"))))
     if own is None:
         with _blaming_init_from(folder, source):
-            model, where = open_source(folder).model, folder
+            model = open_source(folder).model
     else:
-        model, where = saved_model(own), str(own.path)
+        model = saved_model(own)
     explicit = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
     tree["model"] = model.model_dump(mode="json") | explicit
+    if own is not None:
+        return
     try:
         wanted = ModelConfig.model_validate(tree["model"])
     except ValidationError:
         return  # validation of the whole config reports it
     ours, theirs = canonical(wanted), canonical(model)
-    allowed = (section.get("allow_model_change") or []) if own is not None and isinstance(section, dict) else []
+    rule, works = f"checkpoint.init_from starts from {folder}, where it is", "leave it out, or set"
     problems = [
-        Problem(f"model.{key}", ours[key], f"checkpoint.init_from starts from {where}, where it is {theirs[key]!r}",
-                f"leave it out, or set {theirs[key]!r}")
+        Problem(f"model.{key}", ours[key], f"{rule} {theirs[key]!r}", f"{works} {theirs[key]!r}")
         for key in differences(wanted, model)
-        if key not in allowed
-    ]  # fmt: skip
+    ]
     if problems:
         raise ConfigError(source, problems)
 

@@ -99,12 +99,8 @@ def open_inputs(config: Config, source: str) -> Inputs:
     """
     tokenizer = open_tokenizer(config, source)
     config = _resolve_vocabulary(config, tokenizer, source)
-    for key in ("reset_at_documents", "mask_eod_loss"):
-        if getattr(config.data, key) and tokenizer is None:
-            rule = "needs the end-of-document token, which only a tokenizer defines"
-            raise ConfigError(source, [Problem(f"data.{key}", True, rule, "set data.tokenizer")])
     vocab_size = config.model.vocab_size
-    assert vocab_size is not None
+    assert vocab_size is not None, "config.checks: given, or known from the tokenizer"
     data_sets = open_data_sets(config)
     for data_set in data_sets:
         check_dataset(data_set.dataset, vocab_size, tokenizer.fingerprint if tokenizer else None)
@@ -209,11 +205,6 @@ def open_tokenizer(config: Config, source: str) -> Tokenizer | None:
 def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str) -> Config:
     given = config.model.vocab_size
     if tokenizer is None:
-        if given is None:
-            problem = Problem(
-                "model.vocab_size", None, "not given, and no data.tokenizer to take it from", "set either"
-            )
-            raise ConfigError(source, [problem])
         return config
     if given is None:
         model = config.model.model_copy(update={"vocab_size": tokenizer.vocab_size})

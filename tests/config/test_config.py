@@ -265,12 +265,12 @@ CASES: list[tuple[list[str], int, str]] = [
     (["parallel.virtual_pipeline=2", "parallel.schedule=interleaved"], 1,
      "parallel.virtual_pipeline = 2: parallel.pipeline is 1, so there is no bubble to make smaller"),
     (["parallel.tensor=2", "training.seq_length=33"], 2,
-     "training.seq_length = 33: sequence parallelism cuts it into parallel.tensor (2) equal parts; try 34"),
+     "training.seq_length = 33: sequence parallelism splits it into parallel.tensor (2) equal parts; try 34"),
     (["parallel.context=2", "training.seq_length=34"], 2,
-     "training.seq_length = 34: context parallelism cuts it into two chunks for each of parallel.context (2) "
+     "training.seq_length = 34: context parallelism splits it into two chunks for each of parallel.context (2) "
      "ranks; try 36, or parallel.context=1"),
     (["parallel.context=2", "parallel.tensor=2", "training.seq_length=28"], 4,
-     "ranks, and sequence parallelism each rank's share into parallel.tensor (2) equal parts; try 32"),
+     "ranks, and sequence parallelism each rank's shard into parallel.tensor (2) equal parts; try 32"),
     (["parallel.context=2", "model.head_dim=12"], 2,
      "parallel.context = 2: its attention is cuDNN's, for heads of a multiple of 8, at most 256, and "
      "model.head_dim is 12; try parallel.context=1"),
@@ -304,7 +304,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["training.global_batch_size=1e12"], 1,
      "training.global_batch_size = 1000000000000: 1,000,000,000,000 micro-batches in a step on each rank are more "
      "than 65,536; try 65536 or less, or a larger training.micro_batch_size"),
-    (["training.steps=9e18"], 1, "it is more tokens than 64 bits count; try 18014398509481984 or less"),
+    (["training.steps=9e18"], 1, "the run has more tokens than 64 bits count; try 18014398509481984 or less"),
     (["model.rope_scaling={low_freq_factor: 4}"], 1,
      "model.rope_scaling.high_freq_factor = 4.0: not above low_freq_factor (4.0), so there is no band"),
     (["fp8.recipe=custom"], 1, "fp8.custom = []: fp8.recipe custom needs a rule; try [{layers: "),
