@@ -53,11 +53,11 @@ from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.planner.memory import pipeline_memory
 from megafp8.training.determinism import make_deterministic
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.process import garbage_collected_after_steps
-from megafp8.training.validate import choose_device
 from megafp8.training.metrics import memory_gib
 from megafp8.training.pipeline import PipelinePlan
+from megafp8.training.process import garbage_collected_after_steps
 from megafp8.training.trainer import Trainer
+from megafp8.training.validate import choose_device
 
 OPTIONS = {
     "fast": "fp8.fast_accumulation=[true,true,true]",

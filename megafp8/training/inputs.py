@@ -161,7 +161,7 @@ def _blends(data_sets: Sequence[DataSet], progress: Progress, seed: int) -> tupl
 def _problem(conflict: Conflict, split: str, split_then: str) -> Problem:
     """The error for a data set that cannot continue."""
     source, recorded = conflict.source, conflict.recorded
-    anew = "data.restart_changed=true counts its samples from 0"
+    restart = "data.restart_changed=true counts its samples from 0"
     if conflict.kind == "split":
         start, stop = recorded.documents or (0, 0)
         rule = (
@@ -169,17 +169,17 @@ def _problem(conflict: Conflict, split: str, split_then: str) -> Problem:
             f"and the run has read {recorded.consumed:,} samples of the documents {start}-{stop}"
         )
         back = f"set data.split={split_then}" if split_then != split else "set data.split as it was"
-        return Problem("data.split", split, rule, f"{back}, or {anew}")
+        return Problem("data.split", split, rule, f"{back}, or {restart}")
     if conflict.kind == "contents":
         rule = f"its files have changed since the run read {recorded.consumed:,} samples of them"
         return Problem(
-            "data.train", source.prefix, rule, f"restore them, list the new ones under a new path, or {anew}"
+            "data.train", source.prefix, rule, f"restore them, list the new ones under a new path, or {restart}"
         )
     rule = (
         f"is not in the config of this checkpoint, which does not tell contents, while its {recorded.prefix} is not "
         "listed any more: this may be the same data set"
     )
-    works = f"list it as {recorded.prefix} until the next checkpoint is saved, or {anew}"
+    works = f"list it as {recorded.prefix} until the next checkpoint is saved, or {restart}"
     return Problem("data.train", source.prefix, rule, works)
 
 
