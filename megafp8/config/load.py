@@ -197,7 +197,7 @@ def _meaning(place: _Place) -> str:
     field = None if place.section is None else place.section.model_fields.get(place.path[-1])
     if field is None or not field.description:
         return "see --print-schema"
-    first_sentence = re.split(r"(?<=\.) ", " ".join(field.description.split()))[0]
+    first_sentence = re.split(r"(?<=\.)(?<!e\.g\.) ", " ".join(field.description.split()))[0]
     works = f"its meaning: {first_sentence}"
     if not field.is_required() and field.default is not None:
         works = f"for example {field.default!r}; {works}"
