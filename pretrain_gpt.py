@@ -1,19 +1,19 @@
-"""Pretrain a GPT from one YAML file.
+"""Pretrain a GPT model from one YAML file.
 
     torchrun --nproc-per-node 8 pretrain_gpt.py --config configs/llama3-8b.yaml parallel.tensor=2 fp8.recipe=current
     python pretrain_gpt.py --config configs/quickstart.yaml            # one process
     python pretrain_gpt.py --config configs/llama3-70b.yaml --dry-run --world-size 64
-    python pretrain_gpt.py --print-schema > megafp8.schema.json        # completion for editors
+    python pretrain_gpt.py --print-schema > megafp8.schema.json        # completion in editors
 
-A config or data set that cannot run ends the job with exit code 2 and one message, before any process group exists.
-What can be checked without torch is checked before torch is imported, which takes longer than all the checks.
-Exit codes: 0 done or stopped cleanly; 2 bad config, data or checkpoint, or a run that has diverged; 1 another failure
+A wrong config or damaged data set ends the job with exit code 2 and one message, before any process group exists.
+Exit codes: 0 done or stopped cleanly; 2 wrong config, data or checkpoint, or a run that has diverged; 1 another failure
 (docs/launching.md).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shlex
@@ -21,7 +21,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megafp8.config import Config, ConfigError, Problem, check_layout, load_config
-from megafp8.training.error_report import run_and_report
+from megafp8.training.errors import run_and_report
 
 if TYPE_CHECKING:
     from megafp8.training.inputs import Inputs
@@ -36,14 +36,14 @@ def _ranks(text: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Mistakes are raised, as all ranks make them alike and one is to report them."""
+    """Raises errors instead of printing them: all ranks find the same error, and one of them reports it."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError("command line", [Problem("(arguments)", shlex.join(sys.argv[1:]), message, "see --help")])
 
 
 class _Once(argparse.Action):
-    """An argument that may be given once, as the last of several would win unseen."""
+    """An argument that may be given once; argparse would silently use the last one."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
         before = getattr(namespace, self.dest)
@@ -56,15 +56,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action=_Once, help="the YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. parallel.tensor=2")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print config, rank layout, parameters, memory per rank and data sets; stop",
-    )
-    parser.add_argument(
-        "--world-size", action=_Once, type=_ranks, help="with --dry-run: the number of ranks to plan for"
-    )
-    parser.add_argument("--print-schema", action="store_true", help="print the JSON schema of the config; stop")
+    shown = "print config, rank layout, parameters, memory per rank and data sets, then stop"
+    parser.add_argument("--dry-run", action="store_true", help=shown)
+    help = "with --dry-run: the number of ranks to plan for"
+    parser.add_argument("--world-size", action=_Once, type=_ranks, help=help)
+    parser.add_argument("--print-schema", action="store_true", help="print the JSON schema of the config, then stop")
     arguments = parser.parse_intermixed_args()
     if not arguments.config and not arguments.print_schema:
         parser.error("--config is required, for example --config configs/quickstart.yaml")
@@ -74,13 +70,16 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def _complete_model(tree: dict[str, Any], source: str) -> None:
-    from megafp8.training.init_from import complete_model
+    from megafp8.training.init_from import complete_model  # needs torch
 
     complete_model(tree, source)
 
 
 def prepare(arguments: argparse.Namespace) -> Inputs | None:
-    """Everything that can be checked without a process group; None where there is nothing to train."""
+    """Do all checks that need no process group; None if there is nothing to train.
+
+    Importing torch takes longer than all checks, so those that do not need it come before the import.
+    """
     if arguments.print_schema:
         print(json.dumps(Config.model_json_schema(), indent=2))
         return None
@@ -89,6 +88,7 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
     if arguments.dry_run:
         p = config.parallel
         world_size = arguments.world_size or max(world_size, p.tensor * p.pipeline * p.context)
+        gc.disable()  # this process ends soon, and collecting takes a sixth of its time
     check_layout(config, world_size, arguments.config)
 
     # From here on torch is needed; a dry run imports no more of it than it must.
@@ -101,20 +101,9 @@ def prepare(arguments: argparse.Namespace) -> Inputs | None:
         print(dry_run(config, world_size, arguments.config))
         return None
 
-    from megafp8.training.determinism import make_deterministic
-    from megafp8.training.device_memory import check_device_memory
-    from megafp8.training.inputs import open_inputs
-    from megafp8.training.job import check_run, choose_device
-    from megafp8.training.pipeline import num_microbatches, plan_pipeline
+    from megafp8.training.validate import validate
 
-    inputs = open_inputs(config, arguments.config)
-    plan = plan_pipeline(inputs.config, num_microbatches(config, world_size))
-    device = choose_device(config)
-    if config.deterministic:
-        make_deterministic(device)  # before anything looks at a GPU
-    check_device_memory(inputs.config, plan, world_size, device, arguments.config)
-    check_run(inputs)
-    return inputs
+    return validate(config, world_size, arguments.config)
 
 
 def run() -> None:

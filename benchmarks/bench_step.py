@@ -52,11 +52,11 @@ from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.planner.memory import pipeline_memory
 from megafp8.training.determinism import make_deterministic
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.garbage import collected_after_steps
-from megafp8.training.job import choose_device
 from megafp8.training.metrics import memory_gib
 from megafp8.training.pipeline import PipelinePlan
+from megafp8.training.process import garbage_collected_after_steps
 from megafp8.training.trainer import Trainer
+from megafp8.training.validate import choose_device
 
 OPTIONS = {
     "fast": "fp8.fast_accumulation=[true,true,true]",
@@ -164,7 +164,7 @@ def measure(
         config = config.model_copy(update={"logging": logging})
     trainer = Trainer(config, parallel)
     batches = random_batches(config, parallel)
-    with collected_after_steps(config.training.gc_interval):  # as in a run
+    with garbage_collected_after_steps(config.training.gc_interval):  # as in a run
         time_steps(trainer, batches, warmup, steps, result)
     if trace is not None and trainer.timeline is not None and parallel.rank == 0:
         write_timeline(trainer.timeline, trainer.plan.placement, trace)

@@ -1,20 +1,20 @@
-"""torchrun with an agent that knows how a training job ends: `python -m launch.agent [torchrun's options] SCRIPT ...`.
+"""torchrun with exit codes and clean stops of a training job: `python -m launch.agent [torchrun's options] SCRIPT ...`.
 
-torchrun's agent treats all failures alike: it restarts a job whose config is wrong, ends with a traceback of its own
-after a clean stop, and on the other nodes knows no more than that connections broke. This one is torch's own
-`LocalElasticAgent`, with torchrun's options (c10d rendezvous only), and differs in this:
+torchrun's agent treats all failures alike: it restarts a job whose config is wrong, prints a traceback of its own
+after a clean stop, and on the other nodes reports only lost connections. This one is a subclass of torch's
+`LocalElasticAgent`, with torchrun's options (c10d rendezvous only), and differs as follows:
 
-- Exit codes: 0 done, or stopped cleanly; 2 a fault of config, data or checkpoint, never restarted; 1 another failure,
-  after its restarts. The last thing printed is the message of the rank that failed first.
-- SIGTERM and Ctrl-C are a request to the ranks to finish their step, save and leave; the agent stays until they have.
-  torchrun's agent raises an exception instead, and agents of other nodes wait 5 minutes for it. A second Ctrl-C ends
-  the ranks at once. While no ranks run, signals end the agent as they end any process.
-- How the job ended is written to the rendezvous store, so that all nodes end at once, with one message and exit code.
-- The rendezvous store lives in the agent of the head node. Where that agent is lost, the others join again when it is
-  back, for as long as a rendezvous may take (`--rdzv-conf join_timeout=600`).
-- Each attempt gets a process group store of its own, see `main`.
+- Exit codes: 0 done, or stopped cleanly; 2 wrong config, data or checkpoint, never restarted; 1 another failure,
+  after its restarts. The last output is the message of the rank that failed first.
+- SIGTERM and Ctrl-C ask the ranks to finish their step, save and exit; the agent waits for them. torchrun's agent
+  raises an exception instead, and agents of other nodes wait 5 minutes for it. A second Ctrl-C kills the ranks at once.
+  While no ranks run, signals end the agent as they end any process.
+- The outcome of the job is written to the rendezvous store, so that all nodes end at once, with one message and code.
+- The rendezvous store is in the agent of the head node. If that agent is lost, the others rejoin when it is back, for
+  as long as a rendezvous may take (`--rdzv-conf join_timeout=600`).
+- Each attempt gets its own process group store, see `main`.
 
-Exit codes, and messages of ranks: megafp8/training/error_report.py.
+Exit codes, and messages of ranks: megafp8/training/errors.py.
 """
 
 from __future__ import annotations
@@ -47,20 +47,19 @@ from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
-from megafp8.training.error_report import AGENT_REPORTS
-from megafp8.training.errors import DONE, FAILED, NO_RESTART
+from megafp8.training.errors import AGENT_REPORTS, DONE, FAILED, NO_RESTART
 
 LOST_STORE = (RendezvousConnectionError, dist.DistNetworkError, dist.DistStoreError)
 OUTCOME_KEY = "megafp8/outcome"
-OUTCOME_SECONDS = 45.0  # for other nodes to learn of the outcome: torch takes up to 30 to end ranks that hang
-FOLLOWER_SECONDS = 5.0  # for the node of the rank that failed first to say so
-GRACE_SECONDS = 5  # for ranks to leave by themselves once one has failed
+OUTCOME_SECONDS = 45.0  # for other nodes to read the outcome: torch takes up to 30 to end ranks that hang
+FOLLOWER_SECONDS = 5.0  # for the node of the rank that failed first to report it
+GRACE_SECONDS = 5  # for ranks to exit by themselves once one has failed
 STOP_SECONDS = 110  # from a stop signal until ranks are killed; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a job, or one attempt of it, ended. `follows`: as the consequence of a failure on another node."""
+    """The end of a job, or of one attempt. `follows`: it is the consequence of a failure on another node."""
 
     code: int
     message: str = ""
@@ -68,7 +67,7 @@ class Outcome:
 
 
 def outcome_of(failures: Mapping[int, ProcessFailure]) -> Outcome:
-    """The outcome that the failures of one node's ranks, by global rank, amount to: that of the first cause."""
+    """The outcome of the failures of one node's ranks, by global rank: that of the first cause."""
 
     def order(rank: int) -> tuple[bool, bool, int]:
         failure = failures[rank]
@@ -96,7 +95,7 @@ def outcome_of(failures: Mapping[int, ProcessFailure]) -> Outcome:
 
 
 def _details(failure: ProcessFailure) -> dict[str, Any]:
-    """What error_report.py wrote for this failure; empty where the rank wrote nothing."""
+    """The `extraInfo` of the rank's error file; empty if the rank wrote none."""
     message = failure.message
     extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     return extra if "exit_code" in extra else {}
@@ -121,7 +120,7 @@ class Agent(LocalElasticAgent):
         return self._remaining_restarts
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # Nothing runs here that could be asked to stop, and waiting for other nodes may last.
+        # No rank runs that could be asked to stop, and waiting for other nodes may take long.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         super()._rendezvous(worker_group)
@@ -152,8 +151,8 @@ class Agent(LocalElasticAgent):
         super()._shutdown(*args, **kwargs)
 
     def _end_ranks(self) -> None:
-        # The ranks' handler of SIGTERM waits for the end of their step. Where a rank is gone, the step never ends:
-        # others wait for it in a collective, and torch would wait 30 seconds for them, on one node after the other.
+        # The ranks' handler of SIGTERM waits for the end of their step. If a rank is gone, the step never ends: others
+        # wait for it in a collective, and torch would wait 30 seconds for them, on one node after the other.
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGTERM, GRACE_SECONDS)
 
@@ -175,11 +174,11 @@ class Agent(LocalElasticAgent):
         """Decide whether the ranks of this node, which have ended, are restarted."""
         if self._stop_signal is not None and failures:
             ends = {failure.exitcode for failure in failures.values()}
-            if ends == {-signal.SIGTERM}:  # they had not yet installed their handler: nothing to save
+            if ends == {-signal.SIGTERM}:  # before they installed their handler: there is nothing to save
                 outcome = Outcome(DONE, "stopped on request before training began")
             elif ends <= {-signal.SIGTERM, -signal.SIGKILL} and time.monotonic() > self._stop_deadline:
                 outcome = Outcome(FAILED, "error: killed: the step and its checkpoint were not done in time to stop")
-        if outcome.follows and self._is_settled_by_others():
+        if outcome.follows and self._is_decided_elsewhere():
             return
         if self._remaining_restarts == 0 or outcome.code == NO_RESTART:
             self._end(outcome)
@@ -187,8 +186,8 @@ class Agent(LocalElasticAgent):
             left = f"restarting, {self._remaining_restarts} left"
             print(f"{outcome.message}\n{left}", file=sys.stderr, flush=True)
 
-    def _is_settled_by_others(self) -> bool:
-        """Wait shortly for the node where a rank failed first: True where it ended or restarts the job."""
+    def _is_decided_elsewhere(self) -> bool:
+        """Wait a few seconds for the node where a rank failed first; True if it has ended or restarts the job."""
         deadline = time.monotonic() + FOLLOWER_SECONDS
         while self._worker_group.group_world_size > 1 and time.monotonic() < deadline:
             if self._ended_elsewhere():
@@ -199,14 +198,14 @@ class Agent(LocalElasticAgent):
         return False
 
     def _ended_elsewhere(self) -> bool:
-        """Whether another node has ended the job; this one then ends alike."""
+        """Whether another node has ended the job; if so, ends this one with the same outcome."""
         if self._worker_group.group_world_size > 1 and self._store.check([OUTCOME_KEY]):
             self._end(Outcome(FAILED))
             return True
         return False
 
     def _end(self, outcome: Outcome) -> None:
-        """End the job, on all nodes with the outcome that was written first."""
+        """End the job on all nodes, with the outcome that was written first."""
         self._remaining_restarts = 0
         self.outcome = outcome
         nodes = self._worker_group.group_world_size
@@ -216,13 +215,13 @@ class Agent(LocalElasticAgent):
             written = self._store.compare_set(OUTCOME_KEY, "", json.dumps(dataclasses.asdict(outcome)))
             self.outcome = Outcome(**json.loads(written))
             self._rdzv_handler.set_closed()  # for nodes that wait in a rendezvous
-            # The node that has the store must leave last.
+            # The node that has the store must exit last.
             barrier(self._store, nodes, f"{OUTCOME_KEY}/known", OUTCOME_SECONDS)
         except (*LOST_STORE, RendezvousError):
-            pass  # a node is gone, and cannot be told
+            pass  # a node is gone
 
     def end_as_others(self) -> Outcome:
-        """The outcome, where the rendezvous is closed because another node has ended the job."""
+        """The outcome if the rendezvous is closed because another node has ended the job."""
         try:
             if self._store is not None and self._store.check([OUTCOME_KEY]):
                 self._end(Outcome(FAILED))
@@ -232,7 +231,7 @@ class Agent(LocalElasticAgent):
 
 
 def run(config: LaunchConfig, entrypoint: str, arguments: list[str]) -> Outcome:
-    """Run a job's ranks on this node until the job has ended on all nodes."""
+    """Run the ranks of this node until the job has ended on all nodes."""
     restarts = config.max_restarts
     patience = float(config.rdzv_configs.get("join_timeout", 600))
     give_up = time.monotonic() + patience
@@ -251,13 +250,13 @@ def run(config: LaunchConfig, entrypoint: str, arguments: list[str]) -> Outcome:
         restarts = agent.remaining_restarts - 1
         if restarts < 0:
             return Outcome(FAILED, f"error: lost the agent of the head node, {config.rdzv_endpoint}")
-        text = f"lost the agent of the head node, {config.rdzv_endpoint}; waiting for it to come back"
+        text = f"lost the agent of the head node, {config.rdzv_endpoint}; waiting for it to be restarted"
         print(f"{text}, {restarts} restarts left", file=sys.stderr, flush=True)
         give_up = time.monotonic() + patience
 
 
 def _make_agent(config: LaunchConfig, max_restarts: int, entrypoint: str, arguments: list[str]) -> Agent:
-    """An agent with a rendezvous of its own. Raises RendezvousConnectionError where no store answers."""
+    """An agent with a new rendezvous. Raises RendezvousConnectionError if the store does not answer."""
     rendezvous = get_rendezvous_handler(
         RendezvousParameters(
             config.rdzv_backend,
@@ -282,7 +281,7 @@ def _make_agent(config: LaunchConfig, max_restarts: int, entrypoint: str, argume
 
 
 def _attempt(agent: Agent) -> Outcome | None:
-    """Run an agent to its end; None where it lost the rendezvous store."""
+    """Run an agent to its end; None if it lost the rendezvous store."""
     try:
         result = agent.run()
     except SignalException as stopped:
@@ -305,10 +304,10 @@ def _attempt(agent: Agent) -> Outcome | None:
 
 def main() -> int:
     # By default the ranks of all attempts share one store for their process groups, that of the agent on the first
-    # node (DynamicRendezvousHandler._shared_tcp_store_server). It keeps the addresses that ranks of an earlier attempt
-    # wrote, to which those of the next then connect ("connectFullMesh failed ... Connection refused", or a wait of
-    # minutes for a process that is gone), and it is gone itself with that node. Without sharing, rank 0 makes a store
-    # for each attempt, at a port that the agents agree on anew.
+    # node (DynamicRendezvousHandler._shared_tcp_store_server). It keeps addresses written by ranks of an earlier
+    # attempt, to which those of the next attempt then connect ("connectFullMesh failed ... Connection refused", or a
+    # wait of minutes for a process that is gone), and it is lost with that node. Without sharing, rank 0 creates a
+    # store for each attempt, at a port that the agents agree on again.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[AGENT_REPORTS] = "1"
     options = parse_args(sys.argv[1:])

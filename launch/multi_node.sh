@@ -11,7 +11,7 @@
 # LOG_DIR          keep what each rank prints, in files below this folder
 #
 # Exit codes: 0 done, or stopped cleanly by SIGTERM or Ctrl-C on any machine; 2 a fault of config, data or checkpoint,
-# which is not restarted; 1 another failure. docs/launching.md says how failures are found and mended.
+# which is not restarted; 1 another failure. docs/launching.md describes recovery from failures.
 #
 # Paths are relative to the repository. What is exported below can be set by you instead.
 set -euo pipefail

@@ -9,7 +9,7 @@
 # LOG_DIR          keep what each rank prints, in files below this folder
 #
 # Exit codes: 0 done, or stopped cleanly by SIGTERM or Ctrl-C; 2 a fault of config, data or checkpoint, which is not
-# restarted; 1 another failure. docs/launching.md says how failures are found and mended.
+# restarted; 1 another failure. docs/launching.md describes recovery from failures.
 #
 # Paths are relative to the repository. What is exported below can be set by you instead.
 set -euo pipefail

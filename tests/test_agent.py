@@ -1,4 +1,4 @@
-"""Real agents (`launch/agent.py`) through the launch scripts: killed ranks and nodes, faults, clean stops."""
+"""Real agents (`launch/agent.py`) through the launch scripts: killed ranks and nodes, errors, clean stops."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from megafp8.checkpoint import complete_checkpoints
 from megafp8.training.metrics import read_metrics
+from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 
 SMALL = [
@@ -39,7 +40,7 @@ def free_port() -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes that `pid` started, and theirs: ranks have sessions of their own."""
+    """All descendants of `pid`: ranks have their own sessions, so a process group is not enough."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -48,18 +49,17 @@ def descendants(pid: int) -> list[int]:
 
 
 class Node:
-    """One launch script and the ranks below it; what both print goes to a file."""
+    """An agent and its ranks, with their output in a file."""
 
-    def __init__(self, script: str, log: Path, processes: int, options: list[str], **environment: str) -> None:
+    def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self.log = log
+        path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        path["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with log.open("a") as output:
             self.process = subprocess.Popen(
-                ["bash", f"launch/{script}", str(CONFIG), *options],
+                command,
                 cwd=ROOT,
-                env=os.environ
-                | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-                | {"NPROC_PER_NODE": str(processes)}
-                | environment,
+                env=os.environ | path | {"OMP_NUM_THREADS": "1"} | environment,
                 start_new_session=True,
                 stdout=output,
                 stderr=output,
@@ -95,7 +95,7 @@ class Node:
 
 
 class Launch:
-    """Starts nodes that work in one run folder, and kills what is left of them at the end."""
+    """Starts nodes that work in one run folder."""
 
     def __init__(self, folder: Path, data: QuickstartData) -> None:
         self.folder, self.data = folder, data
@@ -105,18 +105,18 @@ class Launch:
     def options(self, *more: str) -> list[str]:
         return [*SMALL, *self.data.overrides, f"run_dir={self.folder}", *more]
 
+    def start(self, name: str, command: list[str], **environment: str) -> Node:
+        self.nodes.append(Node(command, self.folder / f"{name}.log", **environment))
+        return self.nodes[-1]
+
     def single(self, processes: int, *options: str, **environment: str) -> Node:
-        log = self.folder / "single.log"
-        return self._started(Node("single_node.sh", log, processes, self.options(*options), **environment))
+        command = ["bash", "launch/single_node.sh", str(CONFIG), *self.options(*options)]
+        return self.start("single", command, NPROC_PER_NODE=str(processes), **environment)
 
-    def multi(self, name: str, processes: int, *options: str, **environment: str) -> Node:
+    def multi(self, name: str, processes: int, *options: str) -> Node:
+        command = ["bash", "launch/multi_node.sh", str(CONFIG), *self.options(*options)]
         where = {"NNODES": "2", "HEAD_NODE": "localhost", "HEAD_PORT": self.port, "RDZV_ID": self.word}
-        log = self.folder / f"{name}.log"
-        return self._started(Node("multi_node.sh", log, processes, self.options(*options), **where, **environment))
-
-    def _started(self, node: Node) -> Node:
-        self.nodes.append(node)
-        return node
+        return self.start(name, command, NPROC_PER_NODE=str(processes), **where)
 
     def steps(self) -> list[int]:
         """Steps in metrics.jsonl, in the order in which they were done."""
@@ -135,7 +135,7 @@ class Launch:
             printed = "\n".join(f"--- {node.log.name}\n{node.said()}" for node in self.nodes)
             assert time.monotonic() < deadline, f"{what} did not come; printed:\n{printed}"
             assert any(node.process.poll() is None for node in self.nodes), f"all ended before {what}:\n{printed}"
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     def wait_for_save(self, step: int) -> None:
         self.wait_for(f"checkpoint {step}", lambda: any(saved >= step for saved in self.saved()))
@@ -150,16 +150,8 @@ def launch(tmp_path: Path, quickstart_data: QuickstartData) -> Iterator[Launch]:
 
 
 FOUR = ["parallel.tensor=2", "parallel.pipeline=2"]
-FOREVER = [*FOUR, "training.steps=1000000"]
-
-
-def two_nodes(launch: Launch, *options: str) -> tuple[Node, Node]:
-    """A head node, which has the rendezvous store, and another, training past their first checkpoint."""
-    head = launch.multi("head", 2, *options)
-    launch.wait_for("the head's store", lambda: answers(launch.port))
-    other = launch.multi("other", 2, *options)
-    launch.wait_for_save(5)
-    return head, other
+THREE = ["parallel.tensor=1", "parallel.pipeline=3", "model.num_layers=3"]
+FOREVER = "training.steps=1000000"
 
 
 def answers(port: str) -> bool:
@@ -167,51 +159,38 @@ def answers(port: str) -> bool:
         return probe.connect_ex(("localhost", int(port))) == 0
 
 
-def wait_for_recovery(launch: Launch) -> None:
-    """Until new steps are done after a resume."""
-    launch.wait_for("a resume", lambda: any("resumed from step" in node.said() for node in launch.nodes), 100)
-    before = len(launch.steps())
-    launch.wait_for("new steps", lambda: len(launch.steps()) > before + 1)
-
-
-def stop(asked: Node, *nodes: Node) -> None:
-    """SIGTERM to one node ends all, with exit code 0, once a checkpoint is saved."""
-    asked.process.send_signal(signal.SIGTERM)
-    codes = [node.wait(60) for node in nodes]
-    assert codes == [0] * len(nodes), "\n".join(f"--- {node.log.name}\n{node.said()}" for node in nodes)
-    assert any("stopped on request after step" in node.said() for node in nodes)
-
-
 @pytest.mark.timeout(300)
-def test_two_nodes_recover_from_a_killed_rank(launch: Launch) -> None:
-    head, other = two_nodes(launch, *FOREVER)
-    os.kill(other.rank_pids()[1], signal.SIGKILL)
-    wait_for_recovery(launch)
-    assert "was ended by SIGKILL" in other.said()
-    assert "restarting, 3 left" in other.said()
-    assert "Traceback" not in head.said() + other.said()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("lost", ["rank", "rank of the head", "node", "head"])
+@pytest.mark.parametrize("lost", slow_but(["rank", "rank of the head", "node", "head"], "rank"))
 def test_two_nodes_recover_and_stop(launch: Launch, lost: str) -> None:
-    """From kill -9 of a rank, and of a whole node that is then started again; then one is asked to stop."""
-    head, other = two_nodes(launch, *FOREVER)
+    """From kill -9 of a rank, and of a whole node that is then started again. SIGTERM to one node then ends both."""
+    ranks, layout = (1, THREE) if lost == "rank" else (2, FOUR)  # the head has the rendezvous store
+    options = [*layout, FOREVER]
+    head = launch.multi("head", ranks, *options)
+    launch.wait_for("the head's store", lambda: answers(launch.port))
+    other = launch.multi("other", 2, *options)
+    launch.wait_for_save(5)
     if lost == "rank":
         os.kill(other.rank_pids()[1], signal.SIGKILL)
     elif lost == "rank of the head":
         os.kill(head.rank_pids()[0], signal.SIGKILL)
     elif lost == "node":
         other.kill()
-        other = launch.multi("other", 2, *FOREVER)
+        other = launch.multi("other", 2, *options)
     else:
         head.kill()
-        head = launch.multi("head", 2, *FOREVER)
-    wait_for_recovery(launch)
-    stop(other, head, other)
-    steps = [step for step, _ in launch.curve()]
-    assert launch.saved()[-1] == steps[-1]
+        head = launch.multi("head", 2, *options)
+    launch.wait_for("a resume", lambda: any("resumed from step" in node.said() for node in launch.nodes), 100)
+    before = len(launch.steps())
+    launch.wait_for("new steps", lambda: len(launch.steps()) > before + 1)
+    if lost == "rank":
+        assert "was ended by SIGKILL" in other.said()
+        assert "restarting, 3 left" in other.said()
+
+    other.process.send_signal(signal.SIGTERM)
+    codes = [node.wait(60) for node in (head, other)]
+    assert codes == [0, 0], f"--- head\n{head.said()}\n--- other\n{other.said()}"
+    assert any("stopped on request after step" in node.said() for node in (head, other))
+    assert launch.saved()[-1] == launch.curve()[-1][0]
     assert "Traceback" not in head.said() + other.said()
 
 
@@ -228,7 +207,7 @@ def test_a_wrong_config_is_not_restarted(launch: Launch, nodes: int) -> None:
         assert node.wait(120) == 2
         *_, first, last = node.said().splitlines()
         assert first.startswith("error: ")
-        assert last.startswith("  training.seq_length = 127: sequence parallelism cuts it")
+        assert last.startswith("  training.seq_length = 127: sequence parallelism splits it")
         assert node.said().count("training.seq_length = 127") == 1
 
 
@@ -256,33 +235,13 @@ def test_a_failure_of_one_rank_on_two_nodes(launch: Launch, error: str, code: in
     """Both agents end with the message of the rank that failed, as the last thing they print."""
     script = launch.folder / "fault.py"
     script.write_text(FAULT.format(error=error))
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    processes = []
-    for name in ("head", "other"):
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{launch.port}", "--rdzv-id", launch.word]
-        agent = [sys.executable, "-m", "launch.agent", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"]
-        options = launch.options(
-            "parallel.tensor=2", "parallel.pipeline=1", "training.steps=20", "checkpoint.interval=0"
-        )
-        with (launch.folder / f"{name}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [*agent, *rendezvous, str(script), "--config", str(CONFIG), *options],
-                    cwd=ROOT,
-                    env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                    stdout=log,
-                    stderr=log,
-                )
-            )
-    try:
-        assert [process.wait(200) for process in processes] == [code, code]
-    finally:
-        for process in processes:
-            for pid in (process.pid, *descendants(process.pid)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            process.wait()
-    said = [(launch.folder / f"{name}.log").read_text() for name in ("head", "other")]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{launch.port}", "--rdzv-id", launch.word]
+    agent = [sys.executable, "-m", "launch.agent", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"]
+    options = launch.options("parallel.tensor=2", "parallel.pipeline=1", "training.steps=20", "checkpoint.interval=0")
+    command = [*agent, *rendezvous, str(script), "--config", str(CONFIG), *options]
+    nodes = [launch.start(name, command) for name in ("head", "other")]
+    assert [node.wait(200) for node in nodes] == [code, code]
+    said = [node.said() for node in nodes]
     last = "error: stdlib.bin: token 600" if code == 2 else "KeyError: 'unexpected'"
     assert [text.splitlines()[-1] for text in said] == [last, last]
     assert max(text.count(last) for text in said) == attempts
@@ -292,7 +251,7 @@ def test_a_failure_of_one_rank_on_two_nodes(launch: Launch, error: str, code: in
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_node_stops(launch: Launch, number: int) -> None:
-    node = launch.single(2, "parallel.tensor=2", "parallel.pipeline=1", "training.steps=1000000")
+    node = launch.single(2, "parallel.tensor=2", "parallel.pipeline=1", FOREVER)
     launch.wait_for_save(5)
     os.killpg(node.process.pid, number)
     assert node.wait(60) == 0

@@ -1,4 +1,4 @@
-"""The launch scripts with stand-ins for python, srun and friends: the commands they build, and what they refuse."""
+"""The launch scripts with fake python, srun and so on: the commands they run, and their errors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ CONFIG = "configs/quickstart.yaml"
 
 @pytest.fixture
 def tools(tmp_path: Path) -> dict[str, str]:
-    """An environment in which the programs the scripts call print how they were called."""
-    stand_ins = {
+    """An environment with fake programs that print how they were called."""
+    fakes = {
         "python": '[[ $1 == -c ]] || { echo "python $*"; echo "threads $OMP_NUM_THREADS"; env | grep SHUTDOWN; }',
         "scancel": 'echo "scancel $*"',
         "srun": 'echo "srun $1"; shift; exec "$@"',
         "scontrol": 'if [[ $1 == show ]]; then echo node7; echo node8; else echo "scontrol $*"; fi',
         "nvidia-smi": "for i in 0 1 2 3; do echo GPU $i; done",
     }
-    for name, body in stand_ins.items():
+    for name, body in fakes.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -36,19 +36,29 @@ def launch(script: str, *arguments: str, **environment: str) -> subprocess.Compl
     )
 
 
-def test_single_node_takes_every_gpu(tools: dict[str, str]) -> None:
-    done = launch("single_node.sh", CONFIG, "parallel.tensor=2", **tools)
+AGENT = "python -m launch.agent"
+MULTI = {"NNODES": "4", "HEAD_NODE": "node0", "RDZV_ID": "run1"}
+SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "99", "SLURM_JOB_NODELIST": "x"}
+
+
+@pytest.mark.parametrize(
+    ("script", "environment", "expected", "threads"),
+    [
+        ("single_node.sh", {}, f"{AGENT} --standalone --nproc-per-node gpu --max-restarts 0", 8),
+        ("single_node.sh", {"NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "3", "MAX_RESTARTS": "1", "LOG_DIR": "my logs"},
+         f"{AGENT} --standalone --nproc-per-node 2 --max-restarts 1 --log-dir my logs --tee 3", 3),
+        ("multi_node.sh", MULTI, f"{AGENT} --nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint "
+         "node0:29400 --rdzv-id run1 --max-restarts 3", 8),
+        ("slurm.sbatch", SLURM, f"{AGENT} --nnodes 2 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint "
+         "node7:29400 --rdzv-id 99 --max-restarts 3", 8),
+    ],
+)  # fmt: skip
+def test_commands(tools: dict[str, str], script: str, environment: dict[str, str], expected: str, threads: int) -> None:
+    done = launch(script, CONFIG, "seed=7", **environment, **tools)
     assert done.returncode == 0, done.stderr
-    agent = "python -m launch.agent --standalone --nproc-per-node gpu --max-restarts 0"
-    expected = f"{agent} pretrain_gpt.py --config {CONFIG} parallel.tensor=2"
-    assert done.stdout.splitlines() == [expected, "threads 8", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110"]
-
-
-def test_single_node_as_the_user_says(tools: dict[str, str]) -> None:
-    choice = {"NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "3", "MAX_RESTARTS": "1", "LOG_DIR": "my logs"}
-    done = launch("single_node.sh", CONFIG, **choice, **tools)
-    assert "--nproc-per-node 2 --max-restarts 1 --log-dir my logs --tee 3 pretrain_gpt.py" in done.stdout
-    assert "threads 3" in done.stdout
+    command = f"{expected} pretrain_gpt.py --config {CONFIG} seed=7"
+    srun = ["srun --kill-on-bad-exit=1"] if script == "slurm.sbatch" else []
+    assert done.stdout.splitlines() == [*srun, command, f"threads {threads}", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110"]
 
 
 def test_a_machine_without_gpus(tools: dict[str, str], tmp_path: Path) -> None:
@@ -61,19 +71,6 @@ def test_a_machine_without_gpus(tools: dict[str, str], tmp_path: Path) -> None:
     assert "no GPU found" in done.stderr
 
 
-MULTI = {"NNODES": "4", "HEAD_NODE": "node0", "RDZV_ID": "run1"}
-
-
-def test_multi_node(tools: dict[str, str]) -> None:
-    done = launch("multi_node.sh", CONFIG, "seed=7", **MULTI, **tools)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == (
-        "python -m launch.agent --nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint node0:29400 "
-        "--rdzv-id run1 "
-        f"--max-restarts 3 pretrain_gpt.py --config {CONFIG} seed=7"
-    )
-
-
 @pytest.mark.parametrize("missing", MULTI)
 def test_multi_node_says_what_is_missing(tools: dict[str, str], missing: str) -> None:
     environment = {name: value for name, value in MULTI.items() if name != missing}
@@ -82,34 +79,25 @@ def test_multi_node_says_what_is_missing(tools: dict[str, str], missing: str) ->
     assert f"{missing} is not set" in done.stderr
 
 
-def test_slurm_starts_a_launcher_on_each_node(tools: dict[str, str]) -> None:
-    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2"}
-    done = launch("slurm.sbatch", CONFIG, SLURM_JOB_ID="99", **slurm, **tools)
-    assert done.returncode == 0, done.stderr
-    assert "srun --kill-on-bad-exit=1" in done.stdout
-    assert "--nnodes 2 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint node7:29400 --rdzv-id 99" in done.stdout
-
-
-def test_slurm_asks_for_a_save_and_queues_again(tools: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [0, 2])
+def test_slurm_asks_for_a_save_and_queues_again_unless_the_config_is_wrong(
+    tools: dict[str, str], tmp_path: Path, code: int
+) -> None:
     """The batch shell gets USR1; the training processes get TERM, by scancel, and finish before the job is requeued."""
-    printed = stop_a_batch_job(tools, tmp_path, leaves_with=0)
-    assert printed.splitlines()[-3:] == ["scancel --signal=TERM 99", "saved", "scontrol requeue 99"]
-
-
-def test_slurm_does_not_queue_a_wrong_config_again(tools: dict[str, str], tmp_path: Path) -> None:
-    assert "requeue" not in stop_a_batch_job(tools, tmp_path, leaves_with=2)
+    printed = stop_a_batch_job(tools, tmp_path, leaves_with=code)
+    after = ["scontrol requeue 99"] if code == 0 else []
+    assert printed.splitlines()[-2 - len(after) :] == ["scancel --signal=TERM 99", "saved", *after]
 
 
 def stop_a_batch_job(tools: dict[str, str], tmp_path: Path, leaves_with: int) -> str:
-    """What a batch job prints that gets USR1 and whose agent then leaves with an exit code."""
+    """The output of a batch job that gets USR1 and whose agent then exits with code `leaves_with`."""
     (tmp_path / "python").write_text(
         f"#!/usr/bin/env bash\n[[ $1 == -c ]] && exit\ntrap 'echo saved; exit {leaves_with}' TERM\n"
         f"echo $$ > {tmp_path}/pid\nwhile :; do sleep 0.05; done\n"
     )
     (tmp_path / "scancel").write_text(f'#!/usr/bin/env bash\necho "scancel $*"\nkill -TERM $(cat {tmp_path}/pid)\n')
-    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node7", "SLURM_JOB_NUM_NODES": "1"}
     batch = subprocess.Popen(
-        ["bash", "launch/slurm.sbatch", CONFIG], cwd=ROOT, env={**slurm, **tools, "SLURM_JOB_ID": "99"},
+        ["bash", "launch/slurm.sbatch", CONFIG], cwd=ROOT, env=SLURM | {"SLURM_JOB_NUM_NODES": "1"} | tools,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:

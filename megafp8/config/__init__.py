@@ -1,4 +1,4 @@
-"""Every knob of a run: one strict tree (`tree`), read from YAML (`load`), checked as a whole (`checks`)."""
+"""The config of a run: its fields (`schema`), read from YAML (`load`), checked as a whole (`checks`)."""
 
 from megafp8.config.checks import check_layout
 from megafp8.config.errors import ConfigError, Problem

@@ -1,7 +1,7 @@
-"""Sections against each other and against the number of ranks: every rule a layout must keep, before any rank starts.
+"""Rules between keys of the config, and between the config and the number of ranks.
 
-A rule is a small function that yields Problems; `check_layout` runs them all and raises once with everything it found.
-The rules need no device and no process group, so `--dry-run` applies those of a 16,384-GPU job on a laptop.
+A rule is a function that yields Problems; `check_layout` runs all rules and raises one error with all problems. Rules
+need neither torch, nor a device, nor a process group, so `--dry-run` checks a 16,384-GPU job on a laptop.
 """
 
 from __future__ import annotations
@@ -20,11 +20,6 @@ from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
 
 def check_layout(config: Config, world_size: int, source: str = "config") -> None:
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
-    by_ranks = (
-        lambda c: _counts(c, world_size),
-        lambda c: _batch(c, world_size),
-        lambda c: _cuda_graphs(c, world_size),
-    )
     rules = (
         _model,
         _tensor,
@@ -34,26 +29,40 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _sequence,
         optimizer_checks.schedule,
         optimizer_checks.reduce_dtype,
-        optimizer_checks.kept_state,
+        optimizer_checks.state_storage,
         _fp8,
         _smooth_swiglu,
         _overlap,
         _fsdp,
         _param_gather,
         _checkpoint,
+        _tokenizer,
         _blend,
         _deterministic,
-        *by_ranks,
     )
+    rules_on_ranks = (_counts, _batch, _cuda_graphs)
     problems = [problem for rule in rules for problem in rule(config)]
+    problems += [problem for rule in rules_on_ranks for problem in rule(config, world_size)]
     if problems:
         raise ConfigError(source, problems)
 
 
 def _divisors(number: int, most: int) -> str:
-    """The divisors of `number` up to `most`, in words; of absurd sizes the small ones."""
+    """Advice to try the largest divisors of `number` up to `most`."""
     found = [str(d) for d in range(1, min(most, 2**16) + 1) if number % d == 0]
     return "try " + " or ".join(found[-3:])
+
+
+def _tokenizer(config: Config) -> Iterator[Problem]:
+    d = config.data
+    if d.tokenizer is not None:
+        return
+    if config.model.vocab_size is None:
+        yield Problem("model.vocab_size", None, "not given, and no data.tokenizer to take it from", "set either")
+    for key in ("reset_at_documents", "mask_eod_loss"):
+        if getattr(d, key):
+            rule = "needs the end-of-document token, which only a tokenizer defines"
+            yield Problem(f"data.{key}", True, rule, "set data.tokenizer")
 
 
 def _blend(config: Config) -> Iterator[Problem]:
@@ -69,42 +78,32 @@ def _blend(config: Config) -> Iterator[Problem]:
 
 
 def attention_heads(m: ModelConfig) -> Iterator[Problem]:
-    """Heads that attention cannot be built of, in any layout."""
+    """Rules about attention heads that hold in any layout."""
     heads = m.num_attention_heads
     if m.head_dim is None and m.hidden_size % heads:
-        yield Problem(
-            "model.hidden_size", m.hidden_size, f"not a multiple of model.num_attention_heads ({heads})",
-            f"try {round(m.hidden_size / heads) * heads or heads}, or give model.head_dim",
-        )  # fmt: skip
+        rule = f"not a multiple of model.num_attention_heads ({heads})"
+        works = f"try {round(m.hidden_size / heads) * heads or heads}, or give model.head_dim"
+        yield Problem("model.hidden_size", m.hidden_size, rule, works)
     elif m.position_embedding == "rope" and m.channels % 2:
-        yield Problem(
-            "model.head_dim", m.channels, "rotary embeddings turn pairs, so a head's width must be even",
-            f"try {m.channels + 1}",
-        )  # fmt: skip
+        rule = "rotary embeddings rotate pairs, so the width of a head must be even"
+        yield Problem("model.head_dim", m.channels, rule, f"try {m.channels + 1}")
     if heads % m.query_groups:
-        yield Problem(
-            "model.num_query_groups", m.query_groups, f"model.num_attention_heads ({heads}) is not a multiple of it",
-            _divisors(heads, m.query_groups),
-        )  # fmt: skip
+        rule = f"model.num_attention_heads ({heads}) is not a multiple of it"
+        yield Problem("model.num_query_groups", m.query_groups, rule, _divisors(heads, m.query_groups))
     scaling = m.rope_scaling
     if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
-        yield Problem(
-            "model.rope_scaling.high_freq_factor", scaling.high_freq_factor,
-            f"not above low_freq_factor ({scaling.low_freq_factor}), so there is no band to interpolate in",
-            f"try {4 * scaling.low_freq_factor}",
-        )  # fmt: skip
+        path, low = "model.rope_scaling.high_freq_factor", scaling.low_freq_factor
+        rule = f"not above low_freq_factor ({low}), so there is no band to interpolate in"
+        yield Problem(path, scaling.high_freq_factor, rule, f"try {4 * low}")
 
 
 def _model(config: Config) -> Iterator[Problem]:
-    m = config.model
+    m, s = config.model, config.training.seq_length
     yield from attention_heads(m)
     rows = m.max_position_embeddings
-    if m.position_embedding == "learned" and rows is not None and rows < config.training.seq_length:
-        yield Problem(
-            "model.max_position_embeddings", rows,
-            f"fewer positions than training.seq_length ({config.training.seq_length})",
-            f"try {config.training.seq_length}",
-        )  # fmt: skip
+    if m.position_embedding == "learned" and rows is not None and rows < s:
+        rule = f"fewer positions than training.seq_length ({s})"
+        yield Problem("model.max_position_embeddings", rows, rule, f"try {s}")
 
 
 def _tensor(config: Config) -> Iterator[Problem]:
@@ -124,16 +123,12 @@ def _stages(config: Config) -> Iterator[Problem]:
     p, layers = config.parallel, config.model.num_layers
     stages, explicit = p.pipeline * p.virtual_pipeline, p.layers_per_stage
     if p.pipeline > layers:
-        yield Problem(
-            "parallel.pipeline", p.pipeline, f"a stage would have no layers: model.num_layers is {layers}",
-            f"try {layers} or less",
-        )  # fmt: skip
+        rule = f"a stage would have no layers: model.num_layers is {layers}"
+        yield Problem("parallel.pipeline", p.pipeline, rule, f"try {layers} or less")
     elif stages > layers:
-        yield Problem(
-            "parallel.virtual_pipeline", p.virtual_pipeline,
-            f"with parallel.pipeline = {p.pipeline} that makes {stages} stages, and a stage would have no layers: "
-            f"model.num_layers is {layers}", f"try {layers // p.pipeline} or less",
-        )  # fmt: skip
+        rule = f"with parallel.pipeline = {p.pipeline} that makes {stages} stages, and a stage would have no layers"
+        works = f"try {layers // p.pipeline} or less"
+        yield Problem("parallel.virtual_pipeline", p.virtual_pipeline, f"{rule}: model.num_layers is {layers}", works)
     elif isinstance(explicit, list):
         base, more = divmod(layers, stages)
         works = f"try {[base + (i < more) for i in range(stages)]}"
@@ -209,23 +204,18 @@ def _sequence(config: Config) -> Iterator[Problem]:
     p, m, s = config.parallel, config.model, config.training.seq_length
     t = p.tensor if p.sequence_parallel else 1
     if p.context > 1 and s % (2 * p.context * t):
-        shards = f"context parallelism cuts it into two chunks for each of parallel.context ({p.context}) ranks"
-        more = f", and sequence parallelism each rank's share into parallel.tensor ({t}) equal parts" if t > 1 else ""
+        shards = f"context parallelism splits it into two chunks for each of parallel.context ({p.context}) ranks"
+        more = f", and sequence parallelism each rank's shard into parallel.tensor ({t}) equal parts" if t > 1 else ""
         parts = 2 * p.context * t
         yield Problem("training.seq_length", s, shards + more, f"try {-(-s // parts) * parts}, or parallel.context=1")
     elif s % t:
-        yield Problem(
-            "training.seq_length", s,
-            f"sequence parallelism cuts it into parallel.tensor ({t}) equal parts",
-            f"try {-(-s // t) * t}, or parallel.sequence_parallel=false",
-        )  # fmt: skip
+        rule = f"sequence parallelism splits it into parallel.tensor ({t}) equal parts"
+        yield Problem("training.seq_length", s, rule, f"try {-(-s // t) * t}, or parallel.sequence_parallel=false")
     by_cudnn = config.device != "cpu" and config.training.precision == "bf16"
     if p.context > 1 and by_cudnn and (m.channels % 8 or m.channels > 256):
-        yield Problem(
-            "parallel.context", p.context,
-            f"its attention is cuDNN's, for heads of a multiple of 8, at most 256, and model.head_dim is {m.channels}",
-            "try parallel.context=1, or model.head_dim=128",
-        )  # fmt: skip
+        rule = "its attention is cuDNN's, for heads of a multiple of 8, at most 256, and model.head_dim is"
+        works = "try parallel.context=1, or model.head_dim=128"
+        yield Problem("parallel.context", p.context, f"{rule} {m.channels}", works)
 
 
 def _overlap(config: Config) -> Iterator[Problem]:
@@ -325,10 +315,8 @@ def _param_gather(config: Config) -> Iterator[Problem]:
 def _checkpoint(config: Config) -> Iterator[Problem]:
     c = config.checkpoint
     if c.keep_every is not None and c.keep_last is None:
-        yield Problem(
-            "checkpoint.keep_every", c.keep_every, "without checkpoint.keep_last every checkpoint is kept",
-            "set checkpoint.keep_last too, for example to 2",
-        )  # fmt: skip
+        rule = "without checkpoint.keep_last every checkpoint is kept"
+        yield Problem("checkpoint.keep_every", c.keep_every, rule, "set checkpoint.keep_last too, for example to 2")
     for key in c.allow_model_change:
         if key not in type(config.model).model_fields:
             near = difflib.get_close_matches(key.removeprefix("model."), type(config.model).model_fields, n=1)
@@ -353,11 +341,11 @@ def _deterministic(config: Config) -> Iterator[Problem]:
 
 _MOST_RANKS = 2**18
 _MOST_MICROBATCHES = 2**16
-"""Of a step on one rank. Schedules are lists with each of them."""
+"""Per step and rank. A schedule is a list that contains each of them."""
 
 
 def _counts(config: Config, world_size: int) -> Iterator[Problem]:
-    """Counts that no cluster has and no run comes to, which would take for ever to plan or overflow 64 bits."""
+    """Limits on counts that would take too long to plan or overflow 64 bits."""
     p, t = config.parallel, config.training
     if world_size > _MOST_RANKS:
         rule = f"{world_size:,} ranks are more than {_MOST_RANKS:,}"
@@ -366,38 +354,31 @@ def _counts(config: Config, world_size: int) -> Iterator[Problem]:
     count = t.global_batch_size // (t.micro_batch_size * data)
     if count > _MOST_MICROBATCHES:
         rule = f"{count:,} micro-batches in a step on each rank are more than {_MOST_MICROBATCHES:,}"
-        yield Problem(
-            "training.global_batch_size", t.global_batch_size, rule,
-            f"try {_MOST_MICROBATCHES * t.micro_batch_size * data} or less, or a larger training.micro_batch_size",
-        )  # fmt: skip
-    tokens = t.steps * t.global_batch_size * t.seq_length
-    if tokens >= 2**63:
-        rule = (
-            f"times training.global_batch_size ({t.global_batch_size}) and training.seq_length ({t.seq_length}) it is "
-            "more tokens than 64 bits count"
-        )
-        yield Problem("training.steps", t.steps, rule, f"try {2**62 // (t.global_batch_size * t.seq_length)} or less")
+        most = _MOST_MICROBATCHES * t.micro_batch_size * data
+        works = f"try {most} or less, or a larger training.micro_batch_size"
+        yield Problem("training.global_batch_size", t.global_batch_size, rule, works)
+    per_step = t.global_batch_size * t.seq_length
+    if t.steps * per_step >= 2**63:
+        rule = f"with {per_step} tokens per step the run has more tokens than 64 bits count"
+        yield Problem("training.steps", t.steps, rule, f"try {2**62 // per_step} or less")
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Problem]:
     p, training = config.parallel, config.training
     model_ranks = p.tensor * p.pipeline * p.context
     if world_size % model_ranks:
-        yield Problem(
-            "parallel", f"tensor {p.tensor} × pipeline {p.pipeline} × context {p.context}",
-            f"the world has {world_size} ranks, not a multiple of {model_ranks}",
+        layout = f"tensor {p.tensor} × pipeline {p.pipeline} × context {p.context}"
+        works = (
             f"start {model_ranks * max(1, -(-world_size // model_ranks))} processes, or set parallel.tensor, "
-            f"parallel.pipeline and parallel.context so that their product divides {world_size}",
-        )  # fmt: skip
+            f"parallel.pipeline and parallel.context so that their product divides {world_size}"
+        )
+        yield Problem("parallel", layout, f"the world has {world_size} ranks, not a multiple of {model_ranks}", works)
         return
-    data = world_size // model_ranks
-    together = training.micro_batch_size * data
-    if training.global_batch_size % together:
-        yield Problem(
-            "training.global_batch_size", training.global_batch_size,
-            f"not a multiple of training.micro_batch_size ({training.micro_batch_size}) × {data} data-parallel ranks",
-            f"try {-(-training.global_batch_size // together) * together}",
-        )  # fmt: skip
+    data, batch = world_size // model_ranks, training.global_batch_size
+    multiple = training.micro_batch_size * data
+    if batch % multiple:
+        rule = f"not a multiple of training.micro_batch_size ({training.micro_batch_size}) × {data} data-parallel ranks"
+        yield Problem("training.global_batch_size", batch, rule, f"try {-(-batch // multiple) * multiple}")
 
 
 def _cuda_graphs(config: Config, world_size: int) -> Iterator[Problem]:

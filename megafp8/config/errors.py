@@ -1,4 +1,4 @@
-"""What is said about a config that cannot run: where, which value, the rule it breaks, and a value that works."""
+"""Errors of a config: for each problem the key, its value, the rule that it breaks, and a value that works."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LONGEST_VALUE = 300
 
 @dataclass(frozen=True)
 class Problem:
-    """One broken rule. `path` is the dotted YAML path, `works` a value or an action that would help."""
+    """A broken rule. `path`: dotted YAML path; `works`: a value or an action that would help."""
 
     path: str
     value: object
@@ -26,7 +26,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A config that cannot run, with every problem found in it."""
+    """A config that cannot run, with all problems found."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)

@@ -1,8 +1,9 @@
-"""From a YAML file and dotted overrides to a `Config`, or to an error that can be acted upon."""
+"""Loading of a `Config` from a YAML file and dotted overrides, with precise errors."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -16,16 +17,16 @@ from megafp8.config.reader import compose, construct, duplicate_keys, member_wit
 from megafp8.config.schema import Config
 
 Completion = Callable[[dict[str, Any], str], None]
-"""Fills in, in place, what a tree of sections leaves out; the second argument is the file that it came from."""
+"""Completes a tree of sections in place; the second argument is the file from which it was read."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Completion | None = None) -> Config:
     """Read `path`, apply overrides such as `parallel.tensor=2`, `complete` the tree, and validate.
 
     The value of an override is YAML, or for a text field the text itself (`reader.override_value`). `complete` is
-    called where checkpoint.init_from is given. Raises ConfigError for a file that cannot be read or parsed, a key that
-    stands twice, an override that is not `key=value`, an unknown key (with the nearest valid name) and a wrong type or
-    range (with the rule).
+    called if checkpoint.init_from is given. Raises ConfigError for a file that cannot be read or parsed, a duplicate
+    key, an override that is not `key=value`, an unknown key (with the nearest valid name), and a value of the wrong
+    type or out of range (with the rule).
     """
     source = str(path)
     tree = _read(Path(path), source)
@@ -41,7 +42,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Compl
 
 
 def _read(path: Path, source: str) -> dict[str, Any]:
-    """The tree in the file."""
+    """The sections in the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -58,19 +59,17 @@ def _read(path: Path, source: str) -> dict[str, Any]:
             duplicates.append(Problem(d.path, construct(d.value), rule, "keep one of them"))
         tree = construct(node)
     except yaml.YAMLError as error:
-        raise ConfigError(source, [Problem("(file)", "…", f"not valid YAML: {error}", "mend the line named")]) from None
+        raise ConfigError(source, [Problem("(file)", "…", f"not valid YAML: {error}", "correct that line")]) from None
     if duplicates:
         raise ConfigError(source, duplicates)
     if not isinstance(tree, dict):
-        problem = Problem(
-            "(file)", tree, "the file must hold a mapping of sections", "start from configs/quickstart.yaml"
-        )
-        raise ConfigError(source, [problem])
+        rule = "the file must hold a mapping of sections"
+        raise ConfigError(source, [Problem("(file)", tree, rule, "start from configs/quickstart.yaml")])
     return tree
 
 
 def _apply(tree: dict[str, Any], override: str, source: str) -> None:
-    """Set one dotted override in place."""
+    """Apply one dotted override in place."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         problem = Problem("(override)", override, "an override is key=value", "for example parallel.tensor=2")
@@ -95,8 +94,10 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> None:
 
 
 class _Place(NamedTuple):
-    """Where a location leads: the keys and indices on the way, the section and the type there (None: unknown), and
-    the union that it leads into."""
+    """A location in the config: the keys and indices of its path, and the section and type of the value there.
+
+    `section` and `annotation` are None if unknown. `union`: path of the union-typed field that it is inside of.
+    """
 
     path: tuple[str, ...]
     section: type[BaseModel] | None
@@ -106,10 +107,10 @@ class _Place(NamedTuple):
 
 
 def _locate(location: Sequence[int | str]) -> _Place:
-    """Walk a location, as pydantic gives it, along the types.
+    """Resolve a location in pydantic's form along the types.
 
-    It has more in it than keys and indices: behind a union the member that was tried, and `[key]` where the key of a
-    mapping is wrong and not its value.
+    Besides keys and indices it contains the member that was tried of a union, and `[key]` if the key of a mapping is
+    wrong rather than its value.
     """
     path: list[str] = []
     section: type[BaseModel] | None = None
@@ -137,12 +138,15 @@ def _locate(location: Sequence[int | str]) -> _Place:
 
 
 _WRONG_KIND = ("_type", "_parsing", "literal_error")
-"""Endings of pydantic's error types for a value that is of another kind than the type."""
+"""Suffixes of pydantic's error types for a value of another kind than the type."""
 
 
 def _explain(errors: Sequence[ErrorDetails]) -> list[Problem]:
-    """Pydantic's errors as Problems. Of a union it gives the errors of every member: those of the members that the
-    value is of the kind of say what is wrong, and if there are none, all of them together."""
+    """Pydantic's errors as Problems.
+
+    For a union, pydantic reports the errors of every member. Only those of members of the same kind as the value are
+    kept; if there are none, all are merged into one Problem.
+    """
     placed = [(error, _locate(error["loc"])) for error in errors]
     fitting = {place.union for error, place in placed if place.union is not None and _is_of_kind(error, place)}
     problems = []
@@ -176,9 +180,7 @@ def _problem(error: ErrorDetails, place: _Place) -> Problem:
         works = f"did you mean {'.'.join([*place.path[:-1], near[0]])}?" if near else f"valid: {', '.join(names)}"
         return Problem(path, value, "there is no such key", works)
     if kind == "missing":
-        return Problem(
-            path, None, "this key is required and has no default", "add it; --print-schema says what it means"
-        )
+        return Problem(path, None, "this key is required and has no default", "add it; see --print-schema")
     if kind in ("model_type", "model_attributes_type"):
         section = section_of(place.annotation)
         keys = "" if section is None else f": {', '.join(section.model_fields)}"
@@ -191,11 +193,12 @@ def _problem(error: ErrorDetails, place: _Place) -> Problem:
 
 
 def _meaning(place: _Place) -> str:
-    """What would work: the default, and what the field is about."""
+    """Advice: the default of the field, and the first sentence of its documentation."""
     field = None if place.section is None else place.section.model_fields.get(place.path[-1])
     if field is None or not field.description:
         return "see --print-schema"
-    works = f"its meaning: {field.description.split(chr(10))[0]}"
+    first_sentence = re.split(r"(?<=\.)(?<!e\.g\.) ", " ".join(field.description.split()))[0]
+    works = f"its meaning: {first_sentence}"
     if not field.is_required() and field.default is not None:
         works = f"for example {field.default!r}; {works}"
     return works

@@ -1,4 +1,4 @@
-"""The rules of `checks` about the optimizer: its schedule, what gradients travel in, and how its state is kept."""
+"""Rules of `checks` about the optimizer: schedule, dtype of gradient reduction, storage of its state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megafp8.config.schema import Config
 
 
 def schedule(config: Config) -> Iterator[Problem]:
-    """A learning rate that has its shape within the schedule's length."""
+    """Warm-up and decay must fit into the schedule."""
     o, t = config.optimizer, config.training
     length = "training.steps" if o.decay_until is None else "optimizer.decay_until"
     steps = o.decay_until or t.steps
@@ -20,27 +20,22 @@ def schedule(config: Config) -> Iterator[Problem]:
         rule = f"later than the end of the run, training.steps ({t.steps})"
         yield Problem("training.stop_after", t.stop_after, rule, "leave it out")
     if o.min_learning_rate > o.learning_rate:
-        yield Problem(
-            "optimizer.min_learning_rate", o.min_learning_rate,
-            f"larger than optimizer.learning_rate ({o.learning_rate})", f"try {o.learning_rate / 10}",
-        )  # fmt: skip
+        rule = f"larger than optimizer.learning_rate ({o.learning_rate})"
+        yield Problem("optimizer.min_learning_rate", o.min_learning_rate, rule, f"try {o.learning_rate / 10}")
     if o.warmup_steps >= steps and o.warmup_steps > 0:
         whole = "run" if o.decay_until is None else "schedule"
         rule = f"the {whole} has only {length} = {steps}"
         yield Problem("optimizer.warmup_steps", o.warmup_steps, rule, f"try {steps // 10}")
     elif o.schedule == "wsd" and o.warmup_steps + (o.decay_steps or 0) > steps:
-        yield Problem(
-            "optimizer.decay_steps", o.decay_steps,
-            f"with optimizer.warmup_steps ({o.warmup_steps}) longer than {length} ({steps})",
-            f"try {steps - o.warmup_steps} or less",
-        )  # fmt: skip
+        rule = f"with optimizer.warmup_steps ({o.warmup_steps}) longer than {length} ({steps})"
+        yield Problem("optimizer.decay_steps", o.decay_steps, rule, f"try {steps - o.warmup_steps} or less")
 
 
 def reduce_dtype(config: Config) -> Iterator[Problem]:
-    """Gradients as codes, where someone sums these."""
+    """FP8 gradients need a rank that sums them."""
     o = config.optimizer
     if o.reduce_dtype == "fp8" and not config.parallel.zero:
-        rule = "codes go to the rank that owns a share and sums it, and with parallel.zero=0 every rank needs all sums"
+        rule = "FP8 gradients are summed by the owner of a shard, and with parallel.zero=0 every rank needs all sums"
         if config.parallel.fsdp:
             rule = "parallel.fsdp sums through torch, in the dtype that travels, and 4 bits are too few to sum in"
         works = "try parallel.zero=1 and parallel.fsdp=false, or optimizer.reduce_dtype=bf16"
@@ -48,19 +43,19 @@ def reduce_dtype(config: Config) -> Iterator[Problem]:
 
 
 _LEAST_DECAY = {
-    "bf16": (2**-8, "has 8 bits, and a moment that shrinks by {:.2g} of itself would be rounded to what it was"),
-    "fp8": (2**-7, "rounds at random, and a moment that shrinks by {:.2g} of itself a step adds up too much of that"),
+    "bf16": (2**-8, "has 8 bits, and a change of a moment by {:.2g} of itself would be rounded away"),
+    "fp8": (2**-7, "uses stochastic rounding, whose noise adds up if a moment changes by {:.2g} of itself per step"),
 }
-"""Of optimizer.moments_dtype: the least 1 - beta, and why."""
+"""For each optimizer.moments_dtype the minimum of 1 - beta, and the reason."""
 
 
-def kept_state(config: Config) -> Iterator[Problem]:
-    """State in less than fp32, where that cannot work."""
-    o, kept = config.optimizer, config.optimizer.moments_dtype
+def state_storage(config: Config) -> Iterator[Problem]:
+    """Limits of optimizer state in less than fp32."""
+    o, dtype = config.optimizer, config.optimizer.moments_dtype
     for path, beta in (("optimizer.beta1", o.beta1), ("optimizer.beta2", o.beta2)):
-        least, why = _LEAST_DECAY.get(kept, (0.0, ""))
+        least, why = _LEAST_DECAY.get(dtype, (0.0, ""))
         if 1 - beta < least:
-            rule = f"optimizer.moments_dtype is {kept}, which {why.format(1 - beta)}"
+            rule = f"optimizer.moments_dtype is {dtype}, which {why.format(1 - beta)}"
             yield Problem(path, beta, rule, "try 0.95, or optimizer.moments_dtype=fp32")
     if not o.store_param_remainders:
         return
@@ -69,8 +64,8 @@ def kept_state(config: Config) -> Iterator[Problem]:
         rule = f"it is for bf16 weights, and training.precision is {config.training.precision}"
         yield Problem(path, True, rule, f"try training.precision=bf16, {off}")
     if config.parallel.fsdp:
-        rule = "parallel.fsdp keeps the fp32 masters alone, and no bf16 weights that would be half of them"
+        rule = "parallel.fsdp stores fp32 masters only, and no bf16 weights that would be half of them"
         yield Problem(path, True, rule, f"try parallel.zero=1 instead of parallel.fsdp, {off}")
     elif config.fp8.param_gather:
-        rule = "fp8.param_gather keeps FP8 codes and fp32 masters, and no bf16 weights that would be half of these"
+        rule = "fp8.param_gather stores FP8 data and fp32 masters, and no bf16 weights that would be half of these"
         yield Problem(path, True, rule, f"try fp8.param_gather=false, {off}")

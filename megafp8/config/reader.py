@@ -1,8 +1,8 @@
-"""YAML as configs are written in it, and a dotted override's value by the type of its field.
+"""YAML parsing for configs, and parsing of override values by the type of their field.
 
-A plain scalar is null, true, false, an integer, a float, or text. PyYAML follows YAML 1.1, where `off` and `no` are
-truth values too, 12:30 is 750, 010 is 8 and 2024-01-01 is a date; here these are text, and a boolean field still takes
-`on` and `off` from it. What PyYAML writes, this reads back unchanged.
+A plain scalar is null, true, false, an integer, a float, or text. PyYAML follows YAML 1.1, in which `off` and `no` are
+booleans, 12:30 is 750, 010 is 8 and 2024-01-01 is a date; here these are text, which a boolean field still accepts
+(`on`, `off`). Files written by PyYAML are read back unchanged.
 
 Duplicate keys are an error; anchors, aliases and merge keys (`<<: *base`) work as in PyYAML.
 """
@@ -22,7 +22,7 @@ _TEXT = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
 _MERGE = "tag:yaml.org,2002:merge"
 _LONGEST_INTEGER = 100
-"""Digits; Python refuses to print much longer ones."""
+"""In digits; Python refuses to print much longer ones."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -44,7 +44,7 @@ for _tag, _pattern, _first in (
 
 
 def compose(text: str) -> Node | None:
-    """The nodes of the one document in `text`, None where it is empty. Raises yaml.YAMLError."""
+    """The root node of the single document in `text`, None if it is empty. Raises yaml.YAMLError."""
     loader = _Loader(text)
     try:
         return loader.get_single_node()
@@ -76,7 +76,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_integer)
 
 
 class Duplicate(NamedTuple):
-    """A key that a mapping has twice: its dotted path, its second value, and both lines, counted from 1."""
+    """A key that occurs twice in a mapping: dotted path, second value, and both line numbers, from 1."""
 
     path: str
     value: Node
@@ -86,7 +86,7 @@ class Duplicate(NamedTuple):
 
 def duplicate_keys(node: Node | None) -> Iterator[Duplicate]:
     """The duplicate keys of all mappings under `node`."""
-    seen: set[int] = set()  # nodes that aliases lead to again
+    seen: set[int] = set()  # aliases refer to the same node again
 
     def walk(node: Node | None, path: str) -> Iterator[Duplicate]:
         if node is None or id(node) in seen:
@@ -112,41 +112,40 @@ def duplicate_keys(node: Node | None) -> Iterator[Duplicate]:
 
 
 def bare(annotation: Any) -> Any:
-    """A type without what `Annotated` adds to it."""
+    """The type inside `Annotated`."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     return annotation
 
 
 def members(annotation: Any) -> list[Any]:
-    """The types that a value may have: those of a union, or the one; None aside."""
+    """The members of a union type, or the type itself, without None."""
     annotation = bare(annotation)
     of = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return [bare(member) for member in of if member is not NoneType]
 
 
 def takes_none(annotation: Any) -> bool:
-    """Whether null is a value of the type."""
+    """Whether the type allows null."""
     annotation = bare(annotation)
     return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section among the types that a value may have."""
+    """The section class among the members of the type."""
     return next((m for m in members(annotation) if isinstance(m, type) and issubclass(m, BaseModel)), None)
 
 
 def member_with(annotation: Any, *origins: type) -> Any:
-    """The list, tuple or dict among the types that a value may have, None where there is none of `origins`."""
+    """The first member of the type whose origin (list, tuple, dict) is among `origins`, or None."""
     return next((member for member in members(annotation) if get_origin(member) in origins), None)
 
 
 def override_value(text: str, annotation: Any) -> Any:
-    """What the override `key=text` sets a field of type `annotation` to (None: unknown). Raises yaml.YAMLError.
+    """The value of the override `key=text` for a field of type `annotation` (None: unknown). Raises yaml.YAMLError.
 
-    A text field is set to the text as it is, or to what stands in quotes if all of it does; `null` is null where the
-    field may be that. All other values are YAML, in which elements, keys and values that are to be text are text too,
-    whatever they look like.
+    A text field is set to the text as it is, without quotes if all of it is quoted; `null` is null if the field allows
+    it. All other values are YAML, in which scalars of text type are text too, whatever they look like.
     """
     takes_text = str in members(annotation)
     try:
@@ -168,14 +167,14 @@ def override_value(text: str, annotation: Any) -> Any:
 
 
 def _is_collection(node: Node | None, annotation: Any) -> bool:
-    """Whether `node` is a list or mapping for a field that may be one."""
+    """Whether `node` is a list or mapping that the field accepts."""
     if isinstance(node, SequenceNode):
         return member_with(annotation, list, tuple) is not None
     return isinstance(node, MappingNode) and member_with(annotation, dict) is not None
 
 
 def _keep_text(node: Node | None, annotation: Any) -> None:
-    """Tag what is to be text under `node` as text."""
+    """Tag the scalars under `node` that have text type as text."""
     if isinstance(node, ScalarNode):
         null = node.tag == _NULL and takes_none(annotation)
         if str in members(annotation) and node.style is None and not null:

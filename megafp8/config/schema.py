@@ -1,8 +1,7 @@
-"""The tree of knobs. The text under a field is its documentation: it is in the JSON schema, so editors show it.
+"""The config as a tree of pydantic models. The text under a field is its documentation, shown by editors.
 
-Each section checks what concerns itself alone; `checks.py` checks sections against each other and against the number
-of ranks. Names are those of the field (Megatron-LM, torchtitan, Hugging Face) where these agree. Sections are frozen:
-what a run was started with is what it runs with.
+Here, each field is checked by itself; `checks.py` checks fields against each other and against the number of ranks.
+Names are those of Megatron-LM, torchtitan and Hugging Face, as far as these agree. All sections are immutable.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from megafp8.config.activations import ActivationName
 
 
 def _number(value: object) -> object:
-    """No truth value, which pydantic would take for 0 or 1."""
+    """Rejects booleans, which pydantic would take for 0 or 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "Input should be a number, not a truth value")
     return value
 
 
 def _whole_number(value: object) -> object:
-    """An integer of 64 bits; also of text such as 1e3, which is how YAML reads that."""
+    """A 64-bit integer; accepts text such as 1e3, which YAML does not read as a number."""
     if isinstance(value, str):
         try:
             number = Decimal(value)
@@ -38,7 +37,7 @@ def _whole_number(value: object) -> object:
 
 
 def _in_fp32(value: float) -> float:
-    """A float that tensors of fp32 can be multiplied by."""
+    """Rejects floats outside the range of fp32."""
     if abs(value) > 3.4e38:
         raise PydanticCustomError("float_range", "Input should be a number in the range of fp32")
     return value
@@ -50,7 +49,7 @@ def _placement(value: object) -> object:
 
 
 _INTEGER, _FLOAT, _IN_FP32 = BeforeValidator(_whole_number), BeforeValidator(_number), AfterValidator(_in_fp32)
-# Their bounds come first: behind a validator pydantic would leave them out of the JSON schema.
+# Bounds come before the validator: pydantic leaves bounds behind a validator out of the JSON schema.
 Integer = Annotated[int, _INTEGER]
 Count = Annotated[int, Field(ge=0), _INTEGER]
 PositiveInt = Annotated[int, Field(gt=0), _INTEGER]
@@ -65,67 +64,69 @@ class Section(BaseModel):
 
 
 class RopeScaling(Section):
-    """Llama-3's rotary frequency scaling for contexts longer than those first trained on."""
+    """Frequency scaling of rotary embeddings as in Llama 3.1, for contexts longer than in earlier training."""
 
     factor: PositiveFloat = 8.0
-    """How much longer the context becomes."""
+    """Factor by which the context is extended."""
     low_freq_factor: PositiveFloat = 1.0
-    """Wavelengths above original / this are scaled by the whole factor."""
+    """Wavelengths above original_max_position_embeddings / low_freq_factor are scaled by the whole factor."""
     high_freq_factor: PositiveFloat = 4.0
-    """Wavelengths below original / this are left alone; between the two, interpolated."""
+    """Wavelengths below original_max_position_embeddings / high_freq_factor are unchanged; those between are
+    interpolated."""
     original_max_position_embeddings: PositiveInt = 8192
-    """Context length before scaling, in tokens."""
+    """Context length before the extension, in tokens."""
 
 
 class ModelConfig(Section):
-    """The network. The defaults are Llama's choices; GPT-2's and Qwen's are a few fields away."""
+    """The network. The defaults are those of Llama; GPT-2 and Qwen differ in a few fields."""
 
     num_layers: Annotated[int, Field(gt=0, le=10_000), _INTEGER]
-    """Transformer blocks in the whole model."""
+    """Number of transformer blocks."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
     num_attention_heads: PositiveInt
-    """Query heads."""
+    """Number of query heads."""
     num_query_groups: PositiveInt | None = None
-    """Key-value heads (grouped-query attention). Default: as many as query heads."""
+    """Number of key-value heads (grouped-query attention). Default: num_attention_heads."""
     head_dim: PositiveInt | None = None
-    """Width of one head. Default: hidden_size / num_attention_heads."""
+    """Width of one attention head. Default: hidden_size / num_attention_heads."""
     ffn_hidden_size: PositiveInt | None = None
-    """Width inside the MLP. Default: 4 × hidden_size."""
+    """Inner width of the MLP. Default: 4 × hidden_size."""
     vocab_size: PositiveInt | None = None
-    """Tokens in the vocabulary. Default: the tokenizer's."""
+    """Number of tokens in the vocabulary. Default: that of data.tokenizer."""
     vocab_multiple: PositiveInt = 128
-    """The embedding is padded to a multiple of this; it must be divisible by parallel.tensor. Independent of the
-    layout, so that a checkpoint fits every layout."""
+    """The vocabulary is padded to a multiple of this, which must be divisible by parallel.tensor. It does not depend on
+    the layout, so a checkpoint fits every layout."""
     max_position_embeddings: PositiveInt | None = None
-    """Rows of the learned position table. Default: training.seq_length. With rope: what a conversion to Hugging Face
-    says is the longest context, nothing else."""
+    """Rows of the learned position table. Default: training.seq_length. With rope it has no effect but as the longest
+    context in a conversion to Hugging Face."""
     position_embedding: Literal["rope", "learned", "none"] = "rope"
-    """rope (Llama), learned (GPT-2) or none."""
+    """rope (rotary, Llama), learned (GPT-2) or none."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Llama-3 frequency scaling; none by default."""
+    """Frequency scaling as in Llama 3.1. Default: none."""
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """rmsnorm (Llama) or layernorm (GPT-2)."""
     norm_eps: PositiveFloat = 1e-5
-    """Added to the variance."""
+    """Added to the variance in norms."""
     activation: ActivationName = "swiglu"
-    """swiglu (Llama), gelu_tanh (GPT-2), or another of `megafp8.config.activations`."""
+    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), or geglu and geglu_tanh: gelu(gate) * up."""
     linear_bias: bool = False
-    """Biases on all linear layers of the blocks (GPT-2)."""
+    """Add biases to all linear layers of the blocks (GPT-2)."""
     qkv_bias: bool = False
-    """Biases on the query, key and value projections only (Qwen2)."""
+    """Add biases to the query, key and value projections only (Qwen2)."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head (Qwen3)."""
+    """Apply RMSNorm to each query and key head (Qwen3)."""
     tie_embeddings: bool = False
-    """Output layer and embedding share one weight."""
+    """Share one weight between the output layer and the embedding."""
     sliding_window: PositiveInt | None = None
-    """A token attends to this many latest tokens, itself included. Default: all before it."""
+    """Each token attends to this many latest tokens, including itself. Default: all earlier tokens."""
     parallel_block: bool = False
-    """Attention and MLP both read the block's input, and their outputs are added together (GPT-J, PaLM)."""
+    """Attention and MLP both read the block's input, and their outputs are added (GPT-J, PaLM)."""
     init_std: PositiveFloat = 0.02
-    """Standard deviation of the initial weights; output projections of a block get init_std / sqrt(2 · num_layers)."""
+    """Standard deviation of the initial weights. The output projections of a block use init_std / sqrt(2 ·
+    num_layers)."""
 
     @property
     def query_groups(self) -> int:
@@ -147,14 +148,17 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model is laid over the ranks. Data parallelism is what remains of the world."""
+    """Layout of the model over the ranks.
+
+    The data-parallel size is the number of ranks divided by tensor × pipeline × context.
+    """
 
     tensor: PositiveInt = 1
-    """Tensor-parallel size: ranks that share each layer. Keep it inside one NVLink domain."""
+    """Tensor-parallel size: number of ranks over which each layer is split. Keep it within one NVLink domain."""
     pipeline: PositiveInt = 1
-    """Pipeline-parallel size: ranks that share the model's layers."""
+    """Pipeline-parallel size: number of ranks over which the model's blocks are divided."""
     virtual_pipeline: PositiveInt = 1
-    """Stages of consecutive layers that each of these ranks holds."""
+    """Number of stages (of consecutive blocks) that each pipeline rank holds."""
     schedule: str = "1f1b"
     """Pipeline schedule: a built-in one (README has a table; one file each in megafp8/pipeline_parallel/schedules), the
     path of a .csv file with one row per rank and cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1, or
@@ -163,45 +167,51 @@ class ParallelConfig(Section):
     """Rank of each stage. loop: stage s is on rank s mod pipeline; v: down the ranks and back, so that the last stage
     is on the first rank. Default: that of the schedule, and loop for one of your own."""
     context: PositiveInt = 1
-    """Context-parallel size: ranks that share each sequence, for sequences too long for one. Each has two chunks, one
-    from either end, and gathers the others' keys and values; weights are on all of them."""
+    """Context-parallel size: number of ranks over which each sequence is split, for sequences too long for one rank.
+    Each rank holds two chunks, one from either end, and gathers the keys and values of the others. Weights are
+    replicated."""
     sequence_parallel: bool = True
-    """Cut activations along the sequence between tensor-parallel regions. Without effect when tensor is 1."""
+    """Split activations along the sequence between tensor-parallel regions. Saves memory at no cost. No effect if
+    tensor is 1."""
     overlap_tensor: Literal["auto", "none", "chunked", "symmetric"] = "auto"
-    """Hide sequence parallelism's communication behind the layers' GEMMs (Megatron-LM's tp_comm_overlap). none: only
-    the sums of input gradients, behind weight gradients. symmetric: all of it, GEMMs cut into up to four parts, which
-    travel by the GPUs' copy engines, for GPUs of one host; none, with a line in the log, where that cannot be set
-    up. It uses no NVLink multicast. chunked: the same by NCCL (gloo on CPU), which was slower than none on H200. auto:
-    symmetric on CUDA. Without effect when tensor is 1."""
+    """Overlap of sequence-parallel communication with the layers' GEMMs (Megatron-LM's tp_comm_overlap). none: overlap
+    only the reduction of input gradients with weight gradients. symmetric: overlap everything; GEMMs are split into up
+    to four parts, which the GPUs' copy engines transfer. It needs GPUs of one host, falls back to none with a log
+    message if it cannot be set up, and uses no NVLink multicast. chunked: the same through NCCL (gloo on CPU); measured
+    slower than none on H200. auto: symmetric on CUDA. No effect if tensor is 1."""
     layers_per_stage: list[Integer] | Literal["balanced"] | None = None
-    """Layers of each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. balanced: fewer where
-    the output layer is, so that all ranks have as much work. Default: as even as possible."""
+    """Number of blocks in each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. balanced:
+    fewer blocks on the rank with the output layer, so that all ranks have equal work. Default: as even as possible."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Less memory for activations, for computing them again in the backward pass. full: keep only a block's input and
-    run its forward again; selective: leave out what recompute_ops names."""
+    """Save activation memory by recomputing activations in backward. selective: recompute the outputs of the ops in
+    recompute_ops. full: store only the input of each block and run its forward twice."""
     recompute_blocks: PositiveInt | None = None
-    """So many blocks of each stage, its first ones. Default: all."""
+    """Number of blocks per stage to recompute, starting from the first. Default: all."""
     recompute_ops: list[Literal["norms", "activation", "attention"]] = ["norms", "activation"]
-    """selective: norms (Megatron-LM's layernorm) and activation (moe_act): inputs of linear layers are made again from
-    what norms and activations keep anyway, which costs a pass over that. attention (core_attn): its output is made
-    again, which costs its forward and pays only in front of an FP8 projection."""
+    """Ops that selective recomputes. norms (Megatron-LM's layernorm) and activation (moe_act): inputs of linear layers
+    are recomputed from tensors that norms and activations store anyway, at the cost of one elementwise pass. attention
+    (core_attn): the attention output is recomputed, at the cost of its forward; useful only if the output projection is
+    FP8."""
     offload: bool | PositiveInt = False
-    """Copy what backward needs to pinned memory of the host and back, beside the computation: of all blocks (true), or
-    of so many of each stage, its first ones. The last ones are needed again at once. The host needs room for it."""
+    """Copy activations to pinned host memory in forward and back in backward, overlapped with computation: of all
+    blocks (true), or of this many blocks per stage, starting from the first. The last blocks are needed again at once,
+    so leave them out. Needs as much host memory."""
     overlap_grad_reduce: bool = True
-    """Reduce gradients over data parallelism while the backward pass still runs; with fsdp, while the next micro-batch
-    runs as well, which takes memory as large as the embedding's gradient."""
+    """Reduce gradients over data-parallel ranks while backward still runs. With fsdp the reduction also overlaps with
+    the next micro-batch, which takes memory for one more gradient of the size of the embedding."""
     bucket_mib: Annotated[float, Field(gt=0, le=2**20), _FLOAT] = 160.0
-    """Smallest gradient bucket that is reduced at once, in MiB of fp32."""
+    """Minimum size of a gradient bucket, in MiB of fp32. Smaller buckets overlap earlier, larger ones communicate more
+    efficiently."""
     zero: Literal[0, 1] = 0
-    """ZeRO stage. 1: each data-parallel rank keeps master weights and Adam state of an equal share of the parameters
-    alone, updates those and gathers the rest (Megatron-LM's distributed optimizer). The same losses, no more
-    traffic; 12 bytes a parameter become 12 / data-parallel size."""
+    """ZeRO stage, 0 or 1. 1: each data-parallel rank stores the fp32 master weights and Adam state of its shard of the
+    parameters only, updates that shard and gathers the others (Megatron-LM's distributed optimizer). The loss and the
+    traffic are the same; 12 bytes per parameter become 12 / data-parallel size."""
     fsdp: bool = False
-    """ZeRO stage 3, through torch's fully_shard: each data-parallel rank keeps a share of the weights and gradients
-    too; a block's weights are gathered before its forward and its backward, with fp8.param_gather as FP8 codes, and
-    freed after. Instead of zero; without effect on it: bucket_mib and overlap_param_gather. Gradients are reduced
-    after each micro-batch, so few large ones are best. Not with CUDA graphs and schedules that split backwards."""
+    """ZeRO stage 3, by torch's fully_shard: weights and gradients are sharded over data-parallel ranks too. The weights
+    of a block are gathered before its forward and its backward, in FP8 with fp8.param_gather, and freed afterwards.
+    Replaces zero; bucket_mib and overlap_param_gather have no effect. Gradients are reduced after each micro-batch, so
+    prefer few large micro-batches. Not supported with CUDA graphs and schedules that split
+    backwards."""
     overlap_param_gather: bool = True
     """With zero 1: gather updated parameters while the next forward pass already runs."""
 
@@ -210,130 +220,135 @@ OperandRecipe = Literal["delayed", "current", "rowwise", "blockwise", "static", 
 
 
 class CustomRule(Section):
-    """How the operands of some layers are scaled."""
+    """Recipes of the operands of some layers."""
 
     layers: Pattern
-    """Over names such as layers.0.attention.qkv; a layer's first match is its rule."""
+    """Pattern over layer names such as layers.0.attention.qkv. The first rule that matches a layer applies."""
     input: OperandRecipe
-    """Of activations that enter."""
+    """Recipe of the input activations."""
     weight: OperandRecipe
-    """Of weights."""
+    """Recipe of the weight."""
     grad_output: OperandRecipe
-    """Of gradients of what leaves."""
+    """Recipe of the output gradients."""
 
 
 class Fp8Config(Section):
-    """FP8 of the linear layers in the blocks. Embedding, output layer, norms and softmax keep training.precision.
+    """FP8 in the linear layers of the blocks. Embedding, output layer, norms and softmax use training.precision.
 
-    An option whose description names recipes is an error under any other, unless it is at its default."""
+    Options whose description begins with names of recipes are errors with any other recipe, unless left at the default.
+    """
 
     recipe: Literal["none", OperandRecipe, "custom"] = "none"
-    """none; delayed: scales from the amax history; current: scale from the tensor itself; rowwise: a scale for each row
-    of each operand; blockwise: for each 128 neighbours, and each 128 × 128 weights; static: scales given or calibrated;
-    mxfp8: a power of two for each 32 neighbours; nvfp4: four bits, a scale for each 16 neighbours; both emulated but on
-    Blackwell, where they have not been run yet; custom: by layer and operand."""
+    """How scales are computed. none: no FP8. delayed: one scale per tensor from its amax history. current: one scale
+    per tensor from its current amax. rowwise: one scale per row of each operand. blockwise: one scale per 128
+    neighbours, per 128 × 128 block of weights. static: given or calibrated scales. mxfp8: a power of two per 32
+    neighbours. nvfp4: 4 bits, a scale per 16 neighbours. mxfp8 and nvfp4 are emulated except on Blackwell, where they
+    have not been run yet. custom: by layer and operand."""
     format: Literal["hybrid", "e4m3"] | None = None
-    """hybrid: E4M3 forward, E5M2 gradients; e4m3: E4M3 everywhere. Default: hybrid for delayed, current and static,
-    else e4m3."""
+    """hybrid: E4M3 in forward, E5M2 for gradients. e4m3: E4M3 for both. Default: hybrid for delayed, current and
+    static, else e4m3."""
     custom: list[CustomRule] = []
-    """custom: rules such as {layers: "*.mlp.down", input: rowwise, weight: rowwise, grad_output: rowwise}. The first
-    that matches a layer counts; a layer that none matches is not FP8. Operands that meet in a GEMM must go together:
-    delayed, current and static with each other, rowwise and blockwise each with itself, mxfp8 and nvfp4 with any."""
+    """custom: list of rules such as {layers: "*.mlp.down", input: rowwise, weight: rowwise, grad_output: rowwise}. The
+    first rule that matches a layer applies; layers that no rule matches are not FP8. The two operands of a GEMM must be
+    compatible: delayed, current and static with each other, rowwise and blockwise each with itself only, mxfp8 and
+    nvfp4 with any."""
     static_amax: dict[Pattern, PositiveFloat] = {}
-    """static: the largest magnitude a tensor will have, by pattern over names such as layers.0.mlp.down.input (.weight,
-    .grad_output); the first match counts."""
+    """static: the largest magnitude of a tensor, by pattern over names such as layers.0.mlp.down.input (.weight,
+    .grad_output). The first match applies."""
     calibration_steps: Count = 0
-    """static: steps in which layers with tensors that static_amax does not name run in high precision, to find theirs;
-    20 for example."""
+    """static: number of first steps in which layers with tensors that static_amax does not name run in high precision,
+    to measure their amaxes; 20 is usual."""
     margin: Annotated[int, Field(ge=-64, le=64), _INTEGER] = 0
-    """delayed, static: scales are divided by 2^margin."""
+    """delayed, static: divide scales by 2^margin, as headroom."""
     interval: PositiveInt = 1
-    """delayed: steps between scale updates."""
+    """delayed: steps between updates of the scales."""
     amax_history_len: PositiveInt = 1024
-    """delayed: steps of amax that are remembered."""
+    """delayed: length of the amax history, in steps."""
     amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """delayed: which of the history counts."""
+    """delayed: which amax of the history determines the scale: the largest or the most recent."""
     power_of_two_scale: bool | None = None
-    """delayed, current, rowwise, blockwise, static: round scales down to a power of two. Default: only blockwise
-    does."""
+    """delayed, current, rowwise, blockwise, static: round scales down to a power of two. Default: true for blockwise,
+    else false."""
     amax_epsilon: NonNegative = 0.0
-    """current, rowwise, blockwise: amaxes below this count as this."""
+    """current, rowwise, blockwise: lower bound for amaxes."""
     smooth_swiglu: bool = False
-    """delayed, current, static: multiply each channel of SwiGLU's output by a power of two, made of the last step's
-    amaxes, before it is cast, and divide the next weight's columns by it (Fishman et al. 2024, arXiv:2409.12517). For
-    runs in which single channels grow until one scale no longer fits all. custom: of layers whose input is cast so."""
+    """delayed, current, static: multiply each channel of SwiGLU's output by a power of two, computed from the amaxes of
+    the last step, before it is quantized, and divide the columns of the next weight by it (Fishman et al. 2024,
+    arXiv:2409.12517). For runs in which single channels grow until one scale no longer fits all. With custom it applies
+    to layers whose input has one of these recipes."""
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
-    """Keep (fprop, dgrad, wgrad) in high precision."""
+    """Run (fprop, dgrad, wgrad) in high precision."""
     wgrad_in_bf16: bool = False
-    """The same as true for wgrad there; usual with rowwise."""
+    """Run wgrad in high precision, as override_linear_precision [false, false, true] does; usual with rowwise."""
     fast_accumulation: tuple[bool, bool, bool] = (True, False, False)
-    """delayed, current, rowwise, static: Hopper's fast accumulation in (fprop, dgrad, wgrad)."""
+    """delayed, current, rowwise, static: use Hopper's fast accumulation in (fprop, dgrad, wgrad): faster, with fewer
+    bits in the accumulator."""
     include: list[Pattern] = ["*"]
-    """Layers that run in FP8, by pattern over names such as layers.0.attention.qkv."""
+    """Layers that run in FP8: patterns over names such as layers.0.attention.qkv."""
     exclude: list[Pattern] = []
-    """Layers that do not, e.g. ["layers.0.*", "*.mlp.down"]."""
+    """Layers that stay in high precision, e.g. ["layers.0.*", "*.mlp.down"]."""
     first_blocks_bf16: Count = 0
-    """So many of the first blocks do not."""
+    """Number of blocks at the start of the model that stay in high precision."""
     last_blocks_bf16: Count = 0
-    """So many of the last blocks do not."""
+    """Number of blocks at the end of the model that stay in high precision."""
     auto_filter: Literal["none", "predicted", "measured"] = "none"
-    """Layers that FP8 would slow down, as casts do small ones, stay in training.precision. predicted: by a model of the
-    GPU's speeds (H200 only); measured: by running a layer of each size before the first step. What counts is a rank's
-    slice, so the choice depends on parallel.tensor; a run that resumes keeps its own."""
+    """Keep layers in training.precision that FP8 would slow down, because quantization costs more than the GEMMs gain.
+    predicted: by a model of the GPU's speed (H200 only). measured: by timing a layer of each size before the first
+    step. The size on one rank counts, so the choice depends on parallel.tensor. A resumed run keeps its choice."""
     param_gather: bool = False
-    """With parallel.zero 1 or fsdp: weights of FP8 layers are cast by the ranks that update them, gathered as codes,
-    and exist in FP8 alone (Megatron-LM's fp8-param-gather). Half the bytes travel, and 2 bytes a weight become none.
-    The same losses, bit for bit. For recipes with one scale a weight: delayed, current, static; layers of custom with
-    another gather values. Weights are then missing in the FP8 report."""
+    """With parallel.zero 1 or fsdp: each rank quantizes the shard of the weights that it updates, and ranks gather FP8
+    data (Megatron-LM's fp8-param-gather). Halves the traffic and saves 2 bytes per parameter, with bit-identical
+    losses. For recipes with one scale per weight: delayed, current, static; layers of custom with another recipe gather
+    bf16. The FP8 report then has no weights."""
     report_interval: Count = 0
-    """Steps between samples of the FP8 health report (what casting loses in each tensor), fp8_report.jsonl in the run
-    folder; 100 is usual. 0: never."""
+    """Steps between samples for the FP8 health report (quantization error of each tensor), fp8_report.jsonl in the run
+    folder; 100 is usual. 0: no report."""
     gemm_backend: Literal["auto", "cublaslt", "scaled_mm", "emulated"] = "auto"
-    """auto: on CUDA cublaslt where nvmath-python is installed, else scaled_mm; on CPU emulated: the same FP8 values,
-    fp32
-    products."""
+    """FP8 GEMM library. auto: on CUDA cublaslt if nvmath-python is installed, else scaled_mm; on CPU emulated, with the
+    same FP8 values and fp32 products."""
     gemm_autotune: bool | None = None
-    """cublaslt: time the algorithms for each shape once and keep the fastest in the user's cache folder. Runs are
-    bit-identical only if they read the same choices. Default: unless deterministic."""
+    """cublaslt: time the algorithms for each shape once and store the fastest in the user's cache folder. Runs are
+    bit-identical only if they use the same choices. Default: true unless deterministic."""
 
 
 class TrainingConfig(Section):
-    """What is trained, and for how long."""
+    """Length, batch size and precision of the training."""
 
     steps: PositiveInt
-    """Optimizer steps in the whole run. Without optimizer.decay_until the learning-rate schedule is as long."""
+    """Number of optimizer steps in the whole run. Also the length of the learning-rate schedule, unless
+    optimizer.decay_until is given."""
     stop_after: PositiveInt | None = None
-    """Save and stop after this step, counted from the beginning of the run. It changes nothing else: the same command
-    without it continues as if there had been no stop. Default: training.steps."""
+    """Save and stop after this step, counted from the beginning of the run. Changes nothing else: the same command
+    without it continues as if the run had not stopped. Default: training.steps."""
     seq_length: PositiveInt
-    """Tokens in a sample."""
+    """Number of tokens in a sample."""
     micro_batch_size: PositiveInt = 1
-    """Samples in one forward pass of one rank."""
+    """Number of samples in one forward pass of a rank."""
     global_batch_size: PositiveInt
-    """Samples in an optimizer step, over all ranks and micro-batches."""
+    """Number of samples in an optimizer step, over all ranks and micro-batches."""
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
-    """Dtype of weights and activations outside FP8. Master weights, gradients and Adam state are fp32 always. fp64 is
-    for holding one layout against another without the noise of summation order."""
+    """Dtype of weights and activations outside FP8. Master weights, gradients and Adam state are always fp32 (see
+    optimizer.moments_dtype). fp64 is for comparing layouts without rounding noise."""
     cuda_graphs: bool = False
-    """Record a micro-batch's forward and backward as CUDA graphs and replay them: for models so small that the GPU
-    waits for the host. The same losses, more memory. Not with tensor, pipeline or context parallelism, nor
-    with nvfp4."""
+    """Record forward and backward of a micro-batch as CUDA graphs and replay them: for models so small that the GPU
+    waits for the host. The loss is the same; costs memory. Not supported with tensor, pipeline or context parallelism,
+    nor with nvfp4."""
     gc_interval: Count = 100
-    """Steps between runs of Python's garbage collector, on all ranks at once so that none waits for another's; 0: as
-    Python does it."""
+    """Steps between runs of Python's garbage collector, which all ranks run after the same step so that none waits for
+    another. 0: automatic collection."""
     z_loss: NonNegative = 0.0
     """Weight of log²Z in the loss; 1e-4 is usual."""
     eval_interval: Count = 0
-    """Steps between evaluations; 0: none."""
+    """Steps between evaluations. 0: none."""
     eval_steps: PositiveInt = 10
-    """Global batches in an evaluation."""
+    """Number of global batches in an evaluation."""
     max_skipped_steps: Count = 10
-    """A step whose gradients are not finite is skipped: it changes neither weights nor optimizer state. The run ends
-    with an error at this many skipped steps in a row. 0: no limit."""
+    """End the run with an error after this many consecutive skipped steps. A step is skipped if its gradients are not
+    finite: weights and optimizer state stay unchanged. 0: no limit."""
     replica_check_interval: Count = 100
-    """Steps between checks that ranks which must hold the same weights, optimizer state and FP8 scales hold the same
-    bits; the run ends with an error that names the rank where they differ. Also checked, unless 0 turns it off: before
-    the first step, before each save, and when steps are skipped."""
+    """Steps between checks that ranks which must hold equal weights, optimizer state and FP8 scales do, bit for bit; if
+    they do not, the run ends with an error that names the rank. Also checked before the first step, before each save,
+    and when steps are skipped. 0: never."""
 
     @property
     def last_step(self) -> int:
@@ -347,139 +362,142 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat
     """Peak learning rate."""
     min_learning_rate: NonNegative = 0.0
-    """Where the schedule ends."""
+    """Learning rate at the end of the schedule."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after warm-up; wsd: warm-up, stable, decay."""
+    """Shape of the schedule after warm-up. wsd: warm-up, stable, decay."""
     warmup_steps: Count = 0
-    """Steps of linear warm-up."""
+    """Number of steps of linear warm-up."""
     decay_until: PositiveInt | None = None
-    """The step at which the schedule reaches min_learning_rate, where it stays from then on. Default: training.steps.
-    Give it to train longer, or shorter, than was planned, without another schedule."""
+    """Step at which the schedule reaches min_learning_rate, where it stays. Default: training.steps. Give it to train
+    longer or shorter than planned without changing the schedule."""
     decay_steps: PositiveInt | None = None
-    """wsd: steps of the final decay. Default: a tenth of decay_until."""
+    """wsd: number of steps of the final decay. Default: a tenth of decay_until."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
     beta1: Decay = 0.9
-    """Decay of Adam's first moment."""
+    """Decay rate of Adam's first moment."""
     beta2: Decay = 0.95
-    """Decay of Adam's second moment."""
+    """Decay rate of Adam's second moment."""
     eps: PositiveFloat = 1e-8
     """Adam's epsilon."""
     clip_grad_norm: NonNegative = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Maximum global gradient norm. 0: no clipping."""
     reduce_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """In which gradients travel between data-parallel ranks. bf16: half the traffic, and sums over ranks are rounded to
-    8 bits; those over a rank's micro-batches stay fp32. fp8, an experiment: a quarter, rounded to 4 bits before they
-    travel, and sums in fp32; needs parallel.zero=1 (docs/decisions/0018-fp8-gradient-reduce.md)."""
+    """Dtype in which gradients travel between data-parallel ranks. bf16: half the traffic; sums over ranks are rounded
+    to 8 bits, sums over the micro-batches of a rank stay fp32. fp8 (experimental): a quarter of the traffic; gradients
+    are rounded to 4 bits before they travel and summed in fp32; needs parallel.zero=1
+    (docs/decisions/0018-fp8-gradient-reduce.md)."""
     moments_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """How Adam's two moments are kept. bf16: 4 bytes a parameter fewer; fp8: 6 fewer, with factors for blocks of 128
-    and stochastic rounding. A run keeps what it began with, but may change between bf16 and fp8."""
+    """Dtype in which Adam's two moments are stored. bf16 saves 4 bytes per parameter; fp8 saves 6, with a scale per
+    block of 128 and stochastic rounding. A resumed run may change it between bf16 and fp8 only."""
     store_param_remainders: bool = False
-    """Of the fp32 masters of bf16 weights keep the 16 bits that the weights leave: 2 bytes a parameter fewer, and
-    nothing lost. Checkpoints hold fp32 masters either way. Not with fp8.param_gather or parallel.fsdp."""
+    """Store only the 16 bits of each fp32 master weight that its bf16 weight lacks: saves 2 bytes per parameter without
+    loss. Checkpoints hold fp32 masters either way. Not supported with fp8.param_gather or parallel.fsdp."""
 
 
 class TokenizerConfig(Section):
-    """The vocabulary the data was written with."""
+    """The tokenizer that the data was preprocessed with."""
 
     kind: Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
-    """Which library reads it."""
+    """Library that reads it."""
     path: str | None = None
-    """The model file; for tiktoken an encoding name or a ranks file; none for bytes."""
+    """Model file; for tiktoken the name of an encoding or a ranks file; none for bytes."""
     end_token: str | None = None
-    """The token that ends a document, such as "<|im_end|>". Default: the tokenizer's own: sentencepiece's eos; in
-    tokenizer.json the first there is of <|endoftext|>, <|end_of_text|>, </s>, <eos>, <|eot_id|>; in tiktoken
-    <|endoftext|>, which is appended to the tokens of a ranks file. Data must be preprocessed with the same."""
+    """Token that ends a document, such as "<|im_end|>". Default: eos of sentencepiece; in tokenizer.json the first that
+    exists of <|endoftext|>, <|end_of_text|>, </s>, <eos>, <|eot_id|>; in tiktoken <|endoftext|>, which is appended to
+    the tokens of a ranks file. Must be the same as in preprocessing."""
     pattern: str | None = None
-    """tiktoken ranks files: the regular expression that splits text before tokens are merged. Default: GPT-4's
+    """tiktoken ranks files: regular expression that splits text before tokens are merged. Default: that of GPT-4
     (cl100k_base)."""
 
 
 class DataConfig(Section):
-    """Where tokens come from."""
+    """Data sets and their tokenizer."""
 
     train: list[str] | dict[str, PositiveFloat] = Field(min_length=1)
-    """Prefixes of .bin/.idx files, each weighted by the tokens that it has for training, so that all are used up at the
-    same time; or a blend {prefix: weight}, weights being shares of the samples, of any sum. A prefix that is listed
-    twice is one data set with twice the weight. Weights may change and data sets come and go when a run resumes: each
+    """Prefixes of .bin/.idx files. A list weights data sets by their number of training tokens, so that all finish an
+    epoch at the same time; a blend {prefix: weight} sets their shares of the samples, in any unit. A prefix that is
+    listed twice counts twice. When a run resumes, weights may change and data sets may be added or removed: each
     continues with the samples that it has not given."""
     split: str = "969,30,1"
-    """Shares of the documents for training, validation and test."""
+    """Proportions of the documents for training, validation and test."""
     restart_changed: bool = False
-    """A data set whose files or part of the documents (split) are others than when the run read it is an error on
-    resume. true: its samples are counted from 0 instead. Data sets that did not change are never counted anew."""
+    """When a run resumes, a data set whose files or documents (split) have changed is an error. true: count its samples
+    from 0 instead. Unchanged data sets always continue."""
     tokenizer: TokenizerConfig | None = None
-    """Needed where model.vocab_size is not given; otherwise checked against the data."""
+    """Required if model.vocab_size is not given; otherwise only checked against the data."""
     reset_at_documents: bool = False
-    """Attention and positions start afresh at each document of a sample."""
+    """Reset attention and positions at each document boundary in a sample."""
     mask_eod_loss: bool = False
-    """Do not train on predicting the token after an end of document."""
+    """Exclude the token after an end of document from the loss."""
     num_workers: Annotated[int, Field(ge=0, le=1024), _INTEGER] = 0
-    """Loader processes per rank; 0 loads in the training process."""
+    """Number of loader processes per rank. 0: load in the training process."""
     index_cache: str | None = None
-    """Folder on local disk for sample indices. Default: under the user's cache folder."""
+    """Folder on local disk for sample indices. Default: in the user's cache folder."""
 
 
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
     interval: Count = 0
-    """Steps between saves; 0: only at the end and on SIGTERM or Ctrl-C. Where a step was skipped, the next one that is
-    not is saved instead."""
+    """Steps between checkpoints. 0: save only at the end and on SIGTERM or Ctrl-C. If a step was skipped, the next step
+    that is not is saved instead."""
     keep_last: PositiveInt | None = None
-    """Complete checkpoints to keep: so many of the newest. Default: all."""
+    """Number of newest complete checkpoints to keep. Default: all."""
     keep_every: PositiveInt | None = None
-    """Of older checkpoints, keep those of every so many steps. Needs keep_last."""
+    """Of older checkpoints, also keep those at multiples of this many steps. Needs keep_last."""
     async_save: bool = True
-    """Copy what is saved to host memory, and write it while training goes on. The copy takes as much host memory as the
-    rank writes: 14 bytes a parameter in bf16, over the number of ranks. The last save of a run is written at once."""
+    """Copy the state to host memory and write it while training continues. Needs as much host memory as the rank
+    writes: 14 bytes per parameter in bf16, divided by the number of ranks. The last checkpoint of a run is written
+    synchronously."""
     resume: bool = True
-    """Continue from the newest complete checkpoint of the run folder, if there is one."""
+    """Continue from the newest complete checkpoint in the run folder, if there is one."""
     init_from: str | None = None
-    """A Hugging Face folder, or any other checkpoint that tools/convert_checkpoint.py reads, whose weights a new run
-    starts from. The model section may then be left out, in all or in part; what it says must be what is said there."""
+    """Folder of a Hugging Face model, or of any other checkpoint that tools/convert_checkpoint.py reads, from whose
+    weights a new run starts. The model section may then be left out or be incomplete; keys that are given must agree
+    with the folder."""
     allow_model_change: list[str] = []
-    """Keys of the model section, e.g. [rope_theta], that may differ from the checkpoint a run continues from. What the
-    weights compute changes with them, so without this a run that resumes with another model is refused. It is for keys
-    that leave the tensors' shapes as they are."""
+    """Keys of the model section, e.g. [rope_theta], that may differ from the checkpoint that a run resumes from.
+    Without this, a changed key is an error, because the same weights would compute something else. Only for keys that
+    do not change the shapes of tensors."""
     verify: bool = True
-    """Hold data files against their checksums before loading; metadata.json and the index always are. A damaged
-    checkpoint is set aside for an older one."""
+    """Verify the checksums of data files before loading; metadata.json and the index are always verified. If a
+    checkpoint is damaged, an older one is used."""
 
 
 class LoggingConfig(Section):
-    """Where the figures of each step go besides metrics.jsonl in the run folder."""
+    """Logging of metrics, in addition to metrics.jsonl in the run folder."""
 
     interval: PositiveInt = 1
-    """Steps between lines of the log, which goes to log.txt in the run folder and, but for what progress says, to the
-    console. Steps that were skipped or evaluated have a line always."""
+    """Steps between log lines, which go to log.txt in the run folder and, depending on progress, to the console. Steps
+    that were skipped or evaluated always have a line."""
     progress: bool = True
-    """Lines of steps on the console too; on a terminal a progress bar instead. Warnings are there in any case."""
+    """Show step lines on the console, or a progress bar if it is a terminal. Warnings are always shown."""
     tensorboard: bool = True
-    """Event files under the run folder."""
+    """Write TensorBoard event files to the run folder."""
     wandb_project: str | None = None
-    """Log to this Weights & Biases project (WANDB_MODE=offline works)."""
+    """Log to this Weights & Biases project; WANDB_MODE=offline is supported."""
     pipeline_trace_step: PositiveInt | None = None
-    """The step in which each pipeline rank takes the time of its actions, for pipeline_trace.json in the run folder;
-    tools/plot_schedule.py draws it beside the simulation."""
+    """Step in which each pipeline rank times its actions, for pipeline_trace.json in the run folder.
+    tools/plot_schedule.py draws it next to the simulation."""
 
 
 class Config(Section):
-    """A run of pretrain_gpt.py."""
+    """The config of a run of pretrain_gpt.py."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Name of the run and of its folder."""
     run_dir: str = "runs"
-    """Where run folders are made; the run's own is <run_dir>/<name>."""
+    """Folder that holds the run folders <run_dir>/<name>."""
     seed: Integer = 1234
-    """Decides initial weights and the order of the data."""
+    """Determines initial weights and the order of the data."""
     deterministic: bool = False
-    """Two runs of one layout on the same kind of machine are the same bits, on GPUs too: nothing adds up in an order of
-    its own, nothing is chosen by its speed. Slower, in attention above all: docs/decisions/0016-determinism.md."""
+    """Make two runs of one layout on the same kind of machine bit-identical, on GPUs too: sums have a fixed order, and
+    no algorithm is chosen by its speed. Slower, mostly in attention: docs/decisions/0016-determinism.md."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: CUDA where there is a GPU."""
+    """auto: cuda if there is a GPU, else cpu."""
     timeout_seconds: Annotated[float, Field(gt=0, le=1e9), _FLOAT] = 600.0
-    """A collective that takes longer ends the job."""
+    """Time limit of a collective, in seconds; one that takes longer ends the job."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     fp8: Fp8Config = Fp8Config()
@@ -488,6 +506,11 @@ class Config(Section):
     data: DataConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the learned position table."""
+        return self.model.max_position_embeddings or self.training.seq_length
 
     @property
     def tunes_gemms(self) -> bool:

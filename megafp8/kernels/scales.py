@@ -1,7 +1,7 @@
 """End of a delayed-scaling step for all tensors in one launch: new scales, and histories rolled by one.
 
-References: `megafp8.fp8.quantize.scale_from_amax` and `DelayedState.end_step`, bit for bit; the division rounds to nearest. An
-`amax_compute_algo` given as a Python function runs there.
+References: `megafp8.fp8.quantize.scale_from_amax` and `DelayedState.end_step`, bit for bit; the division rounds to
+nearest. An `amax_compute_algo` given as a Python function runs there.
 
 PyTorch takes some fifteen kernels, whose launches cost more than their work. Here a program takes one tensor: its
 history fits into registers (1024 steps are 4 KiB), so it is loaded once, reduced, and stored one slot further on.

@@ -86,7 +86,7 @@ def weight_storage(config: Config) -> WeightStorage:
 
 
 def planning_context(config: Config, fp8: Fp8Manager) -> BuildContext:
-    """To construct layers as the first tensor-parallel rank will have them, on the meta device without process groups."""
+    """To construct layers as the first tensor-parallel rank has them, on the meta device without process groups."""
     return BuildContext(
         tensor=cast(ProcessGroup, PlannedGroup(config.parallel.tensor)),
         fp8=fp8,

@@ -19,9 +19,10 @@ from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.recipes.base import OPERANDS, OperandName
 from megafp8.fp8.tensor import Granularity
 from megafp8.models.context import planning_context
-from megafp8.models.gpt import Block, fp8_layer_names, fp8_layer_sizes
-from megafp8.models.recompute import BlockMemory
+from megafp8.models.gpt import GPTStage, fp8_layer_names, fp8_layer_sizes
+from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.plan import LinearPlan
+from megafp8.planner.stages import stages_of
 
 ELEMENT = {"bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of an activation, by `training.precision`."""
@@ -62,11 +63,12 @@ def sizes(config: Config) -> Sizes:
 
 
 def layer_plans(config: Config, fp8: Fp8Manager) -> Mapping[str, LinearPlan]:
-    """Plans of the model's linear layers by name: those that `fp8` has, else of blocks constructed on the meta device."""
+    """Plans of the model's linear layers by name; unless `fp8` has any, the model is constructed on the meta device."""
     if not fp8.plans:
         context = planning_context(config, fp8)
-        for index in range(config.model.num_layers):
-            Block(index, config.model, context)
+        for layers in stages_of(config)[1]:
+            memory = block_memory(config.parallel, len(layers))
+            GPTStage(config.model, context, layers=layers, positions=config.position_rows, memory=memory)
     return {plan.name: plan for plan in fp8.plans}
 
 

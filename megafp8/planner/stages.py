@@ -1,10 +1,11 @@
-"""Layers of each pipeline stage, as `parallel.layers_per_stage` says."""
+"""Placement of the pipeline stages, and the layers of each, as the config says."""
 
 from __future__ import annotations
 
 from megafp8.config import Config
 from megafp8.models.flops import output_layer_in_blocks
 from megafp8.pipeline_parallel.actions import Placement
+from megafp8.pipeline_parallel.registry import place_stages
 from megafp8.pipeline_parallel.split import balanced, even, stage_layers
 
 
@@ -17,3 +18,10 @@ def layers_of_stages(config: Config, placement: Placement) -> list[range]:
         counts = balanced(layers, [rank for rank, _ in placement.homes], work)
     assert (len(counts), sum(counts)) == (placement.num_stages, layers), "the config was not checked"
     return stage_layers(counts)
+
+
+def stages_of(config: Config) -> tuple[Placement, list[range]]:
+    """The placement of the stages, and the layers of each."""
+    p = config.parallel
+    placement = place_stages(p.schedule, p.pipeline, p.virtual_pipeline, p.placement)
+    return placement, layers_of_stages(config, placement)

@@ -1,14 +1,14 @@
-"""fp8.auto_filter: layers that FP8 would slow down stay in high precision.
+"""fp8.auto_filter: keep layers in high precision that FP8 would slow down.
 
-A layer's speed follows from how many tokens, inputs and outputs one rank computes, and from its recipe; blocks are
-alike, so a model has a handful of sizes. The first rank predicts or measures each, for the layers of all pipeline
-stages, and tells the others: ranks that measured for themselves would disagree about a layer whose gain is small, and
-then wait for each other in different collectives.
+The speed of a layer depends on the tokens, inputs and outputs that one rank computes, and on its recipe; blocks are
+alike, so a model has only a few sizes. The first rank predicts or measures each, for the layers of all pipeline stages,
+and broadcasts the result: ranks that measured separately could disagree about a layer whose gain is small, and then
+deadlock in different collectives.
 
-The choice is part of the run. Another measurement, or another layout, might decide a close case otherwise, so it is
-saved with each checkpoint and a run that resumes keeps it as long as the fp8 section of its config stays the same.
+The choice is part of the run. Another measurement or layout might decide a close case differently, so the choice is
+saved with each checkpoint, and a resumed run keeps it as long as the fp8 section of its config is unchanged.
 
-What it gives up: a layer's precision depends on the slice that a rank has of it, and so on parallel.tensor.
+Cost: the precision of a layer depends on the slice of it that a rank has, and so on parallel.tensor.
 
 Shapes: m tokens of a micro-batch, k inputs, n outputs, t tensor-parallel size.
 """
@@ -35,7 +35,7 @@ from megafp8.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class Comparison:
-    """Layers of one size and recipe, and how many times as fast they are in FP8."""
+    """Layers of one size and recipe, and their speedup in FP8."""
 
     layers: tuple[str, ...]
     size: LinearSize
@@ -44,7 +44,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Choice:
-    """Layers that stay in high precision though they are selected for FP8, and what the log says about it."""
+    """Layers selected for FP8 that stay in high precision, and lines about it for the log."""
 
     layers: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -54,9 +54,9 @@ Timing = Callable[[LinearSize, str], LinearSeconds]  # of a size, and a layer th
 
 
 def choose(config: Config, fp8: Fp8Manager, parallel: ParallelState, dtype: torch.dtype) -> Choice:
-    """What `fp8.auto_filter` keeps in high precision, `dtype`, of the layers that `fp8` selects. The same on all ranks.
+    """Which of the layers that `fp8` selects stay in high precision, `dtype`. Collective; the same on all ranks.
 
-    Collective. ValueError where the speeds of this device are not known, or the recipe's cannot be predicted.
+    Raises ValueError if the speeds of this device are not known, or those of the recipe cannot be predicted.
     """
     kind = config.fp8.auto_filter
     if kind == "none" or fp8.recipe is None:
@@ -70,14 +70,14 @@ def choose(config: Config, fp8: Fp8Manager, parallel: ParallelState, dtype: torc
             else _measurement(fp8, parallel.device, micro_batches, dtype)
         )
         found = compare(config, fp8, timing)
-        if parallel.device.type == "cuda":  # what was measured with is no part of the run
+        if parallel.device.type == "cuda":  # memory of the measurement must not count as memory of the run
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(parallel.device)
     return verdict(broadcast_object(found, parallel.world.group), kind)
 
 
 def check(config: Config, fp8: Fp8Manager, device: torch.device) -> None:
-    """ValueError where `choose` would raise it, before any process group exists."""
+    """Raise the ValueError that `choose` would raise, before any process group exists."""
     if config.fp8.auto_filter != "predicted" or fp8.recipe is None:
         return
     try:
@@ -102,7 +102,7 @@ def _measurement(fp8: Fp8Manager, device: torch.device, micro_batches: int, dtyp
 
 
 def compare(config: Config, fp8: Fp8Manager, timing: Timing) -> list[Comparison]:
-    """The layers of the whole model that `fp8` selects, by size and recipe, each of these timed once."""
+    """The layers of the whole model that `fp8` selects, grouped by size and recipe, each group timed once."""
     assert fp8.recipe is not None
     m = config.training.micro_batch_size * config.training.seq_length // config.parallel.context
     alike: dict[tuple[LinearSize, PerOperand[Fp8Recipe] | None], list[str]] = {}
@@ -113,7 +113,7 @@ def compare(config: Config, fp8: Fp8Manager, timing: Timing) -> list[Comparison]
 
 
 def verdict(compared: Sequence[Comparison], kind: str) -> Choice:
-    """Leave out what is slower in FP8."""
+    """Keep the layers in high precision that are slower in FP8."""
     lines = []
     for c in compared:
         where = "stay in high precision" if c.speedup < 1 else "run in FP8"
@@ -125,7 +125,7 @@ def verdict(compared: Sequence[Comparison], kind: str) -> Choice:
 
 
 def kept_choice(layers: Sequence[str]) -> Choice:
-    """The choice of a run that resumes."""
+    """The saved choice of a resumed run."""
     if not layers:
         return Choice()
     return Choice(
@@ -134,7 +134,7 @@ def kept_choice(layers: Sequence[str]) -> Choice:
 
 
 def shown(layers: Sequence[str]) -> str:
-    """Names in short: `layers.0-3.mlp.down` for those of four blocks."""
+    """Names in short form: `layers.0-3.mlp.down` for those of four blocks."""
     parts = []
     blocks: dict[str, list[int]] = {}
     for layer in layers:

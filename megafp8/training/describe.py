@@ -1,11 +1,17 @@
-"""What a run will be, before it is: the resolved config, the layout of ranks, parameters and their state per rank.
+"""The size of a run, before it starts: layout of ranks, parameters, memory per rank, and the text of --dry-run.
 
-Parameters are counted by building each stage on torch's meta device with stand-ins for the groups, so the figure is
-that of the real constructors and costs neither memory nor a process group, at any world size.
+Parameters are counted by building stages on torch's meta device with placeholders for the process groups, so the
+numbers are those of the real constructors and cost neither memory nor a process group, at any world size.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
 import yaml
 
 from megafp8.config import Config
@@ -14,96 +20,137 @@ from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import planning_context
 from megafp8.models.flops import flops_per_token
 from megafp8.models.gpt import GPTStage
-from megafp8.models.recompute import block_memory
 from megafp8.parallel_state import rank_groups
 from megafp8.pipeline_parallel.actions import v_placement
 from megafp8.plan import plans_table
+from megafp8.planner.activations import layer_plans
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
-from megafp8.planner.memory import fp8_parameters, memory_table, state_memory
-from megafp8.training.device_memory import memory_under
+from megafp8.planner.memory import RankMemory, fp8_parameters, memory_table, pipeline_memory, state_memory
+from megafp8.planner.stages import stages_of
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.inputs import describe_planned_data, with_vocabulary
-from megafp8.training.pipeline import PipelinePlan, describe_schedule, num_microbatches, plan_pipeline, stages_of
+from megafp8.training.pipeline import PipelinePlan, describe_schedule, num_microbatches, plan_pipeline
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def planned_stage(config: Config, stage: int, fp8: Fp8Manager | None = None) -> GPTStage:
-    """Stage `stage` of the model as the first tensor rank will hold it, on the meta device.
+def planned_stage(config: Config, stage: int) -> GPTStage:
+    """Stage `stage` of the model as the first tensor-parallel rank will hold it, on the meta device."""
+    return _stage_of(config, stages_of(config)[1][stage])
 
-    `fp8` plans its layers; None: in high precision.
+
+def _stage_of(config: Config, layers: range) -> GPTStage:
+    context = planning_context(config, Fp8Manager(None, amax_group=None))
+    return GPTStage(config.model, context, layers=layers, positions=config.position_rows)
+
+
+class _StageSize(NamedTuple):
+    """`numels`: elements of each parameter on one rank; `shared`: indices of tied ones; `of_model`: elements in all."""
+
+    numels: list[int]
+    shared: list[int]
+    of_model: int
+
+
+def _stage_size(config: Config, layers: range) -> _StageSize:
+    stage = _stage_of(config, layers)
+    params, tensor = list(stage.parameters()), config.parallel.tensor
+    whole = (x.numel() * (1 if spec_of(x).replicated_over_tp else tensor) for x in params if not spec_of(x).is_copy)
+    shared = [i for i, x in enumerate(params) if x is stage.shared_weight and config.parallel.pipeline > 1]
+    return _StageSize([x.numel() for x in params], shared, sum(whole))
+
+
+def memory_under(plan: PipelinePlan, world_size: int) -> Callable[[Config], Sequence[RankMemory]]:
+    """The memory of each pipeline rank, as a function of configs that all have the pipeline `plan`."""
+    return lambda config: pipeline_memory(config, build_fp8(config, None), world_size, plan.placement, plan.train)
+
+
+def check_device_memory(config: Config, plan: PipelinePlan, world_size: int, device: str, source: str) -> None:
+    """Raise ConfigError if a rank needs more memory than the device, `cuda` or `cpu`, has in all.
+
+    Needs no process group. Memory that other processes use now is ignored: they may be about to end. On CPU the ranks
+    of a host share its memory, and as they need not have equal parts, each may have twice its share.
     """
-    context = planning_context(config, Fp8Manager(None, amax_group=None) if fp8 is None else fp8)
-    _, layers = stages_of(config)
-    memory = block_memory(config.parallel, len(layers[stage]))
-    return GPTStage(config.model, context, layers=layers[stage], positions=position_rows(config), memory=memory)
+    if device == "cuda":
+        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        limit, who_has = torch.cuda.get_device_properties(index).total_memory, "this GPU has"
+    else:
+        host, ranks = _host_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        limit, who_has = min(host, 2 * host // ranks), "this host has for it"
+    check_memory(config, memory_under(plan, world_size), limit, who_has, source)
 
 
-def position_rows(config: Config) -> int:
-    """Rows of the learned position table."""
-    return config.model.max_position_embeddings or config.training.seq_length
+def _host_memory() -> int:
+    """Bytes of this host, or of the container this runs in."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in map(Path, _CGROUP_LIMITS):
+        if path.exists() and (text := path.read_text().strip()).isdigit():
+            found.append(int(text))
+    return min(found)
 
 
 def dry_run(config: Config, world_size: int, source: str) -> str:
-    """The text of --dry-run of a config that `check_layout` has passed. Data sets are described where they are there.
+    """The text of --dry-run for a config that passed `check_layout`. Data sets are described if their files exist.
 
-    Raises ValueError (ConfigError where a key of the config is at fault) for what can be seen without data and devices.
+    Raises ValueError (ConfigError if a key of the config is at fault) for errors that need neither data nor devices.
     """
     config = with_vocabulary(config, source)
     plan = plan_pipeline(config, num_microbatches(config, world_size))
-    memories = memory_under(plan, world_size)
-    check_memory(config, memories, NO_DEVICE_HAS, "no device has", source)
+    memory_of = memory_under(plan, world_size)
+    memory = memory_of(config)
+    check_memory(config, lambda x: memory if x is config else memory_of(x), NO_DEVICE_HAS, "no device has", source)
     fp8 = build_fp8(config, None)
     described = _describe(config, world_size, fp8, plan)
-    plans = f"linear layers:\n{plans_table(fp8.plans)}"
-    return "\n\n".join([described, plans, memory_table(memories(config)), describe_planned_data(config)])
+    plans = f"linear layers:\n{plans_table(layer_plans(config, fp8).values())}"
+    return "\n\n".join([described, plans, memory_table(memory), describe_planned_data(config)])
 
 
 def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePlan) -> str:
-    """Config, layout, parameters and their state, groups; `fp8`: which layers are FP8, as the config says."""
+    """Config, layout, parameters and their state, groups. `fp8`: which layers are FP8 according to the config."""
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline * p.context)
     groups = rank_groups(world_size, p.tensor, p.pipeline, p.context)
-    microbatches = num_microbatches(config, world_size)
-    stages = [planned_stage(config, stage, fp8) for stage in range(plan.placement.num_stages)]
-    counts = [sum(x.numel() for x in stage.parameters()) for stage in stages]
-    params = [param for stage in stages for param in stage.parameters() if not spec_of(param).is_copy]
-    total = sum(x.numel() * (1 if spec_of(x).replicated_over_tp else p.tensor) for x in params)
+    alike: dict[tuple[int, bool, bool], _StageSize] = {}  # stages with as many layers have as many parameters
+    sizes = []
+    for span in plan.layers:
+        key = len(span), span.start == 0, span.stop == config.model.num_layers
+        if key not in alike:
+            alike[key] = _stage_size(config, span)
+        sizes.append(alike[key])
     lines = [
         yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
         "",
         f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data}"
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
         f"{' with sequence parallelism' if p.sequence_parallel and p.tensor > 1 else ''}",
-        f"micro-batches per step and rank: {microbatches}"
+        f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
-        f"parameters: {total:,} in the model; {flops_per_token(config.model, t.seq_length) / 1e9:.3f} GFLOP per token",
+        f"parameters: {sum(size.of_model for size in sizes):,} in the model;"
+        f" {flops_per_token(config.model, t.seq_length) / 1e9:.3f} GFLOP per token",
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
         "",
         "                                   GiB/rank of",
         "stage  layers    parameters/rank  weights  gradients  optimizer  ranks",
     ]
     per_rank = data * p.context * p.tensor
-    for stage, (count, span) in enumerate(zip(counts, plan.layers)):
+    for stage, (size, span) in enumerate(zip(sizes, plan.layers)):
         rank, chunk = plan.placement.homes[stage]
-        shown = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}" + (
-            f", chunk {chunk}" if p.virtual_pipeline > 1 else ""
-        )
-        params = list(stages[stage].parameters())
-        shared = [i for i, x in enumerate(params) if x is stages[stage].shared_weight and p.pipeline > 1]
+        ranks = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}{f', chunk {chunk}' if p.virtual_pipeline > 1 else ''}"
         coded = fp8_parameters(config, fp8, span)
-        memory = state_memory(config, [x.numel() for x in params], data * p.context, shared, coded)
-        in_all = (memory.weights, memory.gradients, memory.masters + memory.moments)
-        weights, gradients, optimizer = (x / 2**30 for x in in_all)
+        memory = state_memory(config, size.numels, data * p.context, size.shared, coded)
+        of_state = (memory.weights, memory.gradients, memory.masters + memory.moments)
+        weights, gradients, optimizer = (x / 2**30 for x in of_state)
         lines.append(
-            f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {count:>16,} {weights:>8.2f} {gradients:>10.2f} "
-            f"{optimizer:>10.2f}  {shown}"
+            f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {sum(size.numels):>16,} {weights:>8.2f} {gradients:>10.2f}"
+            f" {optimizer:>10.2f}  {ranks}"
         )
     lines += ["", "groups of rank 0:"]
-    # In a V the first and the last stage are on one rank, which needs no group for the embedding.
+    # With v placement the first and the last stage are on one rank, which needs no group for the embedding.
     embedding = () if plan.placement == v_placement(p.pipeline) else ("embedding",)
     context = ("context",) if p.context > 1 else ()
     for name in ("tensor", *context, "data", "pipeline", "amax", "model", *embedding):
-        ranks = next(g for g in groups[name] if 0 in g)
-        shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-        lines.append(f"  {name:<10} {len(ranks):>5} ranks: {shown}  ({len(groups[name])} such groups)")
+        members = next(g for g in groups[name] if 0 in g)
+        shown = ", ".join(map(str, members[:8])) + (", …" if len(members) > 8 else "")
+        lines.append(f"  {name:<10} {len(members):>5} ranks: {shown}  ({len(groups[name])} such groups)")
     return "\n".join(lines)

@@ -1,23 +1,22 @@
-"""Two runs of one layout, the same bits: what has to be switched for that, and when.
+"""Settings with which two runs of one layout compute the same bits.
 
-Most of a step is deterministic as it is. Our kernels note maxima by atomics (whose order does not matter) and never add
-by them; gradients are summed over micro-batches in the schedule's order; tokens are sorted before the gradient of an
-embedding is added up; data and initial weights are functions of the seed. What remains:
+Most of a step is deterministic without them. Our kernels use atomics for maxima, whose order does not matter, and never
+for sums; gradients are summed over micro-batches in the schedule's order; tokens are sorted before the gradient of an
+embedding is summed; data and initial weights are functions of the seed. What remains:
 
-    attention    cuDNN's backward adds up dq in the order in which blocks finish. torch's flash kernel has an ordered
-                 form, as has the memory-efficient one; they run under `torch.use_deterministic_algorithms`, which also
-                 makes torch refuse what has no such form (`models.attention` leaves cuDNN out)
-    cuBLAS       may choose its kernel by the workspace that is free just now, unless CUBLAS_WORKSPACE_CONFIG fixes it
-    cuBLASLt     its algorithms are chosen by their times: `config` turns that off, and its first guess is taken
-    NCCL         switches that add up (NVLS) do so in any order, so NCCL_ALGO is Ring: an order given by the ranks
-    auto_filter  measures: refused by `config.checks`, as is context parallelism with cuDNN's kernels
+    attention    cuDNN's backward sums dq in the order in which blocks finish. torch's flash and memory-efficient
+                 kernels have a deterministic mode, used under `torch.use_deterministic_algorithms`, which also makes
+                 torch refuse operations that have none (`models.attention` excludes cuDNN)
+    cuBLAS       may choose its kernel by the workspace that is free, unless CUBLAS_WORKSPACE_CONFIG fixes it
+    cuBLASLt     times its algorithms: the config turns that off, and the first suggested algorithm is used
+    NCCL         reduction in switches (NVLS) has no fixed order, so NCCL_ALGO is Ring, whose order follows the ranks
+    auto_filter  measures speeds: refused by `config.checks`, as is context parallelism with cuDNN's kernels
 
-Libraries read the environment when they start, so `make_deterministic` comes before CUDA does. torch would also fill
-every new tensor, so that reading one before writing it gives the same in each run; nothing here does that, and the fill
-is turned off.
+Libraries read the environment when they start, so call `make_deterministic` before CUDA is used. torch would also fill
+every new tensor, so that reading it before writing it is deterministic; no code here does that, so the fill is off.
 
-What it does not promise: the same bits on other GPUs or library releases, or where NCCL finds its rings otherwise, as
-on nodes that are wired differently. What it costs: docs/decisions/0016-determinism.md.
+Not guaranteed: the same bits on other GPUs or library releases, or if NCCL builds other rings, as on nodes with another
+topology. Cost: docs/decisions/0016-determinism.md.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ import torch
 
 _WORKSPACES = (":4096:8", ":16:8")
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": _WORKSPACES, "NCCL_ALGO": ("Ring",)}
-"""What variables must be: the first, unless it is another of these already."""
+"""Allowed values of environment variables; the first is set if the variable is unset."""
 
 
 def make_deterministic(device_type: str) -> None:
-    """Switch this process, before CUDA starts. Raises ValueError where the environment says otherwise, or too late."""
+    """Make this process deterministic. Raises ValueError if the environment contradicts, or CUDA has started."""
     if device_type == "cuda":
         for name, values in _ENVIRONMENT.items():
-            _fix(name, values)
+            _set_variable(name, values)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _fix(name: str, values: tuple[str, ...]) -> None:
+def _set_variable(name: str, values: tuple[str, ...]) -> None:
     found = os.environ.get(name)
     if found in values:
         return
@@ -58,7 +57,7 @@ def _fix(name: str, values: tuple[str, ...]) -> None:
 
 
 def describe_determinism(device_type: str) -> str:
-    """A line for the log: what is switched."""
+    """The settings, as a line for the log."""
     line = "deterministic: torch's deterministic algorithms"
     if device_type != "cuda":
         return f"{line}; nothing else varies on a {device_type}"

@@ -1,4 +1,4 @@
-"""What is not finite when steps are skipped, and the error that ends a run in which too many were."""
+"""The error that ends a run after too many skipped steps, with the tensors that are not finite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTED = 5
 
 
 def _not_finite(trainer: Trainer, tensors: list[tuple[FlatShard, Tensor]]) -> str:
-    """Names of those of `tensors`, of all ranks, that have elements which are not finite. Collective."""
+    """Names of those of `tensors`, on all ranks, that have elements which are not finite. Collective."""
     finite = torch.stack([x.isfinite().all() for _, x in tensors]).tolist() if tensors else []
     bad = [fragment for (fragment, _), is_finite in zip(tensors, finite) if not is_finite]
     own = [" + ".join(piece.name for piece in spec_of(fragment.param).shards) for fragment in bad]
@@ -28,20 +28,17 @@ def _not_finite(trainer: Trainer, tensors: list[tuple[FlatShard, Tensor]]) -> st
 def diverged(trainer: Trainer, metrics: StepMetrics, saved_step: int) -> Diverged:
     """The error after too many skipped steps in a row. Collective.
 
-    `metrics`: of the last of them, whose gradients are still in the buffer. `saved_step`: of the newest checkpoint, 0
-    where there is none.
+    `metrics`: of the last of them, whose gradients are still in the buffer. `saved_step`: of the newest checkpoint, or
+    0 if there is none.
     """
     step, skipped = metrics.step, metrics.skipped_in_a_row
     fragments, config = trainer.optimizer.shards, trainer.config
     trainer.wait_for_weights()
     masters = set(trainer.optimizer.released)
-    values = [
-        (f, trainer.optimizer.master_of(f) if f.param in masters else f.view(f.param.detach())) for f in fragments
-    ]
-    weights, gradients = (
-        _not_finite(trainer, tensors) for tensors in (values, [(f, gradient_of(f)) for f in fragments])
-    )
-    older = "" if weights == "none" else ", one of before the weights went wrong,"
+    values = [(f, trainer.optimizer.master_of(f) if f.param in masters else f.view(f.param.detach())) for f in
+    fragments] weights = _not_finite(trainer, values)
+    gradients = _not_finite(trainer, [(f, gradient_of(f)) for f in fragments])
+    older = "" if weights == "none" else ", one from before the weights went wrong,"
     fp8 = "" if config.fp8.recipe == "none" else ", or fp8.report_interval=10 to see which layers' casts fail"
     return Diverged(
         f"training has diverged: all {skipped} steps from {step - skipped + 1} to {step} were skipped "
@@ -51,5 +48,5 @@ def diverged(trainer: Trainer, metrics: StepMetrics, saved_step: int) -> Diverge
         f"The newest checkpoint is {f'of step {saved_step}' if saved_step else 'none'}; it was not replaced. Continue "
         f"from a checkpoint{older} with a lower optimizer.learning_rate (now {config.optimizer.learning_rate}), more "
         f"optimizer.warmup_steps (now {config.optimizer.warmup_steps}) or a lower optimizer.clip_grad_norm (now "
-        f"{config.optimizer.clip_grad_norm}){fp8}. training.max_skipped_steps=0 lifts the limit."
+        f"{config.optimizer.clip_grad_norm}){fp8}. training.max_skipped_steps=0 removes the limit."
     )

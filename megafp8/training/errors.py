@@ -1,19 +1,47 @@
-"""Exit codes of a job, and errors that end a run for a reason the user can act on.
+"""Errors that end a run, the exit codes of the process, and how a rank reports its failure.
 
-All ranks raise these errors together, with the same message.
+Problem: under an elastic agent (launch/agent.py or torchrun) the failure of one rank makes all other ranks fail, and
+the agent prints a summary of its own, so the cause is hard to find. A failing rank therefore writes its message to the
+file that the agent reads (`TORCHELASTIC_ERROR_FILE`), and the agent prints it last. The first rank of a node to fail
+writes its message; ranks that fail later write one line that says so.
+
+Error files have torch's format (`torch.distributed.elastic.multiprocessing.errors.ErrorHandler`), with two more keys in
+`extraInfo`: `exit_code`, and `follows`, which is true if the failure was caused by that of another rank.
+
+This module must not import torch: errors of the command line and the config are reported before torch is imported.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 DONE = 0  # all steps done, or stopped cleanly on request
-FAILED = 1  # anything that may be gone after a restart: a crash, a lost node, a full disk
-NO_RESTART = 2  # what no restart can mend: config, data, checkpoint, divergence
+FAILED = 1  # may succeed after a restart: a crash, a lost node, a full disk
+NO_RESTART = 2  # fails again after a restart: config, data, checkpoint, divergence
+
+AGENT_REPORTS = "MEGAFP8_AGENT_REPORTS"  # set by launch/agent.py, which prints the error files of every attempt
+
+# Messages of gloo, NCCL and the TCP store on a rank whose peer has ended its process.
+_LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Connection was likely closed",
+    "recvValue failed",
+    "remote process exited",
+)
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on. Checkpoints are as they were."""
+    """Training cannot continue, for a reason the user can act on. All ranks raise it together, with one message."""
 
     exit_code: ClassVar[int] = FAILED
 
@@ -26,3 +54,87 @@ class Diverged(TrainingError):
     """Too many steps in a row were skipped because their gradients were not finite."""
 
     exit_code: ClassVar[int] = NO_RESTART  # the same steps would be skipped again
+
+
+def run_and_report(job: Callable[[], object]) -> int:
+    """Run `job` and return the exit code of this process; an exception is reported to the agent, or on stderr.
+
+    A ValueError raised by this package is a fault of config, data or checkpoint: only its message is shown, as of a
+    TrainingError. Other exceptions, including ValueErrors raised by libraries, are shown with their traceback.
+    SystemExit and KeyboardInterrupt pass through.
+    """
+    try:
+        job()
+    except Exception as error:
+        trace = traceback.format_exc()
+        if isinstance(error, TrainingError):
+            code, message = error.exit_code, f"error: {error}"
+        elif isinstance(error, ValueError) and _is_ours(error):
+            code, message = NO_RESTART, f"error: {error}"
+        elif lost_connection(error):
+            first_line = str(error).partition("\n")[0]  # torch adds the C++ stack
+            _report(f"lost the connection to another rank: {first_line}", FAILED, trace, follows=True)
+            return FAILED
+        else:
+            code, message = FAILED, trace.rstrip()
+        _report(message, code, trace)
+        return code
+    return DONE
+
+
+def _is_ours(error: ValueError) -> bool:
+    """Whether this package raised `error`, so that its message is written for the user."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised_in = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+    return type(error).__module__.startswith("megafp8.") or raised_in.startswith("megafp8.")
+
+
+def lost_connection(error: BaseException | None) -> bool:
+    """Whether `error`, or what caused it, is a lost connection to another rank, so that the cause is elsewhere."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _LOST_CONNECTION):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _report(message: str, code: int, trace: str, *, follows: bool = False) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        print(message, file=sys.stderr, flush=True)
+        return
+    file = Path(path)
+    _write_error_file(file, message, code, trace, follows)
+    if follows:
+        return
+    if not _is_first_of_node(file):
+        _write_error_file(file, "failed after another rank of this node", code, trace, follows=True)
+    elif not _agent_prints_error_file():
+        print(message, file=sys.stderr, flush=True)
+
+
+def _is_first_of_node(file: Path) -> bool:
+    """Whether this rank's error file is the first that a rank of this node has written in this attempt."""
+    # The agent ends all ranks as soon as one has exited, so each rank writes its message before it makes this link: a
+    # rank that finds the link made can rely on the other rank's message.
+    try:
+        os.link(file, file.parent.parent / "first_error.json")  # atomic; fails if the name exists
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        return True
+    return True
+
+
+def _write_error_file(file: Path, message: str, code: int, trace: str, follows: bool) -> None:
+    # torchrun takes the earliest failure, in whole seconds, as the root cause: consequences get a second more.
+    extra = {"timestamp": str(int(time.time()) + follows), "exit_code": code, "follows": follows, "traceback": trace}
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+    temporary.replace(file)
+
+
+def _agent_prints_error_file() -> bool:
+    """launch/agent.py prints it after every attempt, torchrun after the last attempt only."""
+    restarts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return bool(os.environ.get(AGENT_REPORTS)) or restarts >= limit

@@ -1,13 +1,11 @@
-"""A new run that starts from the weights of another checkpoint (`checkpoint.init_from`), of any format that we read.
+"""Start of a new run from the weights of another checkpoint (`checkpoint.init_from`), in any format that we read.
 
-What its config.json or metadata says is the model; the config's model section may be left out, or say a part of it,
-and what it says must agree. So before the config is validated the section is completed from the folder, and compared.
-Once the run has checkpoints of its own these take precedence in everything: the section is completed from the newest
-one, and the folder is no longer needed.
+The folder's config.json or metadata defines the model. The config's model section may be left out or be incomplete, and
+must agree with the folder: before the config is validated, the section is completed from the folder and compared. Once
+the run has checkpoints of its own, the newest of them replaces the folder, which is no longer needed.
 
-All of this needs no process group. Then each rank reads the rows that it holds slices of, under any layout. fp32
-masters are read as well as weights, not made of them, so nothing is lost where the folder is more precise than
-training.precision.
+These checks need no process group. Then each rank reads its slices of the weights, under any layout. fp32 masters are
+read too, not converted from the weights, so no precision is lost if the folder is more precise than training.precision.
 """
 
 from __future__ import annotations
@@ -35,49 +33,49 @@ from megafp8.training.trainer import Trainer
 _PROBE = "The 3 quick brown foxes' été: naïve Straße, 東京! def f(x_1):\n\treturn x_1 ** 2 != 0x1F  # ~3.14\n"
 _FILES: dict[TokenizerKind, str] = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
 _RESOLVED = ("vocab_size", "max_position_embeddings")
-"""Keys for which null means that something else decides: the folder, in such a run."""
+"""Keys for which null means the default, which here is the folder's value."""
 
 
 def complete_model(tree: dict[str, Any], source: str) -> None:
-    """Complete the model section of the config `tree`, in place, where `checkpoint.init_from` is set.
+    """Complete the model section of the config `tree`, in place, if `checkpoint.init_from` is set.
 
-    Raises ConfigError with every key of the section that says something else than the folder, or the run's own newest
-    checkpoint, or with checkpoint.init_from itself where the folder cannot be read.
+    Raises ConfigError with every key of the section that differs from the folder, or with checkpoint.init_from if the
+    folder cannot be read. If the run has checkpoints, `state.check_same_run` compares the section with the newest.
     """
     section, given = tree.get("checkpoint"), tree.get("model") or {}
     folder = section.get("init_from") if isinstance(section, dict) else None
     if not isinstance(folder, str) or not isinstance(given, dict):
-        return  # nothing to do, or validation says what is wrong
+        return  # nothing to do, or an error that validation reports
     own = newest_readable(checkpoint_folder(Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name"))))
     if own is None:
-        with _naming_the_key(folder, source):
-            model, where = open_source(folder).model, folder
+        with _blaming_init_from(folder, source):
+            model = open_source(folder).model
     else:
-        model, where = saved_model(own), str(own.path)
-    said = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
-    tree["model"] = model.model_dump(mode="json") | said
+        model = saved_model(own)
+    explicit = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
+    tree["model"] = model.model_dump(mode="json") | explicit
+    if own is not None:
+        return
     try:
         wanted = ModelConfig.model_validate(tree["model"])
     except ValidationError:
-        return  # validation of the whole says it better
+        return  # validation of the whole config reports it
     ours, theirs = canonical(wanted), canonical(model)
-    allowed = (section.get("allow_model_change") or []) if own is not None and isinstance(section, dict) else []
+    rule, works = f"checkpoint.init_from starts from {folder}, where it is", "leave it out, or set"
     problems = [
-        Problem(f"model.{key}", ours[key], f"checkpoint.init_from starts from {where}, where it is {theirs[key]!r}",
-                f"leave it out, or set {theirs[key]!r}")
+        Problem(f"model.{key}", ours[key], f"{rule} {theirs[key]!r}", f"{works} {theirs[key]!r}")
         for key in differences(wanted, model)
-        if key not in allowed
-    ]  # fmt: skip
+    ]
     if problems:
         raise ConfigError(source, problems)
 
 
 def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
-    """ConfigError where `config.checkpoint.init_from` cannot be loaded, or has another vocabulary. Needs no group."""
+    """Raise ConfigError if `checkpoint.init_from` cannot be loaded or has another vocabulary. Needs no group."""
     folder = config.checkpoint.init_from
     if folder is None or latest(checkpoint_folder(run)) is not None:
         return
-    with _naming_the_key(folder):
+    with _blaming_init_from(folder):
         opened = _open(config, folder)
     given = config.data.tokenizer
     if tokenizer is None or given is None:
@@ -92,7 +90,7 @@ def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
 
 
 def _tokenizer_file(source: Source, kind: TokenizerKind) -> str | None:
-    """The tokenizer of the source, if it is one of `kind`; a Hugging Face folder may hold one of each."""
+    """The source's tokenizer of kind `kind`, if it has one; a Hugging Face folder may hold one of each kind."""
     files = {path.name: str(path) for path in source.tokenizer_files}
     if _FILES.get(kind) in files:
         return files[_FILES[kind]]
@@ -101,8 +99,8 @@ def _tokenizer_file(source: Source, kind: TokenizerKind) -> str | None:
 
 
 @contextmanager
-def _naming_the_key(folder: str, source: str = "config") -> Iterator[None]:
-    """Raise what is wrong with the folder as a ConfigError of the key that names it."""
+def _blaming_init_from(folder: str, source: str = "config") -> Iterator[None]:
+    """Raise errors about the folder as a ConfigError of checkpoint.init_from."""
     try:
         yield
     except ConfigError:
@@ -114,9 +112,9 @@ def _naming_the_key(folder: str, source: str = "config") -> Iterator[None]:
 
 @torch.no_grad()
 def load_init(trainer: Trainer, folder: str) -> None:
-    """Give the trainer, as yet untrained, the weights in `folder`. Collective where weights are FP8 codes."""
+    """Load the weights in `folder` into an untrained trainer. Collective if weights are gathered in FP8."""
     state = trainer.optimizer.state()
-    with _naming_the_key(folder):
+    with _blaming_init_from(folder):
         source = _open(trainer.config, folder)
         load_weights(source, weights(trainer))
         load_weights(source, collect_shards(state.get("master", []), "model."))
@@ -127,5 +125,5 @@ def load_init(trainer: Trainer, folder: str) -> None:
 
 def _open(config: Config, folder: str) -> Source:
     source = open_source(folder)
-    # Hugging Face's vocabularies are not padded, so theirs fit any multiple.
+    # Vocabularies of Hugging Face models are not padded, so they fit any multiple.
     return HfSource(folder, config.model.vocab_multiple) if isinstance(source, HfSource) else source

@@ -1,4 +1,4 @@
-"""Tokenizer and data of a run: opened and checked before any process group exists, so that bad input hangs nobody."""
+"""Tokenizer and data sets of a run, opened and checked before any process group exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megafp8.distributed.collectives import all_gather_objects
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set of `data.train`, listed `times` times. `validation` is None where there is no evaluation."""
+    """A data set of `data.train`, listed `times` times. `validation` is None if there is no evaluation."""
 
     prefix: str
     times: int
@@ -34,7 +34,7 @@ class DataSet:
     validation: PackedDataset | None
 
     def source(self, weight: float) -> Source:
-        """As the record of the run's progress knows it."""
+        """This data set in the record of the run's progress."""
         documents = self.train.documents
         return Source(self.prefix, self.dataset.fingerprint, documents, self.dataset.num_documents, weight)
 
@@ -45,9 +45,9 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads. `validation` is None where the split leaves none.
+    """Tokenizer and data of a run. `validation` is None if there is no evaluation.
 
-    `train` and `validation` mix the data sets as `progress` says, which is that of a fresh run until `resumed`.
+    `train` and `validation` mix the data sets according to `progress`, which is that of a new run until `resumed`.
     """
 
     config: Config
@@ -59,7 +59,7 @@ class Inputs:
 
     @property
     def fingerprint(self) -> str | None:
-        """Identity of the vocabulary, None where no tokenizer is configured."""
+        """Identity of the vocabulary, None if no tokenizer is configured."""
         return None if self.tokenizer is None else self.tokenizer.fingerprint
 
     @property
@@ -67,9 +67,9 @@ class Inputs:
         return None if self.tokenizer is None else self.tokenizer.eod_id
 
     def resumed(self, saved: Mapping[str, Any]) -> tuple[Inputs, list[str]]:
-        """These inputs from where the checkpoint with the metadata `saved` stands, and in words how the blend changed.
+        """These inputs at the position of the checkpoint with metadata `saved`, and descriptions of blend changes.
 
-        Raises ConfigError where a data set that the run has read is another now.
+        Raises ConfigError if the content of a data set that the run has read has changed.
         """
         data = self.config.data
         then: Mapping[str, Any] = saved["config"]["data"]
@@ -88,24 +88,19 @@ class Inputs:
         return replace(self, progress=progress, train=train, validation=validation), changes
 
     def record(self, samples: int) -> dict[str, Any]:
-        """What the metadata of a checkpoint after `samples` says of the data."""
+        """Progress in each data set after `samples`, for the metadata of a checkpoint."""
         return self.progress.after(samples, self.config.seed).as_json()
 
 
 def open_inputs(config: Config, source: str) -> Inputs:
-    """Open tokenizer and data sets, resolve `model.vocab_size`, and check one against the other.
+    """Open tokenizer and data sets, resolve `model.vocab_size`, and check that they match.
 
-    Raises ValueError (ConfigError where a key of the config is at fault) for a missing, damaged or mismatched input.
+    Raises ValueError (ConfigError if a key of the config is at fault) for missing, damaged or mismatched inputs.
     """
     tokenizer = open_tokenizer(config, source)
     config = _resolve_vocabulary(config, tokenizer, source)
-    needs_eod = config.data.reset_at_documents or config.data.mask_eod_loss
-    if needs_eod and tokenizer is None:
-        key = "data.reset_at_documents" if config.data.reset_at_documents else "data.mask_eod_loss"
-        problem = Problem(key, True, "needs the end-of-document token, which a tokenizer knows", "set data.tokenizer")
-        raise ConfigError(source, [problem])
     vocab_size = config.model.vocab_size
-    assert vocab_size is not None
+    assert vocab_size is not None, "config.checks: given, or known from the tokenizer"
     data_sets = open_data_sets(config)
     for data_set in data_sets:
         check_dataset(data_set.dataset, vocab_size, tokenizer.fingerprint if tokenizer else None)
@@ -114,13 +109,13 @@ def open_inputs(config: Config, source: str) -> Inputs:
 
 
 def open_data_sets(config: Config) -> list[DataSet]:
-    """The data sets of `data.train`, each once. Raises ValueError as `open_inputs`."""
+    """The data sets of `data.train`, each once. Raises ValueError as `open_inputs` does."""
     found = []
     for prefix, times in Counter(list(config.data.train)).items():
         dataset = IndexedDataset(prefix)
         train, validation, _ = split_documents(dataset.num_documents, config.data.split)
         if config.training.eval_interval and not len(validation):
-            rule = f"training.eval_interval is {config.training.eval_interval}, but {prefix} keeps no documents for it"
+            rule = f"training.eval_interval is {config.training.eval_interval}, but {prefix} has no documents for it"
             problem = Problem("data.split", config.data.split, rule, 'try "90,10,0", or training.eval_interval=0')
             raise ConfigError(str(Path(prefix)), [problem])
         parts = [train, validation] if config.training.eval_interval else [train]
@@ -142,7 +137,7 @@ def open_data_sets(config: Config) -> list[DataSet]:
 def _sources(
     train: Sequence[str] | Mapping[str, float], data_sets: Sequence[DataSet], list_weights: str
 ) -> list[Source]:
-    """The data sets with their weights, the same contents once."""
+    """The data sets with their weights; those with the same contents are combined."""
     if isinstance(train, Mapping):
         return combine([data_set.source(train[data_set.prefix]) for data_set in data_sets])
     sizes = [x.train.num_tokens if list_weights == "tokens" else 1 for x in data_sets]
@@ -150,13 +145,13 @@ def _sources(
 
 
 def _active(data_sets: Sequence[DataSet], progress: Progress) -> list[DataSet]:
-    """The data sets that `progress` mixes, in its order; of several with the same contents the first."""
+    """The data sets that `progress` mixes, in its order; the first of several with the same contents."""
     by_identity = {x.identity: x for x in reversed(data_sets)}
     return [by_identity[entry.identity] for entry in progress.active]
 
 
 def _blends(data_sets: Sequence[DataSet], progress: Progress, seed: int) -> tuple[Blend, Blend | None]:
-    """Training and validation, of the data sets that are active in `progress`."""
+    """Blends for training and validation of the data sets that are active in `progress`."""
     active = _active(data_sets, progress)
     train = Blend([x.train for x in active], progress.segment(seed))
     validation = [x.validation for x in active if x.validation is not None]
@@ -164,9 +159,9 @@ def _blends(data_sets: Sequence[DataSet], progress: Progress, seed: int) -> tupl
 
 
 def _problem(conflict: Conflict, split: str, split_then: str) -> Problem:
-    """Why a data set cannot continue, and what would work."""
+    """The error for a data set that cannot continue."""
     source, recorded = conflict.source, conflict.recorded
-    anew = "data.restart_changed=true counts its samples from 0"
+    restart = "data.restart_changed=true counts its samples from 0"
     if conflict.kind == "split":
         start, stop = recorded.documents or (0, 0)
         rule = (
@@ -174,29 +169,29 @@ def _problem(conflict: Conflict, split: str, split_then: str) -> Problem:
             f"and the run has read {recorded.consumed:,} samples of the documents {start}-{stop}"
         )
         back = f"set data.split={split_then}" if split_then != split else "set data.split as it was"
-        return Problem("data.split", split, rule, f"{back}, or {anew}")
+        return Problem("data.split", split, rule, f"{back}, or {restart}")
     if conflict.kind == "contents":
-        rule = f"its files are others than when the run read {recorded.consumed:,} samples of them"
+        rule = f"its files have changed since the run read {recorded.consumed:,} samples of them"
         return Problem(
-            "data.train", source.prefix, rule, f"restore them, list the new ones under a new path, or {anew}"
+            "data.train", source.prefix, rule, f"restore them, list the new ones under a new path, or {restart}"
         )
     rule = (
         f"is not in the config of this checkpoint, which does not tell contents, while its {recorded.prefix} is not "
         "listed any more: this may be the same data set"
     )
-    works = f"list it as {recorded.prefix} until the next checkpoint is saved, or {anew}"
+    works = f"list it as {recorded.prefix} until the next checkpoint is saved, or {restart}"
     return Problem("data.train", source.prefix, rule, works)
 
 
 def with_vocabulary(config: Config, source: str) -> Config:
-    """`config` with `model.vocab_size` resolved, of all inputs reading the tokenizer only. Raises ValueError."""
+    """`config` with `model.vocab_size` resolved; reads no input but the tokenizer. Raises ValueError."""
     if config.model.vocab_size is not None:
         return config
     return _resolve_vocabulary(config, open_tokenizer(config, source), source)
 
 
 def open_tokenizer(config: Config, source: str) -> Tokenizer | None:
-    """The tokenizer of the config, None where it has none. Raises ConfigError for a key that cannot be used."""
+    """The tokenizer of the config, or None. Raises ConfigError if its keys do not work."""
     given = config.data.tokenizer
     if given is None:
         return None
@@ -210,11 +205,6 @@ def open_tokenizer(config: Config, source: str) -> Tokenizer | None:
 def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str) -> Config:
     given = config.model.vocab_size
     if tokenizer is None:
-        if given is None:
-            problem = Problem(
-                "model.vocab_size", None, "not given, and no data.tokenizer to take it from", "set either"
-            )
-            raise ConfigError(source, [problem])
         return config
     if given is None:
         model = config.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
@@ -227,9 +217,9 @@ def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str
 
 
 def check_ranks_agree(inputs: Inputs, consumed_samples: int, group: ProcessGroup | None) -> None:
-    """Raise DataError, naming ranks and hosts, where these are not the same data everywhere. Collective.
+    """Raise DataError, naming ranks and hosts, if ranks would not read the same data. Collective.
 
-    Compared are contents, sample indices of the current epoch, and which samples come next.
+    Compares contents, sample indices of the current epoch, and the position in the data.
     """
     order = json.dumps(inputs.record(consumed_samples), sort_keys=True)
     found: dict[str, str] = {}
@@ -259,18 +249,13 @@ def check_ranks_agree(inputs: Inputs, consumed_samples: int, group: ProcessGroup
     raise DataError("ranks would not train on the same data: their configs list other data sets")
 
 
-def missing_files(config: Config) -> list[Path]:
-    """Files of the data sets that are not there."""
-    paths = [path for prefix in dict.fromkeys(config.data.train) for path in (bin_path(prefix), idx_path(prefix))]
-    return [path for path in paths if not path.exists()]
-
-
 def describe_planned_data(config: Config) -> str:
-    """`describe_data` of a run from its first step, or in one line that files are missing. Raises ValueError."""
-    missing = missing_files(config)
+    """`describe_data` of a new run, or one line if files are missing. Raises ValueError."""
+    files = [path for prefix in dict.fromkeys(config.data.train) for path in (bin_path(prefix), idx_path(prefix))]
+    missing = [path for path in files if not path.exists()]
     if missing:
         more = f" and {len(missing) - 1} more files are" if len(missing) > 1 else " is"
-        return f"data sets: tokens, shares and epochs are not known, as {missing[0]}{more} not there"
+        return f"data sets: tokens, shares and epochs are not known, as {missing[0]}{more} missing"
     data_sets = open_data_sets(config)
     return describe_data(config, data_sets, Progress.begin(_sources(config.data.train, data_sets, "tokens")))
 

@@ -1,27 +1,23 @@
-"""A whole run on one rank: join the job, resume, step, evaluate, log, save, and leave cleanly."""
+"""The training job on one rank: build, resume, and loop over steps with evaluation, logging and checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import math
 import os
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 import yaml
 
 from megafp8.checkpoint import BackgroundSaver, Destination, FolderLock, Saved
-from megafp8.config import Config, ConfigError, Problem
 from megafp8.data.blend import Blend
 from megafp8.data.sampler import batches as batch_stream
-from megafp8.data.samples import Batch, default_cache
+from megafp8.data.samples import Batch
 from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
 from megafp8.models.flops import PEAK_FLOPS, flops_per_token
@@ -33,17 +29,13 @@ from megafp8.parallel_state import (
     initialize_model_parallel,
 )
 from megafp8.pipeline_parallel.trace import write_timeline
-from megafp8.training import auto_filter
 from megafp8.training import fp8_param_gather as fp8_parameters
 from megafp8.training import fsdp as fully_sharded
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
 from megafp8.training.errors import TrainingError
-from megafp8.training.fp8_config import build_fp8
-from megafp8.training.garbage import collected_after_steps
-from megafp8.training.init_from import check_init, load_init
+from megafp8.training.init_from import load_init
 from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data
-from megafp8.training.launches import record_launch
 from megafp8.training.metrics import (
     Fp8ReportWriter,
     StepMetrics,
@@ -54,11 +46,11 @@ from megafp8.training.metrics import (
     utc_now,
 )
 from megafp8.training.plots import plot_loss, print_loss
+from megafp8.training.process import StopRequest, garbage_collected_after_steps
 from megafp8.training.replicas import check_replicas
-from megafp8.training.run_log import RunLog
+from megafp8.training.run_log import RunLog, record_launch
 from megafp8.training.state import (
     begin_save,
-    check_resume,
     checkpoint_folder,
     find_checkpoint,
     load_state,
@@ -66,123 +58,46 @@ from megafp8.training.state import (
     saved_choice,
     tokenizer_copy,
 )
-from megafp8.training.stopping import StopRequest
 from megafp8.training.trainer import Trainer
+from megafp8.training.validate import choose_device, run_folder
 
 _logger = logging.getLogger(__name__)
 
 
-def choose_device(config: Config) -> str:
-    """`cuda` or `cpu`; raises ConfigError where CUDA is asked for and there is none."""
-    found, rule = torch.cuda.is_available(), "torch sees no CUDA device here"
-    if config.device == "cuda" and not found:
-        raise ConfigError("config", [Problem("device", "cuda", rule, "try device=cpu or device=auto")])
-    if config.training.cuda_graphs and not found:
-        raise ConfigError("config", [Problem("training.cuda_graphs", True, rule, "try training.cuda_graphs=false")])
-    if config.parallel.overlap_tensor == "symmetric" and not found:
-        works = "try parallel.overlap_tensor=chunked"
-        raise ConfigError("config", [Problem("parallel.overlap_tensor", "symmetric", rule, works)])
-    return "cuda" if config.device != "cpu" and found else "cpu"
-
-
-def run_folder(config: Config) -> Path:
-    """Where a run keeps everything."""
-    return Path(config.run_dir) / config.name
-
-
-def check_run(inputs: Inputs) -> None:
-    """Refuse what cannot train, or would harm an earlier run, before any process group exists. Raises ValueError."""
-    config, folder = inputs.config, run_folder(inputs.config)
-    _check_wandb(config)
-    _check_index_cache(config)
-    auto_filter.check(config, build_fp8(config, None), torch.device(choose_device(config)))
-    check_init(config, folder, inputs.tokenizer)
-    if config.checkpoint.resume:
-        found = check_resume(config, folder, inputs.fingerprint)
-        if found is not None:
-            inputs.resumed(found.metadata)
-    elif (folder / "metrics.jsonl").exists():
-        rule = f"{folder} already holds a run, and checkpoint.resume is false"
-        raise ConfigError("config", [Problem("name", config.name, rule, "choose another name, or resume it")])
-    check_writable(config, checkpoint_folder(folder))
-
-
-_PROBE_BYTES = 1 << 16
-
-
-def _check_writable(folder: Path, key: str, value: object, refusal: str, works: str) -> None:
-    """Make `folder` and write to it; raises ConfigError of `key`, "`refusal` folder: reason", where that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
-            file.write(bytes(_PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        rule = f"{refusal} {folder}: {error.strerror}"
-        raise ConfigError("config", [Problem(key, value, rule, works)]) from error
-
-
-def check_writable(config: Config, folder: Path) -> None:
-    """Make `folder`, in which the run saves, and write to it; raises ConfigError of run_dir where that fails."""
-    works = "set run_dir to a folder that this user may write to, on a disk with space for checkpoints"
-    _check_writable(folder, "run_dir", config.run_dir, "the run cannot write to", works)
-
-
-def _check_wandb(config: Config) -> None:
-    project = config.logging.wandb_project
-    if project is not None and importlib.util.find_spec("wandb") is None:
-        works = "run pip install -e '.[wandb]', or leave it out"
-        raise ConfigError("config", [Problem("logging.wandb_project", project, "wandb is not installed", works)])
-
-
-def _check_index_cache(config: Config) -> None:
-    """The folder of sample indices must be one that this rank can write to."""
-    given = config.data.index_cache
-    folder = default_cache() if given is None else Path(given)
-    works = "name a folder on local disk that can be written to"
-    _check_writable(folder, "data.index_cache", given, "sample indices cannot be written to", works)
-
-
 def train(inputs: Inputs) -> None:
-    """Run the job to its last step, or to a clean stop. `check_run` comes first.
+    """Run the job to its last step, or to a clean stop. Call `validate.check_run` first.
 
-    Raises FolderInUse where another job is at work in the run folder, before anything in it is changed; TrainingError,
-    on all ranks, where training cannot go on.
+    Raises FolderInUse if another job uses the run folder, before anything in it is changed; TrainingError, on all
+    ranks, if training cannot continue.
     """
     config = inputs.config
     show_steps = config.logging.progress and not sys.stderr.isatty()
     with RunLog(int(os.environ.get("RANK", "0")), show_steps=show_steps) as log:
+        device = initialize_distributed(choose_device(config), config.timeout_seconds)
+        parallel = initialize_model_parallel(
+            config.parallel.tensor,
+            config.parallel.pipeline,
+            config.parallel.virtual_pipeline,
+            context_parallel_size=config.parallel.context,
+            device=device,
+            timeout_seconds=config.timeout_seconds,
+        )
         try:
-            _train(inputs, log)
+            with FolderLock(checkpoint_folder(run_folder(config))) as lock:
+                Job(inputs, parallel, lock, log).run()
         except TrainingError:
             destroy_model_parallel()  # all ranks are here
             raise
     destroy_model_parallel()
 
 
-def _train(inputs: Inputs, log: RunLog) -> None:
-    config = inputs.config
-    device = initialize_distributed(choose_device(config), config.timeout_seconds)
-    parallel = initialize_model_parallel(
-        config.parallel.tensor,
-        config.parallel.pipeline,
-        config.parallel.virtual_pipeline,
-        context_parallel_size=config.parallel.context,
-        device=device,
-        timeout_seconds=config.timeout_seconds,
-    )
-    with FolderLock(checkpoint_folder(run_folder(config))) as lock:
-        Job(inputs, parallel, lock, log).run()
-
-
 def _is_at(interval: int, step: int) -> bool:
-    """Whether `step` is a multiple of `interval`; none is of 0."""
+    """Whether `step` is a multiple of `interval`; never if that is 0."""
     return interval > 0 and step % interval == 0
 
 
 class Job:
-    """The loop around the trainer."""
+    """The training loop around a `Trainer`. Collective: build it on every rank."""
 
     def __init__(self, inputs: Inputs, parallel: ParallelState, lock: FolderLock, log: RunLog) -> None:
         self.inputs, self.config, self.parallel = inputs, inputs.config, parallel
@@ -193,71 +108,71 @@ class Job:
             log.open(self.folder)
         self.stop = StopRequest()
         self.stop.install()
-        resume = self.config.checkpoint.resume
-        found = find_checkpoint(self.config, self.folder, parallel, inputs.fingerprint) if resume else None
+        keep, samples_per_step = self.config.checkpoint, self.config.training.global_batch_size
+        found = find_checkpoint(self.config, self.folder, parallel, inputs.fingerprint) if keep.resume else None
         self.trainer = Trainer(self.config, parallel, saved_choice(self.config, found))
-        self.step = 0 if found is None else load_state(self.trainer, found, say=_logger.info)
+        self.step = 0 if found is None else load_state(self.trainer, found)
         _logger.info(f"run folder: {self.folder}")
-        if not self.step and self.config.checkpoint.init_from is not None:
-            load_init(self.trainer, self.config.checkpoint.init_from)
-            _logger.info(f"weights from {self.config.checkpoint.init_from}")
+        if not self.step and keep.init_from is not None:
+            load_init(self.trainer, keep.init_from)
+            _logger.info(f"weights from {keep.init_from}")
         if found is not None:
             _logger.info(f"resumed from step {self.step}")
             self.inputs, changes = inputs.resumed(found.metadata)
             if changes:
                 _logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
-        check_ranks_agree(self.inputs, self.step * self.config.training.global_batch_size, parallel.world.group)
-        _logger.info("data:\n" + describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
-        _logger.info(f"optimizer: {self.trainer.optimizer.reason}")
-        _logger.info(describe_path(self.trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
-        weights, sharded = self.trainer.weights, self.trainer.sharded
-        if weights is not None and weights.fp8_data:
-            _logger.info(fp8_parameters.report(weights, parallel.data_context.size))
-        if sharded is not None:
-            _logger.info(fully_sharded.report(sharded, self.trainer.released, parallel.data_context.size))
-        for reason in self.trainer.auto_filter.reasons:
-            _logger.info(reason)
-        if self.config.deterministic:
-            _logger.info(describe_determinism(parallel.device.type))
+        check_ranks_agree(self.inputs, self.step * samples_per_step, parallel.world.group)
+        self._log_choices()
         self.saved_step = self.step
         self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
         self.save_postponed = False
         self.skipped_in_a_row = 0
         self.save_seconds = 0.0
         record_launch(self.folder, parallel, self.step)
-        self.saver = self._make_saver() if self.config.checkpoint.async_save else None
+        self.saver: BackgroundSaver | None = None
+        if keep.async_save:
+            group, folder = host_group(self.config.timeout_seconds), checkpoint_folder(self.folder)
+            to = Destination(folder, group, keep.keep_last, keep.keep_every, lock, self.tokenizer)
+            self.saver = BackgroundSaver(to, parallel.device, self._log_saved)
 
-    def _make_saver(self) -> BackgroundSaver:
-        keep = self.config.checkpoint
-        group = host_group(self.config.timeout_seconds)
-        folder = checkpoint_folder(self.folder)
-        to = Destination(folder, group, keep.keep_last, keep.keep_every, self.lock, self.tokenizer)
-        return BackgroundSaver(to, self.parallel.device, self._say_saved)
+    def _log_choices(self) -> None:
+        """Log the data sets, and what was chosen when the trainer was built."""
+        trainer, parallel = self.trainer, self.parallel
+        _logger.info("data:\n" + describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
+        _logger.info(f"optimizer: {trainer.optimizer.reason}")
+        _logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
+        weights, sharded = self.trainer.weights, self.trainer.sharded
+        if weights is not None and weights.fp8_data:
+            _logger.info(fp8_parameters.report(weights, parallel.data_context.size))
+        if sharded is not None:
+            _logger.info(fully_sharded.report(sharded, self.trainer.released, parallel.data_context.size))
+        for reason in trainer.auto_filter.reasons:
+            _logger.info(reason)
+        if self.config.deterministic:
+            _logger.info(describe_determinism(parallel.device.type))
 
     def run(self) -> None:
-        """Train from where the run stands to its end, which comes once all is saved."""
+        """Train from the current step to the end of the run; return once everything is saved."""
+        t = self.config.training
         with (
             self.saver or contextlib.nullcontext(),
-            collected_after_steps(self.config.training.gc_interval) as after_step,
+            garbage_collected_after_steps(t.gc_interval) as after_step,
         ):
-            self._run(after_step)
-
-    def _run(self, after_step: Callable[[int], None]) -> None:
-        last = self.config.training.last_step
-        if self.step >= last:
-            limit = "training.steps" if last == self.config.training.steps else "training.stop_after"
-            _logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {last}")
-            return
-        self._check_replicas()
-        with contextlib.ExitStack() as stack:
-            writers = self._open_writers()
-            for writer in writers:
-                stack.callback(writer.close)
-            stopped = self._train(writers, after_step)
-        self._report(stopped)
+            if self.step >= t.last_step:
+                limit = "training.steps" if t.last_step == t.steps else "training.stop_after"
+                _logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {t.last_step}")
+                return
+            self._check_replicas()
+            with contextlib.ExitStack() as stack:
+                writers = self._open_writers()
+                for writer in writers:
+                    stack.callback(writer.close)
+                stopped = self._train(writers, after_step)
+            if self.is_main:
+                self._report(stopped)
 
     def _train(self, writers: Sequence[Writer], after_step: Callable[[int], None]) -> bool:
-        """Step until the run ends; whether it was asked to stop before that."""
+        """Step until the run ends; returns whether it was asked to stop before that."""
         last = self.config.training.last_step
         stream = self._batches(self.inputs.train, self.step * self.config.training.global_batch_size)
         stopped = False
@@ -271,10 +186,10 @@ class Job:
             if self.saver is not None:
                 self.saver.poll()
             stopped = self.stop.agreed(self.parallel.world.group)
-            comm = stopped or self.step == last
-            if self._save_is_due(comm):
+            ends = stopped or self.step == last
+            if self._save_is_due(ends):
                 self._check_replicas()
-                self._save(comm)
+                self._save(ends)
             elif _is_at(self.config.training.replica_check_interval, self.step) or self.skipped_in_a_row == 1:
                 self._check_replicas()
         return stopped
@@ -282,10 +197,9 @@ class Job:
     def _open_writers(self) -> Sequence[Writer]:
         if not self.is_main:
             return []
-        settings = self.config.model_dump(mode="json")
+        config, settings = self.config, self.config.model_dump(mode="json")
         name = "config.yaml" if not self.step else f"config-from-step-{self.step:08d}.yaml"
         (self.folder / name).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-        config = self.config
         last, device = config.training.last_step, self.parallel.device
         writers = open_writers(config.logging, self.folder, config.name, self.step, last, settings, device)
         if self.trainer.fp8.recorder is None:
@@ -293,7 +207,7 @@ class Job:
         return [*writers, Fp8ReportWriter(self.folder / FILE_NAME, self.step)]
 
     def _write_timeline(self) -> None:
-        """Once a step has been traced."""
+        """Write the pipeline trace, if the last step was traced."""
         timeline, self.trainer.timeline = self.trainer.timeline, None
         if timeline is not None and self.is_main:
             path = self.folder / "pipeline_trace.json"
@@ -322,7 +236,7 @@ class Job:
         start = time.perf_counter()
         batches = next(stream)
         data_seconds = time.perf_counter() - start
-        loss, result = self.trainer.train_step(self.step, batches, before_update=self._before_update)
+        loss, result = self.trainer.train_step(self.step, batches, before_update=self._wait_copied)
         seconds = time.perf_counter() - start - (self.save_seconds - saving)
         learning_rate = self.trainer.learning_rate(self.step)
         self.step += 1
@@ -361,7 +275,7 @@ class Job:
     def _stop_if_diverged(self, metrics: StepMetrics) -> None:
         limit = self.config.training.max_skipped_steps
         if limit and metrics.skipped_in_a_row >= limit:
-            self._check_replicas()  # one broken replica spoils the gradients of all
+            self._check_replicas()  # one wrong replica spoils the gradients of all ranks
             raise diverged(self.trainer, metrics, self.saved_step)
 
     def _check_replicas(self) -> None:
@@ -377,76 +291,71 @@ class Job:
         )
 
     def _evaluate(self) -> float:
-        """Mean loss over the same first validation samples each time."""
+        """Mean loss over the first validation samples, the same in every evaluation."""
         assert self.inputs.validation is not None
         stream = self._batches(self.inputs.validation, 0)
         losses = [self.trainer.evaluate(next(stream)) for _ in range(self.config.training.eval_steps)]
         return math.fsum(x.mean * x.tokens for x in losses) / max(1, sum(x.tokens for x in losses))
 
-    def _before_update(self) -> None:
+    def _wait_copied(self) -> None:
+        """Before weights are updated, wait until those of a save in progress are copied to the host."""
         if self.saver is not None:
             start = time.perf_counter()
             self.saver.wait_copied()
             self.save_seconds += time.perf_counter() - start
 
-    def _save_is_due(self, comm: bool) -> bool:
-        """Whether to save this step, the last one if the run `comm`.
+    def _save_is_due(self, ends: bool) -> bool:
+        """Whether to save this step; `ends`: it is the last one of this process.
 
-        No step is saved that was skipped, but the last one: the checkpoint would be another copy of the weights of an
-        earlier step, and in a run that has diverged would push the last good one out of keep_last. It waits for the
+        Skipped steps are not saved, except the last one: the checkpoint would repeat the weights of an earlier step,
+        and in a run that has diverged it would push the last good one out of keep_last. The save is postponed to the
         next step that is not skipped.
         """
         at_interval = _is_at(self.config.checkpoint.interval, self.step)
-        if comm or ((at_interval or self.save_postponed) and not self.skipped_in_a_row):
+        if ends or ((at_interval or self.save_postponed) and not self.skipped_in_a_row):
             self.save_postponed = False
             return True
         if at_interval and not self.save_postponed:
             self.save_postponed = True
             if self.is_main:
-                _logger.warning(f"step {self.step} is not saved, as it was skipped; the next one that is not will be")
+                _logger.warning(f"step {self.step} was skipped and is not saved; the next step that is not skipped is")
         return False
 
-    def _save(self, comm: bool) -> None:
-        """Save this step; at once where the run `comm`, as there is nothing left to do meanwhile."""
+    def _save(self, ends: bool) -> None:
+        """Save this step; in the background unless the run ends."""
         if self.saved_step == self.step:
             return
         start = time.perf_counter()
         self.saved_step = self.step
         data = self.inputs.record(self.step * self.config.training.global_batch_size)
-        if self.saver is not None and not comm:
-            begin_save(self.trainer, self.saver, self.step, self.inputs.fingerprint, data)
+        fingerprint = self.inputs.fingerprint
+        if self.saver is not None and not ends:
+            begin_save(self.trainer, self.saver, self.step, fingerprint, data)
         else:
             if self.saver is not None:
                 self.saver.finish()
+            keep_all, files = self.skipped_in_a_row > 0, self.tokenizer
             path = save_state(
-                self.trainer,
-                self.folder,
-                self.step,
-                self.inputs.fingerprint,
-                self.lock,
-                data=data,
-                files=self.tokenizer,
-                keep_all=self.skipped_in_a_row > 0,
+                self.trainer, self.folder, self.step, fingerprint, self.lock, data=data, files=files, keep_all=keep_all
             )
             _logger.info(f"saved {path} in {time.perf_counter() - start:.1f} s")
         self.save_seconds += time.perf_counter() - start
 
-    def _say_saved(self, saved: Saved) -> None:
+    def _log_saved(self, saved: Saved) -> None:
         _logger.info(f"saved {saved.path}: stalled {saved.stalled_seconds:.1f} s, {saved.total_seconds:.1f} s in all")
 
     def _report(self, stopped: bool) -> None:
-        if not self.is_main:
-            return
+        """Draw the loss curve, and print why the run ended and where its results are."""
         records = read_metrics(self.folder / "metrics.jsonl")
         plot_loss(records, self.folder / "loss.png", self.config.name)
-        if not stopped and self.step < self.config.training.steps:
+        if stopped:
+            _logger.info(f"stopped on request after step {self.step}; start the same command again to continue")
+            return
+        if self.step < self.config.training.steps:
             _logger.info(
                 f"stopped after step {self.step} of {self.config.training.steps}, as training.stop_after says; to "
                 "continue, start the same command with a later one, or without it"
             )
-        if stopped:
-            _logger.info(f"stopped on request after step {self.step}; start the same command again to continue")
-            return
         if sys.stdout.isatty() or self.config.logging.progress:
             print_loss(records)
         print(f"run folder: {self.folder}\nloss curve: {self.folder / 'loss.png'}")

@@ -1,9 +1,8 @@
-"""The learning-rate schedule that a config describes, and whether a run that resumes keeps to it.
+"""The learning-rate schedule of a config, and whether a resumed run keeps it.
 
-How long the schedule is (`optimizer.decay_until`) and when the run stops (`training.steps`, `training.stop_after`) are
-separate. Where the first is not given it is `training.steps`, so another number of steps is another schedule. A run
-that resumes with another one would have had other learning rates before, and its rate would jump: without
-`optimizer.decay_until`, which says what is meant, that is an error.
+The length of the schedule (`optimizer.decay_until`) and the end of the run (`training.steps`, `training.stop_after`)
+are separate. By default decay_until is training.steps, so changing the number of steps changes the schedule, and the
+learning rate of a resumed run would jump. That is an error unless `optimizer.decay_until` is given explicitly.
 """
 
 from __future__ import annotations
@@ -25,15 +24,17 @@ def schedule_of(o: OptimizerConfig, steps: int) -> Schedule:
 
 
 def _schedules(then: Mapping[str, Any], now: Config) -> tuple[Schedule, Schedule, Schedule]:
-    """Of the config in a checkpoint, of this run, and of the former with this run's number of steps."""
+    """Schedules of the config in a checkpoint, of this run, and of the former with this run's number of steps."""
     before, steps = OptimizerConfig.model_validate(then["optimizer"]), now.training.steps
     saved = schedule_of(before, then["training"]["steps"])
     return saved, schedule_of(now.optimizer, steps), schedule_of(before, steps)
 
 
 def schedule_jump(then: Mapping[str, Any], now: Config, step: int) -> str | None:
-    """Why a run must not go on after `step` steps with config `then`: only because `training.steps` is another it would
-    have another schedule, and the two differ in the past. None where that is not so."""
+    """Why a run with config `then` must not be resumed after `step` steps, or None if it may.
+
+    It must not if only a change of `training.steps` changes the schedule, and the learning rates of past steps differ.
+    """
     saved, ours, stretched = _schedules(then, now)
     implied = ours == stretched and now.optimizer.decay_until is None
     if saved == ours or not implied or step == 0 or saved.at(step - 1) == ours.at(step - 1):
@@ -50,7 +51,7 @@ def schedule_jump(then: Mapping[str, Any], now: Config, step: int) -> str | None
 
 
 def schedule_change(then: Mapping[str, Any], now: Config, step: int) -> str | None:
-    """How the schedule differs from that of config `then`, for the log; None where it does not."""
+    """How the schedule differs from that of config `then`, for the log; None if it does not."""
     saved, ours, _ = _schedules(then, now)
     if saved == ours:
         return None

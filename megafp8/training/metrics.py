@@ -1,11 +1,11 @@
-"""Figures of a step and where they go: metrics.jsonl, TensorBoard, Weights & Biases, lines of the log, a progress bar.
+"""Metrics of a step and their writers: metrics.jsonl, TensorBoard, Weights & Biases, log lines, a progress bar.
 
-metrics.jsonl is the truth: one JSON object a step, appended and flushed as the step ends. A resumed run appends too, so
-a step that was lost with a crash and run again stands there twice; `read_metrics` keeps the later one. Non-finite
+metrics.jsonl is authoritative: one JSON object per step, appended and flushed when the step ends. A resumed run appends
+to it, so a step that was lost in a crash and repeated is there twice; `read_metrics` keeps the later one. Non-finite
 numbers are written as null, since JSON has none.
 
-A step whose FP8 health was sampled brings its records too. fp8_report.jsonl has them whole; curves are drawn of the
-worst tensor of each operand, and of every tensor's SNR and amax.
+Steps sampled for the FP8 health report also have its records. fp8_report.jsonl has all of them; TensorBoard and wandb
+get curves of the worst tensor of each operand, and of the SNR and amax of every tensor.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _logger, _steps_logger = logging.getLogger(__name__), logging.getLogger(STEPS)
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. Rates are per GPU (per process on CPU); `mfu` is None where the peak is not known.
+    """Metrics of one optimizer step. Rates are per GPU (per process on CPU); `mfu` is None if the peak is unknown.
 
-    `time`: when the step was done, UTC, ISO 8601. `tokens`, `consumed_samples`: since the beginning of the run.
-    `step_seconds`: of the step alone, with `data_seconds` of it waiting for data. Beside it `evaluation_seconds` after
-    the step, and `save_seconds` in which training stood still for checkpoints since the record before.
-    `skipped_in_a_row`: skipped steps that end with this one.
+    `time`: end of the step, UTC, ISO 8601. `tokens`, `consumed_samples`: since the beginning of the run.
+    `step_seconds`: of the step alone, including `data_seconds` of waiting for data. Not included: `evaluation_seconds`
+    after the step, and `save_seconds` for which training stalled for checkpoints since the previous record.
+    `skipped_in_a_row`: number of consecutive skipped steps that end with this one.
     """
 
     step: int
@@ -64,7 +64,7 @@ class StepMetrics:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory: allocated on the GPU, or resident on the host where there is none. GiB."""
+    """Peak memory in GiB: allocated on the GPU, or resident on the host if there is none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
@@ -76,9 +76,9 @@ def utc_now() -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl in order, each once: where a step was run again after a crash, the later run.
+    """The steps of a metrics.jsonl in order, each once: of a step that was repeated after a crash, the later record.
 
-    Empty where the file is. What is no step's object is left out, as the line that a kill cut short.
+    Lines that are not the object of a step are ignored, such as one truncated by a kill.
     """
     steps: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -92,8 +92,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def fp8_scalars(records: Sequence[Record]) -> dict[str, float]:
-    """Curves of a sampled step: `fp8/<operand>/{min_snr_db,max_underflow,max_saturated}` over the layers, and
-    `fp8/<layer>/<operand>/{snr_db,amax}`. What was not finite is left out."""
+    """Scalars of a sampled step, without those that are not finite.
+
+    `fp8/<operand>/{min_snr_db,max_underflow,max_saturated}` over the layers, `fp8/<layer>/<operand>/{snr_db,amax}`.
+    """
     scalars = {}
     for operand in OPERANDS:
         own = [record for record in records if record.operand == operand]
@@ -111,7 +113,7 @@ def fp8_scalars(records: Sequence[Record]) -> dict[str, float]:
 
 
 class Writer(Protocol):
-    """Somewhere figures go: a step's, and the FP8 health `records` of a step that was sampled."""
+    """Receives the metrics of each step, and the FP8 health `records` of sampled ones."""
 
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None: ...
 
@@ -124,7 +126,7 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         self.file = path.open("a", encoding="utf-8")
-        if torn:  # a kill cut the last line short: do not glue the next object to it
+        if torn:  # a kill truncated the last line: do not append the next object to it
             self.file.write("\n")
 
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
@@ -140,7 +142,7 @@ class JsonlWriter:
 
 
 class Fp8ReportWriter:
-    """Appends the records of sampled steps to fp8_report.jsonl, from after `step` on."""
+    """Appends the records of sampled steps after `step` to fp8_report.jsonl."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.report = ReportWriter(path, step)
@@ -153,13 +155,13 @@ class Fp8ReportWriter:
 
 
 def scalars(metrics: StepMetrics, records: Sequence[Record]) -> dict[str, float]:
-    """All numbers of a step but its own, by name; what is not known is left out."""
-    figures = {**asdict(metrics), **fp8_scalars(records)}
-    return {k: float(v) for k, v in figures.items() if k != "step" and isinstance(v, (int, float))}
+    """All known numbers of a step by name, without the step itself."""
+    values = {**asdict(metrics), **fp8_scalars(records)}
+    return {k: float(v) for k, v in values.items() if k != "step" and isinstance(v, (int, float))}
 
 
 class TensorBoardWriter:
-    """Scalars under the run folder, from after `step` on: what was written of later steps before a crash is hidden."""
+    """Scalars in the run folder; hides those that a run before a crash wrote for steps after `step`."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -175,7 +177,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Weights & Biases, online or offline as its own environment variables say."""
+    """Weights & Biases, online or offline according to its environment variables."""
 
     def __init__(self, project: str, name: str, path: Path, config: dict[str, Any]) -> None:
         import wandb
@@ -190,7 +192,7 @@ class WandbWriter:
 
 
 def short_number(number: int) -> str:
-    """A count in four digits: 1234 as `1.234K`, 15 trillion as `15.00T`; as it is below 1000."""
+    """A count in four digits: 1234 as `1.234K`, 15 trillion as `15.00T`; unchanged below 1000."""
     for unit in ("", "K", "M", "B", "T"):
         if number < 999.95 or unit == "T":
             break
@@ -199,12 +201,12 @@ def short_number(number: int) -> str:
 
 
 class LogWriter:
-    """A line of the log every `interval` steps, and for every step that was evaluated or skipped.
+    """A log line every `interval` steps, and for every step that was evaluated or skipped.
 
-    Step time, tokens a second and MFU in a line are means over the steps since the line before. The estimated time to
-    `last_step` is that of the steps left at the mean wall time, with evaluations and saves, of up to `_WINDOW` latest
-    steps of this process, without the first, which is slower than the rest. `per`: what has rates, `gpu` or `process`.
-    On a terminal also a progress bar, if `bar`. `clock`: seconds.
+    Step time, tokens per second and MFU are means over the steps since the previous line. The estimated time to
+    `last_step` uses the mean wall time, including evaluations and saves, of up to `_WINDOW` latest steps of this
+    process, without the first, which is slower. `per`: unit of rates, `gpu` or `process`. `bar`: show a progress bar
+    too. `clock`: seconds.
     """
 
     _WINDOW = 1000
@@ -232,7 +234,7 @@ class LogWriter:
         ends = metrics.step == self._last
         if not (metrics.skipped or metrics.validation_loss is not None or ends or metrics.step % self._interval == 0):
             return
-        line = f"step {metrics.step:>6}/{self._last}  {self._figures(metrics)}"
+        line = f"step {metrics.step:>6}/{self._last}  {self._line(metrics)}"
         self._since = []
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {metrics.loss:.4f}")
@@ -244,7 +246,7 @@ class LogWriter:
         else:
             _steps_logger.info(line)
 
-    def _figures(self, metrics: StepMetrics) -> str:
+    def _line(self, metrics: StepMetrics) -> str:
         seconds = sum(step.step_seconds for step in self._since)
         rate = sum(step.tokens_per_second_per_gpu * step.step_seconds for step in self._since) / seconds
         parts = [
@@ -278,7 +280,7 @@ def open_writers(
     settings: dict[str, Any],
     device: torch.device,
 ) -> Sequence[Writer]:
-    """The writers that the config asks for, for the one rank that logs."""
+    """The writers that the config enables, for the one rank that logs."""
     writers: list[Writer] = [JsonlWriter(folder / "metrics.jsonl")]
     if config.tensorboard:
         writers.append(TensorBoardWriter(folder / "tensorboard", first_step))

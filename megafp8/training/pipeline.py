@@ -9,9 +9,9 @@ from megafp8.pipeline_parallel.actions import Placement, Schedule
 from megafp8.pipeline_parallel.check import check_schedule
 from megafp8.pipeline_parallel.communication import with_communication
 from megafp8.pipeline_parallel.forward_only import forward_only
-from megafp8.pipeline_parallel.registry import place_stages, training_schedule
+from megafp8.pipeline_parallel.registry import training_schedule
 from megafp8.pipeline_parallel.simulate import simulate
-from megafp8.planner.stages import layers_of_stages
+from megafp8.planner.stages import stages_of
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,6 @@ def num_microbatches(config: Config, world_size: int) -> int:
     """The micro-batches per step of each data-parallel rank, on `world_size` ranks in all."""
     p, t = config.parallel, config.training
     return t.global_batch_size * p.tensor * p.pipeline * p.context // (t.micro_batch_size * world_size)
-
-
-def stages_of(config: Config) -> tuple[Placement, list[range]]:
-    """The placement of the stages, and the layers of each."""
-    p = config.parallel
-    placement = place_stages(p.schedule, p.pipeline, p.virtual_pipeline, p.placement)
-    return placement, layers_of_stages(config, placement)
 
 
 def plan_pipeline(config: Config, num_microbatches: int) -> PipelinePlan:

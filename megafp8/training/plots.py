@@ -1,4 +1,4 @@
-"""The loss curve, as a PNG for people and as characters for a terminal."""
+"""The loss curve, as a PNG and as text in a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _curves(records: Sequence[dict[str, Any]]) -> tuple[tuple[list[int], list[fl
 
 
 def plot_loss(records: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Training and validation loss over steps, and the learning rate beneath, into a PNG."""
+    """Write a PNG of training and validation loss over steps, with the learning rate below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -39,7 +39,7 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path, title: str) -> None
 
 
 def print_loss(records: Sequence[dict[str, Any]]) -> None:
-    """The same curve in the terminal; a line of text where no loss is finite."""
+    """Print the curve in the terminal; one line of text if no loss is finite."""
     import plotext
 
     (steps, losses), (valid_steps, valid_losses) = _curves(records)

@@ -1,27 +1,39 @@
 """Check that ranks which hold the same part of the model's state hold the same bits.
 
-Data-parallel ranks start with equal weights and apply equal updates to them, so their weights stay equal, bit for bit.
-If a bit of one rank's memory flips, if a collective delivers something else to one rank, or if an operation is not
-deterministic where it has to be, that rank trains another model from there on. No loss shows it, and which rank's
-weights a checkpoint then holds is an accident.
+Problem: data-parallel ranks start with equal weights and apply equal updates, so their weights stay equal, bit for bit.
+If a bit of one rank's memory flips, a collective delivers something else to one rank, or an operation that must be
+deterministic is not, that rank trains another model from then on. No loss shows it, and it is undefined which rank's
+weights a checkpoint holds.
 
 What is replicated depends on the layout:
 
     over data and context parallelism   weights; without ZeRO masters and moments too; with fp8.param_gather the FP8
-                                        data of weights, and their scales; under FSDP no weights
+                                        data of weights and their scales; with FSDP no weights
     over tensor parallelism             norms, biases of row-parallel layers, learned positions; their optimizer state
-    over first and last pipeline stage  the tied embedding, and its optimizer state
+    over first and last pipeline stage  tied embeddings and their optimizer state
     over data, context and tensor       the state of FP8 scaling, the number of optimizer steps
 
-A check reads these tensors once, as they are, into two 64-bit sums each (`bit_sums`), and takes their minimum and
-maximum over each of these groups, one all-reduce of 32 bytes a tensor each. The host waits once, for whether anything
-differs. Only if it does, sums are gathered from all ranks, and the majority says whose are wrong.
+Idea: each rank reads these tensors once, in the dtype in which they are stored, and reduces each to two 64-bit
+checksums (`bit_sums`). One all-reduce over each of these groups, of 32 bytes per tensor, gives their minimum and
+maximum. The host synchronizes once, to learn whether any differ. Only then are the sums gathered from all ranks, and
+the majority decides whose are wrong.
 
-Cost on a GPU: the time to read what is replicated, in bf16 14 bytes a parameter without ZeRO, 2 with ZeRO stage 1, 1
-with fp8.param_gather. Measured on two H200 with 8 layers of Llama-3-8B: 5 to 47 ms, 0.004 to 0.037% of a run's time
-where every 100th step is checked (docs/measurements/2026-11-22-h200-replica-check).
+*Bit sums.* The bits of a tensor are read as n little-endian signed 32-bit words w, the last one padded with zeros. Its
+bit sums, modulo 2^64, are
 
-Not covered: gradients, and what is computed anew in every step, as FP8 copies of weights are.
+    sum of w[i]                sum of (i + 1) · w[i]
+
+Two tensors of one size that differ in one word differ in the first sum. If they differ in two words, either the first
+sums differ, or the differences are d and -d with |d| < 2^32, and the second sums differ by (i - j) · d, which is not 0
+modulo 2^64 as long as fewer than 2^31 words lie between them. So every change of one or two words is detected: a
+flipped bit, a NaN, two values exchanged. Other changes are missed with a probability of about 2^-64. A CRC-32 or a hash
+would have to read the bytes in order; these sums are reductions that run at memory bandwidth.
+
+Cost on a GPU: the time to read what is replicated, in bf16 14 bytes per parameter without ZeRO, 2 with ZeRO stage 1, 1
+with fp8.param_gather. Measured on two H200 with 8 layers of Llama-3-8B: 5 to 47 ms, which is 0.004 to 0.037% of the run
+if every 100th step is checked (docs/measurements/2026-11-22-h200-replica-check).
+
+Not covered: gradients, and values that every step computes again, such as FP8 copies of weights.
 """
 
 from __future__ import annotations
@@ -32,22 +44,54 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
 from megafp8.distributed.sharding import spec_of
-from megafp8.training.bit_sums import bit_sums
 from megafp8.training.errors import ReplicasDiffer
 from megafp8.training.trainer import Trainer
 
-_LISTED = 5
-"""How many tensors a message names."""
+_LISTED = 5  # tensors that a message names
+_CHUNK = 1 << 20  # words whose products are in memory at a time
+
+
+def words_of(x: Tensor) -> Tensor:
+    """The bits of `x`, of any dtype, as int32 `[n]`: a view if the alignment allows it, else a copy."""
+    flat = x.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.numel() % 4 or flat.data_ptr() % 4 or flat.storage_offset() % 4:
+        flat = F.pad(flat, (0, -flat.numel() % 4)).clone()
+    return flat.view(torch.int32)
+
+
+def bit_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The bit sums of each of `tensors`: int64 `[t, 2]` on `device`, where most of them are. No synchronization."""
+    words = [words_of(x.to(device)) for x in tensors]
+    if device.type == "cuda" and words:
+        from megafp8.kernels.bit_sums import bit_sums as on_gpu  # needs Triton, which comes with CUDA builds
+
+        return on_gpu(words)
+    return bit_sums_reference(words)
+
+
+def bit_sums_reference(words: Sequence[Tensor]) -> Tensor:
+    """The bit sums of `words`, int32 `[n]` each, in plain PyTorch: int64 `[t, 2]`."""
+    sums = torch.zeros(len(words), 2, dtype=torch.int64)
+    for row, w_n in zip(sums, words):
+        for start in range(0, w_n.numel(), _CHUNK):
+            chunk = w_n[start : start + _CHUNK].long()
+            place = torch.arange(start + 1, start + 1 + chunk.numel(), device=chunk.device)
+            row += torch.stack([chunk.sum(), (chunk * place).sum()]).cpu()
+    return sums
 
 
 class Replica(NamedTuple):
-    """A tensor of this rank that others must hold too. `name` is the same for all of them and for nothing else;
-    `shared_over`: names of the groups whose ranks hold it; `holder`: which of two copies on one rank this is."""
+    """A tensor of this rank that other ranks must hold too.
+
+    `name`: the same on all of them, and unique. `shared_over`: names of the groups whose ranks hold it. `holder`: which
+    of two copies on one rank this is.
+    """
 
     name: str
     values: Tensor
@@ -56,16 +100,15 @@ class Replica(NamedTuple):
 
 
 def _name_of(param: nn.Parameter) -> str:
-    """Which part of which global tensors a local parameter is."""
-    pieces = (
+    """The global tensors of which a local parameter is a slice, with the offsets of the slice."""
+    return " + ".join(
         piece.name if piece.shape == piece.global_shape else f"{piece.name}{list(piece.offset)}"
         for piece in spec_of(param).shards
     )
-    return " + ".join(pieces)
 
 
 def replicated_state(trainer: Trainer) -> list[Replica]:
-    """All that other ranks must hold too, live, in the same order on all of them. Weights must not be in transit."""
+    """All tensors that other ranks must hold too, in the same order on each. No weight gather may be running."""
     parallel = trainer.parallel
     sharded = trainer.weights is not None or trainer.sharded is not None  # optimizer state, over data parallelism
     found: list[Replica] = []
@@ -97,7 +140,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
             names = ", ".join(piece.name for piece in spec_of(param).shards)
             found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
     for name, values in trainer.fp8.state_dict().items():
-        # Slot 0 of a history is that of the running step, and each rank's own: an evaluation has quantized weights.
+        # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
         done = values[1:] if name.endswith(".amax_history") else values
         found.append(Replica(name, done, all_layers))
     found.append(Replica("number of optimizer steps", torch.tensor(trainer.optimizer.step_count), all_layers))
@@ -106,9 +149,9 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
 
 
 def check_replicas(trainer: Trainer, step: int) -> None:
-    """Compare what ranks must hold alike after `step` steps. Collective; call it between training steps.
+    """Compare replicated state after `step` steps. Collective; call it between training steps.
 
-    Raises ReplicasDiffer on all ranks alike, naming tensors, ranks and hosts, where any bit differs anywhere.
+    Raises ReplicasDiffer on all ranks, naming tensors, ranks and hosts, if any bit differs on any rank.
     """
     parallel = trainer.parallel
     if parallel.world_size == 1:
@@ -135,18 +178,18 @@ def check_replicas(trainer: Trainer, step: int) -> None:
         for replica, values, differing in zip(replicas, sums.tolist(), differs.tolist())
         if differing
     ]
-    everybody = all_gather_objects(own, parallel.world.group)
-    raise ReplicasDiffer(_describe([held for rank in everybody for held in rank], step))
+    by_rank = all_gather_objects(own, parallel.world.group)
+    raise ReplicasDiffer(_describe([held for rank in by_rank for held in rank], step))
 
 
 def _differs(sums_t2: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Which rows are not equal on all ranks of `group`, bool `[t]`."""
-    extremes = all_reduce(torch.stack([sums_t2, ~sums_t2]), group, "max")  # ~ turns the order round
+    """Whether each row differs between ranks of `group`, bool `[t]`."""
+    extremes = all_reduce(torch.stack([sums_t2, ~sums_t2]), group, "max")  # ~ reverses the order
     return (extremes[0] != ~extremes[1]).any(dim=1)
 
 
 class _Held(NamedTuple):
-    """A tensor that differs somewhere, as one rank holds it."""
+    """One rank's copy of a tensor that differs between ranks."""
 
     name: str
     rank: int
@@ -155,12 +198,12 @@ class _Held(NamedTuple):
     sums: tuple[int, ...]
 
 
-def _describe(everything: Sequence[_Held], step: int) -> str:
-    """Who holds what others do not: by majority, where there is one."""
+def _describe(copies_of_all: Sequence[_Held], step: int) -> str:
+    """The error message: which ranks differ from the majority, or between which ranks there is none."""
     by_name: dict[str, list[_Held]] = {}
-    for held in everything:
+    for held in copies_of_all:
         by_name.setdefault(held.name, []).append(held)
-    verdicts: dict[tuple[str, str], list[str]] = {}  # whom to blame, and against whom: the tensors
+    verdicts: dict[tuple[str, str], list[str]] = {}  # (wrong ranks, majority): tensors
     for name, copies in by_name.items():
         (most, count), *_ = Counter(held.sums for held in copies).most_common()
         agreeing = [held for held in copies if held.sums == most]
@@ -169,17 +212,15 @@ def _describe(everything: Sequence[_Held], step: int) -> str:
         else:
             verdict = _holders(copies), ""
         verdicts.setdefault(verdict, []).append(name)
-    lines = [f"after step {step} ranks hold different bits of what must be the same on all of them."]
-    for (who, against), names in verdicts.items():
+    lines = [f"after step {step} ranks hold different bits of tensors that must be equal on all of them."]
+    for (who, majority), names in verdicts.items():
         tensors = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
-        if against:
-            lines.append(f"{who}: other than {against} in {tensors}.")
-        else:
-            lines.append(f"{who}: no majority of them agrees on {tensors}.")
+        verb = f"other than {majority} in" if majority else "no majority of them agrees on"
+        lines.append(f"{who}: {verb} {tensors}.")
     lines.append(
-        "Nothing is saved from this state. The cause may be a fault of a GPU, its memory or a link, or an operation "
-        "that is not deterministic. Test that host's GPUs (nvidia-smi -q -d ECC; dcgmi diag -r 3) or leave the host "
-        "out, and start the same command again: it continues from the newest checkpoint."
+        "This state is not saved. The cause may be a faulty GPU, memory or link, or an operation that is not "
+        "deterministic. Test that host's GPUs (nvidia-smi -q -d ECC; dcgmi diag -r 3) or exclude the host, and start "
+        "the same command again: it continues from the newest checkpoint."
     )
     return "\n".join(lines)
 

@@ -1,23 +1,35 @@
-"""Messages of a run, by Python's logging: to the console, and to log.txt in the run folder.
+"""Log of a run: messages to the console and to log.txt, and a record of each start in launches.jsonl.
 
-Modules log to `logging.getLogger(__name__)`. What concerns the whole job is logged at level INFO, and rank 0 alone
-shows it. Warnings and errors concern the rank that logs them, and are shown wherever that is.
+Modules log to `logging.getLogger(__name__)`. Messages about the whole job have level INFO and are shown by rank 0 only.
+Warnings and errors concern the rank that logs them, and are shown by every rank.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
+import shlex
+import socket
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import torch
 from tqdm import tqdm
 
+import megafp8
+from megafp8.distributed.collectives import gather_objects
+from megafp8.parallel_state import ParallelState
 from megafp8.training.errors import TrainingError
 
 LOG_FILE = "log.txt"
+LAUNCHES_FILE = "launches.jsonl"
 STEPS = "megafp8.steps"
-"""Name of the logger of step lines, which the console need not show."""
+"""Name of the logger of step lines, which can be hidden on the console."""
 
 
 class _Formatter(logging.Formatter):
@@ -44,9 +56,9 @@ class _Console(logging.Handler):
 
 
 class RunLog:
-    """Within this context, what modules of megafp8 log goes to the console, and once `open` was called to a file.
+    """Context in which the package's log messages go to the console and, after `open`, to a file.
 
-    `rank`: this process' global rank. `show_steps`: whether lines of steps are for the console too.
+    `rank`: global rank of this process. `show_steps`: whether step lines go to the console too.
     """
 
     def __init__(self, rank: int, *, show_steps: bool) -> None:
@@ -60,12 +72,12 @@ class RunLog:
     def __enter__(self) -> RunLog:
         self._before = self._logger.level, self._logger.propagate
         self._logger.setLevel(logging.WARNING if self._rank else logging.INFO)
-        self._logger.propagate = False  # a library that sets up the root logger would show everything twice
+        self._logger.propagate = False  # a library that configures the root logger would print every message again
         self._logger.addHandler(self._console)
         return self
 
     def open(self, folder: Path) -> None:
-        """On rank 0, write to log.txt in `folder` too, behind what earlier starts of the run wrote."""
+        """On rank 0, also append to log.txt in `folder`."""
         if not self._rank:
             self._file = logging.FileHandler(folder / LOG_FILE, encoding="utf-8")
             self._file.setFormatter(_Formatter(self._rank))
@@ -73,7 +85,7 @@ class RunLog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
-            if error is not None:  # the console gets it from whoever catches it
+            if error is not None:  # whoever catches it writes it to the console
                 details = None if isinstance(error, TrainingError) else (type(error), error, trace)
                 record = self._logger.makeRecord(
                     self._logger.name, logging.ERROR, "", 0, "%s", (str(error) or type(error).__name__,), details
@@ -84,3 +96,37 @@ class RunLog:
         self._logger.removeHandler(self._console)
         level, self._logger.propagate = self._before
         self._logger.setLevel(level)
+
+
+def _source_commit() -> str | None:
+    """Git commit of this source, with `-dirty` if files were changed; None without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def record_launch(folder: Path, parallel: ParallelState, step: int) -> None:
+    """Append this start of the command, after `step` steps, to launches.jsonl in `folder`. Collective; rank 0 writes.
+
+    `hosts` in the record: number of ranks on each host, in the order of ranks.
+    """
+    hosts = gather_objects(socket.gethostname(), parallel.world.group)
+    if hosts is None or not parallel.world.is_first:
+        return
+    launch: dict[str, Any] = {
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "step": step,
+        "command": shlex.join(sys.argv),
+        "directory": str(Path.cwd()),
+        "commit": _source_commit(),
+        "megafp8_version": megafp8.__version__,
+        "torch_version": str(torch.__version__),
+        "python": sys.version.split()[0],
+        "ranks": parallel.world_size,
+        "hosts": dict(Counter(hosts)),
+    }
+    with (folder / LAUNCHES_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(launch) + "\n")

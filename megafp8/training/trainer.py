@@ -1,9 +1,9 @@
-"""Everything a rank needs to train, built once from the config, and the training step.
+"""The trainer of a rank: model, gradients, optimizer and pipeline, built once from the config, and the training step.
 
-The loss that is differentiated is the sum over a micro-batch's tokens divided by the *nominal* number of tokens in the
-global batch, so gradients are summed over micro-batches, data- and context-parallel ranks and are those of the mean
-over the whole batch, in any layout. Where masks leave fewer tokens, the true number is known only after all ranks have
-counted, and the gradients are multiplied by nominal / true once, before clipping.
+The differentiated loss is the sum over a micro-batch's tokens divided by the *nominal* number of tokens in the global
+batch. Gradients summed over micro-batches, data-parallel and context-parallel ranks are then those of the mean over the
+whole batch, in any layout. If masks leave fewer tokens, the true number is known only after all ranks have counted, and
+the gradients are multiplied by nominal / true once, before clipping.
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
@@ -45,7 +45,6 @@ from megafp8.pipeline_parallel.trace import Stopwatch
 from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs
-from megafp8.training.describe import position_rows
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.fp8_param_gather import shares, weights_as_codes
 from megafp8.training.fsdp import gather_as_codes, shard
@@ -60,21 +59,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, 
 
 @dataclass(frozen=True)
 class Loss:
-    """Mean loss over the unmasked tokens of a global batch, and how many there were."""
+    """Mean loss over the unmasked tokens of a global batch, and their number."""
 
     mean: float
     tokens: int
 
 
 class Trainer:
-    """One rank's stages of the model with all that drives them. Collective: build it on every rank.
+    """One rank's stages of the model, with optimizer and pipeline engine. Collective: build it on every rank.
 
-    `stages`: one for each chunk of the pipeline's placement; `model`: all of them. `timeline`: of the step that
-    `logging.pipeline_trace_step` names, once it is done.
-    `choice`: what fp8.auto_filter chose earlier in this run; None lets it choose now.
-    `fp8_records`: FP8 health of the latest `train_step` in all stages, on rank 0, if that step was sampled; else empty.
-    `params`: what this rank has of the model; of
-    these, `tied` are shared by stages, and `released`, with their layers, FP8 codes on all ranks (`fp8.weight_shares`).
+    `choice`: earlier choice of fp8.auto_filter in this run; None lets it choose now.
+
+    Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `params`: this rank's
+    parameters, of which `tied` are shared by stages, and `released`, with their layers, exist in FP8 only
+    (fp8.param_gather). `timeline`: of the step `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8
+    health of all stages in the latest `train_step`, on rank 0, if that step was sampled; else empty.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class Trainer:
             self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=_logger.info)
 
     def _shard(self, dtype: torch.dtype) -> FullySharded:
-        """Have everything in shares: from here on parameters are this rank's rows of what they were."""
+        """Shard everything with FSDP: from here on parameters are this rank's rows."""
         reduce_dtype, seed = DTYPES[self.config.optimizer.reduce_dtype], self.config.seed
         sharded = shard(self.stages, self.parallel, dtype=dtype, reduce_dtype=reduce_dtype, seed=seed)
         if self.released:
@@ -165,7 +164,7 @@ class Trainer:
         self.weight_shards = WeightShards(shards, self.parallel.amax.group, self.parallel.device)
 
     def _build_buffers(self, wgrads: WgradStore) -> tuple[GradBuffer, ParamBuffer | None]:
-        """Where gradients lie, and under ZeRO the weights."""
+        """The gradient buffer, and with ZeRO stage 1 the buffer of gathered weights."""
         p, data_parallel = self.config.parallel, self.parallel.data_context.group
         gradients = GradBuffer(
             self.params,
@@ -188,7 +187,7 @@ class Trainer:
         return gradients, weights
 
     def _build_update(self) -> OptimizerStep:
-        """What turns gradients into new weights."""
+        """The optimizer step, with clipping and reductions."""
         parallel, o = self.parallel, self.config.optimizer
         return OptimizerStep(
             buffer=self.gradients,
@@ -213,10 +212,10 @@ class Trainer:
         )
 
     def publish_weights(self) -> None:
-        """Under ZeRO, hand this rank's share of the weights, as values or as codes, to everyone else; collective.
+        """With ZeRO or FSDP, start to gather updated weights, in high precision or FP8. Collective.
 
-        Call it when they, or the FP8 scales, have changed. With `parallel.overlap_param_gather` it is under way when
-        this returns.
+        Call it when weights or FP8 scales have changed. With `parallel.overlap_param_gather` the gather may still be
+        running on return.
         """
         self.wait_for_weights()
         if self.sharded is not None:
@@ -233,7 +232,7 @@ class Trainer:
                 self.weights.wait()
 
     def wait_for_weights(self) -> None:
-        """Wait until the parameters are those of the last update, for whoever reads them outside a forward pass."""
+        """Wait until gathered parameters are up to date; call it before reading them outside a forward pass."""
         if self.weights is not None:
             self.weights.wait()
 
@@ -243,7 +242,7 @@ class Trainer:
             self.config.model,
             context,
             layers=layers,
-            positions=position_rows(self.config),
+            positions=self.config.position_rows,
             memory=block_memory(self.config.parallel, len(layers)),
             z_loss=self.config.training.z_loss,
         )
@@ -257,7 +256,7 @@ class Trainer:
         return self.schedule.at(step)
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
-        """A stage's forward of one micro-batch; on the last stage the report is `[sum of losses, tokens]`."""
+        """Forward of one micro-batch through a stage; on the last stage the report is `[sum of losses, tokens]`."""
         y = stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.document_ids)
         if stage.head is None:
             return StageOutput(y)
@@ -270,7 +269,7 @@ class Trainer:
         return StageOutput(loss / self.nominal_tokens, report)
 
     def _total(self, reports: Sequence[Tensor]) -> Tensor:
-        """`[sum of losses, tokens]` of the global batch, float64, the same on every rank. No host synchronisation."""
+        """`[sum of losses, tokens]` of the global batch, float64, on every rank. Does not synchronize the host."""
         if self._has_loss:
             total = torch.stack(list(reports)).sum(dim=0)
             all_reduce(total, self.parallel.data_context.group)
@@ -279,7 +278,7 @@ class Trainer:
         return broadcast(total, self.parallel.pipeline.group, self.plan.last_rank)
 
     def to_device(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The micro-batches of a step on this rank's device, of their tokens those that are this rank's."""
+        """The micro-batches of a step on this rank's device, with this context-parallel rank's tokens."""
         context = self.parallel.context
         return [batch.to(self.parallel.device).shard(context.rank, context.size) for batch in batches]
 
@@ -288,8 +287,8 @@ class Trainer:
     ) -> tuple[Loss, StepResult]:
         """One optimizer step, counted from 0, on this rank's micro-batches of the global batch.
 
-        `before_update` is called when gradients are queued, and weights and optimizer state still what they were. On
-        return the update is queued, not done: the next step is queued behind it, and the device does not wait for that.
+        `before_update` is called after the backward passes are queued, and before weights and optimizer state change.
+        On return the update is queued, not done: the next step is queued behind it, so that the device does not idle.
         """
         self.gradients.zero()
         sampled = self.fp8.begin_step(step + 1)
@@ -297,14 +296,14 @@ class Trainer:
             self.graphs.begin_step()
         replays = self.graphs is not None and self.graphs.ready and not sampled
         if replays:
-            self.wait_for_weights()  # a graph holds no waiting for what began outside
+            self.wait_for_weights()  # a graph cannot wait for a gather that began outside it
         traced = step + 1 == self.config.logging.pipeline_trace_step
         stopwatch = Stopwatch(self.parallel.pipeline, self.parallel.device) if traced and not replays else None
         actions = self.plan.train[self.parallel.pipeline.rank]
         total = self._total(self._replay(batches) if replays else self._run(actions, batches, stopwatch))
         if stopwatch is not None:
             self.timeline = stopwatch.timeline()
-        report = total.to("cpu", non_blocking=True)  # there by the time the update has waited for the norm
+        report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
         masked = batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
         before_update()
@@ -319,7 +318,7 @@ class Trainer:
     def _run(
         self, actions: Sequence[Action], batches: Sequence[Batch], stopwatch: Stopwatch | None = None
     ) -> list[Tensor]:
-        """Forward and backward of micro-batches, of which the last is the step's last; their reports."""
+        """Forward and backward of micro-batches, the last of which is the last of the step; returns their reports."""
         if self.config.parallel.overlap_grad_reduce:
             self.gradients.start_overlap(len(batches))
         return self.engine.run(
@@ -330,7 +329,7 @@ class Trainer:
         return [partial(self._forward, stage) for stage in self.stages]
 
     def _replay(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """A step's micro-batches from CUDA graphs, but the last where its backward overlaps with reduction; reports."""
+        """Replay a step's micro-batches from CUDA graphs; the last one runs eagerly if it overlaps with reduction."""
         assert self.graphs is not None
         overlaps = self.config.parallel.overlap_grad_reduce and self.parallel.data_context.size > 1
         replayed = len(batches) - overlaps
@@ -338,17 +337,17 @@ class Trainer:
         for i, batch in enumerate(batches[:replayed]):
             parts = [getattr(batch, part.name) for part in fields(batch)]
             reports.append(self.graphs.run(self._forward_and_backward, parts, first=i == 0).clone())
-        last = one_f_one_b(self.plan.placement, 1)[0]  # graphs are for one stage alone
+        last = one_f_one_b(self.plan.placement, 1)[0]  # graphs need a single stage
         return reports + (self._run(last, batches[replayed:]) if overlaps else [])
 
     def _forward_and_backward(self, *parts: Any) -> Tensor:
-        """A micro-batch, given by the parts of its `Batch`, through a stage that is the whole model; its report."""
+        """Forward and backward of a micro-batch, given by the fields of its `Batch`, through the whole model."""
         result = self._forward(self.stages[0], None, Batch(*parts))
         result.output.backward()
         return result.report
 
     def _gather_fp8_records(self) -> list[Record]:
-        """What was recorded in this step: by all stages on rank 0, nothing elsewhere."""
+        """The records of this step: those of all stages on rank 0, none elsewhere."""
         assert self.fp8.recorder is not None
         own, parallel = self.fp8.recorder.end_step(), self.parallel
         if not (parallel.tensor.is_first and parallel.data_context.is_first):
@@ -358,7 +357,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Loss:
-        """Loss of a global batch without training; leaves no trace in the FP8 statistics."""
+        """Loss of a global batch without training; does not update FP8 statistics."""
         with self.fp8.recording(False):
             actions = self.plan.evaluate[self.parallel.pipeline.rank]
             reports = self.engine.run(actions, self._stage_functions(), self.to_device(batches), backward=False)

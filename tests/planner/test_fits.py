@@ -8,7 +8,7 @@ import pytest
 
 from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.planner.fits import check_memory
-from megafp8.training.device_memory import check_device_memory, memory_under
+from megafp8.training.describe import check_device_memory, memory_under
 from megafp8.training.pipeline import PipelinePlan, num_microbatches, plan_pipeline
 from tests.quickstart_data import ROOT
 

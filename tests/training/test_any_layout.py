@@ -28,9 +28,10 @@ from megafp8.config import Config, check_layout
 from megafp8.data.samples import Batch, next_token_batch
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
-from megafp8.training.state import checkpoint_folder, load_latest, save_state
+from megafp8.training.state import checkpoint_folder, save_state
 from megafp8.training.trainer import Trainer
 from tests.marks import slow_but
+from tests.training.latest import load_latest
 from tests.world import World
 
 SAVED, END = 2, 4  # steps before the save, and in all

@@ -32,10 +32,11 @@ from megafp8.training import auto_filter
 from megafp8.training.auto_filter import Comparison, kept_choice, shown, verdict
 from megafp8.training.describe import planned_stage
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.state import find_checkpoint, load_latest, save_state, saved_choice
+from megafp8.training.state import find_checkpoint, save_state, saved_choice
 from megafp8.training.trainer import Trainer
 from tests.config.test_config import MINIMAL
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
+from tests.training.latest import load_latest
 from tests.world import World
 
 CPU = torch.device("cpu")

@@ -19,10 +19,11 @@ from megafp8.data.sampler import batches
 from megafp8.data.samples import Batch
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.inputs import open_inputs
-from megafp8.training.state import load_latest, save_state
+from megafp8.training.state import save_state
 from megafp8.training.trainer import Trainer
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, QuickstartData
+from tests.training.latest import load_latest
 from tests.training.test_equivalence import ALONE, FP32, MODELS, SMALL, Curve, Runs, assert_close
 from tests.world import World
 

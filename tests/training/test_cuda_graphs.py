@@ -31,8 +31,8 @@ from megafp8.pipeline_parallel.actions import loop_placement
 from megafp8.pipeline_parallel.engine import StageOutput
 from megafp8.pipeline_parallel.schedules.one_f_one_b import one_f_one_b
 from megafp8.training.cuda_graphs import Captured, MicrobatchGraphs
-from megafp8.training.job import choose_device
 from megafp8.training.trainer import Trainer
+from megafp8.training.validate import choose_device
 from tests.world import World
 
 VOCABULARY = 128

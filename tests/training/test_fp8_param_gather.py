@@ -19,8 +19,9 @@ from megafp8.parallel_state import ParallelState
 from megafp8.training import fp8_param_gather as fp8_parameters
 from megafp8.training.cuda_graphs import MicrobatchGraphs
 from megafp8.training.fp8_config import check_recipe
-from megafp8.training.state import load_latest, save_state
+from megafp8.training.state import save_state
 from megafp8.training.trainer import Trainer
+from tests.training.latest import load_latest
 from tests.training.test_cuda_graphs import Curve, HighPrecisionFallback, batches
 from tests.training.test_zero import _contents, _Late, settings, start, steps_of
 from tests.world import World

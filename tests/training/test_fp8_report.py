@@ -14,8 +14,9 @@ import pytest
 from megafp8.config import check_layout, load_config
 from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, read_report
 from megafp8.training.inputs import open_inputs
-from megafp8.training.job import check_run, train
+from megafp8.training.job import train
 from megafp8.training.metrics import read_metrics
+from megafp8.training.validate import check_run
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 from tests.world import World
 

@@ -54,7 +54,7 @@ def save_model(folder: Path, name: str, **changes: Any) -> None:
 
 
 def overrides(data: QuickstartData, folder: Path, *more: str) -> list[str]:
-    """The quickstart's config with nothing said of the model but its vocabulary."""
+    """The quickstart's config without model section but for the vocabulary."""
     runs = f"run_dir={folder}-runs"  # not where a developer may have a run of the same name
     return ["model={}", *data.overrides, f"checkpoint.init_from={folder}", runs, *SMALL, *more]
 
@@ -89,7 +89,7 @@ def _trainer(options: list[str]) -> Trainer:
 
 
 def _losses(options: list[str]) -> list[float]:
-    """Of two steps: the second one's weights are made of the masters."""
+    """Losses of two steps; the weights of the second come from the masters."""
     trainer = _trainer(options)
     data = trainer.parallel.data
     stream = _stream(trainer.config, data.rank, data.size)
@@ -124,7 +124,7 @@ def test_the_first_loss_is_theirs_in_any_layout(
             assert losses == pytest.approx(alone, rel=1e-5)
 
 
-def test_weights_that_are_codes_start_from_it_too(
+def test_weights_gathered_in_fp8_start_from_it_too(
     world4: World, tmp_path: Path, quickstart_data: QuickstartData
 ) -> None:
     save_model(tmp_path, "llama3")
@@ -134,7 +134,7 @@ def test_weights_that_are_codes_start_from_it_too(
 
 
 def _masters_and_weights(options: list[str], folder: Path) -> int:
-    """Hold both to the folder's tensors, bit for bit; how many elements this rank has masters of."""
+    """Compare both with the folder's tensors, bit for bit; return how many master elements this rank has."""
     trainer = _trainer(options)
     source = HfSource(folder)
     expected = {}
@@ -160,7 +160,7 @@ def test_masters_have_all_the_precision_there_is(
 
 
 def _train(*options: str) -> str:
-    """A run of one process; what it says."""
+    """Run one process and return its stderr."""
     command = [sys.executable, "pretrain_gpt.py", "--config", str(CONFIG), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -198,7 +198,7 @@ def test_converted_weights_are_the_same(
     assert world4.run(_losses, options[0]) == world4.run(_losses, options[1])
 
 
-def test_what_the_model_section_says_must_agree(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+def test_the_model_section_must_agree_with_the_folder(tmp_path: Path, quickstart_data: QuickstartData) -> None:
     save_model(tmp_path, "llama3")
     said = ["model.hidden_size=64", "model.rope_theta=1e6", "model.sliding_window=8", "model.num_layers=3"]
     with pytest.raises(ConfigError) as caught:
@@ -209,46 +209,42 @@ def test_what_the_model_section_says_must_agree(tmp_path: Path, quickstart_data:
     assert problems["model.hidden_size"] == f"model.hidden_size = 64: {expected}"
 
 
-def test_null_is_the_folders_word_only_where_null_means_elsewhere(
+def test_null_means_the_folders_value_only_for_keys_whose_default_is_derived(
     tmp_path: Path, quickstart_data: QuickstartData
 ) -> None:
     save_model(tmp_path, "mistral")
     options = overrides(quickstart_data, tmp_path, "model.vocab_size=null", "model.max_position_embeddings=null")
     config = load_config(CONFIG, options, complete_model)
     assert (config.model.vocab_size, config.model.sliding_window) == (VOCABULARY, 5)
-    with pytest.raises(ConfigError, match=r"model\.sliding_window = None: .*where it is 5"):
-        load_config(CONFIG, [*options, "model.sliding_window=null"], complete_model)
+    for wrong, message in (
+        ([*options, "model.sliding_window=null"], r"model\.sliding_window = None: .*where it is 5"),
+        ([*options, "model.hidden_sise=32"], r"did you mean model\.hidden_size"),
+        (["model={}"], r"model\.num_layers = None: this key is required"),  # without init_from
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(CONFIG, wrong, complete_model)
 
 
-def test_without_it_the_section_is_required_as_ever() -> None:
-    with pytest.raises(ConfigError, match=r"model\.num_layers = None: this key is required"):
-        load_config(CONFIG, ["model={}"], complete_model)
-
-
-def test_a_wrong_key_is_still_explained(tmp_path: Path, quickstart_data: QuickstartData) -> None:
-    save_model(tmp_path, "llama3")
-    with pytest.raises(ConfigError, match=r"did you mean model\.hidden_size"):
-        load_config(CONFIG, overrides(quickstart_data, tmp_path, "model.hidden_sise=32"), complete_model)
-
-
-def test_what_is_wrong_with_the_folder_names_the_key(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+def test_errors_about_the_folder_name_the_key(tmp_path: Path, quickstart_data: QuickstartData) -> None:
     folder = tmp_path / "model"
     options = overrides(quickstart_data, folder)
-    with pytest.raises(ConfigError, match=r"checkpoint\.init_from = '.*model': there is no .*model; give a folder"):
-        load_config(CONFIG, options, complete_model)
+
+    def refused(message: str) -> None:
+        with pytest.raises(ConfigError, match=rf"checkpoint\.init_from = .*{message}") as caught:
+            load_config(CONFIG, options, complete_model)
+        assert [problem.path for problem in caught.value.problems] == ["checkpoint.init_from"]
+
+    refused("model': there is no .*model; give a folder")
     save_model(folder, "llama3")
     config = load_config(CONFIG, options, complete_model)
     (folder / "model.safetensors").write_bytes(b"")  # after the config was read
-    with pytest.raises(ConfigError, match=r"checkpoint\.init_from = .*is no safetensors file") as caught:
-        check_init(config, tmp_path, None)
-    assert [problem.path for problem in caught.value.problems] == ["checkpoint.init_from"]
     with pytest.raises(ConfigError, match=r"checkpoint\.init_from = .*is no safetensors file"):
-        load_config(CONFIG, options, complete_model)
+        check_init(config, tmp_path, None)
+    refused("is no safetensors file")
     save_model(folder, "llama3")
     changed = json.loads((folder / "config.json").read_text()) | {"is_causal": False}
     (folder / "config.json").write_text(json.dumps(changed))
-    with pytest.raises(ConfigError, match=r"checkpoint\.init_from = .*config\.json: is_causal = False"):
-        load_config(CONFIG, options, complete_model)
+    refused(r"config\.json: is_causal = False")
 
 
 def test_another_tokenizer(tmp_path: Path, quickstart_data: QuickstartData) -> None:

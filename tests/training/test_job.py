@@ -1,6 +1,6 @@
-"""The loop of a job: faulty replicas, skipped steps and a run that has diverged; stopping early; what a run leaves.
+"""The training loop: faulty replicas, skipped steps, divergence, stopping early, and the files of a run.
 
-Whole jobs, in worlds of real ranks or as a process. Faults are put in between real steps.
+Whole jobs, in worlds of real ranks or as a process. Faults are injected between real steps.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megafp8.optimizer.step import StepResult
 from megafp8.training.errors import TrainingError
 from megafp8.training.init_from import complete_model
 from megafp8.training.inputs import Inputs, open_inputs
-from megafp8.training.job import check_run, train
+from megafp8.training.job import train
 from megafp8.training.metrics import read_metrics
 from megafp8.training.trainer import Loss, Trainer
+from megafp8.training.validate import check_run
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.test_resume import ALONE, SMALL
-from tests.training.test_resume import Job as Process
 from tests.world import World
 
 
@@ -41,9 +41,9 @@ def inputs_of(overrides: list[str]) -> Inputs:
 
 
 class FaultyTrainer(Trainer):
-    """Real steps, between which faults happen. Steps count from 1.
+    """Real steps with faults between them. Steps count from 1.
 
-    `flips`, `nans`: {step: rank}, after which step a bit of this rank's embedding flips, or the output layer has a NaN.
+    `flips`, `nans`: {step: rank}: after this step a bit of this rank's embedding flips, or its output layer has a NaN.
     `skipped`: steps with a gradient that is not finite.
     """
 
@@ -66,7 +66,7 @@ class FaultyTrainer(Trainer):
 
 
 def _jobs(jobs: list[list[str]], faults: dict[str, Any]) -> list[str | None]:
-    """Run jobs one after the other, some with `faults`; of each the message of the error that ended it."""
+    """Run jobs one after the other with `faults`; return the error message of each, or None."""
     from megafp8.training import job
 
     messages: list[str | None] = []
@@ -96,13 +96,13 @@ def log_of(run: Path) -> list[str]:
 def test_a_faulty_replica_ends_the_job_before_it_is_saved(
     world2: World, tmp_path: Path, quickstart_data: QuickstartData, kind: str, name: str
 ) -> None:
-    """A flipped bit waits for the next save, at step 6; a NaN makes step 6 a skipped one."""
+    """A flipped bit is found at the next save, in step 6; a NaN causes step 6 to be skipped."""
     interval = 2 if kind == "flips" else 4
     job = options(quickstart_data, tmp_path, f"checkpoint.interval={interval}", "training.max_skipped_steps=1")
     answers = world2.run(_jobs, [job], {kind: {5: 1}})
     ((message,), (other,)) = answers
     assert message == other
-    assert message.startswith("after step 6 ranks hold different bits of what must be the same on all of them.")
+    assert message.startswith("after step 6 ranks hold different bits of tensors that must be equal on all of them.")
     host = socket.gethostname()
     assert f"rank 0 on {host}, rank 1 on {host}: no majority of them agrees on model.{name}." in message
     run = tmp_path / "quickstart"
@@ -111,7 +111,7 @@ def test_a_faulty_replica_ends_the_job_before_it_is_saved(
     assert len(read_metrics(run / "metrics.jsonl")) == 6
 
 
-def test_skipped_steps_are_said_and_push_no_checkpoint_out(
+def test_skipped_steps_are_logged_and_replace_no_checkpoint(
     world2: World, tmp_path: Path, quickstart_data: QuickstartData
 ) -> None:
     more = ["checkpoint.interval=3", "checkpoint.keep_last=1", "training.max_skipped_steps=3", "logging.interval=100"]
@@ -128,7 +128,7 @@ def test_skipped_steps_are_said_and_push_no_checkpoint_out(
         "step      8/10 ... validation x",
         "WARNING: step     10/10 ... SKIPPED: gradients not finite",
     ]
-    assert "WARNING: step 6 is not saved, as it was skipped; the next one that is not will be" in lines
+    assert "WARNING: step 6 was skipped and is not saved; the next step that is not skipped is" in lines
     assert [re.search(r"step_0*(\d+)", line).group(1) for line in lines if line.startswith("saved ")] == [
         "3", "8", "9", "10",
     ]  # type: ignore[union-attr]  # fmt: skip
@@ -136,29 +136,27 @@ def test_skipped_steps_are_said_and_push_no_checkpoint_out(
     assert [r["skipped_in_a_row"] for r in records] == [0, 0, 0, 0, 0, 1, 2, 0, 0, 1]
 
 
-def test_a_diverged_run_ends_with_an_error(tmp_path: Path, quickstart_data: QuickstartData) -> None:
-    """As a process: a learning rate that no model survives."""
+def test_a_diverged_run_ends_with_an_error(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    """With a learning rate of 1e30."""
     rate = ["optimizer.learning_rate=1e30", "optimizer.min_learning_rate=0", "optimizer.clip_grad_norm=0.5"]
     keep = ["checkpoint.interval=1", "training.max_skipped_steps=4", "logging.interval=100", "training.steps=40"]
-    job = Process(tmp_path, quickstart_data, 1, [*ALONE, "fp8.recipe=none", *rate, *keep])
-    process = job.start()
-    errors = process.communicate(timeout=100)[1].decode()
-    assert process.returncode == 2, errors
-    last = max(r["step"] for r in read_metrics(job.run / "metrics.jsonl"))
-    first = last - 3
-    message = (
-        f"training has diverged: all 4 steps from {first} to {last} were skipped (training.max_skipped_steps = 4)."
+    job = options(quickstart_data, tmp_path, "fp8.recipe=none", *rate, *keep)
+    ((error,),) = world2.run(_jobs, [job], {}, ranks=1)
+    run = tmp_path / "quickstart"
+    records = read_metrics(run / "metrics.jsonl")
+    last, loss = records[-1]["step"], records[-1]["loss"]
+    assert error.startswith(
+        f"training has diverged: all 4 steps from {last - 3} to {last} were skipped (training.max_skipped_steps = 4). "
+        f"In the last one the loss was {loss} and the gradient norm nan.\n"
+        "Not finite: weights: none; gradients: layers.3.mlp.down.weight, "
     )
-    loss = read_metrics(job.run / "metrics.jsonl")[-1]["loss"]
-    assert f"error: {message} In the last one the loss was {loss} and the gradient norm nan.\n" in errors
-    assert "Not finite: weights: none; gradients: layers.3.mlp.down.weight, " in errors
-    assert " and 20 more.\n" in errors
-    assert f"The newest checkpoint is of step {first - 1}; it was not replaced." in errors
-    assert "optimizer.clip_grad_norm (now 0.5)" in errors
-    assert errors.count("SKIPPED") == 4
-    assert "Traceback" not in errors
-    assert job.saved() == [first - 1]
-    assert f"ERROR: {message}" in (job.run / "log.txt").read_text()
+    assert " and 20 more.\n" in error
+    assert f"The newest checkpoint is of step {last - 4}; it was not replaced." in error
+    assert "optimizer.clip_grad_norm (now 0.5)" in error
+    lines = log_of(run)
+    assert sum("SKIPPED" in line for line in lines) == 4
+    assert "\n".join(lines).endswith(f"ERROR: {error}")
+    assert saved(run) == [last - 4]
 
 
 def test_stopped_early_and_continued_is_one_run(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
@@ -187,7 +185,7 @@ def test_stopped_early_and_continued_is_one_run(world2: World, tmp_path: Path, q
     assert {"time", "command", "directory", "commit", "megafp8_version", "torch_version", "ranks"} <= launches[0].keys()
 
 
-def test_what_cannot_be_written_or_is_not_installed_is_one_message(
+def test_an_unwritable_cache_and_a_missing_package_are_one_message(
     tmp_path: Path, quickstart_data: QuickstartData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

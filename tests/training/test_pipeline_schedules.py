@@ -24,10 +24,11 @@ from megafp8.distributed.sharding import shards_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.pipeline_parallel.actions import COMPUTE, Action, Kind, Placement, Schedule, loop_placement
 from megafp8.pipeline_parallel.schedules.zb_h1 import zb_h1
-from megafp8.training.state import load_latest, save_state
+from megafp8.training.state import save_state
 from megafp8.training.trainer import Trainer
 from tests.marks import slow_but
 from tests.pipeline_parallel.notation import csv_of
+from tests.training.latest import load_latest
 from tests.world import World
 
 STEPS = 3

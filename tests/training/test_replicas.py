@@ -1,7 +1,7 @@
-"""Ranks that hold the same state: never a false alarm, and every fault found, with the rank that has it.
+"""The replica check: no false alarms, and every fault is found and its rank named.
 
-Real steps of real layouts. A fault is put into one rank's memory after the update, as a failing GPU would: one bit of
-a weight, of the FP8 data of a weight or of optimizer state, or a NaN.
+Real steps of real layouts. A fault changes one rank's memory after the update, as a failing GPU would: one bit of a
+weight, of the FP8 data of a weight or of optimizer state, or a NaN.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ Part = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def _compared(settings: Config, steps: int) -> dict[Part, bool]:
-    """What of a checkpoint's tensors this rank holds, and whether it is compared. No check finds anything, after steps
-    or after evaluations."""
+    """The checkpoint's tensors that this rank holds, and whether they are compared; asserts that no check fails."""
     trainer, parallel = start(settings)
     check_replicas(trainer, 0)
     for step in range(steps):
@@ -89,8 +88,8 @@ def _compared(settings: Config, steps: int) -> dict[Part, bool]:
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
-def test_all_that_several_ranks_hold_is_compared_without_false_alarms(world4: World, case: str) -> None:
-    """What several ranks hold is known from their checkpoints alone: the same rectangle of the same tensor."""
+def test_all_replicated_state_is_compared_without_false_alarms(world4: World, case: str) -> None:
+    """Replicated state is known from checkpoints alone: the same rectangle of the same tensor on several ranks."""
     by_rank = world4.run(_compared, settings(case), 4, ranks=CASES[case][0])
     holders = Counter(part for parts in by_rank for part in parts)
     shared = {part for part, count in holders.items() if count > 1}
@@ -98,7 +97,7 @@ def test_all_that_several_ranks_hold_is_compared_without_false_alarms(world4: Wo
         assert not shared
         return
     assert shared
-    if settings(case).training.precision == "fp32":  # otherwise a checkpoint has copies of some, and not what is stored
+    if settings(case).training.precision == "fp32":  # otherwise some tensors in a checkpoint are copies
         assert not [part for parts in by_rank for part in shared & parts.keys() if not parts[part]]
 
 
@@ -164,6 +163,6 @@ def test_a_fault_in_one_replica_is_found_and_its_rank_named(world4: World, case:
         assert len(messages) == len(faults)
         for message, (_, name, _, _, expected) in zip(messages, faults):
             first, verdict, *_ = message.splitlines()
-            assert first == "after step 1 ranks hold different bits of what must be the same on all of them."
+            assert first == "after step 1 ranks hold different bits of tensors that must be equal on all of them."
             assert verdict.startswith(expected.format(h=HOST)), message
             assert verdict.endswith(f" {name}."), message

@@ -20,9 +20,10 @@ from megafp8.config import Config, check_layout
 from megafp8.distributed import collectives
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training.cuda_graphs import MicrobatchGraphs
-from megafp8.training.state import checkpoint_folder, load_latest, save_state
+from megafp8.training.state import checkpoint_folder, save_state
 from megafp8.training.trainer import Trainer
 from tests.marks import slow_but
+from tests.training.latest import load_latest
 from tests.training.test_cuda_graphs import Curve, HighPrecisionFallback, batches, config
 from tests.world import World
 

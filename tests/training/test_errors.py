@@ -1,4 +1,4 @@
-"""What a rank that fails prints, and leaves for the agent of its node to print."""
+"""Messages and error files of a rank that fails, and the outcome that the agent derives from them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,42 @@ from launch.agent import Outcome, outcome_of
 from megafp8.checkpoint import DamagedCheckpoint, FolderInUse
 from megafp8.data import DataError
 from megafp8.data.samples import split_documents
-from megafp8.training.error_report import lost_connection, run_and_report
-from megafp8.training.errors import DONE, FAILED, NO_RESTART, Diverged, ReplicasDiffer
+from megafp8.training.errors import (
+    DONE,
+    FAILED,
+    NO_RESTART,
+    Diverged,
+    ReplicasDiffer,
+    lost_connection,
+    run_and_report,
+)
 
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16050.")
 
 
+def raising(error: Exception) -> int:
+    """The exit code of a job that raises `error`."""
+
+    def job() -> None:
+        raise error
+
+    return run_and_report(job)
+
+
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Run a job that raises `error` as local rank `rank` of a node; give back its exit code."""
+    """Run a job that raises `error` as local rank `rank` of a node and return its exit code."""
 
     def run(rank: int, error: Exception) -> int:
-        def job() -> None:
-            raise error
-
         (tmp_path / str(rank)).mkdir(exist_ok=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
-        return run_and_report(job)
+        return raising(error)
 
     return run
 
 
 def failures(folder: Path, exit_codes: dict[int, int]) -> dict[int, ProcessFailure]:
-    """As torch's agent reads them."""
+    """The failures as torch's agent reads them."""
     return {
         rank: ProcessFailure(rank, 1000 + rank, code, str(folder / str(rank) / "error.json"))
         for rank, code in exit_codes.items()
@@ -46,13 +59,6 @@ def test_exit_codes_and_messages_without_an_agent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-
-    def raising(error: Exception) -> int:
-        def job() -> None:
-            raise error
-
-        return run_and_report(job)
-
     assert run_and_report(lambda: None) == DONE
     for error in (DataError("a"), FolderInUse("a"), DamagedCheckpoint("a"), Diverged("a"), ReplicasDiffer("a")):
         assert raising(error) == (FAILED if isinstance(error, ReplicasDiffer) else NO_RESTART)
@@ -67,10 +73,10 @@ def test_exit_codes_and_messages_without_an_agent(
     assert said.endswith("KeyError: 'b'\n")
 
 
-def test_one_rank_of_a_node_speaks(
+def test_only_the_first_rank_of_a_node_reports(
     fail, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whichever is first; torchrun's summary ends with its message, whatever the order of ranks."""
+    """torchrun's summary ends with the message of the first rank to fail, whatever the order of ranks."""
     assert [fail(rank, DataError("data.train: no such file")) for rank in (2, 0, 1)] == [NO_RESTART] * 3
     assert capsys.readouterr().err == ""  # torchrun prints it
     found = failures(tmp_path, {0: 2, 1: -15, 2: 2})
@@ -87,7 +93,7 @@ def test_one_rank_of_a_node_speaks(
         assert capsys.readouterr().err == said
 
 
-def test_the_first_cause_is_told_from_what_followed(fail, tmp_path: Path) -> None:
+def test_the_cause_is_distinguished_from_its_consequences(fail, tmp_path: Path) -> None:
     assert fail(0, CLOSED) == FAILED  # before the rank that left is seen by the agent
     assert fail(1, KeyError("c")) == FAILED
     outcome = outcome_of(failures(tmp_path, {0: 1, 1: 1, 2: -15}))
@@ -106,8 +112,8 @@ def test_the_first_cause_is_told_from_what_followed(fail, tmp_path: Path) -> Non
     assert "\n" not in only_followers.message
 
 
-def test_a_rank_that_was_ended_before_it_could_leave_is_still_the_cause(fail, tmp_path: Path) -> None:
-    """The agent ends all ranks once one has left, also the first if it is slower to leave."""
+def test_a_rank_that_the_agent_ends_before_it_exits_is_still_the_cause(fail, tmp_path: Path) -> None:
+    """The agent ends all ranks once one has exited, which may be another than the first to fail."""
     fail(1, DataError("d"))
     fail(0, DataError("d"))
     assert outcome_of(failures(tmp_path, {0: 2, 1: -15})) == Outcome(NO_RESTART, "error: d")

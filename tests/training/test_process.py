@@ -1,4 +1,4 @@
-"""When garbage is collected."""
+"""Garbage collection of a training process."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import weakref
 
 import pytest
 
-from megafp8.training.garbage import collected_after_steps
+from megafp8.training.process import garbage_collected_after_steps
 
 
 class Node:
-    """An object that only the collector can free."""
+    """An object in a reference cycle, which only the collector can free."""
 
     def __init__(self) -> None:
         self.me = self
 
 
 def test_after_every_interval_and_never_between() -> None:
-    with collected_after_steps(3) as after_step:
+    with garbage_collected_after_steps(3) as after_step:
         assert not gc.isenabled()
         gone = weakref.ref(Node())
         junk = [[] for _ in range(100_000)]  # enough for the collector to run, if it did so by itself
@@ -32,13 +32,10 @@ def test_after_every_interval_and_never_between() -> None:
     assert len(junk) == 100_000
 
 
-def test_as_python_does_it() -> None:
-    with collected_after_steps(0) as after_step:
+def test_automatic_collection_is_left_or_restored() -> None:
+    with garbage_collected_after_steps(0) as after_step:
         assert gc.isenabled()
         after_step(100)
-
-
-def test_an_error_turns_it_on_again() -> None:
-    with pytest.raises(KeyError), collected_after_steps(1):
+    with pytest.raises(KeyError), garbage_collected_after_steps(1):
         raise KeyError
     assert gc.isenabled()

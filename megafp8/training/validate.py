@@ -1,0 +1,103 @@
+"""Checks before a run that need torch, data or checkpoints, but no process group.
+
+A rank that fails here exits with a message, so no other rank waits for it in a collective. Rules about the config alone
+are in `megafp8.config.checks`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from megafp8.config import Config, ConfigError, Problem
+from megafp8.data.samples import default_cache
+from megafp8.training import auto_filter
+from megafp8.training.describe import check_device_memory
+from megafp8.training.determinism import make_deterministic
+from megafp8.training.fp8_config import build_fp8
+from megafp8.training.init_from import check_init
+from megafp8.training.inputs import Inputs, open_inputs
+from megafp8.training.pipeline import num_microbatches, plan_pipeline
+from megafp8.training.state import check_resume, checkpoint_folder
+
+_PROBE_BYTES = 1 << 16
+
+
+def validate(config: Config, world_size: int, source: str) -> Inputs:
+    """Open the inputs of a run that passed `check_layout`, and check all else. Raises ValueError.
+
+    With `deterministic`, switches this process to deterministic algorithms.
+    """
+    inputs = open_inputs(config, source)
+    plan = plan_pipeline(inputs.config, num_microbatches(config, world_size))
+    device = choose_device(config)
+    if config.deterministic:
+        make_deterministic(device)  # before CUDA is used
+    check_device_memory(inputs.config, plan, world_size, device, source)
+    check_run(inputs)
+    return inputs
+
+
+def choose_device(config: Config) -> str:
+    """`cuda` or `cpu`; raises ConfigError if the config needs CUDA and there is none."""
+    found = torch.cuda.is_available()
+    needs_cuda = (
+        ("device", config.device, config.device == "cuda", "device=cpu or device=auto"),
+        ("training.cuda_graphs", True, config.training.cuda_graphs, "training.cuda_graphs=false"),
+        ("parallel.overlap_tensor", "symmetric", config.parallel.overlap_tensor == "symmetric",
+         "parallel.overlap_tensor=chunked"),
+    )  # fmt: skip
+    for key, value, needed, works in needs_cuda:
+        if needed and not found:
+            raise ConfigError("config", [Problem(key, value, "torch sees no CUDA device here", f"try {works}")])
+    return "cuda" if config.device != "cpu" and found else "cpu"
+
+
+def run_folder(config: Config) -> Path:
+    """The folder with all files of a run."""
+    return Path(config.run_dir) / config.name
+
+
+def check_run(inputs: Inputs) -> None:
+    """Raise ValueError if the run cannot train, or would damage an earlier run."""
+    config, folder = inputs.config, run_folder(inputs.config)
+    project = config.logging.wandb_project
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        works = "run pip install -e '.[wandb]', or leave it out"
+        raise ConfigError("config", [Problem("logging.wandb_project", project, "wandb is not installed", works)])
+    cache = config.data.index_cache
+    works = "name a folder on local disk that can be written to"
+    path = default_cache() if cache is None else Path(cache)
+    _check_writable(path, "data.index_cache", cache, "sample indices cannot be written to", works)
+    auto_filter.check(config, build_fp8(config, None), torch.device(choose_device(config)))
+    check_init(config, folder, inputs.tokenizer)
+    if config.checkpoint.resume:
+        found = check_resume(config, folder, inputs.fingerprint)
+        if found is not None:
+            inputs.resumed(found.metadata)
+    elif (folder / "metrics.jsonl").exists():
+        rule = f"{folder} already holds a run, and checkpoint.resume is false"
+        raise ConfigError("config", [Problem("name", config.name, rule, "choose another name, or resume it")])
+    check_writable(config, checkpoint_folder(folder))
+
+
+def check_writable(config: Config, folder: Path) -> None:
+    """Create `folder`, for checkpoints, and write to it; raises ConfigError of run_dir if that fails."""
+    works = "set run_dir to a folder that this user may write to, on a disk with space for checkpoints"
+    _check_writable(folder, "run_dir", config.run_dir, "the run cannot write to", works)
+
+
+def _check_writable(folder: Path, key: str, value: object, refusal: str, works: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        rule = f"{refusal} {folder}: {error.strerror}"
+        raise ConfigError("config", [Problem(key, value, rule, works)]) from error
