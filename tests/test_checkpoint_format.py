@@ -15,8 +15,8 @@ from megafp8.checkpoint import Rectangle, Rectangles, read_metadata, save
 from megafp8.checkpoint.store import FORMAT_VERSION
 from megafp8.config import Config, ModelConfig
 from megafp8.distributed.sharding import spec_of
+from megafp8.planner.stages import stages_of
 from megafp8.training.describe import planned_stage
-from megafp8.training.pipeline import stages_of
 
 DOCUMENT = (Path(__file__).resolve().parent.parent / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)

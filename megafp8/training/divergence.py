@@ -32,12 +32,12 @@ def diverged(trainer: Trainer, metrics: StepMetrics, saved_step: int) -> Diverge
     0 if there is none.
     """
     step, skipped = metrics.step, metrics.skipped_in_a_row
-    fragments, config = trainer.optimizer.shards, trainer.config
+    shards, config = trainer.optimizer.shards, trainer.config
     trainer.wait_for_weights()
     masters = set(trainer.optimizer.released)
-    values = [(f, trainer.optimizer.master_of(f) if f.param in masters else f.view(f.param.detach())) for f in
-    fragments] weights = _not_finite(trainer, values)
-    gradients = _not_finite(trainer, [(f, gradient_of(f)) for f in fragments])
+    values = [(f, trainer.optimizer.master_of(f) if f.param in masters else f.view(f.param.detach())) for f in shards]
+    weights = _not_finite(trainer, values)
+    gradients = _not_finite(trainer, [(f, gradient_of(f)) for f in shards])
     older = "" if weights == "none" else ", one from before the weights went wrong,"
     fp8 = "" if config.fp8.recipe == "none" else ", or fp8.report_interval=10 to see which layers' casts fail"
     return Diverged(

@@ -55,10 +55,10 @@ from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.optimizer.adam import State
 from megafp8.parallel_state import ParallelState
+from megafp8.planner.stages import stages_of
 from megafp8.training.auto_filter import Choice, kept_choice
 from megafp8.training.describe import planned_stage
 from megafp8.training.learning_rate import schedule_change, schedule_jump
-from megafp8.training.pipeline import stages_of
 from megafp8.training.trainer import DTYPES, Trainer
 
 _logger = logging.getLogger(__name__)

@@ -25,9 +25,10 @@ from megafp8.planner.memory import (
     pipeline_memory,
     rank_memory,
 )
+from megafp8.planner.stages import stages_of
 from megafp8.training.describe import planned_stage
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.pipeline import num_microbatches, plan_pipeline, stages_of
+from megafp8.training.pipeline import num_microbatches, plan_pipeline
 from megafp8.training.trainer import Trainer
 from tests.quickstart_data import CONFIG
 from tests.training.test_equivalence import GPT2
