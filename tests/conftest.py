@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.quickstart_data import QuickstartData, make_quickstart_data
+from tests.training.runs import Runs
 from tests.world import Ranks, World
 
 torch.set_num_threads(1)
@@ -49,3 +50,8 @@ def world8(ranks: Ranks) -> World:
 @pytest.fixture(scope="session")
 def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> QuickstartData:
     return make_quickstart_data(tmp_path_factory.mktemp("quickstart"))
+
+
+@pytest.fixture(scope="session")
+def runs(world8: World, quickstart_data: QuickstartData, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(world8, quickstart_data, tmp_path_factory.mktemp("runs"))

@@ -25,13 +25,14 @@ from megafp8.training.job import check_run, train
 from megafp8.training.metrics import read_metrics
 from megafp8.training.trainer import Loss, Trainer
 from tests.quickstart_data import CONFIG, QuickstartData
-from tests.training.test_resume import ALONE, SMALL
+from tests.training.runs import ONE_RANK
+from tests.training.test_resume import SMALL
 from tests.training.test_resume import Job as Process
 from tests.world import World
 
 
 def options(data: QuickstartData, folder: Path, *more: str) -> list[str]:
-    return [*SMALL, *data.overrides, *ALONE, f"run_dir={folder}", "training.global_batch_size=4", *more]
+    return [*SMALL, *data.overrides, *ONE_RANK, f"run_dir={folder}", "training.global_batch_size=4", *more]
 
 
 def inputs_of(overrides: list[str]) -> Inputs:
@@ -140,7 +141,7 @@ def test_a_diverged_run_ends_with_an_error(tmp_path: Path, quickstart_data: Quic
     """As a process: a learning rate that no model survives."""
     rate = ["optimizer.learning_rate=1e30", "optimizer.min_learning_rate=0", "optimizer.clip_grad_norm=0.5"]
     keep = ["checkpoint.interval=1", "training.max_skipped_steps=4", "logging.interval=100", "training.steps=40"]
-    job = Process(tmp_path, quickstart_data, 1, [*ALONE, "fp8.recipe=none", *rate, *keep])
+    job = Process(tmp_path, quickstart_data, 1, [*ONE_RANK, "fp8.recipe=none", *rate, *keep])
     process = job.start()
     errors = process.communicate(timeout=100)[1].decode()
     assert process.returncode == 2, errors
