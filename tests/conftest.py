@@ -26,25 +26,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def rank_processes() -> Iterator[Ranks]:
     processes = Ranks()
     yield processes
     processes.close()
 
 
 @pytest.fixture(scope="session")
-def world2(ranks: Ranks) -> World:
-    return World(ranks, 2)
+def world2(rank_processes: Ranks) -> World:
+    return World(rank_processes, 2)
 
 
 @pytest.fixture(scope="session")
-def world4(ranks: Ranks) -> World:
-    return World(ranks, 4)
+def world4(rank_processes: Ranks) -> World:
+    return World(rank_processes, 4)
 
 
 @pytest.fixture(scope="session")
-def world8(ranks: Ranks) -> World:
-    return World(ranks, 8)
+def world8(rank_processes: Ranks) -> World:
+    return World(rank_processes, 8)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from megafp8.training.metrics import read_metrics
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 from tests.training.runs import ONE_RANK, train_job
-from tests.world import Ranks, World
+from tests.world import World
 
 SMALL = [
     "model.hidden_size=64",
@@ -205,11 +205,11 @@ def test_a_run_that_is_done_has_nothing_to_do(world2: World, tmp_path: Path, qui
 
 
 @pytest.fixture(scope="module")
-def done(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, quickstart_data: QuickstartData) -> Job:
+def done(world2: World, tmp_path_factory: pytest.TempPathFactory, quickstart_data: QuickstartData) -> Job:
     """A run of three steps."""
     options = [*ONE_RANK, "training.steps=3", "fp8.recipe=none"]
     job = Job(tmp_path_factory.mktemp("done"), quickstart_data, 1, options)
-    job.finish_in(World(ranks, 1))
+    job.finish_in(world2)
     return job
 
 

@@ -115,7 +115,7 @@ OTHER: list[tuple[dict[str, Any], str]] = [
         {"model": {"hidden_size": 128, "norm_eps": 1e-6}},
         r"\(model.hidden_size 64 -> 128, model.head_dim 8 -> 16, model.norm_eps 1e-05 -> 1e-06\)(?!.*allow)",
     ),
-    ({"model": {"num_layers": 5}}, r"\(model.num_layers 4 -> 5\)(?!.*allow)"),
+    ({"model": {"num_layers": 5}}, r"\(model.num_layers 2 -> 5\)(?!.*allow)"),
     (
         {"model": {"num_layers": 5}, "checkpoint": {"allow_model_change": ["num_layers"]}},
         "step_00000003 does not fit: 27 tensors missing in the checkpoint: model.layers.4.attention.k.weight",
