@@ -115,7 +115,7 @@ OTHER: list[tuple[dict[str, Any], str]] = [
         {"model": {"hidden_size": 128, "norm_eps": 1e-6}},
         r"\(model.hidden_size 64 -> 128, model.head_dim 8 -> 16, model.norm_eps 1e-05 -> 1e-06\)(?!.*allow)",
     ),
-    ({"model": {"num_layers": 5}}, r"\(model.num_layers 2 -> 5\)(?!.*allow)"),
+    ({"model": {"num_layers": 5}}, r"\(model.num_layers 4 -> 5\)(?!.*allow)"),
     (
         {"model": {"num_layers": 5}, "checkpoint": {"allow_model_change": ["num_layers"]}},
         "step_00000003 does not fit: 27 tensors missing in the checkpoint: model.layers.4.attention.k.weight",
@@ -137,7 +137,7 @@ OTHER: list[tuple[dict[str, Any], str]] = [
 
 
 def test_what_a_run_may_change_when_it_resumes(world2: World, tmp_path: Path) -> None:
-    config = config_of("", seed=1)
+    config = config_of("4-layers", seed=1)
     world2.run(_save, config, str(tmp_path), ranks=1)
     for change in SAME:
         check_resume(changed(config, **change), tmp_path, "abc")
