@@ -173,10 +173,11 @@ WORDS: dict[str, Sections] = {
     "graphs": {"training": {"cuda_graphs": True}},
 }  # fmt: skip
 EXECUTION = {
-    "parallel": None, "training": {"cuda_graphs"}, "fp8": {"param_gather", "report_interval"},
+    "training": {"cuda_graphs"},
+    "fp8": {"param_gather", "report_interval"},
     "optimizer": {"store_param_remainders", "reduce_dtype"},
-}  # fmt: skip
-"""Keys that say how a run is executed and not what it computes; None: the whole section."""
+}
+"""Keys beside `parallel` that say how a run is executed and not what it computes."""
 
 
 def sections_of(words: str) -> dict[str, dict[str, Any]]:
@@ -191,11 +192,11 @@ def config_of(words: str, *, seed: int = 1234, device: str = "cpu", **more: Mapp
 
 def without_execution(words: str) -> dict[str, dict[str, Any]]:
     """What `words` say of the model and its training, for the run of one rank that others are compared with."""
-    found = sections_of(words)
-    for section, keys in EXECUTION.items():
-        kept = found.get(section, {}) if keys is not None else {}
-        found[section] = {key: value for key, value in kept.items() if keys is None or key not in keys}
-    return found
+    return {
+        section: {key: value for key, value in given.items() if key not in EXECUTION.get(section, ())}
+        for section, given in sections_of(words).items()
+        if section != "parallel"
+    }
 
 
 def ranks_of(words: str) -> int:

@@ -1,7 +1,7 @@
-"""fp8.auto_filter: sizes, the same choice on all ranks, and that what is left out really runs in high precision.
+"""fp8.auto_filter: sizes of layers, the same choice on all ranks, and that left out layers run in high precision.
 
-The ceilings are made up so that memory costs nothing and casts are launches alone: in FP8 a GEMM takes half the time.
-With current scaling and two micro-batches the casts are five launches, so layers lose whose m·k·n is below 5/3 of one.
+The ceilings are made up so that memory costs nothing and casts are only launches: in FP8 a GEMM takes half the time.
+With current scaling and two micro-batches the casts are five launches: FP8 is slower where m·k·n is below 5/3 of one.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_layers_of_one_size_and_two_recipes_are_two_questions() -> None:
     ]  # fmt: skip
 
 
-# --- what is said ----------------------------------------------------------------------------------------------------
+# --- the log ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_log_names_layers_and_reasons() -> None:
@@ -249,7 +249,7 @@ def test_a_run_keeps_its_choice(world2: World, tmp_path: Path) -> None:
 
 
 def test_measured_on_a_cpu_and_resumed(tmp_path: Path, quickstart_data: QuickstartData) -> None:
-    """Emulation always loses; said by the job, for all blocks, on resuming too."""
+    """Emulation is always slower; the log says so of all blocks, on resuming too."""
     kinds = ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.down")
     for steps, said in ((1, "is measured to be 0."), (2, "as they have in this run so far")):
         overrides = [

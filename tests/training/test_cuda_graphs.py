@@ -91,32 +91,32 @@ def test_no_leaf_remembers_the_stream_of_an_eager_step(world2: World, words: str
 
 
 class Weights:
-    """As much of the FP8 manager as graphs see. `forget_weights` and new copies are noted in a diary."""
+    """As much of the FP8 manager as graphs see. `calls` are those of `forget_weights` and of copies taken and given."""
 
     def __init__(self) -> None:
-        self.diary: list[str] = []
+        self.calls: list[str] = []
         self._kept: list[QuantizedTensor | None] = [None]
 
     def forget_weights(self) -> None:
-        self.diary.append("forget")
+        self.calls.append("forget")
 
     @property
     def kept_weights(self) -> list[QuantizedTensor | None]:
-        self.diary.append("take")
+        self.calls.append("take")
         return self._kept
 
     @kept_weights.setter
     def kept_weights(self, copies: list[QuantizedTensor | None]) -> None:
         assert copies is self._kept
-        self.diary.append("give back")
+        self.calls.append("give back")
 
 
 def test_the_weights_belong_to_the_first_graph() -> None:
     weights, said = Weights(), []
 
     def capture(work: Callable[[], Tensor]) -> Captured:
-        weights.diary.append("capture")
-        return Captured(lambda: weights.diary.append("replay"), work())
+        weights.calls.append("capture")
+        return Captured(lambda: weights.calls.append("replay"), work())
 
     graphs = MicrobatchGraphs(weights, torch.device("cpu"), eager_steps=2, capture=capture, say=said.append)
     ready = []
@@ -127,7 +127,7 @@ def test_the_weights_belong_to_the_first_graph() -> None:
     for first in (True, False, False, True):
         graphs.run(lambda: torch.zeros(()), (), first=first)
     first_time = ["forget", "capture", "take", "replay", "give back"]
-    assert weights.diary == [*first_time, "capture", "replay", "replay", "replay", "give back"]
+    assert weights.calls == [*first_time, "capture", "replay", "replay", "replay", "give back"]
     assert [text.split(" in ")[0] for text in said] == [
         "CUDA graph: captured the first micro-batch of a step",
         "CUDA graph: captured later micro-batches",

@@ -1,4 +1,4 @@
-"""Which exchange a run's tensor-parallel layers get."""
+"""How a run's tensor-parallel layers overlap communication with GEMMs."""
 
 from __future__ import annotations
 
