@@ -5,10 +5,12 @@ PY := $(VENV)/bin/python
 # On a machine without an NVIDIA driver take the release whose PyPI build CI uses; elsewhere any supported one.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 # The same driver decides about cuBLASLt's Python binding, which multiplies FP8 on GPUs.
-EXTRAS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),dev$(comma)gpu,dev)
+GPU := $(if $(shell command -v nvidia-smi 2>/dev/null),gpu)
+EXTRAS ?= dev$(if $(GPU),$(comma)$(GPU))
+RUN_PACKAGE := .$(if $(GPU),[$(GPU)])
 comma := ,
-# Errors only. Its exit code decides, so nothing is piped through a filter here.
-PIP := $(PY) -m pip install -qq --disable-pip-version-check
+# Errors only: pip's exit code decides, so nothing is piped through a filter. Modules are compiled when first imported.
+PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-slow test-gpu quickstart lint format clean
@@ -18,14 +20,22 @@ help:  ## list the targets
 
 venv: $(VENV)/.installed  ## virtual environment with everything installed
 
-# torch first: with it present, nothing below can pull in another build. A container's own torch, and whatever else it
-# has, is used with VENV_ARGS=--system-site-packages; so tools are called as modules, wherever they are installed.
+# torch in the same call: its version decides about all others. A container's own torch, and whatever else it has, is
+# used with VENV_ARGS=--system-site-packages; so tools are called as modules, wherever they are installed.
+define install
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed, for example: make PYTHON=python3.12")'
+@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+@echo "installing into $(VENV) (about a minute) ..."
+@$(PIP) '$(TORCH)' -e '$(1)'
+endef
+
 $(VENV)/.installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed, for example: make PYTHON=python3.12")'
-	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
-	@echo "installing into $(VENV) (about a minute) ..."
-	@$(PIP) '$(TORCH)'
-	@$(PIP) -e '.[$(EXTRAS)]'
+	$(call install,.[$(EXTRAS)])
+	@touch $(VENV)/.runtime $@
+
+# What a run needs, without the development tools.
+$(VENV)/.runtime: pyproject.toml
+	$(call install,$(RUN_PACKAGE))
 	@touch $@
 
 test: venv lint  ## lint and the whole CPU suite (about 10 minutes on 2 cores)
@@ -37,7 +47,7 @@ test-slow: venv  ## the tests too slow for every change
 test-gpu: venv  ## the tests that need a GPU
 	$(PY) -m pytest -q -m gpu
 
-quickstart: venv  ## vocabulary, data, FP8 training on 4 processes, loss curve (under 5 minutes)
+quickstart: $(VENV)/.runtime  ## vocabulary, data, FP8 training on 4 processes, loss curve (under 3 minutes)
 	@$(PY) tools/quickstart.py
 
 lint: venv  ## ruff, types, and the direction of imports

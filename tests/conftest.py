@@ -1,4 +1,4 @@
-"""Fixtures every room uses: worlds of real ranks, one thread per process, GPU tests skipped without a GPU."""
+"""Fixtures of all tests: real ranks, the quickstart's data; one thread per process; GPU tests skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.quickstart_data import QuickstartData, make_quickstart_data
-from tests.world import World
+from tests.training.runs import Runs
+from tests.world import Ranks, World
 
 torch.set_num_threads(1)
 # On a busy machine any example may take a second.
@@ -24,27 +25,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-def _world(size: int) -> Iterator[World]:
-    world = World(size)
-    yield world
-    world.close()
+@pytest.fixture(scope="session")
+def rank_processes() -> Iterator[Ranks]:
+    processes = Ranks()
+    yield processes
+    processes.close()
 
 
-@pytest.fixture(scope="module")
-def world2() -> Iterator[World]:
-    yield from _world(2)
+@pytest.fixture(scope="session")
+def world2(rank_processes: Ranks) -> World:
+    return World(rank_processes, 2)
 
 
-@pytest.fixture(scope="module")
-def world4() -> Iterator[World]:
-    yield from _world(4)
+@pytest.fixture(scope="session")
+def world4(rank_processes: Ranks) -> World:
+    return World(rank_processes, 4)
 
 
-@pytest.fixture(scope="module")
-def world8() -> Iterator[World]:
-    yield from _world(8)
+@pytest.fixture(scope="session")
+def world8(rank_processes: Ranks) -> World:
+    return World(rank_processes, 8)
 
 
 @pytest.fixture(scope="session")
 def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> QuickstartData:
     return make_quickstart_data(tmp_path_factory.mktemp("quickstart"))
+
+
+@pytest.fixture(scope="session")
+def runs(world8: World, quickstart_data: QuickstartData, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(world8, quickstart_data, tmp_path_factory.mktemp("runs"))

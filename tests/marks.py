@@ -1,4 +1,4 @@
-"""Which cases of a table every change pays for. The rest are run with `-m slow`."""
+"""Marks for cases of a table: `make test` runs some, `-m slow` the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """`cases` for `parametrize`, of which all but those in `quick` are marked slow. A tuple is a value a parameter."""
+    """`cases` for `parametrize`, all marked slow but those in `quick`. A tuple has one value for each parameter."""
     found = list(cases)
     assert all(case in found for case in quick), f"{quick} of {found}"
     return [case if case in quick else _slow(case) for case in found]

@@ -1,13 +1,11 @@
-"""The quickstart's data in small: real text, tokenized by the project's own tools, once a test session.
-
-Part of the standard library is enough for a few hundred samples; the vocabulary is the quickstart's size.
-"""
+"""The quickstart's data in small: some modules of the standard library, tokenized by the project's own tools."""
 
 from __future__ import annotations
 
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools import preprocess_data, train_tokenizer
 
@@ -21,6 +19,18 @@ class QuickstartData:
     """Where vocabulary, token files and sample indices are."""
 
     folder: Path
+
+    @property
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """The keys of a config that point to this data."""
+        return {
+            "data": {
+                "train": [str(self.folder / "stdlib")],
+                "tokenizer": {"kind": "sentencepiece", "path": str(self.folder / "tokenizer.model")},
+                "index_cache": str(self.folder / "cache"),
+            },
+            "model": {"vocab_size": VOCABULARY, "vocab_multiple": 128},
+        }
 
     @property
     def overrides(self) -> list[str]:

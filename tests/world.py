@@ -1,8 +1,9 @@
-"""Real ranks for tests: a few processes that are started once and run many cases.
+"""Real ranks for tests: processes that are started once a session and run many cases.
 
-A rank is a fork of a server process that has imported torch, which takes milliseconds. A `World` keeps its
-processes, and each case joins a new gloo group over as many of them as it asks for. A case that hangs is reported with
-the ranks that did not answer and where each of them stood, and the world is started afresh for the next case.
+A rank is a fork of a server process that has imported torch and the package, which takes milliseconds. Each case joins
+a new gloo group over as many ranks as it asks for, and finds torch and the environment as a new process has them. A
+rank whose case failed, died or hung is killed with all ranks of that case, and is started afresh for the next; the
+error names the ranks that did not answer and shows the stack of each.
 
     def _case(parallel_size):            # module level, so that it can be pickled; runs on every rank
         ...
@@ -22,115 +23,155 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
 from typing import Any
 
-# A server process imports torch and the package once; every rank is a fork of it, ready in milliseconds.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "megafp8.training.job", "hypothesis", "pytest"])
+_context.set_forkserver_preload(
+    ["torch.distributed", "torch.distributed.checkpoint", "megafp8.training.job", "hypothesis", "pytest"]
+)
+_STDOUT_STDERR = (1, 2)
 
 
 def _serve(pipe: Connection, stack_path: str) -> None:
+    """A rank's loop: receive a case, run it, send (whether it succeeded, result or traceback). None ends it."""
+    import torch.distributed as dist
+
+    environment = dict(os.environ)
+    with open(stack_path, "w") as stack_file:
+        while (task := pipe.recv()) is not None:
+            for descriptor in _STDOUT_STDERR:
+                received = recv_handle(pipe)
+                os.dup2(received, descriptor)
+                os.close(received)
+            function, args, rank, ranks, store, timeout = task
+            _reset({**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)})
+            faulthandler.dump_traceback_later(timeout * 0.9, file=stack_file)
+            try:
+                dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+                result = (True, function(*args))
+            except Exception:
+                result = (False, traceback.format_exc())
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+            pipe.send(result)
+
+
+def _reset(environment: dict[str, str]) -> None:
+    """Undo what the case before may have changed: groups, environment variables, torch's settings and random state."""
     import torch
     import torch.distributed as dist
 
+    from megafp8.parallel_state import destroy_model_parallel
+
+    # Not right after that case: other ranks may still have been connecting to its groups.
+    destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    stack_file = open(stack_path, "w")  # noqa: SIM115 - kept open for faulthandler
-    while True:
-        task = pipe.recv()
-        if task is None:
-            return
-        for own in (1, 2):
-            theirs = recv_handle(pipe)
-            os.dup2(theirs, own)
-            os.close(theirs)
-        if dist.is_initialized():  # the last case's, which a rank may have left while others still connected to it
-            dist.destroy_process_group()
-        function, args, rank, ranks, store, timeout = task
-        faulthandler.dump_traceback_later(timeout * 0.9, file=stack_file)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+
+
+class _Rank:
+    """One process, its pipe, and the file that its stack is written to if it hangs."""
+
+    def __init__(self, stack_path: Path) -> None:
+        self.stack_path = stack_path
+        self.pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(theirs, str(stack_path)), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def send(self, task: tuple[Any, ...]) -> None:
+        """Start a case. What the rank prints goes to where this process' output goes now, so pytest captures it."""
+        self.pipe.send(task)
+        for descriptor in _STDOUT_STDERR:
+            send_handle(self.pipe, descriptor, self.process.pid)
+
+    def receive(self) -> tuple[bool, Any]:
+        """The result of the case, which has arrived or never will."""
         try:
-            dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-            torch.manual_seed(0)
-            result = (True, function(*args))
-        except Exception:
-            result = (False, traceback.format_exc())
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-        pipe.send(result)
-        if not result[0]:  # peers may hang in a collective with us: this process is of no more use
-            return
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(timeout=5)
+            return False, f"process died, exit code {self.process.exitcode}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Ranks:
+    """The processes of a session, each started when a case first needs it."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="megafp8-ranks-"))
+        self.cases = 0
+        self._ranks: dict[int, _Rank] = {}
+
+    def close(self) -> None:
+        """End the processes, by themselves where they can, and remove what they left."""
+        for rank in self._ranks.values():
+            rank.pipe.send(None)
+        deadline = time.monotonic() + 5
+        for rank in self._ranks.values():
+            rank.process.join(timeout=max(0.0, deadline - time.monotonic()))
+            rank.kill()
+        self._ranks.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], ranks: int, timeout: float) -> list[Any]:
+        """Run `function(*args)` on the first `ranks` processes and return what each returned, by rank."""
+        self.cases += 1
+        store = str(self.folder / f"store-{self.cases}")
+        for i in range(ranks):
+            if i not in self._ranks:
+                self._ranks[i] = _Rank(self.folder / f"stack-{i}")
+            self._ranks[i].send((function, args, i, ranks, store, timeout))
+        answers = self._answers(ranks, timeout)
+        hung = sorted(set(range(ranks)) - answers.keys())
+        failed = {i: value for i, (succeeded, value) in sorted(answers.items()) if not succeeded}
+        if hung or failed:  # all ranks of the case may hang in a collective with these
+            report = [f"rank {i} failed:\n{value}" for i, value in failed.items()]
+            for i in hung:
+                stack = self._ranks[i].stack_path.read_text()
+                report.append(f"rank {i} did not finish within {timeout} s; it stood at:\n{stack}")
+            for i in range(ranks):
+                self._ranks.pop(i).kill()
+            raise AssertionError("\n".join(report))
+        return [answers[i][1] for i in range(ranks)]
+
+    def _answers(self, ranks: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+        """Results by rank, of those that answer in time. After a failure the others have 2 more seconds."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        waiting = {self._ranks[i].pipe: i for i in range(ranks)}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), timeout=left):
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                answers[rank] = self._ranks[rank].receive()
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + 2)
+        return answers
 
 
 class World:
-    """`size` processes that run cases together. Use through the fixtures `world2`, `world4`, `world8`."""
+    """The first `size` ranks of a session. Use through the fixtures `world2`, `world4`, `world8`."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.folder = tempfile.mkdtemp(prefix="megafp8-world-")
-        self.cases = 0
-        self.processes: list[Any] = []
-        self.pipes: list[Connection] = []
-
-    def _start(self) -> None:
-        self.processes, self.pipes = [], []
-        for rank in range(self.size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs, self._stack_path(rank)), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.pipes.append(ours)
-
-    def _stack_path(self, rank: int) -> str:
-        return os.path.join(self.folder, f"stack-{rank}")
-
-    def _kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
-        self.processes = []
-
-    def close(self) -> None:
-        """End the processes and remove what they left."""
-        self._kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def __init__(self, ranks: Ranks, size: int) -> None:
+        self._ranks, self.size = ranks, size
 
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 120
     ) -> list[Any]:
         """Run `function(*args)` on the first `ranks` processes and return what each returned, by rank."""
-        ranks = ranks or self.size
-        if not self.processes:
-            self._start()
-        self.cases += 1
-        store = os.path.join(self.folder, f"store-{self.cases}")
-        for rank in range(ranks):
-            self.pipes[rank].send((function, args, rank, ranks, store, timeout))
-            for handle in (
-                1,
-                2,
-            ):  # what ranks print goes where this process' output goes now, so that pytest captures it
-                send_handle(self.pipes[rank], handle, self.processes[rank].pid)
-        answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + timeout
-        while len(answers) < ranks and time.monotonic() < deadline:
-            for rank in set(range(ranks)) - answers.keys():
-                try:
-                    if self.pipes[rank].poll(0.005):
-                        answers[rank] = self.pipes[rank].recv()
-                except (EOFError, ConnectionResetError):
-                    answers[rank] = (False, f"process died, exit code {self.processes[rank].exitcode}")
-            if any(not ok for ok, _ in answers.values()):
-                deadline = min(deadline, time.monotonic() + 2)  # let the other ranks report too
-        hung = sorted(set(range(ranks)) - answers.keys())
-        failed = {rank: value for rank, (ok, value) in answers.items() if not ok}
-        if hung or failed:
-            stacks = {rank: open(self._stack_path(rank)).read() for rank in hung}  # noqa: SIM115
-            self._kill()
-            report = [f"rank {rank} failed:\n{value}" for rank, value in sorted(failed.items())]
-            report += [f"rank {rank} did not finish within {timeout} s; it stood at:\n{stacks[rank]}" for rank in hung]
-            raise AssertionError("\n".join(report))
-        return [answers[rank][1] for rank in range(ranks)]
+        return self._ranks.run(function, args, ranks or self.size, timeout)

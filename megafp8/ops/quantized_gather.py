@@ -59,7 +59,7 @@ def _joined(gathered: Tensor, ranks: int) -> Tensor:
 
 def _joined_data(gathered: Tensor, ranks: int) -> Tensor:
     word = torch.int64 if gathered.shape[1] % 8 == 0 else torch.uint8  # the widest that a copy of bytes may be of
-    return _joined(gathered.view(word), ranks).view(gathered.dtype)
+    return _joined(gathered.view(word), ranks).contiguous().view(gathered.dtype)  # a column of one word is a view
 
 
 class Rows:

@@ -15,7 +15,7 @@ import torch
 
 from megafp8.checkpoint import BackgroundSaver, Destination, FolderLock, complete_checkpoints, load, save
 from megafp8.config import Config
-from megafp8.training.job import check_writable
+from megafp8.training.validate import check_writable
 
 _ALONE = ["unshare", "--map-root-user", "--mount"]
 

@@ -12,7 +12,7 @@ import torch
 
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset
-from megafp8.data.samples import PackedDataset, next_token_batch, split_documents
+from megafp8.data.samples import Batch, PackedDataset, next_token_batch, split_documents
 from tests.data.datasets import write_dataset
 
 S = 7
@@ -212,3 +212,17 @@ def test_a_pickled_data_set_reads_the_same(dataset: IndexedDataset) -> None:
     expected = [samples[i].tolist() for i in range(5)]
     again = pickle.loads(pickle.dumps(samples))
     assert [again[i].tolist() for i in range(5)] == expected
+
+
+def test_a_batch_is_sharded_with_its_positions() -> None:
+    tokens = torch.arange(16).view(2, 8)
+    batch = Batch(tokens, tokens + 1, loss_mask=tokens % 2, document_ids=tokens // 3)
+    shard = batch.shard(1, 2)
+    assert shard.tokens.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert torch.equal(shard.labels, shard.tokens + 1)
+    assert torch.equal(shard.loss_mask, shard.tokens % 2)
+    assert shard.position_ids.tolist() == [[2, 3, 4, 5]]
+    assert torch.equal(shard.document_ids, tokens // 3)
+    given = Batch(tokens, tokens, position_ids=tokens % 5).shard(0, 2)
+    assert given.position_ids.tolist() == [[0, 1, 1, 2], [3, 4, 4, 0]]
+    assert batch.shard(0, 1) is batch

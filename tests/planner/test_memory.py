@@ -31,9 +31,15 @@ from megafp8.training.fp8_config import build_fp8
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 from megafp8.training.trainer import Trainer
 from tests.quickstart_data import CONFIG
-from tests.training.test_equivalence import GPT2
 from tests.world import World
 
+GPT2 = [
+    "model.position_embedding=learned",
+    "model.normalization=layernorm",
+    "model.activation=gelu_tanh",
+    "model.linear_bias=true",
+    "model.num_query_groups=8",
+]
 _CPU = torch.device("cpu")
 ALONE = ["parallel.tensor=1", "parallel.pipeline=1"]
 TINY = [

@@ -1,7 +1,7 @@
-"""fp8.auto_filter: sizes, the same choice on all ranks, and that what is left out really runs in high precision.
+"""fp8.auto_filter: sizes of layers, the same choice on all ranks, and that left out layers run in high precision.
 
-The ceilings are made up so that memory costs nothing and casts are launches alone: in FP8 a GEMM takes half the time.
-With current scaling and two micro-batches the casts are five launches, so layers lose whose m·k·n is below 5/3 of one.
+The ceilings are made up so that memory costs nothing and casts are only launches: in FP8 a GEMM takes half the time.
+With current scaling and two micro-batches the casts are five launches: FP8 is slower where m·k·n is below 5/3 of one.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from megafp8.training.trainer import Trainer
 from tests.config.test_config import MINIMAL
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 from tests.training.latest import load_latest
+from tests.training.runs import ONE_RANK
 from tests.world import World
 
 CPU = torch.device("cpu")
@@ -47,7 +48,6 @@ SMALL = [
     "model.vocab_size=128", "training.seq_length=32", "training.micro_batch_size=2", "training.global_batch_size=4",
     "training.eval_interval=0", "fp8.recipe=current",
 ]  # fmt: skip
-ALONE = ["parallel.tensor=1", "parallel.pipeline=1"]
 PREDICTED = ["fp8.auto_filter=predicted"]
 
 
@@ -114,11 +114,11 @@ def of_blocks(*kinds: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("layout", "ranks", "left_out", "in_fp8"),
     [
-        (ALONE, 1, ("attention.qkv", "attention.proj"), ["down", "up"]),
+        (ONE_RANK, 1, ("attention.qkv", "attention.proj"), ["down", "up"]),
         (["parallel.tensor=1", "parallel.pipeline=2"], 2, ("attention.qkv", "attention.proj"), ["down", "up"]),
         (["parallel.tensor=2", "parallel.pipeline=1"], 2, ("attention.qkv", "attention.proj", "mlp.down"), ["up"]),
     ],
-    ids=["alone", "pp2", "tp2-sp"],
+    ids=["one rank", "pp2", "tp2-sp"],
 )
 def test_small_layers_are_left_out_on_all_ranks(
     world2: World, layout: list[str], ranks: int, left_out: tuple[str, ...], in_fp8: list[str]
@@ -129,7 +129,7 @@ def test_small_layers_are_left_out_on_all_ranks(
 
 
 def losses(world: World, *overrides: str, launch: float) -> list[float]:
-    ((_, _, found),) = world.run(_train, [*ALONE, *overrides], replace(FAKE, launch=launch), ranks=1)
+    ((_, _, found),) = world.run(_train, [*ONE_RANK, *overrides], replace(FAKE, launch=launch), ranks=1)
     return found
 
 
@@ -145,7 +145,7 @@ def test_what_is_left_out_runs_in_high_precision(world2: World) -> None:
 
 def test_patterns_and_blocks_come_first() -> None:
     options = ["fp8.exclude=[layers.1.mlp.down]", "fp8.first_blocks_bf16=1", 'fp8.include=["*.down", "*.proj"]']
-    config = load_config(CONFIG, [*SMALL, *ALONE, *options])
+    config = load_config(CONFIG, [*SMALL, *ONE_RANK, *options])
     found = auto_filter.compare(config, build_fp8(config, None), lambda size, layer: _Speedup(2.0))
     assert [(c.layers, c.size) for c in found] == [
         (("layers.1.attention.proj", "layers.2.attention.proj", "layers.3.attention.proj"), LinearSize(64, 64, 64)),
@@ -165,7 +165,7 @@ CUSTOM = (
 
 
 def test_layers_of_one_size_and_two_recipes_are_two_questions() -> None:
-    config = load_config(CONFIG, [*SMALL, *ALONE, "fp8.recipe=custom", CUSTOM])
+    config = load_config(CONFIG, [*SMALL, *ONE_RANK, "fp8.recipe=custom", CUSTOM])
     asked: list[str] = []
 
     def timing(size: LinearSize, layer: str) -> Any:
@@ -179,7 +179,7 @@ def test_layers_of_one_size_and_two_recipes_are_two_questions() -> None:
     ]  # fmt: skip
 
 
-# --- what is said ----------------------------------------------------------------------------------------------------
+# --- the log ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_log_names_layers_and_reasons() -> None:
@@ -206,16 +206,16 @@ def test_the_log_names_layers_and_reasons() -> None:
     ],
 )
 def test_what_cannot_be_predicted_is_refused(overrides: list[str], message: str) -> None:
-    config = load_config(CONFIG, [*SMALL, *ALONE, *PREDICTED, *overrides])
+    config = load_config(CONFIG, [*SMALL, *ONE_RANK, *PREDICTED, *overrides])
     with pytest.raises(ValueError, match=message):
         auto_filter.check(config, build_fp8(config, None), CPU)
 
 
 def test_predictions_are_of_bf16() -> None:
-    config = load_config(CONFIG, [*SMALL, *ALONE, *PREDICTED, "training.precision=fp32"])
+    config = load_config(CONFIG, [*SMALL, *ONE_RANK, *PREDICTED, "training.precision=fp32"])
     with pytest.raises(ValueError, match=r"predicts FP8 against bf16, and training.precision is fp32"):
         check_layout(config, 1)
-    check_layout(load_config(CONFIG, [*SMALL, *ALONE, *PREDICTED, "training.precision=bf16"]), 1)
+    check_layout(load_config(CONFIG, [*SMALL, *ONE_RANK, *PREDICTED, "training.precision=bf16"]), 1)
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------
@@ -240,17 +240,19 @@ def _resume(overrides: list[str], folder: Path) -> tuple[list[float], list[float
 
 
 def test_a_run_keeps_its_choice(world2: World, tmp_path: Path) -> None:
-    ((straight, resumed, other),) = world2.run(_resume, [*ALONE, *PREDICTED, "fp8.recipe=delayed"], tmp_path, ranks=1)
+    ((straight, resumed, other),) = world2.run(
+        _resume, [*ONE_RANK, *PREDICTED, "fp8.recipe=delayed"], tmp_path, ranks=1
+    )
     assert straight == resumed
     assert other is None, "another fp8 section, another choice"
 
 
 def test_measured_on_a_cpu_and_resumed(tmp_path: Path, quickstart_data: QuickstartData) -> None:
-    """Emulation always loses; said by the job, for all blocks, on resuming too."""
+    """Emulation is always slower; the log says so of all blocks, on resuming too."""
     kinds = ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.down")
     for steps, said in ((1, "is measured to be 0."), (2, "as they have in this run so far")):
         overrides = [
-            *SMALL, *quickstart_data.overrides, *ALONE, f"run_dir={tmp_path}", "fp8.auto_filter=measured",
+            *SMALL, *quickstart_data.overrides, *ONE_RANK, f"run_dir={tmp_path}", "fp8.auto_filter=measured",
             f"training.steps={steps}", "optimizer.warmup_steps=0",
         ]  # fmt: skip
         command = [sys.executable, "pretrain_gpt.py", "--config", str(CONFIG), *overrides]

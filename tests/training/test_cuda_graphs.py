@@ -1,13 +1,11 @@
 """Replayed micro-batches train what eager ones train, bit for bit.
 
-On a CPU a stand-in takes the place of the graph: it does its work again at each replay, on the memory that it was
-captured with, and leaves the result in the memory that it had at first. So everything but CUDA itself is tested there:
+On a CPU a stand-in takes the place of the graph (`runs.RerunCapture`). So everything but CUDA itself is tested there:
 which micro-batches are replayed, the copies of the inputs, what becomes of the results, and data parallelism beside it.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.config import Config, ConfigError
-from megafp8.data.samples import Batch, next_token_batch
+from megafp8.data.samples import Batch
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import (
@@ -33,119 +31,40 @@ from megafp8.pipeline_parallel.schedules.one_f_one_b import one_f_one_b
 from megafp8.training.cuda_graphs import Captured, MicrobatchGraphs
 from megafp8.training.trainer import Trainer
 from megafp8.training.validate import choose_device
+from tests.marks import slow_but
+from tests.training.runs import WORDS, Curve, RerunCapture, Runs, batches, config, config_of, start, steps_of
 from tests.world import World
-
-VOCABULARY = 128
-Curve = list[tuple[float, float]]
-
-BASE: dict[str, dict[str, Any]] = {
-    "model": {
-        "num_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "ffn_hidden_size": 256,
-        "vocab_size": VOCABULARY,
-    },
-    "training": {"steps": 20, "seq_length": 32, "micro_batch_size": 2, "global_batch_size": 6, "precision": "fp32"},
-    "optimizer": {"learning_rate": 1e-3},
-    "data": {"train": ["none"]},
-}  # fmt: skip
-
-
-def config(**sections: dict[str, Any]) -> Config:
-    """The small model with some fields changed."""
-    changed = {name: {**BASE.get(name, {}), **sections.get(name, {})} for name in BASE.keys() | sections.keys()}
-    return Config.model_validate({"name": "test", **changed})
-
-
-def batches(step: int, settings: Config, parallel: ParallelState, masked: bool) -> list[Batch]:
-    """A step's random micro-batches of this rank; `masked`: in documents, of some 16 tokens, that are kept apart."""
-    t, data = settings.training, parallel.data
-    generator = torch.Generator().manual_seed(100 * step + data.rank)
-    count = t.global_batch_size // (t.micro_batch_size * data.size)
-    found = []
-    for _ in range(count):
-        tokens = torch.randint(VOCABULARY, (t.micro_batch_size, t.seq_length + 1), generator=generator)
-        if masked:
-            tokens[torch.rand(tokens.shape, generator=generator) < 1 / 16] = 0
-        eod = 0 if masked else None
-        found.append(next_token_batch(tokens, eod, reset_at_documents=masked, mask_eod_loss=masked))
-    return found
-
-
-def train(
-    settings: Config, parallel: ParallelState, steps: int, graphs: Callable[..., MicrobatchGraphs] | None, masked: bool
-) -> tuple[Curve, Trainer]:
-    """Losses and gradient norms; `graphs` makes the trainer's."""
-    trainer = Trainer(settings, parallel)
-    if graphs is not None:
-        trainer.graphs = graphs(trainer.fp8, parallel.device)
-    curve = []
-    for step in range(steps):
-        loss, result = trainer.train_step(step, batches(step, settings, parallel, masked))
-        curve.append((loss.mean, result.grad_norm))
-        trainer.evaluate(batches(1000, settings, parallel, masked))  # it leaves copies of the weights behind
-    return curve, trainer
-
 
 # --- with a stand-in for CUDA ----------------------------------------------------------------------------------------
 
-
-class HighPrecisionFallback:
-    """Captures nothing: replaying is doing the work again. Counts captures and replays."""
-
-    def __init__(self) -> None:
-        self.captures = self.replays = 0
-
-    def __call__(self, work: Callable[[], Tensor]) -> Captured:
-        self.captures += 1
-        result = torch.full((2,), torch.nan, dtype=torch.float64)
-
-        def replay() -> None:
-            self.replays += 1
-            result.copy_(work())
-
-        return Captured(replay, result)
-
-
-def _both(settings: Config, steps: int, masked: bool) -> tuple[Curve, Curve, int, int]:
-    """The curve of eager micro-batches and of replayed ones on the ranks that are here, captures and replays."""
-    parallel = initialize_model_parallel(device=initialize_distributed("cpu"))
-    eager, _ = train(settings, parallel, steps, None, masked)
-    fallback = HighPrecisionFallback()
-    graphs = functools.partial(MicrobatchGraphs, eager_steps=1, capture=fallback)
-    replayed, _ = train(settings, parallel, steps, graphs, masked)
-    return eager, replayed, fallback.captures, fallback.replays
-
-
-CASES: dict[str, tuple[dict[str, Any], bool, int]] = {  # changes, masked, how often 3 of 4 steps replay something
-    "fp32": ({}, False, 9),
-    "delayed": ({"fp8": {"recipe": "delayed", "amax_history_len": 4}}, False, 9),
-    "masked": ({"model": {"position_embedding": "learned"}}, True, 9),
-    "recompute": ({"parallel": {"recompute": "full"}}, False, 9),
-    "one micro-batch": ({"training": {"global_batch_size": 2}}, False, 3),
-    "sampled": ({"fp8": {"recipe": "current", "report_interval": 3}}, False, 6),
+CASES = {  # captures and replays, by hand: four of five steps replay micro-batches, two each
+    "": (2, 8),
+    "delayed": (2, 8),
+    "documents gpt2": (2, 8),
+    "full": (2, 8),
+    "1-sample": (1, 4),
+    "current report-3": (2, 6),  # the third step is sampled, and eager
+    # The last micro-batch of a step is eager where its backward overlaps with the reduction.
+    "dp2": (1, 4),
+    "dp2 late-reduce": (2, 8),
+    "dp2 zero delayed": (1, 4),
+    "dp2 zero delayed fp8-gather": (1, 4),
+    "dp2 zero current fp8-gather": (1, 4),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_replayed_and_eager_micro_batches_are_the_same(world2: World, case: str) -> None:
-    changes, masked, expected_replays = CASES[case]
-    ((eager, replayed, captures, replays),) = world2.run(_both, config(**changes), 4, masked, ranks=1)
-    assert replayed == eager
-    assert len(set(eager)) == 4, "the batches of two steps were the same"
-    assert (captures, replays) == (1 if case == "one micro-batch" else 2, expected_replays)
-
-
-@pytest.mark.parametrize(("overlap", "expected_replays"), [(True, 6), (False, 9)])
-def test_only_what_overlaps_with_the_reduction_is_eager(world2: World, overlap: bool, expected_replays: int) -> None:
-    settings = config(training={"global_batch_size": 12}, parallel={"overlap_grad_reduce": overlap})
-    for eager, replayed, _, replays in world2.run(_both, settings, 4, False):
-        assert replayed == eager
-        assert replays == expected_replays
+@pytest.mark.parametrize("words", slow_but(CASES, *list(CASES)[:-1]))
+def test_replayed_and_eager_micro_batches_are_the_same(runs: Runs, words: str) -> None:
+    eager, replayed = runs.of(words), runs.of(f"{words} graphs")
+    assert replayed.curve == eager.curve
+    assert replayed.state == eager.state
+    assert len(set(eager.curve)) == len(eager.curve), "the batches of two steps were the same"
+    assert all((rank["captures"], rank["replays"]) == CASES[words] for rank in replayed.elements)
 
 
 def _leaves_left(settings: Config) -> int:
     """How many of autograd's leaf nodes outlive a step."""
-    parallel = initialize_model_parallel(device=initialize_distributed("cpu"))
-    trainer = Trainer(settings, parallel)
+    trainer, parallel = start(settings)
     forward = trainer._forward
 
     def leaf(param: nn.Parameter) -> Any:
@@ -161,43 +80,42 @@ def _leaves_left(settings: Config) -> int:
     trainer._forward = marking  # type: ignore[method-assign]
     gc.collect()
     gc.disable()
-    trainer.train_step(0, batches(0, settings, parallel, False))
+    trainer.train_step(0, batches(0, settings, parallel))
     gc.enable()
     return sum("marked" in leaf(param).metadata for param in trainer.params)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_no_leaf_remembers_the_stream_of_an_eager_step(world2: World, recompute: str) -> None:
+@pytest.mark.parametrize("words", ["delayed", "delayed full"])
+def test_no_leaf_remembers_the_stream_of_an_eager_step(world2: World, words: str) -> None:
     """One that did would draw that stream into the capture, which fails."""
-    settings = config(fp8={"recipe": "delayed"}, parallel={"recompute": recompute})
-    assert world2.run(_leaves_left, settings, ranks=1) == [0]
+    assert world2.run(_leaves_left, config_of(words), ranks=1) == [0]
 
 
 class Weights:
-    """As much of the FP8 manager as graphs see. `forget_weights` and new copies are noted in a diary."""
+    """As much of the FP8 manager as graphs see. `calls` are those of `forget_weights` and of copies taken and given."""
 
     def __init__(self) -> None:
-        self.diary: list[str] = []
+        self.calls: list[str] = []
         self._kept: list[QuantizedTensor | None] = [None]
 
     def forget_weights(self) -> None:
-        self.diary.append("forget")
+        self.calls.append("forget")
 
     def weight_copies(self) -> list[QuantizedTensor | None]:
-        self.diary.append("take")
+        self.calls.append("take")
         return self._kept
 
     def restore_weight_copies(self, copies: list[QuantizedTensor | None]) -> None:
         assert copies is self._kept
-        self.diary.append("give back")
+        self.calls.append("give back")
 
 
 def test_the_weights_belong_to_the_first_graph() -> None:
     weights, said = Weights(), []
 
     def capture(work: Callable[[], Tensor]) -> Captured:
-        weights.diary.append("capture")
-        return Captured(lambda: weights.diary.append("replay"), work())
+        weights.calls.append("capture")
+        return Captured(lambda: weights.calls.append("replay"), work())
 
     graphs = MicrobatchGraphs(weights, torch.device("cpu"), eager_steps=2, capture=capture, say=said.append)
     ready = []
@@ -208,7 +126,7 @@ def test_the_weights_belong_to_the_first_graph() -> None:
     for first in (True, False, False, True):
         graphs.run(lambda: torch.zeros(()), (), first=first)
     first_time = ["forget", "capture", "take", "replay", "give back"]
-    assert weights.diary == [*first_time, "capture", "replay", "replay", "replay", "give back"]
+    assert weights.calls == [*first_time, "capture", "replay", "replay", "replay", "give back"]
     assert [text.split(" in ")[0] for text in said] == [
         "CUDA graph: captured the first micro-batch of a step",
         "CUDA graph: captured later micro-batches",
@@ -216,7 +134,7 @@ def test_the_weights_belong_to_the_first_graph() -> None:
 
 
 def test_inputs_of_another_shape_are_refused() -> None:
-    graphs = MicrobatchGraphs(Weights(), torch.device("cpu"), eager_steps=0, capture=HighPrecisionFallback())
+    graphs = MicrobatchGraphs(Weights(), torch.device("cpu"), eager_steps=0, capture=RerunCapture())
     graphs.run(lambda x, y: torch.zeros(2, dtype=torch.float64), (torch.ones(3), None), first=True)
     with pytest.raises(AssertionError, match=r"an input of \(1,\) for a graph of \(3,\)"):
         graphs.run(lambda x, y: x, (torch.ones(1), None), first=True)
@@ -226,9 +144,9 @@ def test_inputs_of_another_shape_are_refused() -> None:
 
 def test_without_a_gpu_they_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device(config()) == "cpu"
+    assert choose_device(config(device="auto")) == "cpu"
     with pytest.raises(ConfigError, match=r"training\.cuda_graphs = True: torch sees no CUDA device here; try"):
-        choose_device(config(training={"cuda_graphs": True}))
+        choose_device(config_of("graphs", device="auto"))
 
 
 # --- with CUDA -------------------------------------------------------------------------------------------------------
@@ -243,6 +161,16 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+def train(settings: Config, parallel: ParallelState, steps: int) -> tuple[Curve, Trainer]:
+    """Losses and gradient norms, with an evaluation after each step, which leaves FP8 copies of the weights behind."""
+    trainer = Trainer(settings, parallel)
+    curve = []
+    for step in range(steps):
+        curve += steps_of(trainer, parallel, [step])
+        trainer.evaluate(batches(1000, settings, parallel))
+    return curve, trainer
+
+
 @contextmanager
 def gpu() -> Iterator[ParallelState]:
     try:
@@ -251,49 +179,48 @@ def gpu() -> Iterator[ParallelState]:
         destroy_model_parallel()
 
 
-def assert_replays_are_eager(settings: Config, masked: bool = False) -> None:
+def assert_replays_are_eager(settings: Config) -> None:
     """Curves of eager and replayed micro-batches agree to the bit, or to what two eager runs leave open.
 
     A backward pass of attention may sum in any order; with as few tokens as here there is nothing to order.
     """
     replaying = settings.model_copy(update={"training": settings.training.model_copy(update={"cuda_graphs": True})})
     with gpu() as parallel:
-        eager, _ = train(settings, parallel, 8, None, masked)
-        again, _ = train(settings, parallel, 8, None, masked)
-        replayed, trainer = train(replaying, parallel, 8, None, masked)
+        eager, _ = train(settings, parallel, 8)
+        again, _ = train(settings, parallel, 8)
+        replayed, trainer = train(replaying, parallel, 8)
         assert trainer.graphs is not None
         assert trainer.graphs.ready
     noise, distance = (max(abs(a - b) / b for (a, _), (b, _) in zip(c, eager)) for c in (again, replayed))
     assert distance <= 3 * noise, "exactly the same where two eager runs are"
 
 
+BF16 = {"precision": "bf16", "seq_length": 64, "micro_batch_size": 2, "global_batch_size": 6}
+LARGER = {"hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 256}
+
+
+def gpu_config(fp8: dict[str, Any], **sections: dict[str, Any]) -> Config:
+    sections["model"] = {**LARGER, **sections.get("model", {})}
+    return config(device="auto", training=BF16, fp8={**fp8, "gemm_autotune": False}, **sections)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gpu_replays_what_it_would_run(recipe: str) -> None:
-    training = {"precision": "bf16", "seq_length": 64}
-    assert_replays_are_eager(config(training=training, fp8={**RECIPES[recipe], "gemm_autotune": False}))
+    assert_replays_are_eager(gpu_config(RECIPES[recipe]))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["masked", "recompute", "learned", "tied"])
+@pytest.mark.parametrize("case", ["documents", "full", "gpt2", "tied"])
 def test_a_gpu_replays_models_of_every_kind(case: str) -> None:
-    changes: dict[str, dict[str, Any]] = {
-        "masked": {},
-        "recompute": {"parallel": {"recompute": "full"}},
-        "learned": {"model": {"position_embedding": "learned", "activation": "gelu", "normalization": "layernorm"}},
-        "tied": {"model": {"tie_embeddings": True}},
-    }
-    fp8 = {"recipe": "delayed", "gemm_autotune": False}
-    training = {"precision": "bf16", "seq_length": 64}
-    assert_replays_are_eager(config(training=training, fp8=fp8, **changes[case]), masked=case == "masked")
+    sections = {name: dict(keys) for name, keys in WORDS[case].items() if name != "training"}
+    sections.get("model", {}).pop("num_query_groups", None)
+    assert_replays_are_eager(gpu_config({"recipe": "delayed"}, **sections))
 
 
 @pytest.mark.gpu
 def test_an_eager_micro_batch_takes_the_weights_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the last one of a step does beside data parallelism."""
-    settings = config(
-        training={"precision": "bf16", "seq_length": 64}, fp8={"recipe": "blockwise", "gemm_autotune": False}
-    )
     eager_last: list[bool] = []
 
     def last_is_eager(trainer: Trainer, found: list[Batch]) -> list[Tensor]:
@@ -304,5 +231,5 @@ def test_an_eager_micro_batch_takes_the_weights_of_the_graph(monkeypatch: pytest
 
     replay = Trainer._replay
     monkeypatch.setattr(Trainer, "_replay", last_is_eager)
-    assert_replays_are_eager(settings)
+    assert_replays_are_eager(gpu_config({"recipe": "blockwise"}))
     assert eager_last

@@ -18,19 +18,13 @@ from torch.utils import deterministic
 
 from megafp8.config import Config, ConfigError, check_layout
 from megafp8.models.attention import CUDA_BACKENDS, cuda_backends
-from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.determinism import describe_determinism, make_deterministic
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.trainer import Trainer
-from tests.quickstart_data import CONFIG, QuickstartData
-from tests.training.test_cuda_graphs import batches, config
-from tests.training.test_equivalence import ALONE, SMALL
-from tests.training.test_memory_modes import _digest
+from tests.quickstart_data import CONFIG, ROOT, QuickstartData
+from tests.training.runs import ONE_RANK, SMALL, Outcome, RankResult, config_of, result_of, start, train
 from tests.world import World
 
-ROOT = Path(__file__).parent.parent.parent
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
-BF16 = {"precision": "bf16"}
 
 
 @pytest.fixture
@@ -40,10 +34,6 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         monkeypatch.setenv(name, "to be put back")
         monkeypatch.delenv(name)
     yield monkeypatch
-    _switch_back()
-
-
-def _switch_back() -> None:
     torch.use_deterministic_algorithms(False)
     deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
@@ -94,72 +84,54 @@ def test_what_the_environment_says_already(process: pytest.MonkeyPatch) -> None:
     [({}, {}, True), ({"deterministic": True}, {}, False), ({}, {"gemm_autotune": False}, False)],
 )
 def test_algorithms_are_not_timed(top: dict[str, Any], fp8: dict[str, Any], tunes: bool) -> None:
-    settings = config(fp8={"recipe": "delayed", **fp8}).model_copy(update=top)
-    assert build_fp8(settings, None).gemm_autotune is tunes
+    config = config_of("delayed", fp8=fp8).model_copy(update=top)
+    assert build_fp8(config, None).gemm_autotune is tunes
 
 
 # --- what it refuses -------------------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
-    "auto filter": ({"fp8": {"recipe": "current", "auto_filter": "measured"}}, "fp8.auto_filter = 'measured'"),
-    "autotune": ({"fp8": {"recipe": "current", "gemm_autotune": True}}, "fp8.gemm_autotune = True"),
-    "context": ({"parallel": {"context": 2}, "training": BF16}, "parallel.context = 2"),
-}
+
+def _deterministic(words: str, *, device: str = "auto", **sections: dict[str, Any]) -> Config:
+    return config_of(words, device=device, **sections).model_copy(update={"deterministic": True})
 
 
-def _deterministic(settings: Config, **changes: Any) -> Config:
-    return settings.model_copy(update={"deterministic": True, **changes})
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_deterministic_is_refused(case: str) -> None:
-    sections, key = REFUSED[case]
-    settings = config(**{**sections, "training": {**sections.get("training", {}), "global_batch_size": 8}})
-    check_layout(settings, 2)
+@pytest.mark.parametrize(
+    ("words", "fp8", "key"),
+    [
+        ("current", {"auto_filter": "measured"}, "fp8.auto_filter = 'measured'"),
+        ("current", {"gemm_autotune": True}, "fp8.gemm_autotune = True"),
+        ("cp2 bf16", {}, "parallel.context = 2"),
+    ],
+)
+def test_what_cannot_be_deterministic_is_refused(words: str, fp8: dict[str, Any], key: str) -> None:
+    check_layout(config_of(words, device="auto", fp8=fp8), 2)
     with pytest.raises(ConfigError, match=re.escape(key)) as error:
-        check_layout(_deterministic(settings), 2)
+        check_layout(_deterministic(words, fp8=fp8), 2)
     assert "or deterministic=false" in str(error.value)
 
 
 def test_what_can_be_is_not() -> None:
-    training = {"global_batch_size": 8}
-    check_layout(_deterministic(config(parallel={"context": 2}, training={**BF16, **training}), device="cpu"), 2)
-    check_layout(_deterministic(config(parallel={"context": 2}, training=training)), 2)  # fp32: formulas spelt out
-    fp8 = {"recipe": "current", "auto_filter": "predicted"}
-    check_layout(_deterministic(config(fp8=fp8, training={**BF16, **training})), 2)
+    check_layout(_deterministic("cp2 bf16", device="cpu"), 2)
+    check_layout(_deterministic("cp2"), 2)  # fp32: formulas spelt out
+    check_layout(_deterministic("current bf16", fp8={"auto_filter": "predicted"}), 2)
 
 
 # --- two runs --------------------------------------------------------------------------------------------------------
 
 
-def _run(settings: Config) -> tuple[Any, ...]:
-    """Losses and norms of four steps, and digests of weights and FP8 state, of the ranks that are here."""
+def _run(config: Config) -> RankResult:
     make_deterministic("cpu")
-    try:
-        p = settings.parallel
-        parallel = initialize_model_parallel(p.tensor, p.pipeline, device=initialize_distributed("cpu"))
-        trainer = Trainer(settings, parallel)
-        curve = []
-        for step in range(4):
-            loss, result = trainer.train_step(step, batches(step, settings, parallel, masked=True))
-            curve.append((loss.mean, result.grad_norm))
-        trainer.wait_for_weights()
-        return (curve, _digest(trainer.params), _digest(list(trainer.fp8.state_dict().values())))
-    finally:
-        _switch_back()
+    trainer, parallel = start(config)
+    return result_of(trainer, train(trainer, parallel))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_two_runs_on_a_cpu(world4: World, recipe: str) -> None:
     """Everything at once: tensor, sequence, pipeline; the noise of nvfp4 too."""
-    settings = _deterministic(config(
-        parallel={"tensor": 2, "pipeline": 2, "schedule": "zb-h1", "bucket_mib": 0.05},
-        fp8={"recipe": recipe}, training={"global_batch_size": 4},
-    ))  # fmt: skip
-    first, second = (world4.run(_run, settings) for _ in range(2))
+    config = _deterministic(f"tp2 pp2 zb-h1 documents {recipe}", device="cpu")
+    first, second = (Outcome.of(world4.run(_run, config)) for _ in range(2))
     assert first == second
-    curve = first[0][0]
-    assert len(set(curve)) == len(curve)
+    assert len(set(first.curve)) == len(first.curve)
 
 
 def _losses(folder: Path, name: str, *options: str) -> list[float]:
@@ -176,7 +148,7 @@ def _losses(folder: Path, name: str, *options: str) -> list[float]:
 
 def test_the_log_says_so(quickstart_data: QuickstartData, tmp_path: Path) -> None:
     command = [sys.executable, "pretrain_gpt.py", "--config", str(CONFIG), f"run_dir={tmp_path}", "deterministic=true"]
-    command += [*quickstart_data.overrides, *ALONE, *SMALL, "training.steps=1", "optimizer.warmup_steps=0"]
+    command += [*quickstart_data.overrides, *ONE_RANK, *SMALL, "training.steps=1", "optimizer.warmup_steps=0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert f"] {describe_determinism('cpu')}\n" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -11,13 +12,11 @@ from typing import Any
 
 import pytest
 
-from megafp8.config import check_layout, load_config
 from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, read_report
-from megafp8.training.inputs import open_inputs
-from megafp8.training.job import train
 from megafp8.training.metrics import read_metrics
-from megafp8.training.validate import check_run
-from tests.quickstart_data import CONFIG, ROOT, QuickstartData
+from tests.marks import slow_but
+from tests.quickstart_data import ROOT, QuickstartData
+from tests.training.runs import ONE_RANK, train_job
 from tests.world import World
 
 SMALL = [
@@ -35,21 +34,12 @@ SMALL = [
     "fp8.amax_history_len=4",
 ]
 LAYOUTS = {
-    "alone": (1, ["parallel.tensor=1", "parallel.pipeline=1"]),
+    "one rank": (1, ONE_RANK),
     "tp2-sp-pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2"]),
 }
 KINDS = ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.down")
 LAYERS = [f"layers.{i}.{kind}" for i in range(2) for kind in KINDS]
 KEYS = [(step, layer, operand) for step in (2, 4) for layer in LAYERS for operand in OPERANDS]
-
-
-def run(overrides: list[str], ranks: int) -> None:
-    """pretrain_gpt.py's main, on a rank that is in a job already."""
-    config = load_config(CONFIG, overrides)
-    check_layout(config, ranks)
-    inputs = open_inputs(config, "test")
-    check_run(inputs)
-    train(inputs)
 
 
 class Run:
@@ -61,7 +51,7 @@ class Run:
         self.overrides = [*SMALL, *overrides, f"run_dir={folder}"]
 
     def start(self, *more: str) -> None:
-        self.world.run(run, [*self.overrides, *more], self.ranks, ranks=self.ranks)
+        self.world.run(train_job, [*self.overrides, *more], ranks=self.ranks)
 
     def curve(self) -> list[dict[str, Any]]:
         return [
@@ -73,15 +63,10 @@ class Run:
         return read_report(self.folder / FILE_NAME)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "layout"),
-    [
-        pytest.param(recipe, layout, marks=[] if some else [pytest.mark.slow])
-        for recipe in ("delayed", "current", "blockwise")
-        for layout in LAYOUTS
-        for some in [(recipe, layout) in (("delayed", "tp2-sp-pp2"), ("blockwise", "alone"))]
-    ],
-)
+CASES = list(itertools.product(("delayed", "current", "blockwise"), LAYOUTS))
+
+
+@pytest.mark.parametrize(("recipe", "layout"), slow_but(CASES, ("delayed", "tp2-sp-pp2"), ("blockwise", "one rank")))
 def test_all_tensors_once_and_the_same_training(
     tmp_path: Path, world4: World, quickstart_data: QuickstartData, recipe: str, layout: str
 ) -> None:
@@ -113,7 +98,7 @@ def test_all_tensors_once_and_the_same_training(
 
 def test_switched_on_later_and_read(tmp_path: Path, world4: World, quickstart_data: QuickstartData) -> None:
     """A run in high precision reports nothing; resumed in FP8 it does, for the layers that are."""
-    _, options = LAYOUTS["alone"]
+    _, options = LAYOUTS["one rank"]
     job = Run(world4, tmp_path, 1, [*options, *quickstart_data.overrides])
     job.start("fp8.recipe=none", "fp8.report_interval=1")
     assert not (job.folder / FILE_NAME).exists()

@@ -26,12 +26,13 @@ from megafp8.training.metrics import read_metrics
 from megafp8.training.trainer import Loss, Trainer
 from megafp8.training.validate import check_run
 from tests.quickstart_data import CONFIG, QuickstartData
-from tests.training.test_resume import ALONE, SMALL
+from tests.training.runs import ONE_RANK
+from tests.training.test_resume import SMALL
 from tests.world import World
 
 
 def options(data: QuickstartData, folder: Path, *more: str) -> list[str]:
-    return [*SMALL, *data.overrides, *ALONE, f"run_dir={folder}", "training.global_batch_size=4", *more]
+    return [*SMALL, *data.overrides, *ONE_RANK, f"run_dir={folder}", "training.global_batch_size=4", *more]
 
 
 def inputs_of(overrides: list[str]) -> Inputs:

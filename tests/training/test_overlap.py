@@ -1,4 +1,4 @@
-"""Which `TPOverlap` a run's layers get."""
+"""How a run's tensor-parallel layers overlap communication with GEMMs."""
 
 from __future__ import annotations
 

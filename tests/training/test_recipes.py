@@ -34,7 +34,7 @@ from megafp8.training.state import save_state
 from megafp8.training.trainer import Trainer
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.latest import load_latest
-from tests.training.test_equivalence import ALONE, LAYOUTS, SMALL, Curve, curve
+from tests.training.runs import LAYOUTS, ONE_RANK, SMALL, Curve, curve
 from tests.world import World
 
 TINY = [
@@ -78,7 +78,7 @@ class Runs:
 
     def __init__(self, world: World, data: QuickstartData) -> None:
         self.world, self.data = world, data
-        self.alone = functools.lru_cache(maxsize=None)(lambda *options: self.on(1, [*options, *ALONE]))
+        self.alone = functools.lru_cache(maxsize=None)(lambda *options: self.on(1, [*options, *ONE_RANK]))
 
     def on(self, ranks: int, options: list[str]) -> Curve:
         overrides = [*TINY, *self.data.overrides, "training.precision=fp64", *options]
@@ -141,7 +141,7 @@ def test_two_ranks_train_what_one_trains(runs: Runs, recipe: str, layout: str, s
 
 @pytest.mark.parametrize("recipe", ["static", "nvfp4", "smooth"])
 def test_data_parallelism_starts_the_same(runs: Runs, recipe: str) -> None:
-    """Two steps, as in test_equivalence.py; nvfp4's micro-batches round alike wherever they are."""
+    """Two steps, as in test_layouts.py; nvfp4's micro-batches round alike wherever they are."""
     ranks, options = LAYOUTS["dp2"]
     found, expected = runs.on(ranks, [*RECIPES[recipe], *options])[:2], runs.alone(*RECIPES[recipe])[:2]
     for (a_loss, a_norm), (b_loss, b_norm) in zip(found, expected, strict=True):
@@ -181,7 +181,7 @@ def _saved_after(overrides: list[str], folder: Path, steps: int) -> tuple[list[f
 @pytest.mark.parametrize("recipe", ["static", "nvfp4", "custom", "smooth"])
 def test_a_checkpoint_continues_bit_for_bit(runs: Runs, recipe: str, tmp_path: Path) -> None:
     """Saved in the middle of calibration, and of the steps whose noise is to differ."""
-    overrides = [*TINY, *runs.data.overrides, *RECIPES[recipe], *ALONE]
+    overrides = [*TINY, *runs.data.overrides, *RECIPES[recipe], *ONE_RANK]
     ((straight, resumed),) = runs.world.run(_saved_after, overrides, tmp_path, 1, ranks=1)
     assert straight == resumed
 
@@ -197,7 +197,7 @@ def _continued(overrides: list[str], folder: Path, steps: int) -> list[float]:
 def test_smooth_swiglu_continues_on_two_ranks(runs: Runs, tmp_path: Path) -> None:
     """Each takes its channels' factors from a checkpoint of one."""
     overrides = [*TINY, *runs.data.overrides, *RECIPES["smooth"], "training.precision=fp64"]
-    ((straight, _),) = runs.world.run(_saved_after, [*overrides, *ALONE], tmp_path, 3, ranks=1)
+    ((straight, _),) = runs.world.run(_saved_after, [*overrides, *ONE_RANK], tmp_path, 3, ranks=1)
     ranks, options = LAYOUTS["tp2-sp"]
     for losses in runs.world.run(_continued, [*overrides, *options], tmp_path, 3, ranks=ranks):
         assert losses == pytest.approx(straight, rel=1e-8)

@@ -16,11 +16,14 @@ from pathlib import Path
 
 import pytest
 
+import pretrain_gpt
 from megafp8.checkpoint import complete_checkpoints
 from megafp8.conversion.native import NativeSource
 from megafp8.training.metrics import read_metrics
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
+from tests.training.runs import ONE_RANK, train_job
+from tests.world import World
 
 SMALL = [
     "model.hidden_size=64",
@@ -36,12 +39,11 @@ SMALL = [
     "checkpoint.keep_last=1",
     "fp8.amax_history_len=4",
 ]
-ALONE = ["parallel.tensor=1", "parallel.pipeline=1"]
 CASES = {
-    "fp32": (1, [*ALONE, "fp8.recipe=none"]),
-    "delayed": (1, [*ALONE, "fp8.recipe=delayed"]),
-    "delayed-dp2-zero": (2, [*ALONE, "fp8.recipe=delayed", "parallel.zero=1", "parallel.bucket_mib=0.1"]),
-    "fp8-moments": (1, [*ALONE, "fp8.recipe=none", "optimizer.moments_dtype=fp8"]),
+    "fp32": (1, [*ONE_RANK, "fp8.recipe=none"]),
+    "delayed": (1, [*ONE_RANK, "fp8.recipe=delayed"]),
+    "delayed-dp2-zero": (2, [*ONE_RANK, "fp8.recipe=delayed", "parallel.zero=1", "parallel.bucket_mib=0.1"]),
+    "fp8-moments": (1, [*ONE_RANK, "fp8.recipe=none", "optimizer.moments_dtype=fp8"]),
     "delayed-tp2-pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2", "fp8.recipe=delayed", "fp8.interval=3"]),
 }
 
@@ -56,25 +58,23 @@ class Job:
     """One run folder and the command that works in it."""
 
     def __init__(self, folder: Path, data: QuickstartData, processes: int, options: list[str]) -> None:
-        self.run = folder / "quickstart"
+        self.run, self.processes = folder / "quickstart", processes
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        overrides = [*SMALL, *data.overrides, *options, f"run_dir={folder}"]
-        launcher = launcher if processes > 1 else []
-        self.command = [sys.executable, *launcher, "pretrain_gpt.py", "--config", str(CONFIG), *overrides]
+        self.overrides = [*SMALL, *data.overrides, *options, f"run_dir={folder}"]
+        self.arguments = ["pretrain_gpt.py", "--config", str(CONFIG), *self.overrides]
+        self.command = [sys.executable, *(launcher if processes > 1 else []), *self.arguments]
+
+    def finish_in(self, world: World) -> None:
+        """Run to the end on ranks that are there already, which takes a second instead of several."""
+        world.run(train_job, self.overrides, ranks=self.processes)
 
     def start(self) -> subprocess.Popen[bytes]:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            self.command,
-            cwd=ROOT,
-            env=environment,
-            start_new_session=True,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen(self.command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
     def finish(self) -> str:
-        """Run to the end; what it said."""
+        """Run to the end in processes of its own; its log."""
         process = self.start()
         _, errors = process.communicate(timeout=150)
         assert process.returncode == 0, errors.decode()
@@ -113,10 +113,12 @@ class Job:
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, "delayed"))
-def test_killed_and_resumed_is_bit_identical(tmp_path: Path, quickstart_data: QuickstartData, case: str) -> None:
+def test_killed_and_resumed_is_bit_identical(
+    world4: World, tmp_path: Path, quickstart_data: QuickstartData, case: str
+) -> None:
     processes, options = CASES[case]
     straight = Job(tmp_path / "straight", quickstart_data, processes, [*options, "checkpoint.interval=0"])
-    straight.finish()
+    straight.finish_in(world4)
 
     killed = Job(tmp_path / "killed", quickstart_data, processes, options)
     process = killed.start()
@@ -138,10 +140,12 @@ def test_killed_and_resumed_is_bit_identical(tmp_path: Path, quickstart_data: Qu
 @pytest.mark.parametrize(
     ("processes", "number"), [(1, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_a_signal_saves_and_exits(tmp_path: Path, quickstart_data: QuickstartData, processes: int, number: int) -> None:
+def test_a_signal_saves_and_exits(
+    world2: World, tmp_path: Path, quickstart_data: QuickstartData, processes: int, number: int
+) -> None:
     options = [f"parallel.tensor={processes}", "parallel.pipeline=1"]
     straight = Job(tmp_path / "straight", quickstart_data, processes, [*options, "checkpoint.interval=0"])
-    straight.finish()
+    straight.finish_in(world2)
     stopped = Job(tmp_path / "stopped", quickstart_data, processes, [*options, "checkpoint.interval=1"])
     process = stopped.start()
     stopped.wait_for_step(3, process)
@@ -152,14 +156,14 @@ def test_a_signal_saves_and_exits(tmp_path: Path, quickstart_data: QuickstartDat
     assert b"stopped on request after step" in errors
     (step,) = stopped.saved()
     assert 3 <= step < 10
-    stopped.finish()
+    stopped.finish_in(world2)
     assert stopped.curve() == straight.curve()
 
 
 def test_one_job_at_a_time_and_a_damaged_checkpoint_is_set_aside(
-    tmp_path: Path, quickstart_data: QuickstartData
+    world2: World, tmp_path: Path, quickstart_data: QuickstartData
 ) -> None:
-    options = [*ALONE, "fp8.recipe=delayed", "checkpoint.interval=4", "checkpoint.keep_last=2"]
+    options = [*ONE_RANK, "fp8.recipe=delayed", "checkpoint.interval=4", "checkpoint.keep_last=2"]
     job = Job(tmp_path, quickstart_data, 1, options)
     first = job.start()
     job.wait_for_step(1, first)
@@ -179,9 +183,10 @@ def test_one_job_at_a_time_and_a_damaged_checkpoint_is_set_aside(
     damaged = bytearray(data.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     data.write_bytes(damaged)
-    said = job.finish()
-    assert f"{newest} is damaged: {data} is damaged: its CRC-32 is" in said
-    assert "resumed from step 8" in said
+    job.finish_in(world2)
+    log = (job.run / "log.txt").read_text()
+    assert f"{newest} is damaged: {data} is damaged: its CRC-32 is" in log
+    assert "resumed from step 8" in log
     assert job.curve() == curve
     assert [json.loads(line)["step"] for line in job.lines().splitlines()].count(9) == 2
     assert job.saved() == [8, 10]
@@ -189,15 +194,24 @@ def test_one_job_at_a_time_and_a_damaged_checkpoint_is_set_aside(
     assert not (job.run / "checkpoints" / ".lock").exists()
 
 
-def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, quickstart_data: QuickstartData) -> None:
-    job = Job(tmp_path, quickstart_data, 1, [*ALONE, "training.steps=2", "fp8.recipe=delayed"])
-    job.finish()
+def test_a_run_that_is_done_has_nothing_to_do(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    job = Job(tmp_path, quickstart_data, 1, [*ONE_RANK, "training.steps=2", "fp8.recipe=delayed"])
+    job.finish_in(world2)
     copy = job.run / "checkpoints" / "step_00000002" / "tokenizer" / "tokenizer.model"
     assert copy.read_bytes() == (quickstart_data.folder / "tokenizer.model").read_bytes()
     assert NativeSource(job.run).tokenizer_files == [copy]
     before = job.lines()
-    job.finish()
+    job.finish_in(world2)
     assert job.lines() == before
+
+
+@pytest.fixture(scope="module")
+def done(world2: World, tmp_path_factory: pytest.TempPathFactory, quickstart_data: QuickstartData) -> Job:
+    """A run of three steps."""
+    options = [*ONE_RANK, "training.steps=3", "fp8.recipe=none"]
+    job = Job(tmp_path_factory.mktemp("done"), quickstart_data, 1, options)
+    job.finish_in(world2)
+    return job
 
 
 @pytest.mark.parametrize(
@@ -211,14 +225,10 @@ def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, quickstart_data: Q
     ],
 )
 def test_another_run_in_the_same_folder_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, quickstart_data: QuickstartData, change: str, message: str
+    done: Job, change: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path_factory.getbasetemp() / "refused"
-    options = [*ALONE, "training.steps=3", "fp8.recipe=none"]
-    if not folder.exists():
-        Job(folder, quickstart_data, 1, options).finish()
-    process = Job(folder, quickstart_data, 1, [*options, change]).start()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert message in errors.decode()
-    assert "Traceback" not in errors.decode()
+    monkeypatch.setattr(sys, "argv", [*done.arguments, change])
+    assert pretrain_gpt.main() == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert "Traceback" not in errors

@@ -26,7 +26,7 @@ from megafp8.parallel_state import ParallelState, initialize_distributed, initia
 from megafp8.training import state
 from megafp8.training.state import check_resume, check_same_run, checkpoint_folder, save_state, tensor_kinds, weights
 from megafp8.training.trainer import Trainer
-from tests.training.test_any_layout import settings
+from tests.training.runs import config_of
 from tests.training.test_state import changed
 from tests.world import World
 
@@ -101,7 +101,7 @@ class _Run:
 def _run(world: World, folder: Path, patch: pytest.MonkeyPatch) -> _Run:
     """A run in `folder`, and what takes most of the time out of the way: nothing has to outlive the machine, and the
     config, which is always the same, has always the same tensors."""
-    config = settings("llama", "one", seed=1)
+    config = config_of("", seed=1)
     world.run(_save, config, str(folder), ranks=1)
     kinds = tensor_kinds(config)
     patch.setattr(store, "sync_folder", lambda folder: None)
@@ -202,7 +202,7 @@ CHANGES: dict[str, list[Any]] = {
     "parallel_block": [False, True],
     "init_std": [0.02, 0.5],
 }
-MODELS = ["llama", "gpt2", "qwen", "llama-tied"]
+MODELS = ["4-layers", "4-layers gpt2", "4-layers qk-norm", "4-layers tied"]
 
 
 def _logits(trainer: Trainer) -> Tensor:
@@ -221,7 +221,7 @@ def _logits(trainer: Trainer) -> Tensor:
 def _change_models(name: str, folder: str, trials: int) -> tuple[dict[str, int], list[str]]:
     """Outcomes of random changes of the model section by kind, and the wrong ones."""
     rng, parallel = random.Random(name), _parallel()
-    config = changed(settings(name, "one", seed=1), training={"precision": "fp64"})
+    config = changed(config_of(name, seed=1), training={"precision": "fp64"})
     trainer = Trainer(config, parallel)
     with torch.no_grad():
         for param in trainer.params:  # no norm weight of one, no bias of zero

@@ -29,7 +29,7 @@ from megafp8.training.trainer import Trainer
 from megafp8.training.validate import check_writable
 from tests.test_checkpoint_format import is_documented, undocumented_keys
 from tests.training.latest import load_latest
-from tests.training.test_any_layout import LAYOUTS, settings
+from tests.training.runs import config_of, ranks_of
 from tests.world import World
 
 
@@ -52,9 +52,9 @@ def _logged_on_load(config: Config, folder: str) -> list[str]:
     return [record.getMessage() for record in handler.buffer]
 
 
-@pytest.mark.parametrize(("model", "layout"), [("delayed", "pp2"), ("bf16", "dp2-zero"), ("llama-tied", "tp2-sp")])
-def test_metadata_says_what_is_in_the_checkpoint(world2: World, tmp_path: Path, model: str, layout: str) -> None:
-    config, ranks = settings(model, layout, seed=1), LAYOUTS[layout][0]
+@pytest.mark.parametrize("words", ["delayed smooth pp2", "bf16 dp2 zero", "tied tp2"])
+def test_metadata_says_what_is_in_the_checkpoint(world2: World, tmp_path: Path, words: str) -> None:
+    config, ranks = config_of(f"{words} 4-samples", seed=1), ranks_of(words)
     source = CheckpointReader(world2.run(_save, config, str(tmp_path), ranks=ranks)[0])
     about, p = source.metadata, config.parallel
     assert undocumented_keys(about) == []
@@ -63,13 +63,25 @@ def test_metadata_says_what_is_in_the_checkpoint(world2: World, tmp_path: Path, 
     not_fp8 = {name: kind for name, kind in source.tensors.items() if not name.startswith("fp8.")}
     assert not_fp8 == tensor_kinds(config)
     assert about["bytes"] == sum(math.prod(shape) * dtype.itemsize for shape, dtype in source.tensors.values())
-    assert (about["step"], about["consumed_samples"], about["tokens"]) == (3, 12, 12 * 8)
+    assert (about["step"], about["consumed_samples"], about["tokens"]) == (3, 12, 12 * 32)
     assert about["tokenizer_fingerprint"] == "abc"
     assert (about["layout"]["ranks"], about["layout"]["data"]) == (ranks, ranks // (p.tensor * p.pipeline))
     assert about["layout"]["pipeline"] == p.pipeline
     assert Config.model_validate(about["config"]) == config
     text = json.dumps(about["config"], sort_keys=True, separators=(",", ":"))
     assert about["config_hash"] == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_a_run_that_resumes_says_what_changed(world2: World, tmp_path: Path) -> None:
+    config = config_of("delayed smooth tp2", seed=1)
+    world2.run(_save, config, str(tmp_path), ranks=2)
+    assert world2.run(_logged_on_load, config, str(tmp_path), ranks=2) == [[], []]
+    other = config.model_copy(update={
+        "parallel": config.parallel.model_copy(update={"tensor": 1}),
+        "fp8": config.fp8.model_copy(update={"recipe": "current"}),
+    })  # fmt: skip
+    expected = "changed in the config since step_00000003: parallel.tensor 2 -> 1; fp8.recipe delayed -> current"
+    assert world2.run(_logged_on_load, other, str(tmp_path), ranks=1) == [[expected]]
 
 
 def changed(config: Config, **sections: Any) -> Config:
@@ -119,7 +131,7 @@ OTHER: list[tuple[dict[str, Any], str]] = [
 
 
 def test_what_a_run_may_change_when_it_resumes(world2: World, tmp_path: Path) -> None:
-    config = settings("llama", "one", seed=1)
+    config = config_of("4-layers", seed=1)
     world2.run(_save, config, str(tmp_path), ranks=1)
     for change in SAME:
         check_resume(changed(config, **change), tmp_path, "abc")
@@ -132,7 +144,7 @@ def test_what_a_run_may_change_when_it_resumes(world2: World, tmp_path: Path) ->
 
 def test_moments_may_change_between_bf16_and_fp8(world2: World, tmp_path: Path) -> None:
     for moments, other in (("bf16", "fp8"), ("fp8", "bf16")):
-        config = changed(settings("bf16", "one", seed=1), optimizer={"moments_dtype": moments})
+        config = changed(config_of("bf16", seed=1), optimizer={"moments_dtype": moments})
         source = CheckpointReader(world2.run(_save, config, str(tmp_path / moments), ranks=1)[0])
         assert (
             source.tensors == tensor_kinds(config) == tensor_kinds(changed(config, optimizer={"moments_dtype": other}))
@@ -142,25 +154,13 @@ def test_moments_may_change_between_bf16_and_fp8(world2: World, tmp_path: Path) 
             check_resume(changed(config, optimizer={"moments_dtype": "fp32"}), tmp_path / moments, "abc")
 
 
-@pytest.mark.parametrize(
-    ("change", "logged"),
-    [
-        ({}, []),
-        ({"parallel": {"tensor": 1}, "fp8": {"recipe": "current"}},
-         ["parallel.tensor 2 -> 1; fp8.recipe delayed -> current"]),
-        ({"fp8": {"amax_history_len": 5}}, ["fp8.amax_history_len 3 -> 5"]),  # a new history
-    ],
-)  # fmt: skip
-def test_a_resumed_run_logs_what_changed(
-    world2: World, tmp_path: Path, change: dict[str, Any], logged: list[str]
-) -> None:
-    config = settings("delayed", "tp2-sp", seed=1)
-    world2.run(_save, config, str(tmp_path), ranks=2)
-    now = changed(config, **change)
-    check_resume(now, tmp_path, "abc")
-    ranks = now.parallel.tensor
-    expected = [f"changed in the config since step_00000003: {text}" for text in logged]
-    assert world2.run(_logged_on_load, now, str(tmp_path), ranks=ranks) == [expected] * ranks
+def test_another_length_of_the_amax_history_starts_afresh(world2: World, tmp_path: Path) -> None:
+    config = config_of("delayed smooth", seed=1)
+    world2.run(_save, config, str(tmp_path), ranks=1)
+    longer = changed(config, fp8={"amax_history_len": 5})
+    check_resume(longer, tmp_path, "abc")
+    expected = "changed in the config since step_00000003: fp8.amax_history_len 3 -> 5"
+    assert world2.run(_logged_on_load, longer, str(tmp_path), ranks=1) == [[expected]]
 
 
 def _save_two(config: Config, folder: str) -> None:
@@ -180,9 +180,9 @@ def _find(config: Config, folder: str) -> str:
 
 
 def test_an_older_checkpoint_that_is_used_instead_is_checked_too(world2: World, tmp_path: Path) -> None:
-    """The newest one matches the config, but its tensors are damaged, which only `find_checkpoint` detects."""
-    config = changed(settings("llama", "one", seed=1), seed=7)
-    world2.run(_save_two, settings("llama", "one", seed=1), str(tmp_path), ranks=1)
+    """The newest one fits and its tensors are damaged, which nobody sees before there are process groups."""
+    config = changed(config_of("", seed=1), seed=7)
+    world2.run(_save_two, config_of("", seed=1), str(tmp_path), ranks=1)
     assert world2.run(_find, config, str(tmp_path)) == ["step_00000003"] * 2
     data = step_folder(checkpoint_folder(tmp_path), 3) / "__0_0.distcp"
     content = bytearray(data.read_bytes())
@@ -196,7 +196,7 @@ def test_an_older_checkpoint_that_is_used_instead_is_checked_too(world2: World, 
 def test_a_run_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for run_dir, reason in ((tmp_path / "file", "Not a directory"), (Path("/proc/runs"), "No such file or directory")):
-        config = changed(settings("llama", "one", seed=1), run_dir=str(run_dir))
+        config = changed(config_of("", seed=1), run_dir=str(run_dir))
         expected = rf"run_dir = '{run_dir}': the run cannot write to {run_dir}/r/checkpoints: {reason}; set run_dir to"
         with pytest.raises(ConfigError, match=expected):
             check_writable(config, run_dir / "r" / "checkpoints")
@@ -224,5 +224,5 @@ def test_the_hash_of_a_config_is_stable() -> None:
         config_hash({"b": [1, "é"], "a": {"x": 1e-05}})
         == hashlib.sha256(b'{"a":{"x":1e-05},"b":[1,"\\u00e9"]}').hexdigest()
     )
-    config = settings("llama", "one", seed=1)
+    config = config_of("", seed=1)
     assert config_hash(config.model_dump(mode="json")) == config_hash(json.loads(config.model_dump_json()))

@@ -1,0 +1,81 @@
+"""Ranks of tests: nothing of a case is left for the next one, and a case that fails or hangs says where."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megafp8.parallel_state import initialize_distributed, initialize_model_parallel, model_parallel_is_initialized
+from tests.world import Ranks, World
+
+
+@pytest.fixture(scope="module")
+def own_world() -> Iterator[World]:
+    ranks = Ranks()
+    yield World(ranks, 3)
+    ranks.close()
+
+
+def _state() -> tuple[object, ...]:
+    return (
+        dist.get_rank(), dist.get_world_size(), model_parallel_is_initialized(), os.environ.get("LEFT_BEHIND"),
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(),
+        torch.get_num_threads(), torch.initial_seed(),
+    )  # fmt: skip
+
+
+def _leave_state() -> int:
+    initialize_model_parallel(2, device=initialize_distributed("cpu"))
+    os.environ["LEFT_BEHIND"] = "1"
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    torch.manual_seed(7)
+    return os.getpid()
+
+
+def test_a_case_finds_a_rank_as_new(own_world: World) -> None:
+    before = own_world.run(_state, ranks=2)
+    assert before == [(rank, 2, False, None, torch.float32, False, True, 1, 0) for rank in range(2)]
+    processes = own_world.run(_leave_state, ranks=2)
+    assert own_world.run(_state, ranks=2) == before
+    assert own_world.run(os.getpid, ranks=2) == processes
+
+
+def _fault(kind: str) -> int:
+    if dist.get_rank() == 1:
+        if kind == "raises":
+            raise KeyError("the reason")
+        if kind == "dies":
+            os._exit(3)
+        time.sleep(60)
+    return os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("kind", "timeout", "messages"),
+    [
+        ("raises", 60, ["rank 1 failed:\nTraceback", "KeyError: 'the reason'"]),
+        ("dies", 60, ["rank 1 failed:\nprocess died, exit code 3"]),
+        ("hangs", 2, ["rank 1 did not finish within 2 s; it stood at:", "in _fault"]),
+    ],
+)
+def test_a_fault_is_located_and_its_ranks_are_started_afresh(
+    own_world: World, kind: str, timeout: float, messages: list[str]
+) -> None:
+    before = own_world.run(os.getpid)
+    start = time.monotonic()
+    with pytest.raises(AssertionError) as error:
+        own_world.run(_fault, kind, ranks=2, timeout=timeout)
+    assert time.monotonic() - start < 30
+    assert all(message in str(error.value) for message in messages), str(error.value)
+    assert "rank 0" not in str(error.value)
+    after = own_world.run(os.getpid)
+    assert not {*before[:2]} & {*after}
+    assert after[2] == before[2]
