@@ -32,7 +32,7 @@ from megafp8.checkpoint.errors import (
     on_rank0,
 )
 from megafp8.checkpoint.files import CHECKSUMS_FILE, Checksum, find_damage
-from megafp8.checkpoint.reader import CheckpointReader, all_damaged
+from megafp8.checkpoint.reader import CheckpointReader, first_intact
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Shape
@@ -109,21 +109,13 @@ def newest_good(
     group = group_or_world(group)
     # One rank lists the folder for all: on a lagging network file system they might see different ones.
     found = on_rank0(lambda: store.complete_checkpoints(folder), group)
-    damaged: list[tuple[Path, str]] = []
-    for _, path in reversed(found):
-        try:
-            opened = _open(path, verify, group)
-        except DamagedCheckpoint as error:
-            damaged.append((path, str(error)))
-            continue
+    opened, damaged = first_intact([path for _, path in reversed(found)], lambda path: _open(path, verify, group))
+    if opened is not None:
         renamed = on_rank0(lambda: [store.set_aside(bad) for bad, _ in damaged], group)
-        if group_rank(group) == 0:
-            for (bad, problem), new in zip(damaged, renamed):
-                _logger.warning("%s is damaged: %s. It is kept as %s; %s is used instead", bad, problem, new.name, path)
-        return opened
-    if damaged:
-        raise all_damaged(folder, [problem for _, problem in damaged])
-    return None
+        for (bad, problem), new in zip(damaged, renamed if group_rank(group) == 0 else ()):
+            text = "%s is damaged: %s. It is kept as %s; %s is used instead"
+            _logger.warning(text, bad, problem, new.name, opened.path)
+    return opened
 
 
 def _open(path: Path, verify: bool, group: ProcessGroup | None) -> CheckpointReader:
