@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from megafp8.checkpoint import dcp, store
 from megafp8.checkpoint.errors import MAX_LISTED, DamagedCheckpoint, join_first
 from megafp8.checkpoint.files import CHECKSUMS_FILE, Checksum, read_verified
+from megafp8.checkpoint.rectangles import TensorInfo
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.distributed.sharding import Shape
 
@@ -74,12 +75,12 @@ class CheckpointReader:
             dcp.check_data_files(self.path, self.index)
 
     @cached_property
-    def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
+    def tensors(self) -> dict[str, TensorInfo]:
         """Global shape and dtype by global name; layers in the order of their numbers."""
         entries = sorted(self.index.state_dict_metadata.items(), key=lambda item: _by_number(item[0]))
         if other := [name for name, entry in entries if not isinstance(entry, TensorStorageMetadata)]:
             raise ValueError(f"{self.path} is no checkpoint of megafp8: its {other[0]} is no tensor")
-        return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries}  # type: ignore[union-attr]
+        return {name: TensorInfo(tuple(entry.size), entry.properties.dtype) for name, entry in entries}  # type: ignore[union-attr]
 
     @cached_property
     def rectangles(self) -> dict[str, list[StoredRectangle]]:
