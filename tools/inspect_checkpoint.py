@@ -39,10 +39,6 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     return CheckpointReader(path)
 
 
-def nbytes(kind: tuple[tuple[int, ...], torch.dtype]) -> int:
-    return math.prod(kind[0]) * kind[1].itemsize
-
-
 def blocks(source: CheckpointReader, name: str) -> Iterator[Tensor]:
     """Values of a tensor, flat, in float64, some rows at a time."""
     shape, _ = source.tensors[name]
@@ -90,11 +86,11 @@ def difference(source: CheckpointReader, other: CheckpointReader, name: str) -> 
 def about(source: CheckpointReader) -> Record:
     """Metadata without the config, and sizes by group of tensors."""
     groups: dict[str, Record] = {}
-    for name, kind in source.tensors.items():
+    for name, info in source.tensors.items():
         parts = name.split(".")
         group = groups.setdefault(".".join(parts[: 1 + (parts[0] == "optimizer")]), {"tensors": 0, "bytes": 0})
         group["tensors"] += 1
-        group["bytes"] += nbytes(kind)
+        group["bytes"] += info.nbytes
     files = {rectangle.file for rectangles in source.rectangles.values() for rectangle in rectangles}
     return {
         "path": str(source.path),
@@ -114,7 +110,7 @@ def table(source: CheckpointReader, names: list[str], norms: bool) -> list[Recor
             record: Record = {"name": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
             record["rectangles"] = len(source.rectangles[name])
             records.append(record | (statistics(source, name) if norms else {}))
-            bar.update(nbytes((shape, dtype)) if norms else 0)
+            bar.update(source.tensors[name].nbytes if norms else 0)
     return records
 
 
@@ -128,12 +124,12 @@ def compare(source: CheckpointReader, other: CheckpointReader, names: list[str],
             delta = difference(source, other, name)
             if delta["max_abs"] != 0.0:
                 values[name] = delta
-            bar.update(nbytes(source.tensors[name]))
+            bar.update(source.tensors[name].nbytes)
     return {
         "only_here": [name for name in names if name not in other.tensors],
         "only_there": [name for name in others if name not in source.tensors],
         "shape_or_dtype": {
-            name: [_kind(side.tensors[name]) for side in (source, other)] for name in common if name not in set(alike)
+            name: [str(side.tensors[name]) for side in (source, other)] for name in common if name not in set(alike)
         },
         "values": values,
         "equal": len(alike) - len(values),
@@ -142,12 +138,8 @@ def compare(source: CheckpointReader, other: CheckpointReader, names: list[str],
 
 
 def _progress(source: CheckpointReader, names: list[str]) -> tqdm:
-    total = sum(nbytes(source.tensors[name]) for name in names)
+    total = sum(source.tensors[name].nbytes for name in names)
     return tqdm(total=total, unit="B", unit_scale=True, disable=None if names else True, leave=False)
-
-
-def _kind(kind: tuple[tuple[int, ...], torch.dtype]) -> str:
-    return f"{list(kind[0])} {str(kind[1]).removeprefix('torch.')}"
 
 
 def _size(count: float) -> str:

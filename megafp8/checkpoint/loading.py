@@ -32,13 +32,10 @@ from megafp8.checkpoint.errors import (
     on_rank0,
 )
 from megafp8.checkpoint.files import CHECKSUMS_FILE, Checksum, find_damage
-from megafp8.checkpoint.reader import CheckpointReader, all_damaged
-from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
+from megafp8.checkpoint.reader import CheckpointReader, first_intact
+from megafp8.checkpoint.rectangles import Rectangles, TensorInfo, as_rectangles
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Shape
-
-Kind = tuple[Shape, torch.dtype]
-"""Global shape and dtype of a tensor."""
 
 _MISSING, _UNEXPECTED = "missing in the checkpoint", "in the checkpoint but not in this model"
 _MISMATCH, _INCOMPLETE = "of another shape or dtype", "only partly in the checkpoint"
@@ -71,16 +68,16 @@ def load(
     state = as_rectangles(tensors)
     opened = checkpoint if isinstance(checkpoint, CheckpointReader) else _open(Path(checkpoint), verify, group)
     path, index = opened.path, opened.index
-    kinds = {name: (r.global_shape, r.dtype) for name, r in state.items()}
+    infos = {name: TensorInfo(r.global_shape, r.dtype) for name, r in state.items()}
     unexpected = [name for name in _wanted_by_no_rank(state.keys(), index, group) if not optional(name)]
-    found = collectives.all_gather_objects(_differences(kinds, index, optional), group)
+    found = collectives.all_gather_objects(_differences(infos, index, optional), group)
     problems = _describe([*found, {_UNEXPECTED: unexpected}])
     if problems:
         raise IncompatibleCheckpoint(f"{path} does not fit: {problems}")
 
     def read() -> None:
         for name, rectangles in state.items():
-            if _stored_kind(index, name) == kinds[name]:
+            if _stored_info(index, name) == infos[name]:
                 for offset, view in rectangles.parts:
                     opened.read_into(name, offset, view, verify=opened.sums is None)
 
@@ -91,7 +88,7 @@ def load(
     return opened.metadata
 
 
-def misfits(wanted: Mapping[str, Kind], index: Metadata, optional: Callable[[str], bool]) -> str:
+def misfits(wanted: Mapping[str, tuple[Shape, torch.dtype]], index: Metadata, optional: Callable[[str], bool]) -> str:
     """What `load` would refuse if all ranks together hold the tensors `wanted`, by name; empty where nothing."""
     unexpected = [name for name in sorted(index.state_dict_metadata) if name not in wanted and not optional(name)]
     return _describe([_differences(wanted, index, optional), {_UNEXPECTED: unexpected}])
@@ -109,21 +106,13 @@ def newest_good(
     group = group_or_world(group)
     # One rank lists the folder for all: on a lagging network file system they might see different ones.
     found = on_rank0(lambda: store.complete_checkpoints(folder), group)
-    damaged: list[tuple[Path, str]] = []
-    for _, path in reversed(found):
-        try:
-            opened = _open(path, verify, group)
-        except DamagedCheckpoint as error:
-            damaged.append((path, str(error)))
-            continue
+    opened, damaged = first_intact([path for _, path in reversed(found)], lambda path: _open(path, verify, group))
+    if opened is not None:
         renamed = on_rank0(lambda: [store.set_aside(bad) for bad, _ in damaged], group)
-        if group_rank(group) == 0:
-            for (bad, problem), new in zip(damaged, renamed):
-                _logger.warning("%s is damaged: %s. It is kept as %s; %s is used instead", bad, problem, new.name, path)
-        return opened
-    if damaged:
-        raise all_damaged(folder, [problem for _, problem in damaged])
-    return None
+        for (bad, problem), new in zip(damaged, renamed if group_rank(group) == 0 else ()):
+            text = "%s is damaged: %s. It is kept as %s; %s is used instead"
+            _logger.warning(text, bad, problem, new.name, opened.path)
+    return opened
 
 
 def _open(path: Path, verify: bool, group: ProcessGroup | None) -> CheckpointReader:
@@ -155,27 +144,29 @@ def _verify_files(path: Path, sums: dict[str, Checksum], index: Metadata) -> Non
         raise DamagedCheckpoint("; ".join(problems[:MAX_LISTED]))
 
 
-def _differences(wanted: Mapping[str, Kind], index: Metadata, optional: Callable[[str], bool]) -> dict[str, list[str]]:
+def _differences(
+    wanted: Mapping[str, tuple[Shape, torch.dtype]], index: Metadata, optional: Callable[[str], bool]
+) -> dict[str, list[str]]:
     """What this rank wants and the checkpoint does not have, by problem."""
     found: dict[str, list[str]] = {}
-    for name, kind in wanted.items():
-        entry, stored = index.state_dict_metadata.get(name), _stored_kind(index, name)
-        if stored != kind and optional(name):
+    for name, info in wanted.items():
+        entry, stored = index.state_dict_metadata.get(name), _stored_info(index, name)
+        if stored != info and optional(name):
             continue
         if entry is None:
             found.setdefault(_MISSING, []).append(name)
         elif not isinstance(entry, TensorStorageMetadata) or stored is None:
             found.setdefault(_MISMATCH, []).append(f"{name} (no tensor in the checkpoint)")
-        elif stored != kind:
-            found.setdefault(_MISMATCH, []).append(f"{name} ({_text(stored)} in the checkpoint, {_text(kind)} here)")
-        elif sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(stored[0]):
+        elif stored != info:
+            found.setdefault(_MISMATCH, []).append(f"{name} ({stored} in the checkpoint, {TensorInfo(*info)} here)")
+        elif sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(stored.shape):
             found.setdefault(_INCOMPLETE, []).append(name)
     return found
 
 
-def _stored_kind(index: Metadata, name: str) -> Kind | None:
+def _stored_info(index: Metadata, name: str) -> TensorInfo | None:
     entry = index.state_dict_metadata.get(name)
-    return (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+    return TensorInfo(tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
 def _wanted_by_no_rank(own: Collection[str], index: Metadata, group: ProcessGroup | None) -> list[str]:
@@ -194,7 +185,3 @@ def _describe(found: list[dict[str, list[str]]]) -> str:
         for problem, wrong in names.items()
         if wrong
     )
-
-
-def _text(kind: Kind) -> str:
-    return f"{list(kind[0])} {str(kind[1]).removeprefix('torch.')}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import re
 import zlib
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from megafp8.checkpoint import dcp, store
 from megafp8.checkpoint.errors import MAX_LISTED, DamagedCheckpoint, join_first
 from megafp8.checkpoint.files import CHECKSUMS_FILE, Checksum, read_verified
+from megafp8.checkpoint.rectangles import TensorInfo
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.distributed.sharding import Shape
 
@@ -73,27 +75,29 @@ class CheckpointReader:
             dcp.check_data_files(self.path, self.index)
 
     @cached_property
-    def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
+    def tensors(self) -> dict[str, TensorInfo]:
         """Global shape and dtype by global name; layers in the order of their numbers."""
         entries = sorted(self.index.state_dict_metadata.items(), key=lambda item: _by_number(item[0]))
         if other := [name for name, entry in entries if not isinstance(entry, TensorStorageMetadata)]:
             raise ValueError(f"{self.path} is no checkpoint of megafp8: its {other[0]} is no tensor")
-        return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries}  # type: ignore[union-attr]
+        return {name: TensorInfo(tuple(entry.size), entry.properties.dtype) for name, entry in entries}  # type: ignore[union-attr]
 
     @cached_property
     def rectangles(self) -> dict[str, list[StoredRectangle]]:
         """The rectangles of each tensor."""
-        return {name: [self._find(name, chunk.offsets, chunk.sizes) for chunk in entry.chunks]  # type: ignore[union-attr]
-                for name, entry in self.index.state_dict_metadata.items() if name in self.tensors}  # fmt: skip
-
-    def _find(self, name: str, offset: torch.Size, shape: torch.Size) -> StoredRectangle:
-        stored = self.index.storage_data.get(MetadataIndex(name, offset))
-        if stored is None or stored.transform_descriptors:
-            how = "without saying where" if stored is None else "compressed, which is not read"
-            raise ValueError(f"{self.path / dcp.INDEX_FILE} lists a rectangle of {name} {how}")
-        return StoredRectangle(
-            tuple(offset), tuple(shape), self.path / stored.relative_path, stored.offset, stored.length
-        )
+        found: dict[str, list[StoredRectangle]] = {}
+        for name, entry in self.index.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            found[name] = []
+            for chunk in entry.chunks:
+                stored = self.index.storage_data.get(MetadataIndex(name, chunk.offsets))
+                if stored is None or stored.transform_descriptors:
+                    how = "without saying where" if stored is None else "compressed, which is not read"
+                    raise ValueError(f"{self.path / dcp.INDEX_FILE} lists a rectangle of {name} {how}")
+                where = self.path / stored.relative_path, stored.offset, stored.length
+                found[name].append(StoredRectangle(tuple(chunk.offsets), tuple(chunk.sizes), *where))
+        return found
 
     def read(
         self, name: str, offset: Shape | None = None, shape: Shape | None = None, *, verify: bool = False
@@ -137,23 +141,29 @@ def newest_readable(folder: str | Path) -> CheckpointReader | None:
     It is the one that `newest_good` chooses, unless the content of a data file is damaged. Raises DamagedCheckpoint
     where all are damaged.
     """
-    problems = []
-    for _, path in reversed(store.complete_checkpoints(folder)):
+    return first_intact([path for _, path in reversed(store.complete_checkpoints(folder))], CheckpointReader)[0]
+
+
+def first_intact(
+    paths: Sequence[Path], open_checkpoint: Callable[[Path], CheckpointReader]
+) -> tuple[CheckpointReader | None, list[tuple[Path, str]]]:
+    """The first of `paths` that opens without DamagedCheckpoint, and the paths before it with their damage.
+
+    None where there are no paths. Raises DamagedCheckpoint where all are damaged.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for path in paths:
         try:
-            return CheckpointReader(path)
+            return open_checkpoint(path), damaged
         except DamagedCheckpoint as error:
-            problems.append(str(error))
-    if problems:
-        raise all_damaged(folder, problems)
-    return None
-
-
-def all_damaged(folder: str | Path, problems: list[str]) -> DamagedCheckpoint:
-    """The error for a folder whose checkpoints all have one of `problems`."""
-    return DamagedCheckpoint(
-        f"all {len(problems)} checkpoints in {folder} are damaged, so the run cannot continue, and nothing was "
-        f"changed: {'; '.join(problems[:MAX_LISTED])}. Restore one, or move them away to start the run anew"
-    )
+            damaged.append((path, str(error)))
+    if damaged:
+        raise DamagedCheckpoint(
+            f"all {len(damaged)} checkpoints in {paths[0].parent} are damaged, so the run cannot continue, and nothing "
+            f"was changed: {'; '.join(problem for _, problem in damaged[:MAX_LISTED])}. Restore one, or move them away "
+            "to start the run anew"
+        )
+    return None, []
 
 
 def _copy(name: str, rectangle: StoredRectangle, low: Shape, part: Tensor, verify: bool) -> None:

@@ -29,6 +29,20 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from megafp8.distributed.sharding import FlatShard, ParamShard, Shape, shards_of, spec_of
 
 
+class TensorInfo(NamedTuple):
+    """Global shape and dtype of a tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
 class Rectangle(NamedTuple):
     """A view of local memory, and the global index of its first element."""
 

@@ -198,10 +198,12 @@ def discard(folder: str | Path, step: int) -> None:
 
 
 def remove_older(folder: str | Path, step: int, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove the checkpoints up to that of `step` that `superfluous` names."""
+    """Delete the checkpoints up to that of `step` that `superfluous` names, each after hiding it by a rename."""
     steps = [other for other, _ in complete_checkpoints(folder) if other <= step]
-    for other in superfluous(steps, keep_last, keep_every):
-        remove(step_folder(folder, other))
+    for path in (step_folder(folder, other) for other in superfluous(steps, keep_last, keep_every)):
+        hidden = path.with_name(f".{path.name}.removed")
+        rename_synced(path, hidden)
+        shutil.rmtree(hidden)
 
 
 def superfluous(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
@@ -217,13 +219,6 @@ def set_aside(path: Path) -> Path:
     aside = next(target for target in map(path.with_name, names) if not target.exists())
     rename_synced(path, aside)
     return aside
-
-
-def remove(path: Path) -> None:
-    """Delete a complete checkpoint, after hiding it by a rename."""
-    hidden = path.with_name(f".{path.name}.removed")
-    rename_synced(path, hidden)
-    shutil.rmtree(hidden)
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:

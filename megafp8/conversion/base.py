@@ -16,27 +16,14 @@ and writes parts of a stored tensor, and cannot hash or compress whole files on 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
-import torch
 from torch import Tensor
 
+from megafp8.checkpoint.rectangles import TensorInfo
 from megafp8.config import ModelConfig
-from megafp8.distributed.sharding import Shape
-
-
-class TensorInfo(NamedTuple):
-    """Shape and dtype of a tensor."""
-
-    shape: Shape
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Source(Protocol):

@@ -138,5 +138,5 @@ def _fingerprint(name: str, tensor: Tensor, model: ModelConfig) -> str:
     """Shape, dtype and SHA-256 of the bits, without rows past the vocabulary."""
     if name.endswith((".embedding.word.weight", ".output.weight")):
         tensor = tensor[: model.vocab_size]
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{list(tensor.shape)} {dtype} with SHA-256 {hashlib.sha256(as_bytes(tensor)).hexdigest()[:16]}…"
+    info = TensorInfo(tuple(tensor.shape), tensor.dtype)
+    return f"{info} with SHA-256 {hashlib.sha256(as_bytes(tensor)).hexdigest()[:16]}…"

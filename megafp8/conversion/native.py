@@ -20,7 +20,7 @@ from megafp8.checkpoint.files import Checksum, read_verified, write_checksums, w
 from megafp8.checkpoint.store import METADATA_FILE, OWN_KEYS, metadata_json
 from megafp8.checkpoint.writer import CheckpointWriter
 from megafp8.config import ModelConfig
-from megafp8.conversion.base import Source, TensorInfo
+from megafp8.conversion.base import Source
 from megafp8.conversion.target import TOKENIZER_FOLDER, Sink, tokenizer_files, with_companions
 
 
@@ -36,7 +36,7 @@ class NativeSource(Source):
             self.tokenizer_files = _tokenizer_files(self._reader, self.about["config"])
         except (KeyError, TypeError, AttributeError, ValidationError) as error:
             raise ValueError(f"{self.path / METADATA_FILE} is damaged: no valid config.model: {error}") from error
-        self.tensors = {name: TensorInfo(*kind) for name, kind in self._reader.tensors.items()}
+        self.tensors = self._reader.tensors
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name, verify=True)
