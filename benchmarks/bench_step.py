@@ -271,7 +271,7 @@ def main() -> int:
         return 2
     some = next(iter(configs.values()))
     if any(config.deterministic != some.deterministic for config in configs.values()):
-        print("error: --variants: either all are +deterministic or none", file=sys.stderr)
+        print("error: --variants: +deterministic is a setting of the process: all must be or none", file=sys.stderr)
         return 2
     if arguments.traces is not None:
         arguments.traces.mkdir(parents=True, exist_ok=True)

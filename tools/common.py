@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import get_args
+from types import ModuleType
+from typing import Any, get_args
 
 from megafp8.data.documents import InputFile, SkippedFile, find_files
 from megafp8.data.tokenizers import TokenizerKind, TokenizerSettingError, TokenizerSettings
@@ -91,7 +91,8 @@ def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
 def run_tool(tool: Callable[[], None]) -> int:
     """Run a tool. Exit code 0, 2 after printing the error of bad input, or 130 after Ctrl-C or SIGTERM."""
     try:
-        with _sigterm_raises():
+        # SIGTERM, which batch systems send, is handled like Ctrl-C, so that files are cleaned up.
+        with signal_handler(signal.default_int_handler, signal.SIGTERM):
             tool()
     except TokenizerSettingError as error:
         flag = f"--tokenizer-{error.setting.replace('_', '-')}"
@@ -108,17 +109,14 @@ def run_tool(tool: Callable[[], None]) -> int:
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Handle SIGTERM, which batch systems send, like Ctrl-C, so that files are cleaned up."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # handlers can only be set there
+def signal_handler(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle these signals by `handler`, if in the main thread; handlers can only be set there."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -13,7 +13,6 @@ All input is read; if it is more than --sample-bytes, the vocabulary is trained 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import heapq
 import io
 import os
@@ -21,7 +20,6 @@ import random
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,7 +27,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megafp8.data.documents import Document, read_documents
-from tools.common import add_input_flags, input_files, new_parser, run_tool
+from tools.common import add_input_flags, input_files, new_parser, run_tool, signal_handler
 
 _PIECE = 4000  # characters in one of sentencepiece's "sentences"; it limits them to about 4,192 bytes by default
 
@@ -111,20 +109,6 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-@contextlib.contextmanager
-def default_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the process at once. Python's handlers would run only after the library's call."""
-    if threading.current_thread() is not threading.main_thread():  # handlers can only be set there
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def check_writable(output: Path, overwrite: bool) -> None:
     """ValueError if `output` exists or its folder cannot be written to. Creates the folder."""
     if output.is_dir():
@@ -176,7 +160,8 @@ def _train(arguments: argparse.Namespace) -> None:
     if not texts:
         raise ValueError(f"no text among the inputs that fits --sample-bytes {arguments.sample_bytes}")
     print(f"training {arguments.vocab_size} tokens on {given / 1e6:.1f} of {total / 1e6:.1f} MB of text …", flush=True)
-    with default_signals():
+    # Ctrl-C and SIGTERM end the process at once: Python's handlers would run only after the library's call.
+    with signal_handler(signal.SIG_DFL, signal.SIGINT, signal.SIGTERM):
         model = train(texts, arguments.vocab_size)
     write(model, arguments.output)
     print(f"{arguments.output}: {arguments.vocab_size} tokens, {time.monotonic() - start:.1f} s")

@@ -19,7 +19,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from megafp8.data.packages import import_package
 
@@ -186,15 +186,13 @@ class _ZstdFile(io.RawIOBase):
         return content
 
 
-def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
-    """`file`, decompressed. The caller closes `file`."""
-    if compression == ".gz":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
-    if compression == ".bz2":
-        return cast(BinaryIO, bz2.BZ2File(file))
-    if compression == ".xz":
-        return cast(BinaryIO, lzma.LZMAFile(file))
-    return io.BufferedReader(_ZstdFile(file), 2**16) if compression == ".zst" else file
+_DECOMPRESS: dict[str, Callable[[BinaryIO], Any]] = {  # closing the file is left to the caller
+    "": lambda file: file,
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".zst": lambda file: io.BufferedReader(_ZstdFile(file), 2**16),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+}
 
 
 def read_documents(
@@ -213,7 +211,7 @@ def read_documents(
             else:
                 read = _read_text if file.content == "text" else _read_json_lines
                 with file.path.open("rb") as raw:
-                    for document in read(_decompressed(raw, file.compression), file):
+                    for document in read(_DECOMPRESS[file.compression](raw), file):
                         yield document
                         done, before = raw.tell(), done
                         on_progress(done - before)

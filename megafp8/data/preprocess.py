@@ -35,10 +35,19 @@ class Summary:
     messages: list[str] = field(default_factory=list)
     max_token_id: int = 0
 
-    def add_error(self, message: str) -> None:
-        self.errors += 1
-        if len(self.messages) < _MAX_MESSAGES:
-            self.messages.append(message)
+    def add(self, document: Document, ids: Ids | None) -> None:
+        """Count a document: with its tokens, or with an error, or without text."""
+        if document.error is not None:
+            self.errors += 1
+            if len(self.messages) < _MAX_MESSAGES:
+                self.messages.append(f"{document.origin}: {document.error}")
+        elif ids is None:
+            self.empty += 1
+        else:
+            self.documents += 1
+            self.tokens += len(ids)
+            self.characters += len(document.text or "")
+            self.max_token_id = max(self.max_token_id, int(ids.max()))
 
 
 def preprocess(
@@ -72,7 +81,14 @@ def preprocess(
     try:
         with contextlib.closing(_tokenized(documents, tokenizer, workers)) as results:
             for document, ids in tqdm(results, unit=" documents", disable=not progress):
-                _add(writer, summary, document, ids, model.eod_id if append_eod else None, skip_errors)
+                if document.error is not None and not skip_errors:
+                    message = f"{document.origin}: {document.error}"
+                    raise ValueError(f"{message}; --skip-errors skips and counts such documents")
+                ids = ids if ids is not None and len(ids) else None
+                if ids is not None:
+                    ids = np.append(ids, np.int32(model.eod_id)) if append_eod else ids
+                    writer.add_document(ids)
+                summary.add(document, ids)
         if not summary.documents:
             first = f"; the first: {summary.messages[0]}" if summary.errors else ""
             raise ValueError(
@@ -139,29 +155,3 @@ def _make_tokenize(tokenizer: TokenizerSettings) -> Callable[[Sequence[Document]
             return f"{type(error).__name__}: {error}"
 
     return lambda chunk: list(map(tokenize, chunk))
-
-
-def _add(
-    writer: IndexedDatasetWriter,
-    summary: Summary,
-    document: Document,
-    ids: Ids | None,
-    eod_id: int | None,
-    skip_errors: bool,
-) -> None:
-    if document.error is not None:
-        message = f"{document.origin}: {document.error}"
-        if not skip_errors:
-            raise ValueError(f"{message}; --skip-errors skips and counts such documents")
-        summary.add_error(message)
-        return
-    if ids is None or not len(ids):
-        summary.empty += 1
-        return
-    if eod_id is not None:
-        ids = np.append(ids, np.int32(eod_id))
-    writer.add_document(ids)
-    summary.documents += 1
-    summary.tokens += len(ids)
-    summary.characters += len(document.text or "")
-    summary.max_token_id = max(summary.max_token_id, int(ids.max()))

@@ -57,8 +57,10 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
 
 
 class _Index(NamedTuple):
-    """The index of one epoch. `documents[j]` is the j-th document of the stream and `starts[j]` its first position;
-    `samples` permutes the windows. `checksum`: SHA-256 of all three."""
+    """The index of one epoch, and its SHA-256.
+
+    `documents[j]` is the j-th document of the stream, `starts[j]` its first position; `samples` permutes the windows.
+    """
 
     starts: NDArray[np.int64]
     documents: NDArray[Any]

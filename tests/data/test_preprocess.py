@@ -73,26 +73,16 @@ def test_every_format(tmp_path: Path, kind: str) -> None:
     assert about["tokens"] == IndexedDataset(tmp_path / "out").num_tokens
 
 
-def test_any_file_as_text(tmp_path: Path) -> None:
+def test_text_files_and_overwriting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.py").write_text("print(1)\n")
     (tmp_path / "empty.py").write_text("")
     assert run(tmp_path / "out", "--text-files", "--input", str(tmp_path / "*.py")) == 0
-    assert texts(tmp_path / "out") == ["print(1)\n"]
-    assert (
-        run(tmp_path / "out", "--text-files", "--input", str(tmp_path / "a.py"), "--no-append-eod", "--overwrite") == 0
-    )
-    assert all_documents(tmp_path / "out") == [list(b"print(1)\n")]
-
-
-def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.txt").write_text("b")
-    assert run(tmp_path / "out", "--input", str(tmp_path / "a.txt")) == 0
-    assert run(tmp_path / "out", "--input", str(tmp_path / "b.txt")) == 2
+    bare = ["--text-files", "--input", str(tmp_path / "a.py"), "--no-append-eod"]
+    assert run(tmp_path / "out", *bare) == 2
     assert "out.bin exists; choose another output prefix" in capsys.readouterr().err
-    assert texts(tmp_path / "out") == ["a"]
-    assert run(tmp_path / "out", "--input", str(tmp_path / "b.txt"), "--overwrite") == 0
-    assert texts(tmp_path / "out") == ["b"]
+    assert texts(tmp_path / "out") == ["print(1)\n"]
+    assert run(tmp_path / "out", *bare, "--overwrite") == 0
+    assert all_documents(tmp_path / "out") == [list(b"print(1)\n")]
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
