@@ -209,7 +209,7 @@ class ParallelConfig(Section):
         return self.placement == "v" if self.placement else self.schedule in V_SCHEDULES
 
 
-OperandRecipe = Literal["delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4", "tile"]
+OperandRecipe = Literal["delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4"]
 
 
 class CustomRule(Section):
@@ -261,8 +261,6 @@ class Fp8Config(Section):
     does."""
     amax_epsilon: NonNegative = 0.0
     """current, rowwise, blockwise: amaxes below this count as this."""
-    tile_epsilon: NonNegative = 0.0
-    """tile: amaxes below this count as this."""
     smooth_swiglu: bool = False
     """delayed, current, static: multiply each channel of SwiGLU's output by a power of two, made of the last step's
     amaxes, before it is cast, and divide the next weight's columns by it (Fishman et al. 2024, arXiv:2409.12517). For

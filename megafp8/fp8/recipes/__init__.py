@@ -9,13 +9,12 @@ from megafp8.fp8.recipes.mxfp8 import MXFP8Scaling
 from megafp8.fp8.recipes.nvfp4 import NVFP4Scaling
 from megafp8.fp8.recipes.rowwise import RowwiseScaling
 from megafp8.fp8.recipes.static import StaticScaling
-from megafp8.fp8.recipes.tile import TileScaling
 
 RECIPES: dict[str, type[Fp8Recipe]] = {
     recipe.name: recipe
     for recipe in (
         DelayedScaling, CurrentScaling, RowwiseScaling, BlockwiseScaling, StaticScaling, MXFP8Scaling, NVFP4Scaling,
-        CustomScaling, TileScaling,
+        CustomScaling,
     )
 }  # fmt: skip
 """Recipes by their names in configs. A new recipe is entered here and in `config/schema.py`, which imports no torch."""
