@@ -10,7 +10,7 @@ hold views of the first, so it would have to be copied back. A ring with an inde
 history is also what a checkpoint holds, newest first; and for the few hundred tensors of a rank moving is one or two
 megabytes a step, which take less time than the launch.
 
-The twins are `megafp8.fp8.scaling` and `DelayedState.end_step`, equal bit for bit; the division rounds to nearest. An
+The twins are `megafp8.fp8.quantize` and `DelayedState.end_step`, equal bit for bit; the division rounds to nearest. An
 `amax_compute_algo` given as a Python function stays with them.
 
 Shapes: t tensors, l steps of history; slot 0 is the step that ends.
