@@ -20,8 +20,8 @@ from megafp8.fp8 import (
     QuantizedGradHandoff,
 )
 from megafp8.fp8.health import OPERANDS, Record, Recorder
-from megafp8.fp8.quantizers import CurrentQuantizer
 from megafp8.fp8.recipes import NVFP4Scaling
+from megafp8.fp8.recipes.base import RecipeQuantizer
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.ops.activation import swiglu
 from megafp8.ops.norm import norm
@@ -136,4 +136,4 @@ def test_an_evaluation_is_not_recorded_and_hides_no_weight(high: tuple[bool, boo
 
 
 def test_without_a_recorder_quantizers_are_bare() -> None:
-    assert type(Layer(CurrentScaling(), None).op.quantizers.input) is CurrentQuantizer
+    assert type(Layer(CurrentScaling(), None).op.quantizers.input) is RecipeQuantizer
