@@ -15,7 +15,7 @@ that is too small, of an element whose gradients are 1e-5 of its block's largest
 rounded to nearest it would soon stop decaying (at 1.25 · 2^i), and since it rises at once with a large gradient, it
 would mostly rise. Small changes of a first moment would be lost likewise. So both are rounded stochastically, up with
 the probability that makes the mean right: noise instead of a bias. The noise is a function of seed, update, tensor and
-position in the shard (`megafp8.fp8.noise`), the same on all ranks that hold the same shard.
+position in the shard (`megafp8.fp8.stochastic_rounding`), the same on all ranks that hold the same shard.
 
 *The cost* is that noise. A rounding adds about 0.0013 x² to the variance of x (a step is 1/11 of the value in the mean
 square, and the mean of f (1 - f) is 1/6), and a moment remembers 1 / (1 - beta²) of them: the second moment at beta2 =
