@@ -54,6 +54,7 @@ from megafp8.parallel_state import (
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.fp8_config import build_fp8
+from megafp8.training.overlap import sum_partials_on
 
 BLOCKS, WARM_UP, STEPS = 2, 4, 4
 ALLOWED = 2.0  # times what sums that are off by a unit in the last place change
@@ -92,7 +93,7 @@ class Silent:
         return AllGatherHandle(whole, [(slice(0, whole[0].shape[0]), DONE.wait)])
 
     def sum(self, product: Product) -> ReduceHandle:
-        y_mn = product.whole()
+        y_mn = product.compute()
         own = y_mn[: y_mn.shape[0] // self.group.size()]
         return ReduceHandle(DONE, lambda: own)
 
@@ -121,13 +122,13 @@ class Nudged:
 def _symmetric(group: ProcessGroup, device: torch.device) -> TPOverlap:
     from megafp8.distributed.tp_symmetric import SymmetricMemory
 
-    return SymmetricMemory(group, device)
+    return SymmetricMemory(group, device, sum_partials_on(device))
 
 
 MODES: dict[str, Callable[[ProcessGroup, torch.device], TPOverlap]] = {
     "silent": lambda group, _: Silent(group),
     "none": lambda group, _: Collective(group),
-    "chunked": lambda group, _: P2PRing(group),
+    "chunked": lambda group, device: P2PRing(group, sum_partials=sum_partials_on(device)),
     "symmetric": _symmetric,
 }
 

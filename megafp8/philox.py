@@ -1,9 +1,8 @@
 """Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): random words by key and counter.
 
-A stateful generator gives what depends on everything that was drawn before. Here a word depends on its key and its
-number alone, by integer arithmetic, the same on every device; Triton has the same generator. It is written in int64
-tensor operations, because 32×32-bit products need 64 bits and torch has no uint32 arithmetic. That costs some eighty
-elementwise passes.
+A word depends on its key and counter alone, by integer arithmetic, so it is the same on every device; Triton has the
+same generator. 32×32-bit products need 64 bits and torch has no uint32 arithmetic, hence int64 tensors; this costs some
+eighty elementwise passes.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ _MASK = 0xFFFFFFFF
 
 
 def key_of(*parts: int | str) -> Key:
-    """The key of a stream that `parts`, such as a seed and a name, tell from others."""
+    """The key of the stream identified by `parts`, such as a seed and a name."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
 def philox(counter: Tensor, key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of 64-bit counters (int64, non-negative): four words in [0, 2^32) each, as int64."""
+    """Four words in [0, 2^32), as int64, for each 64-bit counter (int64, non-negative)."""
     x0, x1 = counter & _MASK, counter >> 32
     x2, x3 = torch.zeros_like(counter), torch.zeros_like(counter)
     k0, k1 = key

@@ -66,7 +66,7 @@ def test_the_table_of_weights(changes: dict[str, Any]) -> None:
     rest = {"training": {"steps": 1, "seq_length": 16, "global_batch_size": 1}, "optimizer": {"learning_rate": 1}}
     config = Config.model_validate({"name": "t", "model": model, "data": {"train": ["none"]}, **rest})
     stages = [planned_stage(config, stage) for stage in range(len(stages_of(config)[1]))]
-    pieces = [piece for stage in stages for param in stage.parameters() for piece in spec_of(param).pieces]
+    pieces = [piece for stage in stages for param in stage.parameters() for piece in spec_of(param).shards]
     found = {piece.name: piece.global_shape for piece in pieces}
     dims = {
         "v": model.padded_vocab_size, "p": BASE["max_position_embeddings"], "h": model.hidden_size,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megafp8.distributed.sharding import Fragment, Piece, Shape, pieces_of, spec_of
+from megafp8.distributed.sharding import FlatShard, ParamShard, Shape, shards_of, spec_of
 
 
 class Rectangle(NamedTuple):
@@ -112,18 +112,18 @@ def collect(
     """
     state: dict[str, Rectangles] = {}
     for param in params:
-        for piece, view in pieces_of(param, tensors(param)):
+        for piece, view in shards_of(param, tensors(param)):
             _add(state, prefix, piece, piece.offset, view)
     return state
 
 
-def collect_fragments(fragments: Iterable[tuple[Fragment, Tensor]], prefix: str) -> dict[str, Rectangles]:
+def collect_fragments(fragments: Iterable[tuple[FlatShard, Tensor]], prefix: str) -> dict[str, Rectangles]:
     """The same of fragments of parameters, each with a flat tensor of its length to look at."""
     state: dict[str, Rectangles] = {}
     for fragment, flat in fragments:
         assert flat.shape == (fragment.end - fragment.start,)
         row = math.prod(fragment.param.shape[1:])
-        for piece in spec_of(fragment.param).pieces:
+        for piece in spec_of(fragment.param).shards:
             first = piece.row * row
             start, end = max(fragment.start, first), min(fragment.end, first + math.prod(piece.shape))
             for low, shape in boxes(piece.shape, start - first, end - first):
@@ -162,7 +162,7 @@ def _flat_index(index: Shape, shape: Shape) -> int:
     return flat
 
 
-def _add(state: dict[str, Rectangles], prefix: str, piece: Piece, offset: Shape, view: Tensor) -> None:
+def _add(state: dict[str, Rectangles], prefix: str, piece: ParamShard, offset: Shape, view: Tensor) -> None:
     """Note that `view`, a part of `piece`, lies at `offset` of the piece's global tensor."""
     name = prefix + piece.name
     if name not in state:

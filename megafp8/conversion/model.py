@@ -41,7 +41,7 @@ def model_tensors(model: ModelConfig) -> dict[str, Shape]:
     )
     layers = range(model.num_layers)
     stage = GPTStage(model, context, layers=layers, positions=model.max_position_embeddings or 1)
-    return {f"model.{piece.name}": piece.global_shape for x in stage.parameters() for piece in spec_of(x).pieces}
+    return {f"model.{piece.name}": piece.global_shape for x in stage.parameters() for piece in spec_of(x).shards}
 
 
 def seq_length(source: Source) -> int | None:

@@ -68,7 +68,7 @@ class Collective:
         """A collective waits for all ranks as it is."""
 
 
-class CodedWeight(NamedTuple):
+class Fp8Weight(NamedTuple):
     """A weight that is gathered as codes: its rows, what codes are in, and who is told where they are, `[n, k]`."""
 
     rows: Rows
@@ -121,7 +121,7 @@ class _Block:
     """Weights that torch gathers at the same time: `weights` of the carrier's."""
 
     def __init__(
-        self, coded: Sequence[CodedWeight], weights: range, carrier: Carrier, places: _Places, ranks: int
+        self, coded: Sequence[Fp8Weight], weights: range, carrier: Carrier, places: _Places, ranks: int
     ) -> None:
         self._coded, self._weights, self._carrier, self._places, self._ranks = coded, weights, carrier, places, ranks
         self._sizes = [ranks * weight.nbytes for weight in coded]
@@ -170,7 +170,7 @@ class _Block:
         return None if out is not None else (Released(rows.of, dtype, rows.values.device), ())
 
 
-def gather_codes(blocks: Sequence[Sequence[CodedWeight]], carrier: Carrier, ranks: int, device: torch.device) -> None:
+def gather_codes(blocks: Sequence[Sequence[Fp8Weight]], carrier: Carrier, ranks: int, device: torch.device) -> None:
     """Let weights be gathered as the codes that `carrier` has of them, in this order; `blocks`: those of each module
     that is sharded as one."""
     places, start = _Places(device), 0

@@ -39,7 +39,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from megafp8.distributed.collectives import reduce_scatter_into
-from megafp8.distributed.sharding import Fragment, rows_of, set_spec, spec_of
+from megafp8.distributed.sharding import FlatShard, set_spec, slice_rows, spec_of
 
 _ALIGN = 64  # fp32 elements: 256 bytes
 
@@ -125,7 +125,7 @@ class FullySharded:
             weight.grad = DTensor.from_local(
                 gradient, mesh, (Shard(0),), run_check=False, shape=weight.shape, stride=weight.stride()
             )
-        self.fragments = [Fragment(param, 0, param.numel()) for param in self.params if param.numel()]
+        self.shards = [FlatShard(param, 0, param.numel()) for param in self.params if param.numel()]
 
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
@@ -216,5 +216,5 @@ def _rows(old: nn.Parameter, new: DTensor, group: ProcessGroup, dtype: torch.dty
     first = min(group.rank() * sent, old.shape[0])
     assert first + len(values) == min(first + sent, old.shape[0]), "torch cuts in another way than it did"
     param = nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=values.device).expand(values.shape))
-    set_spec(param, rows_of(spec_of(old), first, first + len(values)))
+    set_spec(param, slice_rows(spec_of(old), first, first + len(values)))
     return Rows(param, values, old.shape, sent)

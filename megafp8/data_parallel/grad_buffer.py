@@ -47,7 +47,7 @@ from torch.distributed import ProcessGroup
 from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.data_parallel.fp8_reduce import add_up, pack
 from megafp8.distributed import collectives
-from megafp8.distributed.sharding import Fragment, spec_of
+from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.fp8.formats import E4M3
 from megafp8.ops.deferred_wgrad import WgradStore
 
@@ -78,7 +78,7 @@ def main_grad_of(param: nn.Parameter) -> Tensor:
     return grad
 
 
-def gradient_of(fragment: Fragment) -> Tensor:
+def gradient_of(fragment: FlatShard) -> Tensor:
     """The fp32 gradient of a fragment, flat."""
     return fragment.of(main_grad_of(fragment.param))
 
@@ -142,8 +142,8 @@ class GradBuffer:
             [p.numel() for p in params],
             bucket_elements,
             ranks=collectives.size(data_parallel_group) if sharded else 1,
-            alone=[i for i, param in enumerate(params) if any(param is other for other in alone)],
-            apart=[i for i, param in enumerate(params) if param in apart],
+            own_bucket=[i for i, param in enumerate(params) if any(param is other for other in alone)],
+            fp8_bucket=[i for i, param in enumerate(params) if param in apart],
         )
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         self._group = data_parallel_group
@@ -151,7 +151,7 @@ class GradBuffer:
         assert sharded or self._reduce_dtype != E4M3.dtype, "FP8 goes to the owner of a share"
         self._rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
         self.owned = [self.flat[own.start : own.end] for own in self.layout.owned(self._rank)]
-        self.fragments = [Fragment(self.params[r.param], r.start, r.end) for r in self.layout.runs(self._rank)]
+        self.shards = [FlatShard(self.params[r.param], r.start, r.end) for r in self.layout.runs(self._rank)]
         self._bucket_of = {i: b for b, bucket in enumerate(self.layout.buckets) for i in bucket.params}
         self._works: list[collectives.Work] = []
         self._started = 0  # buckets [0, _started) are being, or have been, reduced
@@ -212,7 +212,7 @@ class GradBuffer:
     def _count(self, index: int) -> None:
         """Parameter `index` was handed in once more."""
         bucket = self._bucket_of[index]
-        name = spec_of(self.params[index]).pieces[0].name
+        name = spec_of(self.params[index]).shards[0].name
         assert bucket >= self._started, f"a gradient of {name} came after its bucket was reduced"
         if not self._overlap:
             return

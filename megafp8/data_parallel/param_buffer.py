@@ -5,7 +5,7 @@ elements. So parameters lie in buckets of the same layout, of their own dtype, e
 all-gather of a bucket, in place, hands everyone the updated weights, with no copy before or after.
 
 Some travel, and stay, as FP8 codes (`codes`): one byte an element, in buckets of their own. Such a parameter is then
-*hollow* (`hollow_out`): it keeps its shape, dtype and identity, for autograd and for whoever counts, but its values are
+*hollow* (`release_fp8_params`): it keeps its shape, dtype and identity, for autograd and for whoever counts, but its values are
 in its owners' fp32 masters only. It reads as NaN, so that nobody computes with it unnoticed.
 
 Overlap. The next forward pass needs the first layers first, and those lie in the last buckets. All gathers are started
@@ -30,7 +30,7 @@ class ParamBuffer:
 
     Their values and their identity stay; whoever keeps a view of one makes it after this. `group`: who owns the slices.
     `as_codes`: parameters that `layout` keeps apart, and the one-byte dtype that each travels in; they stay where they
-    are until `hollow_out`. `codes`: what to write those into, shaped like the parameters.
+    are until `release_fp8_params`. `codes`: what to write those into, shaped like the parameters.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class ParamBuffer:
         return sum(flat.nbytes for flat in self.buckets)
 
     @property
-    def nbytes_as_values(self) -> int:
+    def nbytes_unquantized(self) -> int:
         """What that would be without codes."""
         return sum(flat.numel() for flat in self.buckets) * self._value_bytes
 
-    def hollow_out(self) -> None:
+    def release_fp8_params(self) -> None:
         """Free the values of the parameters that travel as codes."""
         for param in self.codes:
             param.data = torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)

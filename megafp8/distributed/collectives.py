@@ -1,18 +1,17 @@
-"""The only caller of torch.distributed for tensors.
+"""Collectives and point-to-point messages: the only caller of torch.distributed for tensors.
 
-Every collective of the framework passes through here, for three reasons: a group of one rank costs nothing (no call, no
-copy); the names that torch renames between releases stand in one place; and FP8 tensors, which no backend knows, travel
-as bytes.
+Three reasons: a group of one rank costs nothing (no call, no copy); functions that torch renames between releases are
+named in one place; and FP8 tensors, which no backend supports, are sent as bytes.
 
-All functions work along dim 0 and expect contiguous tensors. `group=None` means "nobody to talk to", the same as a
-group of one. The `*_async` forms return a `Work`; the result may be read after `Work.wait()`, which on CUDA makes the
-current stream wait and on CPU blocks.
+All functions work along dim 0 and expect contiguous tensors. `group=None` is the same as a group of one rank. The
+`*_async` forms return a `Work`: the result may be read after `Work.wait()`, which makes the current stream wait on CUDA
+and blocks on CPU. Tensors handed to them must stay alive until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,17 +26,35 @@ ReduceOp = Literal["sum", "max", "min"]
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A running collective."""
 
     def wait(self) -> Any: ...
 
 
-class _Done:
+class WaitFunction(NamedTuple):
+    """A function as a `Work`."""
+
+    wait: Callable[[], Any]
+
+
+DONE: Work = WaitFunction(lambda: None)
+
+
+class WorkList:
+    """Several works that are waited for together; holds `alive` until then."""
+
+    def __init__(self, works: Sequence[Work], alive: Sequence[Tensor] = ()) -> None:
+        self._works, self._alive = works, alive
+
     def wait(self) -> None:
-        return None
+        for work in self._works:
+            work.wait()
+        self._works, self._alive = [], []
 
 
-DONE: Work = _Done()
+def _started(work: Any) -> Work:
+    assert work is not None
+    return work
 
 
 def size(group: ProcessGroup | None) -> int:
@@ -46,8 +63,17 @@ def size(group: ProcessGroup | None) -> int:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """FP8 tensors as uint8 (no backend moves FP8); every other tensor as it is."""
+    """FP8 tensors as uint8 (no backend moves FP8); every other tensor unchanged."""
     return x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
+
+
+def own_slice(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """This rank's view of `x`, split evenly along dim 0."""
+    if group is None:
+        return x
+    length, rest = divmod(x.shape[0], group.size())
+    assert rest == 0, f"dim 0 of {tuple(x.shape)} is not a multiple of {group.size()} ranks"
+    return x.narrow(0, group.rank() * length, length)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup | None, op: ReduceOp = "sum") -> Tensor:
@@ -60,41 +86,58 @@ def all_reduce_async(x: Tensor, group: ProcessGroup | None, op: ReduceOp = "sum"
     """Start reducing `x` over `group` in place."""
     if size(group) == 1:
         return DONE
-    work = dist.all_reduce(x, op=_OPS[op], group=group, async_op=True)
-    assert work is not None
-    return work
+    return _started(dist.all_reduce(x, op=_OPS[op], group=group, async_op=True))
+
+
+def coalesced_all_reduce(tensors: Sequence[Tensor], group: ProcessGroup | None) -> None:
+    """Sum several tensors of one dtype in place with a single collective (they are packed and unpacked)."""
+    if size(group) == 1 or not tensors:
+        return
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    all_reduce(flat, group)
+    reduced = flat.split([t.numel() for t in tensors])
+    torch._foreach_copy_(list(tensors), [x.view_as(t) for x, t in zip(reduced, tensors)])
+
+
+def _gathered_like(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    return torch.empty((x.shape[0] * size(group), *x.shape[1:]), dtype=x.dtype, device=x.device)
 
 
 def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Concatenate every rank's `x` along dim 0: `[n, ...]` -> `[n * ranks, ...]`."""
     if size(group) == 1:
         return x
-    x = x.contiguous()
-    out = torch.empty((x.shape[0] * size(group), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    _ALL_GATHER(as_bytes(out), as_bytes(x), group=group)
+    out = _gathered_like(x, group)
+    _ALL_GATHER(as_bytes(out), as_bytes(x.contiguous()), group=group)
     return out
 
 
 def all_gather_async(tensors: Sequence[Tensor], group: ProcessGroup | None) -> tuple[list[Tensor], Work]:
-    """Start an `all_gather` of each tensor, all in one launch, and where their results will be; keep `tensors` alive
-    until waited for."""
+    """Start an `all_gather` of each tensor, all in one launch; returns the results and the work."""
     if size(group) == 1:
         return list(tensors), DONE
-    outs = [torch.empty((x.shape[0] * size(group), *x.shape[1:]), dtype=x.dtype, device=x.device) for x in tensors]
+    outs = [_gathered_like(x, group) for x in tensors]
     return outs, all_gather_into_async(outs, [x.contiguous() for x in tensors], group)
 
 
 def all_gather_into_async(outs: Sequence[Tensor], tensors: Sequence[Tensor], group: ProcessGroup | None) -> Work:
-    """Start an `all_gather` of each tensor into the one of `outs` in its place, all in one launch; keep both alive
-    until waited for."""
+    """Start an `all_gather` of each tensor into the corresponding one of `outs`, all in one launch."""
     if size(group) == 1:
         for out, x in zip(outs, tensors):
             out.copy_(x)
         return DONE
     with dist._coalescing_manager(group=group, async_ops=True) as work:
-        for out, x in zip(outs, tensors):  # as bytes all: gloo moves what travels together as one dtype
+        for out, x in zip(outs, tensors):  # all as bytes: gloo coalesces tensors of one dtype
             _ALL_GATHER(out.view(torch.uint8), x.view(torch.uint8), group=group)
     return work
+
+
+def all_gather_in_place_async(x: Tensor, group: ProcessGroup | None) -> Work:
+    """Start filling each rank's slice of `x` from that rank; this rank's own slice is sent."""
+    if size(group) == 1:
+        return DONE
+    x = x.view(torch.uint8)  # bytes are supported by every backend, whatever the dtype
+    return _started(_ALL_GATHER(x, own_slice(x, group), group=group, async_op=True))
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -105,15 +148,11 @@ def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def reduce_scatter_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Work]:
-    """Start a `reduce_scatter`, and where its result will be; keep `x` alive until waited for."""
-    ranks = size(group)
-    if ranks == 1:
+    """Start a `reduce_scatter`; returns the result and the work."""
+    if size(group) == 1:
         return x, DONE
-    assert x.shape[0] % ranks == 0, f"dim 0 of {tuple(x.shape)} is not a multiple of {ranks} ranks"
-    out = torch.empty((x.shape[0] // ranks, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    work = _REDUCE_SCATTER(out, x.contiguous(), group=group, async_op=True)
-    assert work is not None
-    return out, work
+    out = torch.empty_like(own_slice(x, group), memory_format=torch.contiguous_format)
+    return out, _started(_REDUCE_SCATTER(out, x.contiguous(), group=group, async_op=True))
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
@@ -121,46 +160,22 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
     _REDUCE_SCATTER(out, x, group=group)
 
 
-def own_slice(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's share of `x`, cut evenly along dim 0."""
-    if group is None:
-        return x
-    length, rest = divmod(x.shape[0], group.size())
-    assert rest == 0, f"dim 0 of {tuple(x.shape)} is not a multiple of {group.size()} ranks"
-    return x.narrow(0, group.rank() * length, length)
-
-
 def reduce_scatter_in_place_async(x: Tensor, group: ProcessGroup | None) -> Work:
-    """Start summing `x` over `group` into this rank's slice of it; what the other slices then hold is undefined."""
+    """Start summing `x` over `group` into this rank's slice of it; the other slices become undefined."""
     if size(group) == 1:
         return DONE
-    work = _REDUCE_SCATTER(own_slice(x, group), x, group=group, async_op=True)
-    assert work is not None
-    return work
-
-
-def all_gather_in_place_async(x: Tensor, group: ProcessGroup | None) -> Work:
-    """Start filling the slices of `x` from the ranks that own them; this rank's own is sent and stays."""
-    if size(group) == 1:
-        return DONE
-    x = x.view(torch.uint8)  # bytes are bytes, whatever the backend knows of a dtype
-    work = _ALL_GATHER(x, own_slice(x, group), group=group, async_op=True)
-    assert work is not None
-    return work
+    return _started(_REDUCE_SCATTER(own_slice(x, group), x, group=group, async_op=True))
 
 
 def all_to_all_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Work]:
-    """Start sending `x` `[ranks - 1, ...]`, a part to each other rank in their order, and where what they send to this
-    one will be, likewise; keep `x` alive until waited for."""
+    """Start sending row i of `x` `[ranks - 1, ...]` to the i-th other rank; returns what they send here, likewise."""
     ranks = size(group)
-    assert x.shape[0] == ranks - 1, f"dim 0 of {tuple(x.shape)} is not a part for each of {ranks} ranks but this one"
+    assert x.shape[0] == ranks - 1, f"dim 0 of {tuple(x.shape)} is not one row for each other of {ranks} ranks"
     if group is None or ranks == 1:
         return x, DONE
     out = torch.empty_like(x)
-    parts = [int(rank != group.rank()) for rank in range(ranks)]
-    work = dist.all_to_all_single(as_bytes(out), as_bytes(x), parts, parts, group=group, async_op=True)
-    assert work is not None
-    return out, work
+    rows = [int(rank != group.rank()) for rank in range(ranks)]
+    return out, _started(dist.all_to_all_single(as_bytes(out), as_bytes(x), rows, rows, group=group, async_op=True))
 
 
 def broadcast(x: Tensor, group: ProcessGroup | None, group_src: int) -> Tensor:
@@ -171,7 +186,7 @@ def broadcast(x: Tensor, group: ProcessGroup | None, group_src: int) -> Tensor:
 
 
 def broadcast_object(value: Any, group: ProcessGroup | None) -> Any:
-    """The first rank's picklable `value`, on all ranks. For set-up and reports, as `all_gather_objects`."""
+    """The first rank's picklable `value`, on all ranks. For set-up and reports, not for every training step."""
     if size(group) == 1:
         return value
     values = [value]
@@ -190,16 +205,15 @@ def all_gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
 
 def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any] | None:
     """Every rank's picklable `value`, in group order, on the first rank of `group`; None on the others."""
-    if size(group) == 1:
+    if group is None or group.size() == 1:
         return [value]
-    assert group is not None
-    values: list[Any] | None = [None] * size(group) if group.rank() == 0 else None
+    values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
     dist.gather_object(value, values, group=group, group_dst=0)
     return values
 
 
 def scatter_objects(values: list[Any] | None, group: ProcessGroup | None) -> Any:
-    """This rank's of the picklable `values` that the first rank of `group` hands in, in group order."""
+    """This rank's element of the picklable `values` that the first rank of `group` passes, in group order."""
     if size(group) == 1:
         assert values is not None
         return values[0]
@@ -209,55 +223,29 @@ def scatter_objects(values: list[Any] | None, group: ProcessGroup | None) -> Any
 
 
 def barrier(group: ProcessGroup | None) -> None:
-    """Wait until every rank of `group` is here."""
+    """Wait until every rank of `group` has called this."""
     if size(group) > 1:
         dist.barrier(group=group)
 
 
 def send_async(x: Tensor, group: ProcessGroup, group_dst: int) -> Work:
-    """Start sending `x` (contiguous; keep it alive until waited for) to the rank `group_dst` of the group."""
-    work = dist.isend(as_bytes(x), group=group, group_dst=group_dst)
-    assert work is not None
-    return work
+    """Start sending `x` to the rank `group_dst` of the group."""
+    return _started(dist.isend(as_bytes(x), group=group, group_dst=group_dst))
 
 
 def recv_async(x: Tensor, group: ProcessGroup, group_src: int) -> Work:
     """Start receiving into `x` from the rank `group_src` of the group."""
-    work = dist.irecv(as_bytes(x), group=group, group_src=group_src)
-    assert work is not None
-    return work
+    return _started(dist.irecv(as_bytes(x), group=group, group_src=group_src))
 
 
-class _Swap:
-    """Messages under way, both ways; holds what is being sent."""
-
-    def __init__(self, works: list[Any], sent: list[Tensor]) -> None:
-        self._works, self._sent = works, sent
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works, self._sent = [], []
-
-
-def swap_async(
+def send_recv_async(
     sent: Sequence[Tensor], group_dst: int, received: Sequence[Tensor], group_src: int, group: ProcessGroup
 ) -> Work:
-    """Start sending tensors to one rank of the group and receiving (contiguous) ones from another, all in one launch.
+    """Start sending tensors to one rank of the group and receiving tensors from another, all in one launch.
 
-    All ranks of the group call it together, so that messages meet.
+    All ranks of the group must call it together, so that sends and receives match. Keeps `sent` alive.
     """
     outgoing = [as_bytes(x.contiguous()) for x in sent]
     ops = [dist.P2POp(dist.isend, x, group=group, group_peer=group_dst) for x in outgoing]
     ops += [dist.P2POp(dist.irecv, as_bytes(x), group=group, group_peer=group_src) for x in received]
-    return _Swap(dist.batch_isend_irecv(ops), outgoing)
-
-
-def coalesced_all_reduce(tensors: Sequence[Tensor], group: ProcessGroup | None, op: ReduceOp = "sum") -> None:
-    """Reduce several tensors of one dtype in place with a single collective (they are packed and unpacked)."""
-    if size(group) == 1 or not tensors:
-        return
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    all_reduce(flat, group, op)
-    parts = flat.split([t.numel() for t in tensors])
-    torch._foreach_copy_(list(tensors), [part.view_as(t) for part, t in zip(parts, tensors)])
+    return WorkList(dist.batch_isend_irecv(ops), outgoing)

@@ -1,24 +1,21 @@
-"""What a local parameter is, seen from the whole model.
+"""Which part of which global tensor a local parameter holds.
 
-A rank holds slices. Initialisation, checkpoints, gradient norms and weight decay all have to know what a slice is a
-slice *of*, or a model under TP4 would be another model than under TP1. So every parameter carries a `ParamSpec`, and
-the one concept in it is the `Piece`: a rectangle of a tensor that has a global name and a global shape. A plain weight
-is one piece. A fused weight (q, k, v in one matrix; gate and up in one) is several pieces stacked along dim 0, so each
-keeps its own name whatever is fused on this rank.
+Initialization, checkpoints, gradient norms and weight decay need to know what a rank's parameter is a shard *of*. So
+every parameter carries a `ParamSpec` with one or more `ParamShard`s: rectangles of tensors that have a global name and
+a global shape. A plain weight is one shard. A fused weight (q, k, v; gate and up) is several, stacked along dim 0, so
+that each keeps its own name.
 
-    initialisation   fills each piece from the stream of (seed, piece.name) at piece.offset
-    checkpoint       saves and loads each piece as a rectangle of piece.name
-    gradient norm    counts a parameter that several ranks hold only once (`replicated_over_tp`, `is_copy`)
+    initialization   fills each shard from the stream of (seed, shard.name) at shard.offset
+    checkpoint       saves and loads each shard as a rectangle of shard.name
+    gradient norm    counts a parameter that several ranks hold once (`replicated_over_tp`, `is_copy`)
 
-The optimizer may cut once more, over data parallelism, and without regard for rows: a `Fragment` is what one rank
-updates of a local parameter.
-
-Nothing here knows ranks or groups: the layers that cut a tensor write down how they cut it.
+ZeRO shards a local parameter again, over data parallelism and regardless of rows: a `FlatShard` is a flat range of its
+elements. Nothing here knows ranks or groups: the layers record how they shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,15 +26,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Init:
-    """How a tensor starts: `normal` with mean 0 and `std`, `ones` or `zeros`."""
+    """Initial values: `normal` with mean 0 and `std`, `ones` or `zeros`."""
 
     kind: Literal["normal", "ones", "zeros"]
     std: float = 0.0
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One rectangle of a global tensor, and the row of the local parameter where it starts."""
+class ParamShard:
+    """A rectangle of a global tensor, and the row of the local parameter where it starts."""
 
     name: str
     global_shape: Shape
@@ -45,22 +42,21 @@ class Piece:
     shape: Shape
     row: int = 0
 
-    def of(self, local: Tensor) -> Tensor:
-        """The view of `local` (shaped like the parameter) that holds this piece."""
+    def view(self, local: Tensor) -> Tensor:
+        """The rows of `local` (shaped like the parameter) that hold this shard."""
         return local.narrow(0, self.row, self.shape[0])
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a local parameter is.
+    """The shards that a local parameter consists of, and how it is initialized, reduced and decayed.
 
-    `reduce_over_tp`: each TP rank computes only its share of the gradient (a norm under sequence parallelism), which
-    must be summed over the TP group once a step. `replicated_over_tp`: all TP ranks hold the same values. `is_copy`:
-    another pipeline stage holds the original (tied output layer); `num_uses`: how many layers of this stage hand in a
-    weight gradient for it in one backward pass.
+    `reduce_over_tp`: each TP rank computes a partial gradient (a norm under sequence parallelism), which is summed over
+    the TP group once a step. `replicated_over_tp`: all TP ranks hold the same values. `is_copy`: another pipeline stage
+    holds the original (tied output layer). `num_uses`: layers of this stage that contribute a gradient in one backward.
     """
 
-    pieces: tuple[Piece, ...]
+    shards: tuple[ParamShard, ...]
     init: Init
     replicated_over_tp: bool
     reduce_over_tp: bool = False
@@ -70,8 +66,8 @@ class ParamSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Fragment:
-    """Elements `[start, end)` of a local parameter, counted row by row."""
+class FlatShard:
+    """Elements `[start, end)` of a local parameter in row-major order."""
 
     param: nn.Parameter
     start: int
@@ -80,38 +76,46 @@ class Fragment:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def of(self, local: Tensor) -> Tensor:
-        """The flat view of these elements of `local`, which is contiguous and shaped like the parameter."""
+    def view(self, local: Tensor) -> Tensor:
+        """These elements of `local` (contiguous, shaped like the parameter) as a flat view."""
         return local.view(-1)[self.start : self.end]
 
 
-def whole(name: str, shape: Shape) -> tuple[Piece, ...]:
-    """The single piece of a parameter that is not cut."""
-    return (Piece(name, shape, (0,) * len(shape), shape),)
+def unsharded(name: str, shape: Shape) -> tuple[ParamShard, ...]:
+    """The only shard of a parameter that every rank holds completely."""
+    return (ParamShard(name, shape, (0,) * len(shape), shape),)
 
 
-def cut(name: str, global_shape: Shape, dim: int, rank: int, ranks: int, row: int = 0) -> Piece:
-    """This rank's even slice of `global_shape` along `dim`."""
-    assert global_shape[dim] % ranks == 0, f"{name}: dim {dim} of {global_shape} cannot be cut into {ranks}"
+def shard_dim(name: str, global_shape: Shape, dim: int, rank: int, ranks: int) -> ParamShard:
+    """The shard of `rank` when `global_shape` is split evenly along `dim`."""
+    assert global_shape[dim] % ranks == 0, f"{name}: dim {dim} of {global_shape} is not a multiple of {ranks} ranks"
     length = global_shape[dim] // ranks
     shape = tuple(length if d == dim else n for d, n in enumerate(global_shape))
     offset = tuple(rank * length if d == dim else 0 for d in range(len(global_shape)))
-    return Piece(name, global_shape, offset, shape, row)
+    return ParamShard(name, global_shape, offset, shape)
 
 
-def stack(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Lay pieces one below the other along dim 0 of one local parameter."""
-    stacked, row = [], 0
-    for piece in pieces:
-        stacked.append(Piece(piece.name, piece.global_shape, piece.offset, piece.shape, row))
-        row += piece.shape[0]
-    return tuple(stacked)
+def stack_rows(shards: Sequence[ParamShard]) -> tuple[ParamShard, ...]:
+    """Place shards one after another along dim 0 of one local parameter."""
+    rows = [sum(shard.shape[0] for shard in shards[:i]) for i in range(len(shards))]
+    return tuple(replace(shard, row=row) for shard, row in zip(shards, rows))
+
+
+def slice_rows(spec: ParamSpec, first: int, last: int) -> ParamSpec:
+    """The spec of rows `[first, last)` of a parameter as a parameter of their own."""
+    shards = []
+    for shard in spec.shards:
+        low, high = max(first, shard.row), min(last, shard.row + shard.shape[0])
+        if low < high:
+            offset = (shard.offset[0] + low - shard.row, *shard.offset[1:])
+            shards.append(replace(shard, offset=offset, shape=(high - low, *shard.shape[1:]), row=low - first))
+    return replace(spec, shards=tuple(shards))
 
 
 def set_spec(param: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
     """Attach `spec` to `param` (as `param.spec`) and return the parameter."""
-    rows = sum(piece.shape[0] for piece in spec.pieces)
-    assert rows == param.shape[0], f"{spec.pieces[0].name}: pieces of {rows} rows, parameter {tuple(param.shape)}"
+    rows = sum(shard.shape[0] for shard in spec.shards)
+    assert rows == param.shape[0], f"{spec.shards[0].name}: shards of {rows} rows, parameter {tuple(param.shape)}"
     param.spec = spec  # type: ignore[attr-defined]
     return param
 
@@ -123,19 +127,7 @@ def spec_of(param: nn.Parameter) -> ParamSpec:
     return spec
 
 
-def rows_of(spec: ParamSpec, first: int, last: int) -> ParamSpec:
-    """The spec of rows `[first, last)` of a parameter as a parameter of their own."""
-    pieces = []
-    for piece in spec.pieces:
-        low, high = max(first, piece.row), min(last, piece.row + piece.shape[0])
-        if low < high:
-            offset = (piece.offset[0] + low - piece.row, *piece.offset[1:])
-            shape = (high - low, *piece.shape[1:])
-            pieces.append(Piece(piece.name, piece.global_shape, offset, shape, low - first))
-    return replace(spec, pieces=tuple(pieces))
-
-
-def pieces_of(param: nn.Parameter, local: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """Each piece of `param` with its view of `local`, a tensor shaped like the parameter."""
-    for piece in spec_of(param).pieces:
-        yield piece, piece.of(local)
+def shards_of(param: nn.Parameter, local: Tensor) -> Iterator[tuple[ParamShard, Tensor]]:
+    """Each shard of `param` with its view of `local`, a tensor shaped like the parameter."""
+    for shard in spec_of(param).shards:
+        yield shard, shard.view(local)

@@ -1,34 +1,32 @@
-"""How ranks hand each other tokens around a matrix product, so that they travel while it is computed.
+"""Overlap of tensor-parallel communication with GEMMs.
 
-A tensor-parallel layer is a product with a collective on one side. Tokens come in, x in forward of a column-parallel
-layer and dy in backward of a row-parallel one: they are gathered. Or a product goes out of which each rank has a share,
-y of a row-parallel layer and dx of a column-parallel one: the shares are summed. An `TPOverlap` is these two
-directions; a layer has one at either end (`megafp8.ops.quantized_gather.TPComm`) and does not know which.
+A tensor-parallel layer is a GEMM with a collective on one side. Its input may have to be gathered: x in forward of a
+column-parallel layer, dy in backward of a row-parallel one. Or its output is a partial sum on each rank: y of a
+row-parallel layer, dx of a column-parallel one. A `TPOverlap` implements these two directions; a layer has one at
+either end (`megafp8.ops.quantized_gather.TPComm`) and does not know which.
 
-    Replicated   every rank has all tokens: nothing to gather, shares are all-reduced
-    Collective   tokens are cut over ranks: one all-gather, one reduce-scatter
-    P2PRing      the same rank by rank, each part multiplied while the next one travels
-    SymmetricMemory  the same by the GPUs' copy engines (`megafp8.distributed.tp_symmetric`)
+    Replicated       every rank has all tokens: nothing to gather, partial sums are all-reduced
+    Collective       tokens are sharded: one all-gather, one reduce-scatter
+    P2PRing          the same rank by rank: each chunk is multiplied while the next one is sent
+    SymmetricMemory  the same with the GPUs' copy engines (`megafp8.distributed.tp_symmetric`)
 
-*What hides behind what.* A sum begins when its product has been queued and is waited for only when someone wants it, so
-the sum of dx runs beside the weight gradient in every mode. In forward there is nothing else to do: there the product
-itself has to be cut, along the tokens. A part is what one rank has or will have, so parts need no reordering: gathering
-begins with the product of one's own tokens while the next rank's arrive; summing ends with the share one keeps, when
-the others are on their way. Rank r deals with rank r + 1 first, then r + 2: each link carries one part at a time.
-Of more than four ranks some neighbours make a part together (`ring_steps`): eighths of a product would be too few
-tiles to fill a GPU with.
+*What overlaps.* A sum is started when its GEMM has been queued and waited for when its result is needed, so the sum of
+dx runs beside the weight gradient in every mode. Forward has no such independent work: there the GEMM itself is split
+into chunks of tokens. A chunk is the tokens of one rank, so chunks need no reordering. Gathering starts with the GEMM
+of the local tokens while the next rank's arrive; summing ends with the chunk that this rank keeps, while the others
+are sent. Rank r exchanges with rank r + 1 first, then r + 2, so each link carries one chunk at a time. With more than
+four ranks, neighbours form one chunk (`ring_steps`): an eighth of a GEMM has too few tiles to fill a GPU.
 
-*Numbers.* Gathering moves bits. A row of a product is the same sum over k however many rows there are, but a GEMM may
-add it up in another order for another shape; that is all that `P2PRing` and `SymmetricMemory` change there. Their
-shares are
-added in fp32 in the order of ranks and rounded once, those of a collective in the library's order, rounded at each hop.
-Of two ranks both are the same.
+*Numerics.* Gathering moves bits. A row of a product is the same sum over k however many rows there are, but a GEMM may
+use another order of additions for another shape; `P2PRing` and `SymmetricMemory` change nothing else. They add partial
+sums in fp32 in the order of ranks and round once; a collective adds in the library's order and rounds at each hop. With
+two ranks both are the same.
 
-*What it gives up.* Products of fewer rows fill the GPU less evenly, and the shares of a sum, once as large as the
-product, lie in memory until it has been made.
+*Cost.* GEMMs of fewer rows fill the GPU less evenly, and the partial sums, as large as the product, are in memory until
+they have been added.
 
-Shapes: m rows (tokens), n columns of a product; t ranks, each with m/t of the rows. A "part" is a slice of the m rows:
-those of one rank, of g neighbouring ones, or all.
+Shapes: m rows (tokens), n columns of a product; t ranks, each with m/t of the rows. A "chunk" is a slice of the m rows:
+those of one rank, of g neighbouring ranks, or all.
 """
 
 from __future__ import annotations
@@ -46,113 +44,112 @@ from torch.distributed import ProcessGroup
 from megafp8.distributed.collectives import (
     DONE,
     Work,
+    WorkList,
     all_gather_async,
     all_reduce_async,
     as_bytes,
     reduce_scatter_async,
-    swap_async,
+    send_recv_async,
 )
+
+MAX_CHUNKS = 4
+"""Chunks that a GEMM is split into, at most."""
 
 
 class AllGatherHandle:
-    """Matrices being gathered: `whole`, the first of them `[m, c]`.
+    """A running all-gather of matrices into `gathered`, the first of them `[m, c]`.
 
-    Iterating gives parts in the order in which they come, each when it may be read on the current stream. That happens
-    once; all must be taken, or waited for, before `whole` is let go.
+    Iterating yields chunks in the order of arrival, each once the current stream may read it. Iterate once, and take
+    all chunks or call `wait` before `gathered` is freed.
     """
 
-    def __init__(self, whole: list[Tensor], pieces: Iterable[tuple[slice, Callable[[], Any]]]) -> None:
-        self.whole = whole
-        self._pieces = deque(pieces)
+    def __init__(self, gathered: list[Tensor], chunks: Iterable[tuple[slice, Callable[[], Any]]]) -> None:
+        self.gathered = gathered
+        self._chunks = deque(chunks)
 
     @property
-    def in_pieces(self) -> bool:
-        return len(self._pieces) > 1
+    def is_chunked(self) -> bool:
+        return len(self._chunks) > 1
 
     def __iter__(self) -> Iterator[slice]:
-        while self._pieces:
-            part, wait = self._pieces.popleft()
+        while self._chunks:
+            chunk, wait = self._chunks.popleft()
             wait()
-            yield part
+            yield chunk
 
     def wait(self) -> list[Tensor]:
-        """All that was gathered."""
+        """The gathered matrices, complete."""
         for _ in self:
             pass
-        return self.whole
-
-
-PARTS = 4
-"""Parts that a product is cut into, at most."""
+        return self.gathered
 
 
 class RingStep(NamedTuple):
-    """What a rank does with one part of a product: that of `ranks`, which are neighbours.
+    """One step of a ring, about the chunk of neighbouring `ranks`.
 
-    `there`: these ranks one after the other, from whom something comes when parts are gathered, and to whom it goes
-    when they are summed; `back`: whom this rank is such a one for, at the same time.
+    In an all-gather this rank receives from each of `recv_from` in order and sends to the one of `send_to` in the same
+    place at the same time; a reduction goes the opposite way: partial sums are sent to `recv_from`.
     """
 
     ranks: range
-    there: tuple[int, ...]
-    back: tuple[int, ...]
+    recv_from: tuple[int, ...]
+    send_to: tuple[int, ...]
 
     def rows(self, m: int, t: int) -> slice:
-        """Which of m rows, of t ranks, are those of the part."""
+        """The chunk's rows of m, sharded over t ranks."""
         return slice(self.ranks.start * (m // t), self.ranks.stop * (m // t))
 
 
 @cache
-def ring_steps(rank: int, t: int, parts: int) -> tuple[RingStep, ...]:
-    """The parts of t ranks as `rank` deals with them, its own first: as many as divide t, but no more than `parts`."""
-    count = max(n for n in range(1, parts + 1) if t % n == 0)
+def ring_steps(rank: int, t: int, max_chunks: int) -> tuple[RingStep, ...]:
+    """The steps of `rank`, its own chunk first. The number of chunks is the largest divisor of t <= `max_chunks`."""
+    count = max(n for n in range(1, max_chunks + 1) if t % n == 0)
     g = t // count
     own, place = divmod(rank, g)
 
-    def ranks(part: int, direction: int) -> tuple[int, ...]:
-        return tuple(part % count * g + (place + direction * i) % g for i in range(g))
+    def ranks(chunk: int, direction: int) -> tuple[int, ...]:
+        return tuple(chunk % count * g + (place + direction * i) % g for i in range(g))
 
-    found = []
-    for step in range(count):
-        start = (own + step) % count * g
-        found.append(RingStep(range(start, start + g), ranks(own + step, 1), ranks(own - step, -1)))
-    return tuple(found)
+    starts = [(own + step) % count * g for step in range(count)]
+    return tuple(
+        RingStep(range(start, start + g), ranks(own + step, 1), ranks(own - step, -1))
+        for step, start in enumerate(starts)
+    )
 
 
-def part_of(rank: int, m: int, t: int) -> slice:
-    """Which of m rows are those of one of t ranks."""
+def rows_of_rank(rank: int, m: int, t: int) -> slice:
+    """The rows of `rank` when m rows are sharded over t ranks."""
     return slice(rank * (m // t), (rank + 1) * (m // t))
 
 
 class Product(NamedTuple):
-    """`[m, n]` in `dtype`, to be computed of the rows that `arriving` brings.
+    """A product `[m, n]` in `dtype` to be computed from the rows that `input` gathers.
 
-    `rows(part, out)` computes a part, into `out` where there is one, and gives it back.
+    `compute_rows(chunk, out)` computes a chunk, into `out` if given, and returns it.
     """
 
-    arriving: AllGatherHandle
+    input: AllGatherHandle
     n: int
     dtype: torch.dtype
-    rows: Callable[[slice, Tensor | None], Tensor]
+    compute_rows: Callable[[slice, Tensor | None], Tensor]
 
     def empty(self, *shape: int) -> Tensor:
-        """A tensor `[*shape, n]` for it, or for some of it."""
-        return torch.empty((*shape, self.n), dtype=self.dtype, device=self.arriving.whole[0].device)
+        """An uninitialized tensor `[*shape, n]`."""
+        return torch.empty((*shape, self.n), dtype=self.dtype, device=self.input.gathered[0].device)
 
-    def whole(self) -> Tensor:
-        """All of it, on this rank."""
-        arriving = self.arriving
-        if not arriving.in_pieces:
-            (part,) = arriving
-            return self.rows(part, None)
-        y_mn = self.empty(arriving.whole[0].shape[0])
-        for part in arriving:
-            self.rows(part, y_mn[part])
+    def compute(self) -> Tensor:
+        """The product of all rows."""
+        if not self.input.is_chunked:
+            (chunk,) = self.input
+            return self.compute_rows(chunk, None)
+        y_mn = self.empty(self.input.gathered[0].shape[0])
+        for chunk in self.input:
+            self.compute_rows(chunk, y_mn[chunk])
         return y_mn
 
 
 class ReduceHandle(NamedTuple):
-    """A sum over ranks under way. `alive`: what is still being read for it."""
+    """A running sum over ranks. `alive`: tensors that it still reads."""
 
     work: Work
     result: Callable[[], Tensor]
@@ -165,25 +162,25 @@ class ReduceHandle(NamedTuple):
 
 
 class TPOverlap(Protocol):
-    """How tokens come to a layer and leave it."""
+    """Communication at one end of a tensor-parallel layer."""
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The ranks over which tokens are cut outside the layer; None where each has all of them."""
+        """The ranks over which tokens are sharded outside the layer; None where each has all of them."""
         ...
 
     def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
-        """Start gathering along dim 0 contiguous matrices that all ranks have in the same shapes."""
+        """Start gathering contiguous matrices, of the same shapes on all ranks, along dim 0."""
         ...
 
     def sum(self, product: Product) -> ReduceHandle:
-        """Compute this rank's share of the product and start summing shares, to the rows that it has outside."""
+        """Compute this rank's partial sum and start summing over ranks, to the rows that it has outside the layer."""
         ...
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank of `ranks` has all tokens. None: nobody else computes a share either."""
+    """Every rank of `ranks` has all tokens. None: no other rank has a partial sum."""
 
     ranks: ProcessGroup | None
     group: None = None
@@ -192,107 +189,103 @@ class Replicated:
         return AllGatherHandle(list(own), [(slice(0, own[0].shape[0]), DONE.wait)])
 
     def sum(self, product: Product) -> ReduceHandle:
-        y_mn = product.whole()
+        y_mn = product.compute()
         return ReduceHandle(all_reduce_async(y_mn, self.ranks), lambda: y_mn)
 
 
 NO_COMM: TPOverlap = Replicated(None)
-"""At an end where nothing is exchanged."""
+"""Of a layer's end without communication."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Tokens are cut over `group`; one collective each way."""
+    """Tokens are sharded over `group`; one collective for each direction."""
 
     group: ProcessGroup
 
     def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
-        whole, work = all_gather_async(own, self.group)
+        gathered, work = all_gather_async(own, self.group)
 
-        def wait(_: Sequence[Tensor] = own) -> None:  # which is alive until then
+        def wait(_: Sequence[Tensor] = own) -> None:  # keeps it alive until then
             work.wait()
 
-        return AllGatherHandle(whole, [(slice(0, whole[0].shape[0]), wait)])
+        return AllGatherHandle(gathered, [(slice(0, gathered[0].shape[0]), wait)])
 
     def sum(self, product: Product) -> ReduceHandle:
-        share_mn = product.whole()
-        own, work = reduce_scatter_async(share_mn, self.group)
-        return ReduceHandle(work, lambda: own, share_mn)
+        partial_mn = product.compute()
+        own, work = reduce_scatter_async(partial_mn, self.group)
+        return ReduceHandle(work, lambda: own, partial_mn)
+
+
+def sum_partials(partials_trn: Tensor) -> Tensor:
+    """`[t, r, n]` -> `[r, n]`, summed in fp32 or wider in the order of ranks and rounded once.
+
+    The reference of `megafp8.kernels.sum_shards`.
+    """
+    dtype = partials_trn.dtype
+    total = partials_trn[0].to(torch.promote_types(dtype, torch.float32))
+    for partial in partials_trn[1:]:
+        total = total + partial
+    return total.to(dtype)
 
 
 @dataclass(frozen=True)
 class P2PRing:
-    """Tokens are cut over `group`; ranks send each other their parts, while those at hand are multiplied."""
+    """Tokens are sharded over `group`; ranks send each other their chunks while those that have arrived are multiplied.
+
+    `sum_partials`: on CUDA, the kernel.
+    """
 
     group: ProcessGroup
-    parts: int = PARTS
+    max_chunks: int = MAX_CHUNKS
+    sum_partials: Callable[[Tensor], Tensor] = sum_partials
 
     def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
         t, rank = self.group.size(), self.group.rank()
-        whole = [x.new_empty((t * x.shape[0], *x.shape[1:])) for x in own]
-        m = whole[0].shape[0]
-        pieces: list[tuple[slice, Callable[[], Any]]] = []
-        for turn in ring_steps(rank, t, self.parts):
+        gathered = [x.new_empty((t * x.shape[0], *x.shape[1:])) for x in own]
+        m = gathered[0].shape[0]
+        chunks: list[tuple[slice, Callable[[], Any]]] = []
+        for step in ring_steps(rank, t, self.max_chunks):
             works = []
-            for sender, receiver in zip(turn.there, turn.back):
+            for sender, receiver in zip(step.recv_from, step.send_to):
                 if sender != rank:
-                    received = [x[part_of(sender, x.shape[0], t)] for x in whole]
-                    works.append(swap_async(own, receiver, received, sender, self.group))
-            pieces.append((turn.rows(m, t), _All(works).wait))
-        for x, mine in zip(whole, own):
-            as_bytes(x[part_of(rank, x.shape[0], t)]).copy_(as_bytes(mine))
-        return AllGatherHandle(whole, pieces)
+                    received = [x[rows_of_rank(sender, x.shape[0], t)] for x in gathered]
+                    works.append(send_recv_async(own, receiver, received, sender, self.group))
+            chunks.append((step.rows(m, t), WorkList(works).wait))
+        for x, mine in zip(gathered, own):
+            as_bytes(x[rows_of_rank(rank, x.shape[0], t)]).copy_(as_bytes(mine))
+        return AllGatherHandle(gathered, chunks)
 
     def sum(self, product: Product) -> ReduceHandle:
         t, rank = self.group.size(), self.group.rank()
-        m = product.arriving.wait()[0].shape[0]
-        shares_trn = product.empty(t, m // t)
+        m = product.input.wait()[0].shape[0]
+        partials_trn = product.empty(t, m // t)
         works: list[Work] = []
-        own, *others = ring_steps(rank, t, self.parts)
-        for turn in (*others, own):
-            shares = shares_of(product, turn, shares_trn, rank)
-            for to, sender in zip(turn.there, turn.back):
-                if to != rank:
-                    works.append(swap_async([shares[to]], to, [shares_trn[sender]], sender, self.group))
-        return ReduceHandle(_All(works), lambda: add_shares(shares_trn))
+        own, *others = ring_steps(rank, t, self.max_chunks)
+        for step in (*others, own):
+            partials = compute_partials(product, step, partials_trn, rank)
+            for receiver, sender in zip(step.recv_from, step.send_to):
+                if receiver != rank:
+                    sent, received = [partials[receiver]], [partials_trn[sender]]
+                    works.append(send_recv_async(sent, receiver, received, sender, self.group))
+        return ReduceHandle(WorkList(works), lambda: self.sum_partials(partials_trn))
 
 
-def shares_of(product: Product, turn: RingStep, shares_trn: Tensor, rank: int) -> dict[int, Tensor]:
-    """This rank's shares of a part, by whose they are; its own goes to its place in `shares_trn` `[t, m/t, n]`."""
-    t, r, n = shares_trn.shape
-    part = turn.rows(t * r, t)
-    if turn.ranks == range(rank, rank + 1):
-        product.rows(part, shares_trn[rank])
+def compute_partials(product: Product, step: RingStep, partials_trn: Tensor, rank: int) -> dict[int, Tensor]:
+    """This rank's partial sums of a chunk, by the rank that gets them; its own goes to `partials_trn[rank]`."""
+    t, r, n = partials_trn.shape
+    chunk = step.rows(t * r, t)
+    if step.ranks == range(rank, rank + 1):
+        product.compute_rows(chunk, partials_trn[rank])
         return {}
-    shares = dict(zip(turn.ranks, product.rows(part, None).view(-1, r, n)))
-    if rank in shares:
-        shares_trn[rank].copy_(shares.pop(rank))
-    return shares
-
-
-class _All(NamedTuple):
-    works: list[Work]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
-def add_shares(shares_trn: Tensor) -> Tensor:
-    """`[t, r, n]` -> `[r, n]`, summed in fp32 or wider, rank after rank, and rounded once."""
-    if shares_trn.is_cuda and shares_trn.dtype != torch.float64:
-        from megafp8.kernels.sum_shards import add  # needs Triton, which comes with torch's CUDA builds
-
-        return add(shares_trn)
-    dtype = shares_trn.dtype
-    total = shares_trn[0].to(torch.promote_types(dtype, torch.float32))
-    for share in shares_trn[1:]:
-        total = total + share
-    return total.to(dtype)
+    partials = dict(zip(step.ranks, product.compute_rows(chunk, None).view(-1, r, n)))
+    if rank in partials:
+        partials_trn[rank].copy_(partials.pop(rank))
+    return partials
 
 
 def default_overlap(group: ProcessGroup, *, sequence_parallel: bool) -> TPOverlap:
-    """The one that needs nothing set up."""
+    """The `TPOverlap` that needs no set-up."""
     if group.size() == 1:
         return NO_COMM
     return Collective(group) if sequence_parallel else Replicated(group)

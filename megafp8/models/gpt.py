@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
 from megafp8.context_parallel.attention import context_attention
-from megafp8.distributed.sharding import Init, ParamSpec, cut, set_spec, whole
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
 from megafp8.models.attention import Attention, CoreAttention, attention_mask, core_attention
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
@@ -108,7 +108,7 @@ class Embedding(nn.Module):
             shape = (positions, config.hidden_size)
             self.position = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device))
             spec = ParamSpec(
-                whole("embedding.position.weight", shape),
+                unsharded("embedding.position.weight", shape),
                 init,
                 replicated_over_tp=True,
                 reduce_over_tp=context.cuts_sequence,
@@ -202,7 +202,7 @@ class GPTStage(nn.Module):
         """The tied weight of this stage: the embedding's own, or on another last stage a copy of it."""
         config, group = self.config, self.context.tensor
         shape = (config.padded_vocab_size, config.hidden_size)
-        piece = cut("embedding.word.weight", shape, 0, group.rank(), group.size())
+        piece = shard_dim("embedding.word.weight", shape, 0, group.rank(), group.size())
         if self.embedding is not None:
             weight, spec = self.embedding.word.weight, {"num_uses": 2 if len(self.blocks) == config.num_layers else 1}
         else:

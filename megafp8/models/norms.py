@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, whole
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 from megafp8.fp8 import Input, InputCast
 from megafp8.models.context import BuildContext
 from megafp8.ops.norm import norm
@@ -41,7 +41,11 @@ class Norm(nn.Module):
 
     def _parameter(self, name: str, init: Init, context: BuildContext, sees_a_slice: bool) -> nn.Parameter:
         spec = ParamSpec(
-            whole(name, (self.size,)), init, replicated_over_tp=True, reduce_over_tp=sees_a_slice, weight_decay=False
+            unsharded(name, (self.size,)),
+            init,
+            replicated_over_tp=True,
+            reduce_over_tp=sees_a_slice,
+            weight_decay=False,
         )
         return set_spec(nn.Parameter(torch.empty(self.size, dtype=context.dtype, device=context.device)), spec)
 

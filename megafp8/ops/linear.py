@@ -205,7 +205,7 @@ def _shaped(y_mn: Tensor, x: Tensor) -> Tensor:
 
 def _product(a: AllGatherHandle, b_kn: Tensor, dtype: torch.dtype) -> Product:
     """`a · b` in high precision."""
-    return Product(a, b_kn.shape[1], dtype, lambda part, out: gemm(a.whole[0][part], b_kn, dtype, out))
+    return Product(a, b_kn.shape[1], dtype, lambda part, out: gemm(a.gathered[0][part], b_kn, dtype, out))
 
 
 class _HighPrecisionLinear(Function):
@@ -214,7 +214,7 @@ class _HighPrecisionLinear(Function):
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         arriving = comm.input.gather([_matrix(x)])
         y_mn = comm.output.sum(_product(arriving, weight.to(x.dtype).t(), x.dtype)).wait()
-        kept_x = () if not needs_dw else arriving.whole if again is None else again.tensors
+        kept_x = () if not needs_dw else arriving.gathered if again is None else again.tensors
         ctx.save_for_backward(weight if needs_dx else None, *kept_x)
         ctx.remake = None if again is None else again.how
         ctx.weight, ctx.x_shape = weight, x.shape  # saved tensors may come back as other objects, without their sink

@@ -78,11 +78,11 @@ class Rows:
 
     def part(self, part: slice) -> ScaledTensor:
         """Some of them, which must have arrived; of all ranks or of one."""
-        own, codes = self._own, self.arriving.whole[0]
+        own, codes = self._own, self.arriving.gathered[0]
         if self._cuts_factors:
             r, blocks = own.data.shape[0], own.scale_inv.shape[1]
             first, last = part.start // r, part.stop // r
-            factors = _joined(self.arriving.whole[1][first * blocks : last * blocks], last - first).t()
+            factors = _joined(self.arriving.gathered[1][first * blocks : last * blocks], last - first).t()
         elif own.granularity is TENSOR or part == slice(0, codes.shape[0]):
             factors = own.scale_inv
         else:

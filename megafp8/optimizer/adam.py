@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from megafp8.data_parallel.grad_buffer import gradient_of
-from megafp8.distributed.sharding import Fragment, spec_of
+from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.optimizer.fp8_moments import FIRST, SECOND, Fp8Moment
 from megafp8.optimizer.remainders import SplitMaster
 from megafp8.optimizer.state_storage import PlainStorage, StateStorage
@@ -71,13 +71,13 @@ BATCH = 1 << 24
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-State = dict[str, list[tuple[Fragment, Tensor]]]
+State = dict[str, list[tuple[FlatShard, Tensor]]]
 """By name, fragments and their state, flat."""
 
 
-def _batches(fragments: Sequence[Fragment], elements: int) -> list[list[Fragment]]:
+def _batches(fragments: Sequence[FlatShard], elements: int) -> list[list[FlatShard]]:
     """`fragments` in order, in lists of up to `elements` elements; one that has more is a list of its own."""
-    batches: list[list[Fragment]] = [[]]
+    batches: list[list[FlatShard]] = [[]]
     free = elements
     for fragment in fragments:
         if batches[-1] and len(fragment) > free:
@@ -88,7 +88,7 @@ def _batches(fragments: Sequence[Fragment], elements: int) -> list[list[Fragment
     return batches
 
 
-def _moments(fragment: Fragment, dtype: torch.dtype, seed: int) -> dict[str, StateStorage]:
+def _moments(fragment: FlatShard, dtype: torch.dtype, seed: int) -> dict[str, StateStorage]:
     """Adam's moments of a fragment, zero."""
     if dtype == torch.float8_e4m3fn:
         return {name: Fp8Moment(fragment, name, fmt, seed) for name, fmt in zip(_MOMENTS, (FIRST, SECOND))}
@@ -109,7 +109,7 @@ class MixedPrecisionAdamW:
 
     def __init__(
         self,
-        fragments: Sequence[Fragment],
+        fragments: Sequence[FlatShard],
         *,
         device: torch.device,
         weight_decay: float,
@@ -121,11 +121,11 @@ class MixedPrecisionAdamW:
         released: AbstractSet[nn.Parameter] = frozenset(),
         masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
     ) -> None:
-        self.fragments = list(fragments)
+        self.shards = list(fragments)
         self.released = released
         self._masters: dict[nn.Parameter, Tensor] = {}
         self.kept: dict[Tensor, dict[str, StateStorage]] = {}
-        low_precision: list[Fragment] = []
+        low_precision: list[FlatShard] = []
         for fragment in fragments:
             param, master = fragment.param, self._make_master(fragment, masters)
             self._masters[param], self.kept[master] = master, _moments(fragment, moments_dtype, seed)
@@ -143,7 +143,7 @@ class MixedPrecisionAdamW:
         options: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps}
         options |= {"adam_w_mode": True} if self._apex else {"fused": True}
         self._adams: list[Optimizer] = []
-        for batch in _batches(self.fragments, BATCH) if self._rounds else [self.fragments]:
+        for batch in _batches(self.shards, BATCH) if self._rounds else [self.shards]:
             decaying = [self._masters[f.param] for f in batch if spec_of(f.param).weight_decay]
             others = [self._masters[f.param] for f in batch if not spec_of(f.param).weight_decay]
             groups = [
@@ -156,7 +156,7 @@ class MixedPrecisionAdamW:
             self._adams.append(adam)
         self.step_count = 0
 
-    def _make_master(self, fragment: Fragment, given: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    def _make_master(self, fragment: FlatShard, given: Mapping[nn.Parameter, Tensor]) -> Tensor:
         """An fp32 tensor for the optimizer to update; it shares the memory of a parameter that is fp32 already."""
         param = fragment.param
         master = given.get(param)
@@ -190,7 +190,7 @@ class MixedPrecisionAdamW:
         kept = self.kept[self._masters[param]]
         return {key: kept[key].saved() for key in ("master", *_MOMENTS) if key in kept}
 
-    def stored_tensors(self, fragment: Fragment) -> dict[str, tuple[Tensor, ...]]:
+    def stored_tensors(self, fragment: FlatShard) -> dict[str, tuple[Tensor, ...]]:
         """What is in memory of a fragment between steps beside the parameter's own values, by `master`, `exp_avg`,
         `exp_avg_sq`: live tensors, as they are stored."""
         master = self._masters[fragment.param]
@@ -202,7 +202,7 @@ class MixedPrecisionAdamW:
     def state(self) -> State:
         """`state_tensors` of all fragments, by their names. A checkpoint loads into them, then calls `restore`."""
         found: State = {}
-        for fragment in self.fragments:
+        for fragment in self.shards:
             for key, tensor in self.state_tensors(fragment.param).items():
                 found.setdefault(key, []).append((fragment, tensor))
         return found
@@ -217,14 +217,14 @@ class MixedPrecisionAdamW:
                 kept.keep(tensor.to(grad.device, torch.float32), step_count)
         self._copy_masters_to_params()
 
-    def master_of(self, fragment: Fragment) -> Tensor:
+    def master_of(self, fragment: FlatShard) -> Tensor:
         """The fp32 values of a fragment, flat, live."""
         return self._masters[fragment.param].detach()
 
-    def hollow_values(self) -> list[tuple[Fragment, Tensor]]:
+    def released_values(self) -> list[tuple[FlatShard, Tensor]]:
         """The fragments of hollow parameters with their values, flat, in the parameters' dtype: the masters themselves
         where that is theirs, so that a checkpoint loads into them, else a copy."""
-        released = [fragment for fragment in self.fragments if fragment.param in self.released]
+        released = [fragment for fragment in self.shards if fragment.param in self.released]
         return [(fragment, self.master_of(fragment).to(fragment.param.dtype)) for fragment in released]
 
     @torch.no_grad()

@@ -26,11 +26,11 @@ from torch.distributed import ProcessGroup
 
 from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed import collectives
-from megafp8.distributed.sharding import Fragment, spec_of
+from megafp8.distributed.sharding import FlatShard, spec_of
 
 
 def finalize_gradients(
-    fragments: Sequence[Fragment],
+    fragments: Sequence[FlatShard],
     *,
     tensor_group: ProcessGroup | None,
     embedding_group: ProcessGroup | None,
@@ -53,7 +53,7 @@ def finalize_gradients(
 
 
 def global_norm(
-    fragments: Sequence[Fragment],
+    fragments: Sequence[FlatShard],
     *,
     tensor_group: ProcessGroup | None,
     model_group: ProcessGroup | None,

@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megafp8.distributed.sharding import Fragment, spec_of
+from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.noise import noise_key, words
 from megafp8.philox import Key
@@ -138,12 +138,12 @@ def _encode_into(codes_n: Tensor, exponent_b: Tensor, x_n: Tensor, fmt: MomentFo
 class Fp8Moment:
     """A moment of `fragment`, zero at first. `name` tells it from the fragment's other one."""
 
-    def __init__(self, fragment: Fragment, name: str, fmt: MomentFormat, seed: int) -> None:
+    def __init__(self, fragment: FlatShard, name: str, fmt: MomentFormat, seed: int) -> None:
         n, device = len(fragment), fragment.param.device
         self._codes_n = torch.zeros(n, dtype=torch.uint8, device=device)
         self._exponent_b = torch.zeros(-(-n // BLOCK), dtype=torch.int8, device=device)
         self._fmt, self._seed = fmt, seed
-        pieces = [f"{piece.name}{list(piece.offset)}" for piece in spec_of(fragment.param).pieces]
+        pieces = [f"{piece.name}{list(piece.offset)}" for piece in spec_of(fragment.param).shards]
         self._name = "\0".join([*pieces, str(fragment.start), name])
 
     @property

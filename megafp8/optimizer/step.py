@@ -20,7 +20,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.sharding import Fragment
+from megafp8.distributed.sharding import FlatShard
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.finalize import clip_, finalize_gradients, global_norm
 
@@ -38,7 +38,7 @@ class Gradients(Protocol):
     fp32 buffer `flat`; they are those of `fragments`."""
 
     @property
-    def fragments(self) -> Sequence[Fragment]: ...
+    def fragments(self) -> Sequence[FlatShard]: ...
 
     @property
     def owned(self) -> Sequence[Tensor]: ...
@@ -74,7 +74,7 @@ class OptimizerStep:
         made them differ. The buffer keeps the clipped gradients until its `zero`, which the caller owes before the
         next backward pass. A skipped step changes neither the weights nor the optimizer's state.
         """
-        fragments, gradients = self.buffer.fragments, self.buffer.owned
+        fragments, gradients = self.buffer.shards, self.buffer.owned
         self.buffer.finish()
         finalize_gradients(
             fragments,

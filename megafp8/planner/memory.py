@@ -94,7 +94,9 @@ def state_memory(
         codes_held = sum(rows[i] for i in coded)
         return StateMemory(codes_held, gradients=aligned * 4, masters=sum(rows) * 4, moments=_moments(config, rows))
     ranks, count = data if p.zero else 1, sum(numels)
-    layout = bucket_layout(numels, max(1, int(p.bucket_mib * 2**20 / 4)), ranks=ranks, alone=alone, apart=coded)
+    layout = bucket_layout(
+        numels, max(1, int(p.bucket_mib * 2**20 / 4)), ranks=ranks, own_bucket=alone, fp8_bucket=coded
+    )
     code_bytes = sum(bucket.end - bucket.start for bucket in layout.buckets if bucket.params[0] in coded)
     owned = min(count, layout.numel // ranks)
     owned_codes = min(sum(numels[i] for i in coded), code_bytes // ranks)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.sharding import Init, ParamSpec, cut, set_spec, stack, whole
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, stack_rows, unsharded
 from megafp8.distributed.tp_overlap import TPOverlap, default_overlap
 from megafp8.fp8 import Fp8Linear, Fp8Manager, Input, InputCast, LinearOp, Quantized, QuantizedGradHandoff, TPComm
 from megafp8.fp8.quantizers import Quantizer
@@ -108,13 +108,13 @@ class ColumnParallelLinear(nn.Module):
             fp8=not high_precision,
         )
         if weight is None:
-            pieces = stack([cut(f"{p}.weight", (n, input_size), 0, rank, t) for p, n in parts.items()])
+            pieces = stack_rows([shard_dim(f"{p}.weight", (n, input_size), 0, rank, t) for p, n in parts.items()])
             weight = _empty((output_size // t, input_size), dtype, device)
             set_spec(weight, ParamSpec(pieces, init, replicated_over_tp=False))
         self.weight = weight
         self.bias: nn.Parameter | None = None
         if bias:
-            pieces = stack([cut(f"{p}.bias", (n,), 0, rank, t) for p, n in parts.items()])
+            pieces = stack_rows([shard_dim(f"{p}.bias", (n,), 0, rank, t) for p, n in parts.items()])
             self.bias = _empty((output_size // t,), dtype, device)
             set_spec(self.bias, ParamSpec(pieces, ZEROS, replicated_over_tp=False, weight_decay=False))
 
@@ -183,13 +183,13 @@ class RowParallelLinear(nn.Module):
             name, tp_group=group, input_sharded=t > 1, grad_output_sharded=False, fp8=not high_precision
         )
         self.weight = _empty((output_size, input_size // t), dtype, device)
-        pieces = (cut(f"{name}.weight", (output_size, input_size), 1, rank, t),)
+        pieces = (shard_dim(f"{name}.weight", (output_size, input_size), 1, rank, t),)
         set_spec(self.weight, ParamSpec(pieces, init, replicated_over_tp=False))
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = _empty((output_size,), dtype, device)
             spec = ParamSpec(
-                whole(f"{name}.bias", (output_size,)),
+                unsharded(f"{name}.bias", (output_size,)),
                 ZEROS,
                 replicated_over_tp=True,
                 reduce_over_tp=self.sequence_parallel,
@@ -244,7 +244,7 @@ class VocabParallelEmbedding(nn.Module):
         rows = num_embeddings // t
         self.first = rank * rows
         self.weight = _empty((rows, embedding_dim), dtype, device)
-        pieces = (cut(f"{name}.weight", (num_embeddings, embedding_dim), 0, rank, t),)
+        pieces = (shard_dim(f"{name}.weight", (num_embeddings, embedding_dim), 0, rank, t),)
         set_spec(self.weight, ParamSpec(pieces, init, replicated_over_tp=False))
 
     def forward(self, tokens_bs: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from megafp8.distributed.sharding import Init, Piece, pieces_of, spec_of
+from megafp8.distributed.sharding import Init, ParamShard, shards_of, spec_of
 from megafp8.philox import Key, key_of, philox
 
 _CHUNK = 1 << 24  # elements generated at a time: bounds the int64 temporaries to some hundred MiB
@@ -30,7 +30,7 @@ def normal_at(index: Tensor, key: Key) -> Tensor:
     return (torch.sqrt(-2 * torch.log(u)) * torch.cos(angle)).float()
 
 
-def _row_indices(piece: Piece, first: int, last: int, device: torch.device) -> Tensor:
+def _row_indices(piece: ParamShard, first: int, last: int, device: torch.device) -> Tensor:
     """Flat global indices, int64, of rows [first, last) of `piece`, shaped `[rows, *rest]`."""
     index = torch.zeros((last - first,) + (1,) * (len(piece.shape) - 1), dtype=torch.int64, device=device)
     stride = 1
@@ -42,7 +42,7 @@ def _row_indices(piece: Piece, first: int, last: int, device: torch.device) -> T
     return index
 
 
-def fill_(out: Tensor, piece: Piece, init: Init, seed: int) -> Tensor:
+def fill_(out: Tensor, piece: ParamShard, init: Init, seed: int) -> Tensor:
     """Write the initial values of `piece` into `out` (shaped like the piece), whatever the layout."""
     if init.kind != "normal":
         return out.fill_(1.0 if init.kind == "ones" else 0.0)
@@ -64,5 +64,5 @@ def initialize_parameters(module: torch.nn.Module, seed: int) -> None:
 @torch.no_grad()
 def initialize(param: torch.nn.Parameter, values: Tensor, seed: int) -> None:
     """Write the initial values of `param` into `values`, shaped like it."""
-    for piece, local in pieces_of(param, values):
+    for piece, local in shards_of(param, values):
         fill_(local, piece, spec_of(param).init, seed)

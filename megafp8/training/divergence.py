@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed.collectives import all_gather_objects
-from megafp8.distributed.sharding import Fragment, spec_of
+from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.training.errors import Diverged
 from megafp8.training.metrics import StepMetrics
 from megafp8.training.trainer import Trainer
@@ -15,11 +15,11 @@ from megafp8.training.trainer import Trainer
 _LISTED = 5
 
 
-def _not_finite(trainer: Trainer, tensors: list[tuple[Fragment, Tensor]]) -> str:
+def _not_finite(trainer: Trainer, tensors: list[tuple[FlatShard, Tensor]]) -> str:
     """Names of those of `tensors`, of all ranks, that have elements which are not finite. Collective."""
     finite = torch.stack([x.isfinite().all() for _, x in tensors]).tolist() if tensors else []
     bad = [fragment for (fragment, _), is_finite in zip(tensors, finite) if not is_finite]
-    own = [" + ".join(piece.name for piece in spec_of(fragment.param).pieces) for fragment in bad]
+    own = [" + ".join(piece.name for piece in spec_of(fragment.param).shards) for fragment in bad]
     names = list(dict.fromkeys(name for rank in all_gather_objects(own, trainer.parallel.world.group) for name in rank))
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more if names else "none"
@@ -32,10 +32,12 @@ def diverged(trainer: Trainer, metrics: StepMetrics, saved_step: int) -> Diverge
     where there is none.
     """
     step, skipped = metrics.step, metrics.skipped_in_a_row
-    fragments, config = trainer.optimizer.fragments, trainer.config
+    fragments, config = trainer.optimizer.shards, trainer.config
     trainer.wait_for_weights()
     masters = set(trainer.optimizer.released)
-    values = [(f, trainer.optimizer.master_of(f) if f.param in masters else f.of(f.param.detach())) for f in fragments]
+    values = [
+        (f, trainer.optimizer.master_of(f) if f.param in masters else f.view(f.param.detach())) for f in fragments
+    ]
     weights, gradients = (
         _not_finite(trainer, tensors) for tensors in (values, [(f, gradient_of(f)) for f in fragments])
     )

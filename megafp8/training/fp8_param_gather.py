@@ -35,7 +35,7 @@ def shares(
     weights: Mapping[nn.Parameter, tuple[Fp8Linear, Format]], buffer: ParamBuffer, optimizer: MixedPrecisionAdamW
 ) -> list[WeightShard]:
     """What this rank casts of each; nothing of those that others own."""
-    owned = {fragment.param: fragment for fragment in optimizer.fragments}
+    owned = {fragment.param: fragment for fragment in optimizer.shards}
     found = []
     for param, (op, _) in weights.items():
         fragment = owned.get(param)
@@ -50,8 +50,8 @@ def report(buffer: ParamBuffer, ranks: int) -> str:
     gib = 2**30
     copies = 2 * sum(codes.nbytes for codes in buffer.codes.values())  # rows and columns, in both cases
     rows = copies // 2
-    held, plain = buffer.nbytes + copies - rows, buffer.nbytes_as_values + copies
-    received, plainly = (size * (ranks - 1) // ranks for size in (buffer.nbytes, buffer.nbytes_as_values))
+    held, plain = buffer.nbytes + copies - rows, buffer.nbytes_unquantized + copies
+    received, plainly = (size * (ranks - 1) // ranks for size in (buffer.nbytes, buffer.nbytes_unquantized))
     return (
         f"FP8 parameters: {len(buffer.codes)} weights are codes; this rank holds {held / gib:.3f} GiB of weights and "
         f"their FP8 copies instead of {plain / gib:.3f}, and receives {received / gib:.3f} GiB of weights a step "

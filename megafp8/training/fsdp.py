@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megafp8.data_parallel.fp8_weight_gather import Carrier, CodedWeight, Collective, gather_codes
+from megafp8.data_parallel.fp8_weight_gather import Carrier, Collective, Fp8Weight, gather_codes
 from megafp8.data_parallel.fp8_weight_shards import WeightShard
 from megafp8.data_parallel.fsdp import FullySharded
 from megafp8.data_parallel.symmetric_weight_gather import Pulled
@@ -78,7 +78,7 @@ def gather_as_codes(
     units = [[param for param in unit if param in weights] for unit in sharded.units]
     params = [param for unit in units for param in unit]
     blocks = [
-        [CodedWeight(sharded.rows[param], weights[param][1].dtype, _handed_to(weights[param][0])) for param in unit]
+        [Fp8Weight(sharded.rows[param], weights[param][1].dtype, _handed_to(weights[param][0])) for param in unit]
         for unit in units
     ]
     carrier = _carrier([weight.nbytes for block in blocks for weight in block], parallel, environment, say)

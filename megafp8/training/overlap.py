@@ -1,40 +1,52 @@
-"""How the tensor-parallel layers of a run exchange tokens: what `parallel.overlap_tensor` says, or the next best."""
+"""Choice of the overlap of tensor-parallel communication with GEMMs (`parallel.overlap_tensor`)."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
+import torch
+from torch import Tensor
+
 from megafp8.config import ParallelConfig
-from megafp8.distributed.tp_overlap import P2PRing, TPOverlap, default_overlap
+from megafp8.distributed.tp_overlap import P2PRing, TPOverlap, default_overlap, sum_partials
 from megafp8.parallel_state import Group, ParallelState
+
+_logger = logging.getLogger(__name__)
 
 
 def on_one_host(group: Group, environment: Mapping[str, str]) -> bool:
-    """Whether torchrun started all ranks of `group` on one host; it numbers a host's ranks one after the other."""
+    """Whether torchrun started all ranks of `group` on one host, whose ranks it numbers consecutively."""
     local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     return len({rank // local for rank in group.ranks}) == 1
 
 
-def token_exchange(
-    config: ParallelConfig, parallel: ParallelState, environment: Mapping[str, str], say: Callable[[str], None]
-) -> TPOverlap:
-    """The one that all layers share. Collective over the tensor group; `say` hears it where it is not the one that is
-    fastest, or was asked for."""
+def sum_partials_on(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """The implementation of `sum_partials` for `device`."""
+    if device.type != "cuda":
+        return sum_partials
+    from megafp8.kernels import sum_shards  # needs Triton, which comes with torch's CUDA builds
+
+    return sum_shards.sum_partials
+
+
+def build_tp_overlap(config: ParallelConfig, parallel: ParallelState, environment: Mapping[str, str]) -> TPOverlap:
+    """The `TPOverlap` of all layers. Collective over the tensor group; logs when the requested one is unavailable."""
     mode, group = config.overlap_tensor, parallel.tensor.group
-    at_once = default_overlap(group, sequence_parallel=config.sequence_parallel)
+    default = default_overlap(group, sequence_parallel=config.sequence_parallel)
     if not config.sequence_parallel or group.size() == 1:
-        return at_once
+        return default
     if mode == "chunked":
-        return P2PRing(group)
+        return P2PRing(group, sum_partials=sum_partials_on(parallel.device))
     if mode == "none" or (mode == "auto" and parallel.device.type != "cuda"):
-        return at_once
+        return default
     if not on_one_host(parallel.tensor, environment):
-        say(f"parallel.overlap_tensor = {mode}: a tensor-parallel group spans hosts; going on with none")
-        return at_once
-    from megafp8.distributed.tp_symmetric import SymmetricMemory  # which needs parts of torch that cost start-up time
+        _logger.info(f"parallel.overlap_tensor = {mode}: a tensor-parallel group spans hosts; continuing with none")
+        return default
+    from megafp8.distributed.tp_symmetric import SymmetricMemory  # imports parts of torch that cost start-up time
 
     try:
-        return SymmetricMemory(group, parallel.device)
+        return SymmetricMemory(group, parallel.device, sum_partials_on(parallel.device))
     except RuntimeError as error:
-        say(f"parallel.overlap_tensor = {mode}: {error}; going on with none")
-        return at_once
+        _logger.info(f"parallel.overlap_tensor = {mode}: {error}; continuing with none")
+        return default

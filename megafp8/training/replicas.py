@@ -59,7 +59,7 @@ def _name_of(param: nn.Parameter) -> str:
     """Which part of which global tensors a local parameter is."""
     pieces = (
         piece.name if piece.shape == piece.global_shape else f"{piece.name}{list(piece.offset)}"
-        for piece in spec_of(param).pieces
+        for piece in spec_of(param).shards
     )
     return " + ".join(pieces)
 
@@ -87,14 +87,14 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
             add(param, f"model.{name}", [param.detach()], True)
         elif trainer.weights is not None:
             add(param, f"FP8 data of model.{name}", [trainer.weights.codes[param]], True)
-    for fragment in trainer.optimizer.fragments:
+    for fragment in trainer.optimizer.shards:
         part = "" if len(fragment) == fragment.param.numel() else f"[{fragment.start}:{fragment.end}]"
         for key, tensors in trainer.optimizer.stored_tensors(fragment).items():
             add(fragment.param, f"optimizer.{key}.{_name_of(fragment.param)}{part}", tensors, not sharded)
     all_layers = frozenset({"data", "tensor"})
     for param, (op, _) in trainer.released.items():
         if op.gathered_weight is not None:
-            names = ", ".join(piece.name for piece in spec_of(param).pieces)
+            names = ", ".join(piece.name for piece in spec_of(param).shards)
             found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
     for name, values in trainer.fp8.state_dict().items():
         # Slot 0 of a history is that of the running step, and each rank's own: an evaluation has quantized weights.

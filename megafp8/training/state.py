@@ -74,7 +74,7 @@ def weights(trainer: Trainer) -> dict[str, Rectangles]:
     trainer.wait_for_weights()
     filled = [param for param in trainer.params if param not in trainer.optimizer.released]
     values = collect(filled, lambda p: p.detach(), "model.")
-    return values | collect_fragments(trainer.optimizer.hollow_values(), "model.")
+    return values | collect_fragments(trainer.optimizer.released_values(), "model.")
 
 
 def tensors(trainer: Trainer, optimizer: State | None = None) -> dict[str, Rectangles | Tensor]:
@@ -98,7 +98,7 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
     if weight != torch.float32:
         dtypes["optimizer.master."] = torch.float32
     stages = [planned_stage(config, stage) for stage in range(len(stages_of(config)[1]))]
-    pieces = [piece for stage in stages for param in stage.parameters() for piece in spec_of(param).pieces]
+    pieces = [piece for stage in stages for param in stage.parameters() for piece in spec_of(param).shards]
     return {f"{prefix}{p.name}": (p.global_shape, dtype) for p in pieces for prefix, dtype in dtypes.items()}
 
 

@@ -48,7 +48,7 @@ from megafp8.training.fp8_config import build_fp8
 from megafp8.training.fp8_param_gather import shares, weights_as_codes
 from megafp8.training.fsdp import gather_as_codes, shard
 from megafp8.training.learning_rate import schedule_of
-from megafp8.training.overlap import token_exchange
+from megafp8.training.overlap import build_tp_overlap
 from megafp8.training.pipeline import plan_pipeline
 
 _logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Trainer:
             parallel.device,
             p.sequence_parallel,
             parallel.context.group,
-            token_exchange(p, parallel, os.environ, _logger.info),
+            build_tp_overlap(p, parallel, os.environ),
             blocks_on_meta=p.fsdp,
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
@@ -122,7 +122,7 @@ class Trainer:
         self.optimizer = self.update.optimizer
         if self.weights is not None and self.released:
             self.fp8.shard_weights(shares(self.released, self.weights, self.optimizer), parallel.device)
-            self.weights.hollow_out()
+            self.weights.release_fp8_params()
         if self.released:
             self.publish_weights()
         s = t.seq_length // p.context // (parallel.tensor.size if context.cuts_sequence else 1)
@@ -163,8 +163,8 @@ class Trainer:
             bucket_elements=int(p.bucket_mib * 2**20 / 4),
             device=self.parallel.device,
             sharded=p.zero == 1,
-            alone=self.tied,
-            apart=self.released.keys(),
+            own_bucket=self.tied,
+            fp8_bucket=self.released.keys(),
             reduce_dtype=DTYPES[self.config.optimizer.reduce_dtype],
             wgrads=wgrads,
         )
@@ -183,7 +183,7 @@ class Trainer:
         return OptimizerStep(
             buffer=self.gradients,
             optimizer=MixedPrecisionAdamW(
-                self.gradients.fragments,
+                self.gradients.shards,
                 device=parallel.device,
                 weight_decay=o.weight_decay,
                 betas=(o.beta1, o.beta2),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megafp8.checkpoint import Rectangle, Rectangles, collect, collect_fragments, load, open_checkpoint, save
 from megafp8.checkpoint.rectangles import boxes
-from megafp8.distributed.sharding import Fragment, Init, ParamSpec, cut, set_spec, stack
+from megafp8.distributed.sharding import FlatShard, Init, ParamSpec, set_spec, shard_dim, stack_rows
 from tests.checkpoint import toy
 
 
@@ -50,7 +50,7 @@ def test_a_part_of_the_tensor_may_be_loaded_alone(tmp_path: Path) -> None:
 
 
 def test_collect_finds_the_pieces_of_a_fused_parameter() -> None:
-    pieces = stack([cut("q", (8, 3), 0, 1, 2), cut("k", (4, 3), 0, 1, 2)])
+    pieces = stack_rows([shard_dim("q", (8, 3), 0, 1, 2), shard_dim("k", (4, 3), 0, 1, 2)])
     param = set_spec(nn.Parameter(torch.arange(18.0).view(6, 3)), ParamSpec(pieces, Init("zeros"), False))
     state = collect([param], lambda p: p * 10, "optimizer.")
     assert {n: (r.global_shape, r.parts[0].offset) for n, r in state.items()} == {
@@ -90,11 +90,11 @@ def test_fragments_of_a_fused_parameter_load_into_the_whole(tmp_path: Path, ends
     q, k = torch.arange(24.0).view(8, 3), torch.arange(100.0, 112.0).view(4, 3)
     saved = []
     for t in range(2):  # tensor parallel
-        pieces = stack([cut("q", (8, 3), 0, t, 2), cut("k", (4, 3), 0, t, 2)])
+        pieces = stack_rows([shard_dim("q", (8, 3), 0, t, 2), shard_dim("k", (4, 3), 0, t, 2)])
         local = torch.cat([q.chunk(2)[t], k.chunk(2)[t]])
         param = set_spec(nn.Parameter(local), ParamSpec(pieces, Init("zeros"), False))
-        fragments = [Fragment(param, a, b) for a, b in itertools.pairwise((0, *ends, 18))]
-        saved += [collect_fragments([(f, f.of(local).clone())], "exp_avg.") for f in fragments]
+        fragments = [FlatShard(param, a, b) for a, b in itertools.pairwise((0, *ends, 18))]
+        saved += [collect_fragments([(f, f.view(local).clone())], "exp_avg.") for f in fragments]
     state = {}
     for name, shape in {"exp_avg.q": (8, 3), "exp_avg.k": (4, 3)}.items():
         parts = [part for rank in saved if name in rank for part in rank[name].parts]

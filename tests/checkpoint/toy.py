@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.checkpoint import Rectangles, collect
-from megafp8.distributed.sharding import Init, ParamSpec, Piece, cut, set_spec, stack, whole
+from megafp8.distributed.sharding import Init, ParamShard, ParamSpec, set_spec, shard_dim, stack_rows, unsharded
 
 LAYERS = 2
 QKV = {"q": (16, 4), "k": (8, 4), "v": (8, 4)}
@@ -56,7 +56,7 @@ class Toy:
         return len(ours) == len(theirs) and all(torch.equal(a, b) and bool(a.any()) for a, b in zip(ours, theirs))
 
 
-def _parameter(values: Tensor, pieces: tuple[Piece, ...]) -> nn.Parameter:
+def _parameter(values: Tensor, pieces: tuple[ParamShard, ...]) -> nn.Parameter:
     return set_spec(nn.Parameter(values.clone()), ParamSpec(pieces, Init("zeros"), replicated_over_tp=False))
 
 
@@ -66,14 +66,16 @@ def make(rank: int, tp: int, pp: int, dtype: torch.dtype) -> Toy:
     params, replicated = [], {"fp8.step": torch.tensor(7, dtype=torch.int64)}
     if stage in (0, pp - 1):  # tied embedding: first and last stage
         values = truth("embedding", (16, 4), dtype).chunk(tp, 0)[t]
-        params.append(_parameter(values, (cut("embedding", (16, 4), 0, t, tp),)))
+        params.append(_parameter(values, (shard_dim("embedding", (16, 4), 0, t, tp),)))
     for layer in range(stage * LAYERS // pp, (stage + 1) * LAYERS // pp):
         prefix = f"layers.{layer}."
         fused = torch.cat([truth(prefix + n, shape, dtype).chunk(tp, 0)[t] for n, shape in QKV.items()])
-        params.append(_parameter(fused, stack([cut(prefix + n, shape, 0, t, tp) for n, shape in QKV.items()])))
+        params.append(
+            _parameter(fused, stack_rows([shard_dim(prefix + n, shape, 0, t, tp) for n, shape in QKV.items()]))
+        )
         values = truth(prefix + "proj", (4, 16), dtype).chunk(tp, 1)[t]
-        params.append(_parameter(values, (cut(prefix + "proj", (4, 16), 1, t, tp),)))
-        params.append(_parameter(truth(prefix + "norm", (4,), dtype), whole(prefix + "norm", (4,))))
+        params.append(_parameter(values, (shard_dim(prefix + "proj", (4, 16), 1, t, tp),)))
+        params.append(_parameter(truth(prefix + "norm", (4,), dtype), unsharded(prefix + "norm", (4,))))
         replicated[f"fp8.{prefix}amax_history"] = truth(prefix + "amax_history", (16,), torch.float32)
         replicated[f"fp8.{prefix}scale"] = truth(prefix + "scale", (), torch.float32)
     return Toy(params, [2 * param.detach().float() for param in params], replicated)

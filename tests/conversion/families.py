@@ -11,7 +11,7 @@ from torch import Tensor
 from megafp8.config import ModelConfig, RopeScaling
 from megafp8.conversion.base import TensorInfo
 from megafp8.conversion.model import model_tensors
-from megafp8.distributed.sharding import Init, Piece
+from megafp8.distributed.sharding import Init, ParamShard
 from megafp8.tensor_parallel.random import fill_
 
 V, S, B = 101, 12, 2
@@ -134,5 +134,5 @@ class RandomSource:
     def read(self, name: str) -> Tensor:
         shape = self.tensors[name].shape
         centre = 1.0 if "norm.weight" in name else 0.0
-        piece = Piece(name, shape, (0,) * len(shape), shape)
+        piece = ParamShard(name, shape, (0,) * len(shape), shape)
         return (centre + fill_(torch.empty(shape), piece, Init("normal", 0.2), 7)).to(self.dtype)

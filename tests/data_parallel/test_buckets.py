@@ -64,7 +64,7 @@ def test_sharded_layout_properties(
     numels: list[int], bucket_elements: int, align: int, ranks: int, data: st.DataObject
 ) -> None:
     alone = data.draw(st.sets(st.integers(0, len(numels) - 1), max_size=2))
-    layout = bucket_layout(numels, bucket_elements, align, ranks=ranks, alone=alone)
+    layout = bucket_layout(numels, bucket_elements, align, ranks=ranks, own_bucket=alone)
     assert all(slot.start % align == 0 for slot in layout.slots)
     assert [i for bucket in layout.buckets for i in bucket.params] == list(reversed(range(len(numels))))
     for bucket in layout.buckets:
@@ -101,7 +101,7 @@ def test_shards_by_hand() -> None:
 
 def test_what_stands_alone_is_cut_alike_in_every_layout() -> None:
     first, last = [4000, 300, 300, 300], [4000, 300, 64]  # a tied weight, and what else the two stages have
-    layouts = [bucket_layout(numels, 3000, ranks=4, alone={0}) for numels in (first, last)]
+    layouts = [bucket_layout(numels, 3000, ranks=4, own_bucket={0}) for numels in (first, last)]
     for rank in range(4):
         a, b = ([run for run in layout.runs(rank) if run.param == 0] for layout in layouts)
         assert a == b != []
@@ -147,7 +147,7 @@ def test_no_bucket_size_is_an_error() -> None:
 def test_parameters_that_stay_apart(numels: list[int], bucket_elements: int, ranks: int, data: st.DataObject) -> None:
     indices = st.sets(st.integers(0, len(numels) - 1))
     apart, alone = data.draw(indices), data.draw(indices)
-    layout = bucket_layout(numels, bucket_elements, 64, ranks=ranks, alone=alone, apart=apart)
+    layout = bucket_layout(numels, bucket_elements, 64, ranks=ranks, own_bucket=alone, fp8_bucket=apart)
     assert sorted(i for bucket in layout.buckets for i in bucket.params) == list(range(len(numels)))
     assert [b.start for b in layout.buckets] == [0, *(b.end for b in layout.buckets)][: len(layout.buckets)]
     completed = [bucket.params[-1] for bucket in layout.buckets]
@@ -164,6 +164,6 @@ def test_parameters_that_stay_apart(numels: list[int], bucket_elements: int, ran
 
 
 def test_two_kinds_by_hand() -> None:
-    layout = bucket_layout([10, 64, 10, 64, 10], bucket_elements=192, apart={1, 3})
+    layout = bucket_layout([10, 64, 10, 64, 10], bucket_elements=192, fp8_bucket={1, 3})
     assert layout.buckets == (Bucket(0, 128, (3, 1)), Bucket(128, 320, (4, 2, 0)))
     assert layout.slots == (Slot(256, 266), Slot(64, 128), Slot(192, 202), Slot(0, 64), Slot(128, 138))

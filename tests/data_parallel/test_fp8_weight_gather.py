@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import group as groups
 
-from megafp8.data_parallel.fp8_weight_gather import Carrier, CodedWeight, Collective, gather_codes
+from megafp8.data_parallel.fp8_weight_gather import Carrier, Collective, Fp8Weight, gather_codes
 from megafp8.data_parallel.fsdp import FullySharded
 from megafp8.data_parallel.symmetric_weight_gather import Pulled
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, whole
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 from tests.distributed.test_symmetric_memory import map_files
 from tests.world import World
 
@@ -43,7 +43,7 @@ class _Layer(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
         self.norm = nn.Parameter(torch.ones(3))
         for param in self.parameters():
-            set_spec(param, ParamSpec(whole("w", tuple(param.shape)), Init("zeros"), True))
+            set_spec(param, ParamSpec(unsharded("w", tuple(param.shape)), Init("zeros"), True))
         self.here: list[Tensor] = [torch.empty(0)] * len(SHAPES)
         self.seen = seen
 
@@ -86,7 +86,7 @@ def _case(name: str, folder: str) -> tuple[list[Any], list[Any]]:
             return lambda codes_nk: layer.here.__setitem__(at, codes_nk)
 
         matrices = [param for param in unit if sharded.rows[param].of in SHAPES]
-        blocks.append([CodedWeight(sharded.rows[param], torch.uint8, handed(at)) for at, param in enumerate(matrices)])
+        blocks.append([Fp8Weight(sharded.rows[param], torch.uint8, handed(at)) for at, param in enumerate(matrices)])
     carrier = _carrier(name, [weight.nbytes for block in blocks for weight in block], folder)
     gather_codes(blocks, carrier, t, torch.device("cpu"))
     expected = []

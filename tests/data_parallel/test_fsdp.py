@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import group as groups
 
 from megafp8.data_parallel.fsdp import FullySharded
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, whole
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 from tests.world import World
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def _model() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
     for name, param in model.named_parameters():
-        set_spec(param, ParamSpec(whole(name, tuple(param.shape)), Init("zeros"), True))
+        set_spec(param, ParamSpec(unsharded(name, tuple(param.shape)), Init("zeros"), True))
     return model
 
 

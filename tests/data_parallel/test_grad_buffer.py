@@ -206,7 +206,7 @@ def _rounded_case(sharded: bool) -> list[float]:
         param.grad_sink(torch.full((200,), gradient))
     assert main_grad_of(param)[0] == 257.0
     buffer.finish()
-    return [x for fragment in buffer.fragments for x in gradient_of(fragment).tolist()]
+    return [x for fragment in buffer.shards for x in gradient_of(fragment).tolist()]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -223,7 +223,7 @@ def test_alone_nothing_travels_and_nothing_is_rounded() -> None:
     )
     param.grad_sink(torch.tensor([257.0]))
     buffer.finish()
-    assert [gradient_of(fragment).tolist() for fragment in buffer.fragments] == [[257.0]]
+    assert [gradient_of(fragment).tolist() for fragment in buffer.shards] == [[257.0]]
 
 
 def _sharded_case(overlap: bool) -> tuple[list[tuple[str, int, int]], list[list[float]], bool]:
@@ -231,7 +231,7 @@ def _sharded_case(overlap: bool) -> tuple[list[tuple[str, int, int]], list[list[
     rank, group = dist.get_rank(), dist.group.WORLD
     params = [make_param(f"p{i}", np.zeros(n)) for i, n in enumerate([100, 64, 300, 5])]
     buffer = GradBuffer(
-        params, data_parallel_group=group, bucket_elements=64, device=CPU, sharded=True, alone=[params[2]]
+        params, data_parallel_group=group, bucket_elements=64, device=CPU, sharded=True, own_bucket=[params[2]]
     )
     for _ in range(2):
         buffer.zero()
@@ -240,9 +240,9 @@ def _sharded_case(overlap: bool) -> tuple[list[tuple[str, int, int]], list[list[
         for param in reversed(params):
             param.grad_sink((1.0 + rank) * torch.arange(1, 1 + param.numel()))
         buffer.finish()
-    runs = [(spec_of(f.param).pieces[0].name, f.start, f.end) for f in buffer.fragments]
+    runs = [(spec_of(f.param).shards[0].name, f.start, f.end) for f in buffer.shards]
     alone = all(bucket.params == (2,) or 2 not in bucket.params for bucket in buffer.layout.buckets)
-    return runs, [gradient_of(f).tolist() for f in buffer.fragments], alone
+    return runs, [gradient_of(f).tolist() for f in buffer.shards], alone
 
 
 @pytest.mark.parametrize("overlap", [False, True])

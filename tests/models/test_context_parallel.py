@@ -11,7 +11,7 @@ from megafp8.config import ModelConfig
 from megafp8.context_parallel.split import cut
 from megafp8.data.samples import Batch
 from megafp8.distributed.collectives import all_reduce
-from megafp8.distributed.sharding import Piece, pieces_of, spec_of
+from megafp8.distributed.sharding import ParamShard, shards_of, spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
@@ -31,7 +31,7 @@ def _compare(model: dict[str, Any], tp: int, cp: int, documents: bool, recompute
     stage = GPTStage(config, context, layers=range(config.num_layers), positions=S, memory=MEMORY[recompute])
     with torch.no_grad():
         for param in stage.parameters():
-            for piece, local in pieces_of(param, param):
+            for piece, local in shards_of(param, param):
                 local.copy_(_value(piece, seed=5))
 
     generator = torch.Generator().manual_seed(11)
@@ -45,9 +45,9 @@ def _compare(model: dict[str, Any], tp: int, cp: int, documents: bool, recompute
     loss_sb = stage(None, shard.tokens, shard.labels, shard.position_ids, shard.document_ids)
     (loss_sb * shard.loss_mask.T).sum().backward()
 
-    pieces = {piece.name: piece for param in stage.parameters() for piece in spec_of(param).pieces}
+    pieces = {piece.name: piece for param in stage.parameters() for piece in spec_of(param).shards}
     whole = {
-        name: _value(Piece(name, p.global_shape, (0,) * len(p.global_shape), p.global_shape), 5).requires_grad_()
+        name: _value(ParamShard(name, p.global_shape, (0,) * len(p.global_shape), p.global_shape), 5).requires_grad_()
         for name, p in pieces.items()
     }
     expected = twin_loss(whole, config, tokens, labels, positions=positions, documents=ids)
@@ -58,7 +58,7 @@ def _compare(model: dict[str, Any], tp: int, cp: int, documents: bool, recompute
         grad = all_reduce(param.grad.clone(), state.context.group)
         if spec_of(param).reduce_over_tp:
             all_reduce(grad, state.tensor.group)
-        for piece, local in pieces_of(param, grad):
+        for piece, local in shards_of(param, grad):
             slices = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
             theirs = whole[piece.name].grad[slices]
             torch.testing.assert_close(local, theirs, rtol=1e-10, atol=1e-11, msg=lambda m, n=piece.name: f"{n}: {m}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megafp8.config import ModelConfig, RopeScaling
 from megafp8.distributed.collectives import all_reduce
-from megafp8.distributed.sharding import Init, Piece, pieces_of, spec_of
+from megafp8.distributed.sharding import Init, ParamShard, shards_of, spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
@@ -62,7 +62,7 @@ MEMORY = {
 }
 
 
-def _value(piece: Piece, seed: int) -> Tensor:
+def _value(piece: ParamShard, seed: int) -> Tensor:
     """Random values for any tensor: around one for norm weights, around zero otherwise."""
     centre = 1.0 if "norm.weight" in piece.name else 0.0
     return centre + fill_(torch.empty(piece.shape, dtype=torch.float64), piece, Init("normal", 0.3), seed)
@@ -78,7 +78,7 @@ def _stage(config: ModelConfig, tp: int, sequence_parallel: bool, z_loss: float,
     )
     with torch.no_grad():
         for param in stage.parameters():
-            for piece, local in pieces_of(param, param):
+            for piece, local in shards_of(param, param):
                 local.copy_(_value(piece, seed=5))
     return stage
 
@@ -97,9 +97,9 @@ def _compare(model: dict, tp: int, sequence_parallel: bool, documents: bool, z_l
     loss_sb = stage(None, tokens, labels, position_ids, document_ids)
     (loss_sb * weight_sb).sum().backward()
 
-    pieces = {piece.name: piece for param in stage.parameters() for piece in spec_of(param).pieces}
+    pieces = {piece.name: piece for param in stage.parameters() for piece in spec_of(param).shards}
     whole = {
-        name: _value(Piece(name, p.global_shape, (0,) * len(p.global_shape), p.global_shape), 5).requires_grad_()
+        name: _value(ParamShard(name, p.global_shape, (0,) * len(p.global_shape), p.global_shape), 5).requires_grad_()
         for name, p in pieces.items()
     }
     expected = twin_loss(whole, config, tokens, labels, positions=position_ids, documents=document_ids, z_loss=z_loss)
@@ -109,7 +109,7 @@ def _compare(model: dict, tp: int, sequence_parallel: bool, documents: bool, z_l
     for param in stage.parameters():
         assert param.grad is not None
         grad = all_reduce(param.grad.clone(), group) if spec_of(param).reduce_over_tp else param.grad
-        for piece, local in pieces_of(param, grad):
+        for piece, local in shards_of(param, grad):
             slices = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
             torch.testing.assert_close(
                 local, whole[piece.name].grad[slices], rtol=1e-10, atol=1e-11, msg=lambda m, n=piece.name: f"{n}: {m}"

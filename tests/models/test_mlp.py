@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.config import ModelConfig
 from megafp8.distributed.collectives import all_gather, all_reduce
-from megafp8.distributed.sharding import Init, Piece, pieces_of, spec_of
+from megafp8.distributed.sharding import Init, ParamShard, shards_of, spec_of
 from megafp8.fp8 import CurrentScaling, Fp8Linear, Fp8Manager
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.sources import Source
@@ -56,13 +56,13 @@ def spy(layer: torch.nn.Module) -> list[str]:
     return kinds
 
 
-def _random(piece: Piece) -> Tensor:
+def _random(piece: ParamShard) -> Tensor:
     std = 0.5 if piece.name.endswith("bias") else 1 / math.sqrt(piece.global_shape[-1])
     return fill_(torch.empty(piece.shape, dtype=torch.float64), piece, Init("normal", std), 3)
 
 
-def _whole(piece: Piece) -> Piece:
-    return Piece(piece.name, piece.global_shape, (0,) * len(piece.global_shape), piece.global_shape)
+def _whole(piece: ParamShard) -> ParamShard:
+    return ParamShard(piece.name, piece.global_shape, (0,) * len(piece.global_shape), piece.global_shape)
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
@@ -77,7 +77,7 @@ def _biased_gelu(tp: int) -> None:
     manager.materialize(torch.device("cpu"))
     with torch.no_grad():
         for param in mlp.parameters():
-            for piece, local in pieces_of(param, param):
+            for piece, local in shards_of(param, param):
                 local.copy_(_random(piece))
     up, down = spy(mlp.up), spy(mlp.down)
     x, dy = torch.randn(2, S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -87,7 +87,7 @@ def _biased_gelu(tp: int) -> None:
     y.backward(dy[mine])
     assert (up, down) == (["plain", "plain", "gelu_grad"], ["gelu", "plain", "plain"])
 
-    w = {p.name: _random(_whole(p)).requires_grad_() for param in mlp.parameters() for p in spec_of(param).pieces}
+    w = {p.name: _random(_whole(p)).requires_grad_() for param in mlp.parameters() for p in spec_of(param).shards}
     x.requires_grad_()
     z = x @ w["mlp.up.weight"].T + w["mlp.up.bias"]
     activated = 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
@@ -98,7 +98,7 @@ def _biased_gelu(tp: int) -> None:
     for param in mlp.parameters():
         assert param.grad is not None
         grad = all_reduce(param.grad.clone(), group) if spec_of(param).reduce_over_tp else param.grad
-        for piece, local in pieces_of(param, grad):
+        for piece, local in shards_of(param, grad):
             slices = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
             assert _distance(local, w[piece.name].grad[slices]) < (1e-12 if "down.bias" in piece.name else ROUNDING)
 

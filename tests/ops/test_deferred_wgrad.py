@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, whole
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 from megafp8.fp8 import BlockwiseScaling, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
 from megafp8.ops.deferred_wgrad import Wgrad, WgradStore, run
 
@@ -33,7 +33,7 @@ class Layer:
         self.op = manager.linear_op("layer", tp_group=None, input_sharded=False, grad_output_sharded=False)
         manager.materialize(CPU)
         self.weight = nn.Parameter(torch.randn(n, k, generator=torch.Generator().manual_seed(1)))
-        set_spec(self.weight, ParamSpec(whole("layer.weight", (n, k)), Init("zeros"), replicated_over_tp=True))
+        set_spec(self.weight, ParamSpec(unsharded("layer.weight", (n, k)), Init("zeros"), replicated_over_tp=True))
         self.store = WgradStore()
         self.buffer = GradBuffer(
             [self.weight], data_parallel_group=None, bucket_elements=1, device=CPU, wgrads=self.store

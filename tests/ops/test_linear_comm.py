@@ -38,7 +38,7 @@ class Diary:
         )
 
     def sum(self, product: Product) -> ReduceHandle:
-        y_mn = product.whole()
+        y_mn = product.compute()
         self.events.append("sum begins")
         return ReduceHandle(self, lambda: y_mn)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
-from megafp8.distributed.sharding import Fragment
+from megafp8.distributed.sharding import FlatShard
 from megafp8.optimizer import adam
 from megafp8.optimizer.adam import MixedPrecisionAdamW, choose_adam
 from tests.optimizer.tiny import make_param
@@ -49,7 +49,7 @@ def _model(
     ]
     buffer = GradBuffer(params, data_parallel_group=None, bucket_elements=1, device=torch.device(device))
     optimizer = MixedPrecisionAdamW(
-        buffer.fragments, device=torch.device(device), weight_decay=DECAY, betas=BETAS, eps=EPS, **kept
+        buffer.shards, device=torch.device(device), weight_decay=DECAY, betas=BETAS, eps=EPS, **kept
     )
     return params, buffer, optimizer
 
@@ -100,7 +100,7 @@ def test_equals_the_paper_on_cuda(dtype: torch.dtype) -> None:
 def test_updates_below_the_precision_of_bf16_add_up() -> None:
     param = make_param("norm", [1.0], torch.bfloat16)
     buffer = GradBuffer([param], data_parallel_group=None, bucket_elements=1, device=torch.device("cpu"))
-    optimizer = MixedPrecisionAdamW(buffer.fragments, device=buffer.flat.device, weight_decay=0.0)
+    optimizer = MixedPrecisionAdamW(buffer.shards, device=buffer.flat.device, weight_decay=0.0)
     main_grad_of(param).fill_(1.0)  # a constant gradient moves by lr a step
     for _ in range(100):
         optimizer.step(lr=1e-4)  # bf16 below 1.0 is 0.0039 apart
@@ -191,7 +191,7 @@ def test_moments_in_bf16_are_rounded_after_each_step(monkeypatch: pytest.MonkeyP
     params = [make_param("weight", np.linspace(-1, 1, 24).reshape(4, 6)), make_param("norm", np.ones(5))]
     buffer = GradBuffer(params, data_parallel_group=None, bucket_elements=1, device=torch.device("cpu"))
     optimizer = MixedPrecisionAdamW(
-        buffer.fragments, device=torch.device("cpu"), weight_decay=DECAY, moments_dtype=torch.bfloat16
+        buffer.shards, device=torch.device("cpu"), weight_decay=DECAY, moments_dtype=torch.bfloat16
     )
     expected = [param.detach().double().numpy().copy() for param in params]
     moments = [[np.zeros_like(weight), np.zeros_like(weight)] for weight in expected]
@@ -243,9 +243,9 @@ def _fp32_state(optimizer: MixedPrecisionAdamW, param: torch.nn.Parameter) -> li
 def test_memory() -> None:
     for kept, (weight, norm) in {"fp8": (2 * (24 + 1) + 4 * 24, 2 * (5 + 1)), "remainders": (10 * 24, 8 * 5)}.items():
         _, _, optimizer = _model(torch.bfloat16, **KEPT[kept])
-        sizes = {sum(part.nbytes for part in parts.values()) for parts in optimizer.kept.values()}
+        sizes = {sum(part.nbytes for part in parts.values()) for parts in optimizer.storage.values()}
         assert sizes == {weight, norm}  # the norm is fp32, and its own master
-        held = sum(master.untyped_storage().nbytes() for master in optimizer.kept)
+        held = sum(master.untyped_storage().nbytes() for master in optimizer.storage)
         assert held == 4 * 5 + (4 * 24 if kept == "fp8" else 0)
 
 
@@ -259,7 +259,7 @@ def test_a_rank_that_owns_nothing(moments_dtype: torch.dtype) -> None:
 
 def test_batches_hold_everything_once_in_order() -> None:
     sizes = [5, 7, 30, 1, 19, 4]
-    fragments = [Fragment(make_param("weight", [0.0] * n), 0, n) for n in sizes]
+    fragments = [FlatShard(make_param("weight", [0.0] * n), 0, n) for n in sizes]
     batches = adam._batches(fragments, 20)
     assert [[len(f) for f in batch] for batch in batches] == [[5, 7], [30], [1, 19], [4]]
     assert [f for batch in batches for f in batch] == fragments

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.distributed.sharding import Fragment
+from megafp8.distributed.sharding import FlatShard
 from megafp8.fp8.noise import noise_key, words
 from megafp8.optimizer import fp8_moments
 from megafp8.optimizer.fp8_moments import BLOCK, FIRST, SECOND, Fp8Moment, MomentFormat, decode, encode
@@ -106,7 +106,7 @@ def test_a_second_moment_never_becomes_zero() -> None:
 @pytest.mark.parametrize(("name", "beta"), [("first", 0.9), ("second", 0.95)])
 def test_a_moment_without_gradients_decays(name: str, beta: float) -> None:
     """As fast as it should, from anywhere; rounded to nearest, what begins at 1.25 would stay there at 0.95."""
-    moment = Fp8Moment(Fragment(make_param("weight", np.zeros(4096)), 0, 4096), name, FORMATS[name], seed=0)
+    moment = Fp8Moment(FlatShard(make_param("weight", np.zeros(4096)), 0, 4096), name, FORMATS[name], seed=0)
     start = torch.linspace(1, 4, 4096)
     moment.keep(start, step=0)
     for step in range(1, 101):
@@ -120,7 +120,7 @@ def test_a_moment_without_gradients_decays(name: str, beta: float) -> None:
 
 def test_the_noise_is_that_of_a_tensor_and_its_place() -> None:
     def kept(name: str, start: int = 0, seed: int = 0, step: int = 0, moment: str = "exp_avg") -> Tensor:
-        fragment = Fragment(make_param(name, np.zeros(1000)), start, start + 500)
+        fragment = FlatShard(make_param(name, np.zeros(1000)), start, start + 500)
         found = Fp8Moment(fragment, moment, FIRST, seed)
         found.keep(torch.linspace(-1, 1, 500), step)
         return found.values()
@@ -134,7 +134,7 @@ def test_the_noise_is_that_of_a_tensor_and_its_place() -> None:
 
 def test_long_fragments_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_moments, "_CHUNK", 256)
-    moment = Fp8Moment(Fragment(make_param("weight", np.zeros(1000)), 0, 1000), "exp_avg", FIRST, seed=0)
+    moment = Fp8Moment(FlatShard(make_param("weight", np.zeros(1000)), 0, 1000), "exp_avg", FIRST, seed=0)
     x = sample(FIRST, 1000)
     moment.keep(x, step=3)
     names = [f"weight[0]\x000\x00exp_avg\x00{i}" for i in range(4)]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, whole
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 
 VOCABULARY, HIDDEN = 11, 8
 NO_DECAY = ("norm", "bias")
@@ -25,7 +25,7 @@ def make_param(
     """A parameter with a spec; it holds its values without sharing memory with them."""
     param = nn.Parameter(torch.tensor(np.asarray(values, dtype=np.float64), dtype=dtype, device=device))
     spec = {"replicated_over_tp": True, "weight_decay": name not in NO_DECAY, **spec}
-    return set_spec(param, ParamSpec(whole(name, tuple(param.shape)), Init("zeros"), **spec))
+    return set_spec(param, ParamSpec(unsharded(name, tuple(param.shape)), Init("zeros"), **spec))
 
 
 def initial_values() -> dict[str, np.ndarray]:

@@ -172,7 +172,7 @@ def test_modes_spare_what_the_documentation_says(world2: World) -> None:
 def _state_bytes(trainer: Trainer) -> Counter[str]:
     """Bytes of the optimizer's state between steps."""
     sizes: Counter[str] = Counter()
-    for parts in trainer.optimizer.kept.values():
+    for parts in trainer.optimizer.storage.values():
         sizes.update({key: part.nbytes for key, part in parts.items()})
     return sizes
 
@@ -189,7 +189,7 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
     measured = [
         sum(p.nbytes for p in trainer.params) if trainer.weights is None else trainer.weights.nbytes,
         trainer.gradients.flat.nbytes,
-        sizes["master"] or sum(values.nbytes for _, values in trainer.optimizer.hollow_values()),
+        sizes["master"] or sum(values.nbytes for _, values in trainer.optimizer.released_values()),
         sizes["exp_avg"] + sizes["exp_avg_sq"],
         sum(part.data.nbytes + 4 * part.scale_inv.numel() for part in weights)
         - (0 if trainer.weights is None else sum(codes.nbytes for codes in trainer.weights.codes.values())),

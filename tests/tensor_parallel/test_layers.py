@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.distributed.collectives import all_reduce
-from megafp8.distributed.sharding import Init, Piece, spec_of
+from megafp8.distributed.sharding import Init, ParamShard, spec_of
 from megafp8.distributed.tp_overlap import P2PRing
 from megafp8.fp8 import Fp8Manager
 from megafp8.parallel_state import Group, initialize_model_parallel
@@ -34,7 +34,7 @@ def setup_module_case(tp: int) -> tuple[Group, dict]:
 
 def truth(name: str, shape: tuple[int, ...]) -> Tensor:
     """The whole tensor `name` as one rank alone would initialise it."""
-    piece = Piece(name, shape, (0,) * len(shape), shape)
+    piece = ParamShard(name, shape, (0,) * len(shape), shape)
     return fill_(torch.empty(shape, dtype=torch.float64), piece, INIT, seed=7).requires_grad_()
 
 
@@ -49,7 +49,7 @@ def assert_gradient(param: nn.Parameter, expected: Tensor, tp: Group) -> None:
     grad = all_reduce(param.grad.clone(), tp.group) if spec.reduce_over_tp else param.grad
     slices = [
         expected[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))]
-        for piece in spec.pieces
+        for piece in spec.shards
         if piece.global_shape == tuple(expected.shape)
     ]
     torch.testing.assert_close(grad, torch.cat(slices), **CLOSE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.distributed.sharding import Init, Piece, cut
+from megafp8.distributed.sharding import Init, ParamShard, shard_dim
 from megafp8.philox import key_of
 from megafp8.tensor_parallel import random as layout_random
 from megafp8.tensor_parallel.random import fill_, normal_at
@@ -15,10 +15,10 @@ from megafp8.tensor_parallel.random import fill_, normal_at
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_slice_is_a_slice(dim: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, init = (12, 8), Init("normal", 0.02)
-    whole = fill_(torch.empty(shape), Piece("w", shape, (0, 0), shape), init, seed=3)
+    whole = fill_(torch.empty(shape), ParamShard("w", shape, (0, 0), shape), init, seed=3)
     monkeypatch.setattr(layout_random, "_CHUNK", 17)  # several chunks, none a multiple of a row
     for rank in range(ranks):
-        piece = cut("w", shape, dim, rank, ranks)
+        piece = shard_dim("w", shape, dim, rank, ranks)
         assert torch.equal(fill_(torch.empty(piece.shape), piece, init, seed=3), whole.chunk(ranks, dim)[rank])
 
 
@@ -35,6 +35,6 @@ def test_streams_differ_and_are_standard_normal() -> None:
 
 
 def test_ones_and_zeros() -> None:
-    piece = Piece("n", (5,), (0,), (5,))
+    piece = ParamShard("n", (5,), (0,), (5,))
     assert fill_(torch.empty(5), piece, Init("ones"), 0).tolist() == [1.0] * 5
     assert fill_(torch.empty(5), piece, Init("zeros"), 0).tolist() == [0.0] * 5

@@ -26,7 +26,7 @@ from megafp8.checkpoint import CheckpointReader
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout
 from megafp8.data.samples import Batch, next_token_batch
-from megafp8.distributed.sharding import Fragment, spec_of
+from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training.state import checkpoint_folder, load_latest, save_state
 from megafp8.training.trainer import Trainer
@@ -163,10 +163,10 @@ Shard = tuple[str, tuple[int, ...], Tensor, Tensor]
 """Global name and shape, positions of elements in the flat global tensor, their values."""
 
 
-def _located(prefix: str, fragment: Fragment, values: Tensor) -> list[Shard]:
+def _located(prefix: str, fragment: FlatShard, values: Tensor) -> list[Shard]:
     """Which elements of which global tensors the flat `values` of `fragment` are."""
     numbers, owners = [], []
-    pieces = spec_of(fragment.param).pieces
+    pieces = spec_of(fragment.param).shards
     for i, piece in enumerate(pieces):
         number = torch.arange(math.prod(piece.global_shape)).view(piece.global_shape)
         cut = number[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))]
@@ -185,7 +185,7 @@ def shards(trainer: Trainer) -> list[Shard]:
     trainer.wait_for_weights()
     found = []
     for param in trainer.params:
-        found += _located("model.", Fragment(param, 0, param.numel()), param.detach().flatten())
+        found += _located("model.", FlatShard(param, 0, param.numel()), param.detach().flatten())
     for key, fragments in trainer.optimizer.state().items():
         for fragment, values in fragments:
             found += _located(f"optimizer.{key}.", fragment, values)

@@ -110,8 +110,8 @@ def _same_weights(values: Trainer, codes: Trainer) -> bool:
     """Whether both have the same weights, those that are codes as far as this rank owns them."""
     whole = dict(zip(codes.params, values.params, strict=True))
     owned = [
-        torch.equal(flat, fragment.of(whole[fragment.param].detach()))
-        for fragment, flat in codes.optimizer.hollow_values()
+        torch.equal(flat, fragment.view(whole[fragment.param].detach()))
+        for fragment, flat in codes.optimizer.released_values()
     ]
     rest = [torch.equal(p, whole[p]) for p in codes.params if p not in codes.released]
     return all(owned + rest)

@@ -17,7 +17,7 @@ from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.conversion.hf_source import HfSource
 from megafp8.data.sampler import batches
 from megafp8.data.tokenizers import build_tokenizer
-from megafp8.distributed.sharding import pieces_of, spec_of
+from megafp8.distributed.sharding import shards_of, spec_of
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.init_from import check_init, complete_model, load_init
 from megafp8.training.inputs import open_inputs
@@ -140,13 +140,13 @@ def _masters_and_weights(options: list[str], folder: Path) -> int:
     expected = {}
     for param in trainer.params:
         expected[param] = torch.empty(param.shape)
-        for piece, view in pieces_of(param, expected[param]):
+        for piece, view in shards_of(param, expected[param]):
             box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
             view.copy_(source.read(f"model.{piece.name}")[box])
-        assert torch.equal(param, expected[param].bfloat16()), spec_of(param).pieces[0].name
+        assert torch.equal(param, expected[param].bfloat16()), spec_of(param).shards[0].name
     masters = trainer.optimizer.state()["master"]
     for fragment, master in masters:
-        assert torch.equal(master, fragment.of(expected[fragment.param]))
+        assert torch.equal(master, fragment.view(expected[fragment.param]))
     return sum(master.numel() for _, master in masters)
 
 

@@ -58,7 +58,7 @@ def _kept(config: Config, source: str | None, folder: str) -> tuple[Curve, list[
         trainer.wait_for_weights()
     finally:
         MixedPrecisionAdamW._copy_masters_to_params = torch_rounds  # type: ignore[method-assign]
-    held = sum(parts["master"].nbytes for parts in trainer.optimizer.kept.values())
+    held = sum(parts["master"].nbytes for parts in trainer.optimizer.storage.values())
     return curve, [param.detach().clone() for param in trainer.params], held
 
 

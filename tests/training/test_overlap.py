@@ -1,8 +1,10 @@
-"""Which exchange a run's tensor-parallel layers get."""
+"""Which `TPOverlap` a run's layers get."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from logging.handlers import BufferingHandler
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from megafp8.config import ParallelConfig
 from megafp8.distributed.tp_overlap import Collective, P2PRing, Replicated
 from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
-from megafp8.training.overlap import on_one_host, token_exchange
+from megafp8.training.overlap import build_tp_overlap, on_one_host
 from tests.world import World
 
 
@@ -26,6 +28,8 @@ def test_hosts(ranks: tuple[int, ...], local: str | None, expected: bool) -> Non
 def _chosen() -> dict[str, tuple[str, list[str]]]:
     parallel = initialize_model_parallel(2, device=initialize_distributed("cpu"))
     gpus = replace(parallel, device=torch.device("cuda"))
+    logger = logging.getLogger("megafp8.training.overlap")
+    logger.setLevel(logging.INFO)
     found = {}
     for name, config, state, environment in (
         ("auto on CPU", ParallelConfig(tensor=2), parallel, {"LOCAL_WORLD_SIZE": "2"}),
@@ -34,15 +38,20 @@ def _chosen() -> dict[str, tuple[str, list[str]]]:
         ("chunked", ParallelConfig(tensor=2, overlap_tensor="chunked"), parallel, {}),
         ("auto, whole tokens", ParallelConfig(tensor=2, sequence_parallel=False), gpus, {"LOCAL_WORLD_SIZE": "2"}),
     ):
-        said: list[str] = []
-        found[name] = type(token_exchange(config, state, environment, said.append)).__name__, said
+        handler = BufferingHandler(1000)
+        logger.addHandler(handler)
+        found[name] = (
+            type(build_tp_overlap(config, state, environment)).__name__,
+            [record.getMessage() for record in handler.buffer],
+        )
+        logger.removeHandler(handler)
     return found
 
 
 def test_what_each_run_gets(world2: World) -> None:
     for found in world2.run(_chosen):
         assert found["auto on CPU"] == (Collective.__name__, [])
-        spans = "parallel.overlap_tensor = auto: a tensor-parallel group spans hosts; going on with none"
+        spans = "parallel.overlap_tensor = auto: a tensor-parallel group spans hosts; continuing with none"
         assert found["auto over hosts"] == (Collective.__name__, [spans])
         assert found["none"] == (Collective.__name__, [])
         assert found["chunked"] == (P2PRing.__name__, [])

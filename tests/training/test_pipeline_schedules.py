@@ -20,7 +20,7 @@ from torch import Tensor
 from megafp8.config import Config, check_layout
 from megafp8.data.samples import Batch, next_token_batch
 from megafp8.data_parallel.grad_buffer import main_grad_of
-from megafp8.distributed.sharding import pieces_of
+from megafp8.distributed.sharding import shards_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.pipeline_parallel.registry import BUILT_IN, write_csv
 from megafp8.pipeline_parallel.schedules import COMPUTE, Action, Kind, Placement, Schedule, in_turns
@@ -88,7 +88,7 @@ def _train(settings: Config) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "norms": [], "evaluations": [], "gradients": {}, "weights": {}}
 
     def collected(of: Any) -> dict[str, Tensor]:
-        parts = [(piece, view.clone()) for param in trainer.params for piece, view in pieces_of(param, of(param))]
+        parts = [(piece, view.clone()) for param in trainer.params for piece, view in shards_of(param, of(param))]
         return {f"{piece.name} {piece.offset}": view for piece, view in parts}
 
     for step in range(STEPS):
