@@ -1,1 +1,1 @@
-"""Context parallelism: sequences so long that each is cut over ranks, and attention across the cut."""
+"""Context parallelism: sequences sharded over ranks, and attention over all shards."""

@@ -1,20 +1,19 @@
-"""Causal attention of sequences that are cut over context-parallel ranks.
+"""Causal attention of sequences that are sharded over context-parallel ranks.
 
-A rank computes the outputs of its own queries and needs everybody's keys and values. It gathers them, in forward and
-again in backward, and returns their gradients by a reduce-scatter; what it keeps in between is its own shard of q, k, v
-and the output, as without the cut.
+A rank computes the outputs of its own queries and needs all ranks' keys and values. It all-gathers them, in forward and
+again in backward, and reduce-scatters their gradients. It saves its own shard of q, k, v and the output only.
 
-*Why not a ring*, in which blocks of k and v are passed on while others are computed with? It moves the same bytes. It
-holds two blocks instead of the whole k and v; but with grouped queries these are small: in Llama-3-8B at s = 131,072,
-512 MiB for the one layer that is running, over the tensor-parallel size. And it hides the transfer, which an all-gather
-does in part: the triangles of a rank's own chunks, 1/2n of its work, run meanwhile. Counted for that model over 8
-ranks, not measured: the gather takes 1.6 ms at 300 GB/s, a layer's attention forward 29 ms at 600 TFLOP/s, of which the
-triangles are 1.8 ms. For the rest a ring needs a schedule, n small kernels in place of each large one, and for masks a
-case distinction a block. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783, section
-3.3.2). The count is in docs/decisions/0009-context-parallelism.md.
+*Why not a ring*, which passes blocks of k and v on while others are computed with? It moves the same bytes. It holds
+two blocks instead of the whole k and v, but with grouped queries these are small: in Llama-3-8B at s = 131,072, 512 MiB
+for the one layer that is running, divided by the tensor-parallel size. And it overlaps the transfer, which the
+all-gather does in part: the triangles of a rank's own chunks, 1/2n of its work, run meanwhile. Computed for that model
+over 8 ranks, not measured: the gather takes 1.6 ms at 300 GB/s; a layer's attention forward 29 ms at 600 TFLOP/s, of
+which the triangles are 1.8 ms. For the rest a ring needs a schedule, n small kernels in place of each large one, and
+different cases of masks. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783, section
+3.3.2). The computation is in docs/decisions/0011-context-parallelism.md.
 
-Where two calls share queries, or keys, they are added up: outputs through their log-sum-exps (`kernels`), dk and dv in
-fp32 on this rank and in the model's dtype over ranks.
+Where two calls share queries or keys, results are added: outputs through their log-sum-exps (`lse_attention`), dk and
+dv in fp32 on a rank and in the model's dtype over ranks.
 
 Shapes: s sequence, n ranks, r = s/n tokens of this rank's shard; b micro-batch, a query heads, g key-value heads of
 width d.
@@ -31,21 +30,21 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megafp8.context_parallel import kernels
+from megafp8.context_parallel import lse_attention
 from megafp8.context_parallel.blocks import Block, plan, visible
-from megafp8.context_parallel.split import by_rank, in_sequence
+from megafp8.context_parallel.split import to_rank_order, to_sequence_order
 from megafp8.distributed.collectives import all_gather_async, reduce_scatter
 
-MOST_OF_A_MASK = 2**26
+MAX_MASK = 2**26
 """Elements: 64 MiB as booleans, 128 as cuDNN wants them."""
 
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """softmax(q·kᵀ/√d + mask)·v of a micro-batch on this rank of `group`; collective over `group`, as is its backward.
+    """softmax(q·kᵀ/√d + mask)·v of a micro-batch on this rank of `group`; collective, as is its backward.
 
-    `blocks` are what this rank computes (`blocks.plan`). `document_ids_bs` of the whole sequence; None where a document
-    does not end another.
+    `blocks`: what this rank computes (`blocks.plan`). `document_ids_bs` of the whole sequence; None where attention
+    crosses documents.
     """
 
     group: ProcessGroup
@@ -66,39 +65,39 @@ class ContextAttention:
 def context_attention(
     group: ProcessGroup, s: int, *, window: int | None, document_ids_bs: Tensor | None
 ) -> ContextAttention:
-    """The attention of a micro-batch of sequences of s tokens that are cut over `group`."""
+    """The attention of a micro-batch of sequences of s tokens that are sharded over `group`."""
     blocks = plan(
         s,
         group.rank(),
         group.size(),
         window=window,
         documents=document_ids_bs is not None,
-        most=MOST_OF_A_MASK // (1 if document_ids_bs is None else document_ids_bs.shape[0]),
+        max_mask=MAX_MASK // (1 if document_ids_bs is None else document_ids_bs.shape[0]),
     )
     return ContextAttention(group, blocks, window, document_ids_bs)
 
 
 class _KeysAndValues:
-    """k and v of this rank, and those of all ranks, which are under way until first asked for."""
+    """k and v of this rank, and those of all ranks, whose all-gather is waited for when they are first needed."""
 
     def __init__(self, k_rbgd: Tensor, v_rbgd: Tensor, group: ProcessGroup) -> None:
         self.group = group
         self.own = k_rbgd.contiguous(), v_rbgd.contiguous()
-        self._arriving, self._work = all_gather_async(self.own, group)
-        self._all: list[Tensor] | None = None
+        self._gathered, self._work = all_gather_async(self.own, group)
+        self._in_order: list[Tensor] | None = None
 
     def of(self, block: Block) -> list[Tensor]:
         """k and v `[keys, b, g, d]` of a block."""
         if block.kind == "causal":
-            return [x[_span(block.rows)] for x in self.own]
-        if self._all is None:
+            return [x[_slice(block.rows)] for x in self.own]
+        if self._in_order is None:
             self._work.wait()
-            self._all = [in_sequence(x, self.group.size()) for x in self._arriving]
-            self._arriving = []
-        return [x[_span(block.keys)] for x in self._all]
+            self._in_order = [to_sequence_order(x, self.group.size()) for x in self._gathered]
+            self._gathered = []
+        return [x[_slice(block.keys)] for x in self._in_order]
 
 
-def _span(r: range) -> slice:
+def _slice(r: range) -> slice:
     return slice(r.start, r.stop)
 
 
@@ -110,11 +109,11 @@ class _ContextAttention(Function):
         o_rbad = torch.empty_like(q_rbad, memory_format=torch.contiguous_format)
         lse_bar1 = q_rbad.new_empty(b, a, r, 1, dtype=torch.promote_types(q_rbad.dtype, torch.float32))
         for block in attention.blocks:
-            rows, mask = _span(block.rows), attention.mask(block, q_rbad.device)
+            rows, mask = _slice(block.rows), attention.mask(block, q_rbad.device)
             k, v = keys_and_values.of(block)
-            o, lse = kernels.forward(q_rbad[rows].contiguous(), k, v, mask, causal=block.kind == "causal")
+            o, lse = lse_attention.forward(q_rbad[rows].contiguous(), k, v, mask, causal=block.kind == "causal")
             if block.kind == "whole":
-                o, lse = kernels.merge(o_rbad[rows], lse_bar1[:, :, rows], o, lse)
+                o, lse = lse_attention.merge(o_rbad[rows], lse_bar1[:, :, rows], o, lse)
             o_rbad[rows], lse_bar1[:, :, rows] = o, lse
         ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_bar1)
         ctx.attention = attention
@@ -132,25 +131,18 @@ class _ContextAttention(Function):
         wide = torch.promote_types(k_rbgd.dtype, torch.float32)
         r, *rest = k_rbgd.shape
         own = [k_rbgd.new_zeros(r, *rest) for _ in range(2)]
-        everyones = [k_rbgd.new_zeros(r * group.size(), *rest, dtype=wide) for _ in range(2)]
+        of_all_ranks = [k_rbgd.new_zeros(r * group.size(), *rest, dtype=wide) for _ in range(2)]
         for block in attention.blocks:
-            rows, causal = _span(block.rows), block.kind == "causal"
+            rows, causal = _slice(block.rows), block.kind == "causal"
+            q, lse = q_rbad[rows].contiguous(), lse_bar1[:, :, rows].contiguous()
             k, v = keys_and_values.of(block)
-            dq, *dkv = kernels.backward(
-                do_rbad[rows],
-                q_rbad[rows].contiguous(),
-                k,
-                v,
-                o_rbad[rows],
-                lse_bar1[:, :, rows].contiguous(),
-                attention.mask(block, q_rbad.device),
-                causal=causal,
-            )
+            mask = attention.mask(block, q_rbad.device)
+            dq, *dkv = lse_attention.backward(do_rbad[rows], q, k, v, o_rbad[rows], lse, mask, causal=causal)
             dq_rbad[rows] += dq
-            for total, share in zip(own if causal else everyones, dkv, strict=True):
-                total[rows if causal else _span(block.keys)] += share
+            for total, partial in zip(own if causal else of_all_ranks, dkv, strict=True):
+                total[rows if causal else _slice(block.keys)] += partial
         dk, dv = (
-            reduce_scatter(by_rank(total.to(k_rbgd.dtype), group.size()), group).add_(mine)
-            for total, mine in zip(everyones, own, strict=True)
+            reduce_scatter(to_rank_order(total.to(k_rbgd.dtype), group.size()), group).add_(mine)
+            for total, mine in zip(of_all_ranks, own, strict=True)
         )
         return dq_rbad, dk, dv, None

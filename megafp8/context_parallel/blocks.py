@@ -1,12 +1,12 @@
-"""Which parts of the causal square a context-parallel rank computes, and in how many calls of a kernel.
+"""Which blocks of the causal attention matrix a context-parallel rank computes, and with which kernel calls.
 
-Plain causal attention needs no mask. A chunk of queries sees its own chunk through the square triangle that kernels
-have as a flag, and every earlier key without exception: two calls, whose results are merged. The first needs nobody
-else's keys, so it runs while they arrive.
+Plain causal attention needs no mask. A chunk of queries attends to its own chunk through the triangle that kernels have
+as a flag, and to every earlier key: two calls, whose results are merged. The first needs no other rank's keys, so it
+runs while they arrive.
 
-A sliding window or document boundaries need a mask. A whole one would be s²/n booleans a sample, so the rows are taken
-some at a time, each with all the keys it could see: every row then finds its own key there, and no softmax is empty.
-Keys that lie before the window of all of them are left out; which documents are where the host does not know.
+A sliding window or document boundaries need a mask. A complete one would be s²/n booleans a sample, so rows are
+processed some at a time, each with all the keys it could attend to: its own key is among them, so no softmax is empty.
+Keys before the window of all rows are left out; keys of other documents are not, since the host does not know them.
 
 Shapes: s sequence, n ranks, b micro-batch; q queries and k keys of a block.
 """
@@ -21,16 +21,16 @@ from torch import Tensor
 
 from megafp8.context_parallel.split import chunks_of
 
-STEP = 128  # what kernels like lengths to be multiples of
+STEP = 128  # the multiple that kernels prefer for lengths
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and the keys they are shown.
+    """Queries and the keys that they attend to in one kernel call.
 
-    `rows` are the queries' places in the rank's shard; `queries` and `keys` are positions in the sequence. `kind`:
-    `causal`: the keys are the queries' own tokens; `whole`: every key is seen by every query, and the queries have had
-    their own keys in an earlier block; `masked`: `visible` says.
+    `rows`: the queries' rows in the rank's shard; `queries` and `keys`: positions in the sequence. `kind`: `causal`:
+    the keys are the queries' own tokens; `whole`: every query attends to every key, and to its own keys in an earlier
+    block; `masked`: as `visible` says.
     """
 
     rows: range
@@ -39,26 +39,26 @@ class Block:
     kind: Literal["causal", "whole", "masked"]
 
 
-def plan(s: int, rank: int, ranks: int, *, window: int | None, documents: bool, most: int) -> tuple[Block, ...]:
-    """The blocks of `rank` in the order to compute them. Pure.
+def plan(s: int, rank: int, ranks: int, *, window: int | None, documents: bool, max_mask: int) -> tuple[Block, ...]:
+    """The blocks of `rank` in the order to compute them.
 
-    `window`: a token sees so many latest tokens, itself included. `documents`: boundaries are to be minded. `most`:
-    elements of a mask for one sample, as near as whole rows allow.
+    `window`: a token attends to that many latest tokens, itself included. `documents`: attention stays within
+    documents. `max_mask`: elements of a mask for one sample, as near as whole rows allow.
     """
     c = s // (2 * ranks)
-    chunks = [(range(place * c, (place + 1) * c), i * c) for place, i in enumerate(chunks_of(rank, ranks))]
+    chunks = [(range(i * c, (i + 1) * c), chunk * c) for i, chunk in enumerate(chunks_of(rank, ranks))]
     if documents or (window is not None and window < s):
-        return tuple(block for rows, first in chunks for block in _masked(rows, first, window, most))
+        return tuple(block for rows, first in chunks for block in _masked(rows, first, window, max_mask))
     own = [Block(rows, range(first, first + c), range(first, first + c), "causal") for rows, first in chunks]
     earlier = [Block(rows, range(first, first + c), range(first), "whole") for rows, first in chunks if first]
     return (*own, *earlier)
 
 
-def _masked(rows: range, first: int, window: int | None, most: int) -> list[Block]:
+def _masked(rows: range, first: int, window: int | None, max_mask: int) -> list[Block]:
     """The blocks of a chunk whose first token has the position `first`."""
     end = first + len(rows)
     keys = end if window is None else min(end, window + len(rows))
-    height = max(1, most // keys)
+    height = max(1, max_mask // keys)
     if height >= STEP:
         height -= height % STEP
     blocks = []

@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megafp8.context_parallel.split import cut
+from megafp8.context_parallel.split import shard_sequence
 from megafp8.data.errors import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, all_within, check_ids
 
@@ -245,7 +245,7 @@ class Batch:
             return self
         positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
         whole = replace(self, position_ids=positions if self.position_ids is None else self.position_ids)
-        return replace(whole._each(lambda x: cut(x, rank, ranks, dim=1)), document_ids=self.document_ids)
+        return replace(whole._each(lambda x: shard_sequence(x, rank, ranks, dim=1)), document_ids=self.document_ids)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}

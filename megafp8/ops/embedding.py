@@ -1,18 +1,17 @@
-"""Looking rows up in a table, whose gradient is summed where it belongs.
+"""Embedding look-up whose gradient is added to the weight's gradient buffer in place.
 
-Torch's look-up has a dense gradient, as large as the table and nearly all zeros, in the table's dtype: a gigabyte or
-two, made anew and added to the fp32 sum for every micro-batch. Here the backward adds the rows that were looked up to
-the sum itself (`megafp8.ops.wgrad.summed_in_place`) and autograd sees no gradient, as for linear layers. Only where
-there is no such sum is the gradient dense: FSDP, which reduces what autograd has, and tables in float64.
+torch's look-up has a dense gradient in the weight's dtype, as large as the table and nearly all zeros: one or two
+gigabytes, allocated and added to the fp32 sum for every micro-batch. Here the backward adds the gradients of the rows
+that were looked up to the sum itself (`megafp8.ops.wgrad.summed_in_place`), and autograd sees no gradient, as for
+linear layers. The gradient is dense only where there is no such sum: FSDP, which reduces autograd's, and float64.
 
-*Numerics.* Torch sums the gradients of a row in fp32 and rounds the sum to the table's dtype, before it is added to the
-sum over micro-batches. Here nothing is rounded to bf16, with a sink or without, unless that dtype is asked for.
+*Numerics.* torch sums the gradients of a row in fp32 and rounds the sum to the weight's dtype before it is added to the
+sum over micro-batches. Here nothing is rounded to bf16 unless that dtype is asked for.
 
-*Order.* Two runs are the same bits, always: rows are added by the rule in `megafp8.kernels.embedding`, CHUNK at a
-time in the order of the tokens, here in plain PyTorch and there on CUDA. Sequences run first in that order, then
-the batch, as gradients lie in memory.
+*Order.* Two runs give the same bits: rows are added by the rule in `megafp8.kernels.embedding`, CHUNK at a time in the
+order of the tokens (sequence first, then batch, as gradients lie in memory), in plain PyTorch here and on CUDA there.
 
-Shapes: s sequence, b micro-batch, n = s·b tokens, h hidden, v rows of this rank's part of the table; c chunks.
+Shapes: s sequence, b micro-batch, n = s·b tokens, h hidden, v rows of this rank's shard of the table; c chunks.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ def _add_rows(sum_vh: Tensor, dy_nh: Tensor, rows_n: Tensor) -> None:
 
 
 def add_rows_(sum_vh: Tensor, dy_nh: Tensor, rows_n: Tensor, *, chunk: int) -> None:
-    """`sum_vh[rows_n[i]] += dy_nh[i]` for each i, `chunk` at a time; rows outside `[0, v)` are left out.
+    """`sum_vh[rows_n[i]] += dy_nh[i]` for each i, `chunk` at a time, on the CPU; rows outside `[0, v)` are ignored.
 
-    On the CPU, where `index_add_` adds one row after the other.
+    Relies on the CPU's `index_add_`, which adds row after row.
     """
     (own_n,) = torch.where((rows_n >= 0) & (rows_n < len(sum_vh)))
     rows_n, order_n = rows_n[own_n].sort(stable=True)

@@ -1,13 +1,10 @@
-"""Cross-entropy over logits whose vocabulary is cut over ranks.
+"""Cross-entropy of logits that are sharded over the vocabulary.
 
-Gathering the logits would cost the largest tensor of the model. Instead three small collectives per token give every
-rank what it needs: the maximum (for stability), the sum of exponentials, and the logit of the label, which one rank
-owns. The gradient softmax − onehot is then local.
+Gathering the logits would cost the largest tensor of the model. Three values per token are reduced instead: the maximum
+(for stability), the sum of exponentials, and the label's logit, which one rank has. The gradient softmax − onehot is
+then local. Columns that pad the vocabulary get no probability and no gradient, so the padding does not change a model.
 
-The vocabulary is padded so that it can be cut evenly; padded columns never take part: they get no probability and no
-gradient, so a model does not depend on how its vocabulary was padded.
-
-The z-loss `z·log²Z` (PaLM, Chowdhery et al. 2022, arXiv:2204.02311) keeps the normaliser near 1; its gradient is
+The z-loss `z·log²Z` (PaLM, Chowdhery et al. 2022, arXiv:2204.02311) keeps the normalizer near 1; its gradient is
 `2·z·log Z·softmax`.
 
 Shapes: s sequence, b micro-batch, v vocabulary, t tensor-parallel size.
@@ -71,10 +68,11 @@ class _VocabParallelCrossEntropy(Function):
 def vocab_parallel_cross_entropy(
     logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, *, vocab_size: int, z_loss: float = 0.0
 ) -> Tensor:
-    """Negative log-likelihood of each token, `[s, b]` float32, from this rank's logits `[s, b, v/t]`.
+    """Negative log-likelihood of each token, `[s, b]` float32 or wider, from this rank's logits `[s, b, v/t]`.
 
     `labels_sb` int64 in `[0, vocab_size)`; columns from `vocab_size` on are padding and ignored. `z_loss` adds
-    `z_loss · log²Z`. Mask unwanted labels by multiplying the result.
+    `z_loss · log²Z`. Mask unwanted labels by multiplying the result. On CUDA with bf16 or fp32 logits it is fused, and
+    the backward overwrites the logits (`fused_cross_entropy`).
     """
     if logits_sbv.is_cuda and logits_sbv.dtype in (torch.bfloat16, torch.float32):
         from megafp8.tensor_parallel import fused_cross_entropy  # needs Triton, which comes with torch's CUDA builds

@@ -1,13 +1,12 @@
-"""`megafp8.tensor_parallel.cross_entropy` with fused kernels: for bf16 and fp32 logits on CUDA.
+"""`megafp8.tensor_parallel.cross_entropy` with fused kernels, for bf16 and fp32 logits on CUDA.
 
-The same loss from the same two collectives, with no fp32 copy of the logits and no tensor of their size at all. Kept
-for the backward are the logits themselves and two numbers a token: the maximum, and the weight (1 + 2·z·log Z) / Σ
-that turns exp(x - maximum) into what the loss's gradient holds of the softmax. Not log Z alone: exp(x - log Z) would
-lose the digits that log Z loses by rounding next to a large maximum.
+The same loss from the same collectives, without an fp32 copy of the logits or any other tensor of their size. Saved for
+backward are the logits and two values per token: the maximum, and the weight (1 + 2·z·log Z) / Σ that turns
+exp(x - maximum) into the softmax's part of the gradient. Not log Z alone: exp(x - log Z) would lose the digits that
+log Z loses by rounding beside a large maximum.
 
-**The backward writes the gradient over the logits**, into the caller's memory where they are contiguous. Autograd is
-told, so whatever else saved the logits, and a second backward, fail instead of reading gradients for logits. Read the
-logits before the backward or not at all.
+**The backward writes the gradient over the logits**, into the caller's memory where they are contiguous. Autograd's
+version counter is incremented, so another function that saved the logits, or a second backward, raises an error.
 
 Shapes: s sequence, b micro-batch, v vocabulary, t tensor-parallel size, n = s·b tokens.
 """
@@ -45,7 +44,7 @@ class _FusedVocabParallelCrossEntropy(Function):
         total_n, label_logit_n = all_reduce(torch.stack([own_total_n, label_logit_n]), group).unbind()
 
         log_total_n = total_n.log()
-        # The label's logit is one rank's and zero elsewhere, so its sum is exact. The maximum goes first.
+        # The label's logit is zero on all ranks but one, so its sum is exact. The maximum is subtracted first.
         loss_n = log_total_n - (label_logit_n - maximum_n)
         weight_n = total_n.reciprocal()
         if z_loss:
@@ -70,10 +69,5 @@ class _FusedVocabParallelCrossEntropy(Function):
 def vocab_parallel_cross_entropy(
     logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, *, vocab_size: int, z_loss: float = 0.0
 ) -> Tensor:
-    """Negative log-likelihood of each token, `[s, b]` fp32, from this rank's logits `[s, b, v/t]` in bf16 or fp32.
-
-    `labels_sb` int64 in `[0, vocab_size)`; columns from `vocab_size` on are padding and ignored. `z_loss` adds
-    `z_loss · log²Z`. Mask unwanted labels by multiplying the result. The backward overwrites the logits with their
-    gradient.
-    """
+    """`cross_entropy.vocab_parallel_cross_entropy` for bf16 or fp32; the backward overwrites the logits."""
     return _FusedVocabParallelCrossEntropy.apply(logits_sbv, labels_sb, group, vocab_size, z_loss)

@@ -1,19 +1,19 @@
-"""The region mappings of tensor parallelism, and their sequence-parallel pairs.
+"""Region mappings of tensor and sequence parallelism: a collective forward and its adjoint backward.
 
-A tensor-parallel block is a region in which ranks hold different slices of an activation. What enters and leaves it is
-a collective forward and its adjoint backward, and these are all there are (Shoeybi et al. 2019,
+They are the boundaries of a region in which ranks hold different slices of an activation (Shoeybi et al. 2019,
 arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198):
 
-    function                              forward           backward          enters a region where
-    copy_to_tensor_parallel               identity          all-reduce        each rank adds its share of dx
-    reduce_from_tensor_parallel           all-reduce        identity          y is the sum of the ranks' shares
-    gather_from_sequence_parallel         all-gather s      reduce-scatter s  ranks held slices of s
-    reduce_scatter_to_sequence_parallel   reduce-scatter s  all-gather s      ranks will hold slices of s
-    scatter_to_sequence_parallel          slice of s        all-gather s      every rank had the whole tensor
-    gather_from_tensor_parallel           all-gather last   slice of last     ranks held slices of the last dim
+    function                              forward           backward          outside the region
+    copy_to_tensor_parallel               identity          all-reduce        each rank has a partial sum of dx
+    reduce_from_tensor_parallel           all-reduce        identity          each rank has a partial sum of y
+    gather_from_sequence_parallel         all-gather s      reduce-scatter s  ranks have slices of s
+    reduce_scatter_to_sequence_parallel   reduce-scatter s  all-gather s      ranks will have slices of s
+    scatter_to_sequence_parallel          slice of s        all-gather s      every rank has the whole tensor
+    gather_from_tensor_parallel           all-gather last   slice of last     ranks have slices of the last dim
+    scatter_to_tensor_parallel            slice of last     all-gather last   every rank has the whole tensor
 
-The layers of `megafp8.tensor_parallel.layers` have the first four inside their matrix products, where they overlap
-(`megafp8.distributed.tp_overlap`); these are for what stands beside a product.
+The layers of `megafp8.tensor_parallel.layers` overlap the first four with their GEMMs
+(`megafp8.distributed.tp_overlap`); these functions are for everything else.
 
 The sequence is dim 0 (`[s, b, h]`), so its collectives need no copy. `scatter_to_sequence_parallel` is right only where
 every rank computed the same whole tensor and its gradient is the union of the slices.
@@ -23,6 +23,7 @@ Shapes: s sequence, b micro-batch, h hidden; `t` is the tensor-parallel size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -30,134 +31,85 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from megafp8.distributed import collectives
+
+_Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
 
-def _slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    return collectives.all_reduce(x.contiguous().clone(), group)
+
+
+def _slice(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
     """This rank's slice of `x` along `dim`."""
-    assert x.shape[dim] % group.size() == 0, f"dim {dim} of {tuple(x.shape)} cannot be cut into {group.size()}"
+    assert x.shape[dim] % group.size() == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {group.size()} ranks"
     return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
+
+
+def _slice_last(x: Tensor, group: ProcessGroup) -> Tensor:
+    """`[..., n]` -> `[..., n/t]`."""
+    return _slice(x, group, -1)
 
 
 def _gather_last(x: Tensor, group: ProcessGroup) -> Tensor:
     """`[..., n/t]` -> `[..., n]`."""
-    gathered = all_gather(x.contiguous().unsqueeze(0), group)
-    return gathered.movedim(0, -2).flatten(-2)
+    return collectives.all_gather(x.contiguous().unsqueeze(0), group).movedim(0, -2).flatten(-2)
 
 
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Mapping(Function):
+    """`forward_collective(x)`, with the gradient `backward_collective(dy)`."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(dy.contiguous().clone(), ctx.group), None
-
-
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return all_reduce(x.contiguous().clone(), group)
+    def forward(
+        ctx: Any, x: Tensor, group: ProcessGroup, forward_collective: _Collective, backward_collective: _Collective
+    ) -> Tensor:
+        ctx.group, ctx.backward_collective = group, backward_collective
+        return forward_collective(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.backward_collective(dy, ctx.group), None, None, None
 
 
-class _GatherSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(dy, ctx.group), None
-
-
-class _ReduceScatterSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_gather(dy, ctx.group), None
-
-
-class _ScatterSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _slice(x, group, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_gather(dy, ctx.group), None
-
-
-class _GatherLast(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather_last(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _slice(dy, ctx.group, -1), None
-
-
-class _ScatterLast(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _slice(x, group, -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _gather_last(dy, ctx.group), None
+def _map(x: Tensor, group: ProcessGroup, forward: _Collective, backward: _Collective) -> Tensor:
+    return _Mapping.apply(x, group, forward, backward) if group.size() > 1 else x
 
 
 def copy_to_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
     """Enter a region with the whole `x` on every rank: identity forward, all-reduce of dx backward."""
-    return _Copy.apply(x, group) if group.size() > 1 else x
+    return _map(x, group, _identity, _all_reduce)
 
 
 def reduce_from_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Leave a region: sum the ranks' shares of `x` forward, identity backward."""
-    return _Reduce.apply(x, group) if group.size() > 1 else x
+    """Leave a region: sum the ranks' partial sums `x` forward, identity backward."""
+    return _map(x, group, _all_reduce, _identity)
 
 
 def gather_from_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
     """`[s/t, b, h]` -> `[s, b, h]`; backward sums and scatters."""
-    return _GatherSequence.apply(x_sbh, group) if group.size() > 1 else x_sbh
+    return _map(x_sbh, group, collectives.all_gather, collectives.reduce_scatter)
 
 
 def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum the ranks' shares `[s, b, h]` and keep `[s/t, b, h]`; backward gathers."""
-    return _ReduceScatterSequence.apply(x_sbh, group) if group.size() > 1 else x_sbh
+    """Sum the ranks' partial sums `[s, b, h]` and keep `[s/t, b, h]`; backward gathers."""
+    return _map(x_sbh, group, collectives.reduce_scatter, collectives.all_gather)
 
 
 def scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
     """Keep this rank's `[s/t, b, h]` of a tensor that all ranks have whole; backward gathers."""
-    return _ScatterSequence.apply(x_sbh, group) if group.size() > 1 else x_sbh
+    return _map(x_sbh, group, _slice, collectives.all_gather)
 
 
 def gather_from_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
     """`[..., n/t]` -> `[..., n]`; backward keeps this rank's slice."""
-    return _GatherLast.apply(x, group) if group.size() > 1 else x
+    return _map(x, group, _gather_last, _slice_last)
 
 
 def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
     """`[..., n]` -> `[..., n/t]`, this rank's slice; backward gathers."""
-    return _ScatterLast.apply(x, group) if group.size() > 1 else x
+    return _map(x, group, _slice_last, _gather_last)

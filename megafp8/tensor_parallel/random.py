@@ -1,11 +1,11 @@
-"""Random numbers that do not depend on the layout.
+"""Initial values that do not depend on the layout.
 
-A stateful generator gives a rank numbers that depend on what it drew before, so the same model starts differently under
-TP2 than under TP1. Here a value depends only on (seed, stream name, index of the element in the global tensor): the
-counter-based generator of `megafp8.philox` is keyed by (seed, name) and counts elements. A slice of a tensor is then
-generated as a slice, bit for bit, without making the rest, on whichever rank holds it.
+A stateful generator's numbers depend on what was drawn before, so a model would start differently under TP2 than under
+TP1. Here a value depends on (seed, stream name, index of the element in the global tensor) only: the counter-based
+generator of `megafp8.philox` is keyed by (seed, name) and counts elements. Any shard is generated, bit for bit, without
+generating the rest.
 
-Normals come from Box-Muller in float32; CPU and CUDA may differ in the last bit of log and cos, ranks of one kind never
+Normals come from Box-Muller in float32. CPU and CUDA may differ in the last bit of log and cos; ranks of one kind never
 do.
 """
 
@@ -30,39 +30,38 @@ def normal_at(index: Tensor, key: Key) -> Tensor:
     return (torch.sqrt(-2 * torch.log(u)) * torch.cos(angle)).float()
 
 
-def _row_indices(piece: ParamShard, first: int, last: int, device: torch.device) -> Tensor:
-    """Flat global indices, int64, of rows [first, last) of `piece`, shaped `[rows, *rest]`."""
-    index = torch.zeros((last - first,) + (1,) * (len(piece.shape) - 1), dtype=torch.int64, device=device)
+def _global_index(shard: ParamShard, first: int, last: int, device: torch.device) -> Tensor:
+    """Flat global indices, int64, of rows [first, last) of `shard`, shaped `[rows, *rest]`."""
+    index = torch.zeros((last - first,) + (1,) * (len(shard.shape) - 1), dtype=torch.int64, device=device)
     stride = 1
-    for dim in reversed(range(len(piece.shape))):
-        low, high = (first, last) if dim == 0 else (0, piece.shape[dim])
-        place = torch.arange(piece.offset[dim] + low, piece.offset[dim] + high, device=device) * stride
-        index = index + place.view([-1 if d == dim else 1 for d in range(len(piece.shape))])
-        stride *= piece.global_shape[dim]
+    for dim in reversed(range(len(shard.shape))):
+        low, high = (first, last) if dim == 0 else (0, shard.shape[dim])
+        position = torch.arange(shard.offset[dim] + low, shard.offset[dim] + high, device=device) * stride
+        index = index + position.view([-1 if d == dim else 1 for d in range(len(shard.shape))])
+        stride *= shard.global_shape[dim]
     return index
 
 
-def fill_(out: Tensor, piece: ParamShard, init: Init, seed: int) -> Tensor:
-    """Write the initial values of `piece` into `out` (shaped like the piece), whatever the layout."""
+def fill_(out: Tensor, shard: ParamShard, init: Init, seed: int) -> Tensor:
+    """Write the initial values of `shard` into `out`, shaped like it."""
     if init.kind != "normal":
         return out.fill_(1.0 if init.kind == "ones" else 0.0)
-    key = key_of(seed, piece.name)
+    key = key_of(seed, shard.name)
     rows = max(1, _CHUNK // max(1, out[0].numel()))
-    for first in range(0, piece.shape[0], rows):
-        last = min(first + rows, piece.shape[0])
-        out[first:last] = normal_at(_row_indices(piece, first, last, out.device), key) * init.std
+    for first in range(0, shard.shape[0], rows):
+        last = min(first + rows, shard.shape[0])
+        out[first:last] = normal_at(_global_index(shard, first, last, out.device), key) * init.std
     return out
-
-
-@torch.no_grad()
-def initialize_parameters(module: torch.nn.Module, seed: int) -> None:
-    """Give every parameter of `module` its initial value, a function of (seed, global name, global index) alone."""
-    for param in module.parameters():
-        initialize(param, param, seed)
 
 
 @torch.no_grad()
 def initialize(param: torch.nn.Parameter, values: Tensor, seed: int) -> None:
     """Write the initial values of `param` into `values`, shaped like it."""
-    for piece, local in shards_of(param, values):
-        fill_(local, piece, spec_of(param).init, seed)
+    for shard, local in shards_of(param, values):
+        fill_(local, shard, spec_of(param).init, seed)
+
+
+def initialize_parameters(module: torch.nn.Module, seed: int) -> None:
+    """Give every parameter of `module` its initial value, a function of (seed, global name, global index) only."""
+    for param in module.parameters():
+        initialize(param, param, seed)
