@@ -1,24 +1,25 @@
-"""Sharded weights as FP8 codes, gathered straight to where they are read.
+"""FSDP weights gathered in FP8, straight to where the GEMMs read them.
 
 `fully_shard` gathers all weights of a block at once, rank after rank, and copies them out of that buffer, weight after
-weight: every byte is written, read and written again, in each forward and each backward, and all bytes travel through
-its communicator, where they wait for gradients to be reduced. Codes need none of it. A layer reads them as bytes and
-torch computes nothing with them, so what torch asks for when it gathers (`fsdp_pre_all_gather`) is answered with a
-handful of bytes, and the codes of the block are brought beside them, each weight's to a place of its own. When torch
-says that its part has come (`fsdp_post_all_gather`), so have they, for its stream waited for ours. The parameter that
-the layer sees is `Released`: shape and dtype for autograd, and no memory.
+weight: every byte is written, read and written again, in each forward and each backward, on a communicator where it
+waits for gradient reductions. FP8 data need none of that: torch computes nothing with them. So torch's all-gather
+(`fsdp_pre_all_gather`) is given a handful of bytes, and the block's FP8 data are gathered beside it, each weight to a
+buffer of its own. When torch's all-gather is complete (`fsdp_post_all_gather`), so is this one, since torch's stream
+waited for it. The parameter that the layer sees is `Released`.
 
-*Who brings them* is a `Carrier`. `Collective`: one all-gather. `megafp8.data_parallel.symmetric_weight_gather`:
-copies from the memory
-of the other GPUs of the host. Codes change once a step, so that nobody has to be waited for in between.
+*Transports.* `Collective`: one all-gather. `SymmetricMemory`: copies from the memory of the host's other GPUs. An
+all-gather synchronizes all ranks, takes multiprocessors from the GEMMs beside it, and shares a queue with the reduction
+of gradients. But FP8 data change once a step, so a rank can copy a block's whenever it wants, with its copy engines,
+between two barriers a step: before the data are overwritten every rank has made its last copy, and when they have been
+written every rank may copy. (The rest of a block, its norms, is gathered by torch as usual.)
 
-*Where they lie.* Torch keeps what it gathered until it reshards a block; then it resizes that storage to nothing, and
-by this we know that a place is free again. What was queued before may still read it: an event after it, recorded when
-the next block's codes arrive, is waited for before others are brought there. In forward and in backward alike that
-makes two places, one that is read and one that is filled. They are kept, so allocating never stands in the way.
+*Buffers.* torch keeps what it gathered until it reshards a block, and then resizes that storage to zero, which shows
+that the block's buffer is free. Kernels queued before may still read it: an event, recorded when the next block's data
+arrive, is waited for before the buffer is written again. In forward and in backward alike this needs two buffers, one
+being read and one being filled. They are kept, so that nothing waits for the allocator.
 
-Torch decides as before what is gathered when, and when it is let go. What is leaned on beyond its documentation: that
-storage is resized, and that the weights of a block are gathered together.
+torch still decides what is gathered when, and when it is freed. Undocumented behaviour relied on: the storage is
+resized, and the weights of a block are gathered together.
 
 Shapes: t ranks; n, k of a weight.
 """
@@ -33,147 +34,182 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.data_parallel.fsdp import Released, Rows
+from megafp8.data_parallel.fsdp import Released, RowShard
 from megafp8.distributed.collectives import all_gather_into_async
-from megafp8.distributed.symmetric_memory import pieces, starts
+from megafp8.distributed.symmetric_memory import SymmetricBuffer, offsets, split
 
-_ANSWER = 16  # bytes a weight that torch gathers instead
+_STUB_BYTES = 16  # gathered by torch for each weight
 
 
-class Carrier(Protocol):
-    """Brings codes of all ranks. `own`: of each weight, this rank's as bytes, to be written between two `settle`s."""
+class Transport(Protocol):
+    """Gathers FP8 data. `own`: this rank's bytes of each weight, to be written between two `synchronize`s."""
 
     own: list[Tensor]
 
-    def bring(self, weights: Sequence[int], places: Sequence[Tensor]) -> None:
-        """Queue on the current stream: the bytes of some weights, of all ranks, to `places` `[t, bytes]`."""
+    def gather(self, weights: Sequence[int], outs: Sequence[Tensor]) -> None:
+        """Queue on the current stream: gather some weights of all ranks into `outs` `[t, bytes]`."""
         ...
 
-    def settle(self) -> None:
-        """On the current stream: what all ranks have queued before is done before anything that comes after."""
+    def synchronize(self) -> None:
+        """Order, on the current stream: work that any rank queued before completes before work queued after."""
         ...
 
 
 class Collective:
-    """Codes by all-gather over `group`; `sizes`: of each weight, bytes of a rank."""
+    """All-gathers over `group`; `sizes`: a rank's bytes of each weight."""
 
     def __init__(self, sizes: Sequence[int], group: ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.own = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
 
-    def bring(self, weights: Sequence[int], places: Sequence[Tensor]) -> None:
-        all_gather_into_async([place.view(-1) for place in places], [self.own[i] for i in weights], self.group).wait()
+    def gather(self, weights: Sequence[int], outs: Sequence[Tensor]) -> None:
+        all_gather_into_async([out.view(-1) for out in outs], [self.own[i] for i in weights], self.group).wait()
 
-    def settle(self) -> None:
-        """A collective waits for all ranks as it is."""
+    def synchronize(self) -> None:
+        """Nothing to do: an all-gather synchronizes all ranks."""
+
+
+class SymmetricMemory:
+    """Copies between GPUs of one host, the ranks of `group`; `sizes`: a rank's bytes of each weight.
+
+    Collective to build. RuntimeError, on every rank alike, where symmetric memory cannot be set up.
+    """
+
+    def __init__(self, sizes: Sequence[int], group: ProcessGroup, device: torch.device) -> None:
+        buffer = SymmetricBuffer(offsets(sizes)[-1], group, device)
+        self._views, self._rank, self._barrier = buffer.views(tuple(sizes)), group.rank(), buffer.barrier
+        buffer.buffers[self._rank].zero_()  # padding rows are read, too
+        self.own: list[Tensor] = self._views[self._rank]
+
+    def gather(self, weights: Sequence[int], outs: Sequence[Tensor]) -> None:
+        t = len(self._views)
+        for step in range(t):  # each rank starts with another one, so that no rank is read by all at once
+            rank = (self._rank + step) % t
+            for i, out in zip(weights, outs):
+                out[rank].copy_(self._views[rank][i])
+
+    def synchronize(self) -> None:
+        self._barrier()
 
 
 class Fp8Weight(NamedTuple):
-    """A weight that is gathered as codes: its rows, what codes are in, and who is told where they are, `[n, k]`."""
+    """A weight that is gathered in FP8: its row shard, its FP8 dtype, and a callback for its gathered data `[n, k]`."""
 
-    rows: Rows
+    rows: RowShard
     dtype: torch.dtype
-    arrived: Callable[[Tensor], None]
+    on_gathered: Callable[[Tensor], None]
 
     @property
     def nbytes(self) -> int:
         """Of each rank's rows."""
-        return self.rows.sent * self.rows.of[1]
+        return self.rows.padded_rows * self.rows.global_shape[1]
 
 
-class _Place:
-    """Memory for a block's codes. `owner`: whose are there, or on their way. `read`: nobody reads it after this."""
+class _Buffer:
+    """Memory for a block's data. `owner`: the block that uses it. `last_read`: recorded after its last reader."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.owner: _Block | None = None
-        self.read = torch.cuda.Event() if device.type == "cuda" else None
+        self.last_read = torch.cuda.Event() if device.type == "cuda" else None
 
 
-class _Places:
-    """As many as have been needed at once."""
+class _BufferPool:
+    """As many buffers as have been in use at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._places: list[_Place] = []
+        self._buffers: list[_Buffer] = []
 
-    def take(self, size: int, owner: _Block) -> _Place:
-        """A free one of `size` bytes or more, for the current stream to write to."""
-        free = [place for place in self._places if place.owner is None and len(place.memory) >= size]
-        place = min(free, key=lambda place: len(place.memory)) if free else _Place(size, self._device)
+    def acquire(self, size: int, owner: _Block) -> _Buffer:
+        """A free buffer of at least `size` bytes, for the current stream to write to."""
+        free = [buffer for buffer in self._buffers if buffer.owner is None and len(buffer.memory) >= size]
+        buffer = min(free, key=lambda buffer: len(buffer.memory)) if free else _Buffer(size, self._device)
         if not free:
-            self._places.append(place)
-        elif place.read is not None:
-            place.read.wait()
-        place.owner = owner
-        return place
+            self._buffers.append(buffer)
+        elif buffer.last_read is not None:
+            buffer.last_read.wait()
+        buffer.owner = owner
+        return buffer
 
-    def look(self) -> None:
-        """Find places that have become free. What reads them has been queued on the current stream."""
-        for place in self._places:
-            if place.owner is not None and place.owner.has_left(place):
-                place.owner = None
-                if place.read is not None:
-                    place.read.record()
+    def release_unused(self) -> None:
+        """Free buffers that their blocks no longer need. Their readers have been queued on the current stream."""
+        for buffer in self._buffers:
+            if buffer.owner is not None and not buffer.owner.needs(buffer):
+                buffer.owner = None
+                if buffer.last_read is not None:
+                    buffer.last_read.record()
 
 
 class _Block:
-    """Weights that torch gathers at the same time: `weights` of the carrier's."""
+    """Weights that torch gathers together: `indices` of the transport's."""
 
     def __init__(
-        self, coded: Sequence[Fp8Weight], weights: range, carrier: Carrier, places: _Places, ranks: int
+        self, weights: Sequence[Fp8Weight], indices: range, transport: Transport, pool: _BufferPool, ranks: int
     ) -> None:
-        self._coded, self._weights, self._carrier, self._places, self._ranks = coded, weights, carrier, places, ranks
-        self._sizes = [ranks * weight.nbytes for weight in coded]
-        self._coming: _Place | None = None
-        self._here: _Place | None = None
-        self._answer = torch.zeros(_ANSWER, dtype=torch.uint8, device=coded[0].rows.values.device)
-        self._gathered = self._answer  # what torch made of it: has memory for as long as the codes are wanted
-        first, *others = (weight.rows.values for weight in coded)
-        first.fsdp_pre_all_gather = self._send  # type: ignore[attr-defined]
-        for values in others:
-            values.fsdp_pre_all_gather = self._have_sent  # type: ignore[attr-defined]
-        for at, weight in enumerate(coded):
-            weight.rows.values.fsdp_post_all_gather = partial(self._receive, at)  # type: ignore[attr-defined]
+        self._weights, self._indices, self._transport, self._pool, self._ranks = (
+            weights,
+            indices,
+            transport,
+            pool,
+            ranks,
+        )
+        self._sizes = [ranks * weight.nbytes for weight in weights]
+        self._incoming: _Buffer | None = None
+        self._current: _Buffer | None = None
+        self._stub = torch.zeros(_STUB_BYTES, dtype=torch.uint8, device=weights[0].rows.values.device)
+        self._gathered_stub = self._stub  # torch's result: has storage for as long as the block is gathered
+        for i, weight in enumerate(weights):
+            values: Any = weight.rows.values
+            values.fsdp_pre_all_gather = self._start_gather if i == 0 else self._send_stub
+            values.fsdp_post_all_gather = partial(self._finish_gather, i)
 
-    def has_left(self, place: _Place) -> bool:
-        """Whether a place of this block's has codes that nobody will ask for any more."""
-        if place is self._coming:
-            return False
-        return place is not self._here or self._gathered.untyped_storage().size() == 0
+    def needs(self, buffer: _Buffer) -> bool:
+        """Whether the block will still be read from this buffer of its own."""
+        if buffer is self._incoming:
+            return True
+        return buffer is self._current and self._gathered_stub.untyped_storage().size() > 0
 
-    def _cut(self, place: _Place) -> list[Tensor]:
+    def _views(self, buffer: _Buffer) -> list[Tensor]:
         """`[t, bytes]` of each weight."""
-        return [piece.view(self._ranks, -1) for piece in pieces(place.memory, self._sizes)]
+        return [view.view(self._ranks, -1) for view in split(buffer.memory, self._sizes)]
 
-    # With more parameters than `mesh` torch wants as many bytes as it would gather of an uneven weight.
+    # `mesh` is the only parameter: with more of them torch wants as many bytes as it would gather of an uneven weight.
 
-    def _send(self, mesh: Any) -> Any:
-        # Torch lets go of what it gathered for nothing, having guessed the next block wrong, without a word.
-        self._coming = self._coming or self._places.take(starts(self._sizes)[-1], self)
-        self._carrier.bring(self._weights, self._cut(self._coming))
-        return self._have_sent(mesh)
+    def _start_gather(self, mesh: Any) -> Any:
+        # torch drops a gather without notice when it prefetched the wrong block; then the buffer is still there.
+        self._incoming = self._incoming or self._pool.acquire(offsets(self._sizes)[-1], self)
+        self._transport.gather(self._indices, self._views(self._incoming))
+        return self._send_stub(mesh)
 
-    def _have_sent(self, mesh: Any) -> Any:
-        return (self._answer,), None
+    def _send_stub(self, mesh: Any) -> Any:
+        return (self._stub,), None
 
-    def _receive(
-        self, at: int, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    def _finish_gather(
+        self, i: int, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        if at == 0:
-            assert self._coming is not None, "torch gathered a weight of the block without the first"
-            self._here, self._coming, self._gathered = self._coming, None, outputs[0]
-            self._places.look()
-            for (rows, code_dtype, arrived), piece in zip(self._coded, self._cut(self._here)):
-                arrived(piece.view(code_dtype).view(-1, rows.of[1])[: rows.of[0]])
-        rows = self._coded[at].rows
-        return None if out is not None else (Released(rows.of, dtype, rows.values.device), ())
+        if i == 0:
+            assert self._incoming is not None, "torch gathered a weight of the block without the first"
+            self._current, self._incoming, self._gathered_stub = self._incoming, None, outputs[0]
+            self._pool.release_unused()
+            for (rows, fp8_dtype, on_gathered), view in zip(self._weights, self._views(self._current)):
+                n, k = rows.global_shape
+                on_gathered(view.view(fp8_dtype).view(-1, k)[:n])
+        rows = self._weights[i].rows
+        return None if out is not None else (Released(rows.global_shape, dtype, rows.values.device), ())
 
 
-def gather_codes(blocks: Sequence[Sequence[Fp8Weight]], carrier: Carrier, ranks: int, device: torch.device) -> None:
-    """Let weights be gathered as the codes that `carrier` has of them, in this order; `blocks`: those of each module
-    that is sharded as one."""
-    places, start = _Places(device), 0
-    for coded in blocks:
-        if coded:
-            _Block(coded, range(start, start := start + len(coded)), carrier, places, ranks)
+class Fp8WeightGather:
+    """Makes torch's FSDP gather weights in FP8; `blocks`: those of each module that is sharded as one unit.
+
+    `own`: this rank's bytes of each weight, in this order, to be written between two `synchronize`s.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Sequence[Fp8Weight]], transport: Transport, ranks: int, device: torch.device
+    ) -> None:
+        self.own, self.synchronize = transport.own, transport.synchronize
+        pool, start = _BufferPool(device), 0
+        for weights in blocks:
+            if weights:
+                _Block(weights, range(start, start := start + len(weights)), transport, pool, ranks)

@@ -1,29 +1,26 @@
-"""ZeRO stage 3: parameters, gradients and optimizer state in shares, through torch's `fully_shard`.
+"""ZeRO stage 3 (`fully_shard`): every data-parallel rank holds some rows of each weight, its gradient and its state.
 
-Each data-parallel rank has some rows of every weight, in fp32, and nothing else from step to step. Torch gathers the
-weights of a block, in the model's dtype, before its forward and again before its backward, the next block's while this
-one computes; frees them after; and reduce-scatters the block's gradients as soon as they are there (FSDP2; Rajbhandari
-et al. 2020, arXiv:1910.02054).
+torch gathers the weights of a block, in the model's dtype, before its forward and again before its backward, the next
+block's while this one computes; frees them after; and reduce-scatters the block's gradients as soon as they are there
+(FSDP2; Rajbhandari et al. 2020, arXiv:1910.02054).
 
-*Rows are parameters.* What torch keeps is a slice of dim 0, so to the optimizer, the norm and checkpoints a share is a
-parameter like any other, whose spec says which rows of what it is (`sharding.rows_of`). It is hollow: it has a dtype,
-the model's, and its values are in the fp32 tensor that torch gathers from, which Adam updates in place. So nothing is
-rounded on the way, and the masters are the only copy.
+*Rows are parameters.* torch keeps a slice of dim 0, so for the optimizer, the norm and checkpoints a row shard is a
+parameter like any other, whose spec says which rows it has (`sharding.slice_rows`). It is released: it has the model's
+dtype and no storage; its values are in the fp32 tensor that torch gathers from, which Adam updates in place. So the
+masters are the only copy and nothing is rounded in between.
 
-*Gradients* are reduced after every micro-batch and summed in shares: memory over traffic, which is what one comes to
-this for. They are summed in fp32 like anywhere else here: `grad_dtype` lets autograd have weight gradients as the GEMMs
-sum them. Torch adds to a `grad` that is there already, so each share of a gradient lies in one buffer for good.
-Reductions have a communicator of their own, so that no gather stands behind them, and nobody waits for those of a
-micro-batch before the next one begins (`start_overlap`): the first blocks' gradients, and the embedding's, which is
-larger than any, travel while it computes.
+*Gradients* are reduced after every micro-batch and summed in shards: less memory for more traffic. They are summed in
+fp32: `grad_dtype` makes autograd accept weight gradients as the GEMMs produce them. torch adds to an existing `grad`,
+so each gradient shard stays in one buffer. Reductions have their own communicator, so that no gather waits for them,
+and those of a micro-batch may overlap the next one (`start_overlap`): the gradients of the first blocks, and the
+embedding's, which is the largest, are sent while it computes.
 
-*Weights as codes* are in `megafp8.data_parallel.fp8_weight_gather`. Torch asks the tensor that it shards what to
-send, and
-what becomes of what came (`fsdp_pre_all_gather`, `fsdp_post_all_gather`; it looks for them once more right before the
-first forward, so that they may be set later).
+*Weights gathered in FP8* are in `megafp8.data_parallel.fp8_weight_gather`. torch asks the tensor that it shards what to
+send and how to convert the result (`fsdp_pre_all_gather`, `fsdp_post_all_gather`; it looks for them again right before
+the first forward, so they may be set later).
 
-Blocks come on the meta device (`BuildContext.blocks_on_meta`), and a rank makes the initial values of its rows alone:
-no rank ever has a whole block's values but while it computes with them.
+Blocks are built on the meta device (`BuildContext.blocks_on_meta`) and a rank initializes its rows only: no rank ever
+holds a whole block's values except while computing with them.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ _ALIGN = 64  # fp32 elements: 256 bytes
 
 
 class Released(Tensor):
-    """A tensor of some shape and dtype without values; whoever computes with it gets an error."""
+    """A tensor with a shape and dtype but no storage; any computation with it raises an error."""
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Released:
@@ -53,35 +50,37 @@ class Released(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in (torch.ops.aten.as_strided.default, torch.ops.aten.detach.default):  # what a parameter is made by
+        if func in (torch.ops.aten.as_strided.default, torch.ops.aten.detach.default):  # used to make a parameter of it
             return cls(args[0].shape, args[0].dtype, args[0].device)
-        raise RuntimeError(f"{func} on a weight that is FP8 codes alone")
+        raise RuntimeError(f"{func} on a weight whose values are released: it exists in FP8 only")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Hollow({tuple(self.shape)}, {self.dtype})"
+        return f"Released({tuple(self.shape)}, {self.dtype})"
 
 
-class Rows(NamedTuple):
-    """This rank's rows of a weight. `param` stands for them; `values` `[m, *rest]`, fp32, is what torch gathers from;
-    `of`: the shape of the whole. Each rank sends `sent` rows; some of the last ranks' mean nothing."""
+class RowShard(NamedTuple):
+    """This rank's rows of a weight. `param` represents them; `values` `[m, *rest]`, fp32, is what torch gathers from.
+
+    `global_shape`: of the whole weight. Each rank sends `padded_rows` rows; some of the last ranks' are padding.
+    """
 
     param: nn.Parameter
     values: Tensor
-    of: torch.Size
-    sent: int
+    global_shape: torch.Size
+    padded_rows: int
 
 
 class FullySharded:
-    """The parameters of `stages` over the ranks of `group`, and their gradients, as `OptimizerStep` wants these.
+    """The parameters of `stages` sharded over `group`, and their gradients, as `OptimizerStep` expects them.
 
-    A stage is the module that is called, and those of its modules, called one after the other, whose weights come and
-    go; the weights of no such module are there from the beginning of a forward pass to the end of its backward. All are
-    given memory on `device`, where they are on the meta device, and no values. `dtype`: of what is gathered and
-    computed with; `reduce_dtype`: gradients are sent, and summed over ranks, in this, by `reduce_group`, the same ranks
-    through another communicator.
+    A stage is a module that is called, with those of its modules, in the order of their calls, whose weights are
+    gathered and freed individually; the stage's other weights stay gathered from the beginning of a forward pass to the
+    end of its backward. Parameters on the meta device are allocated on `device`, uninitialized. `dtype`: of gathered
+    weights and computation; `reduce_dtype`: of the reduction of gradients, which runs over `reduce_group`, the same
+    ranks with another communicator.
 
-    `rows`: by the parameter that the module had; `units`: these by what is gathered at once; `params`: what stands for
-    them, in order; `flat`: all gradients.
+    `row_shards`: by the parameter that the module had; `units`: these by what is gathered together; `params`: their
+    `RowShard.param`s in order; `flat`: all gradients.
     """
 
     def __init__(
@@ -94,10 +93,10 @@ class FullySharded:
         reduce_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.rows: dict[nn.Parameter, Rows] = {}
+        self.row_shards: dict[nn.Parameter, RowShard] = {}
         self.units: list[list[nn.Parameter]] = []
         self._modules: list[FSDPModule] = []
-        self._roots: dict[FSDPModule, int] = {}  # with the forward passes that are still to come before `finish`
+        self._roots: dict[FSDPModule, int] = {}  # forward passes to come before `finish`
         mesh = DeviceMesh.from_group(group, device.type)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
         sharded: list[DTensor] = []
@@ -112,15 +111,16 @@ class FullySharded:
             root.register_forward_pre_hook(self._count)
             now = [cast(DTensor, param) for param in root.parameters()]
             for old, new in zip(whole, now, strict=True):
-                self.rows[old] = _rows(old, new, group, dtype)
-                old.data = old.data.new_empty(0)  # from here on a name for them: its values would stay as long as it
+                self.row_shards[old] = _row_shard(old, new, group, dtype)
+                old.data = old.data.new_empty(0)  # only a key from here on; would keep its values alive
             sharded += now
-        self.params = [rows.param for rows in self.rows.values()]
-        sizes = [-(-rows.values.numel() // _ALIGN) * _ALIGN for rows in self.rows.values()]
+        row_shards = self.row_shards.values()
+        self.params = [rows.param for rows in row_shards]
+        sizes = [-(-rows.values.numel() // _ALIGN) * _ALIGN for rows in row_shards]
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.owned = [self.flat]
-        for place, rows, weight in zip(self.flat.split(sizes), self.rows.values(), sharded, strict=True):
-            gradient = place[: rows.values.numel()].view(rows.values.shape)
+        for buffer, rows, weight in zip(self.flat.split(sizes), row_shards, sharded, strict=True):
+            gradient = buffer[: rows.values.numel()].view(rows.values.shape)
             rows.param.main_grad = gradient  # type: ignore[attr-defined]
             weight.grad = DTensor.from_local(
                 gradient, mesh, (Shard(0),), run_check=False, shape=weight.shape, stride=weight.stride()
@@ -130,37 +130,39 @@ class FullySharded:
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """The fp32 values of `params`, flat, live."""
-        return {rows.param: rows.values.view(-1) for rows in self.rows.values()}
+        return {rows.param: rows.values.view(-1) for rows in self.row_shards.values()}
 
     def zero(self) -> None:
-        """Forget all gradients; call before the first backward pass of a step."""
+        """Zero all gradients; call before the first backward pass of a step."""
         self.flat.zero_()
 
     def start_overlap(self, passes: int) -> None:
-        """Each stage is about to be run forward and backward so many times, and reductions be waited for at the end;
-        without this call, at the end of each backward pass."""
+        """Each stage will run forward and backward `passes` times: wait for reductions after the last backward only.
+
+        Without this call they are waited for at the end of each backward pass.
+        """
         for root in self._roots:
             self._roots[root] = passes
             root.set_is_last_backward(False)
 
     def _count(self, module: nn.Module, _: Any) -> None:
-        """Before a stage's forward pass. Behind the last one there may be several backward passes, which all wait."""
+        """Before a stage's forward pass. Several backward passes may follow the last one; all of them wait."""
         root = cast(FSDPModule, module)
         if torch.is_grad_enabled() and self._roots[root]:
             self._roots[root] -= 1
             root.set_is_last_backward(self._roots[root] == 0)
 
     def finish(self) -> None:
-        """Nothing is under way: the last backward pass ends with all reductions waited for."""
+        """Nothing to do: the last backward pass ends with all reductions waited for."""
 
     def reshard(self) -> None:
-        """Free what is still gathered, as after a forward pass without backward: the values have changed."""
+        """Free weights that are still gathered, as after a forward pass without backward: the values have changed."""
         for module in self._modules:
             module.reshard()
 
 
 class _ReduceScatter:
-    """Torch's reduce-scatter, over a group of our own instead of that which it gathers over."""
+    """Reduce-scatter for torch's FSDP over another group than that of its all-gathers."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -183,38 +185,38 @@ def _shard(
     device: torch.device,
     reduce_group: ProcessGroup,
 ) -> FSDPModule:
-    """Let torch shard those parameters of `module` that it does not shard yet; the module."""
+    """`fully_shard` for those parameters of `module` that are not sharded yet; returns the module."""
     on_meta = any(param.is_meta for param in module.parameters())
     fully_shard(module, mesh=mesh, mp_policy=policy)
     assert isinstance(module, FSDPModule)
     if on_meta:
         module.to_empty(device=device)
     module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)  # else a factor of 1 is multiplied by, which gloo cannot
+    module.set_force_sum_reduction_for_comms(True)  # else a multiplication by 1, which gloo lacks
     module.set_custom_reduce_scatter(cast(Any, _ReduceScatter(reduce_group)))
     assert policy.reduce_dtype is not None
-    _want_gradients_in(module, policy.reduce_dtype)
+    _set_grad_dtype_before_forward(module, policy.reduce_dtype)
     return module
 
 
-def _want_gradients_in(module: nn.Module, dtype: torch.dtype) -> None:
-    """Tell autograd the dtype of gradients, once the parameters are there that it sees: before the first forward."""
+def _set_grad_dtype_before_forward(module: nn.Module, dtype: torch.dtype) -> None:
+    """Set `grad_dtype` of the gathered parameters, which exist right before the first forward only."""
 
-    def tell(*_: Any) -> None:
+    def set_grad_dtype(*_: Any) -> None:
         handle.remove()
         for param in module.parameters():
-            if not isinstance(param, DTensor):  # else another module's, not gathered now
+            if not isinstance(param, DTensor):  # a DTensor is another module's, not gathered now
                 param.grad_dtype = dtype
 
-    handle = module.register_forward_pre_hook(tell)
+    handle = module.register_forward_pre_hook(set_grad_dtype)
 
 
 @torch.no_grad()
-def _rows(old: nn.Parameter, new: DTensor, group: ProcessGroup, dtype: torch.dtype) -> Rows:
+def _row_shard(old: nn.Parameter, new: DTensor, group: ProcessGroup, dtype: torch.dtype) -> RowShard:
     values = new._local_tensor  # the object that torch asks for hooks, which `to_local` may wrap
-    sent = -(-old.shape[0] // group.size())
-    first = min(group.rank() * sent, old.shape[0])
-    assert first + len(values) == min(first + sent, old.shape[0]), "torch cuts in another way than it did"
+    padded_rows = -(-old.shape[0] // group.size())
+    first = min(group.rank() * padded_rows, old.shape[0])
+    assert first + len(values) == min(first + padded_rows, old.shape[0]), "torch shards rows in another way than it did"
     param = nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=values.device).expand(values.shape))
     set_spec(param, slice_rows(spec_of(old), first, first + len(values)))
-    return Rows(param, values, old.shape, sent)
+    return RowShard(param, values, old.shape, padded_rows)

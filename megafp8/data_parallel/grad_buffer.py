@@ -1,37 +1,32 @@
-"""All gradients of a rank in one contiguous fp32 buffer, summed over data parallel while backward still runs.
+"""All gradients of a rank in one contiguous fp32 buffer, summed over data parallelism while backward still runs.
 
-A gradient arrives in one of two ways. A linear layer computes its weight gradient itself and hands it to
-`param.grad_sink`, or lets its GEMM accumulate straight into `param.main_grad` and reports that with
-`param.grad_sink.added()`; so does the embedding with the rows that it looked up. Everything else (norms, biases,
-learned positions) comes through autograd: a hook moves `param.grad` into the buffer and drops it, so no second set of
-gradients lives on. Either way the sum over micro-batches is in fp32,
-whatever the dtype of the model.
+A gradient arrives in one of two ways. A linear layer passes its weight gradient to `param.grad_sink`, or lets its GEMM
+accumulate into `param.main_grad` and calls `param.grad_sink.added()`; so does the embedding. All others (norms, biases,
+learned positions) come from autograd: a hook moves `param.grad` into the buffer and frees it. Either way the sum over
+micro-batches is in fp32, whatever the dtype of the model. Gradients are summed, not averaged: the loss has been divided
+by the global number of tokens.
 
-Overlap. `start_overlap` says how many backward passes are still to come; the buffer then knows how often each
-parameter will be handed in, and a bucket whose parameters all were is all-reduced at once, asynchronously. A tied
-weight counts once for each layer that uses it (`spec.num_uses`). `finish` starts whatever never became ready (an unused
-layer has no gradient and never reports) and waits for everything.
+*Overlap.* `start_overlap` tells how many backward passes are to come, so the buffer knows how often each parameter will
+receive a gradient (a tied weight once for each layer that uses it, `spec.num_uses`). A bucket whose parameters have all
+received theirs is reduced asynchronously. `finish` starts the remaining buckets (an unused layer has no gradient) and
+waits for all.
 
-Buckets start strictly in order: bucket i waits for bucket i-1 to be started, even if it is ready first. Collectives
-carry no names: the n-th call of one rank meets the n-th call of every other. Should one rank's backward finish two
-buckets in another order, or leave a layer unused that its peers use, starting them as they become ready would add up
-unrelated gradients. The price is that one late parameter delays the buckets behind it.
-
-Gradients are summed, not averaged: the loss has been divided by the global number of tokens.
+Buckets are started strictly in order. Collectives carry no names: the n-th call of one rank matches the n-th call of
+every other. If one rank's backward completed two buckets in another order, or left a layer unused that others use,
+starting them when complete would add unrelated gradients. The cost is that one late parameter delays later buckets.
 
 *Sharded* (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054; Megatron-LM's distributed optimizer). A rank that
-updates only a share of the parameters needs only that share of the sums. Then each bucket is reduce-scattered, half the
-traffic, in place: the sum lands in the rank's own slice of the bucket (`owned`; in terms of parameters `fragments`),
-and the other slices keep what is of no more use. Unsharded is the same with one slice, the bucket.
+updates a shard of the parameters needs that shard of the sums only. Each bucket is reduce-scattered in place, half the
+traffic: the sum is written to the rank's own slice (`owned`; as parameters: `shards`), and the other slices become
+undefined. Unsharded is the same with one slice, the bucket.
 
-*Travelling in bf16* (`reduce_dtype`) halves the traffic again. Micro-batches are still summed in fp32; a bucket is
-rounded once when it leaves, and with each addition on its way. The rounded copies live until `finish`, 2 bytes a
-parameter at the end of the backward pass, where activations have gone.
+*Reduced in bf16* (`reduce_dtype`): half the traffic again. Micro-batches are still summed in fp32; a bucket is rounded
+once when it is sent, and with each addition of the collective. The bf16 copies live until `finish`, 2 bytes a parameter
+at the end of the backward pass, where activations have been freed.
 
-*In FP8*, sharded only, it is an all-to-all instead (`megafp8.data_parallel.fp8_reduce`): each rank is sent its share
-of a bucket as
-codes, and adds in fp32 what came, at `finish`. Sums are not rounded then, gradients once and coarsely. What is sent and
-what is received live until `finish`, some 2 bytes a parameter together.
+*Reduced in FP8*, sharded only (`megafp8.data_parallel.fp8_reduce`): an all-to-all of quantized slices, which `finish`
+adds in fp32. Gradients are rounded once and coarsely, sums not at all. Sent and received data live until `finish`, some
+2 bytes a parameter together.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.data_parallel.buckets import bucket_layout
-from megafp8.data_parallel.fp8_reduce import add_up, pack
+from megafp8.data_parallel.fp8_reduce import quantize_and_pack, unpack_and_sum
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.fp8.formats import E4M3
@@ -53,10 +48,10 @@ from megafp8.ops.deferred_wgrad import WgradStore
 
 
 class GradSink:
-    """Where a layer hands in the weight gradients that it computes itself.
+    """Receives the weight gradients that a layer computes itself.
 
-    Call it with a gradient; or accumulate into `main_grad` in a GEMM and report that with `added()`. `wgrads`: where
-    linear layers leave their gradients for later while it is open, if there is a later.
+    Call it with a gradient; or accumulate into `main_grad` in a GEMM and call `added()`. `wgrads`: where linear layers
+    defer weight gradients while it is open, if they can be deferred.
     """
 
     def __init__(self, main_grad: Tensor, count: Callable[[], None], wgrads: WgradStore | None) -> None:
@@ -72,53 +67,28 @@ class GradSink:
 
 
 def main_grad_of(param: nn.Parameter) -> Tensor:
-    """The fp32 gradient of a parameter that lives in a `GradBuffer`, shaped like the parameter."""
+    """The fp32 gradient of a parameter of a `GradBuffer`, shaped like the parameter."""
     grad = getattr(param, "main_grad", None)
     assert isinstance(grad, Tensor), "a parameter without main_grad: build its GradBuffer first"
     return grad
 
 
-def gradient_of(fragment: FlatShard) -> Tensor:
-    """The fp32 gradient of a fragment, flat."""
-    return fragment.of(main_grad_of(fragment.param))
-
-
-class _Widening:
-    """A reduction in another dtype, whose result goes into the buffer once it is there."""
-
-    def __init__(self, work: collectives.Work, result: Tensor, into: Tensor) -> None:
-        self.work, self.result, self.into = work, result, into
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.into.copy_(self.result)
-
-
-class _Messages:
-    """A bucket's shares on their way to their owners as FP8 messages; the sum is made once they are there."""
-
-    def __init__(self, bucket: Tensor, group: ProcessGroup) -> None:
-        slices = bucket.view(group.size(), -1)
-        self._rank, self._own = group.rank(), slices[group.rank()]
-        self._sent = pack(slices, self._rank)
-        self._received, self._work = collectives.all_to_all_async(self._sent, group)
-
-    def wait(self) -> None:
-        self._work.wait()
-        add_up(self._own, self._received, self._rank)
+def gradient_of(shard: FlatShard) -> Tensor:
+    """The fp32 gradient of a shard, flat."""
+    return shard.view(main_grad_of(shard.param))
 
 
 class GradBuffer:
     """The gradients of `params`, given in forward order and all on `device`.
 
-    Gives every parameter `main_grad` (fp32 view of the buffer, shaped like the parameter) and `grad_sink` (`GradSink`).
-    `flat` is the whole buffer, padding included. `bucket_elements`: fp32 elements of a bucket (see `bucket_layout`).
-    `wgrads`: what the sinks offer linear layers for weight gradients to be computed later.
+    Sets `main_grad` (fp32 view of the buffer, shaped like the parameter) and `grad_sink` (`GradSink`) on every
+    parameter. `flat` is the whole buffer, padding included. `bucket_elements`: fp32 elements of a bucket (see
+    `bucket_layout`). `wgrads`: the sinks' store for deferred weight gradients.
 
-    `sharded`: each rank of the group gets its share of the sums alone. `alone`: parameters that lie in buckets of their
-    own; `apart`: those that share buckets with each other only. `reduce_dtype`: in which gradients travel,
-    fp32, bf16 or, if `sharded`, E4M3. `owned`: the views of `flat` that hold sums after `finish`; `fragments`: which
-    elements of which parameters.
+    `sharded`: each rank of the group gets its shard of the sums only. `own_bucket`: parameters with buckets of their
+    own; `fp8_bucket`: those that share buckets with each other only. `reduce_dtype`: in which gradients are sent: fp32,
+    bf16 or, if `sharded`, E4M3. `owned`: the views of `flat` that hold sums after `finish`; `shards`: the parts of
+    parameters in them.
 
     One step: `zero`, the backward passes with `start_overlap` at any point among them (or never), `finish`.
     """
@@ -131,33 +101,34 @@ class GradBuffer:
         bucket_elements: int,
         device: torch.device,
         sharded: bool = False,
-        alone: Sequence[nn.Parameter] = (),
-        apart: AbstractSet[nn.Parameter] = frozenset(),
+        own_bucket: Sequence[nn.Parameter] = (),
+        fp8_bucket: AbstractSet[nn.Parameter] = frozenset(),
         reduce_dtype: torch.dtype = torch.float32,
         wgrads: WgradStore | None = None,
     ) -> None:
         assert len({id(p) for p in params}) == len(params), "a tied parameter belongs into the list once"
+        ranks = collectives.size(data_parallel_group)
         self.params = list(params)
         self.layout = bucket_layout(
             [p.numel() for p in params],
             bucket_elements,
-            ranks=collectives.size(data_parallel_group) if sharded else 1,
-            own_bucket=[i for i, param in enumerate(params) if any(param is other for other in alone)],
-            fp8_bucket=[i for i, param in enumerate(params) if param in apart],
+            ranks=ranks if sharded else 1,
+            own_bucket=[i for i, param in enumerate(params) if any(param is other for other in own_bucket)],
+            fp8_bucket=[i for i, param in enumerate(params) if param in fp8_bucket],
         )
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         self._group = data_parallel_group
-        self._reduce_dtype = reduce_dtype if collectives.size(data_parallel_group) > 1 else torch.float32
-        assert sharded or self._reduce_dtype != E4M3.dtype, "FP8 goes to the owner of a share"
-        self._rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
-        self.owned = [self.flat[own.start : own.end] for own in self.layout.owned(self._rank)]
-        self.shards = [FlatShard(self.params[r.param], r.start, r.end) for r in self.layout.runs(self._rank)]
+        self._reduce_dtype = reduce_dtype if ranks > 1 else torch.float32
+        assert sharded or self._reduce_dtype != E4M3.dtype, "gradients are reduced in FP8 to the owner of a shard only"
+        rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
+        self.owned = [self.flat[own.start : own.end] for own in self.layout.owned(rank)]
+        self.shards = [FlatShard(self.params[s.param], s.start, s.end) for s in self.layout.shards(rank)]
         self._bucket_of = {i: b for b, bucket in enumerate(self.layout.buckets) for i in bucket.params}
         self._works: list[collectives.Work] = []
         self._started = 0  # buckets [0, _started) are being, or have been, reduced
         self._overlap = False
-        self._expected: list[int] = []  # per parameter: how often it is still to be handed in
-        self._unready: list[int] = []  # per bucket: how many of its parameters are still expected
+        self._expected: list[int] = []  # per parameter: gradients still to come
+        self._incomplete: list[int] = []  # per bucket: parameters that still expect gradients
         for index, param in enumerate(self.params):
             self._attach(index, param, wgrads)
 
@@ -167,13 +138,13 @@ class GradBuffer:
 
         def count() -> None:
             owner = buffer()
-            if owner is not None:  # without it nobody reduces, and there is nothing to count for
+            if owner is not None:
                 owner._count(index)
 
         sink = GradSink(self.flat[slot.start : slot.end].view(param.shape), count, wgrads)
 
         def take_autograd_gradient(param: nn.Parameter) -> None:
-            if param.grad is not None:  # None: every layer that used it handed its gradient to the sink
+            if param.grad is not None:  # None: every layer that used it passed its gradient to the sink
                 sink(param.grad)
                 param.grad = None
 
@@ -182,8 +153,8 @@ class GradBuffer:
         param.register_post_accumulate_grad_hook(take_autograd_gradient)
 
     def zero(self) -> None:
-        """Forget all gradients; call before the first backward pass of a step."""
-        assert not self._works, "zero() while a reduction is under way: finish() it first"
+        """Zero all gradients; call before the first backward pass of a step."""
+        assert not self._works, "zero() during a reduction: finish() it first"
         self.flat.zero_()
         self._started = 0
         self._overlap = False
@@ -191,13 +162,13 @@ class GradBuffer:
     def start_overlap(self, micro_batches: int = 1) -> None:
         """From here on reduce each bucket as soon as it is complete.
 
-        `micro_batches`: how many backward passes each parameter still takes part in. Under a pipeline schedule, where
-        the gradients of the last micro-batch may mix with those of earlier ones (interleaved stages, deferred weight
+        `micro_batches`: backward passes that each parameter still takes part in. Under a pipeline schedule, where the
+        gradients of the last micro-batch may mix with those of earlier ones (interleaved stages, deferred weight
         gradients), call it before the first with the number of all of them.
         """
         assert self._started == 0, "start_overlap() after the reduction began: zero() first"
         self._expected = [spec_of(param).num_uses * micro_batches for param in self.params]
-        self._unready = [len(bucket.params) for bucket in self.layout.buckets]
+        self._incomplete = [len(bucket.params) for bucket in self.layout.buckets]
         self._overlap = True
 
     def finish(self) -> None:
@@ -210,17 +181,17 @@ class GradBuffer:
         self._overlap = False
 
     def _count(self, index: int) -> None:
-        """Parameter `index` was handed in once more."""
+        """Parameter `index` received a gradient."""
         bucket = self._bucket_of[index]
         name = spec_of(self.params[index]).shards[0].name
         assert bucket >= self._started, f"a gradient of {name} came after its bucket was reduced"
         if not self._overlap:
             return
         self._expected[index] -= 1
-        assert self._expected[index] >= 0, f"{name} was handed in more often than its spec.num_uses says"
+        assert self._expected[index] >= 0, f"{name} received more gradients than its spec.num_uses says"
         if self._expected[index] == 0:
-            self._unready[bucket] -= 1
-        while self._started < len(self._unready) and self._unready[self._started] == 0:
+            self._incomplete[bucket] -= 1
+        while self._started < len(self._incomplete) and self._incomplete[self._started] == 0:
             self._start_next()
 
     def _start_next(self) -> None:
@@ -229,15 +200,30 @@ class GradBuffer:
         self._started += 1
 
     def _reduce(self, bucket: Tensor, own: Tensor) -> collectives.Work:
-        """Start summing `bucket` into `own`, a part of it or all."""
+        """Start summing `bucket` into `own`, a slice of it or all."""
         if self._reduce_dtype == E4M3.dtype:
             assert self._group is not None
-            return _Messages(bucket, self._group)
+            return _fp8_reduce_async(bucket, own, self._group)
         sent, sharded = bucket.to(self._reduce_dtype), self.layout.ranks > 1
-        if sharded:
-            work = collectives.reduce_scatter_in_place_async(sent, self._group)
-        else:
-            work = collectives.all_reduce_async(sent, self._group)
+        reduce = collectives.reduce_scatter_in_place_async if sharded else collectives.all_reduce_async
+        work = reduce(sent, self._group)
         if sent.dtype == bucket.dtype:
             return work
-        return _Widening(work, collectives.own_slice(sent, self._group) if sharded else sent, own)
+
+        def wait() -> None:
+            work.wait()
+            own.copy_(collectives.own_slice(sent, self._group) if sharded else sent)
+
+        return collectives.WaitFunction(wait)
+
+
+def _fp8_reduce_async(bucket: Tensor, own: Tensor, group: ProcessGroup) -> collectives.Work:
+    """Start sending slices of `bucket` to their owners in FP8; `own`'s sum is computed when waited for."""
+    sent = quantize_and_pack(bucket.view(group.size(), -1), group.rank())
+    received, work = collectives.all_to_all_async(sent, group)
+
+    def wait(_: Tensor = sent) -> None:  # keeps it alive until then
+        work.wait()
+        unpack_and_sum(own, received, group.rank())
+
+    return collectives.WaitFunction(wait)

@@ -1,19 +1,17 @@
-"""What is left to do to the gradients between their data-parallel sum and the optimizer.
+"""Gradients between their data-parallel sum and the optimizer: shared parameters, norm and clipping.
 
-Two kinds of parameters live on several ranks of one model, and each rank has seen only a part of their gradient: norms
-under sequence parallelism (each tensor-parallel rank has its share of the sequence) and the tied embedding (the first
-stage looks words up in it, the last multiplies by it; where a rank holds both, still as two parameters, so that their
+Two kinds of parameters are held by several ranks of one model, each of which has a part of their gradient: norms under
+sequence parallelism (a tensor-parallel rank has its slice of the sequence) and the tied embedding (the first stage
+looks words up in it, the last multiplies by it; where a rank holds both, still as two parameters, so that their
 gradients are summed in one order under every pipeline schedule). Their gradients are summed here, once a step.
 
-The norm of the whole model's gradient then has to count each distinct parameter once. Parameters that this rank must
-not count still enter, times zero: zero times a non-finite number is NaN, so a broken gradient on any rank shows on
-all of them and all take the same decision.
+The norm of the whole model's gradient counts each distinct parameter once. Parameters that this rank must not count
+still enter, times zero: zero times a non-finite number is NaN, so a non-finite gradient on any rank shows on all of
+them and all take the same decision.
 
-Where gradients are sharded over data parallelism, all of this is about the fragments a rank owns: their sums over
-tensor parallel and between the stages meet the same fragments there (`buckets` sees to that), and the norm is summed
-over data parallelism too.
-
-Nothing here waits for the device; who clips has waited for the norm.
+Where gradients are sharded over data parallelism, all of this applies to the shards that a rank owns: sums over tensor
+parallelism and between stages are of equal shards there (`buckets` ensures it), and the norm is summed over data
+parallelism too. Nothing here waits for the device; clipping comes after the norm has been waited for.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from megafp8.distributed.sharding import FlatShard, spec_of
 
 
 def finalize_gradients(
-    fragments: Sequence[FlatShard],
+    shards: Sequence[FlatShard],
     *,
     tensor_group: ProcessGroup | None,
     embedding_group: ProcessGroup | None,
@@ -41,10 +39,10 @@ def finalize_gradients(
     Sums those with `spec.reduce_over_tp` over `tensor_group`, and those of `shared_params` (this stage's side of the
     tied weights; empty elsewhere) over `embedding_group`, or with each other where one rank holds both sides.
     """
-    partial = [gradient_of(fragment) for fragment in fragments if spec_of(fragment.param).reduce_over_tp]
+    partial = [gradient_of(shard) for shard in shards if spec_of(shard.param).reduce_over_tp]
     collectives.coalesced_all_reduce(partial, tensor_group)
-    shared = [gradient_of(f) for param in shared_params for f in fragments if f.param is param]
-    if len(shared_params) == 2:  # cut alike
+    shared = [gradient_of(shard) for param in shared_params for shard in shards if shard.param is param]
+    if len(shared_params) == 2:  # sharded alike
         sides = len(shared) // 2
         for first, last in zip(shared[:sides], shared[sides:], strict=True):
             last.copy_(first.add_(last))
@@ -53,7 +51,7 @@ def finalize_gradients(
 
 
 def global_norm(
-    fragments: Sequence[FlatShard],
+    shards: Sequence[FlatShard],
     *,
     tensor_group: ProcessGroup | None,
     model_group: ProcessGroup | None,
@@ -62,19 +60,19 @@ def global_norm(
 ) -> Tensor:
     """The 2-norm of the whole model's gradient, the same on every rank: fp32 scalar on the device of the gradients.
 
-    `model_group` spans pipeline × tensor; `shard_group` those who share the gradients of one model among themselves,
-    None where each has them all. Two sums of eight bytes: one over both would take a communicator of the whole job.
-    Parameters replicated over tensor parallel count on its rank 0 only, copies
-    of tied weights never. Squares are summed in float64, so the result depends on the layout only in its last bit.
-    A NaN or infinity in any gradient of any rank makes the norm non-finite on all.
+    `model_group` spans pipeline × tensor; `shard_group` the ranks over which gradients are sharded, None where each has
+    all of them. Two all-reduces of eight bytes: a single one would need a communicator of the whole job. Parameters
+    replicated over tensor parallelism count on its rank 0 only, copies of tied weights never. Squares are summed in
+    float64, so the result depends on the layout only in its last bit. A NaN or infinity in any gradient of any rank
+    makes the norm non-finite on all.
     """
     first_tensor_rank = tensor_group is None or tensor_group.rank() == 0
     counted: list[Tensor] = []
     uncounted: list[Tensor] = []
-    for fragment in fragments:
-        spec = spec_of(fragment.param)
+    for shard in shards:
+        spec = spec_of(shard.param)
         counts = not spec.is_copy and (first_tensor_rank or not spec.replicated_over_tp)
-        (counted if counts else uncounted).append(gradient_of(fragment))
+        (counted if counts else uncounted).append(gradient_of(shard))
     total = _sum_of_squares(counted, device) + 0 * _sum_of_squares(uncounted, device)
     collectives.all_reduce(total, shard_group)
     return collectives.all_reduce(total, model_group).sqrt().float()
@@ -90,7 +88,7 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
 def clip_(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale `gradients` by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
 
-    `norm` is on the host by now, so where the factor is 1 nobody reads and writes all gradients for it.
+    `norm` is on the host by now, so a factor of 1 costs nothing.
     """
     assert norm.device.type == "cpu"
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()

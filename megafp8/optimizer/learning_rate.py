@@ -10,9 +10,8 @@ Updates are numbered from 0. With W = `warmup_steps`, T = `total_steps`, D = `de
         constant         f = 1, also after T
     step >= T            minimum (all but constant)
 
-So p is 0, and the rate still the peak, at the first step after warm-up (or of the decay), and the minimum is reached
-at step T: the last update of a run of T updates is one notch above it. The warm-up starts from peak / W even where the
-minimum is higher.
+So the rate is the peak at the first step after warm-up (or of the decay), and the minimum at step T, one step after the
+last update of a run of T updates. The warm-up starts from peak / W even where the minimum is higher.
 
 WSD ("warm-up, stable, decay": Hu et al. 2024, MiniCPM, arXiv:2404.06395) decays with 1 - sqrt, which ended at a lower
 loss than a linear decay of the same length in Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond
@@ -51,11 +50,11 @@ def learning_rate(
         return minimum
     decay_start = total_steps - decay_steps if kind == "wsd" else warmup_steps
     progress = max(0, step - decay_start) / (total_steps - decay_start)
-    return minimum + (peak - minimum) * _share_left(kind, progress)
+    return minimum + (peak - minimum) * _remaining(kind, progress)
 
 
-def _share_left(kind: ScheduleKind, progress: float) -> float:
-    """How much of peak - minimum is left when `progress` of the decay, in [0, 1), is over."""
+def _remaining(kind: ScheduleKind, progress: float) -> float:
+    """The fraction of peak - minimum that remains after `progress` of the decay, in [0, 1)."""
     if kind == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
     if kind == "linear":

@@ -1,13 +1,12 @@
-"""The end of a training step: from the gradients of the micro-batches to new weights.
+"""The end of a training step: from the gradients of the micro-batches to the update.
 
     finish the data-parallel sum -> complete shared gradients -> scale -> norm -> clip -> update
 
-Where each data-parallel rank updates a share of the weights, they are then gathered (`ParamBuffer`); that is the
-caller's, since those that travel in FP8 wait for the scales of the next step.
+Sharded weights are gathered by the caller (`ParamBuffer`), since those gathered in FP8 need the next step's scales.
 
-All before the clipping is queued on the device before the host looks at anything; the one wait is for the norm, which
-decides whether there is an update at all, and whether anything is clipped. A norm that is not finite skips the update:
-one bad batch costs one step and not the run. The norm is the same number on every rank, so all ranks skip or none.
+Everything up to the norm is queued on the device before the host waits, once, for the norm. It decides whether there is
+an update and whether gradients are clipped. A norm that is not finite skips the update: one bad batch costs one step,
+not the run. The norm is the same on every rank, so either all ranks skip or none.
 """
 
 from __future__ import annotations
@@ -34,11 +33,13 @@ class StepResult:
 
 
 class Gradients(Protocol):
-    """A `GradBuffer` or `FullySharded`: after `finish`, the sums over data parallelism are in `owned`, views of the
-    fp32 buffer `flat`; they are those of `fragments`."""
+    """A `GradBuffer` or `FullySharded`.
+
+    After `finish`, the gradients of `shards`, summed over data parallelism, are in `owned`, views of the fp32 `flat`.
+    """
 
     @property
-    def fragments(self) -> Sequence[FlatShard]: ...
+    def shards(self) -> Sequence[FlatShard]: ...
 
     @property
     def owned(self) -> Sequence[Tensor]: ...
@@ -51,10 +52,10 @@ class Gradients(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Everything a step needs that stays the same from step to step.
+    """What a step needs that stays the same from step to step.
 
     `shared_params`: this stage's side of the tied weights (see `finalize_gradients`). `max_norm`: clip the gradient to
-    this 2-norm; None leaves it as it is. `shard_group`: over whom gradients are sharded; None where each rank updates
+    this 2-norm; None does not clip. `shard_group`: over which gradients are sharded; None where each rank updates
     everything.
     """
 
@@ -71,13 +72,13 @@ class OptimizerStep:
         """Update the weights with learning rate `lr`; call when all backward passes of the step are done.
 
         `grad_scale`, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where masks
-        made them differ. The buffer keeps the clipped gradients until its `zero`, which the caller owes before the
-        next backward pass. A skipped step changes neither the weights nor the optimizer's state.
+        made them differ. The caller must `zero` the buffer before the next backward pass. A skipped step changes
+        neither the weights nor the optimizer's state.
         """
-        fragments, gradients = self.buffer.shards, self.buffer.owned
+        shards, gradients = self.buffer.shards, self.buffer.owned
         self.buffer.finish()
         finalize_gradients(
-            fragments,
+            shards,
             tensor_group=self.tensor_group,
             embedding_group=self.embedding_group,
             shared_params=self.shared_params,
@@ -86,7 +87,7 @@ class OptimizerStep:
             for gradient in gradients:
                 gradient.mul_(grad_scale)
         norm = global_norm(
-            fragments,
+            shards,
             tensor_group=self.tensor_group,
             model_group=self.model_group,
             shard_group=self.shard_group,

@@ -41,19 +41,19 @@ def shares(
         fragment = owned.get(param)
         start = 0 if fragment is None else fragment.start
         master_f = torch.empty(0, device=param.device) if fragment is None else optimizer.master_of(fragment)
-        found.append(WeightShard(op, buffer.codes[param], start, master_f, param.dtype))
+        found.append(WeightShard(op, buffer.fp8_data[param], start, master_f, param.dtype))
     return found
 
 
 def report(buffer: ParamBuffer, ranks: int) -> str:
     """For the log: what a rank holds and receives, where `ranks` share the weights in `buffer`, against values."""
     gib = 2**30
-    copies = 2 * sum(codes.nbytes for codes in buffer.codes.values())  # rows and columns, in both cases
+    copies = 2 * sum(codes.nbytes for codes in buffer.fp8_data.values())  # rows and columns, in both cases
     rows = copies // 2
     held, plain = buffer.nbytes + copies - rows, buffer.nbytes_unquantized + copies
     received, plainly = (size * (ranks - 1) // ranks for size in (buffer.nbytes, buffer.nbytes_unquantized))
     return (
-        f"FP8 parameters: {len(buffer.codes)} weights are codes; this rank holds {held / gib:.3f} GiB of weights and "
-        f"their FP8 copies instead of {plain / gib:.3f}, and receives {received / gib:.3f} GiB of weights a step "
+        f"FP8 parameters: {len(buffer.fp8_data)} weights are codes; this rank holds {held / gib:.3f} GiB of weights "
+        f"and their FP8 copies instead of {plain / gib:.3f}, and receives {received / gib:.3f} GiB of weights a step "
         f"instead of {plainly / gib:.3f}"
     )

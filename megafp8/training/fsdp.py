@@ -17,10 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megafp8.data_parallel.fp8_weight_gather import Carrier, Collective, Fp8Weight, gather_codes
+from megafp8.data_parallel.fp8_weight_gather import (
+    Collective,
+    Fp8Weight,
+    Fp8WeightGather,
+    SymmetricMemory,
+    Transport,
+)
 from megafp8.data_parallel.fp8_weight_shards import WeightShard
 from megafp8.data_parallel.fsdp import FullySharded
-from megafp8.data_parallel.symmetric_weight_gather import Pulled
 from megafp8.fp8 import Fp8Linear
 from megafp8.fp8.formats import Format
 from megafp8.models.gpt import GPTStage
@@ -42,7 +47,7 @@ def shard(
         reduce_dtype=reduce_dtype,
         device=parallel.device,
     )
-    for rows in sharded.rows.values():
+    for rows in sharded.row_shards.values():
         rounded = torch.empty(rows.values.shape, dtype=dtype, device=parallel.device)
         initialize(rows.param, rounded, seed)
         with torch.no_grad():
@@ -60,10 +65,10 @@ def shard(
 
 
 class Coded(NamedTuple):
-    """Weights gathered as codes: what this rank casts of each, between two `settle`s of `carrier`."""
+    """Weights gathered as codes: what this rank casts of each, between two `synchronize`s of `gather`."""
 
     shares: list[WeightShard]
-    carrier: Carrier
+    gather: Fp8WeightGather
 
 
 def gather_as_codes(
@@ -78,17 +83,17 @@ def gather_as_codes(
     units = [[param for param in unit if param in weights] for unit in sharded.units]
     params = [param for unit in units for param in unit]
     blocks = [
-        [Fp8Weight(sharded.rows[param], weights[param][1].dtype, _handed_to(weights[param][0])) for param in unit]
+        [Fp8Weight(sharded.row_shards[param], weights[param][1].dtype, _handed_to(weights[param][0])) for param in unit]
         for unit in units
     ]
-    carrier = _carrier([weight.nbytes for block in blocks for weight in block], parallel, environment, say)
-    gather_codes(blocks, carrier, parallel.data_context.size, parallel.device)
+    transport = _transport([weight.nbytes for block in blocks for weight in block], parallel, environment, say)
+    gather = Fp8WeightGather(blocks, transport, parallel.data_context.size, parallel.device)
     shares = []
-    for param, own in zip(params, carrier.own, strict=True):
-        rows, (op, fmt) = sharded.rows[param], weights[param]
-        codes_mk = own.view(fmt.dtype).view(-1, rows.of[1])
+    for param, own in zip(params, gather.own, strict=True):
+        rows, (op, fmt) = sharded.row_shards[param], weights[param]
+        codes_mk = own.view(fmt.dtype).view(-1, rows.global_shape[1])
         shares.append(WeightShard(op, codes_mk, 0, rows.values.view(-1), rows.param.dtype))
-    return Coded(shares, carrier)
+    return Coded(shares, gather)
 
 
 def _handed_to(op: Fp8Linear) -> Callable[[Tensor], None]:
@@ -99,13 +104,13 @@ def _handed_to(op: Fp8Linear) -> Callable[[Tensor], None]:
     return arrived
 
 
-def _carrier(
+def _transport(
     sizes: Sequence[int], parallel: ParallelState, environment: Mapping[str, str], say: Callable[[str], None]
-) -> Carrier:
+) -> Transport:
     group, device = parallel.data_context.group, parallel.device
     if sizes and device.type == "cuda" and group.size() > 1 and on_one_host(parallel.data_context, environment):
         try:
-            return Pulled(sizes, group, device)
+            return SymmetricMemory(sizes, group, device)
         except RuntimeError as error:
             say(f"fp8.param_gather: {error}; codes are gathered by collectives")
     return Collective(sizes, group, device)
@@ -115,14 +120,14 @@ def report(sharded: FullySharded, as_codes: Collection[nn.Parameter], ranks: int
     """For the log: what a rank holds of the weights, and receives of `ranks` when it gathers all; `as_codes`: those of
     `sharded.params` that are gathered so."""
     gib, held, values, codes = 2**30, 0, 0, 0
-    for rows in sharded.rows.values():
-        elements, coded = rows.of.numel(), rows.param in as_codes
-        held += rows.values.nbytes + rows.sent * rows.of[1:].numel() * coded
+    for rows in sharded.row_shards.values():
+        elements, coded = rows.global_shape.numel(), rows.param in as_codes
+        held += rows.values.nbytes + rows.padded_rows * rows.global_shape[1:].numel() * coded
         values += elements * rows.param.element_size()
         codes += elements * (1 if coded else rows.param.element_size())
     received, plainly = (size * (ranks - 1) / ranks / gib for size in (codes, values))
     instead = f", {len(as_codes)} of them as FP8 codes, instead of {plainly:.3f} as values" if as_codes else ""
     return (
-        f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(sharded.rows)} weights; all of them gathered are "
-        f"{received:.3f} GiB received{instead}"
+        f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(sharded.row_shards)} weights; all of them gathered "
+        f"are {received:.3f} GiB received{instead}"
     )

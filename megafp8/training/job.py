@@ -211,7 +211,7 @@ class Job:
         _logger.info(f"optimizer: {self.trainer.optimizer.reason}")
         _logger.info(describe_path(self.trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
         weights, sharded = self.trainer.weights, self.trainer.sharded
-        if weights is not None and weights.codes:
+        if weights is not None and weights.fp8_data:
             _logger.info(fp8_parameters.report(weights, parallel.data_context.size))
         if sharded is not None:
             _logger.info(fully_sharded.report(sharded, self.trainer.released, parallel.data_context.size))

@@ -86,7 +86,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         if param not in trainer.optimizer.released:
             add(param, f"model.{name}", [param.detach()], True)
         elif trainer.weights is not None:
-            add(param, f"FP8 data of model.{name}", [trainer.weights.codes[param]], True)
+            add(param, f"FP8 data of model.{name}", [trainer.weights.fp8_data[param]], True)
     for fragment in trainer.optimizer.shards:
         part = "" if len(fragment) == fragment.param.numel() else f"[{fragment.start}:{fragment.end}]"
         for key, tensors in trainer.optimizer.stored_tensors(fragment).items():

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megafp8.config import Config
 from megafp8.data.samples import Batch
-from megafp8.data_parallel.fp8_weight_gather import Carrier
+from megafp8.data_parallel.fp8_weight_gather import Fp8WeightGather
 from megafp8.data_parallel.fsdp import FullySharded
 from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.data_parallel.param_buffer import ParamBuffer
@@ -111,7 +111,7 @@ class Trainer:
         wgrads = WgradStore()
         self.weights: ParamBuffer | None = None
         self.sharded: FullySharded | None = None
-        self.carrier: Carrier | None = None
+        self.fp8_gather: Fp8WeightGather | None = None
         self.gradients: GradBuffer | FullySharded
         if p.fsdp:
             self.gradients = self.sharded = self._shard(dtype)
@@ -148,10 +148,10 @@ class Trainer:
         sharded = shard(self.stages, self.parallel, dtype=dtype, reduce_dtype=reduce_dtype, seed=seed)
         if self.released:
             coded = gather_as_codes(self.released, sharded, self.parallel, os.environ, _logger.info)
-            self.carrier = coded.carrier
+            self.fp8_gather = coded.gather
             self.fp8.shard_weights(coded.shares, self.parallel.device)
-        self.params, self.tied = sharded.params, [sharded.rows[param].param for param in self.tied]
-        self.released = {sharded.rows[param].param: how for param, how in self.released.items()}
+        self.params, self.tied = sharded.params, [sharded.row_shards[param].param for param in self.tied]
+        self.released = {sharded.row_shards[param].param: how for param, how in self.released.items()}
         return sharded
 
     def _build_buffers(self, wgrads: WgradStore) -> tuple[GradBuffer, ParamBuffer | None]:
@@ -211,11 +211,11 @@ class Trainer:
         self.wait_for_weights()
         if self.sharded is not None:
             self.sharded.reshard()
-        if self.carrier is not None:
-            self.carrier.settle()  # nobody fetches what is about to be overwritten
+        if self.fp8_gather is not None:
+            self.fp8_gather.synchronize()  # no rank reads what is about to be overwritten
         self.fp8.cast_weights()
-        if self.carrier is not None:
-            self.carrier.settle()
+        if self.fp8_gather is not None:
+            self.fp8_gather.synchronize()
         if self.weights is not None:
             self.weights.start_gather()
             if not self.config.parallel.overlap_param_gather:

@@ -1,4 +1,4 @@
-"""The kernels of messages against their plain twins, bit for bit.
+"""The kernels of the FP8 reduce-scatter against their references, bit for bit.
 
 Shapes as there.
 """
@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.data_parallel.fp8_reduce import BLOCK, add_up_plain, message_bytes, pack_plain
-from megafp8.kernels import fp8_reduce as messages
+from megafp8.data_parallel.fp8_reduce import (
+    BLOCK,
+    packed_bytes,
+    quantize_and_pack_reference,
+    unpack_and_sum_reference,
+)
+from megafp8.kernels import fp8_reduce
 from tests.data_parallel.test_fp8_reduce import SHAPES, gradients
 from tests.kernels import DEVICE
 
@@ -24,32 +29,34 @@ def bucket(r: int, n: int) -> Tensor:
     return x_b64.view(r, n).to(DEVICE)
 
 
-def meaning(messages_m: Tensor, n: int) -> Tensor:
-    """A message's bytes without its padding and with one NaN."""
-    message = messages_m[:, : n + n // BLOCK].clone()
-    message[:, :n][message[:, :n] == 0xFF] = 0x7F
-    return message
+def without_padding(packed_m: Tensor, n: int) -> Tensor:
+    """The packed bytes without padding, all NaNs alike."""
+    packed = packed_m[:, : n + n // BLOCK].clone()
+    packed[:, :n][packed[:, :n] == 0xFF] = 0x7F
+    return packed
 
 
 @pytest.mark.parametrize(("r", "n"), SHAPES)
-def test_codes_and_exponents(r: int, n: int) -> None:
+def test_data_and_exponents(r: int, n: int) -> None:
     x = bucket(r, n)
     for own in {0, 1, r - 1}:
-        found, expected = messages.pack(x, own), pack_plain(x, own)
-        assert found.shape == expected.shape == (r - 1, message_bytes(n))
-        assert torch.equal(meaning(found, n), meaning(expected, n))
+        expected = quantize_and_pack_reference(x, own)
+        assert expected.shape == (r - 1, packed_bytes(n))
+        found = torch.empty_like(expected)
+        fp8_reduce.quantize_and_pack(x, own, found, block=BLOCK)
+        assert torch.equal(without_padding(found, n), without_padding(expected, n))
 
 
 @pytest.mark.parametrize(("r", "n"), SHAPES)
 def test_sums_of_any_bytes(r: int, n: int) -> None:
     generator = torch.Generator().manual_seed(n)
-    received = torch.randint(256, (r - 1, message_bytes(n)), dtype=torch.uint8, generator=generator).to(DEVICE)
-    received[received % 128 == 127] -= 1  # NaN's codes come under the factor NaN alone
+    received = torch.randint(256, (r - 1, packed_bytes(n)), dtype=torch.uint8, generator=generator).to(DEVICE)
+    received[received % 128 == 127] -= 1  # NaN data occur in blocks with a NaN scale_inv only
     received[:, n : n + 1] = torch.tensor([[0], [1], [254], [255], [127], [128], [2]], dtype=torch.uint8)[: r - 1]
     for own in {0, 1, r - 1}:
         found = gradients(r, n)[own, own].to(DEVICE)
         expected = found.clone()
-        messages.add_up(found, received, own)
-        add_up_plain(expected, received, own)
+        fp8_reduce.unpack_and_sum(found, received, own, block=BLOCK)
+        unpack_and_sum_reference(expected, received, own)
         assert torch.equal(found.nan_to_num(1.0), expected.nan_to_num(1.0))
         assert torch.equal(found.isnan(), expected.isnan())

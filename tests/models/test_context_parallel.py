@@ -52,7 +52,9 @@ def _compare(model: dict[str, Any], tp: int, cp: int, documents: bool, recompute
     }
     expected = twin_loss(whole, config, tokens, labels, positions=positions, documents=ids)
     (expected * weight_bs).sum().backward()
-    torch.testing.assert_close(loss_sb.T, shard_sequence(expected, state.context.rank, cp, dim=1), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        loss_sb.T, shard_sequence(expected, state.context.rank, cp, dim=1), rtol=1e-11, atol=1e-11
+    )
     for param in stage.parameters():
         assert param.grad is not None
         grad = all_reduce(param.grad.clone(), state.context.group)

@@ -192,7 +192,7 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
         sizes["master"] or sum(values.nbytes for _, values in trainer.optimizer.released_values()),
         sizes["exp_avg"] + sizes["exp_avg_sq"],
         sum(part.data.nbytes + 4 * part.scale_inv.numel() for part in weights)
-        - (0 if trainer.weights is None else sum(codes.nbytes for codes in trainer.weights.codes.values())),
+        - (0 if trainer.weights is None else sum(codes.nbytes for codes in trainer.weights.fp8_data.values())),
     ]
     p = _plans(config, trainer.parallel.world_size)[trainer.parallel.pipeline.rank]
     return measured, [p.weights, p.gradients, p.masters, p.moments, p.fp8_weights]

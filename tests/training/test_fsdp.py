@@ -182,7 +182,7 @@ def _held(settings: Config) -> tuple[int, int, int]:
     groups = [group for m in trainer.gradients._modules for group in _groups(m)]
     held = [p._sharded_param_data for g in groups for p in g.fsdp_params]
     held += [t for g in groups for p in g.fsdp_params for t in (*p.all_gather_outputs, p._unsharded_param)]
-    held += [old.data for old in trainer.gradients.rows]
+    held += [old.data for old in trainer.gradients.row_shards]
     return total, _storages([t for t in held if not isinstance(t, Released)]), trainer.gradients.flat.nbytes
 
 
