@@ -1,10 +1,11 @@
+"""The gradient buffer: both ways in, the order in which buckets are reduced, and the sums that ranks get."""
+
 from __future__ import annotations
 
 import gc
 import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,54 +13,50 @@ import torch.distributed as dist
 from megafp8.data_parallel.grad_buffer import GradBuffer, gradient_of, main_grad_of
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import spec_of
-from tests.optimizer.tiny import batch, initial_values, loss_sum, make_param, tiny_params
+from tests.tiny_model import batch, initial_values, loss_sum, make_buffer, make_param, tiny_params
 from tests.world import World
 
-CPU = torch.device("cpu")
+
+def _record_starts(buffer: GradBuffer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The indices of the buckets that are started, in order, instead of reducing them."""
+    found: list[int] = []
+    starts = [bucket.start for bucket in buffer.layout.buckets]
+
+    def all_reduce_async(x: torch.Tensor, group: object) -> collectives.Work:
+        found.append(starts.index(x.storage_offset()))
+        return collectives.DONE
+
+    monkeypatch.setattr(collectives, "all_reduce_async", all_reduce_async)
+    return found
 
 
-def _buffer(params: Any, bucket_elements: int = 64, group: Any = None) -> GradBuffer:
-    return GradBuffer(list(params), data_parallel_group=group, bucket_elements=bucket_elements, device=CPU)
-
-
-class _Recorder:
-    """Stands in for the all-reduce and notes the start element of every bucket that is started."""
-
-    def __init__(self, buffer: GradBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.starts: list[int] = []
-        starts = [bucket.start for bucket in buffer.layout.buckets]
-
-        def all_reduce_async(x: torch.Tensor, group: object) -> collectives.Work:
-            self.starts.append(starts.index(x.storage_offset()))
-            return collectives.DONE
-
-        monkeypatch.setattr(collectives, "all_reduce_async", all_reduce_async)
+Three = tuple[list[Any], GradBuffer, list[int]]
 
 
 @pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], GradBuffer, _Recorder]:
+def three(monkeypatch: pytest.MonkeyPatch) -> Three:
     """Three parameters in three buckets; the last parameter is bucket 0. The middle one has two uses."""
-    params = [make_param(f"p{i}", np.zeros(4), num_uses=2 if i == 1 else 1) for i in range(3)]
-    buffer = _buffer(params)
+    params = [make_param(f"p{i}", 4, num_uses=2 if i == 1 else 1) for i in range(3)]
+    buffer = make_buffer(params)
     assert len(buffer.layout.buckets) == 3
-    return params, buffer, _Recorder(buffer, monkeypatch)
+    return params, buffer, _record_starts(buffer, monkeypatch)
 
 
 def test_views_and_dtypes() -> None:
-    params = [make_param("a", np.zeros((3, 5))), make_param("b", np.zeros(7), dtype=torch.bfloat16)]
-    buffer = _buffer(params)
+    params = [make_param("a", [[0.0] * 5] * 3), make_param("b", 7, dtype=torch.bfloat16)]
+    buffer = make_buffer(params)
     for param in params:
         assert main_grad_of(param).shape == param.shape
         assert main_grad_of(param).dtype == torch.float32
         assert main_grad_of(param).untyped_storage().data_ptr() == buffer.flat.untyped_storage().data_ptr()
     with pytest.raises(AssertionError, match="without main_grad"):
-        main_grad_of(make_param("c", [0.0]))
+        main_grad_of(make_param("c", 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_sink_adds_in_fp32(dtype: torch.dtype) -> None:
-    param = make_param("p", [0.0])
-    _buffer([param])
+    param = make_param("p", 1)
+    make_buffer([param])
     param.grad_sink(torch.tensor([256.0], dtype=dtype))
     param.grad_sink(torch.tensor([1.0], dtype=dtype))  # 257 has no bf16
     assert main_grad_of(param).item() == 257.0
@@ -69,82 +66,74 @@ def test_sink_adds_in_fp32(dtype: torch.dtype) -> None:
 
 def test_autograd_adds_in_fp32_and_leaves_no_grad() -> None:
     param = make_param("p", [1.0], dtype=torch.bfloat16)
-    _buffer([param])
+    make_buffer([param])
     (256 * param).sum().backward()
     (1 * param).sum().backward()
     assert main_grad_of(param).item() == 257.0
     assert param.grad is None
 
 
-def test_gradients_of_a_model_with_both_ways_in() -> None:
+def test_a_model_with_both_ways_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients are torch's, and every bucket is reduced during the last backward."""
     p = tiny_params()
-    buffer = _buffer(p.values())
-    plain = {name: torch.tensor(value, requires_grad=True) for name, value in initial_values().items()}
-    for row in batch(0, 3):
-        loss_sum(p, row).backward()
-        loss_sum(plain, row, torch.nn.functional.linear).backward()
+    buffer = make_buffer(p.values(), 64)
+    starts = _record_starts(buffer, monkeypatch)
+    reference = {name: torch.tensor(value, requires_grad=True) for name, value in initial_values().items()}
+    for i, row in enumerate(batch(0, 3)):
+        loss_sum(reference, row, torch.nn.functional.linear).backward()
+        loss = loss_sum(p, row)
+        if i == 2:
+            buffer.start_overlap()
+        assert starts == []
+        loss.backward()
+    assert starts == [0, 1, 2, 3]
+    buffer.finish()
+    assert starts == [0, 1, 2, 3]
     for name, param in p.items():
-        expected = plain[name].grad
+        expected = reference[name].grad
         assert expected is not None
         torch.testing.assert_close(main_grad_of(param).double(), expected, rtol=1e-5, atol=1e-5)
     buffer.zero()
     assert buffer.flat.count_nonzero() == 0
 
 
-def test_a_model_starts_every_bucket_in_the_last_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = tiny_params()
-    buffer = _buffer(p.values())
-    recorder = _Recorder(buffer, monkeypatch)
-    rows = batch(0, 3)
-    for row in rows[:-1]:
-        loss_sum(p, row).backward()
-    assert recorder.starts == []
-    buffer.start_overlap()
-    loss = loss_sum(p, rows[-1])
-    assert recorder.starts == []
-    loss.backward()
-    assert recorder.starts == [0, 1, 2, 3]
-    buffer.finish()
-    assert recorder.starts == [0, 1, 2, 3]
-
-
-def test_buckets_start_in_order_and_when_complete(three: tuple[list[Any], GradBuffer, _Recorder]) -> None:
-    params, buffer, recorder = three
+def test_buckets_start_in_order_and_when_complete(three: Three) -> None:
+    params, buffer, starts = three
     one = torch.ones(4)
     params[1].grad_sink(one)  # an earlier micro-batch does not count
     buffer.start_overlap()
     params[1].grad_sink(one)
     params[2].grad_sink(one)
-    assert recorder.starts == [0]  # the second use of params[1] is missing
+    assert starts == [0]  # the second use of params[1] is missing
     params[0].grad_sink(one)
-    assert recorder.starts == [0]  # bucket 2 is complete and waits for bucket 1
+    assert starts == [0]  # bucket 2 is complete and waits for bucket 1
     params[1].grad_sink.added()
-    assert recorder.starts == [0, 1, 2]
+    assert starts == [0, 1, 2]
 
 
-def test_overlap_over_several_micro_batches(three: tuple[list[Any], GradBuffer, _Recorder]) -> None:
-    params, buffer, recorder = three
+def test_overlap_over_several_micro_batches(three: Three) -> None:
+    params, buffer, starts = three
     buffer.start_overlap(micro_batches=2)
     for use in range(4):
         for param in params if use < 2 else params[1:2]:
             param.grad_sink.added()
-        assert recorder.starts == [[], [0], [0], [0, 1, 2]][use]
+        assert starts == [[], [0], [0], [0, 1, 2]][use]
 
 
-def test_finish_starts_what_had_no_gradient(three: tuple[list[Any], GradBuffer, _Recorder]) -> None:
-    params, buffer, recorder = three
+def test_finish_starts_what_had_no_gradient(three: Three) -> None:
+    params, buffer, starts = three
     buffer.start_overlap()
     params[2].grad_sink.added()
     params[0].grad_sink.added()
     buffer.finish()
-    assert recorder.starts == [0, 1, 2]
+    assert starts == [0, 1, 2]
 
 
-def test_misuse_is_caught(three: tuple[list[Any], GradBuffer, _Recorder]) -> None:
+def test_misuse_is_an_error(three: Three) -> None:
     params, buffer, _ = three
     buffer.start_overlap()
     params[0].grad_sink.added()
-    with pytest.raises(AssertionError, match="p0 was handed in more often"):
+    with pytest.raises(AssertionError, match="p0 received more gradients"):
         params[0].grad_sink.added()
     params[2].grad_sink.added()
     with pytest.raises(AssertionError, match="p2 came after its bucket was reduced"):
@@ -157,11 +146,30 @@ def test_misuse_is_caught(three: tuple[list[Any], GradBuffer, _Recorder]) -> Non
     params[0].grad_sink.added()
 
 
+def test_a_buffer_and_its_parameters_are_freed() -> None:
+    """Nothing keeps the largest tensors of a model alive once the model and its buffer are gone."""
+    param = make_param("w", 4)
+    buffer = make_buffer([param])
+    (param * 2).sum().backward()
+    gone = [weakref.ref(param), weakref.ref(buffer.flat)]
+    del param, buffer
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_one_rank_rounds_nothing() -> None:
+    param = make_param("p", 1)
+    buffer = make_buffer([param], sharded=True, reduce_dtype=torch.bfloat16)
+    param.grad_sink(torch.tensor([257.0]))
+    buffer.finish()
+    assert [gradient_of(shard).tolist() for shard in buffer.shards] == [[257.0]]
+
+
 def _uneven_case() -> list[list[float]]:
-    """Rank 0 hands in forward, rank 1 backward and leaves p1 unused, in both steps."""
+    """Rank 0 produces gradients forward, rank 1 backward and leaves p1 unused, in both steps."""
     rank = dist.get_rank()
-    params = [make_param(f"p{i}", np.zeros(4)) for i in range(4)]
-    buffer = _buffer(params, group=dist.group.WORLD)
+    params = [make_param(f"p{i}", 4) for i in range(4)]
+    buffer = make_buffer(params, 64, dist.group.WORLD)
     sums = []
     for step in range(2):
         buffer.zero()
@@ -180,78 +188,48 @@ def test_ranks_that_disagree_about_order_and_use_still_match(world2: World) -> N
     assert world2.run(_uneven_case) == [expected, expected]
 
 
-def test_a_buffer_and_its_parameters_are_freed() -> None:
-    """Nothing keeps the largest tensors of a model alive once the model and its buffer are gone."""
-    param = make_param("w", (4,))
-    buffer = GradBuffer([param], data_parallel_group=None, bucket_elements=64, device=torch.device("cpu"))
-    (param * 2).sum().backward()
-    gone = [weakref.ref(param), weakref.ref(buffer.flat)]
-    del param, buffer
-    gc.collect()
-    assert [ref() for ref in gone] == [None, None]
-
-
-def _rounded_case(sharded: bool) -> list[float]:
-    """Micro-batches of 256 and 1 on each rank: 257 travels as 256, and 512 comes back."""
-    param = make_param("p", np.zeros(200))
-    buffer = GradBuffer(
-        [param],
-        data_parallel_group=dist.group.WORLD,
-        bucket_elements=64,
-        device=CPU,
-        sharded=sharded,
-        reduce_dtype=torch.bfloat16,
-    )
+def _bf16_case(sharded: bool) -> list[float]:
+    """Micro-batches of 256 and 1 on each rank: 257 is sent as 256, and the sum is 512."""
+    param = make_param("p", 200)
+    buffer = make_buffer([param], 64, dist.group.WORLD, sharded=sharded, reduce_dtype=torch.bfloat16)
     for gradient in (256.0, 1.0):
         param.grad_sink(torch.full((200,), gradient))
     assert main_grad_of(param)[0] == 257.0
     buffer.finish()
-    return [x for fragment in buffer.shards for x in gradient_of(fragment).tolist()]
+    return [x for shard in buffer.shards for x in gradient_of(shard).tolist()]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_gradients_that_travel_in_bf16(world2: World, sharded: bool) -> None:
-    a, b = world2.run(_rounded_case, sharded)
+def test_gradients_reduced_in_bf16(world2: World, sharded: bool) -> None:
+    a, b = world2.run(_bf16_case, sharded)
     assert (a + b if sharded else a) == [512.0] * 200
     assert sharded or a == b
 
 
-def test_alone_nothing_travels_and_nothing_is_rounded() -> None:
-    param = make_param("p", [0.0])
-    buffer = GradBuffer(
-        [param], data_parallel_group=None, bucket_elements=1, device=CPU, sharded=True, reduce_dtype=torch.bfloat16
-    )
-    param.grad_sink(torch.tensor([257.0]))
-    buffer.finish()
-    assert [gradient_of(fragment).tolist() for fragment in buffer.shards] == [[257.0]]
-
-
 def _sharded_case(overlap: bool) -> tuple[list[tuple[str, int, int]], list[list[float]], bool]:
-    """Each rank hands in 1 + rank times 1, 2, 3, ... for every parameter; what it then owns of them."""
-    rank, group = dist.get_rank(), dist.group.WORLD
-    params = [make_param(f"p{i}", np.zeros(n)) for i, n in enumerate([100, 64, 300, 5])]
-    buffer = GradBuffer(
-        params, data_parallel_group=group, bucket_elements=64, device=CPU, sharded=True, own_bucket=[params[2]]
-    )
+    """Each rank has 1 + rank times 1, 2, 3, ... for every parameter; the shards and sums that it then owns."""
+    params = [make_param(f"p{i}", n) for i, n in enumerate([100, 64, 300, 5])]
+    buffer = make_buffer(params, 64, dist.group.WORLD, sharded=True, own_bucket=[params[2]])
     for _ in range(2):
         buffer.zero()
         if overlap:
             buffer.start_overlap()
         for param in reversed(params):
-            param.grad_sink((1.0 + rank) * torch.arange(1, 1 + param.numel()))
+            param.grad_sink((1.0 + dist.get_rank()) * torch.arange(1, 1 + param.numel()))
         buffer.finish()
-    runs = [(spec_of(f.param).shards[0].name, f.start, f.end) for f in buffer.shards]
-    alone = all(bucket.params == (2,) or 2 not in bucket.params for bucket in buffer.layout.buckets)
-    return runs, [gradient_of(f).tolist() for f in buffer.shards], alone
+    shards = [(spec_of(s.param).shards[0].name, s.start, s.end) for s in buffer.shards]
+    own_bucket = all(bucket.params == (2,) or 2 not in bucket.params for bucket in buffer.layout.buckets)
+    return shards, [gradient_of(s).tolist() for s in buffer.shards], own_bucket
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_sharded_each_rank_has_its_share_of_the_sums(world4: World, overlap: bool) -> None:
+def test_each_rank_has_its_shard_of_the_sums(world4: World, overlap: bool) -> None:
     seen: dict[str, list[int]] = {f"p{i}": [] for i in range(4)}
-    for runs, sums, alone in world4.run(_sharded_case, overlap):
-        assert alone
-        for (name, start, end), values in zip(runs, sums, strict=True):
+    for shards, sums, own_bucket in world4.run(_sharded_case, overlap):
+        assert own_bucket
+        for (name, start, end), values in zip(shards, sums, strict=True):
             assert values == [10.0 * (i + 1) for i in range(start, end)]  # 1 + 2 + 3 + 4
             seen[name] += range(start, end)
-    assert {name: len(set(places)) == len(places) for name, places in seen.items()} == dict.fromkeys(seen, True)
-    assert [len(places) for places in seen.values()] == [100, 64, 300, 5]
+    assert {name: sorted(places) for name, places in seen.items()} == {
+        f"p{i}": list(range(n)) for i, n in enumerate([100, 64, 300, 5])
+    }

@@ -1,3 +1,5 @@
+"""Parameters in buckets: they keep their values, and modules wait for what the ranks have updated."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -8,7 +10,7 @@ from torch import nn
 
 from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.data_parallel.param_buffer import ParamBuffer
-from tests.optimizer.tiny import make_param
+from tests.tiny_model import make_param
 from tests.world import World
 
 
@@ -27,7 +29,7 @@ def _buffer(params: list[nn.Parameter], ranks: int = 1) -> ParamBuffer:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_stay_what_they_are_and_come_to_lie_together(dtype: torch.dtype) -> None:
+def test_parameters_keep_their_values_and_become_views_of_buckets(dtype: torch.dtype) -> None:
     params = [make_param(f"p{i}", np.random.default_rng(i).normal(size=(3 + i, 5)), dtype) for i in range(4)]
     before = [param.detach().clone() for param in params]
     buffer = _buffer(params)
@@ -43,8 +45,8 @@ def test_parameters_stay_what_they_are_and_come_to_lie_together(dtype: torch.dty
 
 
 def _gather_case(dtype: torch.dtype) -> list[list[float]]:
-    """Each rank writes its number plus 1 into its slices; the layers see all of them when they run."""
-    params = [make_param(f"p{i}", np.zeros(200), dtype) for i in range(4)]
+    """Each rank writes its number plus 1 to its slices; the layers see all ranks' when they run."""
+    params = [make_param(f"p{i}", 200, dtype) for i in range(4)]
     buffer = _buffer(params, dist.get_world_size())
     layers = [_Layer(params[0], params[3]), _Layer(params[1]), _Layer(params[2])]
     buffer.wait_before(layers)
@@ -52,7 +54,7 @@ def _gather_case(dtype: torch.dtype) -> list[list[float]]:
         bucket.chunk(dist.get_world_size())[dist.get_rank()].fill_(dist.get_rank() + 1)
     buffer.start_gather()
     found = [layer() for layer in layers]
-    buffer.start_gather()  # nothing is under way any more
+    buffer.start_gather()  # the first one has been waited for
     buffer.wait()
     return [*found, params[1].tolist()]
 
@@ -64,9 +66,9 @@ def test_a_module_that_runs_has_what_all_ranks_updated(world2: World, dtype: tor
         assert p1 == [1.0] * 128 + [2.0] * 72  # 200 elements in a bucket of 256
 
 
-def test_a_parameter_nobody_waits_for_is_noticed() -> None:
-    params = [make_param(f"p{i}", np.zeros(8)) for i in range(2)]
-    with pytest.raises(AssertionError, match="nobody would wait for"):
+def test_misuse_is_an_error() -> None:
+    params = [make_param(f"p{i}", 8) for i in range(2)]
+    with pytest.raises(AssertionError, match="no module would wait for"):
         _buffer(params).wait_before([_Layer(params[0])])
     with pytest.raises(AssertionError, match="several dtypes"):
-        _buffer([params[0], make_param("b", np.zeros(8), torch.bfloat16)])
+        _buffer([params[0], make_param("b", 8, torch.bfloat16)])

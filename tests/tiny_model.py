@@ -1,4 +1,4 @@
-"""A very small model for the optimizer's tests, and the same model in plain float64 torch to compare with.
+"""Parameters, a buffer and a very small model for tests, and the same model in plain float64 torch.
 
 Shapes: n tokens, v vocabulary, h hidden. The embedding is tied to the output layer, so it gets one gradient through
 autograd and one through its sink.
@@ -13,19 +13,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
+from megafp8.data_parallel.grad_buffer import GradBuffer
+from megafp8.distributed.sharding import FlatShard, Init, ParamSpec, set_spec, unsharded
 
 VOCABULARY, HIDDEN = 11, 8
 NO_DECAY = ("norm", "bias")
+CPU = torch.device("cpu")
 
 
 def make_param(
     name: str, values: Any, dtype: torch.dtype = torch.float32, device: str = "cpu", **spec: Any
 ) -> nn.Parameter:
-    """A parameter with a spec; it holds its values without sharing memory with them."""
-    param = nn.Parameter(torch.tensor(np.asarray(values, dtype=np.float64), dtype=dtype, device=device))
+    """A parameter with a spec and a copy of `values`; zeros if `values` is a number of elements."""
+    values = np.zeros(values) if isinstance(values, int) else np.asarray(values, dtype=np.float64)
+    param = nn.Parameter(torch.tensor(values, dtype=dtype, device=device))
     spec = {"replicated_over_tp": True, "weight_decay": name not in NO_DECAY, **spec}
     return set_spec(param, ParamSpec(unsharded(name, tuple(param.shape)), Init("zeros"), **spec))
+
+
+def set_specs(module: nn.Module) -> None:
+    """Give every parameter of `module` a spec, unsharded under its own name."""
+    for name, param in module.named_parameters():
+        set_spec(param, ParamSpec(unsharded(name, tuple(param.shape)), Init("zeros"), True))
+
+
+def make_buffer(params: Any, bucket_elements: int = 1, group: Any = None, **options: Any) -> GradBuffer:
+    params = list(params)
+    device = params[0].device
+    return GradBuffer(params, data_parallel_group=group, bucket_elements=bucket_elements, device=device, **options)
+
+
+def flat_shard(name: str, n: int, start: int = 0, end: int | None = None) -> FlatShard:
+    """Elements `[start, end)`, or all, of a parameter of n zeros."""
+    return FlatShard(make_param(name, n), start, n if end is None else end)
 
 
 def initial_values() -> dict[str, np.ndarray]:
@@ -44,7 +64,7 @@ def batch(step: int, rows: int) -> Tensor:
 
 
 class _SinkLinear(torch.autograd.Function):
-    """y = x wᵀ, which hands its weight gradient to the sink and returns none to autograd."""
+    """y = x wᵀ, which passes its weight gradient to the sink and returns none to autograd."""
 
     @staticmethod
     def forward(ctx: Any, x_nh: Tensor, weight: nn.Parameter) -> Tensor:
@@ -76,7 +96,7 @@ def loss_sum(p: dict[str, Any], tokens: Tensor, linear: Any = _SinkLinear.apply)
 def reference(
     steps: int, rows: int, lr: float, weight_decay: float, max_norm: float
 ) -> tuple[dict[str, np.ndarray], list[float]]:
-    """Weights and gradient norms of plain float64 torch that sees whole batches."""
+    """Weights and gradient norms of plain float64 torch that trains on whole batches."""
     p = {name: torch.tensor(value, requires_grad=True) for name, value in initial_values().items()}
     groups = [
         {"params": [t for name, t in p.items() if (name not in NO_DECAY) is decays], "weight_decay": decay}
