@@ -1,3 +1,5 @@
+"""AdamW against the paper's formulas in float64, with every way to store its state; saving and restoring it."""
+
 from __future__ import annotations
 
 import sys
@@ -7,29 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
-from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
-from megafp8.distributed.sharding import FlatShard
+from megafp8.data_parallel.grad_buffer import main_grad_of
 from megafp8.optimizer import adam
 from megafp8.optimizer.adam import MixedPrecisionAdamW, choose_adam
-from tests.optimizer.tiny import make_param
+from tests.tiny_model import CPU, flat_shard, make_buffer, make_param
 
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def _adamw(weight: np.ndarray, gradients: list[np.ndarray], lrs: list[float], decay: float) -> np.ndarray:
-    """Algorithm 2 of Loshchilov & Hutter 2019 in float64, with decay scaled by the learning rate as in torch."""
-    weight, m, v = weight.astype(np.float64), 0.0, 0.0
-    for t, (g, lr) in enumerate(zip(gradients, lrs), start=1):
-        m = BETAS[0] * m + (1 - BETAS[0]) * g
-        v = BETAS[1] * v + (1 - BETAS[1]) * g**2
-        m_hat, v_hat = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
-        weight = weight - lr * (m_hat / (np.sqrt(v_hat) + EPS) + decay * weight)
-    return weight
-
-
-KEPT: dict[str, dict[str, Any]] = {
+STORAGE: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"moments_dtype": torch.bfloat16},
     "fp8": {"moments_dtype": torch.float8_e4m3fn},
@@ -37,21 +26,17 @@ KEPT: dict[str, dict[str, Any]] = {
     "fp8-remainders": {"moments_dtype": torch.float8_e4m3fn, "store_param_remainders": True},
 }
 
+State = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Weight, first and second moment in float64, flat."""
 
-def _model(
-    dtype: torch.dtype, seed: int = 0, device: str = "cpu", **kept: Any
-) -> tuple[list[Any], GradBuffer, MixedPrecisionAdamW]:
-    """A weight of `dtype` with decay and a norm in fp32 without."""
-    rng = np.random.default_rng(seed)
-    params = [
-        make_param("weight", rng.normal(size=(4, 6)), dtype, device),
-        make_param("norm", rng.normal(size=5), device=device),
-    ]
-    buffer = GradBuffer(params, data_parallel_group=None, bucket_elements=1, device=torch.device(device))
-    optimizer = MixedPrecisionAdamW(
-        buffer.shards, device=torch.device(device), weight_decay=DECAY, betas=BETAS, eps=EPS, **kept
-    )
-    return params, buffer, optimizer
+
+def _paper_step(state: State, gradient: np.ndarray, t: int, lr: float, decay: float) -> State:
+    """Algorithm 2 of Loshchilov & Hutter 2019 in float64, with decay scaled by the learning rate as in torch."""
+    w, m, v = state
+    g = gradient.ravel().astype(np.float64)
+    m, v = BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g**2
+    m_hat, v_hat = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
+    return w - lr * (m_hat / (np.sqrt(v_hat) + EPS) + decay * w), m, v
 
 
 def _gradients(steps: int) -> list[list[np.ndarray]]:
@@ -59,48 +44,65 @@ def _gradients(steps: int) -> list[list[np.ndarray]]:
     return [[rng.normal(size=(4, 6)).astype(np.float32), rng.normal(size=5).astype(np.float32)] for _ in range(steps)]
 
 
-def _run(params: list[Any], buffer: GradBuffer, optimizer: MixedPrecisionAdamW, gradients: Any, lrs: Any) -> None:
-    for per_param, lr in zip(gradients, lrs):
-        buffer.zero()
-        for param, gradient in zip(params, per_param):
-            main_grad_of(param).copy_(torch.from_numpy(gradient))
-        optimizer.step(lr)
+class _Model:
+    """A weight of `dtype` with decay and a norm in fp32 without, and their optimizer."""
 
+    def __init__(self, dtype: torch.dtype, seed: int = 0, device: str = "cpu", **storage: Any) -> None:
+        rng = np.random.default_rng(seed)
+        self.params: list[nn.Parameter] = [
+            make_param("weight", rng.normal(size=(4, 6)), dtype, device),
+            make_param("norm", rng.normal(size=5), device=device),
+        ]
+        self.buffer = make_buffer(self.params)
+        self.optimizer = MixedPrecisionAdamW(
+            self.buffer.shards, device=torch.device(device), weight_decay=DECAY, betas=BETAS, eps=EPS, **storage
+        )
 
-def _state(params: list[Any], optimizer: MixedPrecisionAdamW) -> list[torch.Tensor]:
-    return [t.clone() for param in params for t in (param.detach(), *optimizer.state_tensors(param).values())]
+    def train(self, gradients: list[list[np.ndarray]], lrs: list[float]) -> None:
+        for per_param, lr in zip(gradients, lrs):
+            self.buffer.zero()
+            for param, gradient in zip(self.params, per_param):
+                main_grad_of(param).copy_(torch.from_numpy(gradient))
+            self.optimizer.step(lr)
+
+    def values(self, param: nn.Parameter) -> np.ndarray:
+        """The fp32 values of a parameter, flat."""
+        return self.optimizer.state_tensors(param).get("master", param.detach().flatten()).double().cpu().numpy().copy()
+
+    def state(self, param: nn.Parameter) -> State:
+        """The values and moments of a parameter."""
+        state = self.optimizer.state_tensors(param)
+        return self.values(param), *(state[key].double().numpy().copy() for key in ("exp_avg", "exp_avg_sq"))  # type: ignore[return-value]
+
+    def tensors(self) -> list[Tensor]:
+        return [t.clone() for p in self.params for t in (p.detach(), *self.optimizer.state_tensors(p).values())]
 
 
 def _check_against_the_paper(dtype: torch.dtype, device: str = "cpu") -> None:
-    params, buffer, optimizer = _model(dtype, device=device)
-    start = [param.detach().double().cpu().numpy() for param in params]
+    model = _Model(dtype, device=device)
+    expected: list[State] = [(model.values(p), np.zeros(p.numel()), np.zeros(p.numel())) for p in model.params]
     gradients, lrs = _gradients(6), [0.01, 0.02, 0.03, 0.02, 0.01, 0.005]
-    _run(params, buffer, optimizer, gradients, lrs)
-    assert optimizer.step_count == 6
-    for i, decay in enumerate([DECAY, 0.0]):
-        expected = _adamw(start[i], [g[i].astype(np.float64) for g in gradients], lrs, decay)
-        master = optimizer.state_tensors(params[i]).get("master", params[i].detach())
+    model.train(gradients, lrs)
+    assert model.optimizer.step_count == 6
+    for i, (param, decay) in enumerate(zip(model.params, [DECAY, 0.0])):
+        for t, (per_param, lr) in enumerate(zip(gradients, lrs), start=1):
+            expected[i] = _paper_step(expected[i], per_param[i], t, lr, decay)
+        master = model.optimizer.state_tensors(param).get("master", param.detach())
         assert master.dtype == torch.float32
-        master = master.view(params[i].shape)
-        np.testing.assert_allclose(master.cpu().numpy(), expected, rtol=2e-6, atol=2e-7)
-        assert torch.equal(params[i].detach(), master.to(params[i].dtype))
+        np.testing.assert_allclose(model.values(param), expected[i][0], rtol=2e-6, atol=2e-7)
+        assert torch.equal(param.detach(), master.view(param.shape).to(param.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_the_paper(dtype: torch.dtype) -> None:
-    _check_against_the_paper(dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_the_paper_on_cuda(dtype: torch.dtype) -> None:
-    _check_against_the_paper(dtype, "cuda")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_equals_the_paper(dtype: torch.dtype, device: str) -> None:
+    _check_against_the_paper(dtype, device)
 
 
 def test_updates_below_the_precision_of_bf16_add_up() -> None:
     param = make_param("norm", [1.0], torch.bfloat16)
-    buffer = GradBuffer([param], data_parallel_group=None, bucket_elements=1, device=torch.device("cpu"))
-    optimizer = MixedPrecisionAdamW(buffer.shards, device=buffer.flat.device, weight_decay=0.0)
+    buffer = make_buffer([param])
+    optimizer = MixedPrecisionAdamW(buffer.shards, device=CPU, weight_decay=0.0)
     main_grad_of(param).fill_(1.0)  # a constant gradient moves by lr a step
     for _ in range(100):
         optimizer.step(lr=1e-4)  # bf16 below 1.0 is 0.0039 apart
@@ -109,53 +111,130 @@ def test_updates_below_the_precision_of_bf16_add_up() -> None:
 
 @pytest.mark.parametrize("weight_decay", [None, 0.5])
 def test_only_marked_parameters_decay(weight_decay: float | None) -> None:
-    params, _, optimizer = _model(torch.float32)
-    before = [param.detach().clone() for param in params]
-    optimizer.step(0.1, weight_decay)
-    torch.testing.assert_close(params[0].detach(), before[0] * (1 - 0.1 * (weight_decay or DECAY)))
-    assert torch.equal(params[1].detach(), before[1])
+    model = _Model(torch.float32)
+    before = [param.detach().clone() for param in model.params]
+    model.optimizer.step(0.1, weight_decay)
+    torch.testing.assert_close(model.params[0].detach(), before[0] * (1 - 0.1 * (weight_decay or DECAY)))
+    assert torch.equal(model.params[1].detach(), before[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_state_is_there_before_the_first_step(dtype: torch.dtype) -> None:
-    params, _, optimizer = _model(dtype)
-    state = optimizer.state_tensors(params[0])
+def test_state_exists_before_the_first_step(dtype: torch.dtype) -> None:
+    model = _Model(dtype)
+    state = model.optimizer.state_tensors(model.params[0])
     assert list(state) == (["exp_avg", "exp_avg_sq"] if dtype == torch.float32 else ["master", "exp_avg", "exp_avg_sq"])
     for tensor in state.values():
         assert tensor.dtype == torch.float32
-        assert tensor.shape == (params[0].numel(),)
-    assert optimizer.step_count == 0
+        assert tensor.shape == (model.params[0].numel(),)
+    assert model.optimizer.step_count == 0
 
 
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_restored_state_continues_bit_for_bit(dtype: torch.dtype, kept: str) -> None:
+def test_restored_state_continues_bit_for_bit(dtype: torch.dtype, storage: str) -> None:
     gradients, lrs = _gradients(7), [0.01] * 7
-    params, buffer, optimizer = _model(dtype, **KEPT[kept])
-    _run(params, buffer, optimizer, gradients[:4], lrs)
-    saved = {key: [tensor.clone() for _, tensor in found] for key, found in optimizer.state().items()}
-    weights, count = [param.detach().clone() for param in params], optimizer.step_count
-    _run(params, buffer, optimizer, gradients[4:], lrs)
+    model = _Model(dtype, **STORAGE[storage])
+    model.train(gradients[:4], lrs)
+    saved = {key: [tensor.clone() for _, tensor in found] for key, found in model.optimizer.state().items()}
+    weights, count = [param.detach().clone() for param in model.params], model.optimizer.step_count
+    model.train(gradients[4:], lrs)
 
-    others, other_buffer, restored = _model(dtype, seed=1, **KEPT[kept])
-    _run(others, other_buffer, restored, gradients[:2], lrs)  # used before, so nothing may be left of it
-    for param, weight in zip(others, weights):
+    restored = _Model(dtype, seed=1, **STORAGE[storage])
+    restored.train(gradients[:2], lrs)  # used before, so nothing of it may remain
+    for param, weight in zip(restored.params, weights):
         if param.dtype == torch.float32:
             param.detach().copy_(weight)
-    state = restored.state()
+    state = restored.optimizer.state()
     for key, found in state.items():
         for (_, tensor), value in zip(found, saved[key], strict=True):
             tensor.copy_(value)
-    restored.restore(state, count)
-    assert all(torch.equal(param.detach(), weight) for param, weight in zip(others, weights))
-    _run(others, other_buffer, restored, gradients[4:], lrs)
-    for a, b in zip(_state(params, optimizer), _state(others, restored), strict=True):
-        assert torch.equal(a, b)
-    assert restored.step_count == 7
+    restored.optimizer.restore(state, count)
+    assert all(torch.equal(param.detach(), weight) for param, weight in zip(restored.params, weights))
+    restored.train(gradients[4:], lrs)
+    assert all(torch.equal(a, b) for a, b in zip(model.tensors(), restored.tensors(), strict=True))
+    assert restored.optimizer.step_count == 7
+
+
+@pytest.mark.parametrize("batch", [1, 20, 1000])
+def test_moments_in_bf16_are_rounded_after_each_step(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Against the paper's formulas with moments that are rounded as a step ends; the step itself is in fp32."""
+    monkeypatch.setattr(adam, "BATCH", batch)
+    model = _Model(torch.float32, moments_dtype=torch.bfloat16)
+    expected: list[State] = [(model.values(p), np.zeros(p.numel()), np.zeros(p.numel())) for p in model.params]
+    for t, gradients in enumerate(_gradients(5), start=1):
+        model.train([gradients], [0.01])
+        for i, (gradient, decay) in enumerate(zip(gradients, [DECAY, 0.0])):
+            w, *moments = _paper_step(expected[i], gradient, t, 0.01, decay)
+            m, v = (torch.from_numpy(x).float().bfloat16().double().numpy() for x in moments)
+            expected[i] = w, m, v
+    for param, (w, m, v) in zip(model.params, expected):
+        state = model.optimizer.state_tensors(param)
+        assert {key: tensor.dtype for key, tensor in state.items()} == dict.fromkeys(state, torch.bfloat16)
+        np.testing.assert_allclose(model.values(param), w, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(state["exp_avg"].float().numpy(), m, rtol=2**-7, atol=0)
+        np.testing.assert_allclose(state["exp_avg_sq"].float().numpy(), v, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("batch", [1, 1000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_with_fp8_moments(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, batch: int) -> None:
+    """The paper's step from the stored moments; the new ones are its moments, within one step of the format."""
+    monkeypatch.setattr(adam, "BATCH", batch)
+    model = _Model(dtype, moments_dtype=torch.float8_e4m3fn)
+    before = [model.state(param) for param in model.params]
+    for t, gradients in enumerate(_gradients(20), start=1):
+        model.train([gradients], [0.01])
+        for i, (param, decay) in enumerate(zip(model.params, [DECAY, 0.0])):
+            state = model.optimizer.state_tensors(param)
+            assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+            w, m, v = _paper_step(before[i], gradients[i], t, 0.01, decay)
+            before[i] = new_w, new_m, new_v = model.state(param)
+            np.testing.assert_allclose(new_w, w, rtol=2e-6, atol=2e-7)
+            np.testing.assert_allclose(new_m, m, rtol=1 / 8, atol=np.abs(m).max() / 448 / 256)
+            np.testing.assert_allclose(new_v, v, rtol=1 / 8, atol=v.max() / 61440 / 2**16)
+
+
+def test_memory() -> None:
+    for name, (weight, norm) in {"fp8": (2 * (24 + 1) + 4 * 24, 2 * (5 + 1)), "remainders": (10 * 24, 8 * 5)}.items():
+        optimizer = _Model(torch.bfloat16, **STORAGE[name]).optimizer
+        sizes = {sum(part.nbytes for part in parts.values()) for parts in optimizer.storage.values()}
+        assert sizes == {weight, norm}  # the norm is fp32, and its own master
+        held = sum(master.untyped_storage().nbytes() for master in optimizer.storage)
+        assert held == 4 * 5 + (4 * 24 if name == "fp8" else 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_released_parameters_have_their_values_in_the_masters(dtype: torch.dtype) -> None:
+    param = make_param("weight", [1.0, 2.0], dtype)
+    buffer = make_buffer([param])
+    optimizer = MixedPrecisionAdamW(buffer.shards, device=CPU, weight_decay=0.5, released={param})
+    optimizer.step(1.0)  # without a gradient: decays only
+    ((shard, values),) = optimizer.released_values()
+    assert (shard.param is param, values.dtype, values.tolist()) == (True, dtype, [0.5, 1.0])
+    assert param.tolist() == [1.0, 2.0]
+    assert torch.equal(optimizer.stored_tensors(shard)["master"][0], torch.tensor([0.5, 1.0]))
+
+
+@pytest.mark.parametrize("moments_dtype", [*DTYPES, torch.float8_e4m3fn])
+def test_a_rank_that_owns_nothing(moments_dtype: torch.dtype) -> None:
+    optimizer = MixedPrecisionAdamW([], device=CPU, weight_decay=0.1, moments_dtype=moments_dtype)
+    optimizer.step(0.1)
+    assert optimizer.step_count == 1
+    assert optimizer.state() == {}
+
+
+def test_batches_hold_everything_once_in_order() -> None:
+    shards = [flat_shard("weight", n) for n in [5, 7, 30, 1, 19, 4]]
+    batches = adam._batches(shards, 20)
+    assert [[len(shard) for shard in batch] for batch in batches] == [[5, 7], [30], [1, 19], [4]]
+    assert [shard for batch in batches for shard in batch] == shards
+
+
+# --- apex -------------------------------------------------------------------------------------------------------------
 
 
 class _LikeApex(torch.optim.Optimizer):
-    """FusedAdam's interface (step in the group, fp32 moments in the state) with the arithmetic spelt out."""
+    """FusedAdam's interface (step in the group, fp32 moments in the state) in plain arithmetic."""
 
     def __init__(self, params: Any, lr: float, betas: Any, eps: float, adam_w_mode: bool) -> None:
         assert adam_w_mode
@@ -173,96 +252,11 @@ class _LikeApex(torch.optim.Optimizer):
                 p -= group["lr"] * (m_hat / (v_hat.sqrt() + group["eps"]) + group["weight_decay"] * p)
 
 
-def test_the_way_through_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apex_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "choose_adam", lambda device: (_LikeApex, "apex FusedAdam: for a test"))
     _check_against_the_paper(torch.bfloat16)
-    for kept in KEPT:
-        test_restored_state_continues_bit_for_bit(torch.bfloat16, kept)
-
-
-def _to_bf16(values: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(values).float().bfloat16().double().numpy()
-
-
-@pytest.mark.parametrize("batch", [1, 20, 1000])
-def test_moments_in_bf16_are_rounded_after_each_step(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    """Held against the paper's formulas with moments that are rounded as a step ends; the step itself sees fp32."""
-    monkeypatch.setattr(adam, "BATCH", batch)
-    params = [make_param("weight", np.linspace(-1, 1, 24).reshape(4, 6)), make_param("norm", np.ones(5))]
-    buffer = GradBuffer(params, data_parallel_group=None, bucket_elements=1, device=torch.device("cpu"))
-    optimizer = MixedPrecisionAdamW(
-        buffer.shards, device=torch.device("cpu"), weight_decay=DECAY, moments_dtype=torch.bfloat16
-    )
-    expected = [param.detach().double().numpy().copy() for param in params]
-    moments = [[np.zeros_like(weight), np.zeros_like(weight)] for weight in expected]
-    for t, gradients in enumerate(_gradients(5), start=1):
-        _run(params, buffer, optimizer, [gradients], [0.01])
-        for i, (g, decay) in enumerate(zip(gradients, [DECAY, 0.0])):
-            m, v = moments[i]
-            m, v = BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g.astype(np.float64) ** 2
-            m_hat, v_hat = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
-            expected[i] -= 0.01 * (m_hat / (np.sqrt(v_hat) + EPS) + decay * expected[i])
-            moments[i] = [_to_bf16(m), _to_bf16(v)]
-    for param, weight, (m, v) in zip(params, expected, moments):
-        state = optimizer.state_tensors(param)
-        assert {key: tensor.dtype for key, tensor in state.items()} == dict.fromkeys(state, torch.bfloat16)
-        np.testing.assert_allclose(param.detach().numpy(), weight, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(state["exp_avg"].float().numpy(), m.ravel(), rtol=2**-7, atol=0)
-        np.testing.assert_allclose(state["exp_avg_sq"].float().numpy(), v.ravel(), rtol=2**-7, atol=0)
-
-
-@pytest.mark.parametrize("batch", [1, 1000])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_step_with_fp8_moments(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, batch: int) -> None:
-    """The paper's step, in float64, from the moments that are kept; and these are its moments, but for one code."""
-    monkeypatch.setattr(adam, "BATCH", batch)
-    params, buffer, optimizer = _model(dtype, moments_dtype=torch.float8_e4m3fn)
-    before = [_fp32_state(optimizer, param) for param in params]
-    for t, gradients in enumerate(_gradients(20), start=1):
-        _run(params, buffer, optimizer, [gradients], [0.01])
-        after = [_fp32_state(optimizer, param) for param in params]
-        for (m, v, w), (new_m, new_v, new_w), g, decay in zip(before, after, gradients, [DECAY, 0.0], strict=True):
-            m = BETAS[0] * m + (1 - BETAS[0]) * g.ravel()
-            v = BETAS[1] * v + (1 - BETAS[1]) * g.ravel().astype(np.float64) ** 2
-            m_hat, v_hat = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
-            w = w - 0.01 * (m_hat / (np.sqrt(v_hat) + EPS) + decay * w)
-            np.testing.assert_allclose(new_w, w, rtol=2e-6, atol=2e-7)
-            np.testing.assert_allclose(new_m, m, rtol=1 / 8, atol=np.abs(m).max() / 448 / 256)
-            np.testing.assert_allclose(new_v, v, rtol=1 / 8, atol=v.max() / 61440 / 2**16)
-        before = after
-
-
-def _fp32_state(optimizer: MixedPrecisionAdamW, param: torch.nn.Parameter) -> list[np.ndarray]:
-    """Moments and values of a parameter, flat."""
-    state = optimizer.state_tensors(param)
-    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
-    found = (state["exp_avg"], state["exp_avg_sq"], state.get("master", param.detach().flatten()))
-    return [x.double().numpy().copy() for x in found]
-
-
-def test_memory() -> None:
-    for kept, (weight, norm) in {"fp8": (2 * (24 + 1) + 4 * 24, 2 * (5 + 1)), "remainders": (10 * 24, 8 * 5)}.items():
-        _, _, optimizer = _model(torch.bfloat16, **KEPT[kept])
-        sizes = {sum(part.nbytes for part in parts.values()) for parts in optimizer.storage.values()}
-        assert sizes == {weight, norm}  # the norm is fp32, and its own master
-        held = sum(master.untyped_storage().nbytes() for master in optimizer.storage)
-        assert held == 4 * 5 + (4 * 24 if kept == "fp8" else 0)
-
-
-@pytest.mark.parametrize("moments_dtype", [*DTYPES, torch.float8_e4m3fn])
-def test_a_rank_that_owns_nothing(moments_dtype: torch.dtype) -> None:
-    optimizer = MixedPrecisionAdamW([], device=torch.device("cpu"), weight_decay=0.1, moments_dtype=moments_dtype)
-    optimizer.step(0.1)
-    assert optimizer.step_count == 1
-    assert optimizer.state() == {}
-
-
-def test_batches_hold_everything_once_in_order() -> None:
-    sizes = [5, 7, 30, 1, 19, 4]
-    fragments = [FlatShard(make_param("weight", [0.0] * n), 0, n) for n in sizes]
-    batches = adam._batches(fragments, 20)
-    assert [[len(f) for f in batch] for batch in batches] == [[5, 7], [30], [1, 19], [4]]
-    assert [f for batch in batches for f in batch] == fragments
+    for storage in STORAGE:
+        test_restored_state_continues_bit_for_bit(torch.bfloat16, storage)
 
 
 def _fake_apex(monkeypatch: pytest.MonkeyPatch, available: bool | None) -> None:
@@ -293,7 +287,7 @@ def test_choice_between_apex_and_torch(
     implementation, text = choose_adam(torch.device("cuda"))
     assert implementation is chosen
     assert reason in text
-    assert choose_adam(torch.device("cpu"))[0] is torch.optim.AdamW
+    assert choose_adam(CPU)[0] is torch.optim.AdamW
 
 
 def test_choice_without_apex(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,5 @@
+"""Shared gradients, the norm and clipping under TP2 × PP2 against the whole model's gradients."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,68 +14,64 @@ from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.finalize import clip_, finalize_gradients, global_norm
 from megafp8.optimizer.step import OptimizerStep
 from megafp8.parallel_state import ParallelState, initialize_model_parallel
-from tests.optimizer.tiny import make_param
+from tests.tiny_model import CPU, make_buffer, make_param
 from tests.world import World
 
-# What the ranks hand in, as small whole numbers, so that every sum is exact in fp32.
+# The ranks' gradients, small whole numbers, so that every sum is exact in fp32.
 _rng = np.random.default_rng(3)
-_SHARES = {
+_PARTS = {
     name: _rng.integers(-9, 10, size=shape).astype(np.float64)
     for name, shape in {
         "look_up": (8, 4),  # the embedding's gradient on the first stage
         "output": (8, 4),  # and on the last
-        "norm": (2, 4),  # each tensor-parallel rank's share
+        "norm": (2, 4),  # one row from each tensor-parallel rank
         "weight": (4, 6),
         "row_bias": (4,),
     }.items()
 }
-# The gradients of the whole model.
 _WHOLE = {
-    "embedding": _SHARES["look_up"] + _SHARES["output"],
-    "norm": _SHARES["norm"].sum(0),
-    "weight": _SHARES["weight"],
-    "row_bias": _SHARES["row_bias"],
+    "embedding": _PARTS["look_up"] + _PARTS["output"],
+    "norm": _PARTS["norm"].sum(0),
+    "weight": _PARTS["weight"],
+    "row_bias": _PARTS["row_bias"],
 }
-_NORM = np.sqrt(sum((grad**2).sum() for grad in _WHOLE.values()))
 
 
-def _stage(state: ParallelState) -> tuple[dict[str, nn.Parameter], GradBuffer]:
+def _stage() -> tuple[ParallelState, dict[str, nn.Parameter], GradBuffer]:
     """This rank's parameters under TP2 × PP2, all ones, with the gradients that this rank computes."""
+    state = initialize_model_parallel(2, 2)
     t = state.tensor.rank
     rows, columns = slice(4 * t, 4 * t + 4), slice(3 * t, 3 * t + 3)
     if state.is_first_stage:
         parts = {
-            "embedding": (_SHARES["look_up"][rows], {"replicated_over_tp": False}),
-            "norm": (_SHARES["norm"][t], {"reduce_over_tp": True}),
+            "embedding": (_PARTS["look_up"][rows], {"replicated_over_tp": False}),
+            "norm": (_PARTS["norm"][t], {"reduce_over_tp": True}),
         }
     else:
         parts = {
-            "weight": (_SHARES["weight"][:, columns], {"replicated_over_tp": False}),
-            "row_bias": (_SHARES["row_bias"], {}),
-            "embedding": (_SHARES["output"][rows], {"replicated_over_tp": False, "is_copy": True}),
+            "weight": (_PARTS["weight"][:, columns], {"replicated_over_tp": False}),
+            "row_bias": (_PARTS["row_bias"], {}),
+            "embedding": (_PARTS["output"][rows], {"replicated_over_tp": False, "is_copy": True}),
         }
     params = {name: make_param(name, np.ones_like(grad), **spec) for name, (grad, spec) in parts.items()}
-    buffer = GradBuffer(
-        list(params.values()), data_parallel_group=state.data_context.group, bucket_elements=1, device=state.device
-    )
+    buffer = make_buffer(params.values(), group=state.data_context.group)
     for name, param in params.items():
         param.grad_sink(torch.from_numpy(parts[name][0]))  # type: ignore[attr-defined]
-    return params, buffer
+    return state, params, buffer
 
 
 def _norm(state: ParallelState, buffer: GradBuffer) -> float:
     return global_norm(
-        buffer.fragments, tensor_group=state.tensor.group, model_group=state.model.group, device=state.device
+        buffer.shards, tensor_group=state.tensor.group, model_group=state.model.group, device=state.device
     ).item()
 
 
 def _gradients_case() -> tuple[int, int, dict[str, Any], float]:
-    state = initialize_model_parallel(2, 2)
-    params, buffer = _stage(state)
+    state, params, buffer = _stage()
     buffer.finish()
     assert state.embedding is not None
     finalize_gradients(
-        buffer.fragments,
+        buffer.shards,
         tensor_group=state.tensor.group,
         embedding_group=state.embedding.group,
         shared_params=[params["embedding"]],
@@ -83,8 +81,9 @@ def _gradients_case() -> tuple[int, int, dict[str, Any], float]:
 
 
 def test_shared_gradients_and_norm_equal_the_whole_model(world4: World) -> None:
+    expected_norm = np.float32(np.sqrt(sum((grad**2).sum() for grad in _WHOLE.values())))
     for stage, t, gradients, norm in world4.run(_gradients_case):
-        assert norm == np.float32(_NORM)
+        assert norm == expected_norm
         np.testing.assert_array_equal(gradients["embedding"], _WHOLE["embedding"][4 * t : 4 * t + 4])
         if stage == 0:
             np.testing.assert_array_equal(gradients["norm"], _WHOLE["norm"])
@@ -94,33 +93,30 @@ def test_shared_gradients_and_norm_equal_the_whole_model(world4: World) -> None:
 
 def _non_finite_case(value: float) -> list[float]:
     """The norm with `value` in one gradient of one rank, for every rank and parameter."""
-    state = initialize_model_parallel(2, 2)
     norms = []
-    for rank in range(state.world_size):
-        for place in range(3):
-            params, buffer = _stage(state)
-            names = list(params)
-            if rank == state.rank and place < len(names):
-                main_grad_of(params[names[place]]).view(-1)[1] = value
+    for rank in range(torch.distributed.get_world_size()):
+        for i in range(3):
+            state, params, buffer = _stage()
+            if rank == state.rank and i < len(params):
+                main_grad_of(list(params.values())[i]).view(-1)[1] = value
             norms.append(_norm(state, buffer))
     return norms
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_non_finite_gradient_anywhere_shows_everywhere(world4: World, value: float) -> None:
+def test_a_non_finite_gradient_anywhere_shows_on_all_ranks(world4: World, value: float) -> None:
     stages = [0, 0, 1, 1]  # tensor is the fastest axis: ranks 0, 1 are the first stage, with two parameters
-    broken = [place < (2 if stage == 0 else 3) for stage in stages for place in range(3)]
+    bad = [i < (2 if stage == 0 else 3) for stage in stages for i in range(3)]
     for norms in world4.run(_non_finite_case, value):
-        assert [not np.isfinite(norm) for norm in norms] == broken
+        assert [not np.isfinite(norm) for norm in norms] == bad
 
 
 def _step_case() -> dict[str, Any]:
-    state = initialize_model_parallel(2, 2)
-    params, buffer = _stage(state)
+    state, params, buffer = _stage()
     assert state.embedding is not None
     step = OptimizerStep(
         buffer,
-        MixedPrecisionAdamW(buffer.fragments, device=state.device, weight_decay=0.1),
+        MixedPrecisionAdamW(buffer.shards, device=state.device, weight_decay=0.1),
         tensor_group=state.tensor.group,
         model_group=state.model.group,
         embedding_group=state.embedding.group,
@@ -148,16 +144,25 @@ def test_tied_and_replicated_weights_stay_equal_through_updates(world4: World) -
 def test_clip_equals_torch(max_norm: float) -> None:
     torch.manual_seed(0)
     params = [make_param(f"p{i}", np.zeros((3, 5 + i))) for i in range(3)]
-    plain = [nn.Parameter(torch.zeros_like(param)) for param in params]
-    buffer = GradBuffer(params, data_parallel_group=None, bucket_elements=1, device=torch.device("cpu"))
-    for param, other in zip(params, plain):
+    reference = [nn.Parameter(torch.zeros_like(param)) for param in params]
+    buffer = make_buffer(params)
+    for param, other in zip(params, reference):
         other.grad = torch.randn_like(param) * 3
         param.grad_sink(other.grad)  # type: ignore[attr-defined]
-    expected_norm = torch.nn.utils.clip_grad_norm_(plain, max_norm)
-    norm = global_norm(buffer.fragments, tensor_group=None, model_group=None, device=torch.device("cpu"))
+    expected_norm = torch.nn.utils.clip_grad_norm_(reference, max_norm)
+    norm = global_norm(buffer.shards, tensor_group=None, model_group=None, device=CPU)
     clip_(buffer.owned, norm, max_norm)
     assert norm.dtype == torch.float32
     torch.testing.assert_close(norm, expected_norm.detach(), rtol=2e-7, atol=0)
-    for param, other in zip(params, plain):
+    for param, other in zip(params, reference):
         assert other.grad is not None
         torch.testing.assert_close(main_grad_of(param), other.grad, rtol=4e-7, atol=0)
+
+
+def test_both_sides_of_a_tied_weight_on_one_rank_get_the_sum() -> None:
+    sides = [make_param("embedding", 3), make_param("embedding", 3, is_copy=True)]
+    buffer = make_buffer(sides)
+    for i, side in enumerate(sides):
+        side.grad_sink(torch.full((3,), 1.0 + i))  # type: ignore[attr-defined]
+    finalize_gradients(buffer.shards, tensor_group=None, embedding_group=None, shared_params=sides)
+    assert [main_grad_of(side).tolist() for side in sides] == [[3.0] * 3] * 2

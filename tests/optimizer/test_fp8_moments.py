@@ -1,4 +1,4 @@
-"""Moments in FP8 against the formats written out, and what Adam needs of them: no bias, no zeros, no standing still."""
+"""FP8 moments against the formats written out, and what Adam requires: no bias, no zeros, and decay."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.distributed.sharding import FlatShard
 from megafp8.fp8.noise import noise_key, words
 from megafp8.optimizer import fp8_moments
-from megafp8.optimizer.fp8_moments import BLOCK, FIRST, SECOND, Fp8Moment, MomentFormat, decode, encode
+from megafp8.optimizer.fp8_moments import BLOCK, FIRST, SECOND, Fp8MomentStorage, MomentFormat, decode, encode
 from megafp8.philox import Key
-from tests.optimizer.tiny import make_param
+from tests.tiny_model import flat_shard
 
 FORMATS = {"first": FIRST, "second": SECOND}
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KEY: Key = (5, 6)
 
 
@@ -38,30 +36,30 @@ def sample(fmt: MomentFormat, n: int) -> Tensor:
 
 
 def rounded(x: np.ndarray, fmt: MomentFormat, noise: np.ndarray) -> np.ndarray:
-    """One block, rounded to the grid: up where the noise and the part of the step that it has gone make a whole."""
+    """One block, rounded to the grid: up where the noise and the fraction of the step add up to 1 or more."""
     values = grid(fmt)
-    factor = 2.0 ** max(-100, math.ceil(math.log2(np.abs(x).max() / values[-1])))
-    below = np.searchsorted(values, np.abs(x) / factor, side="right") - 1
+    scale_inv = 2.0 ** max(-100, math.ceil(math.log2(np.abs(x).max() / values[-1])))
+    below = np.searchsorted(values, np.abs(x) / scale_inv, side="right") - 1
     above = np.minimum(below + 1, len(values) - 1)
     step = np.where(above > below, values[above] - values[below], 1.0)
-    # As far as fp32 shows: the sum of whole steps below, the part, and the noise.
-    steps = (np.abs(x) / factor / step + noise).astype(np.float32)
+    # In fp32: the sum of the whole steps below, the fraction, and the noise.
+    steps = (np.abs(x) / scale_inv / step + noise).astype(np.float32)
     up = steps >= values[below] / step + 1
     found = np.where(up, values[above], values[below])
     if fmt is SECOND:
         found = np.where((x > 0) & (found == 0), values[1], found)
-    return np.copysign(found * factor, x)
+    return np.copysign(found * scale_inv, x)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("n", [1, 127, 128, 1000])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_equals_the_format_written_out(name: str, n: int, device: str) -> None:
     fmt = FORMATS[name]
     x = sample(fmt, n)
-    codes, exponents = encode(x.to(device), fmt, KEY)
-    assert (codes.dtype, len(codes), exponents.dtype, len(exponents)) == (torch.uint8, n, torch.int8, -(-n // BLOCK))
-    found = decode(codes, exponents, fmt).cpu()
+    data, exponents = encode(x.to(device), fmt, KEY)
+    assert (data.dtype, len(data), exponents.dtype, len(exponents)) == (torch.uint8, n, torch.int8, -(-n // BLOCK))
+    found = decode(data, exponents, fmt).cpu()
     blocks = -(-n // BLOCK)
     noise = (words(blocks * BLOCK // 4, KEY, torch.device("cpu")).numpy().ravel() >> 12) / 2**20
     for i in range(0, n, BLOCK):
@@ -70,8 +68,8 @@ def test_equals_the_format_written_out(name: str, n: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_codes_are_kept_and_exact_in_bf16(name: str) -> None:
-    """Also where their block now has a smaller factor: what is saved in bf16 comes back as it was, with any noise."""
+def test_representable_values_are_stored_unchanged_and_exact_in_bf16(name: str) -> None:
+    """Also where their block has a smaller scale: what is saved in bf16 is restored exactly, with any noise."""
     fmt = FORMATS[name]
     values = torch.from_numpy(grid(fmt)).float()
     for largest in range(8, len(values), 5):
@@ -105,47 +103,46 @@ def test_a_second_moment_never_becomes_zero() -> None:
 
 @pytest.mark.parametrize(("name", "beta"), [("first", 0.9), ("second", 0.95)])
 def test_a_moment_without_gradients_decays(name: str, beta: float) -> None:
-    """As fast as it should, from anywhere; rounded to nearest, what begins at 1.25 would stay there at 0.95."""
-    moment = Fp8Moment(FlatShard(make_param("weight", np.zeros(4096)), 0, 4096), name, FORMATS[name], seed=0)
+    """At the right rate from any value; rounded to nearest, 1.25 would never decay at 0.95."""
+    moment = Fp8MomentStorage(flat_shard("weight", 4096), name, FORMATS[name], seed=0)
     start = torch.linspace(1, 4, 4096)
-    moment.keep(start, step=0)
+    moment.store(start, step=0)
     for step in range(1, 101):
-        moment.keep(moment.values() * beta, step)
+        moment.store(moment.load() * beta, step)
         if step in (10, 50, 100):
-            ratio = moment.values().double() / (start.double() * beta**step)
+            ratio = moment.load().double() / (start.double() * beta**step)
             spread = (0.0014 / (1 - beta**2)) ** 0.5
             assert abs(ratio.mean() - 1) < 5 * max(ratio.std(), 0.01) / 64
             assert ratio.std() < 1.5 * spread * (step * (1 - beta**2)) ** 0.5
 
 
-def test_the_noise_is_that_of_a_tensor_and_its_place() -> None:
-    def kept(name: str, start: int = 0, seed: int = 0, step: int = 0, moment: str = "exp_avg") -> Tensor:
-        fragment = FlatShard(make_param(name, np.zeros(1000)), start, start + 500)
-        found = Fp8Moment(fragment, moment, FIRST, seed)
-        found.keep(torch.linspace(-1, 1, 500), step)
-        return found.values()
+def test_noise_depends_on_tensor_position_seed_and_step() -> None:
+    def stored(name: str, start: int = 0, seed: int = 0, step: int = 0, moment: str = "exp_avg") -> Tensor:
+        found = Fp8MomentStorage(flat_shard(name, 1000, start, start + 500), moment, FIRST, seed)
+        found.store(torch.linspace(-1, 1, 500), step)
+        return found.load()
 
-    plain = kept("weight")
-    assert torch.equal(plain, kept("weight"))
-    for other in (kept("norm"), kept("weight", 500), kept("weight", seed=1), kept("weight", step=1),
-                  kept("weight", moment="exp_avg_sq")):  # fmt: skip
+    plain = stored("weight")
+    assert torch.equal(plain, stored("weight"))
+    for other in (stored("norm"), stored("weight", 500), stored("weight", seed=1), stored("weight", step=1),
+                  stored("weight", moment="exp_avg_sq")):  # fmt: skip
         assert 100 < (other != plain).sum() < 400
 
 
-def test_long_fragments_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_shards_are_encoded_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_moments, "_CHUNK", 256)
-    moment = Fp8Moment(FlatShard(make_param("weight", np.zeros(1000)), 0, 1000), "exp_avg", FIRST, seed=0)
+    moment = Fp8MomentStorage(flat_shard("weight", 1000), "exp_avg", FIRST, seed=0)
     x = sample(FIRST, 1000)
-    moment.keep(x, step=3)
+    moment.store(x, step=3)
     names = [f"weight[0]\x000\x00exp_avg\x00{i}" for i in range(4)]
     parts = [decode(*encode(part, FIRST, noise_key(0, 3, name)), FIRST) for part, name in zip(x.split(256), names)]
-    assert torch.equal(moment.values(), torch.cat(parts))
+    assert torch.equal(moment.load(), torch.cat(parts))
     assert moment.nbytes == 1000 + 8
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_what_is_not_finite_shows(name: str, bad: float) -> None:
+def test_non_finite_values_become_nan(name: str, bad: float) -> None:
     found = decode(*encode(torch.tensor([1.0, bad, 0.0]), FORMATS[name], KEY), FORMATS[name])
     assert not found[1].isfinite()
     assert found[0].isfinite()

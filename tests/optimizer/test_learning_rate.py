@@ -1,3 +1,5 @@
+"""Learning rate schedules: end points, slopes, values by hand, and invalid ones."""
+
 from __future__ import annotations
 
 import math
@@ -43,7 +45,7 @@ def test_end_points(s: dict[str, Any]) -> None:
 
 @given(schedules())
 def test_up_then_down_in_small_steps(s: dict[str, Any]) -> None:
-    """No step changes the rate by more than the steepest place of its curve allows."""
+    """No step changes the rate by more than the steepest slope of its curve."""
     warmup, total, peak = s["warmup_steps"], s["total_steps"], s["peak"]
     rates = [learning_rate(step, **s) for step in range(total + 3)]
     slack = 1e-12 * peak
@@ -77,7 +79,7 @@ def test_values_by_hand() -> None:
         ({"total_steps": 0}, "at least 1"),
     ],
 )
-def test_what_cannot_be(change: dict[str, Any], message: str) -> None:
+def test_invalid_schedules(change: dict[str, Any], message: str) -> None:
     s = {"kind": "cosine", "peak": 1.0, "minimum": 0.0, "warmup_steps": 0, "total_steps": 10} | change
     with pytest.raises(ValueError, match=message):
         learning_rate(0, **s)

@@ -1,3 +1,5 @@
+"""Training steps of a tiny model on data-parallel ranks against one plain process, and steps that are skipped."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
+from megafp8.data_parallel.grad_buffer import main_grad_of
 from megafp8.data_parallel.param_buffer import ParamBuffer
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.finalize import finalize_gradients, global_norm
 from megafp8.optimizer.step import OptimizerStep, StepResult
-from tests.optimizer.tiny import batch, loss_sum, make_param, reference, tiny_params
+from tests.tiny_model import batch, loss_sum, make_buffer, make_param, reference, tiny_params
 from tests.world import World
 
 STEPS, ROWS = 3, 8
@@ -23,15 +25,12 @@ HYPER = {"lr": 0.02, "weight_decay": 0.1, "max_norm": 0.7}
 def _optimizer_step(
     params: Any, group: Any, weight_decay: float, max_norm: float | None, sharded: bool = False
 ) -> tuple[OptimizerStep, Callable[[], None]]:
-    """The step, and what brings the weights to all ranks after it."""
-    params = list(params)
-    buffer = GradBuffer(
-        params, data_parallel_group=group, bucket_elements=100, device=params[0].device, sharded=sharded
-    )
-    weights = ParamBuffer(params, buffer.layout, group) if sharded else None
+    """The step, and the gather of the weights after it."""
+    buffer = make_buffer(params, 100, group, sharded=sharded)
+    weights = ParamBuffer(buffer.params, buffer.layout, group) if sharded else None
     step = OptimizerStep(
         buffer,
-        MixedPrecisionAdamW(buffer.fragments, device=buffer.flat.device, weight_decay=weight_decay),
+        MixedPrecisionAdamW(buffer.shards, device=buffer.flat.device, weight_decay=weight_decay),
         tensor_group=None,
         model_group=None,
         embedding_group=None,
@@ -49,7 +48,10 @@ def _optimizer_step(
 
 
 def _train(overlap: bool, scale: float = 1.0, sharded: bool = False) -> tuple[dict[str, Any], list[float]]:
-    """Train the tiny model on this rank's rows; `scale` shrinks the loss and `grad_scale` takes it back."""
+    """Weights and norms of the tiny model trained on this rank's rows.
+
+    `scale` multiplies the loss, and `grad_scale` divides it out again.
+    """
     p = tiny_params()
     step, gather = _optimizer_step(p.values(), dist.group.WORLD, HYPER["weight_decay"], HYPER["max_norm"], sharded)
     assert len(step.buffer.layout.buckets) > 1
@@ -69,6 +71,12 @@ def _train(overlap: bool, scale: float = 1.0, sharded: bool = False) -> tuple[di
     return {name: param.detach().numpy() for name, param in p.items()}, norms
 
 
+def _assert_equal(a: tuple[dict[str, Any], list[float]], b: tuple[dict[str, Any], list[float]]) -> None:
+    assert a[1] == b[1]
+    for name, value in a[0].items():
+        np.testing.assert_array_equal(value, b[0][name])
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_data_parallel_training_equals_one_plain_process(world4: World, ranks: int) -> None:
     expected, expected_norms = reference(STEPS, ROWS, **HYPER)
@@ -78,26 +86,18 @@ def test_data_parallel_training_equals_one_plain_process(world4: World, ranks: i
         np.testing.assert_allclose(norms, expected_norms, rtol=1e-6)
         for name, value in weights.items():
             np.testing.assert_allclose(value, expected[name], rtol=2e-5, atol=2e-6)
-    for (a, a_norms), (b, b_norms) in zip(without, with_overlap):
-        assert a_norms == b_norms
-        for name, value in a.items():
-            np.testing.assert_array_equal(value, b[name])
-            np.testing.assert_array_equal(value, without[0][0][name])
+    for found in [*without, *with_overlap]:
+        _assert_equal(found, without[0])
 
 
-def test_grad_scale_takes_back_a_wrong_token_count(world2: World) -> None:
-    plain, scaled = world2.run(_train, True), world2.run(_train, True, 0.25)
-    for (a, a_norms), (b, b_norms) in zip(plain, scaled):  # a power of two is exact
-        assert a_norms == b_norms
-        for name, value in a.items():
-            np.testing.assert_array_equal(value, b[name])
+def test_grad_scale_corrects_the_token_count(world2: World) -> None:
+    for plain, scaled in zip(world2.run(_train, True), world2.run(_train, True, 0.25)):
+        _assert_equal(plain, scaled)  # a power of two is exact
 
 
 def _state(p: dict[str, Any], optimizer: MixedPrecisionAdamW) -> list[list[float]]:
-    return [
-        t.detach().float().flatten().tolist()
-        for t in (*p.values(), *(t for fragments in optimizer.state().values() for _, t in fragments))
-    ]
+    state = [t for found in optimizer.state().values() for _, t in found]
+    return [t.detach().float().flatten().tolist() for t in (*p.values(), *state)]
 
 
 def _nan_case(value: float, dtype: torch.dtype, sharded: bool) -> tuple[StepResult, bool, int, StepResult, bool]:
@@ -152,9 +152,9 @@ def test_nothing_waits_for_the_device_before_the_norm() -> None:
         for param in params:
             param.grad_sink(torch.ones(64, 64, dtype=torch.bfloat16, device="cuda"))  # type: ignore[attr-defined]
         step.buffer.finish()
-        fragments, device = step.buffer.fragments, step.buffer.flat.device
-        finalize_gradients(fragments, tensor_group=None, embedding_group=None, shared_params=[])
-        norm = global_norm(fragments, tensor_group=None, model_group=None, device=device)
+        shards, device = step.buffer.shards, step.buffer.flat.device
+        finalize_gradients(shards, tensor_group=None, embedding_group=None, shared_params=[])
+        norm = global_norm(shards, tensor_group=None, model_group=None, device=device)
         step.optimizer.step(0.1)
     finally:
         torch.cuda.set_sync_debug_mode("default")

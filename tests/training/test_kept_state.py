@@ -19,7 +19,7 @@ from megafp8.config import Config
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.training.state import load_latest, save_state
 from tests.marks import slow_but
-from tests.optimizer.test_remainders import nearest_bf16
+from tests.optimizer.test_state_storage import nearest_bf16
 from tests.training.test_cuda_graphs import Curve
 from tests.training.test_zero import _contents, _resume, _save, settings, start, steps_of
 from tests.world import World
