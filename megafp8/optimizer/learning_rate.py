@@ -21,60 +21,45 @@ Fixed Training Durations", arXiv:2405.18392.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 ScheduleKind = Literal["cosine", "linear", "wsd", "constant"]
 
 
-def learning_rate(
-    step: int,
-    *,
-    kind: ScheduleKind,
-    peak: float,
-    minimum: float,
-    warmup_steps: int,
-    total_steps: int,
-    decay_steps: int = 0,
-) -> float:
-    """The learning rate of update `step` (from 0). `decay_steps` is for `wsd` only.
+@dataclass(frozen=True)
+class Schedule:
+    """All that the learning rate of an update depends on besides its number. `decay_steps` is for `wsd` only."""
 
-    Raises ValueError where the phases do not fit into `total_steps` or `minimum` is above `peak`.
-    """
-    assert step >= 0
-    _check(kind, peak, minimum, warmup_steps, total_steps, decay_steps)
-    if step < warmup_steps:
-        return peak * ((step + 1) / warmup_steps)
-    if kind == "constant":
-        return peak
-    if step >= total_steps:
-        return minimum
-    decay_start = total_steps - decay_steps if kind == "wsd" else warmup_steps
-    progress = max(0, step - decay_start) / (total_steps - decay_start)
-    return minimum + (peak - minimum) * _remaining(kind, progress)
+    kind: ScheduleKind
+    peak: float
+    minimum: float
+    warmup_steps: int
+    total_steps: int
+    decay_steps: int = 0
 
+    def __post_init__(self) -> None:
+        assert 0.0 <= self.minimum <= self.peak
+        assert (self.decay_steps > 0) == (self.kind == "wsd")
+        assert self.kind == "constant" or 0 <= self.warmup_steps + self.decay_steps <= self.total_steps > 0
 
-def _remaining(kind: ScheduleKind, progress: float) -> float:
-    """The fraction of peak - minimum that remains after `progress` of the decay, in [0, 1)."""
-    if kind == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
-    if kind == "linear":
-        return 1.0 - progress
-    return 1.0 - math.sqrt(progress)
+    def at(self, step: int) -> float:
+        """The learning rate of update `step`, counted from 0."""
+        assert step >= 0
+        if step < self.warmup_steps:
+            return self.peak * ((step + 1) / self.warmup_steps)
+        if self.kind == "constant":
+            return self.peak
+        if step >= self.total_steps:
+            return self.minimum
+        decay_start = self.total_steps - self.decay_steps if self.kind == "wsd" else self.warmup_steps
+        progress = max(0, step - decay_start) / (self.total_steps - decay_start)
+        return self.minimum + (self.peak - self.minimum) * self._remaining(progress)
 
-
-def _check(kind: str, peak: float, minimum: float, warmup_steps: int, total_steps: int, decay_steps: int) -> None:
-    if kind not in ("cosine", "linear", "wsd", "constant"):
-        raise ValueError(f"learning rate schedule {kind!r} is unknown; choose cosine, linear, wsd or constant")
-    if not 0.0 <= minimum <= peak:
-        raise ValueError(f"minimum learning rate {minimum} must lie between 0 and the peak {peak}")
-    if warmup_steps < 0 or total_steps < 1:
-        raise ValueError(f"warmup_steps {warmup_steps} must be at least 0 and total_steps {total_steps} at least 1")
-    if kind == "wsd" and decay_steps < 1:
-        raise ValueError(f"decay_steps is {decay_steps}; a wsd schedule needs at least 1, a tenth of the run is usual")
-    if kind != "wsd" and decay_steps:
-        raise ValueError(f"decay_steps is {decay_steps}, but a {kind} schedule has no separate decay; leave it out")
-    if kind != "constant" and warmup_steps + decay_steps > total_steps:
-        raise ValueError(
-            f"warmup_steps {warmup_steps} + decay_steps {decay_steps} exceed total_steps {total_steps}; "
-            f"shorten the warm-up or the decay, or train longer"
-        )
+    def _remaining(self, progress: float) -> float:
+        """The fraction of peak - minimum that remains after `progress` of the decay, in [0, 1)."""
+        if self.kind == "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        if self.kind == "linear":
+            return 1.0 - progress
+        return 1.0 - math.sqrt(progress)

@@ -2,11 +2,21 @@
 
     finish the data-parallel sum -> complete shared gradients -> scale -> norm -> clip -> update
 
-Sharded weights are gathered by the caller (`ParamBuffer`), since those gathered in FP8 need the next step's scales.
+*Shared gradients.* Two kinds of parameters are held by several ranks of one model, each of which has a part of their
+gradient: norms under sequence parallelism (a tensor-parallel rank has its slice of the sequence) and the tied embedding
+(the first stage looks words up in it, the last multiplies by it; where a rank holds both, still as two parameters, so
+that their gradients are summed in one order under every pipeline schedule). Their gradients are summed once a step.
 
-Everything up to the norm is queued on the device before the host waits, once, for the norm. It decides whether there is
-an update and whether gradients are clipped. A norm that is not finite skips the update: one bad batch costs one step,
-not the run. The norm is the same on every rank, so either all ranks skip or none.
+*The norm* of the whole model's gradient counts each distinct parameter once. Parameters that this rank must not count
+still enter, times zero: zero times a non-finite number is NaN, so a non-finite gradient on any rank shows on all of
+them, and all skip the update or none: one bad batch costs one step, not the run.
+
+Where gradients are sharded over data parallelism, all of this applies to the shards that a rank owns: sums over tensor
+parallelism and between stages are of equal shards there (`buckets` ensures it), and the norm is summed over data
+parallelism too. The updated weights are gathered by the caller (`ParamBuffer`), since those gathered in FP8 need the
+next step's scales.
+
+Everything up to the norm is queued on the device before the host waits, once, for the norm.
 """
 
 from __future__ import annotations
@@ -16,12 +26,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.sharding import FlatShard
+from megafp8.data_parallel.grad_buffer import gradient_of
+from megafp8.distributed import collectives
+from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.optimizer.adam import MixedPrecisionAdamW
-from megafp8.optimizer.finalize import clip_, finalize_gradients, global_norm
 
 
 @dataclass(frozen=True)
@@ -54,9 +66,9 @@ class Gradients(Protocol):
 class OptimizerStep:
     """What a step needs that stays the same from step to step.
 
-    `shared_params`: this stage's side of the tied weights (see `finalize_gradients`). `max_norm`: clip the gradient to
-    this 2-norm; None does not clip. `shard_group`: over which gradients are sharded; None where each rank updates
-    everything.
+    `model_group`: pipeline × tensor; `embedding_group`: the stages that share the tied weights, and `shared_params` this
+    rank's side of them (empty elsewhere). `max_norm`: clip the gradient to this 2-norm; None does not clip.
+    `shard_group`: over which gradients are sharded; None where each rank has all of them.
     """
 
     buffer: Gradients
@@ -75,28 +87,71 @@ class OptimizerStep:
         made them differ. The caller must `zero` the buffer before the next backward pass. A skipped step changes
         neither the weights nor the optimizer's state.
         """
-        shards, gradients = self.buffer.shards, self.buffer.owned
         self.buffer.finish()
-        finalize_gradients(
-            shards,
-            tensor_group=self.tensor_group,
-            embedding_group=self.embedding_group,
-            shared_params=self.shared_params,
-        )
+        self.reduce_shared_gradients()
         if grad_scale is not None:
-            for gradient in gradients:
+            for gradient in self.buffer.owned:
                 gradient.mul_(grad_scale)
-        norm = global_norm(
-            shards,
-            tensor_group=self.tensor_group,
-            model_group=self.model_group,
-            shard_group=self.shard_group,
-            device=self.buffer.flat.device,
-        ).cpu()
+        norm = self.global_norm().cpu()
         grad_norm = norm.item()
         if not math.isfinite(grad_norm):
             return StepResult(grad_norm, skipped=True)
         if self.max_norm is not None:
-            clip_(gradients, norm, self.max_norm)
+            clip_(self.buffer.owned, norm, self.max_norm)
         self.optimizer.step(lr)
         return StepResult(grad_norm, skipped=False)
+
+    def reduce_shared_gradients(self) -> None:
+        """Complete, in place, the gradients of parameters that several ranks of one model hold.
+
+        Sums those with `spec.reduce_over_tp` over `tensor_group`, and those of `shared_params` over `embedding_group`,
+        or with each other where one rank holds both sides.
+        """
+        shards = self.buffer.shards
+        partial = [gradient_of(shard) for shard in shards if spec_of(shard.param).reduce_over_tp]
+        collectives.coalesced_all_reduce(partial, self.tensor_group)
+        shared = [gradient_of(shard) for param in self.shared_params for shard in shards if shard.param is param]
+        if len(self.shared_params) == 2:  # sharded alike
+            sides = len(shared) // 2
+            for first, last in zip(shared[:sides], shared[sides:], strict=True):
+                last.copy_(first.add_(last))
+        else:
+            collectives.coalesced_all_reduce(shared, self.embedding_group)
+
+    def global_norm(self) -> Tensor:
+        """The 2-norm of the whole model's gradient, the same on every rank: fp32 scalar on the gradients' device.
+
+        Parameters replicated over tensor parallelism count on its rank 0 only, copies of tied weights never. Squares
+        are summed in float64, so the result depends on the layout only in its last bit. Two all-reduces of eight bytes:
+        a single one would need a communicator of the whole job.
+        """
+        first_tensor_rank = self.tensor_group is None or self.tensor_group.rank() == 0
+        counted: list[Tensor] = []
+        uncounted: list[Tensor] = []
+        for shard in self.buffer.shards:
+            spec = spec_of(shard.param)
+            counts = not spec.is_copy and (first_tensor_rank or not spec.replicated_over_tp)
+            (counted if counts else uncounted).append(gradient_of(shard))
+        device = self.buffer.flat.device
+        total = _sum_of_squares(counted, device) + 0 * _sum_of_squares(uncounted, device)
+        collectives.all_reduce(total, self.shard_group)
+        return collectives.all_reduce(total, self.model_group).sqrt().float()
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Float64 scalar."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum()
+
+
+def clip_(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale `gradients` by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
+
+    `norm` is on the host by now, so a factor of 1 costs nothing.
+    """
+    assert norm.device.type == "cpu"
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+    if factor != 1.0:
+        for gradient in gradients:
+            gradient.mul_(factor)

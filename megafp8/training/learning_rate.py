@@ -9,35 +9,10 @@ that resumes with another one would have had other learning rates before, and it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megafp8.config import Config, OptimizerConfig
-from megafp8.optimizer.learning_rate import ScheduleKind, learning_rate
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Everything that the learning rate of an update depends on besides its number; see `optimizer.schedule`."""
-
-    kind: ScheduleKind
-    peak: float
-    minimum: float
-    warmup_steps: int
-    total_steps: int
-    decay_steps: int
-
-    def at(self, step: int) -> float:
-        """The learning rate of update `step`, counted from 0."""
-        return learning_rate(
-            step,
-            kind=self.kind,
-            peak=self.peak,
-            minimum=self.minimum,
-            warmup_steps=self.warmup_steps,
-            total_steps=self.total_steps,
-            decay_steps=self.decay_steps,
-        )
+from megafp8.optimizer.learning_rate import Schedule
 
 
 def schedule_of(o: OptimizerConfig, steps: int) -> Schedule:

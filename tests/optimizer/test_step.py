@@ -1,4 +1,4 @@
-"""Training steps of a tiny model on data-parallel ranks against one plain process, and steps that are skipped."""
+"""Optimizer steps: data-parallel training against one plain process, skipped steps, shared gradients and the norm."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from megafp8.data_parallel.grad_buffer import main_grad_of
+from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
 from megafp8.data_parallel.param_buffer import ParamBuffer
 from megafp8.optimizer.adam import MixedPrecisionAdamW
-from megafp8.optimizer.finalize import finalize_gradients, global_norm
-from megafp8.optimizer.step import OptimizerStep, StepResult
+from megafp8.optimizer.step import OptimizerStep, StepResult, clip_
+from megafp8.parallel_state import ParallelState, initialize_model_parallel
 from tests.tiny_model import batch, loss_sum, make_buffer, make_param, reference, tiny_params
 from tests.world import World
 
@@ -22,29 +23,26 @@ STEPS, ROWS = 3, 8
 HYPER = {"lr": 0.02, "weight_decay": 0.1, "max_norm": 0.7}
 
 
-def _optimizer_step(
-    params: Any, group: Any, weight_decay: float, max_norm: float | None, sharded: bool = False
+def _step(buffer: GradBuffer, weight_decay: float = 0.1, max_norm: float | None = 1.0, **groups: Any) -> OptimizerStep:
+    optimizer = MixedPrecisionAdamW(buffer.shards, device=buffer.flat.device, weight_decay=weight_decay)
+    none: dict[str, Any] = {"tensor_group": None, "model_group": None, "embedding_group": None, "shared_params": []}
+    return OptimizerStep(buffer, optimizer, max_norm=max_norm, **{**none, **groups})
+
+
+def _data_parallel_step(
+    params: Any, weight_decay: float, max_norm: float | None, sharded: bool = False
 ) -> tuple[OptimizerStep, Callable[[], None]]:
     """The step, and the gather of the weights after it."""
+    group = dist.group.WORLD
     buffer = make_buffer(params, 100, group, sharded=sharded)
     weights = ParamBuffer(buffer.params, buffer.layout, group) if sharded else None
-    step = OptimizerStep(
-        buffer,
-        MixedPrecisionAdamW(buffer.shards, device=buffer.flat.device, weight_decay=weight_decay),
-        tensor_group=None,
-        model_group=None,
-        embedding_group=None,
-        shared_params=[],
-        max_norm=max_norm,
-        shard_group=group if sharded else None,
-    )
 
     def gather() -> None:
         if weights is not None:
             weights.start_gather()
             weights.wait()
 
-    return step, gather
+    return _step(buffer, weight_decay, max_norm, shard_group=group if sharded else None), gather
 
 
 def _train(overlap: bool, scale: float = 1.0, sharded: bool = False) -> tuple[dict[str, Any], list[float]]:
@@ -53,7 +51,7 @@ def _train(overlap: bool, scale: float = 1.0, sharded: bool = False) -> tuple[di
     `scale` multiplies the loss, and `grad_scale` divides it out again.
     """
     p = tiny_params()
-    step, gather = _optimizer_step(p.values(), dist.group.WORLD, HYPER["weight_decay"], HYPER["max_norm"], sharded)
+    step, gather = _data_parallel_step(p.values(), HYPER["weight_decay"], HYPER["max_norm"], sharded)
     assert len(step.buffer.layout.buckets) > 1
     norms = []
     for i in range(STEPS):
@@ -103,7 +101,7 @@ def _state(p: dict[str, Any], optimizer: MixedPrecisionAdamW) -> list[list[float
 def _nan_case(value: float, dtype: torch.dtype, sharded: bool) -> tuple[StepResult, bool, int, StepResult, bool]:
     """A good step, a step with `value` in a gradient of rank 1, another good step."""
     p = {name: make_param(name, np.ones((3, 4)), dtype) for name in ("a", "b", "c")}
-    step, gather = _optimizer_step(p.values(), dist.group.WORLD, 0.1, 1.0, sharded)
+    step, gather = _data_parallel_step(p.values(), 0.1, 1.0, sharded)
     states, results = [_state(p, step.optimizer)], []
     for i in range(3):
         step.buffer.zero()
@@ -134,7 +132,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
 
 def test_no_clipping_without_a_limit() -> None:
     param = make_param("p", np.ones(4))
-    step, _ = _optimizer_step([param], None, 0.0, None)
+    step = _step(make_buffer([param]), 0.0, None)
     param.grad_sink(torch.full((4,), 50.0))  # type: ignore[attr-defined]
     assert step(0.1) == StepResult(100.0, skipped=False)
     assert main_grad_of(param).tolist() == [50.0] * 4
@@ -143,7 +141,7 @@ def test_no_clipping_without_a_limit() -> None:
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device_before_the_norm() -> None:
     params = [make_param(f"p{i}", np.ones((64, 64)), torch.bfloat16, "cuda", is_copy=i == 2) for i in range(3)]
-    step, _ = _optimizer_step(params, None, 0.1, 1.0)
+    step = _step(make_buffer(params, 100))
     step(0.1)
     step.buffer.zero()
     torch.cuda.set_sync_debug_mode("error")
@@ -152,10 +150,147 @@ def test_nothing_waits_for_the_device_before_the_norm() -> None:
         for param in params:
             param.grad_sink(torch.ones(64, 64, dtype=torch.bfloat16, device="cuda"))  # type: ignore[attr-defined]
         step.buffer.finish()
-        shards, device = step.buffer.shards, step.buffer.flat.device
-        finalize_gradients(shards, tensor_group=None, embedding_group=None, shared_params=[])
-        norm = global_norm(shards, tensor_group=None, model_group=None, device=device)
+        step.reduce_shared_gradients()
+        norm = step.global_norm()
         step.optimizer.step(0.1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert norm.item() == pytest.approx(np.sqrt(2 * 64 * 64), rel=1e-6)
+
+
+# --- shared gradients and the norm under TP2 × PP2 --------------------------------------------------------------------
+
+# The ranks' gradients, small whole numbers, so that every sum is exact in fp32.
+_rng = np.random.default_rng(3)
+_PARTS = {
+    name: _rng.integers(-9, 10, size=shape).astype(np.float64)
+    for name, shape in {
+        "look_up": (8, 4),  # the embedding's gradient on the first stage
+        "output": (8, 4),  # and on the last
+        "norm": (2, 4),  # one row from each tensor-parallel rank
+        "weight": (4, 6),
+        "row_bias": (4,),
+    }.items()
+}
+_WHOLE = {
+    "embedding": _PARTS["look_up"] + _PARTS["output"],
+    "norm": _PARTS["norm"].sum(0),
+    "weight": _PARTS["weight"],
+    "row_bias": _PARTS["row_bias"],
+}
+
+
+def _stage() -> tuple[ParallelState, dict[str, nn.Parameter], OptimizerStep]:
+    """This rank's parameters under TP2 × PP2, all ones, with the gradients that this rank computes."""
+    state = initialize_model_parallel(2, 2)
+    assert state.embedding is not None
+    t = state.tensor.rank
+    rows, columns = slice(4 * t, 4 * t + 4), slice(3 * t, 3 * t + 3)
+    if state.is_first_stage:
+        parts = {
+            "embedding": (_PARTS["look_up"][rows], {"replicated_over_tp": False}),
+            "norm": (_PARTS["norm"][t], {"reduce_over_tp": True}),
+        }
+    else:
+        parts = {
+            "weight": (_PARTS["weight"][:, columns], {"replicated_over_tp": False}),
+            "row_bias": (_PARTS["row_bias"], {}),
+            "embedding": (_PARTS["output"][rows], {"replicated_over_tp": False, "is_copy": True}),
+        }
+    params = {name: make_param(name, np.ones_like(grad), **spec) for name, (grad, spec) in parts.items()}
+    step = _step(
+        make_buffer(params.values(), group=state.data_context.group),
+        tensor_group=state.tensor.group,
+        model_group=state.model.group,
+        embedding_group=state.embedding.group,
+        shared_params=[params["embedding"]],
+    )
+    for name, param in params.items():
+        param.grad_sink(torch.from_numpy(parts[name][0]))  # type: ignore[attr-defined]
+    return state, params, step
+
+
+def _gradients_case() -> tuple[int, int, dict[str, Any], float]:
+    state, params, step = _stage()
+    step.buffer.finish()
+    step.reduce_shared_gradients()
+    gradients = {name: main_grad_of(param).numpy() for name, param in params.items()}
+    return state.pipeline.rank, state.tensor.rank, gradients, step.global_norm().item()
+
+
+def test_shared_gradients_and_norm_equal_the_whole_model(world4: World) -> None:
+    expected_norm = np.float32(np.sqrt(sum((grad**2).sum() for grad in _WHOLE.values())))
+    for stage, t, gradients, norm in world4.run(_gradients_case):
+        assert norm == expected_norm
+        np.testing.assert_array_equal(gradients["embedding"], _WHOLE["embedding"][4 * t : 4 * t + 4])
+        if stage == 0:
+            np.testing.assert_array_equal(gradients["norm"], _WHOLE["norm"])
+        else:
+            np.testing.assert_array_equal(gradients["weight"], _WHOLE["weight"][:, 3 * t : 3 * t + 3])
+
+
+def _non_finite_case(value: float) -> list[float]:
+    """The norm with `value` in one gradient of one rank, for every rank and parameter."""
+    norms = []
+    for rank in range(torch.distributed.get_world_size()):
+        for i in range(3):
+            state, params, step = _stage()
+            if rank == state.rank and i < len(params):
+                main_grad_of(list(params.values())[i]).view(-1)[1] = value
+            norms.append(step.global_norm().item())
+    return norms
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_non_finite_gradient_anywhere_shows_on_all_ranks(world4: World, value: float) -> None:
+    stages = [0, 0, 1, 1]  # tensor is the fastest axis: ranks 0, 1 are the first stage, with two parameters
+    bad = [i < (2 if stage == 0 else 3) for stage in stages for i in range(3)]
+    for norms in world4.run(_non_finite_case, value):
+        assert [not np.isfinite(norm) for norm in norms] == bad
+
+
+def _step_case() -> dict[str, Any]:
+    _, params, step = _stage()
+    step(lr=0.5)
+    step.buffer.zero()
+    for i, param in enumerate(step.buffer.params):  # another direction, so that the moments matter
+        main_grad_of(param).fill_(0.25 * (-1) ** i if not param.spec.reduce_over_tp else 0.5)
+    step(lr=0.25)
+    return {name: param.detach().numpy() for name, param in params.items()}
+
+
+def test_tied_and_replicated_weights_stay_equal_through_updates(world4: World) -> None:
+    first0, first1, last0, last1 = world4.run(_step_case)
+    np.testing.assert_array_equal(first0["embedding"], last0["embedding"])
+    np.testing.assert_array_equal(first1["embedding"], last1["embedding"])
+    np.testing.assert_array_equal(first0["norm"], first1["norm"])
+    np.testing.assert_array_equal(last0["row_bias"], last1["row_bias"])
+    assert not np.array_equal(first0["embedding"], np.ones_like(first0["embedding"]))
+
+
+def test_both_sides_of_a_tied_weight_on_one_rank_get_the_sum() -> None:
+    sides = [make_param("embedding", 3), make_param("embedding", 3, is_copy=True)]
+    step = _step(make_buffer(sides), shared_params=sides)
+    for i, side in enumerate(sides):
+        side.grad_sink(torch.full((3,), 1.0 + i))  # type: ignore[attr-defined]
+    step.reduce_shared_gradients()
+    assert [main_grad_of(side).tolist() for side in sides] == [[3.0] * 3] * 2
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 5.0, 1e4])
+def test_clip_equals_torch(max_norm: float) -> None:
+    torch.manual_seed(0)
+    params = [make_param(f"p{i}", np.zeros((3, 5 + i))) for i in range(3)]
+    reference = [nn.Parameter(torch.zeros_like(param)) for param in params]
+    step = _step(make_buffer(params))
+    for param, other in zip(params, reference):
+        other.grad = torch.randn_like(param) * 3
+        param.grad_sink(other.grad)  # type: ignore[attr-defined]
+    expected_norm = torch.nn.utils.clip_grad_norm_(reference, max_norm)
+    norm = step.global_norm()
+    clip_(step.buffer.owned, norm, max_norm)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, expected_norm.detach(), rtol=2e-7, atol=0)
+    for param, other in zip(params, reference):
+        assert other.grad is not None
+        torch.testing.assert_close(main_grad_of(param), other.grad, rtol=4e-7, atol=0)
