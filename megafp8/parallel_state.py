@@ -1,17 +1,17 @@
-"""The grid of ranks and every group cut from it.
+"""The grid of ranks (pipeline, data, context, tensor) and the process groups of its axes.
 
-The ranks of a job form a grid with four axes, slowest to fastest: pipeline, data, context, tensor. The fastest axis
-talks most, so a tensor-parallel group sits on neighbouring ranks (one NVLink domain) and pipeline stages, which talk
-least, lie farthest apart. This is Megatron-LM's order "tp-cp-dp-pp" read from the other end.
+The axes from slowest to fastest are pipeline, data, context, tensor. The fastest axis communicates most, so a
+tensor-parallel group is on neighbouring ranks (one NVLink domain), and pipeline stages, which communicate least, are
+farthest apart. This is Megatron-LM's order "tp-cp-dp-pp" read from the other end.
 
-`rank_groups` is the whole truth and needs no process group: it slices the grid and returns lists of ranks, so the
-layout of 16,384 GPUs can be checked on a laptop. `initialize_model_parallel` builds the process groups of exactly those
-lists that this rank is in, by one `new_group` each, which only its members call. So a rank's start-up cost does not
-grow with the world: torch's own `init_device_mesh` makes every rank go through the groups of all others, some 40,000
-of them on 16,384 ranks, and the `DeviceMesh` that torch's libraries ask for is made of our groups instead.
+`rank_groups` computes all groups as lists of ranks, without process groups, so the layout of 16,384 GPUs can be checked
+on a laptop. `initialize_model_parallel` builds the process groups that this rank is in, by one `new_group` each, which
+only its members call. So start-up cost does not grow with the world: torch's own `init_device_mesh` makes every rank
+enumerate the groups of all others, some 40,000 on 16,384 ranks; the `DeviceMesh` for torch's libraries is made of our
+groups instead.
 
-The result is an object, `ParallelState`, and modules are handed the groups they need. The accessors with Megatron-LM's
-names at the end of the file serve scripts and notebooks; nothing inside the package calls them.
+The result is a `ParallelState`, and modules are passed the groups they need. The accessors with Megatron-LM's names at
+the end of the file are for scripts and notebooks; the package does not call them.
 """
 
 from __future__ import annotations
@@ -47,50 +47,39 @@ def rank_groups(
     pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
 ) -> dict[str, list[list[int]]]:
-    """Every group of a layout as lists of global ranks, in group order. Pure; builds no process group.
+    """Every group of a layout as lists of global ranks, in group order. Builds no process group.
 
     Keys: `tensor`, `context`, `data`, `pipeline` (the axes), `data_context`, `model` (pipeline × tensor),
     `tensor_context`, `amax` (data × context × tensor), `embedding` (first and last stage of each pipeline). The
-    data-parallel size is what remains of the world. Raises ValueError where the sizes do not multiply up to the world.
+    data-parallel size is the rest of the world. Raises ValueError where the sizes do not multiply up to the world.
     """
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    return {name: ranks.tolist() for name, ranks in _cut(grid).items()}
+    return {name: ranks.tolist() for name, ranks in _groups(grid).items()}
 
 
-def _grid(
-    world_size: int,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
-    context_parallel_size: int,
-) -> Ranks:
+def _grid(world_size: int, tensor: int, pipeline: int, context: int) -> Ranks:
     """All ranks, `[pipeline, data, context, tensor]`. Raises ValueError where the sizes do not fit the world."""
-    sizes = {
-        "tensor_model_parallel_size": tensor_model_parallel_size,
-        "pipeline_model_parallel_size": pipeline_model_parallel_size,
-        "context_parallel_size": context_parallel_size,
-    }
-    for name, value in sizes.items():
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    for name, value in zip(names, (tensor, pipeline, context)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    model_size = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
+    model_size = tensor * pipeline * context
     if world_size < 1 or world_size % model_size:
+        suggested = model_size * max(1, round(world_size / model_size))
         raise ValueError(
-            f"world size {world_size} is not a multiple of tensor {tensor_model_parallel_size} × pipeline "
-            f"{pipeline_model_parallel_size} × context {context_parallel_size} = {model_size} ranks; "
-            f"start {model_size * max(1, round(world_size / model_size))} processes or shrink an axis"
+            f"world size {world_size} is not a multiple of tensor {tensor} × pipeline {pipeline} × context {context} = "
+            f"{model_size} ranks; start {suggested} processes or shrink an axis"
         )
-    data = world_size // model_size
-    shape = (pipeline_model_parallel_size, data, context_parallel_size, tensor_model_parallel_size)
-    return np.arange(world_size).reshape(shape)
+    return np.arange(world_size).reshape(pipeline, world_size // model_size, context, tensor)
 
 
-def _cut(grid: Ranks) -> dict[str, Ranks]:
+def _groups(grid: Ranks) -> dict[str, Ranks]:
     """The groups of each name, `[groups, members]`."""
 
     def along(*axes: str) -> Ranks:
-        kept = [AXES.index(axis) for axis in axes]
-        rest = [i for i in range(len(AXES)) if i not in kept]
-        return grid.transpose(rest + kept).reshape(-1, int(np.prod([grid.shape[i] for i in kept])))
+        members = [AXES.index(axis) for axis in axes]
+        rest = [i for i in range(len(AXES)) if i not in members]
+        return grid.transpose(rest + members).reshape(-1, int(np.prod([grid.shape[i] for i in members])))
 
     groups = {axis: along(axis) for axis in AXES}
     groups |= {name: along(*axes) for name, axes in _JOINT_GROUPS.items()}
@@ -100,14 +89,14 @@ def _cut(grid: Ranks) -> dict[str, Ranks]:
 
 
 def _group_of(rank: int, groups: Ranks) -> tuple[int, ...] | None:
-    """The one of `groups` that `rank` is in, if there is one."""
+    """The group that `rank` is in, if there is one."""
     found = groups[(groups == rank).any(axis=1)]
     return tuple(found[0].tolist()) if len(found) else None
 
 
 @dataclass(frozen=True)
 class Group:
-    """One group this rank is in: the process group, its global ranks in order, and our place among them."""
+    """A process group of this rank, its global ranks in order, and this rank's index among them."""
 
     group: ProcessGroup
     ranks: tuple[int, ...]
@@ -130,9 +119,9 @@ class Group:
 class ParallelState:
     """This rank's place in the grid and its groups. `embedding` is None on ranks between first and last stage.
 
-    `pipeline_backward` has the ranks of `pipeline` but a communicator of its own: activations and gradients flow in
+    `pipeline_backward` has the ranks of `pipeline` but its own communicator: activations and gradients are sent in
     opposite directions between the same two ranks, and on one communicator a send that waits for a receive queued
-    behind another send would deadlock. `data_context_backward` is to `data_context` likewise, for gradients that are
+    after another send would deadlock. Likewise `data_context_backward` to `data_context`, for gradients that are
     reduced while weights are gathered.
     """
 
@@ -156,7 +145,7 @@ class ParallelState:
 
     @property
     def is_first_stage(self) -> bool:
-        """The first rank of the pipeline; which stages a rank holds is the schedule's placement's matter."""
+        """The first rank of the pipeline. Which stages a rank holds depends on the schedule's placement."""
         return self.pipeline.is_first
 
     @property
@@ -175,16 +164,16 @@ def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> 
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
-        # How many streams have a queue of their own on the GPU. By default 8: beyond that they share, and what waits
-        # in one stream, a receive for its sender, holds up another. A pipeline has a stream for each neighbour and
-        # direction beside those of computation and of every other group, so two ranks could wait for each other.
+        # The number of hardware queues, 8 by default. More streams share queues, and a receive that waits for its
+        # sender in one stream blocks another. A pipeline has a stream for each neighbour and direction beside those of
+        # computation and of every other group, so two ranks could wait for each other.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device
     if "RANK" in os.environ:
-        # No device_id: it would make torch build each subgroup by splitting the world's communicator, a call that all
-        # ranks must join, while ours are made by their members alone. Communicators then connect at their first use.
+        # No device_id: torch would build each subgroup by splitting the world's communicator, a call that all ranks
+        # must join, while ours are made by their members only. Communicators then connect at their first use.
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -201,17 +190,16 @@ def initialize_model_parallel(
     timeout_seconds: float = 600.0,
     backend: str | None = None,
 ) -> ParallelState:
-    """Cut the running job into its groups. Call after `torch.distributed` is initialised, once, on every rank.
+    """Build the groups of the running job. Call after `torch.distributed` is initialized, once, on every rank.
 
-    `backend`: of the groups; None: gloo on CPU, NCCL on CUDA.
-
-    Raises ValueError, on every rank alike and before any group is built, where the sizes do not fit the world.
+    `backend`: of the groups; None: gloo on CPU, NCCL on CUDA. Raises ValueError, on every rank alike and before any
+    group is built, where the sizes do not fit the world.
     """
     global _STATE
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = device or torch.device("cpu")
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    mine = {name: _group_of(rank, groups) for name, groups in _cut(grid).items()}
+    mine = {name: _group_of(rank, groups) for name, groups in _groups(grid).items()}
     world = dist.group.WORLD
     assert world is not None
     timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -231,7 +219,7 @@ def initialize_model_parallel(
     )
 
     def joint(name: str) -> Group:
-        """A joint group that is in truth one axis reuses that axis's communicator."""
+        """The communicator of an axis with the same ranks, or a new one."""
         return next((g for g in axes.values() if g.ranks == mine[name]), None) or group(name)
 
     _STATE = ParallelState(
@@ -247,7 +235,7 @@ def initialize_model_parallel(
         model=joint("model"),
         tensor_context=joint("tensor_context"),
         amax=joint("amax"),
-        # Last: torch puts the number of a rank's groups into the name of its next one, and not every rank has this one.
+        # Last: torch numbers a rank's groups in their names, and not every rank has this one.
         embedding=group("embedding") if mine["embedding"] else None,
         virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,
     )
@@ -255,7 +243,7 @@ def initialize_model_parallel(
 
 
 def host_group(timeout_seconds: float = 600.0) -> ProcessGroup:
-    """A gloo group of the whole job, for a thread that talks beside training. Collective."""
+    """A gloo group of the whole job, for communication by another thread than training's. Collective."""
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping, Set
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +25,8 @@ COLLECTIVES = (
     "batch_isend",
     "barrier",
 )
+EXPECTED_CYCLES: set[frozenset[str]] = set()
+"""Import cycles that exist; none may be added."""
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -75,3 +79,31 @@ def test_collectives_are_called_in_one_place(path: Path) -> None:
 )
 def test_the_rule_sees_every_spelling(source: str) -> None:
     assert len(collective_calls(source)) == 1
+
+
+def cycles(imports: Mapping[str, Set[str]]) -> set[frozenset[str]]:
+    """The sets of modules that import each other in a circle: strongly connected components of more than one module."""
+
+    def reachable(start: str) -> set[str]:
+        found, stack = set(), [start]
+        while stack:
+            stack += (new := imports[stack.pop()] - found)
+            found |= new
+        return found
+
+    reached = {module: reachable(module) for module in imports}
+    circular = {module: frozenset(m for m in reached[module] if module in reached[m]) for module in imports}
+    return {circle for circle in circular.values() if circle}
+
+
+def test_no_import_cycles() -> None:
+    """Imports inside functions count."""
+    graph = grimp.build_graph("megafp8", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert cycles(imports) == EXPECTED_CYCLES
+
+
+def test_the_search_finds_cycles() -> None:
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "e"}, "e": {"f"}, "f": {"g"}, "g": {"e"}}
+    assert cycles(imports) == {frozenset("bc"), frozenset("efg")}
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()

@@ -1,6 +1,8 @@
-"""Groups: the pure lists for worlds of any size, and the process groups of real ranks."""
+"""Groups: the lists of ranks for worlds of any size, and the process groups of real ranks."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -15,14 +17,13 @@ from tests.world import World
 
 def test_groups_of_sixteen_ranks_by_hand() -> None:
     groups = rank_groups(16, tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
-    assert groups["tensor"] == [[2 * i, 2 * i + 1] for i in range(8)]
+    assert groups["tensor"] == groups["tensor_context"] == [[2 * i, 2 * i + 1] for i in range(8)]
     assert groups["data"] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
     assert groups["pipeline"] == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
     assert groups["model"] == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
     assert groups["amax"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert groups["embedding"] == [[0, 12], [1, 13], [2, 14], [3, 15]]
     assert groups["context"] == [[i] for i in range(16)]
-    assert groups["tensor_context"] == groups["tensor"]
 
 
 def test_groups_of_eight_ranks_with_context_by_hand() -> None:
@@ -45,11 +46,8 @@ def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int) ->
         assert len(flat) == len(set(flat)), name
         if name != "embedding":
             assert sorted(flat) == list(range(world)), name
-    # Two groups of different axes share at most one rank: the axes are orthogonal.
-    for a in AXES:
-        for b in AXES:
-            if a < b:
-                assert all(len(set(x) & set(y)) <= 1 for x in groups[a] for y in groups[b])
+    for a, b in itertools.combinations(AXES, 2):  # the axes are orthogonal: their groups share at most one rank
+        assert all(len(set(x) & set(y)) <= 1 for x in groups[a] for y in groups[b])
 
 
 def test_sixteen_thousand_ranks_need_no_process_group() -> None:
@@ -68,19 +66,28 @@ def test_sizes_that_do_not_fit(world: int, tp: int, pp: int, message: str) -> No
 
 
 def _sums(tp: int, pp: int, cp: int) -> dict[str, tuple[float, int]]:
+    """Of each group, the sum of its ranks and this rank's index; and that Megatron-LM's accessors agree."""
     state = initialize_model_parallel(tp, pp, context_parallel_size=cp)
-    names = ("tensor", "context", "data", "pipeline", "pipeline_backward")
-    names += ("model", "amax", "data_context", "tensor_context")
     found = {}
-    for name in names:
+    for name in (*AXES, "pipeline_backward", "model", "amax", "data_context", "tensor_context"):
         group = getattr(state, name)
         total = all_reduce(torch.tensor([float(state.rank)]), group.group).item()
         found[name] = (total, group.rank)
-    assert parallel_state.get_tensor_model_parallel_world_size() == tp
-    assert parallel_state.get_pipeline_model_parallel_rank() == state.pipeline.rank
+    for axis in ("tensor_model", "pipeline_model", "context", "data"):
+        group = getattr(state, axis.removesuffix("_model"))
+        for part, expected in (("group", group.group), ("rank", group.rank), ("world_size", group.size)):
+            assert getattr(parallel_state, f"get_{axis}_parallel_{part}")() == expected
+    assert parallel_state.get_data_parallel_group(with_context_parallel=True) == state.data_context.group
+    assert parallel_state.get_model_parallel_group() == state.model.group
+    assert parallel_state.get_amax_reduction_group() == state.amax.group
+    assert parallel_state.get_embedding_group() == (None if state.embedding is None else state.embedding.group)
+    assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 1
+    assert parallel_state.is_pipeline_first_stage() == (state.pipeline.rank == 0)
     assert parallel_state.is_pipeline_last_stage() == (state.pipeline.rank == pp - 1)
     parallel_state.destroy_model_parallel()
     assert not parallel_state.model_parallel_is_initialized()
+    with pytest.raises(ValueError, match="call initialize_model_parallel"):
+        parallel_state.get_parallel_state()
     return found
 
 
@@ -91,6 +98,6 @@ def _sums(tp: int, pp: int, cp: int) -> dict[str, tuple[float, int]]:
 def test_process_groups_are_the_lists(world4: World, tp: int, pp: int, cp: int) -> None:
     expected = rank_groups(4, tp, pp, cp)
     for rank, found in enumerate(world4.run(_sums, tp, pp, cp)):
-        for name, (total, place) in found.items():
+        for name, (total, index) in found.items():
             ranks = next(g for g in expected[name.removesuffix("_backward")] if rank in g)
-            assert (total, place) == (sum(ranks), ranks.index(rank)), name
+            assert (total, index) == (sum(ranks), ranks.index(rank)), name

@@ -66,8 +66,8 @@ class Gradients(Protocol):
 class OptimizerStep:
     """What a step needs that stays the same from step to step.
 
-    `model_group`: pipeline × tensor; `embedding_group`: the stages that share the tied weights, and `shared_params` this
-    rank's side of them (empty elsewhere). `max_norm`: clip the gradient to this 2-norm; None does not clip.
+    `model_group`: pipeline × tensor; `embedding_group`: the stages that share the tied weights, and `shared_params`:
+    this rank's side of them (empty elsewhere). `max_norm`: clip the gradient to this 2-norm; None does not clip.
     `shard_group`: over which gradients are sharded; None where each rank has all of them.
     """
 

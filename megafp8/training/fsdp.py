@@ -128,6 +128,6 @@ def report(sharded: FullySharded, as_codes: Collection[nn.Parameter], ranks: int
     received, plainly = (size * (ranks - 1) / ranks / gib for size in (codes, values))
     instead = f", {len(as_codes)} of them as FP8 codes, instead of {plainly:.3f} as values" if as_codes else ""
     return (
-        f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(sharded.row_shards)} weights; all of them gathered "
-        f"are {received:.3f} GiB received{instead}"
+        f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(sharded.row_shards)} weights; all of them "
+        f"gathered are {received:.3f} GiB received{instead}"
     )
