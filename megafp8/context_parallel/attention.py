@@ -3,14 +3,11 @@
 A rank computes the outputs of its own queries and needs all ranks' keys and values. It all-gathers them, in forward and
 again in backward, and reduce-scatters their gradients. It saves its own shard of q, k, v and the output only.
 
-*Why not a ring*, which passes blocks of k and v on while others are computed with? It moves the same bytes. It holds
-two blocks instead of the whole k and v, but with grouped queries these are small: in Llama-3-8B at s = 131,072, 512 MiB
-for the one layer that is running, divided by the tensor-parallel size. And it overlaps the transfer, which the
-all-gather does in part: the triangles of a rank's own chunks, 1/2n of its work, run meanwhile. Computed for that model
-over 8 ranks, not measured: the gather takes 1.6 ms at 300 GB/s; a layer's attention forward 29 ms at 600 TFLOP/s, of
-which the triangles are 1.8 ms. For the rest a ring needs a schedule, n small kernels in place of each large one, and
-different cases of masks. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783, section
-3.3.2). The computation is in docs/decisions/0011-context-parallelism.md.
+A ring, which passes blocks of k and v on while others are computed with, moves the same bytes, saves memory that is
+small with grouped queries, and would hide a transfer that takes 1/18 of the time of the attention in Llama-3-8B. It
+needs n small kernels in place of each large one (docs/decisions/0011-context-parallelism.md). Here the triangles of a
+rank's own chunks overlap the gather. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783,
+section 3.3.2).
 
 Where two calls share queries or keys, results are added: outputs through their log-sum-exps (`lse_attention`), dk and
 dv in fp32 on a rank and in the model's dtype over ranks.

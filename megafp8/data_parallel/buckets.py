@@ -3,18 +3,14 @@
 Backward produces gradients roughly from the last parameter to the first. Parameters are laid out in that order, so the
 buckets, consecutive ranges of the buffer, complete one after another: the first is being reduced while the rest of the
 backward pass still computes. Larger buckets use the network better; smaller ones start earlier and leave less for the
-end.
-
-A parameter is never split between buckets, so one large parameter makes one large bucket. Every parameter starts on a
-multiple of `align` elements (64 fp32 elements are 256 bytes, as CUDA's allocator, vector loads and cuBLASLt prefer);
-the gaps stay zero.
+end. A parameter is never split between buckets. Every parameter starts on a multiple of `align` elements (64 fp32
+elements are 256 bytes, as CUDA's allocator, vector loads and cuBLASLt prefer); the gaps stay zero.
 
 Sharded over the `ranks` of data parallelism (ZeRO stage 1), every bucket is padded to equal, aligned slices: rank r
 sums, updates and sends the r-th. Slices ignore parameter boundaries; what a rank owns of one parameter, if anything, is
 one flat range. A parameter that other layouts share, as the tied weights of the first and last pipeline stage, has a
-bucket of its own (`own_bucket`): then it is sliced alike in all of them, and the owners in each can communicate.
-
-A bucket's slices are equal in bytes only if all of it has one dtype. So parameters that are gathered in FP8
+bucket of its own (`own_bucket`): then it is sliced alike in all of them, and the owners in each can communicate. A
+bucket's slices are equal in bytes only if all of it has one dtype, so parameters that are gathered in FP8
 (`fp8_bucket`) fill separate buckets. Two buckets are then open at a time, ordered by when they are complete.
 
 Pure arithmetic: the layout of any model can be computed and checked anywhere.

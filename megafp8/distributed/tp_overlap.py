@@ -117,11 +117,6 @@ def ring_steps(rank: int, t: int, max_chunks: int) -> tuple[RingStep, ...]:
     )
 
 
-def rows_of_rank(rank: int, m: int, t: int) -> slice:
-    """The rows of `rank` when m rows are sharded over t ranks."""
-    return slice(rank * (m // t), (rank + 1) * (m // t))
-
-
 class Product(NamedTuple):
     """A product `[m, n]` in `dtype` to be computed from the rows that `input` gathers.
 
@@ -242,19 +237,18 @@ class P2PRing:
 
     def gather(self, own: Sequence[Tensor]) -> AllGatherHandle:
         t, rank = self.group.size(), self.group.rank()
-        gathered = [x.new_empty((t * x.shape[0], *x.shape[1:])) for x in own]
-        m = gathered[0].shape[0]
+        by_rank = [x.new_empty((t, *x.shape)) for x in own]
+        m = t * own[0].shape[0]
         chunks: list[tuple[slice, Callable[[], Any]]] = []
         for step in ring_steps(rank, t, self.max_chunks):
             works = []
             for sender, receiver in zip(step.recv_from, step.send_to):
                 if sender != rank:
-                    received = [x[rows_of_rank(sender, x.shape[0], t)] for x in gathered]
-                    works.append(send_recv_async(own, receiver, received, sender, self.group))
+                    works.append(send_recv_async(own, receiver, [x[sender] for x in by_rank], sender, self.group))
             chunks.append((step.rows(m, t), WorkList(works).wait))
-        for x, mine in zip(gathered, own):
-            as_bytes(x[rows_of_rank(rank, x.shape[0], t)]).copy_(as_bytes(mine))
-        return AllGatherHandle(gathered, chunks)
+        for x, mine in zip(by_rank, own):
+            as_bytes(x[rank]).copy_(as_bytes(mine))
+        return AllGatherHandle([x.flatten(0, 1) for x in by_rank], chunks)
 
     def sum(self, product: Product) -> ReduceHandle:
         t, rank = self.group.size(), self.group.rank()

@@ -1,33 +1,27 @@
 """Adam's moments in FP8: one byte an element and a power-of-two scale for every 128 neighbours.
 
-What a moment requires of a format:
-
 *Range.* Elements of a block may differ by orders of magnitude, and those of the second moment, being squares, by twice
-as many. The first moment is E4M3. The second has no sign, so that bit extends the exponent: E5M3, which is the upper
-byte of a positive fp16 number without its sign. Both have four significant bits; normal numbers of the second moment
-span 2^30, those of its root thus 2^15, as those of the first do.
+as many. The first moment is E4M3. The second has no sign, so that bit extends the exponent: E5M3, the upper byte of a
+positive fp16 number without its sign. Both have four significant bits.
 
-*No zeros.* Adam divides by the root of the second moment. Rounded to zero beside a nonzero first moment, the update
-would be that moment / eps. So it is never rounded to zero but to the smallest representable value: at worst an update
-that is too small, of an element whose gradients are 1e-5 of its block's largest.
+*No zeros.* Adam divides by the root of the second moment, so that is never rounded to zero but to the smallest value:
+at worst an update that is too small, of an element whose gradients are 1e-5 of its block's largest.
 
-*Decay.* Neighbouring values differ by 1/16 to 1/8. With beta2 = 0.95 a second moment that decays loses 1/20 a step:
-rounded to nearest it would soon stop decaying (at 1.25 · 2^i), and since it rises at once with a large gradient, it
-would mostly rise. Small changes of a first moment would be lost likewise. So both are rounded stochastically, up with
-the probability that makes the mean right: noise instead of a bias. The noise is a function of seed, update, tensor and
-position in the shard (`megafp8.fp8.noise`), the same on all ranks that hold the same shard.
+*Stochastic rounding.* Neighbouring values differ by 1/16 to 1/8, and a second moment decays by 1/20 a step at beta2 =
+0.95: rounded to nearest it would soon stop decaying (at 1.25 · 2^i). So both moments are rounded up with the
+probability that makes the mean right. The noise is a function of seed, update, tensor and position in the shard
+(`megafp8.fp8.noise`), the same on all ranks that hold the same shard.
 
 *The cost* is that noise. A rounding adds about 0.0013 x² to the variance of x (a step is 1/11 of the value in the mean
-square, and the mean of f (1 - f) is 1/6), and a moment remembers 1 / (1 - beta²) of them: the second moment at beta2 =
-0.95 has 11% of noise, its root 6%; at 0.99 it would be 26%, at 0.999 80%. So betas are at most 1 - 1/128. The second
-moment at 0.95 itself, an average over some 40 gradients, has a noise of 22%.
+square, and the mean of f (1 - f) is 1/6), and a moment remembers 1 / (1 - beta²) of them: 11% of noise for the second
+moment at beta2 = 0.95, 26% at 0.99, 80% at 0.999. So betas are at most 1 - 1/128. The second moment at 0.95 itself, an
+average over some 40 gradients, has a noise of 22%.
 
-*Checkpoints.* Four significant bits times a power of two are exact in bf16. So a checkpoint holds the values in bf16,
-and one of a run with bf16 moments loads too. Representable values are stored unchanged, whatever the noise: resuming in
-the same layout is exact. In another layout blocks may be others, and a value may be rounded once more.
+*Checkpoints* hold the values in bf16, exactly, so one of a run with bf16 moments loads too. Representable values are
+stored unchanged, whatever the noise: resuming in the same layout is exact. In another layout blocks may be others, and
+a value may be rounded once more.
 
-Compare: FP8-LM (arXiv:2310.18313) has the first moment in FP8, the second in fp16, with one scale a tensor; COAT
-(arXiv:2410.19313) both in E4M3, groups of 128 whose range is widened by a power, rounded to nearest.
+Comparison with FP8-LM and COAT, and measurements: docs/decisions/0019-optimizer-state.md.
 
 Shapes: n elements of a shard, b blocks of 128 of them, the last of which may be shorter.
 """

@@ -130,31 +130,29 @@ def _buffer(bucket_elements: int) -> GradBuffer:
     return make_buffer(params, bucket_elements, dist.group.WORLD, sharded=True, reduce_dtype=E4M3.dtype)
 
 
-def _fill(buffer: GradBuffer, bad: float) -> None:
-    """Gradients from 1e-8 to 1, and some zero; rank 1 has one that is `bad` in the middle of the third parameter."""
+def _fill(buffer: GradBuffer) -> None:
+    """Gradients from 1e-8 to 1, and some zero."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     found = []
     for n in SIZES:
         x = torch.randn(n, generator=generator)
         found.append(x * 10.0 ** torch.randint(-8, 1, (n,), generator=generator))
     found[4][1000:2000] = 0
-    if dist.get_rank() == 1 and bad:
-        found[2][1500] = bad
     for param, gradient in reversed(list(zip(buffer.params, found, strict=True))):
         param.grad_sink(gradient)
 
 
-def _case(bucket_elements: int, overlap: bool, bad: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
+def _case(bucket_elements: int, overlap: bool) -> tuple[list[Tensor], list[Tensor]]:
     """This rank's buckets before the reduction, and its sums; two steps, so that nothing is left of the first."""
     unreduced = _buffer(bucket_elements)
-    _fill(unreduced, bad)
+    _fill(unreduced)
     before = [unreduced.flat[bucket.start : bucket.end] for bucket in unreduced.layout.buckets]
     buffer = _buffer(bucket_elements)
     for _ in range(2):
         buffer.zero()
         if overlap:
             buffer.start_overlap()
-        _fill(buffer, bad)
+        _fill(buffer)
         buffer.finish()
     return before, buffer.owned
 
@@ -175,20 +173,6 @@ def test_sums_of_a_buffer_are_within_the_bound(world4: World, ranks: int, bucket
     overlapped = world4.run(_case, bucket_elements, True, ranks=ranks)
     for (_, first), (_, second) in zip(answers, overlapped, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "overlap changes sums"
-
-
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_a_non_finite_gradient_reaches_the_owner(world4: World, bad: float) -> None:
-    """In its block of 64 and nowhere else."""
-    answers = world4.run(_case, 1, False, bad, ranks=4)
-    good = world4.run(_case, 1, False, ranks=4)
-    spoilt = 0
-    for (_, sums), (_, good_sums) in zip(answers, good, strict=True):
-        for a, b in zip(sums, good_sums, strict=True):
-            finite = a.isfinite()
-            assert torch.equal(a[finite], b[finite])
-            spoilt += int((~finite).sum())
-    assert 1 <= spoilt <= BLOCK
 
 
 def _overlap_case() -> list[str]:
