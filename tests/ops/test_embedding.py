@@ -1,4 +1,4 @@
-"""Where the gradient of an embedding goes, and that it is torch's: against a dense gradient in float64."""
+"""The gradient of an embedding, in the gradient buffer or in autograd, against torch's dense gradient in float64."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
+from megafp8.data_parallel.grad_buffer import main_grad_of
 from megafp8.distributed.sharding import Init, set_spec, spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.ops.embedding import look_up
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megafp8.tensor_parallel.random import initialize_parameters
+from tests.tiny_model import CPU, make_buffer
 from tests.world import World
 
 S, B, H, V = 48, 3, 16, 32
-CPU = torch.device("cpu")
 TOKENS = {
     "some often": torch.randint(V, (B, S), generator=torch.Generator().manual_seed(1)) // 3 * 2,
     "all equal": torch.full((B, S), V - 1),
@@ -41,18 +41,14 @@ def dense(tokens_bs: Tensor, dy_sbh: Tensor) -> Tensor:
     return table_vh.grad
 
 
-def buffer_of(*params: nn.Parameter) -> GradBuffer:
-    return GradBuffer(params, data_parallel_group=None, bucket_elements=1, device=CPU)
-
-
-def _to_the_sink(tp_size: int, sequence_parallel: bool, which: str, dtype: torch.dtype) -> None:
+def _buffered_case(tp_size: int, sequence_parallel: bool, which: str, dtype: torch.dtype) -> None:
     tp = initialize_model_parallel(tp_size).tensor
     layer = VocabParallelEmbedding(
         "emb", V, H, group=tp.group, init=Init("normal", 0.5), dtype=dtype, device=CPU,
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
     initialize_parameters(layer, seed=7)
-    buffer = buffer_of(layer.weight)
+    buffer = make_buffer([layer.weight])
     tokens_bs, dy = TOKENS[which], gradients(2, dtype)
     buffer.start_overlap(micro_batches=len(dy))
     for dy_sbh in dy:
@@ -67,9 +63,11 @@ def _to_the_sink(tp_size: int, sequence_parallel: bool, which: str, dtype: torch
 @pytest.mark.parametrize("which", TOKENS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (4, True)])
-def test_rows_go_to_the_sink(world4: World, tp: int, sequence_parallel: bool, which: str, dtype: torch.dtype) -> None:
-    """Nothing is rounded to bf16 on the way: half a step of that would be a thousand times the tolerance."""
-    world4.run(_to_the_sink, tp, sequence_parallel, which, dtype, ranks=tp)
+def test_rows_are_added_to_the_buffer(
+    world4: World, tp: int, sequence_parallel: bool, which: str, dtype: torch.dtype
+) -> None:
+    """Nothing is rounded to bf16: half a step of that would be a thousand times the tolerance."""
+    world4.run(_buffered_case, tp, sequence_parallel, which, dtype, ranks=tp)
 
 
 def _tied(tp_size: int) -> None:
@@ -80,7 +78,7 @@ def _tied(tp_size: int) -> None:
     weight = set_spec(embedding.weight, replace(spec_of(embedding.weight), num_uses=2))
     head = ColumnParallelLinear("out", H, V, fp8=Fp8Manager(None, amax_group=None), weight=weight, **common)  # type: ignore[arg-type]
     initialize_parameters(embedding, seed=7)
-    buffer = buffer_of(weight)
+    buffer = make_buffer([weight])
     with mock.patch.object(buffer, "_start_next", wraps=buffer._start_next) as reduced:
         buffer.start_overlap()
         middle_sbh = embedding(TOKENS["some often"])
@@ -98,7 +96,7 @@ def _tied(tp_size: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_tied_weight_is_handed_in_twice(world4: World, tp: int) -> None:
+def test_a_tied_weight_counts_two_gradients(world4: World, tp: int) -> None:
     world4.run(_tied, tp, ranks=tp)
 
 
@@ -107,7 +105,7 @@ def table(dtype: torch.dtype) -> nn.Parameter:
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_without_a_sink_autograd_has_it_in_the_dtype_that_it_asks_for(grad_dtype: torch.dtype) -> None:
+def test_without_a_buffer_autograd_gets_it_in_grad_dtype(grad_dtype: torch.dtype) -> None:
     weight_vh, tokens_bs, (dy_sbh,) = table(torch.bfloat16), TOKENS["some often"], gradients(1, torch.bfloat16)
     weight_vh.grad_dtype = grad_dtype
     look_up(weight_vh, tokens_bs.t(), partial=False).backward(dy_sbh)
@@ -119,9 +117,9 @@ def test_without_a_sink_autograd_has_it_in_the_dtype_that_it_asks_for(grad_dtype
     )
 
 
-def test_rows_that_nobody_looked_up_are_not_touched() -> None:
+def test_rows_that_were_not_looked_up_are_unchanged() -> None:
     weight_vh = table(torch.float32)
-    buffer_of(weight_vh)
+    make_buffer([weight_vh])
     before_vh = main_grad_of(weight_vh).normal_(generator=torch.Generator().manual_seed(6)).clone()
     look_up(weight_vh, torch.tensor([[4], [-1], [V], [4]]), partial=True).sum().backward()
     changed = torch.tensor([row == 4 for row in range(V)])
@@ -134,12 +132,12 @@ def test_a_token_outside_the_whole_table_is_an_error() -> None:
         look_up(table(torch.float32), torch.tensor([[V]]), partial=False)
 
 
-def test_a_gradient_that_lies_otherwise_is_the_same() -> None:
+def test_the_layout_of_the_gradient_does_not_matter() -> None:
     """As that of a view of the output, or one element expanded."""
     found = []
     for lay in (lambda dy: dy, lambda dy: dy.transpose(0, 1).contiguous().transpose(0, 1)):
         weight_vh = table(torch.float32)
-        buffer_of(weight_vh)
+        make_buffer([weight_vh])
         look_up(weight_vh, TOKENS["some often"].t(), partial=False).backward(lay(gradients(1, torch.float32)[0]))
         found.append(main_grad_of(weight_vh))
     assert torch.equal(*found)

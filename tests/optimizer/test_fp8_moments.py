@@ -25,7 +25,7 @@ def grid(fmt: MomentFormat) -> np.ndarray:
     subnormal = [m * 2.0 ** (-2 - bias) for m in range(8)]
     normal = [(8 + m) * 2.0 ** (e - bias - 3) for e in range(1, exponents + 1) for m in range(8)]
     values = np.array(subnormal + normal)
-    return values[:-1] if fmt is FIRST else values[:-8]  # NaN has the last code; infinity and NaNs the last eight
+    return values[:-1] if fmt is FIRST else values[:-8]  # NaN is the last byte; infinity and NaNs the last eight
 
 
 def sample(fmt: MomentFormat, n: int) -> Tensor:

@@ -70,13 +70,15 @@ def inputs(v: int, vocab_size: int, dtype: torch.dtype, spread: float) -> tuple[
     return logits.to(DEVICE), labels.to(DEVICE), dloss.to(DEVICE)
 
 
-def check(loss: Tensor, dlogits: Tensor, logits: Tensor, labels: Tensor, dloss: Tensor, kept: int, z: float) -> None:
+def check(
+    loss: Tensor, dlogits: Tensor, logits: Tensor, labels: Tensor, dloss: Tensor, vocab_size: int, z: float
+) -> None:
     """Against float64, within what fp32's roundings may add up to (`error_of_sum`), and the gradient's own rounding."""
-    x = logits[..., :kept].double()
+    x = logits[..., :vocab_size].double()
     exact, gradient = reference(x, labels, dloss, z)
     log_z, peak = x.logsumexp(dim=-1), x.amax(dim=-1)
     label = x.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    of_sum = error_of_sum(kept) + 16 * U  # and the ranks' sums scaled to one maximum
+    of_sum = error_of_sum(vocab_size) + 16 * U  # and the ranks' sums scaled to one maximum
     of_log_z = of_sum + 4 * U * (log_z.abs() + peak.abs())
     of_loss = of_sum + 4 * U * (exact.abs() + (peak - label).abs())
     of_loss = of_loss + z * (2 * log_z.abs() * of_log_z + 4 * U * log_z.square())
@@ -87,8 +89,8 @@ def check(loss: Tensor, dlogits: Tensor, logits: Tensor, labels: Tensor, dloss: 
     weighted = softmax_part * (1 + 2 * z * log_z.abs()).unsqueeze(-1)
     half_a_step = 0.5 * torch.finfo(logits.dtype).eps
     bound = weighted * relative * (1 + half_a_step) + half_a_step * gradient.abs() + 1e-37
-    assert ((dlogits[..., :kept].double() - gradient).abs() <= bound).all()
-    assert dlogits[..., kept:].count_nonzero() == 0
+    assert ((dlogits[..., :vocab_size].double() - gradient).abs() <= bound).all()
+    assert dlogits[..., vocab_size:].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -47,7 +47,7 @@ def test_forward(world4: World, name: str, ranks: int) -> None:
 
 
 def _adjoint(name: str) -> None:
-    """Tensors that are the same on all ranks count once in the inner product, slices and shares on each rank."""
+    """Tensors that are the same on all ranks count once in the inner product, slices and partial sums on each rank."""
     group = initialize_model_parallel(torch.distributed.get_world_size()).tensor
     same_in, same_out = CASES[name]
 

@@ -18,8 +18,8 @@ def test_a_slice_is_a_slice(dim: int, ranks: int, monkeypatch: pytest.MonkeyPatc
     whole = fill_(torch.empty(shape), ParamShard("w", shape, (0, 0), shape), init, seed=3)
     monkeypatch.setattr(layout_random, "_CHUNK", 17)  # several chunks, none a multiple of a row
     for rank in range(ranks):
-        piece = shard_dim("w", shape, dim, rank, ranks)
-        assert torch.equal(fill_(torch.empty(piece.shape), piece, init, seed=3), whole.chunk(ranks, dim)[rank])
+        shard = shard_dim("w", shape, dim, rank, ranks)
+        assert torch.equal(fill_(torch.empty(shard.shape), shard, init, seed=3), whole.chunk(ranks, dim)[rank])
 
 
 def test_streams_differ_and_are_standard_normal() -> None:
@@ -35,6 +35,6 @@ def test_streams_differ_and_are_standard_normal() -> None:
 
 
 def test_ones_and_zeros() -> None:
-    piece = ParamShard("n", (5,), (0,), (5,))
-    assert fill_(torch.empty(5), piece, Init("ones"), 0).tolist() == [1.0] * 5
-    assert fill_(torch.empty(5), piece, Init("zeros"), 0).tolist() == [0.0] * 5
+    shard = ParamShard("n", (5,), (0,), (5,))
+    assert fill_(torch.empty(5), shard, Init("ones"), 0).tolist() == [1.0] * 5
+    assert fill_(torch.empty(5), shard, Init("zeros"), 0).tolist() == [0.0] * 5
