@@ -34,6 +34,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ from megafp8.fp8.formats import E4M3
 from megafp8.ops.deferred_wgrad import WgradStore
 
 
+@dataclass(eq=False)
 class GradSink:
     """Receives the weight gradients that a layer computes itself.
 
@@ -54,10 +56,9 @@ class GradSink:
     defer weight gradients while it is open, if they can be deferred.
     """
 
-    def __init__(self, main_grad: Tensor, count: Callable[[], None], wgrads: WgradStore | None) -> None:
-        self.main_grad = main_grad
-        self.added = count
-        self.wgrads = wgrads
+    main_grad: Tensor
+    added: Callable[[], None]
+    wgrads: WgradStore | None
 
     def __call__(self, grad: Tensor) -> None:
         """Add `grad`, shaped like the parameter and of any floating dtype, to `main_grad` in fp32."""
