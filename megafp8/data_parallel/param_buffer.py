@@ -43,7 +43,7 @@ class ParamBuffer:
         dtypes = {param.dtype for param in params}
         assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
         fp8_dtypes = fp8_dtypes or {}
-        self._layout, self._group, self._value_bytes = layout, group, params[0].element_size()
+        self._group, self._value_bytes = group, params[0].element_size()
         self._bucket_of = {params[i]: b for b, bucket in enumerate(layout.buckets) for i in bucket.params}
         self._works: dict[int, collectives.Work] = {}
         self.fp8_data: dict[nn.Parameter, Tensor] = {}

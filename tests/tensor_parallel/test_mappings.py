@@ -1,4 +1,4 @@
-"""Every region mapping against its definition, forward and adjoint: <f(x), dy> = <x, f*(dy)> summed over ranks."""
+"""Every region mapping against its definition, and its backward as the adjoint: <f(x), dy> = <x, f*(dy)>."""
 
 from __future__ import annotations
 
@@ -22,32 +22,8 @@ CASES = {
 }
 
 
-def _forward(name: str) -> None:
-    group = initialize_model_parallel(torch.distributed.get_world_size()).tensor
-    torch.manual_seed(group.rank)
-    x = torch.randn(4, 2, 8, dtype=torch.float64)
-    every = all_gather(x.unsqueeze(0), group.group)  # [ranks, 4, 2, 8]
-    y = getattr(mappings, name)(x, group.group)
-    expected = {
-        "copy_to_tensor_parallel": x,
-        "reduce_from_tensor_parallel": every.sum(0),
-        "gather_from_sequence_parallel": torch.cat(list(every), 0),
-        "reduce_scatter_to_sequence_parallel": every.sum(0).chunk(group.size)[group.rank],
-        "scatter_to_sequence_parallel": x.chunk(group.size)[group.rank],
-        "gather_from_tensor_parallel": torch.cat(list(every), -1),
-        "scatter_to_tensor_parallel": x.chunk(group.size, -1)[group.rank],
-    }[name]
-    torch.testing.assert_close(y, expected, rtol=1e-14, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_forward(world4: World, name: str, ranks: int) -> None:
-    world4.run(_forward, name, ranks=ranks)
-
-
-def _adjoint(name: str) -> None:
-    """Tensors that are the same on all ranks count once in the inner product, slices and partial sums on each rank."""
+def _case(name: str) -> None:
+    """Tensors that are the same on all ranks count once in an inner product, slices and partial sums on each rank."""
     group = initialize_model_parallel(torch.distributed.get_world_size()).tensor
     same_in, same_out = CASES[name]
 
@@ -59,13 +35,27 @@ def _adjoint(name: str) -> None:
         value = (a * b).sum()
         return (value if same else all_reduce(value.clone(), group.group)).item()
 
-    x = draw((4, 2, 8), same_in, 10).requires_grad_()
-    y = getattr(mappings, name)(x, group.group)
+    for same in (False, same_in):
+        x = draw((4, 2, 8), same, 10).requires_grad_()
+        of_ranks = all_gather(x.detach().unsqueeze(0), group.group)  # [ranks, 4, 2, 8]
+        y = getattr(mappings, name)(x, group.group)
+        expected = {
+            "copy_to_tensor_parallel": x,
+            "reduce_from_tensor_parallel": of_ranks.sum(0),
+            "gather_from_sequence_parallel": torch.cat(list(of_ranks), 0),
+            "reduce_scatter_to_sequence_parallel": of_ranks.sum(0).chunk(group.size)[group.rank],
+            "scatter_to_sequence_parallel": x.chunk(group.size)[group.rank],
+            "gather_from_tensor_parallel": torch.cat(list(of_ranks), -1),
+            "scatter_to_tensor_parallel": x.chunk(group.size, -1)[group.rank],
+        }[name]
+        torch.testing.assert_close(y, expected, rtol=1e-14, atol=1e-14)
     dy = draw(tuple(y.shape), same_out, 20)
     y.backward(dy)
+    assert x.grad is not None
     assert inner(y.detach(), dy, same_out) == pytest.approx(inner(x.detach(), x.grad, same_in), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_backward_is_the_adjoint(world4: World, name: str) -> None:
-    world4.run(_adjoint, name, ranks=4)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_forward_and_its_adjoint(world4: World, name: str, ranks: int) -> None:
+    world4.run(_case, name, ranks=ranks)
