@@ -222,8 +222,8 @@ def _rows(overrides: list[str]) -> tuple[list[int], list[int]]:
     trainer = _trainer(config)
     assert trainer.sharded is not None
     sizes = _state_bytes(trainer)
-    values = sum(rows.values.nbytes for rows in trainer.sharded.rows.values())
-    codes = sum(rows.values.numel() for rows in trainer.sharded.rows.values() if rows.param in trainer.released)
+    values = sum(rows.values.nbytes for rows in trainer.sharded.row_shards.values())
+    codes = sum(rows.values.numel() for rows in trainer.sharded.row_shards.values() if rows.param in trainer.released)
     measured = [codes, trainer.sharded.flat.nbytes, values, sizes["exp_avg"] + sizes["exp_avg_sq"]]
     p = _plans(config, trainer.parallel.world_size)[trainer.parallel.pipeline.rank]
     return measured, [p.weights, p.gradients, p.masters, p.moments]
