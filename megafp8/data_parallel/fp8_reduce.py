@@ -44,26 +44,23 @@ def packed_bytes(n: int) -> int:
 def quantize_and_pack(x_rn: Tensor, own: int) -> Tensor:
     """Quantize a bucket, fp32 `[r, n]`, a row for each rank, without row `own`: uint8 `[m, packed_bytes(n)]`."""
     assert x_rn.dtype == torch.float32
-    r, n = x_rn.shape
-    assert n % BLOCK == 0
-    if not x_rn.is_cuda:
-        return quantize_and_pack_reference(x_rn, own)
-    from megafp8.kernels import fp8_reduce  # needs Triton, which comes with torch's CUDA builds
+    assert x_rn.shape[1] % BLOCK == 0
+    if x_rn.is_cuda:
+        from megafp8.kernels import fp8_reduce  # needs Triton, which comes with torch's CUDA builds
 
-    packed_m = torch.empty((r - 1, packed_bytes(n)), dtype=torch.uint8, device=x_rn.device)
-    fp8_reduce.quantize_and_pack(x_rn, own, packed_m, block=BLOCK)
-    return packed_m
+        return fp8_reduce.quantize_and_pack(x_rn, own, block=BLOCK, nbytes=packed_bytes(x_rn.shape[1]))
+    return quantize_and_pack_reference(x_rn, own)
 
 
 def unpack_and_sum(own_n: Tensor, packed_m: Tensor, own: int) -> None:
     """Replace rank `own`'s slice, fp32 `[n]`, by the sum of all ranks' in order; `packed_m`: the other ranks'."""
     assert own_n.dtype == torch.float32
-    if not own_n.is_cuda:
-        unpack_and_sum_reference(own_n, packed_m, own)
-        return
-    from megafp8.kernels import fp8_reduce
+    if own_n.is_cuda:
+        from megafp8.kernels import fp8_reduce
 
-    fp8_reduce.unpack_and_sum(own_n, packed_m, own, block=BLOCK)
+        fp8_reduce.unpack_and_sum(own_n, packed_m, own, block=BLOCK)
+    else:
+        unpack_and_sum_reference(own_n, packed_m, own)
 
 
 def quantize_and_pack_reference(x_rn: Tensor, own: int) -> Tensor:

@@ -11,6 +11,7 @@ Shapes: r ranks, n elements of a slice, m other ranks; a program has BLOCKS bloc
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -66,15 +67,17 @@ def sum_kernel(own_n, packed, own, others, n, blocks, stride, BLOCK: tl.constexp
     tl.store(own_n + at, total, mask=(b < blocks)[:, None])
 
 
-def quantize_and_pack(x_rn: Tensor, own: int, packed_m: Tensor, *, block: int) -> None:
-    """Write `data_parallel.fp8_reduce.quantize_and_pack`'s result to `packed_m` (its padding is left as it is)."""
+def quantize_and_pack(x_rn: Tensor, own: int, *, block: int, nbytes: int) -> Tensor:
+    """uint8 `[r - 1, nbytes]`, whose padding is not initialized."""
     r, n = x_rn.shape
     assert x_rn.is_contiguous()
+    packed_m = torch.empty((r - 1, nbytes), dtype=torch.uint8, device=x_rn.device)
     blocks = n // block
     pack_kernel[(ceil_div(blocks, _BLOCKS), r - 1)](
         x_rn, packed_m, own, n, blocks, packed_m.stride(0), FP8_MAX=E4M3.max, INTERPRETED=INTERPRETED, BLOCK=block,
         BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
+    return packed_m
 
 
 def unpack_and_sum(own_n: Tensor, packed_m: Tensor, own: int, *, block: int) -> None:

@@ -12,7 +12,8 @@ import torch
 from megafp8.config import ParallelConfig
 from megafp8.distributed.tp_overlap import Collective, P2PRing, Replicated
 from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
-from megafp8.training.overlap import build_tp_overlap, on_one_host
+from megafp8.training.overlap import build_tp_overlap, on_one_host, sum_partials_on
+from tests.kernels import DEVICE  # before the kernels: it chooses the interpreter where there is no GPU
 from tests.world import World
 
 
@@ -56,3 +57,10 @@ def test_what_each_run_gets(world2: World) -> None:
         assert found["none"] == (Collective.__name__, [])
         assert found["chunked"] == (P2PRing.__name__, [])
         assert found["auto, whole tokens"] == (Replicated.__name__, [])
+
+
+def test_partial_sums_are_added_by_the_kernel_on_cuda_only() -> None:
+    partials = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=DEVICE)
+    assert sum_partials_on(torch.device("cuda")) is not sum_partials_on(torch.device("cpu"))
+    for device in ("cuda", "cpu"):
+        assert sum_partials_on(torch.device(device))(partials).tolist() == [4.0, 6.0]
