@@ -1,7 +1,7 @@
 """Time the overlap of tensor-parallel communication with GEMMs: every mode of `parallel.overlap_tensor`.
 
-    torchrun --nproc-per-node 2 -m benchmarks.bench_overlap
-    torchrun --nproc-per-node 4 -m benchmarks.bench_overlap --shapes llama3-70b
+    torchrun --nproc-per-node 2 -m benchmarks.bench_overlap torchrun --nproc-per-node 4 -m benchmarks.bench_overlap
+    --shapes llama3-70b
 
 Two blocks run forward and backward under tensor and sequence parallelism over all ranks, without their attention core.
 "silent" does the same and sends nothing: it takes other ranks' tokens to be this rank's own, and leaves out their part
@@ -42,6 +42,7 @@ from megafp8.distributed.tp_overlap import AllGatherHandle, Collective, P2PRing,
 from megafp8.fp8 import describe_path
 from megafp8.models.gpt import LayerInputs
 from megafp8.models.rotary import inverse_frequencies, rotary_table
+from megafp8.ops.quantized_gather import TPComm
 from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -153,8 +154,10 @@ class Blocks:
 
     def use(self, tp_overlap: TPOverlap) -> None:
         for module in self.stage.modules():
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                module.tp_overlap = tp_overlap
+            if isinstance(module, ColumnParallelLinear):
+                module.comm = TPComm(input=tp_overlap)
+            elif isinstance(module, RowParallelLinear):
+                module.comm = TPComm(output=tp_overlap)
 
     def run(self, between: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor]:
         """y and dx; calls `between` between forward and backward."""

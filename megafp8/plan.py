@@ -102,13 +102,11 @@ class LinearPlan:
     `input`: quantized by the operation before the layer ("fused"), by the layer ("layer"), or not at all ("high").
     `gather`: what sequence parallelism gathers of a column-parallel layer's input; None where nothing is gathered.
     `saved`: what is kept of the input for wgrad: FP8 "columnwise" of all tokens, or of this rank's ("columnwise
-    shard"), the values ("high"), or nothing ("recompute").
-    `grad_output`: quantized by the operation after the layer in its backward ("fused"), by the layer ("layer"), by the
-    layer before tokens are gathered ("layer, then gather"), or not ("high").
-    `weight`: "resident"; "zero fp8" and "fsdp fp8" where FP8 data is gathered; "fsdp" where values are.
-    `smoothed`: channels of the input are scaled before they are quantized (smooth SwiGLU).
-    `calibrating`: runs in high precision and records amaxes.
-    `reasons`: why the fast way is not taken, one each.
+    shard"), the values ("high"), or nothing ("recompute"). `grad_output`: quantized by the operation after the layer in
+    its backward ("fused"), by the layer ("layer"), by the layer before tokens are gathered ("layer, then gather"), or
+    not ("high"). `weight`: "resident"; "zero fp8" and "fsdp fp8" where FP8 data is gathered; "fsdp" where values are.
+    `smoothed`: channels of the input are scaled before they are quantized (smooth SwiGLU). `calibrating`: runs in high
+    precision and records amaxes. `reasons`: why the fast way is not taken, one each.
     """
 
     name: str

@@ -6,8 +6,7 @@ rank whose case failed, died or hung is killed with all ranks of that case, and 
 error names the ranks that did not answer and shows the stack of each.
 
     def _case(parallel_size):            # module level, so that it can be pickled; runs on every rank
-        ...
-        return value
+        ... return value
 
     def test_it(world4):
         values = world4.run(_case, 2, ranks=2)

@@ -41,7 +41,7 @@ _MISSING, _UNEXPECTED = "missing in the checkpoint", "in the checkpoint but not 
 _MISMATCH, _INCOMPLETE = "of another shape or dtype", "only partly in the checkpoint"
 _PROBLEMS = (_MISSING, _UNEXPECTED, _MISMATCH, _INCOMPLETE)
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -111,7 +111,7 @@ def newest_good(
         renamed = on_rank0(lambda: [store.set_aside(bad) for bad, _ in damaged], group)
         for (bad, problem), new in zip(damaged, renamed if group_rank(group) == 0 else ()):
             text = "%s is damaged: %s. It is kept as %s; %s is used instead"
-            _logger.warning(text, bad, problem, new.name, opened.path)
+            logger.warning(text, bad, problem, new.name, opened.path)
     return opened
 
 
@@ -122,7 +122,7 @@ def _open(path: Path, verify: bool, group: ProcessGroup | None) -> CheckpointRea
     if len(set(collectives.all_gather_objects(opened.identity, group))) > 1:
         raise ValueError(f"ranks see different files in {path}; all hosts must share the file system that it is on")
     if opened.sums is None and rank == 0:
-        _logger.warning("%s has no %s: only the sizes of its files were checked", path, CHECKSUMS_FILE)
+        logger.warning("%s has no %s: only the sizes of its files were checked", path, CHECKSUMS_FILE)
     if verify and opened.sums is not None:
         sums = {name: sum_ for name, sum_ in opened.sums.items() if name not in (store.METADATA_FILE, dcp.INDEX_FILE)}
         largest_first = sorted(sums, key=lambda name: (-sums[name].size, name))  # balances the ranks

@@ -41,7 +41,7 @@ from torch.distributed import ProcessGroup
 from megafp8.checkpoint.errors import FolderInUse, group_or_world, group_rank, on_all_ranks
 from megafp8.checkpoint.files import to_json
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 HEARTBEAT_SECONDS = 15.0
@@ -176,7 +176,7 @@ class FolderLock:
                 elif may_be_restarted(owner, self._us) and (deadline is None or time.monotonic() < deadline):
                     if deadline is None:
                         deadline = time.monotonic() + STALE_SECONDS + HEARTBEAT_SECONDS
-                        _logger.warning(
+                        logger.warning(
                             f"{self.file} is held by an attempt of this job on {owner['host']}; waiting until "
                             f"{STALE_SECONDS:.0f} s after its last sign of life"
                         )

@@ -48,7 +48,7 @@ from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Shape
 
 _ALIGNMENT = 64
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class BackgroundSaver:
             try:
                 self.finish()
             except Exception as another:
-                _logger.error("%s", another)
+                logger.error("%s", another)
 
 
 def _write(
@@ -235,7 +235,7 @@ def _write(
         small = on_rank0(begin, group)
         if small is None:
             if group_rank(group) == 0:
-                _logger.warning("%s exists already, from this same step; it was left as it is", final)
+                logger.warning("%s exists already, from this same step; it was left as it is", final)
             return final
         own = on_all_ranks(lambda: dcp.write_data(hidden, state, plans.plan), group)
         written = collectives.gather_objects(own, group)
@@ -288,7 +288,7 @@ class StagingBuffer:
         if pinned and size:
             error = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
             if error:
-                _logger.warning("%.1f GiB of host memory could not be pinned: saving will stall longer", size / 2**30)
+                logger.warning("%.1f GiB of host memory could not be pinned: saving will stall longer", size / 2**30)
 
     def copy(self, staged: Iterable[Staged]) -> None:
         """Copy on the current stream. What is queued on it after this call may change the sources, and them alone."""

@@ -33,7 +33,7 @@ from megafp8.checkpoint.files import to_json
 from megafp8.conversion.base import Source
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE, CONFIG_FILE, TOKENS_FILE = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 _SENTENCEPIECE_FILE = "tokenizer.model"
@@ -74,7 +74,7 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
     found = find_tokenizer(source)
     if found is None:
         if path := _run_tokenizer(source).get("path"):
-            _logger.warning("the tokenizer %s of the run is not there any more; none is written", path)
+            logger.warning("the tokenizer %s of the run is not there any more; none is written", path)
         return TokenizerExport(files)
     kind, path = found["kind"], found["path"]
     try:
@@ -85,13 +85,13 @@ def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
     except (ValueError, ImportError) as error:
         if CONFIG_FILE not in files:
             what = f"the tokenizer {path or ''} ({kind}) is not written as {TOKENIZER_FILE}"
-            _logger.warning("%s, so AutoTokenizer may not load it or give other tokens: %s", what, error)
+            logger.warning("%s, so AutoTokenizer may not load it or give other tokens: %s", what, error)
         return TokenizerExport(files)
     end = library.id_to_token(tokenizer.eod_id)
     roles = {"bos_token": end, **roles, "eos_token": end}
     if CONFIG_FILE not in files:
         if model_type == "qwen2":
-            _logger.warning(
+            logger.warning(
                 "AutoTokenizer of transformers 5 splits text in Qwen2's way for models of type qwen2, and so may give "
                 "other tokens than the run's tokenizer; transformers.PreTrainedTokenizerFast.from_pretrained does not"
             )
@@ -160,7 +160,7 @@ def _from_huggingface(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict
 
 
 def _from_tiktoken(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, str]]:
-    encoding = tokenizer._model  # type: ignore[attr-defined]
+    encoding = tokenizer.model
     return _byte_level(encoding._mergeable_ranks, encoding._pat_str, encoding._special_tokens), {}
 
 
@@ -209,7 +209,7 @@ def _from_sentencepiece(tokenizer: Tokenizer, path: str | None) -> tuple[Any, di
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
-    model = tokenizer._model  # type: ignore[attr-defined]
+    model = tokenizer.model
     proto = ModelProto.FromString(model.serialized_model_proto())
     trainer, normalizer, piece = proto.trainer_spec, proto.normalizer_spec, ModelProto.SentencePiece
     ids = {one.piece: i for i, one in enumerate(proto.pieces)}
@@ -225,7 +225,7 @@ def _from_sentencepiece(tokenizer: Tokenizer, path: str | None) -> tuple[Any, di
             models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback, ignore_merges=whole)
         )
     elif trainer.model_type == TrainerSpec.UNIGRAM:
-        _logger.warning(
+        logger.warning(
             "%s is a unigram model: transformers may split rare texts otherwise, such as long runs of one character; "
             "tokenizer.model, which is written beside tokenizer.json, does not", path,
         )  # fmt: skip

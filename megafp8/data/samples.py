@@ -37,7 +37,7 @@ from megafp8.context_parallel.split import shard_sequence
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, all_within, check_ids
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
@@ -169,7 +169,7 @@ class PackedDataset:
             raw = np.empty(0, np.uint8)
         content, digest = raw[:-_DIGEST_BYTES], bytes(raw[-_DIGEST_BYTES:])
         if _digest(path, content) != digest:
-            _log.warning("sample index %s is damaged: its checksum does not match; it is made again", path)
+            logger.warning("sample index %s is damaged: its checksum does not match; it is made again", path)
             return None
         starts_end = 8 * len(self._lengths)
         documents, samples = np.split(content[starts_end:].view(self._small), [len(self._lengths)])

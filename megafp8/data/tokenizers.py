@@ -21,13 +21,14 @@ _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back. `eod_id` ends a document."""
+    """Text to token ids and back. `eod_id` ends a document. `model`: the library's object, which conversions read."""
 
     vocab_size: int
     eod_id: int
     fingerprint: str
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
+    model: Any = None
 
 
 class TokenizerSettings(NamedTuple):
@@ -119,7 +120,7 @@ def _sentencepiece(path: str, end_token: str | None) -> Tokenizer:
         special = [model.id_to_piece(i) for i in range(model.vocab_size()) if model.is_control(i)]
         raise _end_token_error(end_token, path, special)
     fingerprint = _fingerprint("sentencepiece", Path(path).read_bytes(), eod_id=eod_id if eod_id != default else None)
-    return Tokenizer(model.vocab_size(), eod_id, fingerprint, model.encode, model.decode)
+    return Tokenizer(model.vocab_size(), eod_id, fingerprint, model.encode, model.decode, model)
 
 
 def _huggingface(path: str, end_token: str | None) -> Tokenizer:
@@ -191,7 +192,7 @@ def _tiktoken(path: str, end_token: str | None, pattern: str | None) -> Tokenize
         pattern=None if pattern == _GPT4_PATTERN else pattern,
         eod_id=None if eod_id == default else eod_id,
     )
-    return Tokenizer(model.n_vocab, eod_id, fingerprint, model.encode_ordinary, model.decode)
+    return Tokenizer(model.n_vocab, eod_id, fingerprint, model.encode_ordinary, model.decode, model)
 
 
 def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:

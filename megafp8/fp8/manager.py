@@ -49,13 +49,13 @@ class ContextGroups(NamedTuple):
 class Fp8Manager:
     """Plans linear layers and owns their FP8 state.
 
-    `recipe`: None leaves every layer in high precision. `amax_group`: the ranks that run the same layers
-    (tensor × context × data), over which delayed scaling reduces its amaxes; None for one rank. `include`, `exclude`:
-    shell-style patterns of layer names; a layer is FP8 if some of the first and none of the second match. `recorder`:
-    looks at what FP8 layers quantize, in the steps it samples. `seed` and `data_parallel`, this rank and how many there
-    are, decide the noise of stochastic rounding. `context`: None where each rank has whole sequences; an amax is that
-    of a whole micro-batch, however its tokens are cut.
-    `smooth_swiglu`: smooth the inputs that `smooth_input` names (`megafp8.fp8.smoothing`).
+    `recipe`: None leaves every layer in high precision. `amax_group`: the ranks that run the same layers (tensor ×
+    context × data), over which delayed scaling reduces its amaxes; None for one rank. `include`, `exclude`: shell-style
+    patterns of layer names; a layer is FP8 if some of the first and none of the second match. `recorder`: looks at what
+    FP8 layers quantize, in the steps it samples. `seed` and `data_parallel`, this rank and how many there are, decide
+    the noise of stochastic rounding. `context`: None where each rank has whole sequences; an amax is that of a whole
+    micro-batch, however its tokens are cut. `smooth_swiglu`: smooth the inputs that `smooth_input` names
+    (`megafp8.fp8.smoothing`).
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Fp8Manager:
         return "the recipe names it high precision" if self.recipe.operands(name) is None else ""
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Keep the layers `names` in high precision whatever the patterns say; call before their `linear_op`."""
+        """Keep the layers `names` in high precision whatever the patterns say; call before they are constructed."""
         assert not self._layers
         self._left_out = frozenset(names)
 

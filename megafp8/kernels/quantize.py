@@ -240,18 +240,23 @@ def cast_rows(
     )  # fmt: skip
 
 
-def cast_1x128(source: Source, fmt: Format, **options: Any) -> QuantizedTensor:
+def cast_1x128(
+    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+) -> QuantizedTensor:
     """The scales `[r, ceil(c/128)]` are column-major in memory, as cuBLASLt wants them."""
     r, c = source.shape
     scale_inv = torch.empty((ceil_div(c, 128), r), dtype=torch.float32, device=source.device)
     columnwise_scale_inv = torch.empty((ceil_div(r, 128), c), dtype=torch.float32, device=source.device)
     return _cast(
         _whole_blocks(source, head=128), "1x128", fmt, BLOCK_1X128,
-        (scale_inv, columnwise_scale_inv, scale_inv, scale_inv), scale_inv.t(), columnwise_scale_inv.t(), **options,
+        (scale_inv, columnwise_scale_inv, scale_inv, scale_inv), scale_inv.t(), columnwise_scale_inv.t(),
+        rowwise=rowwise, columnwise=columnwise, power_of_two=power_of_two, eps=eps,
     )  # fmt: skip
 
 
-def cast_128x128(source: Source, fmt: Format, **options: Any) -> QuantizedTensor:
+def cast_128x128(
+    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+) -> QuantizedTensor:
     """A row of the scales begins at a multiple of four, as cuBLASLt wants them."""
     r, c = source.shape
     down, across = ceil_div(r, 128), ceil_div(c, 128)
@@ -260,7 +265,7 @@ def cast_128x128(source: Source, fmt: Format, **options: Any) -> QuantizedTensor
     return _cast(
         _whole_blocks(source, head=None), "128x128", fmt, BLOCK_128X128,
         (scale_inv, columnwise_scale_inv, scale_inv, scale_inv), scale_inv[:, :across], columnwise_scale_inv[:, :down],
-        **options,
+        rowwise=rowwise, columnwise=columnwise, power_of_two=power_of_two, eps=eps,
     )  # fmt: skip
 
 

@@ -1,10 +1,9 @@
 """Weight gradients deferred by a backward pass.
 
 Nothing waits for a weight's gradient before the optimizer step, so a pipeline schedule may compute it where a rank
-would
-otherwise idle. While a `WgradStore` is open, linear layers whose gradient sink has it compute their input's gradient as
-usual and put into the store a closure over the operands of wgrad (FP8 data where the layer is in FP8). Gradients of
-norms, biases and embeddings are cheap and stay in the backward pass.
+would otherwise idle. While a `WgradStore` is open, linear layers whose gradient sink has it compute their input's
+gradient as usual and put into the store a closure over the operands of wgrad (FP8 data where the layer is in FP8).
+Gradients of norms, biases and embeddings are cheap and stay in the backward pass.
 
 A deferred gradient begins and finishes in two calls. Under sequence parallelism it begins by gathering columnwise data
 over the tensor-parallel ranks, and `run` begins the next one before it finishes the current one, so that the gather

@@ -1,8 +1,6 @@
 """The three GEMMs of a linear layer, in FP8 or in high precision, as autograd Functions.
 
-    fprop  y  = x8 · w8ᵀ
-    dgrad  dx = dy8 · (w8ᵀ copy)ᵀ
-    wgrad  dw = (dy8ᵀ copy) · (x8ᵀ copy)ᵀ
+    fprop  y  = x8 · w8ᵀ dgrad  dx = dy8 · (w8ᵀ copy)ᵀ wgrad  dw = (dy8ᵀ copy) · (x8ᵀ copy)ᵀ
 
 Tensor cores take FP8 operands row-major along the summed dim, so w, x and dy are each needed rowwise and columnwise
 (`QuantizedTensor`); one kernel writes both in a single pass. The weight is quantized once per optimizer step and keeps

@@ -6,15 +6,13 @@ travel, a rank quantizes its slice only, and a norm fuses with the quantization 
 
 *Rowwise* data, one row per token, belongs to one rank with all its scales, so gathered rows follow each other.
 *Columnwise* data runs along the tokens: with one scale per tensor it is the gathered rowwise data transposed; with
-finer
-scales it is another quantization of the same values and has to be gathered too. It is needed for wgrad only. So it
-stays sharded: the input's is kept for backward as a slice, 1/t of the memory, and gathered while dgrad runs.
+finer scales it is another quantization of the same values and has to be gathered too. It is needed for wgrad only. So
+it stays sharded: the input's is kept for backward as a slice, 1/t of the memory, and gathered while dgrad runs.
 
 The scales along a column must be those of the whole tensor. Blocks along the tokens begin anew on every rank, which is
 right where a slice is a multiple of a block (`Quantizer.shard_alignment`); a scale for the whole column is made from
-the
-amax over all ranks (`Quantizer.for_sharded_input`). Every quantized slice is then, bit for bit, a slice of the whole
-quantized tensor. Where that cannot be had, the plan gathers values (`megafp8.plan`).
+the amax over all ranks (`Quantizer.for_sharded_input`). Every quantized slice is then, bit for bit, a slice of the
+whole quantized tensor. Where that cannot be had, the plan gathers values (`megafp8.plan`).
 
 Cost beyond the bytes that travel: gathered columnwise data is t matrices `[c, r]` beside each other and the GEMM wants
 one `[c, t·r]`, a copy. Summing t GEMMs instead would pass over the fp32 weight gradient t - 1 times more, up to seven

@@ -2,9 +2,8 @@
 
 A weight may have an attribute `grad_sink` (`GradSink`), set by the gradient buffer: dw `[n, k]` is then added to its
 `main_grad`, by the GEMM itself where possible. Autograd sees no gradient for the weight, which saves a bf16 gradient
-and
-its rounding. Without a sink, dw is returned in the dtype that autograd wants: the weight's own unless its `grad_dtype`
-says otherwise. While a sink's `WgradStore` is open, wgrad is deferred (`megafp8.ops.deferred_wgrad`).
+and its rounding. Without a sink, dw is returned in the dtype that autograd wants: the weight's own unless its
+`grad_dtype` says otherwise. While a sink's `WgradStore` is open, wgrad is deferred (`megafp8.ops.deferred_wgrad`).
 
 Shapes: m tokens, k inputs, n outputs.
 """

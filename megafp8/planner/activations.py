@@ -63,12 +63,18 @@ def sizes(config: Config) -> Sizes:
 
 
 def layer_plans(config: Config, fp8: Fp8Manager) -> Mapping[str, LinearPlan]:
-    """Plans of the model's linear layers by name; unless `fp8` has any, the model is constructed on the meta device."""
+    """Plans of the model's linear layers by name; unless `fp8` has any, the model is constructed on the meta device.
+
+    It is constructed with few channels: plans do not depend on their number, and an absurd one cannot be constructed.
+    """
     if not fp8.plans:
-        context = planning_context(config, fp8)
+        t = config.parallel.tensor
+        few = {"num_attention_heads": t, "num_query_groups": t, "head_dim": 8, "vocab_size": t, "vocab_multiple": 1}
+        sizes = {"hidden_size": 8 * t, "ffn_hidden_size": 8 * t, "max_position_embeddings": 1} | few
+        model, context = config.model.model_copy(update=sizes), planning_context(config, fp8)
         for layers in stages_of(config)[1]:
             memory = block_memory(config.parallel, len(layers))
-            GPTStage(config.model, context, layers=layers, positions=config.position_rows, memory=memory)
+            GPTStage(model, context, layers=layers, positions=1, memory=memory)
     return {plan.name: plan for plan in fp8.plans}
 
 

@@ -10,7 +10,8 @@ one weight, it stays gathered in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,8 @@ from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import ParallelState
 from megafp8.tensor_parallel.random import initialize
 from megafp8.training.overlap import on_one_host
+
+logger = logging.getLogger(__name__)
 
 
 def shard(
@@ -60,22 +63,20 @@ def shard(
     return sharded
 
 
-class Coded(NamedTuple):
-    """Weights gathered as codes: what this rank casts of each, between two `synchronize`s of `gather`."""
+class Fp8Gather(NamedTuple):
+    """Weights gathered in FP8: this rank's shards, to be quantized between two `synchronize`s of `gather`."""
 
-    shares: list[WeightShard]
+    shards: list[WeightShard]
     gather: Fp8WeightGather
 
 
-def gather_as_codes(
+def gather_in_fp8(
     weights: Mapping[nn.Parameter, tuple[LinearState, Format]],
     sharded: FullySharded,
     parallel: ParallelState,
     environment: Mapping[str, str],
-    say: Callable[[str], None],
-) -> Coded:
-    """Have `weights`, with their layers and formats, gathered as codes. Collective; `say` hears of it where GPUs of one
-    host cannot fetch them from each other."""
+) -> Fp8Gather:
+    """Gather `weights`, given with their layers and formats, in FP8 from here on. Collective."""
     units = [[param for param in unit if param in weights] for unit in sharded.units]
     params = [param for unit in units for param in unit]
     blocks = [
@@ -85,39 +86,40 @@ def gather_as_codes(
         ]
         for unit in units
     ]
-    transport = _transport([weight.nbytes for block in blocks for weight in block], parallel, environment, say)
+    transport = _transport([weight.nbytes for block in blocks for weight in block], parallel, environment)
     gather = Fp8WeightGather(blocks, transport, parallel.data_context.size, parallel.device)
-    shares = []
+    shards = []
     for param, own in zip(params, gather.own, strict=True):
         rows, (state, fmt) = sharded.row_shards[param], weights[param]
-        codes_mk = own.view(fmt.dtype).view(-1, rows.global_shape[1])
-        shares.append(WeightShard(state, codes_mk, 0, rows.values.view(-1), rows.param.dtype))
-    return Coded(shares, gather)
+        data_mk = own.view(fmt.dtype).view(-1, rows.global_shape[1])
+        shards.append(WeightShard(state, data_mk, 0, rows.values.view(-1), rows.param.dtype))
+    return Fp8Gather(shards, gather)
 
 
-def _transport(
-    sizes: Sequence[int], parallel: ParallelState, environment: Mapping[str, str], say: Callable[[str], None]
-) -> Transport:
+def _transport(sizes: Sequence[int], parallel: ParallelState, environment: Mapping[str, str]) -> Transport:
+    """Copies between the GPUs of one host where these can map each other's memory; else collectives."""
     group, device = parallel.data_context.group, parallel.device
     if sizes and device.type == "cuda" and group.size() > 1 and on_one_host(parallel.data_context, environment):
         try:
             return SymmetricMemory(sizes, group, device)
         except RuntimeError as error:
-            say(f"fp8.param_gather: {error}; codes are gathered by collectives")
+            logger.info(f"fp8.param_gather: {error}; FP8 weights are gathered by collectives")
     return Collective(sizes, group, device)
 
 
-def report(sharded: FullySharded, as_codes: Collection[nn.Parameter], ranks: int) -> str:
-    """For the log: what a rank holds of the weights, and receives of `ranks` when it gathers all; `as_codes`: those of
-    `sharded.params` that are gathered so."""
-    gib, held, values, codes = 2**30, 0, 0, 0
+def report(sharded: FullySharded, in_fp8: Collection[nn.Parameter], ranks: int) -> str:
+    """Memory of the weights on a rank, and traffic of gathering all from `ranks`; for the log.
+
+    `in_fp8`: those of `sharded.params` that are gathered in FP8.
+    """
+    gib, held, values, gathered = 2**30, 0, 0, 0
     for rows in sharded.row_shards.values():
-        elements, coded = rows.global_shape.numel(), rows.param in as_codes
-        held += rows.values.nbytes + rows.padded_rows * rows.global_shape[1:].numel() * coded
+        elements, fp8 = rows.global_shape.numel(), rows.param in in_fp8
+        held += rows.values.nbytes + rows.padded_rows * rows.global_shape[1:].numel() * fp8
         values += elements * rows.param.element_size()
-        codes += elements * (1 if coded else rows.param.element_size())
-    received, plainly = (size * (ranks - 1) / ranks / gib for size in (codes, values))
-    instead = f", {len(as_codes)} of them as FP8 codes, instead of {plainly:.3f} as values" if as_codes else ""
+        gathered += elements * (1 if fp8 else rows.param.element_size())
+    received, without = (size * (ranks - 1) / ranks / gib for size in (gathered, values))
+    instead = f", {len(in_fp8)} of them in FP8, instead of {without:.3f} without" if in_fp8 else ""
     return (
         f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(sharded.row_shards)} weights; all of them "
         f"gathered are {received:.3f} GiB received{instead}"

@@ -61,7 +61,7 @@ from megafp8.training.state import (
 from megafp8.training.trainer import Trainer
 from megafp8.training.validate import choose_device, run_folder
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def train(inputs: Inputs) -> None:
@@ -112,15 +112,15 @@ class Job:
         found = find_checkpoint(self.config, self.folder, parallel, inputs.fingerprint) if keep.resume else None
         self.trainer = Trainer(self.config, parallel, saved_choice(self.config, found))
         self.step = 0 if found is None else load_state(self.trainer, found)
-        _logger.info(f"run folder: {self.folder}")
+        logger.info(f"run folder: {self.folder}")
         if not self.step and keep.init_from is not None:
             load_init(self.trainer, keep.init_from)
-            _logger.info(f"weights from {keep.init_from}")
+            logger.info(f"weights from {keep.init_from}")
         if found is not None:
-            _logger.info(f"resumed from step {self.step}")
+            logger.info(f"resumed from step {self.step}")
             self.inputs, changes = inputs.resumed(found.metadata)
             if changes:
-                _logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
+                logger.info(f"data changed since step {self.step}: {'; '.join(changes)}")
         check_ranks_agree(self.inputs, self.step * samples_per_step, parallel.world.group)
         self._log_choices()
         self.saved_step = self.step
@@ -138,18 +138,18 @@ class Job:
     def _log_choices(self) -> None:
         """Log the data sets, and what was chosen when the trainer was built."""
         trainer, parallel = self.trainer, self.parallel
-        _logger.info("data:\n" + describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
-        _logger.info(f"optimizer: {trainer.optimizer.reason}")
-        _logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
+        logger.info("data:\n" + describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
+        logger.info(f"optimizer: {trainer.optimizer.reason}")
+        logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
         weights, sharded = self.trainer.weights, self.trainer.sharded
         if weights is not None and weights.fp8_data:
-            _logger.info(fp8_parameters.report(weights, parallel.data_context.size))
+            logger.info(fp8_parameters.report(weights, parallel.data_context.size))
         if sharded is not None:
-            _logger.info(fully_sharded.report(sharded, self.trainer.released, parallel.data_context.size))
+            logger.info(fully_sharded.report(sharded, self.trainer.released, parallel.data_context.size))
         for reason in trainer.auto_filter.reasons:
-            _logger.info(reason)
+            logger.info(reason)
         if self.config.deterministic:
-            _logger.info(describe_determinism(parallel.device.type))
+            logger.info(describe_determinism(parallel.device.type))
 
     def run(self) -> None:
         """Train from the current step to the end of the run; return once everything is saved."""
@@ -160,7 +160,7 @@ class Job:
         ):
             if self.step >= t.last_step:
                 limit = "training.steps" if t.last_step == t.steps else "training.stop_after"
-                _logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {t.last_step}")
+                logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {t.last_step}")
                 return
             self._check_replicas()
             with contextlib.ExitStack() as stack:
@@ -213,7 +213,7 @@ class Job:
             path = self.folder / "pipeline_trace.json"
             write_timeline(timeline, self.trainer.plan.placement, path)
             draw = f"python tools/plot_schedule.py --measured {path} --png schedule.png"
-            _logger.info(f"pipeline trace of step {self.step}: {path}; to draw it: {draw}")
+            logger.info(f"pipeline trace of step {self.step}: {path}; to draw it: {draw}")
 
     def _batches(self, dataset: Blend, consumed_samples: int) -> Iterator[list[Batch]]:
         t, d = self.config.training, self.config.data
@@ -318,7 +318,7 @@ class Job:
         if at_interval and not self.save_postponed:
             self.save_postponed = True
             if self.is_main:
-                _logger.warning(f"step {self.step} was skipped and is not saved; the next step that is not skipped is")
+                logger.warning(f"step {self.step} was skipped and is not saved; the next step that is not skipped is")
         return False
 
     def _save(self, ends: bool) -> None:
@@ -338,21 +338,21 @@ class Job:
             path = save_state(
                 self.trainer, self.folder, self.step, fingerprint, self.lock, data=data, files=files, keep_all=keep_all
             )
-            _logger.info(f"saved {path} in {time.perf_counter() - start:.1f} s")
+            logger.info(f"saved {path} in {time.perf_counter() - start:.1f} s")
         self.save_seconds += time.perf_counter() - start
 
     def _log_saved(self, saved: Saved) -> None:
-        _logger.info(f"saved {saved.path}: stalled {saved.stalled_seconds:.1f} s, {saved.total_seconds:.1f} s in all")
+        logger.info(f"saved {saved.path}: stalled {saved.stalled_seconds:.1f} s, {saved.total_seconds:.1f} s in all")
 
     def _report(self, stopped: bool) -> None:
         """Draw the loss curve, and print why the run ended and where its results are."""
         records = read_metrics(self.folder / "metrics.jsonl")
         plot_loss(records, self.folder / "loss.png", self.config.name)
         if stopped:
-            _logger.info(f"stopped on request after step {self.step}; start the same command again to continue")
+            logger.info(f"stopped on request after step {self.step}; start the same command again to continue")
             return
         if self.step < self.config.training.steps:
-            _logger.info(
+            logger.info(
                 f"stopped after step {self.step} of {self.config.training.steps}, as training.stop_after says; to "
                 "continue, start the same command with a later one, or without it"
             )

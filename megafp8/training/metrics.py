@@ -30,7 +30,7 @@ from megafp8.config import LoggingConfig
 from megafp8.fp8.health import OPERANDS, Record, ReportWriter
 from megafp8.training.run_log import STEPS
 
-_logger, _steps_logger = logging.getLogger(__name__), logging.getLogger(STEPS)
+logger, _steps_logger = logging.getLogger(__name__), logging.getLogger(STEPS)
 
 
 @dataclass(frozen=True)
@@ -240,9 +240,9 @@ class LogWriter:
             self._bar.set_postfix_str(f"loss {metrics.loss:.4f}")
         if metrics.skipped:
             row = f", {metrics.skipped_in_a_row} in a row" if metrics.skipped_in_a_row > 1 else ""
-            _logger.warning(f"{line}  SKIPPED{row}: gradients not finite")
+            logger.warning(f"{line}  SKIPPED{row}: gradients not finite")
         elif metrics.validation_loss is not None:
-            _logger.info(line)
+            logger.info(line)
         else:
             _steps_logger.info(line)
 

@@ -12,7 +12,7 @@ from megafp8.config import ParallelConfig
 from megafp8.distributed.tp_overlap import P2PRing, TPOverlap, default_overlap, sum_partials
 from megafp8.parallel_state import Group, ParallelState
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def on_one_host(group: Group, environment: Mapping[str, str]) -> bool:
@@ -41,12 +41,12 @@ def build_tp_overlap(config: ParallelConfig, parallel: ParallelState, environmen
     if mode == "none" or (mode == "auto" and parallel.device.type != "cuda"):
         return default
     if not on_one_host(parallel.tensor, environment):
-        _logger.info(f"parallel.overlap_tensor = {mode}: a tensor-parallel group spans hosts; continuing with none")
+        logger.info(f"parallel.overlap_tensor = {mode}: a tensor-parallel group spans hosts; continuing with none")
         return default
     from megafp8.distributed.tp_symmetric import SymmetricMemory  # imports parts of torch that cost start-up time
 
     try:
         return SymmetricMemory(group, parallel.device, sum_partials_on(parallel.device))
     except RuntimeError as error:
-        _logger.info(f"parallel.overlap_tensor = {mode}: {error}; continuing with none")
+        logger.info(f"parallel.overlap_tensor = {mode}: {error}; continuing with none")
         return default

@@ -61,7 +61,7 @@ from megafp8.training.describe import planned_stage
 from megafp8.training.learning_rate import schedule_change, schedule_jump
 from megafp8.training.trainer import DTYPES, Trainer
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def checkpoint_folder(run: Path) -> Path:
@@ -349,8 +349,8 @@ def load_state(trainer: Trainer, found: CheckpointReader) -> int:
     trainer.publish_weights()
     changes = changed_keys(saved["config"], trainer.config.model_dump(mode="json"))
     if changes:
-        _logger.info(f"changed in the config since {found.path.name}: {'; '.join(changes)}")
+        logger.info(f"changed in the config since {found.path.name}: {'; '.join(changes)}")
     rates = schedule_change(saved["config"], trainer.config, saved["step"])
     if rates is not None:
-        _logger.info(rates)
+        logger.info(rates)
     return int(saved["step"])

@@ -46,13 +46,13 @@ from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs
 from megafp8.training.fp8_config import build_fp8
-from megafp8.training.fp8_param_gather import shares, weights_as_codes
-from megafp8.training.fsdp import gather_as_codes, shard
+from megafp8.training.fp8_param_gather import fp8_weights, weight_shards
+from megafp8.training.fsdp import gather_in_fp8, shard
 from megafp8.training.learning_rate import schedule_of
 from megafp8.training.overlap import build_tp_overlap
 from megafp8.training.pipeline import plan_pipeline
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "fp8": E4M3.dtype}
 
@@ -111,7 +111,7 @@ class Trainer:
         self.params = list(self.model.parameters())
         tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
         self.tied = tied if p.pipeline > 1 else []
-        self.released = weights_as_codes(self.model) if config.fp8.param_gather else {}
+        self.released = fp8_weights(self.model) if config.fp8.param_gather else {}
         wgrads = WgradStore()
         self.weight_shards: WeightShards | None = None
         self.weights: ParamBuffer | None = None
@@ -126,7 +126,7 @@ class Trainer:
         self.update = self._build_update()
         self.optimizer = self.update.optimizer
         if self.weights is not None and self.released:
-            self._shard_fp8_weights(shares(self.released, self.weights, self.optimizer))
+            self._shard_fp8_weights(weight_shards(self.released, self.weights, self.optimizer))
             self.weights.release_fp8_params()
         if self.released:
             self.publish_weights()
@@ -145,16 +145,16 @@ class Trainer:
         self.graphs: MicrobatchGraphs | None = None
         if t.cuda_graphs:
             eager_steps = config.fp8.calibration_steps + EAGER_STEPS
-            self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps, say=_logger.info)
+            self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps)
 
     def _shard(self, dtype: torch.dtype) -> FullySharded:
         """Shard everything with FSDP: from here on parameters are this rank's rows."""
         reduce_dtype, seed = DTYPES[self.config.optimizer.reduce_dtype], self.config.seed
         sharded = shard(self.stages, self.parallel, dtype=dtype, reduce_dtype=reduce_dtype, seed=seed)
         if self.released:
-            coded = gather_as_codes(self.released, sharded, self.parallel, os.environ, _logger.info)
-            self.fp8_gather = coded.gather
-            self._shard_fp8_weights(coded.shares)
+            in_fp8 = gather_in_fp8(self.released, sharded, self.parallel, os.environ)
+            self.fp8_gather = in_fp8.gather
+            self._shard_fp8_weights(in_fp8.shards)
         self.params, self.tied = sharded.params, [sharded.row_shards[param].param for param in self.tied]
         self.released = {sharded.row_shards[param].param: how for param, how in self.released.items()}
         return sharded
@@ -223,7 +223,7 @@ class Trainer:
         if self.fp8_gather is not None:
             self.fp8_gather.synchronize()  # no rank reads what is about to be overwritten
         if self.weight_shards is not None:
-            self.weight_shards.cast()
+            self.weight_shards.quantize()
         if self.fp8_gather is not None:
             self.fp8_gather.synchronize()
         if self.weights is not None:
@@ -309,7 +309,7 @@ class Trainer:
         before_update()
         result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
         if self.weight_shards is not None:
-            self.weight_shards.note_amaxes()
+            self.weight_shards.record_amaxes()
         self.fp8.end_step()
         self.publish_weights()
         self.fp8_records = self._gather_fp8_records() if sampled else []

@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "hidden_size = 32",
     ),
     "groups do not divide": (M | {"num_key_value_heads": 3}, r"num_query_groups = 3"),
-    "an odd head": (M | {"head_dim": 7}, r"head_dim = 7: rotary embeddings turn pairs"),
+    "an odd head": (M | {"head_dim": 7}, r"head_dim = 7: rotary embeddings rotate pairs"),
     "null for a size": (L | {"vocab_size": None}, "vocab_size = None"),
     "another original length": (
         L | {"rope_scaling": ORIGINAL, "original_max_position_embeddings": 16},

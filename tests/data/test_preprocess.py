@@ -193,11 +193,13 @@ class Interruption:
     def __init__(self, after: int, kill: bool, size: int) -> None:
         self.after, self.kill, self.size = after, kill, size
         self.workers: list[int] = []
+        self._others = {process.pid for process in multiprocessing.active_children()}  # ranks of other tests
 
     def __iter__(self) -> Iterator[Document]:
         for number in range(100):
             if number == self.after:
-                self.workers = [process.pid or 0 for process in multiprocessing.active_children()]
+                children = {process.pid for process in multiprocessing.active_children()}
+                self.workers = [pid for pid in children - self._others if pid is not None]
                 if not self.kill:
                     raise KeyboardInterrupt
                 os.kill(self.workers[0], signal.SIGKILL)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards, gathered_format
-from megafp8.fp8 import CurrentScaling, DelayedScaling, Fp8Manager, StaticScaling
+from megafp8.fp8 import E4M3, CurrentScaling, DelayedScaling, Fp8Manager, StaticScaling
 from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.recipes import BlockwiseScaling, Fp8Recipe
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
@@ -61,13 +61,13 @@ def _case(recipe: Fp8Recipe, dtype: torch.dtype) -> list[list[bool]]:
         for name, share in zip(ops, shares, strict=True):
             values = _weight(name, step).view(-1)
             masters[name].copy_(values[share.start : share.start + len(masters[name])])
-        weights.cast()
+        weights.quantize()
         for name, share in zip(ops, shares, strict=True):
-            gathered = torch.zeros(ranks, share.codes_nk.numel(), dtype=torch.int32)
+            gathered = torch.zeros(ranks, share.fp8_data_nk.numel(), dtype=torch.int32)
             gathered[rank, share.start : share.start + len(masters[name])] = 1
-            gathered[rank] *= share.codes_nk.view(torch.uint8).view(-1).int()
+            gathered[rank] *= share.fp8_data_nk.view(torch.uint8).view(-1).int()
             torch.distributed.all_reduce(gathered, group=group)
-            share.codes_nk.view(torch.uint8).view(-1).copy_(gathered.sum(dim=0))
+            share.fp8_data_nk.view(torch.uint8).view(-1).copy_(gathered.sum(dim=0))
         same = []
         for name, op in ops.items():
             weight = torch.nn.Parameter(_weight(name, step).to(dtype))
@@ -79,7 +79,7 @@ def _case(recipe: Fp8Recipe, dtype: torch.dtype) -> list[list[bool]]:
                 same += [torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))]
                 same += [torch.equal(a.scale_inv, b.scale_inv)]
         reference.end_step()
-        weights.note_amaxes()
+        weights.record_amaxes()
         manager.end_step()
         state = reference.state_dict()
         same += [torch.equal(x, state[name]) for name, x in manager.state_dict().items()]
@@ -89,7 +89,7 @@ def _case(recipe: Fp8Recipe, dtype: torch.dtype) -> list[list[bool]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_shares_are_cast_as_the_whole(world2: World, recipe: str, dtype: torch.dtype) -> None:
+def test_shards_are_quantized_as_the_whole(world2: World, recipe: str, dtype: torch.dtype) -> None:
     for steps in world2.run(_case, RECIPES[recipe], dtype):
         assert [all(same) for same in steps] == [True] * 4
         assert len(steps[0]) >= 12
@@ -102,13 +102,13 @@ def test_a_weight_that_breaks_shows() -> None:
     master = torch.ones(48 * 32)
     master[7] = torch.nan
     weights = WeightShards([WeightShard(ops["layers.0.a"], codes, 0, master, torch.float32)], None, torch.device("cpu"))
-    weights.cast()
+    weights.quantize()
     assert codes.float().isnan().sum() == 1
     assert codes.float().view(-1)[7].isnan()
 
 
-def test_what_can_be_codes() -> None:
-    assert gathered_format(_manager(CurrentScaling(), None)[1]["layers.0.a"]) is CurrentScaling().forward_format
+def test_which_weights_are_gathered_in_fp8() -> None:
+    assert gathered_format(_manager(CurrentScaling(), None)[1]["layers.0.a"]) is E4M3
     assert gathered_format(_manager(BlockwiseScaling(), None)[1]["layers.0.a"]) is None
     dgrad = CurrentScaling(override_linear_precision=(False, True, False))
     assert gathered_format(_manager(dgrad, None)[1]["layers.0.a"]) is None

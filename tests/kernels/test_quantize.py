@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megafp8.fp8 import reference, sources
+from megafp8.fp8 import reference as casts
+from megafp8.fp8 import sources
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.recipes.blockwise import cast_1x128, cast_128x128
 from megafp8.fp8.recipes.rowwise import amaxes as both_amaxes
@@ -23,7 +24,7 @@ from tests.kernels import DEVICE, every_bf16, noise
 
 kernels = pytest.importorskip("megafp8.kernels.quantize")
 of_recipes = {"amaxes": both_amaxes, "cast_rows": cast_rows, "cast_1x128": cast_1x128, "cast_128x128": cast_128x128}
-plain = SimpleNamespace(**vars(reference), **of_recipes)
+reference = SimpleNamespace(**vars(casts), **of_recipes)
 
 FORMATS = [E4M3, E5M2]
 SHAPES = [(64, 64), (1, 1), (3, 200), (130, 66), (0, 16), (16, 0)]

@@ -116,7 +116,7 @@ def _gathered(
         if whole.granularity.columns != 32:
             assert is_arranged(piece)
     if own.per_tensor:
-        columns = rows.columns()
+        columns = rows.columnwise()
     else:
         columns = gather_columns(made.required_columnwise, tp_overlap.group).wait()
     _equal(columns, reference(x.t().contiguous()))

@@ -329,7 +329,9 @@ def test_recompute_offload_and_schedule() -> None:
 
 
 def test_operands_of_deferred_weight_gradients() -> None:
-    config = load_config(CONFIG.parent / "llama3-8b.yaml", ["model.num_layers=1", "parallel.tensor=1"])
+    config = load_config(
+        CONFIG.parent / "llama3-8b.yaml", ["model.num_layers=1", "parallel.tensor=1", "parallel.pipeline=1"]
+    )
     kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "W": Kind.WEIGHT}
 
     def activations(*actions: str) -> int:

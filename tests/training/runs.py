@@ -28,6 +28,7 @@ from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training import job
 from megafp8.training.cuda_graphs import Captured, MicrobatchGraphs
+from megafp8.training.fp8_config import check_recipe
 from megafp8.training.inputs import open_inputs
 from megafp8.training.state import checkpoint_folder, save_state
 from megafp8.training.trainer import Trainer
@@ -238,10 +239,22 @@ class RerunGraphs(MicrobatchGraphs):
         super().__init__(trainer.fp8, trainer.parallel.device, eager_steps=1, capture=self.rerun)
 
 
+def check_config(config: Config, ranks: int) -> None:
+    """Raise ConfigError where a run of `config` on `ranks` ranks is refused.
+
+    But for what only runs of this module have: masks without a tokenizer, and a short history under every recipe.
+    """
+    data = config.data.model_copy(update={"reset_at_documents": False, "mask_eod_loss": False})
+    fp8 = config.fp8.model_copy(update={"amax_history_len": 1024})
+    checked = config.model_copy(update={"data": data, "fp8": fp8})
+    check_layout(checked, ranks)
+    check_recipe(checked, "config")
+
+
 def start(config: Config) -> tuple[Trainer, ParallelState]:
     """A trainer on the ranks that are here. Its CUDA graphs are `RerunGraphs`; it offloads activations of any size."""
     p, graphs = config.parallel, config.training.cuda_graphs
-    check_layout(config.model_copy(update={"device": "auto"}) if graphs else config, dist.get_world_size())
+    check_config(config.model_copy(update={"device": "auto"}) if graphs else config, dist.get_world_size())
     if graphs:
         config = config.model_copy(update={"training": config.training.model_copy(update={"cuda_graphs": False})})
     device = initialize_distributed("cpu")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megafp8.config import Config, ConfigError, check_layout
+from megafp8.config import Config, ConfigError
 from megafp8.distributed import collectives
 from megafp8.training import fp8_param_gather
 from tests.marks import slow_but
-from tests.training.runs import MIXED, Curve, Runs, config_of, ranks_of, start, steps_of
+from tests.training.runs import MIXED, Curve, Runs, check_config, config_of, ranks_of, start, steps_of
 from tests.world import World
 
 
@@ -85,7 +85,7 @@ def test_bytes_sent_and_held(world2: World) -> None:
     ):
         assert sent == held
         assert fp8 + 4 * (elements - fp8) <= sent < 1.02 * (fp8 + 4 * (elements - fp8))  # padding
-        assert text.startswith("FP8 parameters: 8 weights are codes")
+        assert text.startswith("FP8 parameters: 8 weights are gathered in FP8")
 
 
 def _collectives_case(config: Config) -> list[tuple[int, ...]]:
@@ -130,5 +130,5 @@ def test_the_amaxes_of_all_weights_take_one_collective(
 )
 def test_what_needs_values_is_refused(words: str, fp8: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_layout(config_of(f"{words} fp8-gather", fp8=fp8), 2)
-    check_layout(config_of(words, fp8=fp8), 2)
+        check_config(config_of(f"{words} fp8-gather", fp8=fp8), 2)
+    check_config(config_of(words, fp8=fp8), 2)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megafp8.config import Config, ConfigError, check_layout
+from megafp8.config import Config, ConfigError
 from megafp8.data_parallel.fsdp import FullySharded, Released
 from megafp8.training.fsdp import report
-from tests.training.runs import config_of, start, steps_of
+from tests.training.runs import check_config, config_of, start, steps_of
 from tests.world import World
 
 
@@ -65,7 +65,7 @@ def test_the_log_says_what_is_held_and_received(world2: World) -> None:
         numbers = [float(word) for word in re.findall(r"[\d.]+\d", found)]
         gib = [2.5 * fp8 + 2 * others, fp8 / 2 + 2 * others, 2 * (fp8 + others)]
         assert numbers == [round(gib[0] / 2**30, 3), 15, round(gib[1] / 2**30, 3), round(gib[2] / 2**30, 3)], found
-        assert "8 of them as FP8 codes" in found
+        assert "8 of them in FP8" in found
 
 
 @pytest.mark.parametrize(
@@ -78,5 +78,6 @@ def test_the_log_says_what_is_held_and_received(world2: World) -> None:
     ],
 )
 def test_what_cannot_be_sharded_is_refused(words: str, message: str) -> None:
+    config = config_of(f"8-samples fsdp {words}", device="auto")
     with pytest.raises(ConfigError, match=message):
-        check_layout(config_of(f"8-samples fsdp {words}", device="auto"), 4)
+        check_config(config, 4)

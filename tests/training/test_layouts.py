@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from megafp8.config import ConfigError, check_layout
 from tests.marks import slow_but
-from tests.training.runs import Curve, Runs, config_of, ranks_of
+from tests.training.runs import Curve, Runs, check_config, config_of, ranks_of
 
 # --- against one rank ------------------------------------------------------------------------------------------------
 
@@ -185,10 +185,10 @@ def test_what_cannot_work_is_refused_before_any_process_group() -> None:
     for pair in PAIRS:
         config, ranks = config_of(words_of(*pair), device="auto"), ranks_of(words_of(*pair))
         if frozenset(pair) not in REASONS:
-            check_layout(config, ranks)
+            check_config(config, ranks)
             continue
         with pytest.raises(ConfigError) as error:
-            check_layout(config, ranks)
+            check_config(config, ranks)
         assert REASONS[frozenset(pair)] in str(error.value), pair
         assert "try " in str(error.value), pair
 

@@ -41,7 +41,7 @@ LAYOUTS = ["dp2 zero", "", "tp2", "pp2"]
 
 def _round_ties_away(self: MixedPrecisionAdamW) -> None:
     """What fp32 masters are rounded by, in float64."""
-    for param, master in zip(self._low_precision, self._their_masters, strict=True):
+    for param, master in zip(self._rounded_params, self._rounded_masters, strict=True):
         param.copy_(torch.from_numpy(nearest_bf16(master.numpy())))
 
 
