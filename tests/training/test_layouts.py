@@ -143,8 +143,8 @@ REFUSED = {
     ("tensor", "tensor-overlap"): "parallel.sequence_parallel is false, so every rank has all tokens",
     ("graphs", "context"): "a graph holds no communication, and parallel.context is 2",
     ("graphs", "offload"): "a CUDA graph holds no copies to the host that last from one replay to the next",
-    ("blockwise", "smooth"): "fp8.recipe blockwise has finer factors for an MLP's input than one for the tensor",
-    ("blockwise", "fp8-gather"): "fp8.recipe blockwise has finer scales for weights than one for the tensor",
+    ("blockwise", "smooth"): "fp8.recipe blockwise has finer scales for an MLP's input than one per tensor",
+    ("blockwise", "fp8-gather"): "fp8.recipe blockwise has finer scales for weights than one per tensor",
 }
 REASONS = {frozenset(pair): reason for pair, reason in REFUSED.items()}
 RUN = [pair for pair in PAIRS if frozenset(pair) not in REASONS]
