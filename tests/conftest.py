@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Read when Triton is imported, which importing the package may do: tests of kernels run in Triton's interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.quickstart_data import QuickstartData, make_quickstart_data
 from tests.training.runs import Runs
