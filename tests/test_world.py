@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel, model_parallel_is_initialized
 from tests.world import Ranks, World
@@ -46,6 +48,19 @@ def test_a_case_finds_a_rank_as_new(own_world: World) -> None:
     processes = own_world.run(_leave_state, ranks=2)
     assert own_world.run(_state, ranks=2) == before
     assert own_world.run(os.getpid, ranks=2) == processes
+
+
+def _gathered(own_group: bool) -> list[float]:
+    """A DTensor whose rows lie on two ranks, gathered over the world's group or over a new one."""
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1], use_local_synchronization=True), "cpu") if own_group else init_device_mesh("cpu", (2,))
+    rows = DTensor.from_local(torch.tensor([float(dist.get_rank())]), mesh, [Shard(0)])
+    return (rows + 1).full_tensor().tolist()
+
+
+def test_torch_forgets_the_groups_of_a_case_before(own_world: World) -> None:
+    """Its caches compare device meshes by their ranks, and return one with the process groups of an earlier case."""
+    for own_group in (True, False, True):
+        assert own_world.run(_gathered, own_group, ranks=2) == [[1, 2]] * 2
 
 
 def _fault(kind: str) -> int:

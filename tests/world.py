@@ -62,6 +62,7 @@ def _reset(environment: dict[str, str]) -> None:
     """Undo what the case before may have changed: groups, environment variables, torch's settings and random state."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from megafp8.parallel_state import destroy_model_parallel
 
@@ -69,6 +70,8 @@ def _reset(environment: dict[str, str]) -> None:
     destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Device meshes of the same ranks are equal, so what these caches return has the groups that were just destroyed.
+    _clear_sharding_prop_cache()
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
