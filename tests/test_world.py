@@ -52,7 +52,11 @@ def test_a_case_finds_a_rank_as_new(own_world: World) -> None:
 
 def _gathered(own_group: bool) -> list[float]:
     """A DTensor whose rows lie on two ranks, gathered over the world's group or over a new one."""
-    mesh = DeviceMesh.from_group(dist.new_group([0, 1], use_local_synchronization=True), "cpu") if own_group else init_device_mesh("cpu", (2,))
+    mesh = (
+        DeviceMesh.from_group(dist.new_group([0, 1], use_local_synchronization=True), "cpu")
+        if own_group
+        else init_device_mesh("cpu", (2,))
+    )
     rows = DTensor.from_local(torch.tensor([float(dist.get_rank())]), mesh, [Shard(0)])
     return (rows + 1).full_tensor().tolist()
 

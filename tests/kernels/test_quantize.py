@@ -27,7 +27,7 @@ of_recipes = {"amaxes": both_amaxes, "cast_rows": cast_rows, "cast_1x128": cast_
 reference = SimpleNamespace(**vars(casts), **of_recipes)
 
 FORMATS = [E4M3, E5M2]
-SHAPES = [(64, 64), (1, 1), (3, 200), (130, 66), (0, 16), (16, 0)]
+SHAPES = [(1, 1), (3, 200), (130, 66), (0, 16), (16, 0)]
 SourceOf = Callable[[int, int, torch.dtype], Source]
 
 
@@ -67,10 +67,6 @@ SOURCES: dict[str, SourceOf] = {
         noise(r, c, scale=4, dtype=dtype), noise(r, c, dtype=dtype, seed=1), noise(c, dtype=dtype)
     ),
 }
-SCALES: dict[str, dict[str, Any]] = {
-    "any scale": {"power_of_two": False, "eps": 0.0},
-    "powers of two": {"power_of_two": True, "eps": 1e-4},
-}
 BOTH = {"rowwise": True, "columnwise": True}
 ORIENTATIONS = [BOTH, {"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}]
 BLOCKS = ["cast_rows", "cast_1x128", "cast_128x128"]
@@ -101,7 +97,8 @@ def check_tensor(source: Source, value: float, fmt: Format) -> None:
         expected = reference.cast_tensor(source, scale, inverse, fmt, newest_amax=expected_amax, **wanted)
         check_same(kernels.cast_tensor(source, scale, inverse, fmt, newest_amax=recorded, **wanted), expected)
         assert recorded.item() == expected_amax.item()
-        check_same(kernels.cast_tensor(source, scale, inverse, fmt, newest_amax=None, **wanted), expected)
+    expected = reference.cast_tensor(source, scale, inverse, fmt, newest_amax=None, **BOTH)
+    check_same(kernels.cast_tensor(source, scale, inverse, fmt, newest_amax=None, **BOTH), expected)
     whole = kernels.amax(source)
     assert whole.item() == reference.amax(source).item()
     options: dict[str, Any] = {"power_of_two": value > 1, "eps": 0.0, **BOTH}
@@ -117,25 +114,33 @@ def check_blocks(source: Source, cast: str, fmt: Format = E4M3, **options: Any) 
     check_same(getattr(kernels, cast)(source, fmt, **options), getattr(reference, cast)(source, fmt, **options))
 
 
-@pytest.mark.parametrize(("dtype", "fmt"), [(torch.bfloat16, E4M3), (torch.float32, E5M2)], ids=str)
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_one_scale_per_tensor(shape: tuple[int, int], kind: str, dtype: torch.dtype, fmt: Format) -> None:
-    check_tensor(SOURCES[kind](*shape, dtype), 3.7, fmt)
+def test_one_scale_per_tensor(shape: tuple[int, int], kind: str) -> None:
+    check_tensor(SOURCES[kind](*shape, torch.bfloat16), 3.7, E4M3)
 
 
-@pytest.mark.parametrize("options", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("kind", SOURCES)
+def test_one_scale_per_fp32_tensor(kind: str) -> None:
+    check_tensor(SOURCES[kind](3, 200, torch.float32), 3.7, E5M2)
+
+
 @pytest.mark.parametrize("cast", BLOCKS)
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 200), (130, 130), (0, 16), (16, 0)], ids=str)
-def test_one_scale_per_block(shape: tuple[int, int], kind: str, cast: str, options: dict[str, Any]) -> None:
-    source = SOURCES[kind](*shape, torch.bfloat16)
+def test_one_scale_per_block(shape: tuple[int, int], kind: str, cast: str) -> None:
+    check_blocks(SOURCES[kind](*shape, torch.bfloat16), cast, power_of_two=True, eps=1e-4)
+
+
+@pytest.mark.parametrize("cast", BLOCKS)
+@pytest.mark.parametrize("kind", SOURCES)
+def test_one_scale_per_block_in_one_orientation(kind: str, cast: str) -> None:
     for wanted in ORIENTATIONS:
-        check_blocks(source, cast, **wanted, **options)
+        check_blocks(SOURCES[kind](3, 200, torch.bfloat16), cast, **wanted)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("shape", [(3, 200), (130, 258), (0, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 200), (130, 66), (0, 16)], ids=str)
 def test_rows_and_columns_of_a_larger_tensor(shape: tuple[int, int], kind: str) -> None:
     """Their given amaxes are larger than the source's own."""
     source = SOURCES[kind](*shape, torch.bfloat16)
@@ -151,7 +156,7 @@ def test_rows_and_columns_of_a_larger_tensor(shape: tuple[int, int], kind: str) 
 
 
 QKV_SHAPES = [
-    *((5, 2, 3, 1, 8), (17, 1, 2, 2, 32), (4, 3, 4, 1, 6), (0, 1, 1, 1, 4)),
+    *((5, 2, 3, 1, 8), (17, 1, 2, 2, 16), (4, 3, 4, 1, 6), (0, 1, 1, 1, 4)),
     pytest.param((132, 1, 1, 1, 128), marks=pytest.mark.slow),
 ]
 
@@ -250,7 +255,7 @@ def test_blocks_of_special_values(cast: str, value: float) -> None:
     check_blocks(Plain(x), cast, power_of_two=True)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     r=st.integers(1, 70),
     c=st.integers(1, 70),

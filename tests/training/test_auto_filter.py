@@ -7,9 +7,6 @@ With current scaling and two micro-batches the casts are five launches: FP8 is s
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,9 +32,9 @@ from megafp8.training.fp8_config import build_fp8
 from megafp8.training.state import find_checkpoint, save_state, saved_choice
 from megafp8.training.trainer import Trainer
 from tests.config.test_config import MINIMAL
-from tests.quickstart_data import CONFIG, ROOT, QuickstartData
+from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.latest import load_latest
-from tests.training.runs import ONE_RANK
+from tests.training.runs import ONE_RANK, train_job
 from tests.world import World
 
 CPU = torch.device("cpu")
@@ -247,19 +244,19 @@ def test_a_run_keeps_its_choice(world2: World, tmp_path: Path) -> None:
     assert other is None, "another fp8 section, another choice"
 
 
-def test_measured_on_a_cpu_and_resumed(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+def test_measured_on_a_cpu_and_resumed(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
     """Emulation is always slower; the log says so of all blocks, on resuming too."""
     kinds = ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.down")
+    folder = tmp_path / yaml.safe_load(CONFIG.read_text())["name"]
+    lines: list[str] = []
     for steps, said in ((1, "is measured to be 0."), (2, "as they have in this run so far")):
         overrides = [
             *SMALL, *quickstart_data.overrides, *ONE_RANK, f"run_dir={tmp_path}", "fp8.auto_filter=measured",
             f"training.steps={steps}", "optimizer.warmup_steps=0",
         ]  # fmt: skip
-        command = [sys.executable, "pretrain_gpt.py", "--config", str(CONFIG), *overrides]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
-        lines = [line for line in done.stderr.splitlines() if "] fp8.auto_filter: " in line]
-        assert all(any(f"layers.0-3.{kind}" in line and said in line for line in lines) for kind in kinds), lines
-    (folder,) = (tmp_path / yaml.safe_load(CONFIG.read_text())["name"] / "checkpoints").glob("step_*2")
-    assert len(json.loads((folder / "metadata.json").read_text())["fp8_left_out"]) == 16
+        world2.run(train_job, overrides, ranks=1)
+        lines = (folder / "log.txt").read_text().splitlines()[len(lines) :]
+        found = [line for line in lines if "] fp8.auto_filter: " in line]
+        assert all(any(f"layers.0-3.{kind}" in line and said in line for line in found) for kind in kinds), found
+    (checkpoint,) = (folder / "checkpoints").glob("step_*2")
+    assert len(json.loads((checkpoint / "metadata.json").read_text())["fp8_left_out"]) == 16

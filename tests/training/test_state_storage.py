@@ -131,12 +131,16 @@ def fp32(world2: World, quickstart_data: QuickstartData) -> Curve:
 
 @pytest.mark.parametrize(
     ("options", "most"),
-    [
-        (["optimizer.moments_dtype=bf16"], 0.001),
+    slow_but(
+        [
+            (["optimizer.moments_dtype=bf16"], 0.001),
+            (["optimizer.moments_dtype=fp8"], 0.005),
+            (["optimizer.reduce_dtype=bf16"], 0.001),
+            (["optimizer.reduce_dtype=fp8", "parallel.zero=1"], 0.001),
+        ],
         (["optimizer.moments_dtype=fp8"], 0.005),
-        (["optimizer.reduce_dtype=bf16"], 0.001),
         (["optimizer.reduce_dtype=fp8", "parallel.zero=1"], 0.001),
-    ],
+    ),
 )
 def test_the_loss_hardly_changes(
     world2: World, quickstart_data: QuickstartData, fp32: Curve, options: list[str], most: float
@@ -148,7 +152,7 @@ def test_the_loss_hardly_changes(
     assert abs(_last(found) - _last(fp32)) < most * learnt
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", slow_but(["current", "delayed"], "delayed"))
 def test_fp8_learns_like_fp32(world2: World, quickstart_data: QuickstartData, fp32: Curve, recipe: str) -> None:
     found = _run(world2, quickstart_data, f"fp8.recipe={recipe}")
     assert _last(found) == pytest.approx(_last(fp32), rel=0.02)
