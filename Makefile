@@ -39,7 +39,7 @@ $(VENV)/.runtime: pyproject.toml
 	@touch $@
 
 test: venv lint  ## lint and the whole CPU suite (about 10 minutes on 2 cores)
-	$(PY) -m pytest -q -n 2 --dist loadfile
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: venv  ## the tests too slow for every change
 	$(PY) -m pytest -q -m slow
