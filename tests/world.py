@@ -124,7 +124,7 @@ class Ranks:
         """End the processes, by themselves where they can, and remove what they left."""
         for rank in self._ranks.values():
             rank.pipe.send(None)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         for rank in self._ranks.values():
             rank.process.join(timeout=max(0.0, deadline - time.monotonic()))
             rank.kill()
