@@ -213,7 +213,7 @@ def _sequence(config: Config) -> Iterator[Problem]:
         yield Problem("training.seq_length", s, rule, f"try {-(-s // t) * t}, or parallel.sequence_parallel=false")
     by_cudnn = config.device != "cpu" and config.training.precision == "bf16"
     if p.context > 1 and by_cudnn and (m.channels % 8 or m.channels > 256):
-        rule = "its attention is cuDNN's, for heads of a multiple of 8, at most 256, and model.head_dim is"
+        rule = "its attention kernels take heads of a multiple of 8, at most 256, and model.head_dim is"
         works = "try parallel.context=1, or model.head_dim=128"
         yield Problem("parallel.context", p.context, f"{rule} {m.channels}", works)
 
@@ -325,7 +325,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:
-    p, f, off = config.parallel, config.fp8, "or deterministic=false"
+    f, off = config.fp8, "or deterministic=false"
     if not config.deterministic:
         return
     if f.auto_filter == "measured":
@@ -334,9 +334,6 @@ def _deterministic(config: Config) -> Iterator[Problem]:
     if f.gemm_autotune:
         rule = "deterministic, and another algorithm, which rounds otherwise, may be the fastest in the next run"
         yield Problem("fp8.gemm_autotune", True, rule, f"leave it out, {off}")
-    if p.context > 1 and config.device != "cpu" and config.training.precision == "bf16":
-        rule = "deterministic, and its attention is cuDNN's, whose backward adds up in any order"
-        yield Problem("parallel.context", p.context, rule, f"try parallel.context=1, {off}")
 
 
 _MOST_RANKS = 2**18

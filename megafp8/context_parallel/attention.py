@@ -6,20 +6,25 @@ again in backward, and reduce-scatters their gradients. It saves its own shard o
 A ring, which passes blocks of k and v on while others are computed with, moves the same bytes, saves memory that is
 small with grouped queries, and would hide a transfer that takes 1/18 of the time of the attention in Llama-3-8B. It
 needs n small kernels in place of each large one (docs/decisions/0011-context-parallelism.md). Here the triangles of a
-rank's own chunks overlap the gather. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783,
+rank's own pieces overlap the gather. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783,
 section 3.3.2).
 
-Where two calls share queries or keys, results are added: outputs through their log-sum-exps (`lse_attention`), dk and
-dv in fp32 on a rank and in the model's dtype over ranks.
+A rank has two slots of pieces of documents (`context_parallel.split`). Queries attend to their own piece through a
+causal triangle, which needs no other rank's keys, and to all of their document's keys in earlier slots: calls whose
+results are merged by their log-sum-exps. With a sliding window one call has both, aligned at the ends of its segments.
+The keys of a call are copied from the gathered shards in the order of the sequence.
 
-Shapes: s sequence, n ranks, r = s/n tokens of this rank's shard; b micro-batch, a query heads, g key-value heads of
-width d.
+Where two calls share queries or keys, results are added: dk and dv in fp32 on a rank and in the model's dtype over
+ranks.
+
+Shapes: s sequence, n ranks, r = s/n tokens of this rank's shard, c = r/2 of a slot; b micro-batch, a query heads, g
+key-value heads of width d; m documents of a sample.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,119 +32,182 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megafp8.context_parallel import lse_attention
-from megafp8.context_parallel.blocks import Block, plan, visible
-from megafp8.context_parallel.split import to_rank_order, to_sequence_order
+from megafp8.context_parallel.split import (
+    offsets,
+    one_document,
+    piece_lengths,
+    rows_of_earlier,
+    slots_of,
+    token_slots,
+)
 from megafp8.distributed.collectives import all_gather_async, reduce_scatter
+from megafp8.ops import attention
+from megafp8.ops.attention import CAUSAL, AttentionMask
 
-MAX_MASK = 2**26
-"""Elements: 64 MiB as booleans, 128 as cuDNN wants them."""
+
+class Call(NamedTuple):
+    """Queries and the keys that they attend to in one kernel call.
+
+    `rows`: the queries' rows in the rank's shard. `keys_tb`: the keys' rows in rank order, each sample's; None: the
+    queries' own tokens. `mask`: which of them.
+    """
+
+    rows: slice
+    keys_tb: Tensor | None
+    mask: AttentionMask
+
+
+def plan(
+    s: int, rank: int, ranks: int, *, window: int | None, cu_seqlens_bm: Tensor | None, device: torch.device
+) -> tuple[Call, ...]:
+    """The calls of `rank` in the order to make them. Does not synchronize the host.
+
+    `window`: a token attends to that many latest tokens, itself included. `cu_seqlens_bm`: int32 `[b, m + 1]`, the
+    first token of each document of the whole sequence, and s; attention stays within documents.
+    """
+    c, slots = s // (2 * ranks), 2 * ranks
+    whole = one_document(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
+    lengths, slot_bs = piece_lengths(whole, slots), token_slots(whole, slots, s)
+    mine = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots_of(rank, ranks))]
+
+    def keys(end: int) -> Tensor:
+        return rows_of_earlier(slot_bs, ranks, end).T
+
+    if window is not None and window < s:
+        return tuple(
+            Call(
+                rows,
+                keys(slot + 1),
+                AttentionMask(offsets(lengths[..., slot]), offsets(lengths[..., : slot + 1].sum(-1)), window=window),
+            )
+            for slot, rows in mine
+        )
+    if cu_seqlens_bm is None:  # plain triangles and rectangles have faster kernels
+        own = [Call(rows, None, CAUSAL) for _, rows in mine]
+        return (*own, *(Call(rows, keys(slot), AttentionMask(causal=False)) for slot, rows in mine if slot))
+    pieces = offsets(torch.cat([lengths[..., slot] for slot, _ in mine], dim=1))
+    earlier = [
+        Call(
+            rows,
+            keys(slot),
+            AttentionMask(offsets(lengths[..., slot]), offsets(lengths[..., :slot].sum(-1)), causal=False),
+        )
+        for slot, rows in mine
+        if slot
+    ]
+    return (Call(slice(0, 2 * c), None, AttentionMask(pieces, pieces)), *earlier)
 
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """softmax(q·kᵀ/√d + mask)·v of a micro-batch on this rank of `group`; collective, as is its backward.
+    """softmax(q·kᵀ/√d)·v of a micro-batch on this rank of `group`; collective, as is its backward.
 
-    `blocks`: what this rank computes (`blocks.plan`). `document_ids_bs` of the whole sequence; None where attention
-    crosses documents.
+    `calls`: what this rank computes (`plan`).
     """
 
     group: ProcessGroup
-    blocks: tuple[Block, ...]
-    window: int | None
-    document_ids_bs: Tensor | None
+    calls: tuple[Call, ...]
 
     def __call__(self, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor) -> Tensor:
         """`[r, b, a, d]` from this rank's shards of q, k and v."""
         return _ContextAttention.apply(q_rbad, k_rbgd, v_rbgd, self)
 
-    def mask(self, block: Block, device: torch.device) -> Tensor | None:
-        if block.kind != "masked":
-            return None
-        return visible(block.queries, block.keys, self.window, self.document_ids_bs, device)
-
-
-def context_attention(
-    group: ProcessGroup, s: int, *, window: int | None, document_ids_bs: Tensor | None
-) -> ContextAttention:
-    """The attention of a micro-batch of sequences of s tokens that are sharded over `group`."""
-    blocks = plan(
-        s,
-        group.rank(),
-        group.size(),
-        window=window,
-        documents=document_ids_bs is not None,
-        max_mask=MAX_MASK // (1 if document_ids_bs is None else document_ids_bs.shape[0]),
-    )
-    return ContextAttention(group, blocks, window, document_ids_bs)
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What every block's attention reads besides its own inputs."""
+        indices = [call.keys_tb for call in self.calls if call.keys_tb is not None]
+        return [*indices, *(x for call in self.calls for x in call.mask.tensors)]
 
 
 class _KeysAndValues:
     """k and v of this rank, and those of all ranks, whose all-gather is waited for when they are first needed."""
 
     def __init__(self, k_rbgd: Tensor, v_rbgd: Tensor, group: ProcessGroup) -> None:
-        self.group = group
         self.own = k_rbgd.contiguous(), v_rbgd.contiguous()
         self._gathered, self._work = all_gather_async(self.own, group)
-        self._in_order: list[Tensor] | None = None
+        self._waits = True
 
-    def of(self, block: Block) -> list[Tensor]:
-        """k and v `[keys, b, g, d]` of a block."""
-        if block.kind == "causal":
-            return [x[_slice(block.rows)] for x in self.own]
-        if self._in_order is None:
+    def of(self, call: Call) -> list[Tensor]:
+        """k and v `[t, b, g, d]` of a call."""
+        if call.keys_tb is None:
+            return [x[call.rows] for x in self.own]
+        if self._waits:
             self._work.wait()
-            self._in_order = [to_sequence_order(x, self.group.size()) for x in self._gathered]
-            self._gathered = []
-        return [x[_slice(block.keys)] for x in self._in_order]
+            self._waits = False
+        return [_take(x, call.keys_tb) for x in self._gathered]
 
 
-def _slice(r: range) -> slice:
-    return slice(r.start, r.stop)
+def _take(x_sbgd: Tensor, rows_tb: Tensor) -> Tensor:
+    """Rows of each sample, `[t, b, g, d]`; the same of all samples if there is one column."""
+    if rows_tb.shape[1] == 1:
+        return x_sbgd.index_select(0, rows_tb[:, 0])
+    return x_sbgd[rows_tb, torch.arange(x_sbgd.shape[1], device=x_sbgd.device)]
+
+
+def _add(total_sbgd: Tensor, rows_tb: Tensor, part_tbgd: Tensor) -> None:
+    """Add to rows of each sample, none of them twice, so that the order of sums is that of calls."""
+    if rows_tb.shape[1] == 1:
+        total_sbgd.index_copy_(0, rows_tb[:, 0], total_sbgd.index_select(0, rows_tb[:, 0]) + part_tbgd)
+        return
+    sample = torch.arange(total_sbgd.shape[1], device=total_sbgd.device)
+    total_sbgd[rows_tb, sample] = total_sbgd[rows_tb, sample] + part_tbgd
+
+
+def merge(o_sbad: Tensor, lse_sba: Tensor, more_sbad: Tensor, more_sba: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the outputs and log-sum-exps of the same queries over two sets of keys, the second perhaps empty.
+
+    A softmax over all keys is the parts' softmaxes, weighted by their parts of the total sum.
+    """
+    weight_sba1 = torch.sigmoid(more_sba - lse_sba).unsqueeze(-1)
+    wide = weight_sba1.dtype
+    merged = torch.lerp(o_sbad.to(wide), more_sbad.to(wide), weight_sba1).to(o_sbad.dtype)
+    return merged, torch.logaddexp(lse_sba, more_sba)
 
 
 class _ContextAttention(Function):
     @staticmethod
-    def forward(ctx: Any, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, attention: ContextAttention) -> Tensor:
-        keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, attention.group)
-        r, b, a, _ = q_rbad.shape
-        o_rbad = torch.empty_like(q_rbad, memory_format=torch.contiguous_format)
-        lse_bar1 = q_rbad.new_empty(b, a, r, 1, dtype=torch.promote_types(q_rbad.dtype, torch.float32))
-        for block in attention.blocks:
-            rows, mask = _slice(block.rows), attention.mask(block, q_rbad.device)
-            k, v = keys_and_values.of(block)
-            o, lse = lse_attention.forward(q_rbad[rows].contiguous(), k, v, mask, causal=block.kind == "causal")
-            if block.kind == "whole":
-                o, lse = lse_attention.merge(o_rbad[rows], lse_bar1[:, :, rows], o, lse)
-            o_rbad[rows], lse_bar1[:, :, rows] = o, lse
-        ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_bar1)
-        ctx.attention = attention
+    def forward(ctx: Any, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, context: ContextAttention) -> Tensor:
+        keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, context.group)
+        q_rbad = q_rbad.contiguous()
+        o_rbad = torch.empty_like(q_rbad)
+        lse_rba = q_rbad.new_empty(q_rbad.shape[:3], dtype=torch.promote_types(q_rbad.dtype, torch.float32))
+        written = 0
+        for rows, keys_tb, mask in context.calls:
+            k, v = keys_and_values.of(Call(rows, keys_tb, mask))
+            o, lse = attention.forward(q_rbad[rows], k, v, mask)
+            if rows.stop <= written:
+                o, lse = merge(o_rbad[rows], lse_rba[rows], o, lse)
+            o_rbad[rows], lse_rba[rows] = o, lse
+            written = max(written, rows.stop)
+        ctx.save_for_backward(q_rbad, *keys_and_values.own, o_rbad, lse_rba)
+        ctx.context = context
         return o_rbad
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_rbad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q_rbad, k_rbgd, v_rbgd, o_rbad, lse_bar1 = ctx.saved_tensors
-        attention: ContextAttention = ctx.attention
-        group = attention.group
+        q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba = ctx.saved_tensors
+        context: ContextAttention = ctx.context
+        group = context.group
         keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, group)
         do_rbad = do_rbad.contiguous()
-        dq_rbad = torch.zeros_like(q_rbad, memory_format=torch.contiguous_format)
+        dq_rbad = torch.zeros_like(q_rbad)
         wide = torch.promote_types(k_rbgd.dtype, torch.float32)
         r, *rest = k_rbgd.shape
         own = [k_rbgd.new_zeros(r, *rest) for _ in range(2)]
         of_all_ranks = [k_rbgd.new_zeros(r * group.size(), *rest, dtype=wide) for _ in range(2)]
-        for block in attention.blocks:
-            rows, causal = _slice(block.rows), block.kind == "causal"
-            q, lse = q_rbad[rows].contiguous(), lse_bar1[:, :, rows].contiguous()
-            k, v = keys_and_values.of(block)
-            mask = attention.mask(block, q_rbad.device)
-            dq, *dkv = lse_attention.backward(do_rbad[rows], q, k, v, o_rbad[rows], lse, mask, causal=causal)
+        for call in context.calls:
+            rows = call.rows
+            k, v = keys_and_values.of(call)
+            dq, *dkv = attention.backward(do_rbad[rows], q_rbad[rows], k, v, o_rbad[rows], lse_rba[rows], call.mask)
             dq_rbad[rows] += dq
-            for total, partial in zip(own if causal else of_all_ranks, dkv, strict=True):
-                total[rows if causal else _slice(block.keys)] += partial
+            for mine, total, part in zip(own, of_all_ranks, dkv, strict=True):
+                if call.keys_tb is None:
+                    mine[rows] += part
+                else:
+                    _add(total, call.keys_tb, part)
         dk, dv = (
-            reduce_scatter(to_rank_order(total.to(k_rbgd.dtype), group.size()), group).add_(mine)
+            reduce_scatter(total.to(k_rbgd.dtype), group).add_(mine)
             for total, mine in zip(of_all_ranks, own, strict=True)
         )
         return dq_rbad, dk, dv, None

@@ -1,40 +1,81 @@
-"""Sharding of a sequence over context-parallel ranks: of 2n chunks, rank r has the r-th and the r-th from the end.
+"""Sharding of sequences over context-parallel ranks so that causal attention costs every rank the same.
 
-A causal query attends to all keys before it, so the last n-th of a sequence costs 2n - 1 times as much as the first. A
-chunk and its mirror image together always cost the same, so all ranks have the same work (as in Megatron-LM and
-Llama 3: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2).
+A causal query attends to all keys before it in its document, so the last n-th of a document costs 2n - 1 times as much
+as the first. Each document is cut into 2n pieces of equal length, and rank r has the r-th and the r-th from the end,
+whose costs together are the same for all ranks (for one document as in Megatron-LM and Llama 3: Dubey et al. 2024,
+arXiv:2407.21783, section 3.3.2; for packed ones as in Transformer Engine, without its padding).
 
-A rank's *shard* is its two chunks one after the other. An all-gather gives the shards in the order of ranks ("rank
-order"), which is not that of the sequence.
+*Slot* i holds the i-th pieces of all documents of a sample. Tokens that are left over when a document is cut go to one
+slot after the other, from document to document, so that all slots have s / 2n tokens. A rank's *shard* is slot r
+followed by slot 2n - 1 - r. An all-gather gives the shards in the order of ranks ("rank order").
 
-Shapes: s sequence, n ranks, c = s / 2n tokens of a chunk.
+Shapes: s sequence, n ranks, c = s / 2n tokens of a slot; b micro-batch, m documents of a sample.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
-def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """The two chunks of `rank`, counted along the sequence."""
+def slots_of(rank: int, ranks: int) -> tuple[int, int]:
+    """The two slots of `rank`."""
     return rank, 2 * ranks - 1 - rank
 
 
-def shard_sequence(x: Tensor, rank: int, ranks: int, *, dim: int) -> Tensor:
-    """The s/n tokens of `rank`, of `x` whose sequence is `dim`."""
-    assert x.shape[dim] % (2 * ranks) == 0, f"{x.shape[dim]} tokens cannot be sharded over {ranks} ranks"
-    chunks = x.chunk(2 * ranks, dim)
-    return torch.cat([chunks[i] for i in chunks_of(rank, ranks)], dim)
+def piece_lengths(cu_seqlens_bm: Tensor, slots: int) -> Tensor:
+    """Tokens of each document in each slot, `[b, m, slots]`.
+
+    `cu_seqlens_bm`: int32 `[b, m + 1]`, the first token of each document, and s, which `slots` divides.
+    """
+    lengths_bm = cu_seqlens_bm.diff(dim=1)
+    rest_bm = lengths_bm % slots
+    first_bm = rest_bm.cumsum(1) - rest_bm  # the slot that gets the first token left over, but for multiples of slots
+    slot = torch.arange(slots, device=cu_seqlens_bm.device)
+    gets_one = (slot - first_bm[..., None]) % slots < rest_bm[..., None]
+    return (lengths_bm // slots)[..., None] + gets_one
 
 
-def to_sequence_order(shards: Tensor, ranks: int) -> Tensor:
-    """A copy of `[s, ...]` from rank order in the order of the sequence."""
-    chunks = shards.chunk(2 * ranks)
-    return torch.cat([*chunks[0::2], *reversed(chunks[1::2])])
+def token_slots(cu_seqlens_bm: Tensor, slots: int, s: int) -> Tensor:
+    """The slot of each token, `[b, s]`."""
+    position = torch.arange(s, device=cu_seqlens_bm.device)
+    position_bs = position.expand(cu_seqlens_bm.shape[0], s).contiguous()
+    starts, ends = cu_seqlens_bm[:, :-1].long(), cu_seqlens_bm[:, 1:].contiguous()
+    document_bs = torch.searchsorted(ends, position_bs, right=True)
+    offset_bs = position_bs - starts.gather(1, document_bs)
+    piece_ends = piece_lengths(cu_seqlens_bm, slots).cumsum(-1)
+    slot_bs = torch.zeros_like(position_bs)
+    for slot in range(slots - 1):
+        slot_bs += piece_ends[..., slot].gather(1, document_bs) <= offset_bs
+    return slot_bs
 
 
-def to_rank_order(x: Tensor, ranks: int) -> Tensor:
-    """A copy of `[s, ...]` from the order of the sequence in rank order."""
-    chunks = x.chunk(2 * ranks)
-    return torch.cat([chunks[i] for rank in range(ranks) for i in chunks_of(rank, ranks)])
+def one_document(s: int, device: torch.device) -> Tensor:
+    """`cu_seqlens` `[1, 2]` of a sequence that is one document."""
+    return torch.tensor([[0, s]], dtype=torch.int32, device=device)
+
+
+def rank_order(slot_bs: Tensor, ranks: int) -> Tensor:
+    """Positions of the tokens of rank 0, those of rank 1 and so on, `[b, s]`. `slot_bs` of each token."""
+    slot_order = slot_bs.argsort(dim=1, stable=True).chunk(2 * ranks, dim=1)
+    return torch.cat([slot_order[slot] for rank in range(ranks) for slot in slots_of(rank, ranks)], dim=1)
+
+
+def shard_positions(cu_seqlens_bm: Tensor, s: int, rank: int, ranks: int) -> Tensor:
+    """Positions of the s/n tokens of `rank`, `[b, s/n]`."""
+    assert s % (2 * ranks) == 0, f"{s} tokens cannot be sharded over {ranks} ranks"
+    return rank_order(token_slots(cu_seqlens_bm, 2 * ranks, s), ranks).chunk(ranks, dim=1)[rank]
+
+
+def rows_of_earlier(slot_bs: Tensor, ranks: int, end: int) -> Tensor:
+    """Rows, in rank order, of the tokens of the slots before `end` in the order of the sequence, `[b, end·c]`."""
+    s = slot_bs.shape[1]
+    row_bs = rank_order(slot_bs, ranks).argsort(dim=1)
+    positions = (slot_bs >= end).byte().argsort(dim=1, stable=True)[:, : end * (s // (2 * ranks))]
+    return row_bs.gather(1, positions)
+
+
+def offsets(lengths_bm: Tensor) -> Tensor:
+    """`cu_seqlens` int32 `[b, m + 1]` of segments of these lengths, one after the other."""
+    return pad(lengths_bm.cumsum(1), (1, 0)).int()

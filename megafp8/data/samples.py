@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -33,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megafp8.context_parallel.split import shard_sequence
+from megafp8.context_parallel.split import one_document, shard_positions
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, all_within, check_ids
 
@@ -209,19 +210,24 @@ def _digest(path: Path, *content: Any) -> bytes:
     return digest.digest()
 
 
+_FEWEST_DOCUMENTS = 64
+
+
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch, all tensors `[b, s]`.
+    """A micro-batch, tensors `[b, s]`.
 
-    `loss_mask` float32: 0 for labels that do not count, None if all count. `position_ids`, `document_ids` int64: None
-    unless attention and positions restart at documents.
+    `loss_mask` float32: 0 for labels that do not count, None if all count. `position_ids` int64, and `cu_seqlens` int32
+    `[b, n + 1]`: None unless attention and positions restart at documents. `cu_seqlens` holds the first token of each
+    of a sample's documents, and then s as often as it takes: n is a power of two of at least 64, so that it hardly ever
+    differs between batches (a CUDA graph has one).
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor | None = None
     position_ids: Tensor | None = None
-    document_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """This batch on `device`, copied asynchronously if it is in pinned memory."""
@@ -232,15 +238,22 @@ class Batch:
         return self._each(Tensor.pin_memory)
 
     def shard(self, rank: int, ranks: int) -> Batch:
-        """The tokens of context-parallel `rank`, with their positions `[1 or b, s/ranks]`.
+        """The tokens of context-parallel `rank`, with their positions `[b, s/ranks]`, and `cu_seqlens` as it is.
 
-        `document_ids` stay those of whole sequences, because this rank's queries attend to all ranks' keys.
+        Positions are `[1, s/ranks]` where they are the same in all samples.
         """
         if ranks == 1:
             return self
-        positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
-        whole = replace(self, position_ids=positions if self.position_ids is None else self.position_ids)
-        return replace(whole._each(lambda x: shard_sequence(x, rank, ranks, dim=1)), document_ids=self.document_ids)
+        s, device = self.tokens.shape[1], self.tokens.device
+        whole = one_document(s, device) if self.cu_seqlens is None else self.cu_seqlens
+        mine = shard_positions(whole, s, rank, ranks)
+
+        def take(x: Tensor) -> Tensor:
+            return x.gather(1, mine.expand(x.shape[0], -1))
+
+        positions = mine if self.position_ids is None else take(self.position_ids)
+        mask = None if self.loss_mask is None else take(self.loss_mask)
+        return Batch(take(self.tokens), take(self.labels), mask, positions, self.cu_seqlens)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -250,7 +263,7 @@ class Batch:
 def next_token_batch(tokens_bs1: Tensor, eod_id: int | None, *, reset_at_documents: bool, mask_eod_loss: bool) -> Batch:
     """Inputs and labels of samples `[b, s + 1]`. Pure.
 
-    An end token belongs to the document that it ends. `reset_at_documents`: number the documents of each sample, and
+    An end token belongs to the document that it ends. `reset_at_documents`: find the documents of each sample, and
     count positions from each document's start. `mask_eod_loss`: ignore labels that follow an end token, since nothing
     predicts a new document.
     """
@@ -263,8 +276,11 @@ def next_token_batch(tokens_bs1: Tensor, eod_id: int | None, *, reset_at_documen
     mask = (~ends).float() if mask_eod_loss else None
     if not reset_at_documents:
         return Batch(tokens, labels, mask)
-    document_ids = ends.cumsum(1) - ends.long()
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    b, s = tokens.shape
     starts = torch.nn.functional.pad(ends[:, :-1], (1, 0), value=True)
-    first = torch.where(starts, positions, 0).cummax(1).values
-    return Batch(tokens, labels, mask, positions - first, document_ids)
+    most = max(_FEWEST_DOCUMENTS, int(starts.sum(1).max()))
+    cu_seqlens = torch.full((b, 2 ** math.ceil(math.log2(most)) + 1), s, dtype=torch.int32)
+    sample, first = starts.nonzero(as_tuple=True)
+    cu_seqlens[sample, (starts.cumsum(1) - 1)[sample, first]] = first.int()
+    positions = torch.arange(s).expand_as(tokens)
+    return Batch(tokens, labels, mask, positions - torch.where(starts, positions, 0).cummax(1).values, cu_seqlens)

@@ -26,15 +26,16 @@ from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
-from megafp8.context_parallel.attention import context_attention
+from megafp8.context_parallel.attention import ContextAttention, plan
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
-from megafp8.models.attention import Attention, CoreAttention, attention_mask, core_attention
+from megafp8.models.attention import Attention, CoreAttention
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
 from megafp8.models.norms import Norm
 from megafp8.models.offload import ActivationOffload
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.rotary import inverse_frequencies, rotary_table
+from megafp8.ops.attention import attention, attention_mask
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -47,11 +48,11 @@ class LayerInputs:
 
     rotary: tuple[Tensor, Tensor] | None
     core: CoreAttention
-    mask: Tensor | None = None  # what `core` has of it
+    of_core: Sequence[Tensor] = ()  # what it holds
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*(self.rotary or ()), *([] if self.mask is None else [self.mask])]
+        return [*(self.rotary or ()), *self.of_core]
 
 
 def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
@@ -215,7 +216,7 @@ class GPTStage(nn.Module):
         """The modules that a forward pass calls one after the other; together they have all parameters."""
         return [m for m in (self.embedding, *self.blocks, self.head) if m is not None]
 
-    def layer_inputs(self, s: int, position_ids_bs: Tensor | None, document_ids_bs: Tensor | None) -> LayerInputs:
+    def layer_inputs(self, s: int, position_ids_bs: Tensor | None, cu_seqlens_bn: Tensor | None) -> LayerInputs:
         """Rotary table and core attention of a micro-batch, of whose sequences this rank has s tokens."""
         config, device = self.config, self.context.device
         rotary = None
@@ -224,12 +225,14 @@ class GPTStage(nn.Module):
                 self._frequencies = inverse_frequencies(config.channels, config.rope_theta, config.rope_scaling, device)
             positions = torch.arange(s, device=device) if position_ids_bs is None else position_ids_bs
             rotary = rotary_table(positions, self._frequencies, self.context.dtype)
-        group = self.context.context_parallel
+        group, window = self.context.context_parallel, config.sliding_window
         if group is None or group.size() == 1:
-            mask = attention_mask(s, config.sliding_window, document_ids_bs, device)
-            return LayerInputs(rotary, partial(core_attention, mask=mask), mask)
-        whole, window = s * group.size(), config.sliding_window
-        return LayerInputs(rotary, context_attention(group, whole, window=window, document_ids_bs=document_ids_bs))
+            mask = attention_mask(cu_seqlens_bn, window, s, device)
+            return LayerInputs(rotary, partial(attention, mask=mask), mask.tensors)
+        rank, ranks = group.rank(), group.size()
+        calls = plan(s * ranks, rank, ranks, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device)
+        core = ContextAttention(group, calls)
+        return LayerInputs(rotary, core, core.tensors)
 
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after the blocks, and what is still to be added to it."""
@@ -255,14 +258,14 @@ class GPTStage(nn.Module):
         tokens_bs: Tensor,
         labels_bs: Tensor,
         position_ids_bs: Tensor | None = None,
-        document_ids_bs: Tensor | None = None,
+        cu_seqlens_bn: Tensor | None = None,
     ) -> Tensor:
         """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`.
 
         `x_sbh` is None on the first stage. Where sequences are cut over ranks, tokens and labels are this rank's,
-        `position_ids_bs` `[1 or b, s]` says where they stand, and `document_ids_bs` is of the whole sequences.
+        `position_ids_bs` `[1 or b, s]` says where they stand, and `cu_seqlens_bn` is of the whole sequences.
         """
-        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, document_ids_bs)
+        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, cu_seqlens_bn)
         if self.embedding is not None:
             x_sbh = self.embedding(tokens_bs, position_ids_bs)
         assert x_sbh is not None, "a later stage needs the previous stage's output"

@@ -102,7 +102,7 @@ def _saved_input(fp8: Fp8Manager, plan: LinearPlan, k: int, x: Sizes) -> int:
 
 def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory) -> dict[str, int]:
     """Bytes that block `index` saves for its backward pass, offloaded or not."""
-    x, model, training = sizes(config), config.model, config.training
+    x, model = sizes(config), config.model
     stream = x.m_own * x.h * x.e
     if memory.full:
         return {"block input": stream}
@@ -123,10 +123,6 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
         saved["attention log-sums"] = x.m * x.a * x.w
         if model.qk_norm:
             saved["normalized q and k"] = x.m * (x.a + x.g) * (x.d * x.e + x.w)
-        masked = model.sliding_window is not None or config.data.reset_at_documents
-        if masked and config.parallel.context == 1:  # context-parallel ranks compute masks when needed
-            samples = training.micro_batch_size if config.data.reset_at_documents else 1
-            saved["attention mask"] = samples * training.seq_length**2 * x.e
     if proj.saved != "high":
         saved["proj input"] = _saved_input(fp8, proj, x.a * x.d, x)
     if activation.gated and not activation.fused:

@@ -257,7 +257,7 @@ class Trainer:
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Forward of one micro-batch through a stage; on the last stage the report is `[sum of losses, tokens]`."""
-        y = stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.document_ids)
+        y = stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.cu_seqlens)
         if stage.head is None:
             return StageOutput(y)
         if microbatch.loss_mask is None:

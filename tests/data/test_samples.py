@@ -169,7 +169,7 @@ def test_document_boundaries_token_by_token() -> None:
     eod = 0
     tokens = torch.randint(0, 4, (5, 30), generator=torch.Generator().manual_seed(1))
     batch = next_token_batch(tokens, eod, reset_at_documents=True, mask_eod_loss=True)
-    assert batch.document_ids is not None
+    assert batch.cu_seqlens is not None
     assert batch.position_ids is not None
     assert batch.loss_mask is not None
     for row in range(5):
@@ -178,13 +178,18 @@ def test_document_boundaries_token_by_token() -> None:
             token = tokens[row, i].item()
             assert batch.tokens[row, i] == token
             assert batch.labels[row, i] == tokens[row, i + 1]
-            assert (batch.document_ids[row, i], batch.position_ids[row, i]) == (document, position)
+            assert batch.position_ids[row, i] == position
+            assert batch.cu_seqlens[row, document] + position == i
             assert batch.loss_mask[row, i] == (0.0 if token == eod else 1.0)
             position += 1
             if token == eod:
                 document, position = document + 1, 0
+        assert batch.cu_seqlens[row].diff().min() >= 0
+        assert set(batch.cu_seqlens[row, document + (position > 0) :].tolist()) == {29}
+    assert batch.cu_seqlens.shape == (5, 65)
+    assert batch.cu_seqlens.dtype == torch.int32
     plain = next_token_batch(tokens, eod, reset_at_documents=False, mask_eod_loss=False)
-    assert (plain.loss_mask, plain.position_ids, plain.document_ids) == (None, None, None)
+    assert (plain.loss_mask, plain.position_ids, plain.cu_seqlens) == (None, None, None)
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -194,8 +199,8 @@ def test_each_document_option_adds_its_own_part_alone(reset: bool, mask: bool) -
     batch = next_token_batch(tokens, 0, reset_at_documents=reset, mask_eod_loss=mask)
     assert batch.tokens.tolist() == [[5, 0, 6, 7, 0, 0]]
     assert batch.labels.tolist() == [[0, 6, 7, 0, 0, 8]]
-    found = [None if x is None else x.tolist() for x in (batch.loss_mask, batch.position_ids, batch.document_ids)]
-    expected = [[[1, 0, 1, 1, 0, 0]], [[0, 1, 0, 1, 2, 0]], [[0, 0, 1, 1, 1, 2]]]
+    found = [None if x is None else x.tolist() for x in (batch.loss_mask, batch.position_ids, batch.cu_seqlens)]
+    expected = [[[1, 0, 1, 1, 0, 0]], [[0, 1, 0, 1, 2, 0]], [[0, 2, 5] + [6] * 62]]
     assert found == [part if asked else None for part, asked in zip(expected, (mask, reset, reset))]
 
 
@@ -216,13 +221,15 @@ def test_a_pickled_data_set_reads_the_same(dataset: IndexedDataset) -> None:
 
 def test_a_batch_is_sharded_with_its_positions() -> None:
     tokens = torch.arange(16).view(2, 8)
-    batch = Batch(tokens, tokens + 1, loss_mask=tokens % 2, document_ids=tokens // 3)
+    batch = Batch(tokens, tokens + 1, loss_mask=tokens % 2)
     shard = batch.shard(1, 2)
     assert shard.tokens.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert torch.equal(shard.labels, shard.tokens + 1)
     assert torch.equal(shard.loss_mask, shard.tokens % 2)
     assert shard.position_ids.tolist() == [[2, 3, 4, 5]]
-    assert torch.equal(shard.document_ids, tokens // 3)
-    given = Batch(tokens, tokens, position_ids=tokens % 5).shard(0, 2)
-    assert given.position_ids.tolist() == [[0, 1, 1, 2], [3, 4, 4, 0]]
+    ends = torch.tensor([[0, 4, 8], [0, 8, 8]], dtype=torch.int32)
+    given = Batch(tokens, tokens, position_ids=tokens % 5, cu_seqlens=ends).shard(0, 2)
+    assert given.tokens.tolist() == [[0, 4, 3, 7], [8, 9, 14, 15]]
+    assert given.position_ids.tolist() == [[0, 4, 3, 2], [3, 4, 4, 0]]
+    assert given.cu_seqlens is ends
     assert batch.shard(0, 1) is batch
