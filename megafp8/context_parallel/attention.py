@@ -168,18 +168,18 @@ class _ContextAttention(Function):
     @staticmethod
     def forward(ctx: Any, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, context: ContextAttention) -> Tensor:
         keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, context.group)
-        q_rbad = q_rbad.contiguous()
-        o_rbad = torch.empty_like(q_rbad)
+        queries = q_rbad.contiguous()
+        o_rbad = torch.empty_like(queries)
         lse_rba = q_rbad.new_empty(q_rbad.shape[:3], dtype=torch.promote_types(q_rbad.dtype, torch.float32))
         written = 0
         for rows, keys_tb, mask in context.calls:
             k, v = keys_and_values.of(Call(rows, keys_tb, mask))
-            o, lse = attention.forward(q_rbad[rows], k, v, mask)
+            o, lse = attention.forward(queries[rows], k, v, mask)
             if rows.stop <= written:
                 o, lse = merge(o_rbad[rows], lse_rba[rows], o, lse)
             o_rbad[rows], lse_rba[rows] = o, lse
             written = max(written, rows.stop)
-        ctx.save_for_backward(q_rbad, *keys_and_values.own, o_rbad, lse_rba)
+        ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba)  # views: their base is kept anyway
         ctx.context = context
         return o_rbad
 
@@ -190,7 +190,7 @@ class _ContextAttention(Function):
         context: ContextAttention = ctx.context
         group = context.group
         keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, group)
-        do_rbad = do_rbad.contiguous()
+        q_rbad, do_rbad = q_rbad.contiguous(), do_rbad.contiguous()
         dq_rbad = torch.zeros_like(q_rbad)
         wide = torch.promote_types(k_rbgd.dtype, torch.float32)
         r, *rest = k_rbgd.shape

@@ -96,16 +96,16 @@ def attention(q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: AttentionMas
 class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: AttentionMask) -> Tensor:
-        q, k, v = (x.contiguous() for x in (q_sbad, k_sbgd, v_sbgd))
-        o, lse = forward(q, k, v, mask)
-        ctx.save_for_backward(q, k, v, o, lse)
+        o, lse = forward(q_sbad.contiguous(), k_sbgd.contiguous(), v_sbgd.contiguous(), mask)
+        ctx.save_for_backward(q_sbad, k_sbgd, v_sbgd, o, lse)  # views: their base is kept anyway
         ctx.mask = mask
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_sbad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v = (x.contiguous() for x in ctx.saved_tensors[:3])
+        o, lse = ctx.saved_tensors[3:]
         return *backward(do_sbad.contiguous(), q, k, v, o, lse, ctx.mask), None
 
 

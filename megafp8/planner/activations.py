@@ -112,8 +112,8 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
     saved = {
         "residual stream": stream * (1 if model.parallel_block else 2),
         "norm statistics": 2 * x.m_own * x.w * (2 if model.normalization == "layernorm" else 1),
-        "qkv input": 0 if memory.norms else _saved_input(fp8, qkv, x.h, x),
-        "up input": 0 if memory.norms else _saved_input(fp8, up, x.h, x),
+        "qkv input": _saved_input(fp8, qkv, x.h, x),
+        "up input": _saved_input(fp8, up, x.h, x),
         "q, k, v": x.m * (x.a + 2 * x.g) * x.d * x.e,
         "up output": x.m * x.up * x.e,
     }
@@ -122,13 +122,12 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
     if not memory.attention:
         saved["attention log-sums"] = x.m * x.a * x.w
         if model.qk_norm:
-            saved["normalized q and k"] = x.m * (x.a + x.g) * (x.d * x.e + x.w)
+            saved["q and k before and after their norms"] = x.m * (x.a + x.g) * (2 * x.d * x.e + x.w)
     if proj.saved != "high":
         saved["proj input"] = _saved_input(fp8, proj, x.a * x.d, x)
     if activation.gated and not activation.fused:
         saved["activated gate"] = x.m * x.f * x.e
-    if not memory.activation:
-        saved["down input"] = _saved_input(fp8, down, x.f, x)
+    saved["down input"] = _saved_input(fp8, down, x.f, x)
     return saved
 
 
