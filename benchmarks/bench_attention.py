@@ -89,14 +89,19 @@ def self_attention(sizes: Sizes, mask: AttentionMask, device: torch.device) -> C
 
 def calls_of_a_rank(sizes: Sizes, calls: tuple[Call, ...], ranks: int, device: torch.device) -> Callable[[], object]:
     """Forward and backward of the kernel calls of a context-parallel rank, its keys already gathered."""
-    q, do = (noise(sizes, device, sizes.seq_length // ranks, sizes.heads) for _ in range(2))
-    gathered = noise(sizes, device, sizes.seq_length, sizes.groups)
+    runs = []
+    for call in calls:
+        own = call.rows.stop - call.rows.start
+        keys = own if call.keys_tb is None else call.keys_tb.shape[0]
+        queries = own if call.queries_tb is None else keys
+        q, do = (noise(sizes, device, queries, sizes.heads) for _ in range(2))
+        k, v = (noise(sizes, device, keys, sizes.groups) for _ in range(2))
+        runs.append((q, k, v, do, call.mask))
 
     def run() -> None:
-        for rows, keys_tb, mask in calls:
-            k = gathered[rows] if keys_tb is None else gathered.index_select(0, keys_tb[:, 0])
-            o, lse = kernels.forward(q[rows], k, k, mask)
-            kernels.backward(do[rows], q[rows], k, k, o, lse, mask)
+        for q, k, v, do, mask in runs:
+            o, lse = kernels.forward(q, k, v, mask)
+            kernels.backward(do, q, k, v, o, lse, mask)
 
     return run
 

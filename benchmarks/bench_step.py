@@ -4,9 +4,9 @@
         --layouts "tensor=1 pipeline=1 zero=1" "tensor=2 pipeline=2 schedule=zb-h1" --variants bf16,delayed,delayed+fast
 
 A layout is a list of keys of `parallel`; others are as in the config. A variant is bf16, fp32 or an FP8 recipe, with
-+fast (fast accumulation in all three GEMMs), +graphs (training.cuda_graphs), +documents (of random lengths, 1,000 tokens
-on average, attention within them: data.reset_at_documents) and +deterministic. Either all variants are deterministic or
-none, since libraries read that setting once per process. The tokens are random: no data set is read.
++fast (fast accumulation in all three GEMMs), +graphs (training.cuda_graphs), +documents (of random lengths, 1,000
+tokens on average, attention within them: data.reset_at_documents) and +deterministic. Either all variants are
+deterministic or none, since libraries read that setting once per process. The tokens are random: no data set is read.
 `--micro-batches` is the number on each data-parallel rank, whatever the layout.
 
 Each variant of each layout is built, warmed up and timed in turn, `--rounds` times, so that a drift of the clock

@@ -11,8 +11,12 @@ section 3.3.2).
 
 A rank has two slots of pieces of documents (`context_parallel.split`). Queries attend to their own piece through a
 causal triangle, which needs no other rank's keys, and to all of their document's keys in earlier slots: calls whose
-results are merged by their log-sum-exps. With a sliding window one call has both, aligned at the ends of its segments.
-The keys of a call are copied from the gathered shards in the order of the sequence.
+results are merged by their log-sum-exps. The keys of a call are copied from the gathered shards in the order of the
+sequence.
+
+With a sliding window one call has a piece's keys and those before it that the window reaches. Kernels skip what is
+before the window only where a segment has as many queries as keys. So the keys before a piece get queries too, zeros,
+whose outputs are dropped and whose gradients are zero.
 
 Where two calls share queries or keys, results are added: dk and dv in fp32 on a rank and in the model's dtype over
 ranks.
@@ -33,28 +37,30 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megafp8.context_parallel.split import (
+    first_rows,
     offsets,
-    one_document,
     piece_lengths,
-    rows_of_earlier,
+    place_tokens,
     slots_of,
-    token_slots,
 )
 from megafp8.distributed.collectives import all_gather_async, reduce_scatter
 from megafp8.ops import attention
-from megafp8.ops.attention import CAUSAL, AttentionMask
+from megafp8.ops.attention import CAUSAL, AttentionMask, one_segment
 
 
 class Call(NamedTuple):
     """Queries and the keys that they attend to in one kernel call.
 
     `rows`: the queries' rows in the rank's shard. `keys_tb`: the keys' rows in rank order, each sample's; None: the
-    queries' own tokens. `mask`: which of them.
+    queries' own tokens. `blocks`: lengths of the parts of `keys_tb` in which no row occurs twice. `queries_tb`: which
+    of the keys are the queries' own tokens, where all keys need queries. `mask`: who attends to whom.
     """
 
     rows: slice
-    keys_tb: Tensor | None
     mask: AttentionMask
+    keys_tb: Tensor | None = None
+    blocks: tuple[int, ...] = ()
+    queries_tb: Tensor | None = None
 
 
 def plan(
@@ -65,37 +71,72 @@ def plan(
     `window`: a token attends to that many latest tokens, itself included. `cu_seqlens_bm`: int32 `[b, m + 1]`, the
     first token of each document of the whole sequence, and s; attention stays within documents.
     """
-    c, slots = s // (2 * ranks), 2 * ranks
-    whole = one_document(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
-    lengths, slot_bs = piece_lengths(whole, slots), token_slots(whole, slots, s)
-    mine = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots_of(rank, ranks))]
-
-    def keys(end: int) -> Tensor:
-        return rows_of_earlier(slot_bs, ranks, end).T
-
+    c, slots, shard = s // (2 * ranks), slots_of(rank, ranks), slice(0, s // ranks)
     if window is not None and window < s:
-        return tuple(
-            Call(
-                rows,
-                keys(slot + 1),
-                AttentionMask(offsets(lengths[..., slot]), offsets(lengths[..., : slot + 1].sum(-1)), window=window),
-            )
-            for slot, rows in mine
-        )
+        return (_windowed(shard, slots, s, ranks, window, cu_seqlens_bm, device),)
     if cu_seqlens_bm is None:  # plain triangles and rectangles have faster kernels
-        own = [Call(rows, None, CAUSAL) for _, rows in mine]
-        return (*own, *(Call(rows, keys(slot), AttentionMask(causal=False)) for slot, rows in mine if slot))
-    pieces = offsets(torch.cat([lengths[..., slot] for slot, _ in mine], dim=1))
-    earlier = [
-        Call(
-            rows,
-            keys(slot),
-            AttentionMask(offsets(lengths[..., slot]), offsets(lengths[..., :slot].sum(-1)), causal=False),
+        slot_bs = place_tokens(one_segment(s, device), 2 * ranks, s).slot_bs
+        halves = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots)]
+        return (
+            *(Call(rows, CAUSAL) for _, rows in halves),
+            *(
+                Call(rows, AttentionMask(causal=False), first_rows(slot_bs, slot_bs, slot * c, ranks).T, (slot * c,))
+                for slot, rows in halves
+                if slot
+            ),
         )
-        for slot, rows in mine
-        if slot
-    ]
-    return (Call(slice(0, 2 * c), None, AttentionMask(pieces, pieces)), *earlier)
+    lengths, slot_bs = piece_lengths(cu_seqlens_bm, 2 * ranks), place_tokens(cu_seqlens_bm, 2 * ranks, s).slot_bs
+    pieces = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
+    earlier = offsets(torch.cat([lengths[..., :slot].sum(-1) for slot in slots], dim=1))
+    keys = [first_rows(slot_bs, (slot_bs >= slot).byte(), slot * c, ranks) for slot in slots]
+    return (
+        Call(shard, AttentionMask(pieces, pieces, square=True)),
+        Call(
+            shard,
+            AttentionMask(pieces, earlier, causal=False),
+            torch.cat(keys, dim=1).T,
+            tuple(x.shape[1] for x in keys),
+        ),
+    )
+
+
+def _windowed(
+    rows: slice,
+    slots: tuple[int, int],
+    s: int,
+    ranks: int,
+    window: int,
+    cu_seqlens_bm: Tensor | None,
+    device: torch.device,
+) -> Call:
+    """The keys of each slot's pieces and of the `window` - 1 tokens before them.
+
+    How many keys documents need is known to the device only: there are as many as could be needed, and those that are
+    not are a last segment without queries.
+    """
+    c, whole = s // (2 * ranks), one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
+    lengths, tokens = piece_lengths(whole, 2 * ranks), place_tokens(whole, 2 * ranks, s)
+    starts = lengths.cumsum(-1) - lengths
+    counts_q, counts_k, keys, queries = [], [], [], []
+    before_b1 = torch.zeros(whole.shape[0], 1, dtype=torch.int64, device=device)  # queries of the slot before
+    for slot in slots:
+        length_bm, start_bm = lengths[..., slot], starts[..., slot]
+        oldest_bm = torch.where(length_bm > 0, (start_bm - window + 1).clamp(min=0), s)
+        needed_bs = (tokens.slot_bs <= slot) & (tokens.offset_bs >= oldest_bm.gather(1, tokens.document_bs))
+        count_bm = torch.where(length_bm > 0, start_bm + length_bm - oldest_bm, 0)
+        most = (slot + 1) * c if cu_seqlens_bm is not None else min((slot + 1) * c, c + window - 1)
+        unneeded_b1 = most - count_bm.sum(1, keepdim=True)
+        counts_q += [count_bm, torch.zeros_like(unneeded_b1)]
+        counts_k += [count_bm, unneeded_b1]
+        order = torch.where(needed_bs, 0, torch.where(tokens.slot_bs <= slot, 1, 2))
+        chosen = order.argsort(dim=1, stable=True)[:, :most]
+        other = tokens.slot_bs.gather(1, chosen) != slot
+        queries.append(other.byte().argsort(dim=1, stable=True)[:, :c] + before_b1)
+        before_b1 = before_b1 + count_bm.sum(1, keepdim=True)
+        keys.append(first_rows(tokens.slot_bs, order, most, ranks))
+    cu_seqlens_k = offsets(torch.cat(counts_k, dim=1))
+    mask = AttentionMask(offsets(torch.cat(counts_q, dim=1)), cu_seqlens_k, window=window, square=True)
+    return Call(rows, mask, torch.cat(keys, dim=1).T, tuple(x.shape[1] for x in keys), torch.cat(queries, dim=1).T)
 
 
 @dataclass(frozen=True)
@@ -115,7 +156,7 @@ class ContextAttention:
     @property
     def tensors(self) -> list[Tensor]:
         """What every block's attention reads besides its own inputs."""
-        indices = [call.keys_tb for call in self.calls if call.keys_tb is not None]
+        indices = [x for call in self.calls for x in (call.keys_tb, call.queries_tb) if x is not None]
         return [*indices, *(x for call in self.calls for x in call.mask.tensors)]
 
 
@@ -138,19 +179,32 @@ class _KeysAndValues:
 
 
 def _take(x_sbgd: Tensor, rows_tb: Tensor) -> Tensor:
-    """Rows of each sample, `[t, b, g, d]`; the same of all samples if there is one column."""
+    """Rows of each sample, `[t, b, ...]`; the same of all samples if there is one column."""
     if rows_tb.shape[1] == 1:
         return x_sbgd.index_select(0, rows_tb[:, 0])
     return x_sbgd[rows_tb, torch.arange(x_sbgd.shape[1], device=x_sbgd.device)]
 
 
-def _add(total_sbgd: Tensor, rows_tb: Tensor, part_tbgd: Tensor) -> None:
-    """Add to rows of each sample, none of them twice, so that the order of sums is that of calls."""
+def _put(rows_tb: Tensor, values_tbgd: Tensor, into_sbgd: Tensor) -> None:
+    """Write rows of each sample, none of them twice."""
     if rows_tb.shape[1] == 1:
-        total_sbgd.index_copy_(0, rows_tb[:, 0], total_sbgd.index_select(0, rows_tb[:, 0]) + part_tbgd)
-        return
-    sample = torch.arange(total_sbgd.shape[1], device=total_sbgd.device)
-    total_sbgd[rows_tb, sample] = total_sbgd[rows_tb, sample] + part_tbgd
+        into_sbgd.index_copy_(0, rows_tb[:, 0], values_tbgd)
+    else:
+        into_sbgd[rows_tb, torch.arange(into_sbgd.shape[1], device=into_sbgd.device)] = values_tbgd
+
+
+def _with_zeros(call: Call, x_rbad: Tensor) -> Tensor:
+    """A call's rows of a tensor of queries, with zeros between them where the call has such."""
+    if call.queries_tb is None:
+        return x_rbad[call.rows]
+    assert call.keys_tb is not None
+    wide = x_rbad.new_zeros(call.keys_tb.shape[0], *x_rbad.shape[1:])
+    _put(call.queries_tb, x_rbad[call.rows], wide)
+    return wide
+
+
+def _of_queries(call: Call, x_tbad: Tensor) -> Tensor:
+    return x_tbad if call.queries_tb is None else _take(x_tbad, call.queries_tb)
 
 
 def merge(o_sbad: Tensor, lse_sba: Tensor, more_sbad: Tensor, more_sba: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,9 +226,10 @@ class _ContextAttention(Function):
         o_rbad = torch.empty_like(queries)
         lse_rba = q_rbad.new_empty(q_rbad.shape[:3], dtype=torch.promote_types(q_rbad.dtype, torch.float32))
         written = 0
-        for rows, keys_tb, mask in context.calls:
-            k, v = keys_and_values.of(Call(rows, keys_tb, mask))
-            o, lse = attention.forward(queries[rows], k, v, mask)
+        for call in context.calls:
+            rows = call.rows
+            k, v = keys_and_values.of(call)
+            o, lse = (_of_queries(call, x) for x in attention.forward(_with_zeros(call, queries), k, v, call.mask))
             if rows.stop <= written:
                 o, lse = merge(o_rbad[rows], lse_rba[rows], o, lse)
             o_rbad[rows], lse_rba[rows] = o, lse
@@ -197,15 +252,17 @@ class _ContextAttention(Function):
         own = [k_rbgd.new_zeros(r, *rest) for _ in range(2)]
         of_all_ranks = [k_rbgd.new_zeros(r * group.size(), *rest, dtype=wide) for _ in range(2)]
         for call in context.calls:
-            rows = call.rows
+            do, q, o, lse = (_with_zeros(call, x) for x in (do_rbad, q_rbad, o_rbad, lse_rba))
             k, v = keys_and_values.of(call)
-            dq, *dkv = attention.backward(do_rbad[rows], q_rbad[rows], k, v, o_rbad[rows], lse_rba[rows], call.mask)
-            dq_rbad[rows] += dq
+            dq, *dkv = attention.backward(do, q, k, v, o, lse, call.mask)
+            dq_rbad[call.rows] += _of_queries(call, dq)
             for mine, total, part in zip(own, of_all_ranks, dkv, strict=True):
                 if call.keys_tb is None:
-                    mine[rows] += part
-                else:
-                    _add(total, call.keys_tb, part)
+                    mine[call.rows] += part
+                    continue
+                # One block after the other, so that the order of sums is fixed.
+                for keys, values in zip(call.keys_tb.split(call.blocks), part.split(call.blocks), strict=True):
+                    _put(keys, _take(total, keys) + values, total)
         dk, dv = (
             reduce_scatter(total.to(k_rbgd.dtype), group).add_(mine)
             for total, mine in zip(of_all_ranks, own, strict=True)

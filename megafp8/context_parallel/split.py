@@ -14,9 +14,13 @@ Shapes: s sequence, n ranks, c = s / 2n tokens of a slot; b micro-batch, m docum
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from megafp8.ops.attention import one_segment
 
 
 def slots_of(rank: int, ranks: int) -> tuple[int, int]:
@@ -37,8 +41,16 @@ def piece_lengths(cu_seqlens_bm: Tensor, slots: int) -> Tensor:
     return (lengths_bm // slots)[..., None] + gets_one
 
 
-def token_slots(cu_seqlens_bm: Tensor, slots: int, s: int) -> Tensor:
-    """The slot of each token, `[b, s]`."""
+class Tokens(NamedTuple):
+    """Of each token, `[b, s]` int64: its document, its place in that, its slot."""
+
+    document_bs: Tensor
+    offset_bs: Tensor
+    slot_bs: Tensor
+
+
+def place_tokens(cu_seqlens_bm: Tensor, slots: int, s: int) -> Tokens:
+    """Where each token of a sample belongs."""
     position = torch.arange(s, device=cu_seqlens_bm.device)
     position_bs = position.expand(cu_seqlens_bm.shape[0], s).contiguous()
     starts, ends = cu_seqlens_bm[:, :-1].long(), cu_seqlens_bm[:, 1:].contiguous()
@@ -48,12 +60,7 @@ def token_slots(cu_seqlens_bm: Tensor, slots: int, s: int) -> Tensor:
     slot_bs = torch.zeros_like(position_bs)
     for slot in range(slots - 1):
         slot_bs += piece_ends[..., slot].gather(1, document_bs) <= offset_bs
-    return slot_bs
-
-
-def one_document(s: int, device: torch.device) -> Tensor:
-    """`cu_seqlens` `[1, 2]` of a sequence that is one document."""
-    return torch.tensor([[0, s]], dtype=torch.int32, device=device)
+    return Tokens(document_bs, offset_bs, slot_bs)
 
 
 def rank_order(slot_bs: Tensor, ranks: int) -> Tensor:
@@ -62,18 +69,17 @@ def rank_order(slot_bs: Tensor, ranks: int) -> Tensor:
     return torch.cat([slot_order[slot] for rank in range(ranks) for slot in slots_of(rank, ranks)], dim=1)
 
 
-def shard_positions(cu_seqlens_bm: Tensor, s: int, rank: int, ranks: int) -> Tensor:
-    """Positions of the s/n tokens of `rank`, `[b, s/n]`."""
+def shard_positions(cu_seqlens_bm: Tensor | None, s: int, rank: int, ranks: int, device: torch.device) -> Tensor:
+    """Positions of the s/n tokens of `rank`, `[b, s/n]`; `[1, s/n]` without documents."""
     assert s % (2 * ranks) == 0, f"{s} tokens cannot be sharded over {ranks} ranks"
-    return rank_order(token_slots(cu_seqlens_bm, 2 * ranks, s), ranks).chunk(ranks, dim=1)[rank]
+    whole = one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
+    return rank_order(place_tokens(whole, 2 * ranks, s).slot_bs, ranks).chunk(ranks, dim=1)[rank]
 
 
-def rows_of_earlier(slot_bs: Tensor, ranks: int, end: int) -> Tensor:
-    """Rows, in rank order, of the tokens of the slots before `end` in the order of the sequence, `[b, end·c]`."""
-    s = slot_bs.shape[1]
+def first_rows(slot_bs: Tensor, class_bs: Tensor, count: int, ranks: int) -> Tensor:
+    """Rows, in rank order, of `count` tokens: by class, and in the order of the sequence within it; `[b, count]`."""
     row_bs = rank_order(slot_bs, ranks).argsort(dim=1)
-    positions = (slot_bs >= end).byte().argsort(dim=1, stable=True)[:, : end * (s // (2 * ranks))]
-    return row_bs.gather(1, positions)
+    return row_bs.gather(1, class_bs.argsort(dim=1, stable=True)[:, :count])
 
 
 def offsets(lengths_bm: Tensor) -> Tensor:

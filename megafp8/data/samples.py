@@ -34,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megafp8.context_parallel.split import one_document, shard_positions
+from megafp8.context_parallel.split import shard_positions
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, all_within, check_ids
 
@@ -220,7 +220,7 @@ class Batch:
     `loss_mask` float32: 0 for labels that do not count, None if all count. `position_ids` int64, and `cu_seqlens` int32
     `[b, n + 1]`: None unless attention and positions restart at documents. `cu_seqlens` holds the first token of each
     of a sample's documents, and then s as often as it takes: n is a power of two of at least 64, so that it hardly ever
-    differs between batches (a CUDA graph has one).
+    differs between batches, as it must not for CUDA graphs.
     """
 
     tokens: Tensor
@@ -237,6 +237,18 @@ class Batch:
         """This batch in pinned memory."""
         return self._each(Tensor.pin_memory)
 
+    @property
+    def room(self) -> int:
+        """Documents of a sample that `cu_seqlens` has room for; 0 without."""
+        return 0 if self.cu_seqlens is None else self.cu_seqlens.shape[1] - 1
+
+    def with_room(self, documents: int) -> Batch:
+        """With room for at least so many documents."""
+        if self.cu_seqlens is None:
+            return self
+        more = max(0, documents - self.room)
+        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[:, -1:].expand(-1, more)], dim=1))
+
     def shard(self, rank: int, ranks: int) -> Batch:
         """The tokens of context-parallel `rank`, with their positions `[b, s/ranks]`, and `cu_seqlens` as it is.
 
@@ -244,9 +256,7 @@ class Batch:
         """
         if ranks == 1:
             return self
-        s, device = self.tokens.shape[1], self.tokens.device
-        whole = one_document(s, device) if self.cu_seqlens is None else self.cu_seqlens
-        mine = shard_positions(whole, s, rank, ranks)
+        mine = shard_positions(self.cu_seqlens, self.tokens.shape[1], rank, ranks, self.tokens.device)
 
         def take(x: Tensor) -> Tensor:
             return x.gather(1, mine.expand(x.shape[0], -1))

@@ -5,7 +5,7 @@ triangle, a sliding window. No mask is ever made as a matrix. Forward also retur
 scores, so that results over parts of the keys merge, and backward needs only the output and that (Dao et al. 2022,
 arXiv:2205.14135; Liu et al. 2023, arXiv:2310.01889).
 
-Kernels (docs/decisions/0030-attention-of-documents.md has the measurements):
+Kernels (docs/decisions/0029-attention-of-documents.md has the measurements):
 
     without documents and window   torch's cuDNN kernel, twice as fast on Hopper as the flash kernel that torch ships
     with                           cuDNN's variable-length kernel through its front end (`ops.cudnn_attention`)
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,33 +39,38 @@ _ROWS = 512
 """Queries that plain PyTorch computes at once, and so the height of its matrix of scores."""
 
 
-class AttentionMask(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class AttentionMask:
     """Which keys each query attends to: keys of its segment, and of these those that `causal` and `window` allow.
 
-    `cu_seqlens_q`, `cu_seqlens_k`: int32 `[b, n + 1]`, ascending from 0. Segment i of sample j has the queries
-    `cu_seqlens_q[j, i]:cu_seqlens_q[j, i + 1]` and likewise keys, possibly none. The last entries are s and t. Both
-    None where a sample is one segment; one tensor for both where segments have the same queries as keys.
+    `cu_seqlens_q`, `cu_seqlens_k`: int32 `[b, n + 1]`, ascending from 0 to at most s and t. Segment i of sample j has
+    the queries `cu_seqlens_q[j, i]:cu_seqlens_q[j, i + 1]` and likewise keys, possibly none. Both None where a sample
+    is one segment; one tensor for both if no segment has other numbers of queries and keys.
     `causal`: the last query of a segment attends to all of its keys, and each query before it to one less; a segment
     then has at least as many keys as queries.
     `window`: a query attends to the latest of these only, that many; needs `causal` and segments.
+    `square`: segments that have queries have as many keys, which makes kernels faster; never needed.
     """
 
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     causal: bool = True
     window: int | None = None
+    square: bool = False
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What a kernel computes from it once, for all layers."""
 
     @property
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.cu_seqlens_q, self.cu_seqlens_k) if x is not None]
 
-    def segments(self) -> dict[str, Any]:
-        """All of it, where samples have segments."""
-        assert self.cu_seqlens_q is not None
-        return self._asdict()
-
 
 CAUSAL = AttentionMask()
+
+
+def one_segment(s: int, device: torch.device) -> Tensor:
+    """`cu_seqlens` `[1, 2]` of sequences that are one segment of s tokens; made on the device, as graphs want it."""
+    return torch.arange(0, s + 1, s, dtype=torch.int32, device=device)[None]
 
 
 def attention_mask(cu_seqlens_bn: Tensor | None, window: int | None, s: int, device: torch.device) -> AttentionMask:
@@ -74,9 +80,11 @@ def attention_mask(cu_seqlens_bn: Tensor | None, window: int | None, s: int, dev
     """
     if window is not None and window >= s:
         window = None
-    if cu_seqlens_bn is None and window is not None:
-        cu_seqlens_bn = torch.tensor([[0, s]], dtype=torch.int32, device=device)
-    return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, window=window)
+    if cu_seqlens_bn is None:
+        if window is None:
+            return CAUSAL
+        cu_seqlens_bn = one_segment(s, device)
+    return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, window=window, square=True)
 
 
 def attention(q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: AttentionMask = CAUSAL) -> Tensor:
@@ -131,7 +139,7 @@ def forward(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask)
     """
     kernel = _kernel(q_sbad, mask)
     if kernel == "cudnn":
-        return cudnn_attention.forward(q_sbad, k_tbgd, v_tbgd, **mask.segments())
+        return cudnn_attention.forward(q_sbad, k_tbgd, v_tbgd, mask)
     if kernel == "sdpa":
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbad, k_tbgd, v_tbgd))
         o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, mask.causal)
@@ -150,7 +158,7 @@ def backward(
     kernel = _kernel(q_sbad, mask)
     tensors = do_sbad, q_sbad, k_tbgd, v_tbgd, o_sbad, lse_sba
     if kernel == "cudnn":
-        return cudnn_attention.backward(*tensors, **mask.segments())
+        return cudnn_attention.backward(*tensors, mask)
     if kernel == "sdpa":
         do, q, k, v, o = (x.permute(1, 2, 0, 3) for x in tensors[:5])
         lse = lse_sba.permute(1, 2, 0).contiguous().unsqueeze(-1)
@@ -172,6 +180,18 @@ def _kernel(q: Tensor, mask: AttentionMask) -> str:
     return "cudnn" if cudnn_attention.is_available() else "flash"
 
 
+def describe(device: torch.device) -> str:
+    """Which kernel computes documents and windows in bf16, and why if it is not the fastest: a line for the log."""
+    what = "attention of documents and windows:"
+    if device.type != "cuda":
+        return f"{what} plain PyTorch"
+    if torch.are_deterministic_algorithms_enabled():
+        return f"{what} torch's flash kernel, since deterministic is true"
+    if cudnn_attention.is_available():
+        return f"{what} cuDNN's variable-length kernel"
+    return f"{what} torch's flash kernel; cuDNN's is faster, and needs nvidia-cudnn-frontend (pip install -e '.[gpu]')"
+
+
 # --- torch's flash kernel ---------------------------------------------------------------------------------------------
 
 
@@ -183,7 +203,7 @@ def _packed(x_sbad: Tensor) -> Tensor:
 def _flash_arguments(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Offsets into packed tensors and greatest lengths; the options of the window."""
     (s, b), t = q_sbad.shape[:2], k_tbgd.shape[0]
-    whole_q, whole_k = (torch.tensor([[0, x]], dtype=torch.int32, device=q_sbad.device) for x in (s, t))
+    whole_q, whole_k = (one_segment(x, q_sbad.device) for x in (s, t))
     sample = torch.arange(b, dtype=torch.int32, device=q_sbad.device)[:, None]
     # A sample's end is the next one's start: between them is an empty segment.
     offsets_q = ((whole_q if mask.cu_seqlens_q is None else mask.cu_seqlens_q) + sample * s).flatten()

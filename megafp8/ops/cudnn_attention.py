@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megafp8.ops.attention import AttentionMask
 
 
 @functools.cache
@@ -26,7 +29,7 @@ def is_available() -> bool:
 
 
 class _Shape(NamedTuple):
-    """All that a graph depends on. `aligned`: segments have the same queries as keys."""
+    """All that a graph depends on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -38,59 +41,60 @@ class _Shape(NamedTuple):
     d: int
     n: int
     causal: bool
-    aligned: bool
+    square: bool
     window: int | None
 
 
-def forward(
-    q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and log-sum-exps, as `ops.attention.forward` says; bf16 or fp16."""
-    shape = _shape(q_sbad, k_tbgd, cu_seqlens_q, cu_seqlens_k, causal, window)
+def forward(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exps, as `ops.attention.forward` says; bf16 or fp16. `mask` has segments."""
+    shape = _shape(q_sbad, k_tbgd, mask)
     lse_sba = q_sbad.new_empty(q_sbad.shape[:3], dtype=torch.float32)
     o_sbad = torch.empty_like(q_sbad)
-    segments = _segments(shape, cu_seqlens_q, cu_seqlens_k)
-    if not shape.aligned:  # the kernel does not write the outputs of queries without keys
+    if mask.cu_seqlens_q is not mask.cu_seqlens_k:  # the kernel does not write the outputs of queries without keys
         o_sbad.zero_()
         lse_sba.fill_(-torch.inf)
-    _graph(shape, False).run({**segments, "q": q_sbad, "k": k_tbgd, "v": v_tbgd, "o": o_sbad, "lse": lse_sba})
+    tensors = {"q": q_sbad, "k": k_tbgd, "v": v_tbgd, "o": o_sbad, "lse": lse_sba}
+    _graph(shape, False).run({**_segments(shape, mask), **tensors})
     return o_sbad, lse_sba
 
 
 def backward(
     do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool, window: int | None,
+    mask: AttentionMask,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv, as `ops.attention.backward` says; bf16 or fp16."""
-    shape = _shape(q_sbad, k_tbgd, cu_seqlens_q, cu_seqlens_k, causal, window)
-    make = torch.empty_like if shape.aligned else torch.zeros_like  # nor the gradients of keys without queries
+    shape = _shape(q_sbad, k_tbgd, mask)
+    # Nor does it write the gradients of keys without queries.
+    make = torch.empty_like if mask.cu_seqlens_q is mask.cu_seqlens_k else torch.zeros_like
     dq, dk, dv = make(q_sbad), make(k_tbgd), make(v_tbgd)
     tensors = {
         "q": q_sbad, "k": k_tbgd, "v": v_tbgd, "o": o_sbad, "do": do_sbad, "lse": lse_sba, "dq": dq, "dk": dk, "dv": dv,
     }  # fmt: skip
-    _graph(shape, True).run({**_segments(shape, cu_seqlens_q, cu_seqlens_k), **tensors})
+    _graph(shape, True).run({**_segments(shape, mask), **tensors})
     return dq, dk, dv
 
 
-def _shape(
-    q_sbad: Tensor, k_tbgd: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool, window: int | None
-) -> _Shape:
+def _shape(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask) -> _Shape:
     s, b, a, d = q_sbad.shape
     t, _, g, _ = k_tbgd.shape
-    n = cu_seqlens_q.shape[1] - 1
-    return _Shape(q_sbad.device, q_sbad.dtype, s, t, b, a, g, d, n, causal, cu_seqlens_q is cu_seqlens_k, window)
+    assert mask.cu_seqlens_q is not None
+    n = mask.cu_seqlens_q.shape[1] - 1
+    return _Shape(q_sbad.device, q_sbad.dtype, s, t, b, a, g, d, n, mask.causal, mask.square, mask.window)
 
 
-def _segments(shape: _Shape, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> dict[str, Tensor]:
+def _segments(shape: _Shape, mask: AttentionMask) -> dict[str, Tensor]:
     """Lengths `[b·n]` int32, and offsets `[b·n + 1]` int64 in elements of tensors of a, g and 1-wide heads."""
-    b, a, g, d = shape.b, shape.a, shape.g, shape.d
-    length_q, start_q = _lengths_and_rows(cu_seqlens_q, b)
-    length_k, start_k = (length_q, start_q) if shape.aligned else _lengths_and_rows(cu_seqlens_k, b)
-    return {
-        "length_q": length_q, "length_k": length_k,
-        "offset_q": start_q * (a * d), "offset_k": start_k * (g * d), "offset_lse": start_q * a,
-    }  # fmt: skip
+    b, a, g, d = key = shape.b, shape.a, shape.g, shape.d
+    if key not in mask.derived:
+        assert mask.cu_seqlens_q is not None
+        assert mask.cu_seqlens_k is not None
+        length_q, row_q = _lengths_and_rows(mask.cu_seqlens_q, b)
+        length_k, row_k = _lengths_and_rows(mask.cu_seqlens_k, b)
+        mask.derived[key] = {
+            "length_q": length_q, "length_k": length_k,
+            "offset_q": row_q * (a * d), "offset_k": row_k * (g * d), "offset_lse": row_q * a,
+        }  # fmt: skip
+    return mask.derived[key]
 
 
 def _lengths_and_rows(cu_seqlens_bn: Tensor, b: int) -> tuple[Tensor, Tensor]:
@@ -146,9 +150,9 @@ class _Graph:
             "seq_len_q": tensors["length_q"], "seq_len_kv": tensors["length_k"],
         }  # fmt: skip
         if shape.causal:
-            # Aligned at their ends, kernels take half as long again; where both ends are the same, ask for the other.
+            # Aligned at the ends of segments, kernels take half as long again, and skip nothing before a window.
             align = cudnn.diagonal_alignment
-            common["diagonal_alignment"] = align.TOP_LEFT if shape.aligned else align.BOTTOM_RIGHT
+            common["diagonal_alignment"] = align.TOP_LEFT if shape.square else align.BOTTOM_RIGHT
             common["diagonal_band_right_bound"] = 0
         if shape.window is not None:
             common["diagonal_band_left_bound"] = shape.window

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megafp8.context_parallel.attention import ContextAttention, merge, plan
-from megafp8.context_parallel.split import one_document, shard_positions
+from megafp8.context_parallel.split import shard_positions
 from megafp8.ops import attention
 from megafp8.ops.attention import AttentionMask, attention_mask
 from megafp8.parallel_state import Group, initialize_model_parallel
@@ -33,8 +33,7 @@ def _random(s: int, heads: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 def _shard(x_sbad: Tensor, cu_seqlens: Tensor | None, group: Group) -> Tensor:
     """Each sample's tokens of this rank."""
     s, b = x_sbad.shape[:2]
-    whole = one_document(s, CPU) if cu_seqlens is None else cu_seqlens
-    positions = shard_positions(whole, s, group.rank, group.size).expand(b, -1)
+    positions = shard_positions(cu_seqlens, s, group.rank, group.size, CPU).expand(b, -1)
     return torch.stack([x_sbad[positions[sample], sample] for sample in range(b)], dim=1)
 
 

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megafp8.context_parallel.split import (
-    one_document,
+    first_rows,
     piece_lengths,
+    place_tokens,
     rank_order,
-    rows_of_earlier,
     shard_positions,
     slots_of,
-    token_slots,
 )
 
 CPU = torch.device("cpu")
@@ -29,20 +28,19 @@ def cu_seqlens(*lengths: list[int]) -> Tensor:
 
 
 def test_eight_tokens_by_hand() -> None:
-    whole = one_document(8, CPU)
-    assert [shard_positions(whole, 8, rank, 2).tolist() for rank in range(2)] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
-    shards = [shard_positions(whole, 8, rank, 4).tolist() for rank in range(4)]
+    assert [shard_positions(None, 8, rank, 2, CPU).tolist() for rank in range(2)] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    shards = [shard_positions(None, 8, rank, 4, CPU).tolist() for rank in range(4)]
     assert shards == [[[0, 7]], [[1, 6]], [[2, 5]], [[3, 4]]]
-    assert shard_positions(whole, 8, 0, 1).tolist() == [list(range(8))]
+    assert shard_positions(None, 8, 0, 1, CPU).tolist() == [list(range(8))]
 
 
 def test_two_documents_by_hand() -> None:
     """Of 5 and 7 tokens, and of 12, in four slots of 3: those left over go to slot 0 first, then to 1, 2 and 3."""
     ends = cu_seqlens([5, 7], [0, 12])
     assert piece_lengths(ends, 4).tolist() == [[[2, 1, 1, 1], [1, 2, 2, 2]], [[0, 0, 0, 0], [3, 3, 3, 3]]]
-    assert token_slots(ends, 4, 12)[0].tolist() == [0, 0, 1, 2, 3, 0, 1, 1, 2, 2, 3, 3]
-    assert shard_positions(ends, 12, 0, 2).tolist() == [[0, 1, 5, 4, 10, 11], [0, 1, 2, 9, 10, 11]]
-    assert shard_positions(ends, 12, 1, 2).tolist() == [[2, 6, 7, 3, 8, 9], [3, 4, 5, 6, 7, 8]]
+    assert place_tokens(ends, 4, 12).slot_bs[0].tolist() == [0, 0, 1, 2, 3, 0, 1, 1, 2, 2, 3, 3]
+    assert shard_positions(ends, 12, 0, 2, CPU).tolist() == [[0, 1, 5, 4, 10, 11], [0, 1, 2, 9, 10, 11]]
+    assert shard_positions(ends, 12, 1, 2, CPU).tolist() == [[2, 6, 7, 3, 8, 9], [3, 4, 5, 6, 7, 8]]
 
 
 @given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=12), ranks=st.sampled_from([1, 2, 3, 4]))
@@ -50,7 +48,7 @@ def test_every_token_once_and_equal_work(lengths: list[int], ranks: int) -> None
     slots = 2 * ranks
     lengths = [*lengths, -sum(lengths) % slots or slots]
     s, ends = sum(lengths), cu_seqlens(lengths)
-    shards = [shard_positions(ends, s, rank, ranks)[0].tolist() for rank in range(ranks)]
+    shards = [shard_positions(ends, s, rank, ranks, CPU)[0].tolist() for rank in range(ranks)]
     assert sorted(position for shard in shards for position in shard) == list(range(s))
     pieces = piece_lengths(ends, slots)[0]
     assert pieces.sum(0).tolist() == [s // slots] * slots
@@ -66,9 +64,9 @@ def test_every_token_once_and_equal_work(lengths: list[int], ranks: int) -> None
 def test_rows_of_gathered_shards(ranks: int) -> None:
     """What all ranks hold, one after the other, has the tokens of earlier slots at these rows, in order."""
     ends, s = cu_seqlens([3, 20, 1], [24, 0, 0]), 24
-    slot = token_slots(ends, 2 * ranks, s)
-    gathered = torch.cat([shard_positions(ends, s, rank, ranks) for rank in range(ranks)], dim=1)
+    slot = place_tokens(ends, 2 * ranks, s).slot_bs
+    gathered = torch.cat([shard_positions(ends, s, rank, ranks, CPU) for rank in range(ranks)], dim=1)
     assert torch.equal(gathered, rank_order(slot, ranks))
     for end in range(2 * ranks + 1):
-        found = gathered.gather(1, rows_of_earlier(slot, ranks, end))
+        found = gathered.gather(1, first_rows(slot, (slot >= end).byte(), end * (s // (2 * ranks)), ranks))
         assert found.tolist() == [[i for i in range(s) if slot[row, i] < end] for row in range(2)]

@@ -188,6 +188,10 @@ def test_document_boundaries_token_by_token() -> None:
         assert set(batch.cu_seqlens[row, document + (position > 0) :].tolist()) == {29}
     assert batch.cu_seqlens.shape == (5, 65)
     assert batch.cu_seqlens.dtype == torch.int32
+    wider = batch.with_room(100)
+    assert (batch.room, wider.room, wider.with_room(64).room) == (64, 100, 100)
+    assert torch.equal(wider.cu_seqlens[:, :65], batch.cu_seqlens)
+    assert (wider.cu_seqlens[:, 65:] == 29).all()
     plain = next_token_batch(tokens, eod, reset_at_documents=False, mask_eod_loss=False)
     assert (plain.loss_mask, plain.position_ids, plain.cu_seqlens) == (None, None, None)
 

@@ -66,14 +66,16 @@ PARTS = offsets([3, 1, 10, 0, 2], [0, 1, 6, 9, 0])
 LESS = offsets([7, 0, 9, 0, 0], [0, 0, 6, 9, 1])
 KEYS = offsets([0, 3, 10, 20, 7], [9, 0, 11, 20, 0])
 """None for some queries, queries for none."""
+QUERIES, MORE_KEYS = offsets([5, 1, 34, 0], [1, 19, 20, 0]), offsets([5, 1, 34, 8], [1, 19, 20, 8])
 MASKS = {
     "causal": (40, 40, CAUSAL),
     "whole": (16, 40, AttentionMask(causal=False)),
-    "documents": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS)),
+    "documents": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, square=True)),
     "window": (40, 40, attention_mask(None, 7, 40, torch.device("cpu"))),
-    "documents window": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, window=3)),
+    "documents window": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, window=3, square=True)),
     "parts": (16, 40, AttentionMask(PARTS, DOCUMENTS)),
     "parts window": (16, 40, AttentionMask(PARTS, DOCUMENTS, window=3)),
+    "keys of nobody": (40, 48, AttentionMask(QUERIES, MORE_KEYS, window=3, square=True)),
     "parts whole": (16, 40, AttentionMask(LESS, KEYS, causal=False)),
 }
 LARGER = 25
@@ -84,7 +86,8 @@ def larger(mask: AttentionMask) -> AttentionMask:
     """For GPUs."""
     q, k = (None if x is None else (x * LARGER).cuda() for x in (mask.cu_seqlens_q, mask.cu_seqlens_k))
     same = mask.cu_seqlens_q is mask.cu_seqlens_k
-    return AttentionMask(q, q if same else k, mask.causal, None if mask.window is None else mask.window * LARGER)
+    window = None if mask.window is None else mask.window * LARGER
+    return AttentionMask(q, q if same else k, mask.causal, window, mask.square)
 
 
 def inputs(s: int, t: int, heads: int, groups: int, d: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -122,7 +125,7 @@ def test_autograd(name: str) -> None:
 
 
 def test_a_window_of_the_whole_sequence_is_none() -> None:
-    assert attention_mask(None, 40, 40, torch.device("cpu")) == CAUSAL
+    assert attention_mask(None, 40, 40, torch.device("cpu")) is CAUSAL
     assert attention_mask(DOCUMENTS, 40, 40, torch.device("cpu")).window is None
 
 
@@ -152,6 +155,17 @@ def test_no_matrix_of_scores(name: str) -> None:
         o, lse = forward(q, k, v, mask)
         backward(do, q, k, v, o, lse, mask)
     assert largest.elements < s * 128
+
+
+def test_a_line_says_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert module.describe(cpu).endswith("plain PyTorch")
+    monkeypatch.setattr(module.cudnn_attention, "is_available", lambda: True)
+    assert module.describe(cuda).endswith("cuDNN's variable-length kernel")
+    monkeypatch.setattr(module.cudnn_attention, "is_available", lambda: False)
+    assert "needs nvidia-cudnn-frontend" in module.describe(cuda)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert module.describe(cuda).endswith("since deterministic is true")
 
 
 # --- kernels of GPUs --------------------------------------------------------------------------------------------------

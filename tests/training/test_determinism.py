@@ -100,7 +100,6 @@ def _deterministic(words: str, *, device: str = "auto", **sections: dict[str, An
     [
         ("current", {"auto_filter": "measured"}, "fp8.auto_filter = 'measured'"),
         ("current", {"gemm_autotune": True}, "fp8.gemm_autotune = True"),
-        ("cp2 bf16", {}, "parallel.context = 2"),
     ],
 )
 def test_what_cannot_be_deterministic_is_refused(words: str, fp8: dict[str, Any], key: str) -> None:
@@ -111,8 +110,7 @@ def test_what_cannot_be_deterministic_is_refused(words: str, fp8: dict[str, Any]
 
 
 def test_what_can_be_is_not() -> None:
-    check_layout(_deterministic("cp2 bf16", device="cpu"), 2)
-    check_layout(_deterministic("cp2"), 2)  # fp32: formulas spelt out
+    check_layout(_deterministic("cp2 bf16"), 2)
     check_layout(_deterministic("current bf16", fp8={"auto_filter": "predicted"}), 2)
 
 
