@@ -22,6 +22,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
     rules = (
         _model,
+        _windows,
         _tensor,
         _stages,
         _schedule,
@@ -95,6 +96,16 @@ def attention_heads(m: ModelConfig) -> Iterator[Problem]:
         path, low = "model.rope_scaling.high_freq_factor", scaling.low_freq_factor
         rule = f"not above low_freq_factor ({low}), so there is no band to interpolate in"
         yield Problem(path, scaling.high_freq_factor, rule, f"try {4 * low}")
+
+
+def _windows(config: Config) -> Iterator[Problem]:
+    full, layers = config.model.full_attention_layers, config.model.num_layers
+    if full and config.model.sliding_window is None:
+        works = "set model.sliding_window, or leave it out"
+        yield Problem("model.full_attention_layers", full, "no layer has a window", works)
+    if full != sorted(set(full) & set(range(layers))):
+        works = f"try numbers from 0 to {layers - 1}, each once, in ascending order"
+        yield Problem("model.full_attention_layers", full, f"not some of the {layers} layers in order", works)
 
 
 def _model(config: Config) -> Iterator[Problem]:

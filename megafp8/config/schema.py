@@ -122,6 +122,8 @@ class ModelConfig(Section):
     """Share one weight between the output layer and the embedding."""
     sliding_window: PositiveInt | None = None
     """Each token attends to this many latest tokens, including itself. Default: all earlier tokens."""
+    full_attention_layers: list[int] = []
+    """Layers, counted from 0, to which sliding_window does not apply (Qwen2, Gemma 2 and 3, gpt-oss)."""
     parallel_block: bool = False
     """Attention and MLP both read the block's input, and their outputs are added (GPT-J, PaLM)."""
     init_std: PositiveFloat = 0.02
@@ -136,6 +138,10 @@ class ModelConfig(Section):
     def channels(self) -> int:
         """Width of one head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of a layer; None where it attends to all earlier tokens."""
+        return None if layer in self.full_attention_layers else self.sliding_window
 
     @property
     def ffn_size(self) -> int:

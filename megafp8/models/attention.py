@@ -24,13 +24,12 @@ from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.rotary import apply_rotary
+from megafp8.ops.attention import CoreAttention
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.rotary import rotate_and_split
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From q `[s, b, a, d]`, k and v `[s, b, g, d]` to what the values come to, `[s, b, a, d]`."""
 ATTENTION = Neighbor("attention", "none", "attention kernels read and write bf16")
 ROTARY = Neighbor("rotary embedding", "per_tensor")
 

@@ -15,10 +15,9 @@ Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel siz
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from megafp8.models.norms import Norm
 from megafp8.models.offload import ActivationOffload
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.rotary import inverse_frequencies, rotary_table
-from megafp8.ops.attention import attention, attention_mask
+from megafp8.ops.attention import SelfAttention, attention_mask
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -47,12 +46,11 @@ class LayerInputs:
     """What every block of a micro-batch reads besides the residual stream."""
 
     rotary: tuple[Tensor, Tensor] | None
-    core: CoreAttention
-    of_core: Sequence[Tensor] = ()  # what it holds
+    cores: Mapping[int | None, CoreAttention]  # by sliding window
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*(self.rotary or ()), *self.of_core]
+        return [*(self.rotary or ()), *(x for core in self.cores.values() for x in core.tensors)]
 
 
 def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
@@ -72,7 +70,7 @@ class Block(nn.Module):
     def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.parallel = config.parallel_block
+        self.parallel, self.window = config.parallel_block, config.window_of(index)
         self.attention_norm = _norm(f"{name}.attention_norm", config, context)
         norm = Neighbor("attention_norm", "any")
         self.attention = Attention(f"{name}.attention", config, context, input=norm, memory=memory)
@@ -83,7 +81,7 @@ class Block(nn.Module):
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
         form = self.attention.qkv.state.input_format
         x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, form)
-        attention = self.attention(normed, inputs.rotary, inputs.core)
+        attention = self.attention(normed, inputs.rotary, inputs.cores[self.window])
         between = None if self.parallel else attention
         x_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.up.state.input_format)
         mlp = self.mlp(normed)
@@ -197,6 +195,7 @@ class GPTStage(nn.Module):
         self.head = Head(config, context, self.shared_weight, z_loss) if last else None
         self.offload = ActivationOffload(context.device) if any(own.offload for own in self.memory) else None
         self._frequencies: Tensor | None = None
+        self._windows = dict.fromkeys(config.window_of(i) for i in layers)
 
     def _shared_weight(self) -> nn.Parameter:
         """The tied weight of this stage: the embedding's own, or on another last stage a copy of it."""
@@ -225,14 +224,15 @@ class GPTStage(nn.Module):
                 self._frequencies = inverse_frequencies(config.channels, config.rope_theta, config.rope_scaling, device)
             positions = torch.arange(s, device=device) if position_ids_bs is None else position_ids_bs
             rotary = rotary_table(positions, self._frequencies, self.context.dtype)
-        group, window = self.context.context_parallel, config.sliding_window
+        return LayerInputs(rotary, {window: self._core(s, window, cu_seqlens_bn) for window in self._windows})
+
+    def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None) -> CoreAttention:
+        group, device = self.context.context_parallel, self.context.device
         if group is None or group.size() == 1:
-            mask = attention_mask(cu_seqlens_bn, window, s, device)
-            return LayerInputs(rotary, partial(attention, mask=mask), mask.tensors)
+            return SelfAttention(attention_mask(cu_seqlens_bn, window, s, device))
         rank, ranks = group.rank(), group.size()
         calls = plan(s * ranks, rank, ranks, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device)
-        core = ContextAttention(group, calls)
-        return LayerInputs(rotary, core, core.tensors)
+        return ContextAttention(group, calls)
 
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after the blocks, and what is still to be added to it."""

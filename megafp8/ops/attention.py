@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -99,6 +99,31 @@ def attention(q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: AttentionMas
     else:
         y = F.scaled_dot_product_attention(q, k, v, **options)
     return y.permute(2, 0, 1, 3)
+
+
+class CoreAttention(Protocol):
+    """Attention of a micro-batch, for any layer: from q `[s, b, a, d]`, k and v `[s, b, g, d]` to `[s, b, a, d]`."""
+
+    def __call__(self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, /) -> Tensor: ...
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it reads besides its arguments."""
+        ...
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    """`attention` with this mask."""
+
+    mask: AttentionMask
+
+    def __call__(self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor) -> Tensor:
+        return attention(q_sbad, k_sbgd, v_sbgd, self.mask)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.mask.tensors
 
 
 class _Attention(Function):

@@ -273,8 +273,11 @@ CASES: list[tuple[list[str], int, str]] = [
      "ranks; try 36, or parallel.context=1"),
     (["parallel.context=2", "parallel.tensor=2", "training.seq_length=28"], 4,
      "ranks, and sequence parallelism each rank's shard into parallel.tensor (2) equal parts; try 32"),
+    (["model.full_attention_layers=[0]"], 1, "model.full_attention_layers = [0]: no layer has a window; set model."),
+    (["model.sliding_window=8", "model.full_attention_layers=[1,0,900]"], 1,
+     "model.full_attention_layers = [1, 0, 900]: not some of the"),
     (["parallel.context=2", "model.head_dim=12"], 2,
-     "parallel.context = 2: its attention is cuDNN's, for heads of a multiple of 8, at most 256, and "
+     "parallel.context = 2: its attention kernels take heads of a multiple of 8, at most 256, and "
      "model.head_dim is 12; try parallel.context=1"),
     (["parallel.context=2", "parallel.tensor=2"], 6,
      "parallel = 'tensor 2 × pipeline 1 × context 2': the world has 6 ranks, not a multiple of 4; start 8"),

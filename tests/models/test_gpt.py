@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "geglu": LLAMA | {"activation": "geglu"},
     "geglu-tanh": LLAMA | {"activation": "geglu_tanh", "linear_bias": True},
     "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True},
-    "sliding-window": LLAMA | {"sliding_window": 3},
+    "sliding-window": LLAMA | {"sliding_window": 3, "full_attention_layers": [1]},
     "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none"},
 }
 B = 2
