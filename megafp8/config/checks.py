@@ -38,6 +38,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _param_gather,
         _checkpoint,
         _tokenizer,
+        _packing,
         _blend,
         _deterministic,
     )
@@ -64,6 +65,17 @@ def _tokenizer(config: Config) -> Iterator[Problem]:
         if getattr(d, key):
             rule = "needs the end-of-document token, which only a tokenizer defines"
             yield Problem(f"data.{key}", True, rule, "set data.tokenizer")
+
+
+def _packing(config: Config) -> Iterator[Problem]:
+    d = config.data
+    if d.packing != "best_fit" or (d.reset_at_documents and d.mask_eod_loss):
+        return
+    rule = "each document attends only to itself and padding has no loss, so it needs two more keys"
+    works = "try data.reset_at_documents=true data.mask_eod_loss=true"
+    if d.tokenizer is None:
+        works += " and a data.tokenizer"
+    yield Problem("data.packing", d.packing, rule, f"{works}, or data.packing=concatenate")
 
 
 def _blend(config: Config) -> Iterator[Problem]:

@@ -363,6 +363,14 @@ CASES: list[tuple[list[str], int, str]] = [
     (["parallel.recompute=full", "parallel.recompute_blocks=3", "parallel.pipeline=2"], 2,
      "parallel.recompute_blocks = 3: no stage has more than 2 blocks; try 2 or less"),
     (["parallel.offload=5"], 1, "parallel.offload = 5: no stage has more than 4 blocks; try 4 or less"),
+    *((["data.packing=best_fit", *more], 1,
+       "data.packing = 'best_fit': each document attends only to itself and padding has no loss, so it needs two more "
+       f"keys; try data.reset_at_documents=true data.mask_eod_loss=true{works}")
+      for more, works in (
+          ([], " and a data.tokenizer, or data.packing=concatenate"),
+          (["data.tokenizer.kind=bytes", "data.mask_eod_loss=true"], ", or data.packing=concatenate"),
+          (["data.tokenizer.kind=bytes", "data.reset_at_documents=true"], ", or data.packing=concatenate"),
+      )),
     (["parallel.offload=true", "training.cuda_graphs=true"], 1,
      "parallel.offload = True: a CUDA graph holds no copies to the host"),
 ]  # fmt: skip
@@ -379,6 +387,8 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
         *((None, ["training.cuda_graphs=true", "fp8.recipe=delayed"], n) for n in (1, 4)),
         (None, ["training.cuda_graphs=true", "fp8.recipe=delayed", "parallel.overlap_grad_reduce=false"], 8),
         (None, ["parallel.recompute=selective"], 1),
+        (None, ["data.packing=best_fit", "data.reset_at_documents=true", "data.mask_eod_loss=true",
+                "data.tokenizer.kind=bytes"], 1),
         (None, ["parallel.recompute=full", "parallel.recompute_blocks=4", "parallel.offload=1"], 1),
         *((None, ["parallel.recompute=full", "parallel.pipeline=2", f"parallel.layers_per_stage={layers}",
                   "parallel.recompute_blocks=3"], 2) for layers in ("[1, 3]", "balanced")),
