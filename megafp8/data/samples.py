@@ -232,10 +232,10 @@ class Batch:
 
     def with_room(self, documents: int) -> Batch:
         """With room for at least so many documents."""
-        if self.cu_seqlens is None:
+        if self.cu_seqlens is None or documents <= self.room:
             return self
-        more = max(0, documents - self.room)
-        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[:, -1:].expand(-1, more)], dim=1))
+        more = self.cu_seqlens[:, -1:].expand(-1, documents - self.room)
+        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, more], dim=1))
 
     def shard(self, rank: int, ranks: int) -> Batch:
         """The tokens of context-parallel `rank`, with their positions `[b, s/ranks]`, and `cu_seqlens` as it is.
