@@ -76,19 +76,24 @@ def utc_now() -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl in order, each once: of a step that was repeated after a crash, the later record.
+    """The steps of a metrics.jsonl in order, each once.
+
+    After a crash a run repeats the steps since its checkpoint: of these the later record counts, and steps that came
+    after them before the crash are left out until they are repeated too.
 
     Lines that are not the object of a step are ignored, such as one truncated by a kill.
     """
-    steps: dict[int, dict[str, Any]] = {}
+    steps: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int) and "loss" in record:
-            steps[record["step"]] = record
-    return [steps[step] for step in sorted(steps)]
+            while steps and steps[-1]["step"] >= record["step"]:
+                steps.pop()
+            steps.append(record)
+    return steps
 
 
 def fp8_scalars(records: Sequence[Record]) -> dict[str, float]:

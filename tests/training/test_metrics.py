@@ -62,6 +62,10 @@ def test_a_torn_line_and_a_repeated_step(tmp_path: Path) -> None:
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 5.0), (2, 3.0), (3, None)]
     path.write_bytes(b"\0\0\0\n12\n[1]\n{}\n\xff\n" + path.read_bytes())
     assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
+    write(path, dataclasses.replace(STEP, step=2, loss=6.0))
+    assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 5.0), (2, 6.0)], (
+        "what the crash undid is left out"
+    )
     path.write_bytes(b"")
     assert read_metrics(path) == []
 

@@ -92,7 +92,7 @@ class Job:
 
     def wait_for_save(self, step: int, process: subprocess.Popen[bytes]) -> None:
         """Until the checkpoint of `step`, written in the background, is visible."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while step not in self.saved():
             assert time.monotonic() < deadline
             assert process.poll() is None, f"the run ended before step {step} was saved"
@@ -150,7 +150,7 @@ def test_a_signal_saves_and_exits(
     process = stopped.start()
     stopped.wait_for_step(3, process)
     os.killpg(process.pid, number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     if processes == 1:
         assert process.returncode == 0
     assert b"stopped on request after step" in errors
@@ -169,12 +169,12 @@ def test_one_job_at_a_time_and_a_damaged_checkpoint_is_set_aside(
     job.wait_for_step(1, first)
     os.kill(first.pid, signal.SIGSTOP)  # or it might be done before the second has begun
     second = job.start()
-    _, errors = second.communicate(timeout=60)
+    _, errors = second.communicate(timeout=120)
     os.kill(first.pid, signal.SIGCONT)
     assert second.returncode == 2
     assert f"error: {job.run}/checkpoints is in use by another job: process {first.pid} on " in errors.decode()
     assert "Traceback" not in errors.decode()
-    _, errors = first.communicate(timeout=60)
+    _, errors = first.communicate(timeout=120)
     assert first.returncode == 0
     assert re.search(r"saved .*/step_00000004: stalled \d+\.\d s, \d+\.\d s in all", errors.decode())
     assert job.saved() == [8, 10]
