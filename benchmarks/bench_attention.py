@@ -26,7 +26,7 @@ from megafp8.context_parallel.attention import Call, plan
 from megafp8.fp8.speed_measurement import time_round_robin
 from megafp8.ops import attention as kernels
 from megafp8.ops import cudnn_attention
-from megafp8.ops.attention import CAUSAL, AttentionMask, attention_mask
+from megafp8.ops.attention_mask import CAUSAL, AttentionMask, causal_mask
 
 TABLE = Table("attention", 44, {"ms": ".3f", "pairs": ".1%", "of share": ".2f", "host ms": ".3f", "peak MiB": ",.0f"})
 
@@ -162,9 +162,9 @@ def main(arguments: list[str] | None = None) -> int:
     cu_seqlens, causal = bounded(ends, device), visible_pairs([0, s], None)
     masks = {
         "causal": (CAUSAL, [0, s], None),
-        "documents": (attention_mask(cu_seqlens, None, s, device), ends, None),
-        f"window {window}": (attention_mask(None, window, s, device), [0, s], window),
-        f"documents, window {window}": (attention_mask(cu_seqlens, window, s, device), ends, window),
+        "documents": (causal_mask(cu_seqlens, None, s, device), ends, None),
+        f"window {window}": (causal_mask(None, window, s, device), [0, s], window),
+        f"documents, window {window}": (causal_mask(cu_seqlens, window, s, device), ends, window),
     }
     runs = {}
     for name, (mask, own_ends, own_window) in masks.items():

@@ -6,16 +6,16 @@ again in backward, and reduce-scatters their gradients. It saves its own shard o
 A ring, which passes blocks of k and v on while others are computed with, moves the same bytes, saves memory that is
 small with grouped queries, and would hide a transfer that takes 1/18 of the time of the attention in Llama-3-8B. It
 needs n small kernels in place of each large one (docs/decisions/0011-context-parallelism.md). Here the triangles of a
-rank's own pieces overlap the gather. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783,
+rank's own chunks overlap the gather. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783,
 section 3.3.2).
 
-A rank has two slots of pieces of documents (`context_parallel.split`). Queries attend to their own piece through a
+A rank has two slots of chunks of documents (`context_parallel.split`). Queries attend to their own chunk through a
 causal triangle, which needs no other rank's keys, and to all of their document's keys in earlier slots: calls whose
 results are merged by their log-sum-exps. The keys of a call are copied from the gathered shards in the order of the
 sequence.
 
-With a sliding window one call has a piece's keys and those before it that the window reaches. Kernels skip what is
-before the window only where a segment has as many queries as keys. So the keys before a piece get queries too, zeros,
+With a sliding window one call has a chunk's keys and those before it that the window reaches. Kernels skip what is
+before the window only where a segment has as many queries as keys. So the keys before a chunk get queries too, zeros,
 whose outputs are dropped and whose gradients are zero.
 
 Where two calls share queries or keys, results are added: dk and dv in fp32 on a rank and in the model's dtype over
@@ -37,15 +37,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megafp8.context_parallel.split import (
+    chunk_lengths,
     first_rows,
     offsets,
-    piece_lengths,
     place_tokens,
     slots_of,
 )
 from megafp8.distributed.collectives import all_gather_async, reduce_scatter
 from megafp8.ops import attention
-from megafp8.ops.attention import CAUSAL, AttentionMask, one_segment
+from megafp8.ops.attention_mask import CAUSAL, AttentionMask, one_segment
 
 
 class Call(NamedTuple):
@@ -85,15 +85,15 @@ def plan(
                 if slot
             ),
         )
-    lengths, slot_bs = piece_lengths(cu_seqlens_bm, 2 * ranks), place_tokens(cu_seqlens_bm, 2 * ranks, s).slot_bs
-    pieces = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
+    lengths, slot_bs = chunk_lengths(cu_seqlens_bm, 2 * ranks), place_tokens(cu_seqlens_bm, 2 * ranks, s).slot_bs
+    chunks = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
     earlier = offsets(torch.cat([lengths[..., :slot].sum(-1) for slot in slots], dim=1))
     keys = [first_rows(slot_bs, (slot_bs >= slot).byte(), slot * c, ranks) for slot in slots]
     return (
-        Call(shard, AttentionMask(pieces, pieces, square=True)),
+        Call(shard, AttentionMask(chunks, chunks, square=True)),
         Call(
             shard,
-            AttentionMask(pieces, earlier, causal=False),
+            AttentionMask(chunks, earlier, causal=False),
             torch.cat(keys, dim=1).T,
             tuple(x.shape[1] for x in keys),
         ),
@@ -109,13 +109,13 @@ def _windowed(
     cu_seqlens_bm: Tensor | None,
     device: torch.device,
 ) -> Call:
-    """The keys of each slot's pieces and of the `window` - 1 tokens before them.
+    """The keys of each slot's chunks and of the `window` - 1 tokens before them.
 
     How many keys documents need is known to the device only: there are as many as could be needed, and those that are
     not are a last segment without queries.
     """
     c, whole = s // (2 * ranks), one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
-    lengths, tokens = piece_lengths(whole, 2 * ranks), place_tokens(whole, 2 * ranks, s)
+    lengths, tokens = chunk_lengths(whole, 2 * ranks), place_tokens(whole, 2 * ranks, s)
     starts = lengths.cumsum(-1) - lengths
     counts_q, counts_k, keys, queries = [], [], [], []
     before_b1 = torch.zeros(whole.shape[0], 1, dtype=torch.int64, device=device)  # queries of the slot before

@@ -1,11 +1,11 @@
 """Sharding of sequences over context-parallel ranks so that causal attention costs every rank the same.
 
 A causal query attends to all keys before it in its document, so the last n-th of a document costs 2n - 1 times as much
-as the first. Each document is cut into 2n pieces of equal length, and rank r has the r-th and the r-th from the end,
+as the first. Each document is cut into 2n chunks of equal length, and rank r has the r-th and the r-th from the end,
 whose costs together are the same for all ranks (for one document as in Megatron-LM and Llama 3: Dubey et al. 2024,
 arXiv:2407.21783, section 3.3.2; for packed ones as in Transformer Engine, without its padding).
 
-*Slot* i holds the i-th pieces of all documents of a sample. Tokens that are left over when a document is cut go to one
+*Slot* i holds the i-th chunks of all documents of a sample. Tokens that are left over when a document is cut go to one
 slot after the other, from document to document, so that all slots have s / 2n tokens. A rank's *shard* is slot r
 followed by slot 2n - 1 - r. An all-gather gives the shards in the order of ranks ("rank order").
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megafp8.ops.attention import one_segment
+from megafp8.ops.attention_mask import one_segment
 
 
 def slots_of(rank: int, ranks: int) -> tuple[int, int]:
@@ -28,7 +28,7 @@ def slots_of(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
-def piece_lengths(cu_seqlens_bm: Tensor, slots: int) -> Tensor:
+def chunk_lengths(cu_seqlens_bm: Tensor, slots: int) -> Tensor:
     """Tokens of each document in each slot, `[b, m, slots]`.
 
     `cu_seqlens_bm`: int32 `[b, m + 1]`, the first token of each document, and s, which `slots` divides.
@@ -56,10 +56,10 @@ def place_tokens(cu_seqlens_bm: Tensor, slots: int, s: int) -> Tokens:
     starts, ends = cu_seqlens_bm[:, :-1].long(), cu_seqlens_bm[:, 1:].contiguous()
     document_bs = torch.searchsorted(ends, position_bs, right=True)
     offset_bs = position_bs - starts.gather(1, document_bs)
-    piece_ends = piece_lengths(cu_seqlens_bm, slots).cumsum(-1)
+    chunk_ends = chunk_lengths(cu_seqlens_bm, slots).cumsum(-1)
     slot_bs = torch.zeros_like(position_bs)
     for slot in range(slots - 1):
-        slot_bs += piece_ends[..., slot].gather(1, document_bs) <= offset_bs
+        slot_bs += chunk_ends[..., slot].gather(1, document_bs) <= offset_bs
     return Tokens(document_bs, offset_bs, slot_bs)
 
 

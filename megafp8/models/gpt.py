@@ -34,7 +34,8 @@ from megafp8.models.norms import Norm
 from megafp8.models.offload import ActivationOffload
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.rotary import inverse_frequencies, rotary_table
-from megafp8.ops.attention import SelfAttention, attention_mask
+from megafp8.ops.attention import SelfAttention
+from megafp8.ops.attention_mask import causal_mask
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -229,7 +230,7 @@ class GPTStage(nn.Module):
     def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None) -> CoreAttention:
         group, device = self.context.context_parallel, self.context.device
         if group is None or group.size() == 1:
-            return SelfAttention(attention_mask(cu_seqlens_bn, window, s, device))
+            return SelfAttention(causal_mask(cu_seqlens_bn, window, s, device))
         rank, ranks = group.rank(), group.size()
         calls = plan(s * ranks, rank, ranks, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device)
         return ContextAttention(group, calls)

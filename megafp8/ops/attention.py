@@ -11,7 +11,7 @@ Kernels (docs/decisions/0029-attention-of-documents.md has the measurements):
     with                           cuDNN's variable-length kernel through its front end (`ops.cudnn_attention`)
     where that is not installed, or torch.use_deterministic_algorithms is on
                                    torch's flash kernel: cuDNN adds up dq in the order in which blocks of keys come
-    on a CPU, or in fp32 or fp64   plain PyTorch, some queries at a time
+    on a CPU, or in fp32 or fp64   the reference in PyTorch, some queries at a time
 
 cuDNN's graphs are cached by the layout of q, k and v, and expect all other tensors in the layout that the forward pass
 produces. So all tensors here are dense, sequence first.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,57 +34,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megafp8.ops import cudnn_attention
+from megafp8.ops.attention_mask import CAUSAL, AttentionMask, one_segment
 
 _ROWS = 512
-"""Queries that plain PyTorch computes at once, and so the height of its matrix of scores."""
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionMask:
-    """Which keys each query attends to: keys of its segment, and of these those that `causal` and `window` allow.
-
-    `cu_seqlens_q`, `cu_seqlens_k`: int32 `[b, n + 1]`, ascending from 0 to at most s and t. Segment i of sample j has
-    the queries `cu_seqlens_q[j, i]:cu_seqlens_q[j, i + 1]` and likewise keys, possibly none. Both None where a sample
-    is one segment; one tensor for both if no segment has other numbers of queries and keys.
-    `causal`: the last query of a segment attends to all of its keys, and each query before it to one less; a segment
-    then has at least as many keys as queries.
-    `window`: a query attends to the latest of these only, that many; needs `causal` and segments.
-    `square`: segments that have queries have as many keys, which makes kernels faster; never needed.
-    """
-
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    causal: bool = True
-    window: int | None = None
-    square: bool = False
-    derived: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What a kernel computes from it once, for all layers."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [x for x in (self.cu_seqlens_q, self.cu_seqlens_k) if x is not None]
-
-
-CAUSAL = AttentionMask()
-
-
-def one_segment(s: int, device: torch.device) -> Tensor:
-    """`cu_seqlens` `[1, 2]` of sequences that are one segment of s tokens; made on the device, as graphs want it."""
-    return torch.arange(0, s + 1, s, dtype=torch.int32, device=device)[None]
-
-
-def attention_mask(cu_seqlens_bn: Tensor | None, window: int | None, s: int, device: torch.device) -> AttentionMask:
-    """Causal self-attention of sequences of s tokens, within documents and the `window` latest tokens if given.
-
-    `cu_seqlens_bn`: int32 `[b, n + 1]`, the first token of each document, and s.
-    """
-    if window is not None and window >= s:
-        window = None
-    if cu_seqlens_bn is None:
-        if window is None:
-            return CAUSAL
-        cu_seqlens_bn = one_segment(s, device)
-    return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, window=window, square=True)
+"""Queries that the reference computes at once, and so the height of its matrix of scores."""
 
 
 def attention(q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: AttentionMask = CAUSAL) -> Tensor:
@@ -137,9 +90,8 @@ class _Attention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_sbad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v = (x.contiguous() for x in ctx.saved_tensors[:3])
-        o, lse = ctx.saved_tensors[3:]
-        return *backward(do_sbad.contiguous(), q, k, v, o, lse, ctx.mask), None
+        q, k, v, o, lse = ctx.saved_tensors  # once: recomputed tensors can be read a single time
+        return *backward(do_sbad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), o, lse, ctx.mask), None
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -169,7 +121,7 @@ def forward(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbad, k_tbgd, v_tbgd))
         o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, mask.causal)
         return o.permute(2, 0, 1, 3).contiguous(), lse.view(*q.shape[:3]).permute(2, 0, 1).contiguous()
-    return (_flash_forward if kernel == "flash" else _plain_forward)(q_sbad, k_tbgd, v_tbgd, mask)
+    return (_flash_forward if kernel == "flash" else _reference_forward)(q_sbad, k_tbgd, v_tbgd, mask)
 
 
 def backward(
@@ -192,12 +144,12 @@ def backward(
             do, q, k, v, o, lse, unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, mask.causal
         )
         return tuple(x.permute(2, 0, 1, 3) for x in gradients)
-    return (_flash_backward if kernel == "flash" else _plain_backward)(*tensors, mask)
+    return (_flash_backward if kernel == "flash" else _reference_backward)(*tensors, mask)
 
 
 def _kernel(q: Tensor, mask: AttentionMask) -> str:
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
-        return "plain"
+        return "reference"
     if torch.are_deterministic_algorithms_enabled():
         return "flash"
     if mask.cu_seqlens_q is None:
@@ -209,7 +161,7 @@ def describe(device: torch.device) -> str:
     """Which kernel computes documents and windows in bf16, and why if it is not the fastest: a line for the log."""
     what = "attention of documents and windows:"
     if device.type != "cuda":
-        return f"{what} plain PyTorch"
+        return f"{what} the reference in PyTorch"
     if torch.are_deterministic_algorithms_enabled():
         return f"{what} torch's flash kernel, since deterministic is true"
     if cudnn_attention.is_available():
@@ -265,10 +217,10 @@ def _flash_backward(
     return tuple(x.unflatten(0, (b, n)).transpose(0, 1) for x, n in ((dq, s), (dk, t), (dv, t)))
 
 
-# --- plain PyTorch ----------------------------------------------------------------------------------------------------
+# --- reference --------------------------------------------------------------------------------------------------------
 
 
-class _Piece(NamedTuple):
+class _QueryBlock(NamedTuple):
     """Some queries of a sample, the keys that any of them attends to, and which do: bool `[queries, keys]`."""
 
     sample: int
@@ -277,7 +229,7 @@ class _Piece(NamedTuple):
     visible: Tensor
 
 
-def _pieces(s: int, b: int, t: int, mask: AttentionMask, device: torch.device) -> Iterator[_Piece]:
+def _query_blocks(s: int, b: int, t: int, mask: AttentionMask, device: torch.device) -> Iterator[_QueryBlock]:
     """All queries that have keys."""
     ends_q, ends_k = (
         [[0, n]] * b if ends is None else ends.tolist() * (b // ends.shape[0])
@@ -302,7 +254,7 @@ def _pieces(s: int, b: int, t: int, mask: AttentionMask, device: torch.device) -
                 if mask.window is not None:
                     visible &= keys > latest - mask.window
                 if len(keys):
-                    yield _Piece(sample, slice(start, end), slice(first, last), visible)
+                    yield _QueryBlock(sample, slice(start, end), slice(first, last), visible)
 
 
 def _heads_first(x_sad: Tensor, groups: int) -> Tensor:
@@ -319,12 +271,12 @@ def _scores(q_gnsd: Tensor, k_g1td: Tensor, visible: Tensor) -> Tensor:
     return (q_gnsd @ k_g1td.mT / math.sqrt(q_gnsd.shape[-1])).masked_fill(~visible, -math.inf)
 
 
-def _plain_forward(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+def _reference_forward(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
     (s, b, a, _), (t, _, groups, _) = q_sbad.shape, k_tbgd.shape
     o_sbad = torch.zeros_like(q_sbad)
     wide = torch.promote_types(q_sbad.dtype, torch.float32)
     lse_sba = torch.full((s, b, a), -math.inf, dtype=wide, device=q_sbad.device)
-    for sample, queries, keys, visible in _pieces(s, b, t, mask, q_sbad.device):
+    for sample, queries, keys, visible in _query_blocks(s, b, t, mask, q_sbad.device):
         q, k, v = (
             _heads_first(x[part, sample], groups) for x, part in ((q_sbad, queries), (k_tbgd, keys), (v_tbgd, keys))
         )
@@ -335,14 +287,14 @@ def _plain_forward(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: Attenti
     return o_sbad, lse_sba
 
 
-def _plain_backward(
+def _reference_backward(
     do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
     mask: AttentionMask,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (s, b, _, d), (t, _, groups, _) = q_sbad.shape, k_tbgd.shape
     wide = torch.promote_types(q_sbad.dtype, torch.float32)
     dq_sbad, dk_tbgd, dv_tbgd = (torch.zeros_like(x, dtype=wide) for x in (q_sbad, k_tbgd, v_tbgd))
-    for sample, queries, keys, visible in _pieces(s, b, t, mask, q_sbad.device):
+    for sample, queries, keys, visible in _query_blocks(s, b, t, mask, q_sbad.device):
         do, q, o = (_heads_first(x[queries, sample], groups) for x in (do_sbad, q_sbad, o_sbad))
         k, v = (_heads_first(x[keys, sample], groups) for x in (k_tbgd, v_tbgd))
         lse = lse_sba[queries, sample].T.unflatten(0, (groups, -1)).unsqueeze(-1)

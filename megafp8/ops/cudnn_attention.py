@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megafp8.ops.attention import AttentionMask
+from megafp8.ops.attention_mask import AttentionMask
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from torch import Tensor
 from megafp8.context_parallel.attention import ContextAttention, merge, plan
 from megafp8.context_parallel.split import shard_positions
 from megafp8.ops import attention
-from megafp8.ops.attention import AttentionMask, attention_mask
+from megafp8.ops.attention_mask import AttentionMask, causal_mask
 from megafp8.parallel_state import Group, initialize_model_parallel
 from tests.ops.test_attention import B, allowed, offsets, twin
 from tests.world import World
@@ -41,7 +41,7 @@ def _compare(s: int, heads: int, groups: int, window: int | None, documents: boo
     group, widths = _context_group(), (heads, groups, groups)
     *qkv, do = _random(s, (*widths, heads), torch.float64)
     ends = DOCUMENTS[s] if documents else None
-    o, _, gradients = twin(*qkv, allowed(s, s, attention_mask(ends, window, s, CPU)), do)
+    o, _, gradients = twin(*qkv, allowed(s, s, causal_mask(ends, window, s, CPU)), do)
     # Views of one packed tensor, as the model's are.
     packed = torch.cat([_shard(x, ends, group) for x in qkv], dim=2).requires_grad_()
     calls = plan(s, group.rank, group.size, window=window, cu_seqlens_bm=ends, device=CPU)
@@ -77,7 +77,7 @@ def _in_bf16(window: int | None) -> float:
     """Relative error of the gradient of k, which is summed over ranks."""
     group = _context_group()
     *qkv, do = (x.bfloat16() for x in _random(16, (2, 1, 1, 2), torch.float32))
-    _, _, (_, dk, _) = twin(*qkv, allowed(16, 16, attention_mask(None, window, 16, CPU)), do)
+    _, _, (_, dk, _) = twin(*qkv, allowed(16, 16, causal_mask(None, window, 16, CPU)), do)
     own = [_shard(x, None, group).requires_grad_() for x in qkv]
     calls = plan(16, group.rank, group.size, window=window, cu_seqlens_bm=None, device=CPU)
     found = ContextAttention(group.group, calls)(*own)

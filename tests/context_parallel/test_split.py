@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megafp8.context_parallel.split import (
+    chunk_lengths,
     first_rows,
-    piece_lengths,
     place_tokens,
     rank_order,
     shard_positions,
@@ -37,7 +37,7 @@ def test_eight_tokens_by_hand() -> None:
 def test_two_documents_by_hand() -> None:
     """Of 5 and 7 tokens, and of 12, in four slots of 3: those left over go to slot 0 first, then to 1, 2 and 3."""
     ends = cu_seqlens([5, 7], [0, 12])
-    assert piece_lengths(ends, 4).tolist() == [[[2, 1, 1, 1], [1, 2, 2, 2]], [[0, 0, 0, 0], [3, 3, 3, 3]]]
+    assert chunk_lengths(ends, 4).tolist() == [[[2, 1, 1, 1], [1, 2, 2, 2]], [[0, 0, 0, 0], [3, 3, 3, 3]]]
     assert place_tokens(ends, 4, 12).slot_bs[0].tolist() == [0, 0, 1, 2, 3, 0, 1, 1, 2, 2, 3, 3]
     assert shard_positions(ends, 12, 0, 2, CPU).tolist() == [[0, 1, 5, 4, 10, 11], [0, 1, 2, 9, 10, 11]]
     assert shard_positions(ends, 12, 1, 2, CPU).tolist() == [[2, 6, 7, 3, 8, 9], [3, 4, 5, 6, 7, 8]]
@@ -50,11 +50,11 @@ def test_every_token_once_and_equal_work(lengths: list[int], ranks: int) -> None
     s, ends = sum(lengths), cu_seqlens(lengths)
     shards = [shard_positions(ends, s, rank, ranks, CPU)[0].tolist() for rank in range(ranks)]
     assert sorted(position for shard in shards for position in shard) == list(range(s))
-    pieces = piece_lengths(ends, slots)[0]
-    assert pieces.sum(0).tolist() == [s // slots] * slots
-    assert pieces.sum(1).tolist() == lengths
-    assert all(max(row) - min(row) <= 1 for row in pieces.tolist())
-    for length, row in zip(lengths, pieces.tolist(), strict=True):  # a document's pairs of tokens, by rank
+    chunks = chunk_lengths(ends, slots)[0]
+    assert chunks.sum(0).tolist() == [s // slots] * slots
+    assert chunks.sum(1).tolist() == lengths
+    assert all(max(row) - min(row) <= 1 for row in chunks.tolist())
+    for length, row in zip(lengths, chunks.tolist(), strict=True):  # a document's pairs of tokens, by rank
         before = [0, *itertools.accumulate(row)]
         work = [sum(before[i] * row[i] + row[i] * (row[i] + 1) / 2 for i in slots_of(r, ranks)) for r in range(ranks)]
         assert max(work) - min(work) <= 2 * length + 2

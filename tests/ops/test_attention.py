@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafp8.ops import attention as module
-from megafp8.ops.attention import CAUSAL, AttentionMask, attention, attention_mask, backward, forward
+from megafp8.ops.attention import attention, backward, forward
+from megafp8.ops.attention_mask import CAUSAL, AttentionMask, causal_mask
 
 B = 2
 
@@ -71,7 +72,7 @@ MASKS = {
     "causal": (40, 40, CAUSAL),
     "whole": (16, 40, AttentionMask(causal=False)),
     "documents": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, square=True)),
-    "window": (40, 40, attention_mask(None, 7, 40, torch.device("cpu"))),
+    "window": (40, 40, causal_mask(None, 7, 40, torch.device("cpu"))),
     "documents window": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, window=3, square=True)),
     "parts": (16, 40, AttentionMask(PARTS, DOCUMENTS)),
     "parts window": (16, 40, AttentionMask(PARTS, DOCUMENTS, window=3)),
@@ -100,7 +101,7 @@ def inputs(s: int, t: int, heads: int, groups: int, d: int, dtype: torch.dtype, 
 @pytest.mark.parametrize(("heads", "groups"), [(3, 3), (4, 2)])
 @pytest.mark.parametrize("rows", [512, 5])
 @pytest.mark.parametrize("name", MASKS)
-def test_plain_torch(name: str, rows: int, heads: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference(name: str, rows: int, heads: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ROWS", rows)
     s, t, mask = MASKS[name]
     q, k, v, do = inputs(s, t, heads, groups, 6, torch.float64, "cpu")
@@ -125,8 +126,8 @@ def test_autograd(name: str) -> None:
 
 
 def test_a_window_of_the_whole_sequence_is_none() -> None:
-    assert attention_mask(None, 40, 40, torch.device("cpu")) is CAUSAL
-    assert attention_mask(DOCUMENTS, 40, 40, torch.device("cpu")).window is None
+    assert causal_mask(None, 40, 40, torch.device("cpu")) is CAUSAL
+    assert causal_mask(DOCUMENTS, 40, 40, torch.device("cpu")).window is None
 
 
 class _Largest(TorchDispatchMode):
@@ -149,7 +150,7 @@ def test_no_matrix_of_scores(name: str) -> None:
     """A window of 100 in 4,096 tokens, and documents of 128."""
     s = 4096
     ends = torch.arange(0, s + 1, 128, dtype=torch.int32)[None]
-    mask = AttentionMask(ends, ends) if name == "documents" else attention_mask(None, 100, s, torch.device("cpu"))
+    mask = AttentionMask(ends, ends) if name == "documents" else causal_mask(None, 100, s, torch.device("cpu"))
     q, k, v, do = inputs(s, s, 1, 1, 4, torch.float32, "cpu")
     with _Largest() as largest:
         o, lse = forward(q, k, v, mask)
@@ -159,7 +160,7 @@ def test_no_matrix_of_scores(name: str) -> None:
 
 def test_a_line_says_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert module.describe(cpu).endswith("plain PyTorch")
+    assert module.describe(cpu).endswith("the reference in PyTorch")
     monkeypatch.setattr(module.cudnn_attention, "is_available", lambda: True)
     assert module.describe(cuda).endswith("cuDNN's variable-length kernel")
     monkeypatch.setattr(module.cudnn_attention, "is_available", lambda: False)
@@ -187,8 +188,8 @@ def test_kernels(name: str, heads: int, groups: int, d: int, mode: str) -> None:
     s, t = s * LARGER, t * LARGER
     q, k, v, do = inputs(s, t, heads, groups, d, torch.bfloat16, "cuda")
     exact = [x.double() for x in (q, k, v, do)]
-    o, lse = module._plain_forward(*exact[:3], mask)
-    gradients = module._plain_backward(exact[3], *exact[:3], o, lse, mask)
+    o, lse = module._reference_forward(*exact[:3], mask)
+    gradients = module._reference_backward(exact[3], *exact[:3], o, lse, mask)
     found, found_lse = forward(q, k, v, mask)
     torch.testing.assert_close(found_lse.double(), lse, rtol=1e-3, atol=1e-3)
     all_found = [found, *backward(do, q, k, v, found, found_lse, mask)]
