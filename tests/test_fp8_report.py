@@ -143,7 +143,7 @@ def test_the_grid_puts_a_kind_of_layer_together(tmp_path: Path) -> None:
     "records",
     [
         pytest.param(healthy(steps=range(10, 500, 10), layers=8), marks=pytest.mark.slow),
-        healthy(steps=[7], layers=1)[:1],
+        pytest.param(healthy(steps=[7], layers=1)[:1], marks=pytest.mark.slow),
         [replace(r, amax=None if r.operand == "input" else 0.0, snr_db=None) for r in healthy(steps=[7])],
     ],
     ids=["large", "one tensor", "no figures"],

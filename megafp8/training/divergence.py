@@ -18,8 +18,8 @@ _LISTED = 5
 def _not_finite(trainer: Trainer, tensors: list[tuple[FlatShard, Tensor]]) -> str:
     """Names of those of `tensors`, on all ranks, that have elements which are not finite. Collective."""
     finite = torch.stack([x.isfinite().all() for _, x in tensors]).tolist() if tensors else []
-    bad = [fragment for (fragment, _), is_finite in zip(tensors, finite) if not is_finite]
-    own = [" + ".join(piece.name for piece in spec_of(fragment.param).shards) for fragment in bad]
+    bad = [shard for (shard, _), is_finite in zip(tensors, finite) if not is_finite]
+    own = [" + ".join(piece.name for piece in spec_of(shard.param).shards) for shard in bad]
     names = list(dict.fromkeys(name for rank in all_gather_objects(own, trainer.parallel.world.group) for name in rank))
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more if names else "none"

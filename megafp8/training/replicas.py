@@ -130,10 +130,10 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
             add(param, f"model.{name}", [param.detach()], True)
         elif trainer.weights is not None:
             add(param, f"FP8 data of model.{name}", [trainer.weights.fp8_data[param]], True)
-    for fragment in trainer.optimizer.shards:
-        part = "" if len(fragment) == fragment.param.numel() else f"[{fragment.start}:{fragment.end}]"
-        for key, tensors in trainer.optimizer.stored_tensors(fragment).items():
-            add(fragment.param, f"optimizer.{key}.{_name_of(fragment.param)}{part}", tensors, not sharded)
+    for shard in trainer.optimizer.shards:
+        part = "" if len(shard) == shard.param.numel() else f"[{shard.start}:{shard.end}]"
+        for key, tensors in trainer.optimizer.stored_tensors(shard).items():
+            add(shard.param, f"optimizer.{key}.{_name_of(shard.param)}{part}", tensors, not sharded)
     all_layers = frozenset({"data", "tensor"})
     for param, (op, _) in trainer.released.items():
         if op.gathered_weight is not None:

@@ -80,8 +80,8 @@ def weights(trainer: Trainer) -> dict[str, Rectangles]:
 def tensors(trainer: Trainer, optimizer: State | None = None) -> dict[str, Rectangles | Tensor]:
     """Views of all state of this rank, by global name. `optimizer`: the optimizer's state, if already at hand."""
     state: dict[str, Rectangles | Tensor] = {**weights(trainer)}
-    for key, fragments in (optimizer or trainer.optimizer.state()).items():
-        state |= collect_shards(fragments, f"optimizer.{key}.")
+    for key, shards in (optimizer or trainer.optimizer.state()).items():
+        state |= collect_shards(shards, f"optimizer.{key}.")
     return state | trainer.fp8.state_dict()
 
 

@@ -93,8 +93,8 @@ def test_shards_of_a_fused_parameter_load_into_the_whole(tmp_path: Path, ends: t
         pieces = stack_rows([shard_dim("q", (8, 3), 0, t, 2), shard_dim("k", (4, 3), 0, t, 2)])
         local = torch.cat([q.chunk(2)[t], k.chunk(2)[t]])
         param = set_spec(nn.Parameter(local), ParamSpec(pieces, Init("zeros"), False))
-        fragments = [FlatShard(param, a, b) for a, b in itertools.pairwise((0, *ends, 18))]
-        saved += [collect_shards([(f, f.view(local).clone())], "exp_avg.") for f in fragments]
+        flat_shards = [FlatShard(param, a, b) for a, b in itertools.pairwise((0, *ends, 18))]
+        saved += [collect_shards([(f, f.view(local).clone())], "exp_avg.") for f in flat_shards]
     state = {}
     for name, shape in {"exp_avg.q": (8, 3), "exp_avg.k": (4, 3)}.items():
         parts = [part for rank in saved if name in rank for part in rank[name].parts]

@@ -360,16 +360,16 @@ Shard = tuple[str, tuple[int, ...], Tensor, Tensor]
 """Name and shape of a global tensor; positions of elements in it, counted row by row; their values."""
 
 
-def _located(prefix: str, fragment: FlatShard, values: Tensor) -> Iterator[Shard]:
-    """Which elements of which global tensors the flat `values` of `fragment` are."""
+def _located(prefix: str, shard: FlatShard, values: Tensor) -> Iterator[Shard]:
+    """Which elements of which global tensors the flat `values` of `shard` are."""
     positions, owners = [], []
-    pieces = spec_of(fragment.param).shards
+    pieces = spec_of(shard.param).shards
     for i, piece in enumerate(pieces):
         position = torch.arange(math.prod(piece.global_shape), dtype=torch.int32).view(piece.global_shape)
         own = position[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))].flatten()
         positions.append(own)
         owners.append(torch.full_like(own, i))
-    position, owner = (torch.cat(x)[fragment.start : fragment.end] for x in (positions, owners))
+    position, owner = (torch.cat(x)[shard.start : shard.end] for x in (positions, owners))
     assert position.shape == values.shape
     for i, piece in enumerate(pieces):
         yield prefix + piece.name, piece.global_shape, position[owner == i], values[owner == i].clone()
@@ -380,10 +380,10 @@ def shards_of(trainer: Trainer) -> list[Shard]:
     trainer.wait_for_weights()
     released = trainer.optimizer.released
     whole = [FlatShard(p, 0, p.numel()) for p in trainer.params if p not in released]
-    fragments = [("model.", [(fragment, fragment.view(fragment.param.detach())) for fragment in whole])]
-    fragments.append(("model.", trainer.optimizer.released_values()))
-    fragments += [(f"optimizer.{key}.", found) for key, found in trainer.optimizer.state().items()]
-    shards = [shard for prefix, found in fragments for item in found for shard in _located(prefix, *item)]
+    flat = [("model.", [(shard, shard.view(shard.param.detach())) for shard in whole])]
+    flat.append(("model.", trainer.optimizer.released_values()))
+    flat += [(f"optimizer.{key}.", found) for key, found in trainer.optimizer.state().items()]
+    shards = [located for prefix, found in flat for item in found for located in _located(prefix, *item)]
     for name, tensor in trainer.fp8.state_dict().items():
         shards.append((name, tuple(tensor.shape), torch.arange(tensor.numel()), tensor.flatten().clone()))
     return shards

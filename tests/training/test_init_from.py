@@ -145,8 +145,8 @@ def _masters_and_weights(options: list[str], folder: Path) -> int:
             view.copy_(source.read(f"model.{piece.name}")[box])
         assert torch.equal(param, expected[param].bfloat16()), spec_of(param).shards[0].name
     masters = trainer.optimizer.state()["master"]
-    for fragment, master in masters:
-        assert torch.equal(master, fragment.view(expected[fragment.param]))
+    for shard, master in masters:
+        assert torch.equal(master, shard.view(expected[shard.param]))
     return sum(master.numel() for _, master in masters)
 
 

@@ -82,10 +82,10 @@ QUICK_CASES = [
     "4-layers pp4 4-samples", *product(["tp2 no-sp", "tp2 pp2", "dp2 pp2", *UNEVEN], ["gpt2 tied"]),  # fp32
     "dp2 fsdp", "tp2 cp2", "cp4 window",
     *product(["tp2", "dp2 pp2", "tp2 cp2"], ["documents"]), "dp2 masked", "pp2 cp2 masked",
-    "tp2 pp2 text", "dp2 cp2 text", "dp2 cp2 best-fit",
-    "tp2 ring fp64 delayed selective", *product(["tp2", "pp2", "tp2 pp2", "dp2"], EXACT_FP8),  # FP8 with fp64 sums
+    "dp2 cp2 text", "dp2 cp2 best-fit",
+    "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
-    *product(["tp2 pp2", "dp2 pp2"], ["current", "delayed"]), "dp2 fsdp fp8-gather delayed",  # FP8 with fp32 sums
+    "tp2 pp2 current", "dp2 pp2 delayed", "dp2 fsdp fp8-gather delayed",  # FP8 with fp32 sums
 ]  # fmt: skip
 SLOW_CASES = [
     *product([*LAYOUTS[:3], *LAYOUTS[4:], *UNEVEN], [""]), *product(LAYOUTS, ["tied", "gpt2"]),
@@ -93,7 +93,8 @@ SLOW_CASES = [
     "tp2 dp2 fsdp", *product(CONTEXT, ["gpt2 tied"]), "cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "pp2 cp2",
     "cp4 qk-norm", "cp4 full", *product(["cp4", "dp2 cp2", "pp2 cp2"], ["documents"]),
     "tp2 ring fp64", "tp4 ring fp64", "tp4 ring fp64 delayed selective",
-    *product(["tp2 no-sp", "cp2", "cp4", "pp2 cp2"], EXACT_FP8), "tp2 cp2 fp64 current", "tp2 cp2 fp64 delayed",
+    *product(["tp2 no-sp", "tp2", "pp2", "cp2", "cp4", "pp2 cp2"], EXACT_FP8), "dp2 fp64 current", "tp2 pp2 text",
+    "tp2 pp2 delayed", "dp2 pp2 current", "tp2 cp2 fp64 current", "tp2 cp2 fp64 delayed",
     *product([*LAYOUTS[:5]], ["current", "delayed"]),
     "dp2 fsdp fp8-gather current", *product(["tp2 dp2 fsdp fp8-gather"], ["current", "delayed"]),
 ]  # fmt: skip
@@ -209,16 +210,11 @@ BITS: dict[str, list[str]] = {
     # FSDP reduces gradients micro-batch by micro-batch: with one there is only one order.
     "fsdp": [f"dp2 2-samples {words}" for words in ("delayed", "current tied", "bf16 delayed")],
     "fp8-gather": [
-        "fsdp dp2 delayed tied", "fsdp dp2 bf16 delayed", "fsdp dp3 current", "fsdp tp2 dp2 current",
-        "zero current", "zero dp2 current tied", "zero dp2 delayed gpt2", "zero dp2 custom",
-        "zero dp2 delayed some-layers", "zero dp2 delayed smooth", "zero dp2 bf16 delayed",
-        "zero dp2 current late-gather late-reduce", "zero tp2 dp2 current", "zero tp2 no-sp dp2 delayed smooth",
-        "4-layers zero pp2 dp2 zb-v current",
+        "fsdp dp2 delayed tied", "fsdp dp2 bf16 delayed", "fsdp tp2 dp2 current", "zero dp2 delayed some-layers",
+        "zero dp2 delayed smooth", "zero dp2 current late-gather late-reduce", "zero dp2 custom",
+        "zero tp2 no-sp dp2 delayed smooth", "4-layers zero pp2 dp2 zb-v current",
     ],
-    "zb-h1": [
-        "pp2 clip", "pp2 delayed wgrad-bf16", "pp2 delayed dgrad-bf16", "pp2 delayed smooth", "pp2 nvfp4",
-        "pp2 calibrated",
-    ],
+    "zb-h1": ["pp2 clip", "pp2 delayed wgrad-bf16", "pp2 delayed dgrad-bf16", "pp2 calibrated"],
     "dualpipev": ["4-layers pp2 clip zb-v"],
     "zb-v full": ["4-layers tp2 pp2 3-samples no-clip delayed"],
     "full": ["tp2 delayed", "pp2"],
@@ -238,23 +234,25 @@ SLOW_BITS: dict[str, list[str]] = {
         "current fprop-bf16", "current dgrad-bf16", "current wgrad-bf16",
     )],
     "fp8-gather": [
-        "fsdp current", "fsdp dp2 current", "fsdp dp2 static", "fsdp dp2 delayed smooth",
+        "fsdp dp3 current", "zero current", "zero dp2 current tied", "zero dp2 delayed gpt2", "zero dp2 bf16 delayed",
+        "zero tp2 dp2 current", "fsdp current", "fsdp dp2 current", "fsdp dp2 static", "fsdp dp2 delayed smooth",
         "fsdp dp2 current some-layers", "fsdp pp2 dp2 delayed", "fsdp dp2 delayed full", "zero dp2 delayed-2",
         "zero dp2 static",
         "zero dp2 current wgrad-bf16 power-of-two", "zero dp2 current smooth", "zero dp2 delayed fp64",
         "zero dp2 bf16 current bf16-moments", "zero dp2 delayed full", "zero cp2 current", "zero pp2 dp2 delayed tied",
     ],
+    "zb-h1": ["pp2 delayed smooth", "pp2 nvfp4"],
     "zb-v full": ["4-layers tp2 pp2 3-samples no-clip wide seq256 blockwise"],
     **{mode: ["tp2", "pp2 delayed", "tp2 current", "tp2 blockwise", "pp2 current", "pp2 blockwise"]
        for mode in ("full", "norms", "activation", "offload", "offload-1 selective")},
 }  # fmt: skip
 QUICK_MODES = [
-    "tp2 no-sp delayed", "tp2 wide seq256 blockwise", "tp2 rowwise", "tp2 delayed smooth", "tp2 nvfp4",
-    "pp2 delayed report", "cp2", "cp2 current", "pp2 zb-h1", "pp2 zb-h1 delayed", "tp2 gpt2 delayed", "tp2 gpt2",
-    "delayed qk-norm",
+    "tp2 no-sp delayed", "tp2 wide seq256 blockwise", "tp2 nvfp4", "pp2 delayed report", "cp2 current",
+    "pp2 zb-h1 delayed", "tp2 gpt2 delayed", "delayed qk-norm",
 ]  # fmt: skip
 SLOW_MODES = [
-    "tp2 no-sp", "tp2 rowwise wgrad-bf16", "tp2 calibrated", "pp2 nvfp4", "cp2 delayed",
+    "tp2 no-sp", "tp2 rowwise", "tp2 delayed smooth", "cp2", "pp2 zb-h1", "tp2 gpt2",
+    "tp2 rowwise wgrad-bf16", "tp2 calibrated", "pp2 nvfp4", "cp2 delayed",
     "4-layers pp2 interleaved current", "tp2 gelu current", "tp2 parallel-block delayed",
 ]  # fmt: skip
 ONE_RANK_MODES = ["full", "full-first", "norms", "activation", "attention", "selective", "offload", "offload full"]
