@@ -133,6 +133,17 @@ class Result:
 # --- what is run -----------------------------------------------------------------------------------------------------
 
 
+class NoAttention:
+    """In the place of attention, which is not measured: gives back the queries."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return []
+
+    def __call__(self, q_sbad: torch.Tensor, k_sbgd: torch.Tensor, v_sbgd: torch.Tensor) -> torch.Tensor:
+        return q_sbad
+
+
 class Blocks:
     """Blocks of a model of `shape` without their attention core, on this rank, with one input and output gradient."""
 
@@ -147,7 +158,7 @@ class Blocks:
         )
         frequencies = inverse_frequencies(config.model.channels, config.model.rope_theta, None, device)
         rotary = rotary_table(torch.arange(s, device=device), frequencies, dtype)
-        self.inputs = LayerInputs(rotary, lambda q, k, v: q)
+        self.inputs = LayerInputs(rotary, {None: NoAttention()})
         generator = torch.Generator(device).manual_seed(2 + parallel.tensor.rank)
         size = (s // parallel.tensor.size, 1, shape.hidden_size)
         self.x_sbh, self.dy_sbh = (torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(2))

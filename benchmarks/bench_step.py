@@ -4,7 +4,8 @@
         --layouts "tensor=1 pipeline=1 zero=1" "tensor=2 pipeline=2 schedule=zb-h1" --variants bf16,delayed,delayed+fast
 
 A layout is a list of keys of `parallel`; others are as in the config. A variant is bf16, fp32 or an FP8 recipe, with
-+fast (fast accumulation in all three GEMMs), +graphs (training.cuda_graphs) and +deterministic. Either all variants are
++fast (fast accumulation in all three GEMMs), +graphs (training.cuda_graphs), +documents (of random lengths, 1,000
+tokens on average, attention within them: data.reset_at_documents) and +deterministic. Either all variants are
 deterministic or none, since libraries read that setting once per process. The tokens are random: no data set is read.
 `--micro-batches` is the number on each data-parallel rank, whatever the layout.
 
@@ -38,7 +39,7 @@ import torch.distributed as dist
 from benchmarks.common import Table, machine, new_parser, release, write_json
 from benchmarks.profiling import Kernel, StepProfile, by_name, record, step_profile
 from megafp8.config import Config, check_layout, load_config
-from megafp8.data.samples import Batch
+from megafp8.data.samples import Batch, next_token_batch
 from megafp8.distributed.collectives import all_gather_objects
 from megafp8.models.flops import PEAK_FLOPS, flops_per_token
 from megafp8.parallel_state import (
@@ -58,10 +59,12 @@ from megafp8.training.process import garbage_collected_after_steps
 from megafp8.training.trainer import Trainer
 from megafp8.training.validate import choose_device
 
+DOCUMENT_LENGTH = 1000
 OPTIONS = {
     "fast": "fp8.fast_accumulation=[true,true,true]",
     "graphs": "training.cuda_graphs=true",
     "deterministic": "deterministic=true",
+    "documents": None,
 }
 
 
@@ -91,7 +94,8 @@ def variant_overrides(variant: str) -> list[str]:
             f"--variants: {variant!r} has the option {unknown[0]!r}, which is none of {', '.join(OPTIONS)}"
         )
     precision, recipe = (name, "none") if name in ("bf16", "fp32") else ("bf16", name)
-    return [f"training.precision={precision}", f"fp8.recipe={recipe}", *(OPTIONS[option] for option in options)]
+    found = [OPTIONS[option] for option in options]
+    return [f"training.precision={precision}", f"fp8.recipe={recipe}", *(key for key in found if key is not None)]
 
 
 def layout_overrides(layout: str) -> list[str]:
@@ -112,7 +116,7 @@ def resolve(arguments: argparse.Namespace, layout: str, variant: str, world_size
     return config
 
 
-def random_batches(config: Config, parallel: ParallelState) -> list[Batch]:
+def random_batches(config: Config, parallel: ParallelState, documents: bool = False) -> list[Batch]:
     """Random micro-batches of one step, the same on all ranks of one data-parallel rank."""
     t = config.training
     generator = torch.Generator().manual_seed(config.seed + parallel.data.rank)
@@ -120,7 +124,12 @@ def random_batches(config: Config, parallel: ParallelState) -> list[Batch]:
     shape = (t.micro_batch_size, t.seq_length + 1)
     assert config.model.vocab_size is not None
     rows = [torch.randint(config.model.vocab_size, shape, generator=generator) for _ in range(count)]
-    return [Batch(tokens=r[:, :-1].contiguous(), labels=r[:, 1:].contiguous()) for r in rows]
+    if documents:
+        for row in rows:
+            row[row == 0] = 1
+            row[torch.rand(shape, generator=generator) < 1 / DOCUMENT_LENGTH] = 0
+    eod = 0 if documents else None
+    return [next_token_batch(row, eod, reset_at_documents=documents, mask_eod_loss=documents) for row in rows]
 
 
 def simulated_bubble(plan: PipelinePlan, measured: Timeline) -> float:
@@ -163,7 +172,7 @@ def measure(
         logging = config.logging.model_copy(update={"pipeline_trace_step": trace_step})
         config = config.model_copy(update={"logging": logging})
     trainer = Trainer(config, parallel)
-    batches = random_batches(config, parallel)
+    batches = random_batches(config, parallel, "documents" in result.variant.split("+"))
     with garbage_collected_after_steps(config.training.gc_interval):  # as in a run
         time_steps(trainer, batches, warmup, steps, result)
     if trace is not None and trainer.timeline is not None and parallel.rank == 0:

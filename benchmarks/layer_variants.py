@@ -34,7 +34,7 @@ from benchmarks.blocks import EPSILON, ROTARY_BASE, ReferenceLayers, Shape, buil
 from megafp8.config.schema import Fp8Config
 from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.fp8.gemm.dispatch import Fp8Gemm
-from megafp8.models.attention import CUDA_BACKENDS
+from megafp8.ops.attention import sdpa_backends
 from megafp8.parallel_state import ParallelState
 from megafp8.training.cuda_graphs import MicrobatchGraphs
 
@@ -218,7 +218,7 @@ def _record_attention(calls: list[Call], attend: Callable[..., Tensor]) -> Calla
     def replay(*inputs: Tensor, **options: Any) -> Tensor:
         if not inputs[0].is_cuda:
             return attend(*inputs, **options)
-        with sdpa_kernel(CUDA_BACKENDS, set_priority=True):
+        with sdpa_kernel(sdpa_backends(), set_priority=True):
             return attend(*inputs, **options)
 
     def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

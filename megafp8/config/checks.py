@@ -22,6 +22,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
     """Raise ConfigError with every rule that `config` breaks on `world_size` ranks."""
     rules = (
         _model,
+        _windows,
         _tensor,
         _stages,
         _schedule,
@@ -37,6 +38,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _param_gather,
         _checkpoint,
         _tokenizer,
+        _packing,
         _blend,
         _deterministic,
     )
@@ -63,6 +65,17 @@ def _tokenizer(config: Config) -> Iterator[Problem]:
         if getattr(d, key):
             rule = "needs the end-of-document token, which only a tokenizer defines"
             yield Problem(f"data.{key}", True, rule, "set data.tokenizer")
+
+
+def _packing(config: Config) -> Iterator[Problem]:
+    d = config.data
+    if d.packing != "best_fit" or (d.reset_at_documents and d.mask_eod_loss):
+        return
+    rule = "each document attends only to itself and padding has no loss, so it needs two more keys"
+    works = "try data.reset_at_documents=true data.mask_eod_loss=true"
+    if d.tokenizer is None:
+        works += " and a data.tokenizer"
+    yield Problem("data.packing", d.packing, rule, f"{works}, or data.packing=concatenate")
 
 
 def _blend(config: Config) -> Iterator[Problem]:
@@ -95,6 +108,16 @@ def attention_heads(m: ModelConfig) -> Iterator[Problem]:
         path, low = "model.rope_scaling.high_freq_factor", scaling.low_freq_factor
         rule = f"not above low_freq_factor ({low}), so there is no band to interpolate in"
         yield Problem(path, scaling.high_freq_factor, rule, f"try {4 * low}")
+
+
+def _windows(config: Config) -> Iterator[Problem]:
+    full, layers = config.model.full_attention_layers, config.model.num_layers
+    if full and config.model.sliding_window is None:
+        works = "set model.sliding_window, or leave it out"
+        yield Problem("model.full_attention_layers", full, "no layer has a window", works)
+    if full != sorted(set(full) & set(range(layers))):
+        works = f"try numbers from 0 to {layers - 1}, each once, in ascending order"
+        yield Problem("model.full_attention_layers", full, f"not some of the {layers} layers in order", works)
 
 
 def _model(config: Config) -> Iterator[Problem]:
@@ -213,7 +236,7 @@ def _sequence(config: Config) -> Iterator[Problem]:
         yield Problem("training.seq_length", s, rule, f"try {-(-s // t) * t}, or parallel.sequence_parallel=false")
     by_cudnn = config.device != "cpu" and config.training.precision == "bf16"
     if p.context > 1 and by_cudnn and (m.channels % 8 or m.channels > 256):
-        rule = "its attention is cuDNN's, for heads of a multiple of 8, at most 256, and model.head_dim is"
+        rule = "its attention kernels take heads of a multiple of 8, at most 256, and model.head_dim is"
         works = "try parallel.context=1, or model.head_dim=128"
         yield Problem("parallel.context", p.context, f"{rule} {m.channels}", works)
 
@@ -325,7 +348,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:
-    p, f, off = config.parallel, config.fp8, "or deterministic=false"
+    f, off = config.fp8, "or deterministic=false"
     if not config.deterministic:
         return
     if f.auto_filter == "measured":
@@ -334,9 +357,6 @@ def _deterministic(config: Config) -> Iterator[Problem]:
     if f.gemm_autotune:
         rule = "deterministic, and another algorithm, which rounds otherwise, may be the fastest in the next run"
         yield Problem("fp8.gemm_autotune", True, rule, f"leave it out, {off}")
-    if p.context > 1 and config.device != "cpu" and config.training.precision == "bf16":
-        rule = "deterministic, and its attention is cuDNN's, whose backward adds up in any order"
-        yield Problem("parallel.context", p.context, rule, f"try parallel.context=1, {off}")
 
 
 _MOST_RANKS = 2**18

@@ -9,17 +9,26 @@ needs n small kernels in place of each large one (docs/decisions/0011-context-pa
 rank's own chunks overlap the gather. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783,
 section 3.3.2).
 
-Where two calls share queries or keys, results are added: outputs through their log-sum-exps (`lse_attention`), dk and
-dv in fp32 on a rank and in the model's dtype over ranks.
+A rank has two slots of chunks of documents (`context_parallel.split`). Queries attend to their own chunk through a
+causal triangle, which needs no other rank's keys, and to all of their document's keys in earlier slots: calls whose
+results are merged by their log-sum-exps. The keys of a call are copied from the gathered shards in the order of the
+sequence.
 
-Shapes: s sequence, n ranks, r = s/n tokens of this rank's shard; b micro-batch, a query heads, g key-value heads of
-width d.
+With a sliding window one call has a chunk's keys and those before it that the window reaches. Kernels skip what is
+before the window only where a segment has as many queries as keys. So the keys before a chunk get queries too, zeros,
+whose outputs are dropped and whose gradients are zero.
+
+Where two calls share queries or keys, results are added: dk and dv in fp32 on a rank and in the model's dtype over
+ranks.
+
+Shapes: s sequence, n ranks, r = s/n tokens of this rank's shard, c = r/2 of a slot; b micro-batch, a query heads, g
+key-value heads of width d; m documents of a sample.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,119 +36,235 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megafp8.context_parallel import lse_attention
-from megafp8.context_parallel.blocks import Block, plan, visible
-from megafp8.context_parallel.split import to_rank_order, to_sequence_order
+from megafp8.context_parallel.split import (
+    chunk_lengths,
+    first_rows,
+    offsets,
+    place_tokens,
+    slots_of,
+)
 from megafp8.distributed.collectives import all_gather_async, reduce_scatter
+from megafp8.ops import attention
+from megafp8.ops.attention_mask import CAUSAL, AttentionMask, one_segment
 
-MAX_MASK = 2**26
-"""Elements: 64 MiB as booleans, 128 as cuDNN wants them."""
+
+class Call(NamedTuple):
+    """Queries and the keys that they attend to in one kernel call.
+
+    `rows`: the queries' rows in the rank's shard. `keys_tb`: the keys' rows in rank order, each sample's; None: the
+    queries' own tokens. `blocks`: lengths of the parts of `keys_tb` in which no row occurs twice. `queries_tb`: which
+    of the keys are the queries' own tokens, where all keys need queries. `mask`: who attends to whom.
+    """
+
+    rows: slice
+    mask: AttentionMask
+    keys_tb: Tensor | None = None
+    blocks: tuple[int, ...] = ()
+    queries_tb: Tensor | None = None
+
+
+def plan(
+    s: int, rank: int, ranks: int, *, window: int | None, cu_seqlens_bm: Tensor | None, device: torch.device
+) -> tuple[Call, ...]:
+    """The calls of `rank` in the order to make them. Does not synchronize the host.
+
+    `window`: a token attends to that many latest tokens, itself included. `cu_seqlens_bm`: int32 `[b, m + 1]`, the
+    first token of each document of the whole sequence, and s; attention stays within documents.
+    """
+    c, slots, shard = s // (2 * ranks), slots_of(rank, ranks), slice(0, s // ranks)
+    if window is not None and window < s:
+        return (_windowed(shard, slots, s, ranks, window, cu_seqlens_bm, device),)
+    if cu_seqlens_bm is None:  # plain triangles and rectangles have faster kernels
+        slot_bs = place_tokens(one_segment(s, device), 2 * ranks, s).slot_bs
+        halves = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots)]
+        return (
+            *(Call(rows, CAUSAL) for _, rows in halves),
+            *(
+                Call(rows, AttentionMask(causal=False), first_rows(slot_bs, slot_bs, slot * c, ranks).T, (slot * c,))
+                for slot, rows in halves
+                if slot
+            ),
+        )
+    lengths, slot_bs = chunk_lengths(cu_seqlens_bm, 2 * ranks), place_tokens(cu_seqlens_bm, 2 * ranks, s).slot_bs
+    chunks = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
+    earlier = offsets(torch.cat([lengths[..., :slot].sum(-1) for slot in slots], dim=1))
+    keys = [first_rows(slot_bs, (slot_bs >= slot).byte(), slot * c, ranks) for slot in slots]
+    return (
+        Call(shard, AttentionMask(chunks, chunks, square=True)),
+        Call(
+            shard,
+            AttentionMask(chunks, earlier, causal=False),
+            torch.cat(keys, dim=1).T,
+            tuple(x.shape[1] for x in keys),
+        ),
+    )
+
+
+def _windowed(
+    rows: slice,
+    slots: tuple[int, int],
+    s: int,
+    ranks: int,
+    window: int,
+    cu_seqlens_bm: Tensor | None,
+    device: torch.device,
+) -> Call:
+    """The keys of each slot's chunks and of the `window` - 1 tokens before them.
+
+    How many keys documents need is known to the device only: there are as many as could be needed, and those that are
+    not are a last segment without queries.
+    """
+    c, whole = s // (2 * ranks), one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
+    lengths, tokens = chunk_lengths(whole, 2 * ranks), place_tokens(whole, 2 * ranks, s)
+    starts = lengths.cumsum(-1) - lengths
+    counts_q, counts_k, keys, queries = [], [], [], []
+    before_b1 = torch.zeros(whole.shape[0], 1, dtype=torch.int64, device=device)  # queries of the slot before
+    for slot in slots:
+        length_bm, start_bm = lengths[..., slot], starts[..., slot]
+        oldest_bm = torch.where(length_bm > 0, (start_bm - window + 1).clamp(min=0), s)
+        needed_bs = (tokens.slot_bs <= slot) & (tokens.offset_bs >= oldest_bm.gather(1, tokens.document_bs))
+        count_bm = torch.where(length_bm > 0, start_bm + length_bm - oldest_bm, 0)
+        most = (slot + 1) * c if cu_seqlens_bm is not None else min((slot + 1) * c, c + window - 1)
+        unneeded_b1 = most - count_bm.sum(1, keepdim=True)
+        counts_q += [count_bm, torch.zeros_like(unneeded_b1)]
+        counts_k += [count_bm, unneeded_b1]
+        order = torch.where(needed_bs, 0, torch.where(tokens.slot_bs <= slot, 1, 2))
+        chosen = order.argsort(dim=1, stable=True)[:, :most]
+        other = tokens.slot_bs.gather(1, chosen) != slot
+        queries.append(other.byte().argsort(dim=1, stable=True)[:, :c] + before_b1)
+        before_b1 = before_b1 + count_bm.sum(1, keepdim=True)
+        keys.append(first_rows(tokens.slot_bs, order, most, ranks))
+    cu_seqlens_k = offsets(torch.cat(counts_k, dim=1))
+    mask = AttentionMask(offsets(torch.cat(counts_q, dim=1)), cu_seqlens_k, window=window, square=True)
+    return Call(rows, mask, torch.cat(keys, dim=1).T, tuple(x.shape[1] for x in keys), torch.cat(queries, dim=1).T)
 
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """softmax(q·kᵀ/√d + mask)·v of a micro-batch on this rank of `group`; collective, as is its backward.
+    """softmax(q·kᵀ/√d)·v of a micro-batch on this rank of `group`; collective, as is its backward.
 
-    `blocks`: what this rank computes (`blocks.plan`). `document_ids_bs` of the whole sequence; None where attention
-    crosses documents.
+    `calls`: what this rank computes (`plan`).
     """
 
     group: ProcessGroup
-    blocks: tuple[Block, ...]
-    window: int | None
-    document_ids_bs: Tensor | None
+    calls: tuple[Call, ...]
 
     def __call__(self, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor) -> Tensor:
         """`[r, b, a, d]` from this rank's shards of q, k and v."""
         return _ContextAttention.apply(q_rbad, k_rbgd, v_rbgd, self)
 
-    def mask(self, block: Block, device: torch.device) -> Tensor | None:
-        if block.kind != "masked":
-            return None
-        return visible(block.queries, block.keys, self.window, self.document_ids_bs, device)
-
-
-def context_attention(
-    group: ProcessGroup, s: int, *, window: int | None, document_ids_bs: Tensor | None
-) -> ContextAttention:
-    """The attention of a micro-batch of sequences of s tokens that are sharded over `group`."""
-    blocks = plan(
-        s,
-        group.rank(),
-        group.size(),
-        window=window,
-        documents=document_ids_bs is not None,
-        max_mask=MAX_MASK // (1 if document_ids_bs is None else document_ids_bs.shape[0]),
-    )
-    return ContextAttention(group, blocks, window, document_ids_bs)
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What every block's attention reads besides its own inputs."""
+        indices = [x for call in self.calls for x in (call.keys_tb, call.queries_tb) if x is not None]
+        return [*indices, *(x for call in self.calls for x in call.mask.tensors)]
 
 
 class _KeysAndValues:
     """k and v of this rank, and those of all ranks, whose all-gather is waited for when they are first needed."""
 
     def __init__(self, k_rbgd: Tensor, v_rbgd: Tensor, group: ProcessGroup) -> None:
-        self.group = group
         self.own = k_rbgd.contiguous(), v_rbgd.contiguous()
         self._gathered, self._work = all_gather_async(self.own, group)
-        self._in_order: list[Tensor] | None = None
+        self._waits = True
 
-    def of(self, block: Block) -> list[Tensor]:
-        """k and v `[keys, b, g, d]` of a block."""
-        if block.kind == "causal":
-            return [x[_slice(block.rows)] for x in self.own]
-        if self._in_order is None:
+    def of(self, call: Call) -> list[Tensor]:
+        """k and v `[t, b, g, d]` of a call."""
+        if call.keys_tb is None:
+            return [x[call.rows] for x in self.own]
+        if self._waits:
             self._work.wait()
-            self._in_order = [to_sequence_order(x, self.group.size()) for x in self._gathered]
-            self._gathered = []
-        return [x[_slice(block.keys)] for x in self._in_order]
+            self._waits = False
+        return [_take(x, call.keys_tb) for x in self._gathered]
 
 
-def _slice(r: range) -> slice:
-    return slice(r.start, r.stop)
+def _take(x_sbgd: Tensor, rows_tb: Tensor) -> Tensor:
+    """Rows of each sample, `[t, b, ...]`; the same of all samples if there is one column."""
+    if rows_tb.shape[1] == 1:
+        return x_sbgd.index_select(0, rows_tb[:, 0])
+    return x_sbgd[rows_tb, torch.arange(x_sbgd.shape[1], device=x_sbgd.device)]
+
+
+def _put(rows_tb: Tensor, values_tbgd: Tensor, into_sbgd: Tensor) -> None:
+    """Write rows of each sample, none of them twice."""
+    if rows_tb.shape[1] == 1:
+        into_sbgd.index_copy_(0, rows_tb[:, 0], values_tbgd)
+    else:
+        into_sbgd[rows_tb, torch.arange(into_sbgd.shape[1], device=into_sbgd.device)] = values_tbgd
+
+
+def _with_zeros(call: Call, x_rbad: Tensor) -> Tensor:
+    """A call's rows of a tensor of queries, with zeros between them where the call has such."""
+    if call.queries_tb is None:
+        return x_rbad[call.rows]
+    assert call.keys_tb is not None
+    wide = x_rbad.new_zeros(call.keys_tb.shape[0], *x_rbad.shape[1:])
+    _put(call.queries_tb, x_rbad[call.rows], wide)
+    return wide
+
+
+def _of_queries(call: Call, x_tbad: Tensor) -> Tensor:
+    return x_tbad if call.queries_tb is None else _take(x_tbad, call.queries_tb)
+
+
+def merge(o_sbad: Tensor, lse_sba: Tensor, more_sbad: Tensor, more_sba: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the outputs and log-sum-exps of the same queries over two sets of keys, the second perhaps empty.
+
+    A softmax over all keys is the parts' softmaxes, weighted by their parts of the total sum.
+    """
+    weight_sba1 = torch.sigmoid(more_sba - lse_sba).unsqueeze(-1)
+    wide = weight_sba1.dtype
+    merged = torch.lerp(o_sbad.to(wide), more_sbad.to(wide), weight_sba1).to(o_sbad.dtype)
+    return merged, torch.logaddexp(lse_sba, more_sba)
 
 
 class _ContextAttention(Function):
     @staticmethod
-    def forward(ctx: Any, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, attention: ContextAttention) -> Tensor:
-        keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, attention.group)
-        r, b, a, _ = q_rbad.shape
-        o_rbad = torch.empty_like(q_rbad, memory_format=torch.contiguous_format)
-        lse_bar1 = q_rbad.new_empty(b, a, r, 1, dtype=torch.promote_types(q_rbad.dtype, torch.float32))
-        for block in attention.blocks:
-            rows, mask = _slice(block.rows), attention.mask(block, q_rbad.device)
-            k, v = keys_and_values.of(block)
-            o, lse = lse_attention.forward(q_rbad[rows].contiguous(), k, v, mask, causal=block.kind == "causal")
-            if block.kind == "whole":
-                o, lse = lse_attention.merge(o_rbad[rows], lse_bar1[:, :, rows], o, lse)
-            o_rbad[rows], lse_bar1[:, :, rows] = o, lse
-        ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_bar1)
-        ctx.attention = attention
+    def forward(ctx: Any, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, context: ContextAttention) -> Tensor:
+        keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, context.group)
+        queries = q_rbad.contiguous()
+        o_rbad = torch.empty_like(queries)
+        lse_rba = q_rbad.new_empty(q_rbad.shape[:3], dtype=torch.promote_types(q_rbad.dtype, torch.float32))
+        written = 0
+        for call in context.calls:
+            rows = call.rows
+            k, v = keys_and_values.of(call)
+            o, lse = (_of_queries(call, x) for x in attention.forward(_with_zeros(call, queries), k, v, call.mask))
+            if rows.stop <= written:
+                o, lse = merge(o_rbad[rows], lse_rba[rows], o, lse)
+            o_rbad[rows], lse_rba[rows] = o, lse
+            written = max(written, rows.stop)
+        ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba)  # views: their base is kept anyway
+        ctx.context = context
         return o_rbad
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_rbad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q_rbad, k_rbgd, v_rbgd, o_rbad, lse_bar1 = ctx.saved_tensors
-        attention: ContextAttention = ctx.attention
-        group = attention.group
+        q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba = ctx.saved_tensors
+        context: ContextAttention = ctx.context
+        group = context.group
         keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, group)
-        do_rbad = do_rbad.contiguous()
-        dq_rbad = torch.zeros_like(q_rbad, memory_format=torch.contiguous_format)
+        q_rbad, do_rbad = q_rbad.contiguous(), do_rbad.contiguous()
+        dq_rbad = torch.zeros_like(q_rbad)
         wide = torch.promote_types(k_rbgd.dtype, torch.float32)
         r, *rest = k_rbgd.shape
         own = [k_rbgd.new_zeros(r, *rest) for _ in range(2)]
         of_all_ranks = [k_rbgd.new_zeros(r * group.size(), *rest, dtype=wide) for _ in range(2)]
-        for block in attention.blocks:
-            rows, causal = _slice(block.rows), block.kind == "causal"
-            q, lse = q_rbad[rows].contiguous(), lse_bar1[:, :, rows].contiguous()
-            k, v = keys_and_values.of(block)
-            mask = attention.mask(block, q_rbad.device)
-            dq, *dkv = lse_attention.backward(do_rbad[rows], q, k, v, o_rbad[rows], lse, mask, causal=causal)
-            dq_rbad[rows] += dq
-            for total, partial in zip(own if causal else of_all_ranks, dkv, strict=True):
-                total[rows if causal else _slice(block.keys)] += partial
+        for call in context.calls:
+            do, q, o, lse = (_with_zeros(call, x) for x in (do_rbad, q_rbad, o_rbad, lse_rba))
+            k, v = keys_and_values.of(call)
+            dq, *dkv = attention.backward(do, q, k, v, o, lse, call.mask)
+            dq_rbad[call.rows] += _of_queries(call, dq)
+            for mine, total, part in zip(own, of_all_ranks, dkv, strict=True):
+                if call.keys_tb is None:
+                    mine[call.rows] += part
+                    continue
+                # One block after the other, so that the order of sums is fixed.
+                for keys, values in zip(call.keys_tb.split(call.blocks), part.split(call.blocks), strict=True):
+                    _put(keys, _take(total, keys) + values, total)
         dk, dv = (
-            reduce_scatter(to_rank_order(total.to(k_rbgd.dtype), group.size()), group).add_(mine)
+            reduce_scatter(total.to(k_rbgd.dtype), group).add_(mine)
             for total, mine in zip(of_all_ranks, own, strict=True)
         )
         return dq_rbad, dk, dv, None

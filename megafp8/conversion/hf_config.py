@@ -169,53 +169,57 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": model.rope_theta, "rope_scaling": written}
 
 
-def _one_kind(hf: HfConfig) -> str | None:
-    """The one value in layer_types; None where there is no such key."""
+def _layer_types(hf: HfConfig) -> list[str] | None:
+    """Whether each layer has a window; None where there is no such key."""
     kinds = hf.get("layer_types")
     if kinds is None:
         return None
     if not isinstance(kinds, list) or len(kinds) != hf.get("num_hidden_layers"):
         refuse("layer_types", kinds, f"one entry for each of num_hidden_layers ({hf.get('num_hidden_layers')})")
-    if kinds not in ([one] * len(kinds) for one in ("full_attention", "sliding_attention")):
-        refuse("layer_types", sorted(set(map(str, kinds))), "all layers full_attention, or all sliding_attention")
-    found: str = kinds[0]
-    return found
+    if not {*map(str, kinds)} <= {"full_attention", "sliding_attention"}:
+        refuse("layer_types", sorted(set(map(str, kinds))), "full_attention and sliding_attention")
+    return [str(kind) for kind in kinds]
 
 
-def _check_window(window: Any, kind: str | None) -> None:
-    """Refuse layer_types that contradict the window."""
-    if kind is not None and (kind == "sliding_attention") != (window is not None):
-        refuse("layer_types", kind, f"{'full' if window is None else 'sliding'}_attention, as the window is {window}")
+def _check_window(window: Any, kinds: list[str] | None) -> None:
+    """Refuse layer_types that contradict a window of all layers, or of none."""
+    kind = f"{'full' if window is None else 'sliding'}_attention"
+    if kinds is not None and set(kinds) != {kind}:
+        refuse("layer_types", sorted(set(kinds)), f"{kind} of all layers, as the window is {window}")
 
 
 def _read_no_window(hf: HfConfig) -> dict[str, Any]:
-    _check_window(None, _one_kind(hf))
+    _check_window(None, _layer_types(hf))
     return {}
 
 
 def _read_mistral_window(hf: HfConfig) -> dict[str, Any]:
     window = hf.get("sliding_window", 4096)
-    _check_window(window, _one_kind(hf))
+    _check_window(window, _layer_types(hf))
     return {"sliding_window": window}
 
 
 def _read_qwen_window(hf: HfConfig) -> dict[str, Any]:
     """With use_sliding_window, layers from max_window_layers on have the window, or those in layer_types."""
-    kind, window = _one_kind(hf), hf.get("sliding_window", 4096) if _flag(hf, "use_sliding_window") else None
-    if kind is None and window is not None:
-        first, layers = hf.get("max_window_layers", 28), hf["num_hidden_layers"]
-        if not isinstance(first, int) or 0 < first < layers:
-            refuse("max_window_layers", first, f"0, or num_hidden_layers ({layers}): all layers alike")
-        kind = "sliding_attention" if first <= 0 else "full_attention"
+    kinds, window = _layer_types(hf), hf.get("sliding_window", 4096) if _flag(hf, "use_sliding_window") else None
     if window is None:
-        _check_window(None, kind)
-    return {"sliding_window": window if kind == "sliding_attention" else None}
+        _check_window(None, kinds)
+        return {"sliding_window": None}
+    layers, first = hf["num_hidden_layers"], hf.get("max_window_layers", 28)
+    if kinds is None and not isinstance(first, int):
+        refuse("max_window_layers", first, "a number of layers")
+    full = [i for i in range(layers) if (i < first if kinds is None else kinds[i] == "full_attention")]
+    return (
+        {"sliding_window": None} if len(full) == layers else {"sliding_window": window, "full_attention_layers": full}
+    )
 
 
 def _write_qwen_window(model: ModelConfig) -> dict[str, Any]:
-    window = model.sliding_window
-    first = model.num_layers if window is None else 0
-    return {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": first}
+    window, full, layers = model.sliding_window, model.full_attention_layers, range(model.num_layers)
+    kinds = ["full_attention" if window is None or i in full else "sliding_attention" for i in layers]
+    first = kinds.index("sliding_attention") if "sliding_attention" in kinds else len(kinds)
+    written = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": first}
+    return written if full in ([], [*range(first)]) else {**written, "layer_types": kinds}
 
 
 def _read_llama_biases(hf: HfConfig) -> dict[str, Any]:

@@ -41,7 +41,6 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "rotary_percent": ("rotary embedding of a part of each head", (1,)),
     "rotary_seq_len_interpolation_factor": ("interpolated positions", (1,)),
     "no_rope_freq": ("layers without rotary embedding", ()),
-    "window_attn_skip_freq": ("windows in some layers only", ()),
     "softmax_type": ("another softmax", ("vanilla",)),
     "glu_linear_offset": ("an offset in SwiGLU", ()),
     "activation_func_clamp_value": ("a clamped activation", ()),
@@ -79,6 +78,9 @@ def read_args(args: Args, vocab_size: int, vocab_multiple: int) -> ModelConfig:
     window = tuple(args.get("window_size") or (-1, 0))
     if len(window) != 2 or window[1] not in (0, -1):
         raise ValueError(f"window_size = {window}: megafp8 has causal windows only, (n, 0)")
+    per_layer = args.get("window_attn_skip_freq")
+    if isinstance(per_layer, int):  # every so many layers one attends to everything
+        per_layer = [int((i + 1) % per_layer != 0) for i in range(args["num_layers"])]
     fields = {
         "num_query_groups": args.get("num_query_groups") if args.get("group_query_attention") else None,
         "vocab_size": vocab_size,
@@ -90,6 +92,7 @@ def read_args(args: Args, vocab_size: int, vocab_multiple: int) -> ModelConfig:
         "activation": _activation(args),
         "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
         "sliding_window": None if window[0] < 0 else window[0] + 1,  # theirs does not count the token itself
+        "full_attention_layers": [i for i, windowed in enumerate(per_layer or []) if not windowed and window[0] >= 0],
     }
     for field, (key, default) in _SAME.items():
         fields[field] = default if args.get(key) is None else args[key]
@@ -151,6 +154,9 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
         "squared_relu": False,
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
         "window_size": None if model.sliding_window is None else (model.sliding_window - 1, 0),
+        "window_attn_skip_freq": [int(i not in model.full_attention_layers) for i in range(model.num_layers)]
+        if model.full_attention_layers
+        else None,
         "apply_query_key_layer_scaling": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,

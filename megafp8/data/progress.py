@@ -1,8 +1,8 @@
 """The record of how many samples a run has read of each data set, and how a resumed run continues.
 
 A *source* is a data set as training reads it. Its identity is what decides its sequence of samples: the contents
-(`IndexedDataset.fingerprint`) and the documents that data.split selects. Seed and sequence length are those of the run;
-paths and the order in the config make no difference.
+(`IndexedDataset.fingerprint`), the documents that data.split selects, and how they are packed. Seed and sequence
+length are those of the run; paths and the order in the config make no difference.
 
 A run that resumes with the same sources and weights continues the recorded `Segment` of the blend. With others it
 starts a new one at its current sample, in which each source continues with its first sample that was not given yet. A
@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from megafp8.data.blend import Segment, shares
+from megafp8.data.packing import PackingName
 from megafp8.data.samples import split_documents
 
-Identity = tuple[str, int, int]
+Identity = tuple[str, int, int, PackingName]
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,11 @@ class Source:
     documents: range
     num_documents: int
     weight: float
+    packing: PackingName = "concatenate"
 
     @property
     def identity(self) -> Identity:
-        return self.contents, self.documents.start, self.documents.stop
+        return self.contents, self.documents.start, self.documents.stop, self.packing
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class RecordedSource:
 
     `contents` and `documents` (start, stop) are None if the record was made from a config, which does not have them.
     `weight` is 0 for a source that is no longer read. `start`: samples given before the current segment; `consumed`: in
-    total.
+    total. `packing`: runs from before there was a choice concatenated documents.
     """
 
     prefix: str
@@ -55,21 +57,23 @@ class RecordedSource:
     weight: float
     start: int
     consumed: int
+    packing: PackingName = "concatenate"
 
     @property
     def identity(self) -> Identity:
-        return self.contents or self.prefix, *(self.documents or (0, 0))
+        return self.contents or self.prefix, *(self.documents or (0, 0)), self.packing
 
 
 @dataclass(frozen=True)
 class Conflict:
     """A source that is not in the record although a similar one is.
 
-    `split`: the same contents, other documents. `contents`: the same prefix, other contents. `unknown`: `recorded` has
-    no contents and is no longer listed, so `source` may be the same data set under a new prefix.
+    `packing`: the same contents and documents, packed otherwise. `split`: the same contents, other documents.
+    `contents`: the same prefix, other contents. `unknown`: `recorded` has no contents and is no longer listed, so
+    `source` may be the same data set under a new prefix.
     """
 
-    kind: Literal["split", "contents", "unknown"]
+    kind: Literal["packing", "split", "contents", "unknown"]
     source: Source
     recorded: RecordedSource
 
@@ -145,7 +149,8 @@ class Progress:
             if source.identity in known:
                 continue
             prefix = _normalized(source.prefix)
-            alike = [Conflict("split", source, entry) for entry in recorded if entry.contents == source.contents]
+            alike = [Conflict("packing", source, e) for e in recorded if e.identity[:3] == source.identity[:3]]
+            alike += [Conflict("split", source, entry) for entry in recorded if entry.contents == source.contents]
             alike += [Conflict("contents", source, e) for e in recorded if _normalized(e.prefix) == prefix]
             alike += [Conflict("unknown", source, e) for e in recorded if e.contents is None and e.weight]
             found += alike[:1]
@@ -185,7 +190,7 @@ class Progress:
 
         def complete(entry: RecordedSource) -> RecordedSource:
             source = here.get(_normalized(entry.prefix)) if entry.contents is None else None
-            return entry if source is None else replace(entry, contents=source.contents, documents=source.identity[1:])
+            return entry if source is None else replace(entry, contents=source.contents, documents=source.identity[1:3])
 
         return replace(self, sources=tuple(map(complete, self.sources)))
 
@@ -200,7 +205,8 @@ def combine(sources: Sequence[Source]) -> list[Source]:
 
 
 def _listed(source: Source, consumed: int) -> RecordedSource:
-    return RecordedSource(source.prefix, source.contents, source.identity[1:], source.weight, consumed, consumed)
+    documents = source.identity[1:3]
+    return RecordedSource(source.prefix, source.contents, documents, source.weight, consumed, consumed, source.packing)
 
 
 def _equal(share: float, other: float) -> bool:

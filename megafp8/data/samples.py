@@ -1,10 +1,8 @@
-"""Samples: documents shuffled, concatenated, cut into windows of seq_length + 1 tokens, and the windows shuffled.
+"""Samples of seq_length + 1 tokens from shuffled documents, and micro-batches of them.
 
 There is no state. Sample i belongs to epoch i // samples_per_epoch, and everything about an epoch is a function of
-(seed, epoch): a permutation of the documents, the running sum of their lengths, a permutation of the windows. So any
-rank can read any sample, and a resumed run or one with another number of ranks reads the same sequence. Windows overlap
-by one token (the last label of one is the first input of the next); the rest of an epoch that does not fill a window is
-dropped.
+(seed, epoch): which tokens of which documents are in a sample (`packing`), and the order of the samples. So any rank
+can read any sample, and a resumed run or one with another number of ranks reads the same sequence.
 
 The permutations and sums of an epoch are its *index*. It is cached on local disk, in a file named by a hash of all that
 it depends on, which is written under a temporary name and renamed. Any number of processes on any number of nodes may
@@ -21,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -33,11 +32,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megafp8.context_parallel.split import shard_sequence
+from megafp8.context_parallel.split import shard_positions
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, all_within, check_ids
+from megafp8.data.packing import PACKINGS, Arrays, Packing, PackingName
 
 logger = logging.getLogger(__name__)
+
+PADDING = -1
+"""In a sample: no token."""
 
 
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
@@ -57,14 +60,9 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
 
 
 class _Index(NamedTuple):
-    """The index of one epoch, and its SHA-256.
+    """The index of one epoch (`Packing.make_index`), and its SHA-256."""
 
-    `documents[j]` is the j-th document of the stream, `starts[j]` its first position; `samples` permutes the windows.
-    """
-
-    starts: NDArray[np.int64]
-    documents: NDArray[Any]
-    samples: NDArray[Any]
+    arrays: Arrays
     checksum: str
 
 
@@ -88,42 +86,38 @@ class PackedDataset:
         seed: int,
         cache_dir: str | Path | None = None,
         vocab_size: int | None = None,
+        packing: PackingName = "concatenate",
     ) -> None:
         self.dataset, self.documents, self.seq_length, self.seed = dataset, documents, seq_length, seed
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache()
         self.vocab_size = vocab_size
         span = slice(documents.start, documents.stop)
-        self._lengths, self._positions = dataset.document_lengths[span], dataset.document_positions[span]
-        self.num_tokens = int(self._lengths.sum())
-        self.samples_per_epoch = (self.num_tokens - 1) // seq_length
+        lengths, self._positions = dataset.document_lengths[span], dataset.document_positions[span]
+        self.num_tokens = int(lengths.sum())
+        self.packing: Packing = PACKINGS[packing](lengths, seq_length)
+        self.samples_per_epoch = self.packing.samples
         if self.samples_per_epoch < 1:
             raise DataError(
-                f"{dataset.prefix}: documents {documents.start}-{documents.stop} hold {self.num_tokens:,} tokens, too "
-                f"few for one sample of training.seq_length + 1 = {seq_length + 1:,}; add data, or change data.split"
+                f"{dataset.prefix}: documents {documents.start}-{documents.stop} hold {self.num_tokens:,} tokens, "
+                f"{self.packing.too_few}; add data, or change data.split"
             )
-        self._identity = hashlib.sha256(self._lengths.tobytes()).hexdigest()
+        self._identity = hashlib.sha256(lengths.tobytes()).hexdigest()
         self._index: tuple[int, _Index] | None = None
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Sample `index` >= 0, int64 `[seq_length + 1]`."""
+        """Sample `index` >= 0, int64 `[seq_length + 1]`, padded at its end by `PADDING`."""
         number, place = divmod(index, self.samples_per_epoch)
-        epoch = self._load(number)
-        position = int(epoch.samples[place]) * self.seq_length
-        firsts, parts, missing = [], [], self.seq_length + 1
-        j = int(np.searchsorted(epoch.starts, position, side="right")) - 1
-        while missing:
-            document = int(epoch.documents[j])
-            skip = position - int(epoch.starts[j])
-            first = int(self._positions[document]) + skip
-            taken = min(missing, int(self._lengths[document]) - skip)
-            firsts.append(first)
-            parts.append(self.dataset.read(first, taken))
-            position, missing, j = position + taken, missing - taken, j + 1
+        firsts, parts = [], []
+        for document, skip, count in self.packing.spans(self._load(number).arrays, place):
+            firsts.append(int(self._positions[document]) + skip)
+            parts.append(self.dataset.read(firsts[-1], count))
         tokens = np.concatenate(parts)
         if self.vocab_size is not None and not all_within(tokens, self.vocab_size):
             for first, part in zip(firsts, parts):
                 check_ids(self.dataset, part, self.vocab_size, first)
-        return tokens.astype(np.int64)
+        sample = np.full(self.seq_length + 1, PADDING, np.int64)
+        sample[: len(tokens)] = tokens
+        return sample
 
     def __getstate__(self) -> dict[str, object]:  # loader processes read the index from the cache
         return {**self.__dict__, "_index": None}
@@ -136,7 +130,8 @@ class PackedDataset:
         """The index of epoch `number`: from memory, from the cache, or made and cached."""
         if self._index is not None and self._index[0] == number:
             return self._index[1]
-        key = hashlib.sha256(repr((_CACHE_FORMAT, self._identity, self.seq_length, self.seed, number)).encode())
+        settings = (self.packing.name, self.seq_length, self.seed, number)
+        key = hashlib.sha256(repr((_CACHE_FORMAT, self._identity, *settings)).encode())
         path = self.cache_dir / f"{key.hexdigest()[:32]}.index"
         index = self._read(path)
         if index is None:
@@ -144,19 +139,10 @@ class PackedDataset:
         self._index = (number, index)
         return index
 
-    @property
-    def _small(self) -> type[np.generic]:
-        """The dtype of permutations."""
-        return np.uint32 if max(len(self._lengths), self.samples_per_epoch) < 2**32 else np.int64
-
-    def _make(self, number: int) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
-        """Starts, documents and samples of epoch `number`."""
+    def _make(self, number: int) -> Arrays:
+        """The arrays of the index of epoch `number`."""
         key = np.array([self.seed & (2**64 - 1), number], dtype=np.uint64)
-        generator = np.random.Generator(np.random.Philox(key=key))
-        documents = generator.permutation(len(self._lengths)).astype(self._small)
-        starts = np.concatenate([[0], np.cumsum(self._lengths[documents])[:-1]]).astype(np.int64)
-        samples = generator.permutation(self.samples_per_epoch).astype(self._small)
-        return starts, documents, samples
+        return self.packing.make_index(np.random.Generator(np.random.Philox(key=key)))
 
     def _read(self, path: Path) -> _Index | None:
         """The cached index; None if it is missing, or damaged, which is logged."""
@@ -171,11 +157,14 @@ class PackedDataset:
         if _digest(path, content) != digest:
             logger.warning("sample index %s is damaged: its checksum does not match; it is made again", path)
             return None
-        starts_end = 8 * len(self._lengths)
-        documents, samples = np.split(content[starts_end:].view(self._small), [len(self._lengths)])
-        return _Index(content[:starts_end].view(np.int64), documents, samples, digest.hex())
+        arrays, start = [], 0
+        for dtype, length in self.packing.layout:
+            end = start + np.dtype(dtype).itemsize * length
+            arrays.append(content[start:end].view(dtype))
+            start = end
+        return _Index(arrays, digest.hex())
 
-    def _write(self, path: Path, arrays: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]) -> _Index:
+    def _write(self, path: Path, arrays: Arrays) -> _Index:
         """Write an index to the cache, complete or not at all."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,10 +183,10 @@ class PackedDataset:
                 f"the sample index of {self.dataset.prefix} cannot be written to {self.cache_dir} ({error}); set "
                 f"data.index_cache to a folder with {sum(array.nbytes for array in arrays) / 2**20:,.0f} MiB of room"
             ) from None
-        return _Index(*arrays, digest.hex())
+        return _Index(arrays, digest.hex())
 
 
-_CACHE_FORMAT = 3
+_CACHE_FORMAT = 4
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -209,19 +198,24 @@ def _digest(path: Path, *content: Any) -> bytes:
     return digest.digest()
 
 
+_FEWEST_DOCUMENTS = 64
+
+
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch, all tensors `[b, s]`.
+    """A micro-batch, tensors `[b, s]`.
 
-    `loss_mask` float32: 0 for labels that do not count, None if all count. `position_ids`, `document_ids` int64: None
-    unless attention and positions restart at documents.
+    `loss_mask` float32: 0 for labels that do not count, None if all count. `position_ids` int64, and `cu_seqlens` int32
+    `[b, n + 1]`: None unless attention and positions restart at documents. `cu_seqlens` holds the first token of each
+    of a sample's documents, and then s as often as it takes: n is a power of two of at least 64, so that it hardly ever
+    differs between batches, as it must not for CUDA graphs.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor | None = None
     position_ids: Tensor | None = None
-    document_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """This batch on `device`, copied asynchronously if it is in pinned memory."""
@@ -231,16 +225,33 @@ class Batch:
         """This batch in pinned memory."""
         return self._each(Tensor.pin_memory)
 
-    def shard(self, rank: int, ranks: int) -> Batch:
-        """The tokens of context-parallel `rank`, with their positions `[1 or b, s/ranks]`.
+    @property
+    def room(self) -> int:
+        """Documents of a sample that `cu_seqlens` has room for; 0 without."""
+        return 0 if self.cu_seqlens is None else self.cu_seqlens.shape[1] - 1
 
-        `document_ids` stay those of whole sequences, because this rank's queries attend to all ranks' keys.
+    def with_room(self, documents: int) -> Batch:
+        """With room for at least so many documents."""
+        if self.cu_seqlens is None or documents <= self.room:
+            return self
+        more = self.cu_seqlens[:, -1:].expand(-1, documents - self.room)
+        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, more], dim=1))
+
+    def shard(self, rank: int, ranks: int) -> Batch:
+        """The tokens of context-parallel `rank`, with their positions `[b, s/ranks]`, and `cu_seqlens` as it is.
+
+        Positions are `[1, s/ranks]` where they are the same in all samples.
         """
         if ranks == 1:
             return self
-        positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
-        whole = replace(self, position_ids=positions if self.position_ids is None else self.position_ids)
-        return replace(whole._each(lambda x: shard_sequence(x, rank, ranks, dim=1)), document_ids=self.document_ids)
+        mine = shard_positions(self.cu_seqlens, self.tokens.shape[1], rank, ranks, self.tokens.device)
+
+        def take(x: Tensor) -> Tensor:
+            return x.gather(1, mine.expand(x.shape[0], -1))
+
+        positions = mine if self.position_ids is None else take(self.position_ids)
+        mask = None if self.loss_mask is None else take(self.loss_mask)
+        return Batch(take(self.tokens), take(self.labels), mask, positions, self.cu_seqlens)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -250,21 +261,30 @@ class Batch:
 def next_token_batch(tokens_bs1: Tensor, eod_id: int | None, *, reset_at_documents: bool, mask_eod_loss: bool) -> Batch:
     """Inputs and labels of samples `[b, s + 1]`. Pure.
 
-    An end token belongs to the document that it ends. `reset_at_documents`: number the documents of each sample, and
+    An end token belongs to the document that it ends. `reset_at_documents`: find the documents of each sample, and
     count positions from each document's start. `mask_eod_loss`: ignore labels that follow an end token, since nothing
     predicts a new document.
+
+    `PADDING`, which needs both options, becomes end tokens that have no loss, neither as inputs nor as labels. That of
+    a sample is one document: as many of one token would need as many entries of `cu_seqlens`.
     """
     tokens, labels = tokens_bs1[:, :-1].contiguous(), tokens_bs1[:, 1:].contiguous()
     if eod_id is None:
         assert not reset_at_documents
         assert not mask_eod_loss
         return Batch(tokens, labels)
-    ends = tokens == eod_id
-    mask = (~ends).float() if mask_eod_loss else None
+    ends, padding = tokens == eod_id, tokens_bs1 == PADDING
+    assert (reset_at_documents and mask_eod_loss) or not padding.any()
+    tokens, labels = tokens.masked_fill(padding[:, :-1], eod_id), labels.masked_fill(padding[:, 1:], eod_id)
+    mask = (~(ends | padding[:, 1:])).float() if mask_eod_loss else None
     if not reset_at_documents:
         return Batch(tokens, labels, mask)
-    document_ids = ends.cumsum(1) - ends.long()
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    starts = torch.nn.functional.pad(ends[:, :-1], (1, 0), value=True)
-    first = torch.where(starts, positions, 0).cummax(1).values
-    return Batch(tokens, labels, mask, positions - first, document_ids)
+    b, s = tokens.shape
+    before_start = ends | (padding[:, 1:] & ~padding[:, :-1])  # a document of padding follows one without an end token
+    starts = torch.nn.functional.pad(before_start[:, :-1], (1, 0), value=True)
+    most = max(_FEWEST_DOCUMENTS, int(starts.sum(1).max()))
+    cu_seqlens = torch.full((b, 2 ** math.ceil(math.log2(most)) + 1), s, dtype=torch.int32)
+    sample, first = starts.nonzero(as_tuple=True)
+    cu_seqlens[sample, (starts.cumsum(1) - 1)[sample, first]] = first.int()
+    positions = torch.arange(s).expand_as(tokens)
+    return Batch(tokens, labels, mask, positions - torch.where(starts, positions, 0).cummax(1).values, cu_seqlens)

@@ -1,10 +1,7 @@
 """Causal self-attention with grouped queries, its heads cut over the tensor-parallel group.
 
-The core is torch's scaled_dot_product_attention. On CUDA the cuDNN kernel is asked for first: on Hopper it is about
-twice as fast as the flash kernel that torch ships, which runs where a run must be deterministic. A plain causal mask is
-a flag and costs nothing; a sliding window or document boundaries are an explicit boolean mask, which is right
-everywhere and costs s² bytes a sample. Sequences that are cut over ranks have a core of their own
-(`megafp8.context_parallel`); which it is, a layer is told.
+The core is `ops.attention`, or of sequences that are sharded over ranks `context_parallel.attention`; which it is and
+what it masks, a layer is told.
 
 q, k and v are one column-parallel product; the rows of its weight are [this rank's q heads | k heads | v heads], each
 under its own global name.
@@ -18,61 +15,23 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
-from megafp8.context_parallel.blocks import visible
 from megafp8.distributed.sharding import Init
 from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.rotary import apply_rotary
+from megafp8.ops.attention import CoreAttention
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.rotary import rotate_and_split
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From q `[s, b, a, d]`, k and v `[s, b, g, d]` to what the values come to, `[s, b, a, d]`."""
 ATTENTION = Neighbor("attention", "none", "attention kernels read and write bf16")
 ROTARY = Neighbor("rotary embedding", "per_tensor")
-CUDA_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-
-
-def attention_mask(s: int, window: int | None, document_ids_bs: Tensor | None, device: torch.device) -> Tensor | None:
-    """Which tokens each token may attend to, bool `[1 or b, 1, s, s]`, or None where plain causal attention will do."""
-    if document_ids_bs is None and (window is None or window >= s):
-        return None
-    return visible(range(s), range(s), window, document_ids_bs, device)
-
-
-def cuda_backends() -> list[SDPBackend]:
-    """Which kernels may run, the fastest first. cuDNN's backward adds up dq in the order in which blocks of keys come;
-    the others have an order under torch.use_deterministic_algorithms."""
-    if torch.are_deterministic_algorithms_enabled():
-        return [backend for backend in CUDA_BACKENDS if backend is not SDPBackend.CUDNN_ATTENTION]
-    return CUDA_BACKENDS
-
-
-def core_attention(q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q·kᵀ/√d + mask)·v, causal where `mask` is None: `[s, b, a, d]`."""
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbad, k_sbgd, v_sbgd))
-    options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": q.shape[1] != k.shape[1]}
-    if q.is_cuda:
-        with sdpa_kernel(cuda_backends(), set_priority=True):
-            y = F.scaled_dot_product_attention(q, k, v, **options)
-    else:
-        y = F.scaled_dot_product_attention(q, k, v, **options)
-    return y.permute(2, 0, 1, 3)
 
 
 class Attention(nn.Module):

@@ -15,10 +15,9 @@ Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel siz
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +25,17 @@ from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
-from megafp8.context_parallel.attention import context_attention
+from megafp8.context_parallel.attention import ContextAttention, plan
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
-from megafp8.models.attention import Attention, CoreAttention, attention_mask, core_attention
+from megafp8.models.attention import Attention, CoreAttention
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
 from megafp8.models.norms import Norm
 from megafp8.models.offload import ActivationOffload
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.rotary import inverse_frequencies, rotary_table
+from megafp8.ops.attention import SelfAttention
+from megafp8.ops.attention_mask import causal_mask
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -46,12 +47,11 @@ class LayerInputs:
     """What every block of a micro-batch reads besides the residual stream."""
 
     rotary: tuple[Tensor, Tensor] | None
-    core: CoreAttention
-    mask: Tensor | None = None  # what `core` has of it
+    cores: Mapping[int | None, CoreAttention]  # by sliding window
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*(self.rotary or ()), *([] if self.mask is None else [self.mask])]
+        return [*(self.rotary or ()), *(x for core in self.cores.values() for x in core.tensors)]
 
 
 def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
@@ -71,7 +71,7 @@ class Block(nn.Module):
     def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.parallel = config.parallel_block
+        self.parallel, self.window = config.parallel_block, config.window_of(index)
         self.attention_norm = _norm(f"{name}.attention_norm", config, context)
         norm = Neighbor("attention_norm", "any")
         self.attention = Attention(f"{name}.attention", config, context, input=norm, memory=memory)
@@ -82,7 +82,7 @@ class Block(nn.Module):
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
         form = self.attention.qkv.state.input_format
         x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, form)
-        attention = self.attention(normed, inputs.rotary, inputs.core)
+        attention = self.attention(normed, inputs.rotary, inputs.cores[self.window])
         between = None if self.parallel else attention
         x_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.up.state.input_format)
         mlp = self.mlp(normed)
@@ -196,6 +196,7 @@ class GPTStage(nn.Module):
         self.head = Head(config, context, self.shared_weight, z_loss) if last else None
         self.offload = ActivationOffload(context.device) if any(own.offload for own in self.memory) else None
         self._frequencies: Tensor | None = None
+        self._windows = dict.fromkeys(config.window_of(i) for i in layers)
 
     def _shared_weight(self) -> nn.Parameter:
         """The tied weight of this stage: the embedding's own, or on another last stage a copy of it."""
@@ -215,7 +216,7 @@ class GPTStage(nn.Module):
         """The modules that a forward pass calls one after the other; together they have all parameters."""
         return [m for m in (self.embedding, *self.blocks, self.head) if m is not None]
 
-    def layer_inputs(self, s: int, position_ids_bs: Tensor | None, document_ids_bs: Tensor | None) -> LayerInputs:
+    def layer_inputs(self, s: int, position_ids_bs: Tensor | None, cu_seqlens_bn: Tensor | None) -> LayerInputs:
         """Rotary table and core attention of a micro-batch, of whose sequences this rank has s tokens."""
         config, device = self.config, self.context.device
         rotary = None
@@ -224,12 +225,15 @@ class GPTStage(nn.Module):
                 self._frequencies = inverse_frequencies(config.channels, config.rope_theta, config.rope_scaling, device)
             positions = torch.arange(s, device=device) if position_ids_bs is None else position_ids_bs
             rotary = rotary_table(positions, self._frequencies, self.context.dtype)
-        group = self.context.context_parallel
+        return LayerInputs(rotary, {window: self._core(s, window, cu_seqlens_bn) for window in self._windows})
+
+    def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None) -> CoreAttention:
+        group, device = self.context.context_parallel, self.context.device
         if group is None or group.size() == 1:
-            mask = attention_mask(s, config.sliding_window, document_ids_bs, device)
-            return LayerInputs(rotary, partial(core_attention, mask=mask), mask)
-        whole, window = s * group.size(), config.sliding_window
-        return LayerInputs(rotary, context_attention(group, whole, window=window, document_ids_bs=document_ids_bs))
+            return SelfAttention(causal_mask(cu_seqlens_bn, window, s, device))
+        rank, ranks = group.rank(), group.size()
+        calls = plan(s * ranks, rank, ranks, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device)
+        return ContextAttention(group, calls)
 
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after the blocks, and what is still to be added to it."""
@@ -255,14 +259,14 @@ class GPTStage(nn.Module):
         tokens_bs: Tensor,
         labels_bs: Tensor,
         position_ids_bs: Tensor | None = None,
-        document_ids_bs: Tensor | None = None,
+        cu_seqlens_bn: Tensor | None = None,
     ) -> Tensor:
         """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`.
 
         `x_sbh` is None on the first stage. Where sequences are cut over ranks, tokens and labels are this rank's,
-        `position_ids_bs` `[1 or b, s]` says where they stand, and `document_ids_bs` is of the whole sequences.
+        `position_ids_bs` `[1 or b, s]` says where they stand, and `cu_seqlens_bn` is of the whole sequences.
         """
-        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, document_ids_bs)
+        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, cu_seqlens_bn)
         if self.embedding is not None:
             x_sbh = self.embedding(tokens_bs, position_ids_bs)
         assert x_sbh is not None, "a later stage needs the previous stage's output"

@@ -102,7 +102,7 @@ def _saved_input(fp8: Fp8Manager, plan: LinearPlan, k: int, x: Sizes) -> int:
 
 def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory) -> dict[str, int]:
     """Bytes that block `index` saves for its backward pass, offloaded or not."""
-    x, model, training = sizes(config), config.model, config.training
+    x, model = sizes(config), config.model
     stream = x.m_own * x.h * x.e
     if memory.full:
         return {"block input": stream}
@@ -112,8 +112,8 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
     saved = {
         "residual stream": stream * (1 if model.parallel_block else 2),
         "norm statistics": 2 * x.m_own * x.w * (2 if model.normalization == "layernorm" else 1),
-        "qkv input": 0 if memory.norms else _saved_input(fp8, qkv, x.h, x),
-        "up input": 0 if memory.norms else _saved_input(fp8, up, x.h, x),
+        "qkv input": _saved_input(fp8, qkv, x.h, x),
+        "up input": _saved_input(fp8, up, x.h, x),
         "q, k, v": x.m * (x.a + 2 * x.g) * x.d * x.e,
         "up output": x.m * x.up * x.e,
     }
@@ -122,17 +122,12 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
     if not memory.attention:
         saved["attention log-sums"] = x.m * x.a * x.w
         if model.qk_norm:
-            saved["normalized q and k"] = x.m * (x.a + x.g) * (x.d * x.e + x.w)
-        masked = model.sliding_window is not None or config.data.reset_at_documents
-        if masked and config.parallel.context == 1:  # context-parallel ranks compute masks when needed
-            samples = training.micro_batch_size if config.data.reset_at_documents else 1
-            saved["attention mask"] = samples * training.seq_length**2 * x.e
+            saved["q and k before and after their norms"] = x.m * (x.a + x.g) * (2 * x.d * x.e + x.w)
     if proj.saved != "high":
         saved["proj input"] = _saved_input(fp8, proj, x.a * x.d, x)
     if activation.gated and not activation.fused:
         saved["activated gate"] = x.m * x.f * x.e
-    if not memory.activation:
-        saved["down input"] = _saved_input(fp8, down, x.f, x)
+    saved["down input"] = _saved_input(fp8, down, x.f, x)
     return saved
 
 

@@ -16,7 +16,8 @@ Optimizer, end of step and evaluation are eager.
 
 *Addresses and host-side numbers are part of a graph*, so these must not change:
 
-- inputs are copied into fixed buffers before each replay
+- inputs are copied into fixed buffers before each replay; where a batch has more documents than there is room for,
+  graphs are captured anew
 - parameters, sums of gradients, scales and amaxes are updated in place
 - FP8 weights belong to the graph that quantizes them; layers get them back after its replay, for micro-batches that run
   eagerly in the same step
@@ -101,6 +102,14 @@ class MicrobatchGraphs:
         self._first: Captured | None = None
         self._later: Captured | None = None
         self._weights: list[QuantizedTensor | None] = []  # FP8 copies in the memory of `_first`
+
+    def restart(self, why: str) -> None:
+        """Run the next step eagerly and capture anew after it, since inputs get another shape."""
+        self._eager_steps = max(self._eager_steps, 1)
+        if self._first is not None:
+            logger.info(f"CUDA graph: {why}; captured anew after the next step")
+        self._inputs = self._first = self._later = None
+        self._weights = []
 
     def begin_step(self) -> None:
         """Begin a step."""

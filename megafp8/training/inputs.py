@@ -17,6 +17,7 @@ from megafp8.config import Config, ConfigError, Problem
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment, shares
 from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset, idx_path
+from megafp8.data.packing import BestFit
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
 from megafp8.data.samples import PackedDataset, split_documents
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettingError, build_tokenizer
@@ -36,7 +37,13 @@ class DataSet:
     def source(self, weight: float) -> Source:
         """This data set in the record of the run's progress."""
         documents = self.train.documents
-        return Source(self.prefix, self.dataset.fingerprint, documents, self.dataset.num_documents, weight)
+        contents, packing = self.dataset.fingerprint, self.train.packing.name
+        return Source(self.prefix, contents, documents, self.dataset.num_documents, weight, packing)
+
+    @property
+    def size(self) -> int:
+        """What a list weights it by, so that all data sets finish an epoch at the same time."""
+        return self.train.samples_per_epoch if isinstance(self.train.packing, BestFit) else self.train.num_tokens
 
     @property
     def identity(self) -> Identity:
@@ -127,6 +134,7 @@ def open_data_sets(config: Config) -> list[DataSet]:
                 config.seed,
                 cache_dir=config.data.index_cache,
                 vocab_size=config.model.vocab_size,
+                packing=config.data.packing,
             )
             for documents in parts
         ]
@@ -140,7 +148,7 @@ def _sources(
     """The data sets with their weights; those with the same contents are combined."""
     if isinstance(train, Mapping):
         return combine([data_set.source(train[data_set.prefix]) for data_set in data_sets])
-    sizes = [x.train.num_tokens if list_weights == "tokens" else 1 for x in data_sets]
+    sizes = [x.size if list_weights == "tokens" else 1 for x in data_sets]
     return combine([x.source(float(x.times * size)) for x, size in zip(data_sets, sizes)])
 
 
@@ -162,6 +170,9 @@ def _problem(conflict: Conflict, split: str, split_then: str) -> Problem:
     """The error for a data set that cannot continue."""
     source, recorded = conflict.source, conflict.recorded
     restart = "data.restart_changed=true counts its samples from 0"
+    if conflict.kind == "packing":
+        rule = f"the run has read {recorded.consumed:,} samples of {source.prefix} with data.packing={recorded.packing}"
+        return Problem("data.packing", source.packing, rule, f"set data.packing={recorded.packing}, or {restart}")
     if conflict.kind == "split":
         start, stop = recorded.documents or (0, 0)
         rule = (
@@ -261,7 +272,10 @@ def describe_planned_data(config: Config) -> str:
 
 
 def describe_data(config: Config, data_sets: Sequence[DataSet], progress: Progress) -> str:
-    """A table of the data sets: tokens, share of the samples, and samples and epochs by the end of the run."""
+    """A table of the data sets: tokens, share of the samples, and samples and epochs by the end of the run.
+
+    Below it, how well documents fit into samples, if they are not cut.
+    """
     t, active = config.training, _active(data_sets, progress)
     segment = progress.segment(config.seed)
     counts = segment.given(max(t.steps * t.global_batch_size, progress.first_sample))
@@ -279,6 +293,9 @@ def describe_data(config: Config, data_sets: Sequence[DataSet], progress: Progre
         f"{name:<{width}} {packed.num_tokens:>19,} {share:>8.2%} {count:>15,} {count / packed.samples_per_epoch:>10.3f}"
         for name, packed, share, count in rows
     ]
+    for x in active:
+        if isinstance(x.train.packing, BestFit):
+            lines.append(f"{x.prefix}: {x.train.packing.describe()}")
     if progress.list_weights == "equal" and not isinstance(config.data.train, Mapping) and len(active) > 1:
         lines.append("Shares are equal, as they were when this run began; {prefix: weight} in data.train sets others.")
     return "\n".join(lines)

@@ -142,6 +142,7 @@ class Trainer:
         )
         self.nominal_tokens = t.global_batch_size * t.seq_length
         self.timeline: Timeline | None = None
+        self._room = 0  # documents of a sample
         self.graphs: MicrobatchGraphs | None = None
         if t.cuda_graphs:
             eager_steps = config.fp8.calibration_steps + EAGER_STEPS
@@ -257,7 +258,7 @@ class Trainer:
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Forward of one micro-batch through a stage; on the last stage the report is `[sum of losses, tokens]`."""
-        y = stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.document_ids)
+        y = stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.cu_seqlens)
         if stage.head is None:
             return StageOutput(y)
         if microbatch.loss_mask is None:
@@ -282,6 +283,14 @@ class Trainer:
         context = self.parallel.context
         return [batch.to(self.parallel.device).shard(context.rank, context.size) for batch in batches]
 
+    def _with_room(self, batches: Sequence[Batch]) -> list[Batch]:
+        """With room for as many documents as any batch so far has had, so that shapes hardly ever change."""
+        room = max([self._room, *(batch.room for batch in batches)])
+        if self.graphs is not None and room > self._room > 0:
+            self.graphs.restart(f"a sample has more than {self._room} documents")
+        self._room = room
+        return [batch.with_room(room) for batch in batches]
+
     def train_step(
         self, step: int, batches: Sequence[Batch], *, before_update: Callable[[], None] = lambda: None
     ) -> tuple[Loss, StepResult]:
@@ -290,6 +299,7 @@ class Trainer:
         `before_update` is called after the backward passes are queued, and before weights and optimizer state change.
         On return the update is queued, not done: the next step is queued behind it, so that the device does not idle.
         """
+        batches = self._with_room(batches)
         self.gradients.zero()
         sampled = self.fp8.begin_step(step + 1)
         if self.graphs is not None:

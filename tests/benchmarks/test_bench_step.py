@@ -64,8 +64,21 @@ def test_a_simulated_timeline_is_simulated_again(schedule: str) -> None:
 
 def test_a_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.bench_step", "--config", "configs/llama3-8b.yaml", "--layouts"]
-    command += ["tensor=1 pipeline=1", "tensor=2 pipeline=1", "--variants", "fp32,current+fast", "--micro-batches", "2"]
-    command += ["--warmup", "1", "--steps", "2", "--rounds", "2", "--json", str(tmp_path / "out.json"), "--set", *TINY]
+    command += ["tensor=1 pipeline=1", "tensor=2 pipeline=1", "--variants", "fp32,current+fast,fp32+documents"]
+    command += [
+        "--micro-batches",
+        "2",
+        "--warmup",
+        "1",
+        "--steps",
+        "2",
+        "--rounds",
+        "2",
+        "--json",
+        str(tmp_path / "out.json"),
+        "--set",
+        *TINY,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     rows = {(row["layout"], row["variant"]): row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
@@ -73,5 +86,7 @@ def test_a_run(tmp_path: Path) -> None:
     assert fp32["first_loss"] == pytest.approx(math.log(128), rel=0.02)
     assert 0 < abs(current["last_loss"] - fp32["last_loss"]) < 0.01
     assert fp32["tokens_per_second_per_gpu"] == pytest.approx(2 * 16 / (fp32["step_ms"] / 1e3))
+    documents = rows["tensor=1 pipeline=1", "fp32+documents"]
+    assert documents["first_loss"] == pytest.approx(math.log(128), rel=0.02)
     assert "parallel.tensor" in rows["tensor=2 pipeline=1", "fp32"]["failure"]
     assert "parallel.tensor" in done.stdout

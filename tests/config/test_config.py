@@ -273,8 +273,11 @@ CASES: list[tuple[list[str], int, str]] = [
      "ranks; try 36, or parallel.context=1"),
     (["parallel.context=2", "parallel.tensor=2", "training.seq_length=28"], 4,
      "ranks, and sequence parallelism each rank's shard into parallel.tensor (2) equal parts; try 32"),
+    (["model.full_attention_layers=[0]"], 1, "model.full_attention_layers = [0]: no layer has a window; set model."),
+    (["model.sliding_window=8", "model.full_attention_layers=[1,0,900]"], 1,
+     "model.full_attention_layers = [1, 0, 900]: not some of the"),
     (["parallel.context=2", "model.head_dim=12"], 2,
-     "parallel.context = 2: its attention is cuDNN's, for heads of a multiple of 8, at most 256, and "
+     "parallel.context = 2: its attention kernels take heads of a multiple of 8, at most 256, and "
      "model.head_dim is 12; try parallel.context=1"),
     (["parallel.context=2", "parallel.tensor=2"], 6,
      "parallel = 'tensor 2 × pipeline 1 × context 2': the world has 6 ranks, not a multiple of 4; start 8"),
@@ -360,6 +363,14 @@ CASES: list[tuple[list[str], int, str]] = [
     (["parallel.recompute=full", "parallel.recompute_blocks=3", "parallel.pipeline=2"], 2,
      "parallel.recompute_blocks = 3: no stage has more than 2 blocks; try 2 or less"),
     (["parallel.offload=5"], 1, "parallel.offload = 5: no stage has more than 4 blocks; try 4 or less"),
+    *((["data.packing=best_fit", *more], 1,
+       "data.packing = 'best_fit': each document attends only to itself and padding has no loss, so it needs two more "
+       f"keys; try data.reset_at_documents=true data.mask_eod_loss=true{works}")
+      for more, works in (
+          ([], " and a data.tokenizer, or data.packing=concatenate"),
+          (["data.tokenizer.kind=bytes", "data.mask_eod_loss=true"], ", or data.packing=concatenate"),
+          (["data.tokenizer.kind=bytes", "data.reset_at_documents=true"], ", or data.packing=concatenate"),
+      )),
     (["parallel.offload=true", "training.cuda_graphs=true"], 1,
      "parallel.offload = True: a CUDA graph holds no copies to the host"),
 ]  # fmt: skip
@@ -376,6 +387,8 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
         *((None, ["training.cuda_graphs=true", "fp8.recipe=delayed"], n) for n in (1, 4)),
         (None, ["training.cuda_graphs=true", "fp8.recipe=delayed", "parallel.overlap_grad_reduce=false"], 8),
         (None, ["parallel.recompute=selective"], 1),
+        (None, ["data.packing=best_fit", "data.reset_at_documents=true", "data.mask_eod_loss=true",
+                "data.tokenizer.kind=bytes"], 1),
         (None, ["parallel.recompute=full", "parallel.recompute_blocks=4", "parallel.offload=1"], 1),
         *((None, ["parallel.recompute=full", "parallel.pipeline=2", f"parallel.layers_per_stage={layers}",
                   "parallel.recompute_blocks=3"], 2) for layers in ("[1, 3]", "balanced")),

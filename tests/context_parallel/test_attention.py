@@ -1,41 +1,24 @@
-"""Context-parallel attention and its gradients against an unsharded float64 reference that loops over heads."""
+"""Context-parallel attention and its gradients against an unsharded float64 reference that masks a matrix of scores."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from megafp8.context_parallel.attention import ContextAttention, context_attention
-from megafp8.context_parallel.blocks import plan
-from megafp8.context_parallel.split import shard_sequence
+from megafp8.context_parallel.attention import ContextAttention, merge, plan
+from megafp8.context_parallel.split import shard_positions
+from megafp8.ops import attention
+from megafp8.ops.attention_mask import AttentionMask, causal_mask
 from megafp8.parallel_state import Group, initialize_model_parallel
-from tests.context_parallel.test_blocks import is_visible
+from tests.ops.test_attention import B, allowed, offsets, twin
 from tests.world import World
 
-B, D = 2, 6
-
-
-def reference(
-    inputs: list[Tensor], do_sbad: Tensor, window: int | None, ids_bs: Tensor | None
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The output, and the gradients of q, k and v, in float64."""
-    q_sbad, k_sbgd, v_sbgd = inputs = [x.detach().double().requires_grad_() for x in inputs]
-    s, b, heads, d = q_sbad.shape
-    allowed = torch.tensor(
-        [[[is_visible(i, j, window, ids_bs, sample) for j in range(s)] for i in range(s)] for sample in range(b)]
-    )
-    out = []
-    for head in range(heads):
-        group = head * k_sbgd.shape[2] // heads
-        q, k, v = (x.transpose(0, 1) for x in (q_sbad[:, :, head], k_sbgd[:, :, group], v_sbgd[:, :, group]))
-        scores = (q @ k.mT / math.sqrt(d)).masked_fill(~allowed, -math.inf)
-        out.append((scores.softmax(-1) @ v).transpose(0, 1))
-    o_sbad = torch.stack(out, dim=2)
-    o_sbad.backward(do_sbad.double())
-    return o_sbad.detach(), [x.grad for x in inputs]
+D, CPU = 6, torch.device("cpu")
+DOCUMENTS = {
+    24: offsets([5, 1, 15, 0, 3], [1, 1, 1, 1, 20]),
+    48: offsets([48, 0, 0, 0], [7, 24, 1, 16]),
+}
 
 
 def _context_group() -> Group:
@@ -47,56 +30,97 @@ def _random(s: int, heads: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(s, B, n, D, dtype=dtype, generator=generator) for n in heads]
 
 
-def _compare(s: int, heads: int, groups: int, window: int | None, documents: bool, max_mask: int) -> None:
+def _shard(x_sbad: Tensor, cu_seqlens: Tensor | None, group: Group) -> Tensor:
+    """Each sample's tokens of this rank."""
+    s, b = x_sbad.shape[:2]
+    positions = shard_positions(cu_seqlens, s, group.rank, group.size, CPU).expand(b, -1)
+    return torch.stack([x_sbad[positions[sample], sample] for sample in range(b)], dim=1)
+
+
+def _compare(s: int, heads: int, groups: int, window: int | None, documents: bool) -> None:
     group, widths = _context_group(), (heads, groups, groups)
     *qkv, do = _random(s, (*widths, heads), torch.float64)
-    generator = torch.Generator().manual_seed(8)
-    ids = torch.randint(2, (B, s), generator=generator).cumsum(1) // 3 if documents else None
-    o, gradients = reference(qkv, do, window, ids)
+    ends = DOCUMENTS[s] if documents else None
+    o, _, gradients = twin(*qkv, allowed(s, s, causal_mask(ends, window, s, CPU)), do)
     # Views of one packed tensor, as the model's are.
-    packed = torch.cat([shard_sequence(x, group.rank, group.size, dim=0) for x in qkv], dim=2).requires_grad_()
-    blocks = plan(s, group.rank, group.size, window=window, documents=documents, max_mask=max_mask)
-    found = ContextAttention(group.group, blocks, window, ids)(*packed.split(widths, dim=2))
-    found.backward(shard_sequence(do, group.rank, group.size, dim=0))
+    packed = torch.cat([_shard(x, ends, group) for x in qkv], dim=2).requires_grad_()
+    calls = plan(s, group.rank, group.size, window=window, cu_seqlens_bm=ends, device=CPU)
+    found = ContextAttention(group.group, calls)(*packed.split(widths, dim=2))
+    found.backward(_shard(do, ends, group))
     assert packed.grad is not None
     for ours, theirs in zip((found, *packed.grad.split(widths, dim=2)), (o, *gradients), strict=True):
-        torch.testing.assert_close(ours, shard_sequence(theirs, group.rank, group.size, dim=0), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ours, _shard(theirs, ends, group), rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("heads", "groups", "window", "documents", "max_mask"),
+    ("s", "heads", "groups", "window", "documents"),
     [
-        (3, 3, None, False, 1),
-        (6, 2, None, False, 1),
-        (4, 1, 5, False, 10**6),
-        (4, 2, 5, False, 30),
-        (4, 2, 11, False, 30),
-        (4, 2, 24, False, 1),
-        (4, 2, None, True, 10**6),
-        (4, 2, None, True, 30),
-        (4, 4, 7, True, 60),
+        (24, 3, 3, None, False),
+        (48, 6, 2, None, False),
+        (24, 4, 1, 5, False),
+        (48, 4, 2, 11, False),
+        (24, 4, 2, 24, False),
+        (24, 4, 2, None, True),
+        (48, 4, 2, None, True),
+        (24, 4, 4, 7, True),
+        (48, 4, 2, 2, True),
     ],
 )
 def test_output_and_gradients_equal_the_reference(
-    world4: World, heads: int, groups: int, window: int | None, documents: bool, max_mask: int, ranks: int
+    world4: World, s: int, heads: int, groups: int, window: int | None, documents: bool, ranks: int
 ) -> None:
-    world4.run(_compare, 24, heads, groups, window, documents, max_mask, ranks=ranks)
+    world4.run(_compare, s, heads, groups, window, documents, ranks=ranks)
 
 
 def _in_bf16(window: int | None) -> float:
     """Relative error of the gradient of k, which is summed over ranks."""
     group = _context_group()
     *qkv, do = (x.bfloat16() for x in _random(16, (2, 1, 1, 2), torch.float32))
-    _, (_, dk, _) = reference(qkv, do, window, None)
-    own = [shard_sequence(x, group.rank, group.size, dim=0).requires_grad_() for x in qkv]
-    found = context_attention(group.group, 16, window=window, document_ids_bs=None)(*own)
-    found.backward(shard_sequence(do, group.rank, group.size, dim=0))
+    _, _, (_, dk, _) = twin(*qkv, allowed(16, 16, causal_mask(None, window, 16, CPU)), do)
+    own = [_shard(x, None, group).requires_grad_() for x in qkv]
+    calls = plan(16, group.rank, group.size, window=window, cu_seqlens_bm=None, device=CPU)
+    found = ContextAttention(group.group, calls)(*own)
+    found.backward(_shard(do, None, group))
     assert found.dtype == own[1].grad.dtype == torch.bfloat16
-    expected = shard_sequence(dk, group.rank, group.size, dim=0)
+    expected = _shard(dk, None, group)
     return ((own[1].grad.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_bf16_is_as_exact_as_bf16_can_be(world4: World, window: int | None) -> None:
     assert max(world4.run(_in_bf16, window)) < 2**-7
+
+
+# --- merging ----------------------------------------------------------------------------------------------------------
+
+WHOLE = AttentionMask(causal=False)
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_parts_merge_to_the_whole(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    s, t, dtype = (24, 40, torch.float64) if device == "cpu" else (384, 640, torch.bfloat16)
+    q, k, v, do = (
+        torch.randn(n, B, heads, 64, generator=generator, dtype=torch.float64).to(device, dtype)
+        for n, heads in ((s, 4), (t, 2), (t, 2), (s, 4))
+    )
+    o, _, gradients = twin(q, k, v, torch.ones(B, s, t, dtype=torch.bool, device=device), do)
+    parts = slice(0, t // 4), slice(t // 4, None)
+    found, lse = merge(*(x for part in parts for x in attention.forward(q, k[part], v[part], WHOLE)))
+    first, second = (attention.backward(do, q, k[part], v[part], found, lse, WHOLE) for part in parts)
+    dk, dv = (torch.cat([first[i], second[i]]) for i in (1, 2))
+    for ours, theirs in zip((found, first[0] + second[0], dk, dv), (o, *gradients), strict=True):
+        assert (ours.double() - theirs).norm() / theirs.norm() < (1e-12 if device == "cpu" else 0.01)
+
+
+def test_a_part_of_negligible_weight_or_without_keys_changes_nothing() -> None:
+    q, k, v = (torch.randn(24, B, 2, 8, dtype=torch.float64) for _ in range(3))
+    o, lse = attention.forward(q, k, v, WHOLE)
+    for less in (lse - 1e4, torch.full_like(lse, -torch.inf)):
+        merged, merged_lse = merge(o, lse, torch.full_like(o, 1e3), less)
+        assert torch.equal(merged, o)
+        assert torch.equal(merged_lse, lse)
+    merged, _ = merge(torch.full_like(o, 1e3), lse - 1e4, o, lse)
+    assert torch.equal(merged, o)

@@ -59,7 +59,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", LLAMA),
     "qwen2-window-tied": (
         "Qwen2",
-        LLAMA | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, "tie_word_embeddings": True},
+        LLAMA | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
     "qwen3-tied": ("Qwen3", LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
@@ -86,8 +86,14 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", SMALL | {"sliding_window": 5}),
     "mistral-no-multiple": ("mistral", SMALL | {"hidden_size": 34, "head_dim": 6, "init_std": 1.5}),
     "qwen2": ("qwen2", SMALL | {"qkv_bias": True}),
-    "qwen2-window": ("qwen2", SMALL | {"qkv_bias": True, "sliding_window": 5, "tie_embeddings": True}),
-    "qwen3": ("qwen3", SMALL | {"qk_norm": True, "head_dim": 16}),
+    "qwen2-window": (
+        "qwen2",
+        SMALL | {"qkv_bias": True, "sliding_window": 5, "full_attention_layers": [0], "tie_embeddings": True},
+    ),
+    "qwen3": (
+        "qwen3",
+        SMALL | {"qk_norm": True, "head_dim": 16, "sliding_window": 5, "full_attention_layers": [1]},
+    ),
     "gpt2": (
         "gpt2",
         SMALL

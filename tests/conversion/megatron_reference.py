@@ -40,7 +40,7 @@ MODELS = {
         "tie_embeddings": True,
     },
     "qwen2": TINY | {"num_query_groups": 2, "qkv_bias": True, "tie_embeddings": True, "norm_eps": 1e-6},
-    "qwen3": TINY | {"num_query_groups": 2, "qk_norm": True, "sliding_window": 8},
+    "qwen3": TINY | {"num_query_groups": 2, "qk_norm": True, "sliding_window": 8, "full_attention_layers": [1, 3]},
     "swiglu with biases": TINY | {"linear_bias": True},
     "exact gelu": TINY | {"activation": "gelu", "linear_bias": True, "position_embedding": "none"},
 }

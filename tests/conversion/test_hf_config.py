@@ -34,12 +34,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unscaled attention": (G | {"scale_attn_weights": False}, "scale_attn_weights = False: .*supported: True"),
     "scaled by layer": (G | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     "mixed layers": (
-        Q3 | {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        r"layer_types = \['full_attention', 'sliding_attention'\]: .*all layers full_attention, or all",
+        M | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        r"layer_types = \['full_attention', 'sliding_attention'\]: .*sliding_attention of all layers, as the window is",
     ),
-    "mixed layers, old name": (
-        Q2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        r"max_window_layers = 1: .*0, or num_hidden_layers \(3\)",
+    "layers of another kind": (
+        Q3 | {"layer_types": ["chunked_attention"] * 3},
+        "layer_types = .*full_attention and sl",
+    ),
+    "half a layer": (
+        Q2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1.5},
+        "max_window_layers = 1.5: .*a number of layers",
     ),
     "quantized": (L | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config = 'gptq'"),
     "not causal": (L | {"is_causal": False}, "is_causal = False: .*supported: True"),
@@ -67,12 +71,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a window in Llama": (L | {"sliding_window": 8}, "sliding_window = 8: .*supported: None"),
     "windows in Llama's layers": (
         L | {"layer_types": ["sliding_attention"] * 3},
-        "layer_types = 'sliding_attention'",
+        r"layer_types = \['sliding_attention'\]",
     ),
     "too few layer types": (Q2 | {"layer_types": ["full_attention"]}, r"layer_types = .*num_hidden_layers \(3\)"),
     "windows without a size": (
         Q2 | {"layer_types": ["sliding_attention"] * 3},
-        "layer_types = 'sliding_.*supported: full_",
+        r"layer_types = \['sliding_.*supported: full_",
     ),
     "a bias in Mistral": (M | {"attention_bias": True}, "attention_bias = True"),
     "a bias that is no flag": (L | {"attention_bias": "false", "mlp_bias": "false"}, "attention_bias = 'false'"),
@@ -136,6 +140,19 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "original_max_position_embeddings": 8,
         },
         {"rope_theta": 500.0},
+    ),
+    "windows of some layers": (
+        Q3
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+        {"sliding_window": 8, "full_attention_layers": [0, 2]},
+    ),
+    "windows of the last layers": (
+        Q2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"sliding_window": 8, "full_attention_layers": [0]},
     ),
     "windows by layer": (
         Q2 | {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"] * 3},

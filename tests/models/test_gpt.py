@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "geglu": LLAMA | {"activation": "geglu"},
     "geglu-tanh": LLAMA | {"activation": "geglu_tanh", "linear_bias": True},
     "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True},
-    "sliding-window": LLAMA | {"sliding_window": 3},
+    "sliding-window": LLAMA | {"sliding_window": 3, "full_attention_layers": [1]},
     "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none"},
 }
 B = 2
@@ -79,14 +79,16 @@ def _compare(
     tokens, labels = (torch.randint(config.vocab_size, (B, s), generator=generator) for _ in range(2))
     weight_bs = torch.rand(B, s, dtype=torch.float64, generator=generator)
     ids = torch.tensor(DOCUMENTS[s]) if documents else None
+    starts = [[row.index(i) if i in row else s for i in range(4)] for row in DOCUMENTS[s]]
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32) if documents else None
     positions = torch.tensor([[row[:i].count(row[i]) for i in range(s)] for row in DOCUMENTS[s]]) if documents else None
-    shard = Batch(tokens, labels, weight_bs, positions, ids).shard(state.context.rank, cp)
-    loss_sb = stage(None, shard.tokens, shard.labels, shard.position_ids, shard.document_ids)
+    shard = Batch(tokens, labels, weight_bs, positions, cu_seqlens).shard(state.context.rank, cp)
+    loss_sb = stage(None, shard.tokens, shard.labels, shard.position_ids, shard.cu_seqlens)
     (loss_sb * shard.loss_mask.T).sum().backward()
 
     expected = twin_loss(whole, config, tokens, labels, positions=positions, documents=ids, z_loss=z_loss)
     (expected * weight_bs).sum().backward()
-    expected_shard = Batch(tokens, labels, expected.detach(), None, None).shard(state.context.rank, cp).loss_mask
+    expected_shard = Batch(tokens, labels, expected.detach(), None, cu_seqlens).shard(state.context.rank, cp).loss_mask
     torch.testing.assert_close(loss_sb.T, expected_shard, rtol=1e-11, atol=1e-11)
     compared = 0
     for name, actual, grad in gradients(stage, whole, state.tensor.group, context.context_parallel):

@@ -106,7 +106,8 @@ def twin_loss(
     z_loss: float = 0.0,
 ) -> Tensor:
     """Loss of each token `[b, s]` of the whole model, float64."""
-    allowed = _allowed(tokens, documents, config.sliding_window)
+    windows = [None if i in config.full_attention_layers else config.sliding_window for i in range(config.num_layers)]
+    allowed = {window: _allowed(tokens, documents, window) for window in set(windows)}
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     x = w["embedding.word.weight"][tokens]
@@ -115,9 +116,8 @@ def twin_loss(
     kind, eps = config.normalization, config.norm_eps
     for layer in range(config.num_layers):
         name = f"layers.{layer}"
-        a = _attention(
-            _norm(x, w, f"{name}.attention_norm", kind, eps), w, f"{name}.attention", config, positions, allowed
-        )
+        normed = _norm(x, w, f"{name}.attention_norm", kind, eps)
+        a = _attention(normed, w, f"{name}.attention", config, positions, allowed[windows[layer]])
         if config.parallel_block:
             x = x + a + mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
         else:

@@ -79,6 +79,7 @@ MODELS: dict[str, list[str]] = {
     "geglu": ["model.activation=geglu"],
     "geglu-tanh": ["model.activation=geglu_tanh"],
     "parallel-block": ["model.parallel_block=true"],
+    "qk-norm-window": ["model.qk_norm=true", "model.sliding_window=8"],
 }
 
 

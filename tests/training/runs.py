@@ -23,7 +23,7 @@ from megafp8.checkpoint import CheckpointReader
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout, load_config
 from megafp8.data import sampler
-from megafp8.data.samples import Batch, next_token_batch
+from megafp8.data.samples import PADDING, Batch, next_token_batch
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training import job
@@ -110,6 +110,7 @@ WORDS: dict[str, Sections] = {
     "8-samples": {"training": {"global_batch_size": 8}},
     "masked": {"data": {"mask_eod_loss": True}},
     "documents": {"data": {"mask_eod_loss": True, "reset_at_documents": True}, "training": {"z_loss": 1e-4}},
+    "best-fit": {"data": {"packing": "best_fit", "mask_eod_loss": True, "reset_at_documents": True}},
     "text": {},  # the quickstart's; `Runs` knows where it is
     # FP8
     "delayed": _fp8("delayed"),
@@ -244,7 +245,8 @@ def check_config(config: Config, ranks: int) -> None:
 
     But for what only runs of this module have: masks without a tokenizer, and a short history under every recipe.
     """
-    data = config.data.model_copy(update={"reset_at_documents": False, "mask_eod_loss": False})
+    plain = {"reset_at_documents": False, "mask_eod_loss": False, "packing": "concatenate"}
+    data = config.data.model_copy(update=plain)
     fp8 = config.fp8.model_copy(update={"amax_history_len": 1024})
     checked = config.model_copy(update={"data": data, "fp8": fp8})
     check_layout(checked, ranks)
@@ -271,7 +273,8 @@ def start(config: Config) -> tuple[Trainer, ParallelState]:
 def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     """This rank's micro-batches of a global batch that is the same in every layout.
 
-    Tokens count in strides modulo 16, which is soon learnt; 0 ends a document. Or those of `data.train`.
+    Tokens count in strides modulo 16, which is soon learnt; 0 ends a document. Under best_fit, each sample ends with
+    padding from a random token on. Or those of `data.train`.
     """
     t, d, data = config.training, config.data, parallel.data
     if d.train != ["none"]:
@@ -279,6 +282,9 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     generator = torch.Generator().manual_seed(step)
     first, stride = (torch.randint(1, 16, (t.global_batch_size, 1), generator=generator) for _ in range(2))
     tokens = (first + stride * torch.arange(t.seq_length + 1)) % 16
+    if d.packing == "best_fit":
+        end = torch.randint(t.seq_length // 2, t.seq_length + 2, first.shape, generator=generator)
+        tokens[torch.arange(t.seq_length + 1) >= end] = PADDING
     own = tokens.split(t.micro_batch_size)[data.rank :: data.size]
     eod = 0 if d.mask_eod_loss or d.reset_at_documents else None
     return [

@@ -7,11 +7,12 @@ With current scaling and two micro-batches the casts are five launches: FP8 is s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 from benchmarks.bench_step import random_batches
 from megafp8.config import Config, check_layout, load_config
+from megafp8.fp8 import speed_measurement
 from megafp8.fp8.speed_model import CEILINGS, Ceilings, LinearSize
 from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
@@ -244,8 +246,20 @@ def test_a_run_keeps_its_choice(world2: World, tmp_path: Path) -> None:
     assert other is None, "another fp8 section, another choice"
 
 
+def _train_where_fp8_is_slower(overrides: list[str]) -> None:
+    """On a busy machine a measured time may be any."""
+
+    def times(runs: Sequence[Callable[[], object]], *_: Any, **__: Any) -> list[list[float]]:
+        for run in runs:
+            run()
+        return [[1.0], [1.3], [1.2]]  # high precision; FP8 with and without the cast of the weight
+
+    with patch.object(speed_measurement, "time_round_robin", times):
+        train_job(overrides)
+
+
 def test_measured_on_a_cpu_and_resumed(world2: World, tmp_path: Path, quickstart_data: QuickstartData) -> None:
-    """Emulation is always slower; the log says so of all blocks, on resuming too."""
+    """The log says of all blocks that FP8 is slower, on resuming too."""
     kinds = ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.down")
     folder = tmp_path / yaml.safe_load(CONFIG.read_text())["name"]
     lines: list[str] = []
@@ -254,7 +268,7 @@ def test_measured_on_a_cpu_and_resumed(world2: World, tmp_path: Path, quickstart
             *SMALL, *quickstart_data.overrides, *ONE_RANK, f"run_dir={tmp_path}", "fp8.auto_filter=measured",
             f"training.steps={steps}", "optimizer.warmup_steps=0",
         ]  # fmt: skip
-        world2.run(train_job, overrides, ranks=1)
+        world2.run(_train_where_fp8_is_slower, overrides, ranks=1)
         lines = (folder / "log.txt").read_text().splitlines()[len(lines) :]
         found = [line for line in lines if "] fp8.auto_filter: " in line]
         assert all(any(f"layers.0-3.{kind}" in line and said in line for line in found) for kind in kinds), found

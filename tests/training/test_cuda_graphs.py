@@ -32,7 +32,18 @@ from megafp8.training.cuda_graphs import Captured, MicrobatchGraphs
 from megafp8.training.trainer import Trainer
 from megafp8.training.validate import choose_device
 from tests.marks import slow_but
-from tests.training.runs import WORDS, Curve, RerunCapture, Runs, batches, config, config_of, start, steps_of
+from tests.training.runs import (
+    WORDS,
+    Curve,
+    RerunCapture,
+    RerunGraphs,
+    Runs,
+    batches,
+    config,
+    config_of,
+    start,
+    steps_of,
+)
 from tests.world import World
 
 # --- with a stand-in for CUDA ----------------------------------------------------------------------------------------
@@ -141,6 +152,28 @@ def test_inputs_of_another_shape_are_refused() -> None:
         graphs.run(lambda x, y: x, (torch.ones(1), None), first=True)
     with pytest.raises(AssertionError, match="given once and missing once"):
         graphs.run(lambda x, y: x, (torch.ones(3), torch.ones(3)), first=True)
+
+
+def _with_more_documents_in_step(words: str, more: int | None) -> tuple[list[float], tuple[int, int]]:
+    """Losses of five steps, one with room for more documents in its batches; captures and replays."""
+    settings = config_of(words)
+    trainer, parallel = start(settings)
+    losses = []
+    for step in range(5):
+        own = batches(step, settings, parallel)
+        losses.append(trainer.train_step(step, [x.with_room(128) for x in own] if step == more else own)[0].mean)
+    if trainer.graphs is None:
+        return losses, (0, 0)
+    assert isinstance(trainer.graphs, RerunGraphs)
+    return losses, (trainer.graphs.rerun.captures, trainer.graphs.rerun.replays)
+
+
+def test_more_documents_than_there_was_room_for(world2: World) -> None:
+    """Steps 1, 2 and 4 are replayed: 0 is the first, and 3 has another shape."""
+    ((eager, _),) = world2.run(_with_more_documents_in_step, "documents delayed", None, ranks=1)
+    ((found, counts),) = world2.run(_with_more_documents_in_step, "documents delayed graphs", 3, ranks=1)
+    assert found == eager
+    assert counts == (4, 6)
 
 
 def test_without_a_gpu_they_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils import deterministic
 
 from megafp8.config import Config, ConfigError, check_layout
-from megafp8.models.attention import CUDA_BACKENDS, cuda_backends
+from megafp8.ops.attention import sdpa_backends
 from megafp8.training.determinism import describe_determinism, make_deterministic
 from megafp8.training.fp8_config import build_fp8
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
@@ -42,7 +42,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_each_switch(process: pytest.MonkeyPatch) -> None:
-    assert cuda_backends() == CUDA_BACKENDS
+    assert sdpa_backends()[0] is SDPBackend.CUDNN_ATTENTION
     make_deterministic("cuda")
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -52,7 +52,7 @@ def test_each_switch(process: pytest.MonkeyPatch) -> None:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_ALGO": "Ring",
     }
-    assert cuda_backends() == [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    assert sdpa_backends() == [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     line = describe_determinism("cuda")
     assert "\n" not in line
     for part in ("cuDNN", "untimed", "CUBLAS_WORKSPACE_CONFIG=:4096:8", "NCCL_ALGO=Ring"):
@@ -100,7 +100,6 @@ def _deterministic(words: str, *, device: str = "auto", **sections: dict[str, An
     [
         ("current", {"auto_filter": "measured"}, "fp8.auto_filter = 'measured'"),
         ("current", {"gemm_autotune": True}, "fp8.gemm_autotune = True"),
-        ("cp2 bf16", {}, "parallel.context = 2"),
     ],
 )
 def test_what_cannot_be_deterministic_is_refused(words: str, fp8: dict[str, Any], key: str) -> None:
@@ -111,8 +110,7 @@ def test_what_cannot_be_deterministic_is_refused(words: str, fp8: dict[str, Any]
 
 
 def test_what_can_be_is_not() -> None:
-    check_layout(_deterministic("cp2 bf16", device="cpu"), 2)
-    check_layout(_deterministic("cp2"), 2)  # fp32: formulas spelt out
+    check_layout(_deterministic("cp2 bf16"), 2)
     check_layout(_deterministic("current bf16", fp8={"auto_filter": "predicted"}), 2)
 
 

@@ -260,6 +260,43 @@ def test_a_checkpoint_without_a_data_record_continues(tmp_path: Path) -> None:
             open_inputs(config(listed, cache, split="80,20"), "test").resumed(about)
 
 
+def test_another_packing_is_an_error(tmp_path: Path) -> None:
+    """Also if the checkpoint's record has no packings, or if it has no record; `restart_changed` counts anew."""
+    a, cache = write(tmp_path / "a", 50, 1), tmp_path / "cache"
+    whole = {"packing": "best_fit", "reset_at_documents": True, "mask_eod_loss": True}
+    plain, best_fit = config([a], cache), config([a], cache, **whole)
+    restarted = config([a], cache, **whole, restart_changed=True)
+    then = open_inputs(plain, "test")
+    old = saved(then, 600)
+    del old["data"]["sources"][0]["packing"]
+    for about in (saved(then, 600), saved(then, 600, with_record=False), old):
+        with pytest.raises(ConfigError) as error:
+            open_inputs(best_fit, "test").resumed(about)
+        assert (
+            f"data.packing = 'best_fit': the run has read 600 samples of {a} with data.packing=concatenate; "
+            "set data.packing=concatenate, or data.restart_changed=true counts its samples from 0"
+        ) in str(error.value)
+        assert counts(open_inputs(restarted, "test").resumed(about)[0], 600) == [0]
+    went_on, _ = resume(then, 600, restarted)
+    again, changes = resume(went_on, 650, best_fit)
+    assert (counts(again, 650), changes) == ([50], [])
+    assert all(np.array_equal(again.train[i], went_on.train[i]) for i in range(650, 660))
+    assert counts(resume(again, 650, plain)[0], 650) == [600]
+    assert "set data.packing=best_fit" in refusal(open_inputs(best_fit, "test"), 600, plain)
+
+
+def test_a_best_fit_run_tells_how_documents_fit(tmp_path: Path) -> None:
+    a, b, cache = write(tmp_path / "a", 60, 1), write(tmp_path / "b", 20, 2), tmp_path / "cache"
+    inputs = open_inputs(config([a, b], cache, packing="best_fit"), "test")
+    samples = [packed.samples_per_epoch for packed in inputs.train.datasets]
+    assert inputs.train.segment.weights == tuple(samples)
+    one, other = describe_data(inputs.config, inputs.data_sets, inputs.progress).splitlines()[-2:]
+    pattern = r"{}: best_fit: {} samples an epoch, \d+\.\d\d% of their tokens padding, \d+\.\d\d% of documents cut"
+    assert re.match(pattern.format(re.escape(a), samples[0]), one)
+    assert re.match(pattern.format(re.escape(b), samples[1]), other)
+    assert "padding" not in describe_planned_data(config([a, b], cache))
+
+
 def test_a_list_weighs_by_size(tmp_path: Path) -> None:
     a, b, cache = write(tmp_path / "a", 60, 1), write(tmp_path / "b", 20, 2), tmp_path / "cache"
     shutil.copy(f"{a}.bin", tmp_path / "copy.bin")

@@ -1,0 +1,199 @@
+"""Time of attention that masks: documents, windows, and their shards: `python -m benchmarks.bench_attention`.
+
+Forward and backward of one layer's attention, bf16 on a GPU, without projections. Documents have random lengths
+(exponential, of a mean); "pairs" are those of tokens that attend to each other, as a share of the causal triangle, and
+"of share" is the time over that share of the triangle's. `--context n` also times what each of n context-parallel ranks
+computes, on this one GPU and without communication.
+
+Medians of interleaved rounds from a cold L2; "host" is the host's time to launch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import Table, add_device_flag, chosen_device, machine, new_parser, require_positive, write_json
+from megafp8.context_parallel.attention import Call, plan
+from megafp8.fp8.speed_measurement import time_round_robin
+from megafp8.ops import attention as kernels
+from megafp8.ops import cudnn_attention
+from megafp8.ops.attention_mask import CAUSAL, AttentionMask, causal_mask
+
+TABLE = Table("attention", 44, {"ms": ".3f", "pairs": ".1%", "of share": ".2f", "host ms": ".3f", "peak MiB": ",.0f"})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`seq_length` tokens of one sample, heads and their width."""
+
+    seq_length: int
+    heads: int
+    groups: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """A row of the table. `pairs`: visible pairs of tokens, as a share of the causal triangle's."""
+
+    name: str
+    ms: float
+    pairs: float
+    host_ms: float
+    peak_mib: float
+
+
+def document_offsets(s: int, mean: float, seed: int) -> list[int]:
+    """First tokens of documents of random lengths, and s."""
+    generator, ends = torch.Generator().manual_seed(seed), [0]
+    while ends[-1] < s:
+        length = max(1, int(torch.empty(1).exponential_(1 / mean, generator=generator)))
+        ends.append(min(s, ends[-1] + length))
+    return ends
+
+
+def bounded(ends: list[int], device: torch.device) -> Tensor:
+    """`cu_seqlens` `[1, n + 1]` with room for more documents, as the data loader makes it."""
+    room = max(64, 1 << (len(ends) - 2).bit_length())
+    return torch.tensor([ends + [ends[-1]] * (room + 1 - len(ends))], dtype=torch.int32, device=device)
+
+
+def visible_pairs(ends: list[int], window: int | None) -> int:
+    """Pairs of a query and a key that it attends to."""
+    lengths = [end - start for start, end in itertools.pairwise(ends)]
+    widths = [n if window is None else min(n, window) for n in lengths]
+    return sum(w * (w + 1) // 2 + (n - w) * w for n, w in zip(lengths, widths, strict=True))
+
+
+def noise(sizes: Sizes, device: torch.device, tokens: int, heads: int) -> Tensor:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.randn(tokens, 1, heads, sizes.head_dim, device=device, dtype=dtype)
+
+
+def self_attention(sizes: Sizes, mask: AttentionMask, device: torch.device) -> Callable[[], object]:
+    """Forward and backward of a whole sequence."""
+    s = sizes.seq_length
+    q, k, v = (noise(sizes, device, s, n).requires_grad_() for n in (sizes.heads, sizes.groups, sizes.groups))
+    do = noise(sizes, device, s, sizes.heads)
+    return lambda: torch.autograd.grad(kernels.attention(q, k, v, mask), (q, k, v), do)
+
+
+def calls_of_a_rank(sizes: Sizes, calls: tuple[Call, ...], ranks: int, device: torch.device) -> Callable[[], object]:
+    """Forward and backward of the kernel calls of a context-parallel rank, its keys already gathered."""
+    runs = []
+    for call in calls:
+        own = call.rows.stop - call.rows.start
+        keys = own if call.keys_tb is None else call.keys_tb.shape[0]
+        queries = own if call.queries_tb is None else keys
+        q, do = (noise(sizes, device, queries, sizes.heads) for _ in range(2))
+        k, v = (noise(sizes, device, keys, sizes.groups) for _ in range(2))
+        runs.append((q, k, v, do, call.mask))
+
+    def run() -> None:
+        for q, k, v, do, mask in runs:
+            o, lse = kernels.forward(q, k, v, mask)
+            kernels.backward(do, q, k, v, o, lse, mask)
+
+    return run
+
+
+def measure(runs: dict[str, tuple[Callable[[], object], float]], device: torch.device, rounds: int) -> list[Record]:
+    """Records of named runs and their shares of pairs."""
+    times = time_round_robin([run for run, _ in runs.values()], device, rounds=rounds)
+    records = []
+    for (name, (run, pairs)), seconds in zip(runs.items(), times, strict=True):
+        peak = 0.0
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            held = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        start = time.perf_counter()
+        run()
+        host = time.perf_counter() - start
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            peak = (torch.cuda.max_memory_allocated(device) - held) / 2**20
+        records.append(Record(name, statistics.median(seconds) * 1e3, pairs, host * 1e3, peak))
+    return records
+
+
+def without_front_end(run: Callable[[], object]) -> None:
+    """Run with torch's flash kernel in place of cuDNN's."""
+    found, cudnn_attention.is_available = cudnn_attention.is_available, lambda: False  # type: ignore[assignment]
+    try:
+        run()
+    finally:
+        cudnn_attention.is_available = found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = new_parser(__doc__)
+    add_device_flag(parser)
+    parser.add_argument("--seq-length", type=int, default=8192)
+    parser.add_argument("--document-length", type=int, default=1000, help="mean")
+    parser.add_argument("--window", type=int, default=4096)
+    parser.add_argument("--context", type=int, default=1, help="ranks that share the sequence")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--groups", type=int, default=8, help="key-value heads")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    try:
+        require_positive(given, "seq_length", "document_length", "window", "context", "heads", "groups", "rounds")
+        if given.seq_length % (2 * given.context):
+            raise ValueError(f"--seq-length: {given.seq_length} is no multiple of 2 x --context ({given.context})")
+        device = chosen_device(given)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    sizes = Sizes(given.seq_length, given.heads, given.groups, given.head_dim)
+    s, window = sizes.seq_length, given.window
+    ends = document_offsets(s, given.document_length, given.seed)
+    cu_seqlens, causal = bounded(ends, device), visible_pairs([0, s], None)
+    masks = {
+        "causal": (CAUSAL, [0, s], None),
+        "documents": (causal_mask(cu_seqlens, None, s, device), ends, None),
+        f"window {window}": (causal_mask(None, window, s, device), [0, s], window),
+        f"documents, window {window}": (causal_mask(cu_seqlens, window, s, device), ends, window),
+    }
+    runs = {}
+    for name, (mask, own_ends, own_window) in masks.items():
+        run, pairs = self_attention(sizes, mask, device), visible_pairs(own_ends, own_window) / causal
+        runs[name] = run, pairs
+        if mask.cu_seqlens_q is not None and device.type == "cuda" and cudnn_attention.is_available():
+            runs[f"{name}: torch's flash kernel"] = partial(without_front_end, run), pairs
+    for name, found, own_window in (("documents", cu_seqlens, None), (f"window {window}", None, window)):
+        for rank in range(given.context if given.context > 1 else 0):
+            calls = plan(s, rank, given.context, window=own_window, cu_seqlens_bm=found, device=device)
+            share = masks[name][1:]
+            pairs = visible_pairs(*share) / causal / given.context
+            runs[f"{name}, rank {rank} of {given.context}"] = (
+                calls_of_a_rank(sizes, calls, given.context, device),
+                pairs,
+            )
+    lengths = [end - start for start, end in itertools.pairwise(ends)]
+    print(
+        f"{machine(device)}, torch {torch.__version__}; {s:,} tokens, {len(lengths)} documents, the longest of "
+        f"{max(lengths):,}; {sizes.heads} heads of {sizes.head_dim}, {sizes.groups} groups; forward and backward"
+    )
+    print(TABLE.heading())
+    records = measure(runs, device, given.rounds)
+    whole = records[0].ms
+    for r in records:
+        print(TABLE.row(r.name, r.ms, r.pairs, r.ms / (whole * r.pairs), r.host_ms, r.peak_mib))
+    write_json(given.json, [asdict(record) for record in records])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
