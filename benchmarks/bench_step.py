@@ -193,17 +193,18 @@ class Groups:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._built: dict[tuple[int, int, int], ParallelState] = {}
+        self._built: dict[tuple[int, ...], ParallelState] = {}
 
     def of(self, config: Config) -> ParallelState:
         """Collective."""
         p = config.parallel
-        sizes = (p.tensor, p.pipeline, p.context)
+        sizes = (p.tensor, p.pipeline, p.context, p.fsdp_replicas)
         if sizes not in self._built:
             self._built[sizes] = initialize_model_parallel(
                 p.tensor,
                 p.pipeline,
                 context_parallel_size=p.context,
+                fsdp_replicas=p.fsdp_replicas,
                 device=self._device,
                 timeout_seconds=config.timeout_seconds,
             )

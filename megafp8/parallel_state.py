@@ -46,15 +46,18 @@ def rank_groups(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
+    fsdp_replicas: int = 1,
 ) -> dict[str, list[list[int]]]:
     """Every group of a layout as lists of global ranks, in group order. Builds no process group.
 
     Keys: `tensor`, `context`, `data`, `pipeline` (the axes), `data_context`, `model` (pipeline × tensor),
-    `tensor_context`, `amax` (data × context × tensor), `embedding` (first and last stage of each pipeline). The
-    data-parallel size is the rest of the world. Raises ValueError where the sizes do not multiply up to the world.
+    `tensor_context`, `amax` (data × context × tensor), `embedding` (first and last stage of each pipeline),
+    `fsdp_shard` (consecutive ranks of `data_context`, which is split into `fsdp_replicas` of these) and
+    `fsdp_replicate` (ranks at the same place of each `fsdp_shard`). The data-parallel size is the rest of the world.
+    Raises ValueError where the sizes do not multiply up to the world, or the replicas do not divide `data_context`.
     """
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    return {name: ranks.tolist() for name, ranks in _groups(grid).items()}
+    return {name: ranks.tolist() for name, ranks in _groups(grid, fsdp_replicas).items()}
 
 
 def _grid(world_size: int, tensor: int, pipeline: int, context: int) -> Ranks:
@@ -73,8 +76,8 @@ def _grid(world_size: int, tensor: int, pipeline: int, context: int) -> Ranks:
     return np.arange(world_size).reshape(pipeline, world_size // model_size, context, tensor)
 
 
-def _groups(grid: Ranks) -> dict[str, Ranks]:
-    """The groups of each name, `[groups, members]`."""
+def _groups(grid: Ranks, fsdp_replicas: int) -> dict[str, Ranks]:
+    """The groups of each name, `[groups, members]`. Raises ValueError where the replicas do not divide the ranks."""
 
     def along(*axes: str) -> Ranks:
         members = [AXES.index(axis) for axis in axes]
@@ -85,6 +88,12 @@ def _groups(grid: Ranks) -> dict[str, Ranks]:
     groups |= {name: along(*axes) for name, axes in _JOINT_GROUPS.items()}
     pipelines = groups["pipeline"]
     groups["embedding"] = pipelines[:, [0, -1]] if pipelines.shape[1] > 1 else pipelines
+    ranks = groups["data_context"].shape[1]
+    if fsdp_replicas < 1 or ranks % fsdp_replicas:
+        raise ValueError(f"fsdp_replicas is {fsdp_replicas}; it must divide the {ranks} ranks of data × context")
+    replicas = groups["data_context"].reshape(-1, fsdp_replicas, ranks // fsdp_replicas)
+    groups["fsdp_shard"] = replicas.reshape(-1, replicas.shape[2])
+    groups["fsdp_replicate"] = replicas.swapaxes(1, 2).reshape(-1, fsdp_replicas)
     return groups
 
 
@@ -121,8 +130,11 @@ class ParallelState:
 
     `pipeline_backward` has the ranks of `pipeline` but its own communicator: activations and gradients are sent in
     opposite directions between the same two ranks, and on one communicator a send that waits for a receive queued
-    after another send would deadlock. Likewise `data_context_backward` to `data_context`, for gradients that are
-    reduced while weights are gathered.
+    after another send would deadlock. Likewise `fsdp_shard_backward` to `fsdp_shard`, for gradients that are reduced
+    while weights are gathered.
+
+    `fsdp_shard` and `fsdp_replicate` are the dims of torch's mesh for HSDP: FSDP shards over the one, and the ranks of
+    the other hold the same shards. Together they are `data_context`.
     """
 
     mesh: DeviceMesh
@@ -136,7 +148,9 @@ class ParallelState:
     pipeline: Group
     pipeline_backward: Group
     data_context: Group
-    data_context_backward: Group
+    fsdp_shard: Group
+    fsdp_shard_backward: Group
+    fsdp_replicate: Group
     model: Group
     tensor_context: Group
     amax: Group
@@ -186,12 +200,14 @@ def initialize_model_parallel(
     virtual_pipeline_model_parallel_size: int | None = None,
     context_parallel_size: int = 1,
     *,
+    fsdp_replicas: int = 1,
     device: torch.device | None = None,
     timeout_seconds: float = 600.0,
     backend: str | None = None,
 ) -> ParallelState:
     """Build the groups of the running job. Call after `torch.distributed` is initialized, once, on every rank.
 
+    `fsdp_replicas`: number of replicas of the shards of FSDP (Megatron-LM's `num_distributed_optimizer_instances`).
     `backend`: of the groups; None: gloo on CPU, NCCL on CUDA. Raises ValueError, on every rank alike and before any
     group is built, where the sizes do not fit the world.
     """
@@ -199,7 +215,7 @@ def initialize_model_parallel(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = device or torch.device("cpu")
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    mine = {name: _group_of(rank, groups) for name, groups in _groups(grid).items()}
+    mine = {name: _group_of(rank, groups) for name, groups in _groups(grid, fsdp_replicas).items()}
     world = dist.group.WORLD
     assert world is not None
     timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -218,10 +234,11 @@ def initialize_model_parallel(
         [axes[axis].group for axis in AXES], device.type, torch.from_numpy(grid), mesh_dim_names=AXES
     )
 
-    def joint(name: str) -> Group:
-        """The communicator of an axis with the same ranks, or a new one."""
-        return next((g for g in axes.values() if g.ranks == mine[name]), None) or group(name)
+    def joint(name: str, *more: Group) -> Group:
+        """The communicator of an axis, or of `more`, with the same ranks, or a new one."""
+        return next((g for g in (*axes.values(), *more) if g.ranks == mine[name]), None) or group(name)
 
+    data_context = joint("data_context")
     _STATE = ParallelState(
         mesh=mesh,
         device=device,
@@ -230,8 +247,10 @@ def initialize_model_parallel(
         world=Group(world, tuple(range(world_size)), rank),
         **axes,
         pipeline_backward=group("pipeline"),
-        data_context=joint("data_context"),
-        data_context_backward=group("data_context"),
+        data_context=data_context,
+        fsdp_shard=joint("fsdp_shard", data_context),
+        fsdp_shard_backward=group("fsdp_shard"),
+        fsdp_replicate=joint("fsdp_replicate", data_context),
         model=joint("model"),
         tensor_context=joint("tensor_context"),
         amax=joint("amax"),

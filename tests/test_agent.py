@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -151,6 +152,7 @@ def launch(tmp_path: Path, quickstart_data: QuickstartData) -> Iterator[Launch]:
 
 FOUR = ["parallel.tensor=2", "parallel.pipeline=2"]
 THREE = ["parallel.tensor=1", "parallel.pipeline=3", "model.num_layers=3"]
+ONE_RANK = ["parallel.tensor=1", "parallel.pipeline=1"]
 FOREVER = "training.steps=1000000"
 
 
@@ -245,6 +247,51 @@ def test_a_failure_of_one_rank_on_two_nodes(launch: Launch, error: str, code: in
     last = "error: stdlib.bin: token 600" if code == 2 else "KeyError: 'unexpected'"
     assert [text.splitlines()[-1] for text in said] == [last, last]
     assert max(text.count(last) for text in said) == attempts
+
+
+REPORT_GROUPS = """
+import json, os, sys
+from pathlib import Path
+import pretrain_gpt
+from megafp8.training import job
+run = job.Job.run
+def report(self):
+    found = {"rank": self.parallel.rank, "node": os.environ["GROUP_RANK"]}
+    found |= {name: getattr(self.parallel, name).ranks for name in ("fsdp_shard", "fsdp_replicate")}
+    Path(sys.argv[0]).with_name(f"rank-{self.parallel.rank}.json").write_text(json.dumps(found))
+    run(self)
+job.Job.run = report
+sys.exit(pretrain_gpt.main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_shards_are_inside_a_node_and_replicas_across_two(launch: Launch) -> None:
+    """Trained on two nodes, then resumed on one rank, which takes over the weights of all shards."""
+    script = launch.folder / "report.py"
+    script.write_text(REPORT_GROUPS)
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{launch.port}", "--rdzv-id", launch.word]
+    agent = [sys.executable, "-m", "launch.agent", "--nnodes", "2", "--nproc-per-node", "2"]
+    hsdp = [*ONE_RANK, "parallel.fsdp=true", "parallel.fsdp_replicas=2"]
+    options = launch.options(*hsdp, "training.global_batch_size=16", "training.stop_after=10")
+    command = [*agent, *rendezvous, str(script), "--config", str(CONFIG), *options]
+    nodes = [launch.start(name, command) for name in ("head", "other")]
+    assert [node.wait(200) for node in nodes] == [0, 0], "\n".join(node.said() for node in nodes)
+    found = [json.loads((launch.folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    node_of = [report["node"] for report in found]
+    assert sorted(set(node_of)) == ["0", "1"]
+    for report in found:
+        shards, replicas = ([node_of[rank] for rank in report[name]] for name in ("fsdp_shard", "fsdp_replicate"))
+        assert shards == [report["node"]] * 2
+        assert sorted(replicas) == ["0", "1"]
+    said = "".join(node.said() for node in nodes)
+    assert "parallel.fsdp_replicas: 2 replicas of the shards, each on 2 ranks of one host" in said
+    assert launch.saved() == [5, 10]
+    assert launch.curve()[-1][1] < launch.curve()[0][1]
+    alone = launch.single(1, *ONE_RANK, "training.global_batch_size=16", "training.stop_after=11")
+    assert alone.wait(100) == 0, alone.said()
+    assert [step for step, _ in launch.curve()] == [*range(1, 12)]
 
 
 @pytest.mark.slow

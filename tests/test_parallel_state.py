@@ -34,19 +34,29 @@ def test_groups_of_eight_ranks_with_context_by_hand() -> None:
     assert groups["data_context"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
+def test_groups_of_two_replicas_by_hand() -> None:
+    """Shards are on neighbours, so that they are on one host, and context-parallel ranks hold shards too."""
+    groups = rank_groups(16, tensor_model_parallel_size=2, context_parallel_size=2, fsdp_replicas=2)
+    assert groups["data_context"] == [[0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]]
+    assert groups["fsdp_shard"] == [[0, 2, 4, 6], [8, 10, 12, 14], [1, 3, 5, 7], [9, 11, 13, 15]]
+    assert groups["fsdp_replicate"] == [[0, 8], [2, 10], [4, 12], [6, 14], [1, 9], [3, 11], [5, 13], [7, 15]]
+    assert rank_groups(8, 2, 2)["fsdp_shard"] == rank_groups(8, 2, 2)["data_context"]
+
+
 sizes = st.integers(1, 3)
 
 
-@given(tp=sizes, pp=sizes, cp=sizes, dp=sizes)
-def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int) -> None:
-    world = tp * pp * cp * dp
-    groups = rank_groups(world, tp, pp, cp)
+@given(tp=sizes, pp=sizes, cp=sizes, dp=sizes, replicas=sizes)
+def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int, replicas: int) -> None:
+    world = tp * pp * cp * dp * replicas
+    groups = rank_groups(world, tp, pp, cp, replicas)
     for name, lists in groups.items():
         flat = [rank for ranks in lists for rank in ranks]
         assert len(flat) == len(set(flat)), name
         if name != "embedding":
             assert sorted(flat) == list(range(world)), name
-    for a, b in itertools.combinations(AXES, 2):  # the axes are orthogonal: their groups share at most one rank
+    # The axes are orthogonal: their groups share at most one rank.
+    for a, b in [*itertools.combinations(AXES, 2), ("fsdp_shard", "fsdp_replicate")]:
         assert all(len(set(x) & set(y)) <= 1 for x in groups[a] for y in groups[b])
 
 
@@ -65,11 +75,18 @@ def test_sizes_that_do_not_fit(world: int, tp: int, pp: int, message: str) -> No
         rank_groups(world, tp, pp)
 
 
-def _sums(tp: int, pp: int, cp: int) -> dict[str, tuple[float, int]]:
+@pytest.mark.parametrize("replicas", [0, 3])
+def test_replicas_that_do_not_divide_the_ranks(replicas: int) -> None:
+    with pytest.raises(ValueError, match=f"fsdp_replicas is {replicas}; it must divide the 4 ranks of data × context"):
+        rank_groups(8, 2, context_parallel_size=2, fsdp_replicas=replicas)
+
+
+def _sums(tp: int, pp: int, cp: int, replicas: int) -> dict[str, tuple[float, int]]:
     """Of each group, the sum of its ranks and this rank's index; and that Megatron-LM's accessors agree."""
-    state = initialize_model_parallel(tp, pp, context_parallel_size=cp)
+    state = initialize_model_parallel(tp, pp, context_parallel_size=cp, fsdp_replicas=replicas)
     found = {}
-    for name in (*AXES, "pipeline_backward", "model", "amax", "data_context", "tensor_context"):
+    joint = ("model", "amax", "data_context", "tensor_context", "fsdp_shard", "fsdp_shard_backward", "fsdp_replicate")
+    for name in (*AXES, "pipeline_backward", *joint):
         group = getattr(state, name)
         total = all_reduce(torch.tensor([float(state.rank)]), group.group).item()
         found[name] = (total, group.rank)
@@ -92,12 +109,15 @@ def _sums(tp: int, pp: int, cp: int) -> dict[str, tuple[float, int]]:
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "cp"),
-    [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4)],
-)
-def test_process_groups_are_the_lists(world4: World, tp: int, pp: int, cp: int) -> None:
-    expected = rank_groups(4, tp, pp, cp)
-    for rank, found in enumerate(world4.run(_sums, tp, pp, cp)):
+    ("tp", "pp", "cp", "replicas"),
+    [
+        (1, 1, 1, 2), (2, 1, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 2, 4), (2, 1, 2, 1),
+        (1, 2, 2, 2), (1, 1, 4, 2), (1, 1, 1, 1),
+    ],
+)  # fmt: skip
+def test_process_groups_are_the_lists(world4: World, tp: int, pp: int, cp: int, replicas: int) -> None:
+    expected = rank_groups(4, tp, pp, cp, replicas)
+    for rank, found in enumerate(world4.run(_sums, tp, pp, cp, replicas)):
         for name, (total, index) in found.items():
             ranks = next(g for g in expected[name.removesuffix("_backward")] if rank in g)
             assert (total, index) == (sum(ranks), ranks.index(rank)), name

@@ -195,6 +195,26 @@ def test_dry_run_with_long_sequences() -> None:
     assert "0-15" in said
 
 
+@pytest.mark.slow
+def test_dry_run_shows_shards_and_replicas() -> None:
+    """Llama 3 8B on four hosts of 8 ranks."""
+    layout = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.fsdp=true", "model.vocab_size=128256"]
+    said = dry_run("llama3-8b", 32, *layout, "parallel.fsdp_replicas=4")
+    assert "\nfsdp: weights, gradients and optimizer state sharded over 8 ranks, in 4 replicas\n" in said
+    assert "  fsdp_shard         8 ranks: 0, 1, 2, 3, 4, 5, 6, 7  (4 such groups)" in said
+    assert "  fsdp_replicate     4 ranks: 0, 8, 16, 24  (8 such groups)" in said
+    (line,) = (line for line in said.splitlines() if line.startswith("    0    0-31 "))
+    _, _, parameters, _, gradients, optimizer, _ = line.split()
+    numel = int(parameters.replace(",", "")) / 8
+    assert (gradients, optimizer) == (f"{numel * 4 / 2**30:.2f}", f"{numel * 12 / 2**30:.2f}")
+    assert "sharded over 32 ranks\n" in dry_run("llama3-8b", 32, *layout)
+    refused = dry_run("llama3-8b", 32, *layout, "parallel.fsdp_replicas=5", code=2)
+    assert refused.splitlines()[-1] == (
+        "  parallel.fsdp_replicas = 5: the shards of parallel.fsdp are replicated over equal parts of 32 data-parallel "
+        "ranks; try 1 or 2 or 4"
+    )
+
+
 def test_dry_run_reads_the_vocabulary_or_says_what_it_lacks(tmp_path: Path) -> None:
     said = dry_run("gpt2-125m", 8, f"data.tokenizer.path={tmp_path}/none", code=2)
     assert f"{tmp_path}/none" in said

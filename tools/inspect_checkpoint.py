@@ -26,7 +26,7 @@ from megafp8.checkpoint import CheckpointReader, latest
 from megafp8.training.state import changed_keys, checkpoint_folder
 
 _BLOCK = 1 << 22  # elements
-_AXES = ("data", "tensor", "pipeline", "virtual_pipeline", "context", "zero", "fsdp")
+_AXES = ("data", "tensor", "pipeline", "virtual_pipeline", "context", "zero", "fsdp", "fsdp_replicas")
 
 Record = dict[str, Any]
 

@@ -42,7 +42,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _blend,
         _deterministic,
     )
-    rules_on_ranks = (_counts, _batch, _cuda_graphs)
+    rules_on_ranks = (_counts, _batch, _fsdp_replicas, _cuda_graphs)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += [problem for rule in rules_on_ranks for problem in rule(config, world_size)]
     if problems:
@@ -297,6 +297,10 @@ def _smooth_swiglu(config: Config) -> Iterator[Problem]:
 def _fsdp(config: Config) -> Iterator[Problem]:
     p, off = config.parallel, "or parallel.fsdp=false"
     if not p.fsdp:
+        if p.fsdp_replicas > 1:
+            rule = "parallel.fsdp is false, so there are no shards to replicate"
+            works = "try parallel.fsdp=true, or parallel.fsdp_replicas=1"
+            yield Problem("parallel.fsdp_replicas", p.fsdp_replicas, rule, works)
         return
     if p.zero:
         rule = "parallel.fsdp is ZeRO stage 3, which shares out all that stage 1 does"
@@ -399,6 +403,16 @@ def _batch(config: Config, world_size: int) -> Iterator[Problem]:
     if batch % multiple:
         rule = f"not a multiple of training.micro_batch_size ({training.micro_batch_size}) × {data} data-parallel ranks"
         yield Problem("training.global_batch_size", batch, rule, f"try {-(-batch // multiple) * multiple}")
+
+
+def _fsdp_replicas(config: Config, world_size: int) -> Iterator[Problem]:
+    p = config.parallel
+    ranks, rest = divmod(world_size, p.tensor * p.pipeline)
+    if not p.fsdp or rest or ranks % p.context or ranks % p.fsdp_replicas == 0:
+        return
+    names = "data-parallel" if p.context == 1 else "data- and context-parallel"
+    rule = f"the shards of parallel.fsdp are replicated over equal parts of {ranks} {names} ranks"
+    yield Problem("parallel.fsdp_replicas", p.fsdp_replicas, rule, _divisors(ranks, p.fsdp_replicas))
 
 
 def _cuda_graphs(config: Config, world_size: int) -> Iterator[Problem]:

@@ -204,7 +204,8 @@ class ParallelConfig(Section):
     so leave them out. Needs as much host memory."""
     overlap_grad_reduce: bool = True
     """Reduce gradients over data-parallel ranks while backward still runs. With fsdp the reduction also overlaps with
-    the next micro-batch, which takes memory for one more gradient of the size of the embedding."""
+    the next micro-batch, which takes memory for one more gradient of the size of the embedding; that between replicas
+    overlaps with the last one's backward."""
     bucket_mib: Annotated[float, Field(gt=0, le=2**20), _FLOAT] = 160.0
     """Minimum size of a gradient bucket, in MiB of fp32. Smaller buckets overlap earlier, larger ones communicate more
     efficiently."""
@@ -218,6 +219,12 @@ class ParallelConfig(Section):
     Replaces zero; bucket_mib and overlap_param_gather have no effect. Gradients are reduced after each micro-batch, so
     prefer few large micro-batches. Not supported with CUDA graphs and schedules that split
     backwards."""
+    fsdp_replicas: PositiveInt = 1
+    """With fsdp: number of replicas of the shards (HSDP; torchtitan's data_parallel_replicate_degree). Weights,
+    gradients and optimizer state are sharded over data-parallel × context-parallel size / fsdp_replicas neighbouring
+    ranks, best those of one host, which gather weights and reduce gradients in each micro-batch. Between replicas only
+    the sums of gradient shards travel, once a step. A rank holds fsdp_replicas times as much. Must divide
+    data-parallel × context-parallel size."""
     overlap_param_gather: bool = True
     """With zero 1: gather updated parameters while the next forward pass already runs."""
 

@@ -1,4 +1,4 @@
-"""ZeRO stage 3 (`fully_shard`): every data-parallel rank holds some rows of each weight, its gradient and its state.
+"""ZeRO stage 3 (`fully_shard`): every rank of a group holds some rows of each weight, its gradient and its state.
 
 torch gathers the weights of a block, in the model's dtype, before its forward and again before its backward, the next
 block's while this one computes; frees them after; and reduce-scatters the block's gradients as soon as they are there
@@ -15,6 +15,11 @@ so each gradient shard stays in one buffer. Reductions have their own communicat
 and those of a micro-batch may overlap the next one (`start_overlap`): the gradients of the first blocks, and the
 embedding's, which is the largest, are sent while it computes.
 
+*Replicas* (HSDP, hybrid sharding). Data-parallel ranks may be several such groups, each with all shards. The gradients
+of a group's micro-batches are summed in its shards, and `ReplicaReduction` sums the shards of all groups once a step: a
+unit's after its last backward, beside the gathers and reductions of the units before it. torch's mesh of two dims would
+do it after every backward, or, with `set_requires_all_reduce`, sum micro-batches in a second buffer of `reduce_dtype`.
+
 *Weights gathered in FP8* are in `megafp8.data_parallel.fp8_weight_gather`. torch asks the tensor that it shards what to
 send and how to convert the result (`fsdp_pre_all_gather`, `fsdp_post_all_gather`; it looks for them again right before
 the first forward, so they may be set later).
@@ -26,6 +31,7 @@ holds a whole block's values except while computing with them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -35,7 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from megafp8.distributed.collectives import reduce_scatter_into
+from megafp8.distributed import collectives
 from megafp8.distributed.sharding import FlatShard, set_spec, slice_rows, spec_of
 
 _ALIGN = 64  # fp32 elements: 256 bytes
@@ -77,7 +83,7 @@ class FullySharded:
     gathered and freed individually; the stage's other weights stay gathered from the beginning of a forward pass to the
     end of its backward. Parameters on the meta device are allocated on `device`, uninitialized. `dtype`: of gathered
     weights and computation; `reduce_dtype`: of the reduction of gradients, which runs over `reduce_group`, the same
-    ranks with another communicator.
+    ranks with another communicator, and over `replicate_group`, the ranks that hold the same shards.
 
     `row_shards`: by the parameter that the module had; `units`: these by what is gathered together; `params`: their
     `RowShard.param`s in order; `flat`: all gradients.
@@ -89,6 +95,7 @@ class FullySharded:
         *,
         group: ProcessGroup,
         reduce_group: ProcessGroup,
+        replicate_group: ProcessGroup | None = None,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         device: torch.device,
@@ -99,7 +106,7 @@ class FullySharded:
         self._roots: dict[FSDPModule, int] = {}  # forward passes to come before `finish`
         mesh = DeviceMesh.from_group(group, device.type)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
-        sharded: list[DTensor] = []
+        sharded: dict[nn.Parameter, DTensor] = {}
         for root, units in stages:
             whole = list(root.parameters())
             for param in whole:
@@ -113,18 +120,23 @@ class FullySharded:
             for old, new in zip(whole, now, strict=True):
                 self.row_shards[old] = _row_shard(old, new, group, dtype)
                 old.data = old.data.new_empty(0)  # only a key from here on; would keep its values alive
-            sharded += now
-        row_shards = self.row_shards.values()
-        self.params = [rows.param for rows in row_shards]
-        sizes = [-(-rows.values.numel() // _ALIGN) * _ALIGN for rows in row_shards]
-        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+            sharded |= zip(whole, now, strict=True)
+        self.params = [rows.param for rows in self.row_shards.values()]
+        sizes = [[-(-self.row_shards[p].values.numel() // _ALIGN) * _ALIGN for p in unit] for unit in self.units]
+        self.flat = torch.zeros(sum(map(sum, sizes)), dtype=torch.float32, device=device)
         self.owned = [self.flat]
-        for buffer, rows, weight in zip(self.flat.split(sizes), row_shards, sharded, strict=True):
-            gradient = buffer[: rows.values.numel()].view(rows.values.shape)
-            rows.param.main_grad = gradient  # type: ignore[attr-defined]
-            weight.grad = DTensor.from_local(
-                gradient, mesh, (Shard(0),), run_check=False, shape=weight.shape, stride=weight.stride()
-            )
+        buffers = self.flat.split([sum(unit) for unit in sizes])
+        self._replicas = ReplicaReduction(buffers, [len(unit) for unit in self.units], replicate_group, reduce_dtype)
+        for unit, params in enumerate(self.units):
+            for buffer, param in zip(buffers[unit].split(sizes[unit]), params, strict=True):
+                rows, weight = self.row_shards[param], sharded[param]
+                gradient = buffer[: rows.values.numel()].view(rows.values.shape)
+                rows.param.main_grad = gradient  # type: ignore[attr-defined]
+                weight.grad = DTensor.from_local(
+                    gradient, mesh, (Shard(0),), run_check=False, shape=weight.shape, stride=weight.stride()
+                )
+                # torch calls it in the stream of the reduction, when that has been added to `grad`.
+                weight.register_post_accumulate_grad_hook(partial(self._replicas.count, unit))
         self.shards = [FlatShard(param, 0, param.numel()) for param in self.params if param.numel()]
 
     @property
@@ -139,8 +151,9 @@ class FullySharded:
     def start_overlap(self, passes: int) -> None:
         """Each stage will run forward and backward `passes` times: wait for reductions after the last backward only.
 
-        Without this call they are waited for at the end of each backward pass.
+        Without this call they are waited for at the end of each backward pass, and replicas are reduced by `finish`.
         """
+        self._replicas.start_overlap(passes)
         for root in self._roots:
             self._roots[root] = passes
             root.set_is_last_backward(False)
@@ -153,12 +166,68 @@ class FullySharded:
             root.set_is_last_backward(self._roots[root] == 0)
 
     def finish(self) -> None:
-        """Nothing to do: the last backward pass ends with all reductions waited for."""
+        """Complete the sums over replicas. The last backward pass has waited for the reductions within a group."""
+        self._replicas.finish()
 
     def reshard(self) -> None:
         """Free weights that are still gathered, as after a forward pass without backward: the values have changed."""
         for module in self._modules:
             module.reshard()
+
+
+class ReplicaReduction:
+    """Sums gradient shards over `group`, the ranks that hold the same shards, in place and once a step.
+
+    `units`: the fp32 gradients of each unit, flat; `params`: how many parameters each has. They are sent in `dtype`; if
+    that is not fp32 the copies live until `finish`. Units are sent in the order in which backward completes them, which
+    is that of the model and so the same on all ranks.
+    """
+
+    def __init__(
+        self, units: Sequence[Tensor], params: Sequence[int], group: ProcessGroup | None, dtype: torch.dtype
+    ) -> None:
+        self._units, self._params, self._group, self._dtype = units, params, group, dtype
+        self._expected: list[int] = []  # per unit: gradients of parameters still to come
+        self._works: dict[int, collectives.Work] = {}
+
+    def start_overlap(self, passes: int) -> None:
+        """Each parameter will have its gradient of `passes` backward passes added: start with the last one of a unit.
+
+        Without this call `finish` starts them all.
+        """
+        self._expected = [passes * count for count in self._params]
+
+    def count(self, unit: int, _: Tensor | None = None) -> None:
+        """A gradient was added, on the current stream, to that of a parameter of `unit`."""
+        if self._expected:
+            self._expected[unit] -= 1
+            assert self._expected[unit] >= 0, "a gradient came after its unit was sent: more backward passes than said"
+            if self._expected[unit] == 0:
+                self._start(unit)
+
+    def finish(self) -> None:
+        """Wait for all sums, on the current stream."""
+        for unit in range(len(self._units)):
+            if unit not in self._works:
+                self._start(unit)
+        for work in self._works.values():
+            work.wait()
+        self._works, self._expected = {}, []
+
+    def _start(self, unit: int) -> None:
+        gradients = self._units[unit]
+        if collectives.size(self._group) == 1 or not gradients.numel():
+            self._works[unit] = collectives.DONE
+            return
+        sent = gradients.to(self._dtype)
+        work = collectives.all_reduce_async(sent, self._group)
+
+        def wait() -> None:
+            work.wait()
+            if sent is not gradients:
+                gradients.copy_(sent)
+
+        self._works[unit] = collectives.WaitFunction(wait)
 
 
 class _ReduceScatter:
@@ -175,7 +244,7 @@ class _ReduceScatter:
     ) -> None:
         assert op == ReduceOp.SUM
         assert not async_op
-        reduce_scatter_into(output_tensor, input_tensor, self._group)
+        collectives.reduce_scatter_into(output_tensor, input_tensor, self._group)
 
 
 def _shard(

@@ -61,6 +61,11 @@ def check_memory(
         for saving, (default, value) in _SAVING.items()
         if _get(config, saving) == default and not config.parallel.fsdp and total(saving, value) <= limit
     ][:1]
+    replicas = config.parallel.fsdp_replicas
+    fewer = (n for n in range(replicas // 2, 0, -1) if replicas % n == 0)
+    fitting = next((n for n in fewer if total("parallel.fsdp_replicas", n) <= limit), None)
+    if fitting is not None:
+        works.append(f"parallel.fsdp_replicas={fitting}")
     value = smaller = _get(config, key)
     least = 1 if key in _USUAL else value
     while smaller > least and total(key, smaller) > limit:

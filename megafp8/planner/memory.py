@@ -90,7 +90,7 @@ def state_memory(
     """
     p, dtype = config.parallel, config.training.precision
     if p.fsdp:
-        shards = [-(-count // data) for count in numels]
+        shards = [-(-count // (data // p.fsdp_replicas)) for count in numels]
         return StateMemory(
             weights=sum(shards[i] for i in fp8),
             gradients=4 * sum(-(-count // 64) * 64 for count in shards),

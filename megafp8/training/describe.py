@@ -109,7 +109,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     """Config, layout, parameters and their state, groups. `fp8`: which layers are FP8 according to the config."""
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline * p.context)
-    groups = rank_groups(world_size, p.tensor, p.pipeline, p.context)
+    groups = rank_groups(world_size, p.tensor, p.pipeline, p.context, p.fsdp_replicas)
     alike: dict[tuple[int, bool, bool], _StageSize] = {}  # stages with as many layers have as many parameters
     sizes = []
     for span in plan.layers:
@@ -123,6 +123,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data}"
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
         f"{' with sequence parallelism' if p.sequence_parallel and p.tensor > 1 else ''}",
+        *([_describe_shards(p.fsdp_replicas, data * p.context)] if p.fsdp else []),
         f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
@@ -149,8 +150,17 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     # With v placement the first and the last stage are on one rank, which needs no group for the embedding.
     embedding = () if plan.placement == v_placement(p.pipeline) else ("embedding",)
     context = ("context",) if p.context > 1 else ()
-    for name in ("tensor", *context, "data", "pipeline", "amax", "model", *embedding):
+    replicas = ("fsdp_shard", "fsdp_replicate") if p.fsdp_replicas > 1 else ()
+    names = ("tensor", *context, "data", *replicas, "pipeline", "amax", "model", *embedding)
+    width = max(10, *map(len, names))
+    for name in names:
         members = next(g for g in groups[name] if 0 in g)
         shown = ", ".join(map(str, members[:8])) + (", …" if len(members) > 8 else "")
-        lines.append(f"  {name:<10} {len(members):>5} ranks: {shown}  ({len(groups[name])} such groups)")
+        lines.append(f"  {name:<{width}} {len(members):>5} ranks: {shown}  ({len(groups[name])} such groups)")
     return "\n".join(lines)
+
+
+def _describe_shards(replicas: int, ranks: int) -> str:
+    """Over how many of `ranks`, data- and context-parallel, FSDP shards."""
+    copies = f", in {replicas} replicas" if replicas > 1 else ""
+    return f"fsdp: weights, gradients and optimizer state sharded over {ranks // replicas} ranks{copies}"

@@ -44,8 +44,9 @@ def shard(
     tied = [stage.shared_weight is not None for stage in stages]
     sharded = FullySharded(
         [(stage, stage.blocks if is_tied else stage.units) for stage, is_tied in zip(stages, tied)],
-        group=parallel.data_context.group,
-        reduce_group=parallel.data_context_backward.group,
+        group=parallel.fsdp_shard.group,
+        reduce_group=parallel.fsdp_shard_backward.group,
+        replicate_group=parallel.fsdp_replicate.group,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
         device=parallel.device,
@@ -87,7 +88,7 @@ def gather_in_fp8(
         for unit in units
     ]
     transport = _transport([weight.nbytes for block in blocks for weight in block], parallel, environment)
-    gather = Fp8WeightGather(blocks, transport, parallel.data_context.size, parallel.device)
+    gather = Fp8WeightGather(blocks, transport, parallel.fsdp_shard.size, parallel.device)
     shards = []
     for param, own in zip(params, gather.own, strict=True):
         rows, (state, fmt) = sharded.row_shards[param], weights[param]
@@ -98,8 +99,8 @@ def gather_in_fp8(
 
 def _transport(sizes: Sequence[int], parallel: ParallelState, environment: Mapping[str, str]) -> Transport:
     """Copies between the GPUs of one host where these can map each other's memory; else collectives."""
-    group, device = parallel.data_context.group, parallel.device
-    if sizes and device.type == "cuda" and group.size() > 1 and on_one_host(parallel.data_context, environment):
+    group, device = parallel.fsdp_shard.group, parallel.device
+    if sizes and device.type == "cuda" and group.size() > 1 and on_one_host(parallel.fsdp_shard, environment):
         try:
             return SymmetricMemory(sizes, group, device)
         except RuntimeError as error:
@@ -107,12 +108,18 @@ def _transport(sizes: Sequence[int], parallel: ParallelState, environment: Mappi
     return Collective(sizes, group, device)
 
 
-def report(sharded: FullySharded, in_fp8: Collection[nn.Parameter], ranks: int) -> str:
-    """Memory of the weights on a rank, and traffic of gathering all from `ranks`; for the log.
+def report(
+    sharded: FullySharded,
+    in_fp8: Collection[nn.Parameter],
+    parallel: ParallelState,
+    environment: Mapping[str, str],
+) -> str:
+    """Memory of the weights on a rank, traffic of gathering all, and where the shards are; for the log.
 
     `in_fp8`: those of `sharded.params` that are gathered in FP8.
     """
     gib, held, values, gathered = 2**30, 0, 0, 0
+    ranks, replicas = parallel.fsdp_shard.size, parallel.fsdp_replicate.size
     for rows in sharded.row_shards.values():
         elements, fp8 = rows.global_shape.numel(), rows.param in in_fp8
         held += rows.values.nbytes + rows.padded_rows * rows.global_shape[1:].numel() * fp8
@@ -120,7 +127,11 @@ def report(sharded: FullySharded, in_fp8: Collection[nn.Parameter], ranks: int) 
         gathered += elements * (1 if fp8 else rows.param.element_size())
     received, without = (size * (ranks - 1) / ranks / gib for size in (gathered, values))
     instead = f", {len(in_fp8)} of them in FP8, instead of {without:.3f} without" if in_fp8 else ""
-    return (
+    lines = [
         f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(sharded.row_shards)} weights; all of them "
         f"gathered are {received:.3f} GiB received{instead}"
-    )
+    ]
+    if replicas > 1:
+        hosts = "one host" if on_one_host(parallel.fsdp_shard, environment) else "several hosts"
+        lines.append(f"parallel.fsdp_replicas: {replicas} replicas of the shards, each on {ranks} ranks of {hosts}")
+    return "\n".join(lines)

@@ -80,6 +80,7 @@ def train(inputs: Inputs) -> None:
             config.parallel.pipeline,
             config.parallel.virtual_pipeline,
             context_parallel_size=config.parallel.context,
+            fsdp_replicas=config.parallel.fsdp_replicas,
             device=device,
             timeout_seconds=config.timeout_seconds,
         )
@@ -148,7 +149,7 @@ class Job:
         if weights is not None and weights.fp8_data:
             logger.info(fp8_parameters.report(weights, parallel.data_context.size))
         if sharded is not None:
-            logger.info(fully_sharded.report(sharded, self.trainer.released, parallel.data_context.size))
+            logger.info(fully_sharded.report(sharded, self.trainer.released, parallel, os.environ))
         for reason in trainer.auto_filter.reasons:
             logger.info(reason)
         if self.config.deterministic:

@@ -9,6 +9,7 @@ What is replicated depends on the layout:
 
     over data and context parallelism   weights; without ZeRO masters and moments too; with fp8.param_gather the FP8
                                         data of weights and their scales; with FSDP no weights
+    over replicas of FSDP's shards      optimizer state, masters among it, which are the weights
     over tensor parallelism             norms, biases of row-parallel layers, learned positions; their optimizer state
     over first and last pipeline stage  tied embeddings and their optimizer state
     over data, context and tensor       the state of FP8 scaling, the number of optimizer steps
@@ -110,12 +111,14 @@ def _name_of(param: nn.Parameter) -> str:
 def replicated_state(trainer: Trainer) -> list[Replica]:
     """All tensors that other ranks must hold too, in the same order on each. No weight gather may be running."""
     parallel = trainer.parallel
-    sharded = trainer.weights is not None or trainer.sharded is not None  # optimizer state, over data parallelism
+    state_over = "data" if trainer.weights is None else ""  # optimizer state; ZeRO shards it
+    if trainer.sharded is not None:
+        state_over = "fsdp_replicate"
     found: list[Replica] = []
 
-    def add(param: nn.Parameter, name: str, tensors: Iterable[Tensor], over_data: bool) -> None:
+    def add(param: nn.Parameter, name: str, tensors: Iterable[Tensor], axis: str) -> None:
         spec = spec_of(param)
-        shared_over = {"data"} if over_data else set()
+        shared_over = {axis} if axis else set()
         shared_over |= {"tensor"} if spec.replicated_over_tp else set()
         shared_over |= {"embedding"} if any(param is tied for tied in trainer.tied) else set()
         holder = " (output layer)" if spec.is_copy else ""
@@ -127,13 +130,13 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
     for param in trainer.params:
         name = _name_of(param)
         if param not in trainer.optimizer.released:
-            add(param, f"model.{name}", [param.detach()], True)
+            add(param, f"model.{name}", [param.detach()], "data")
         elif trainer.weights is not None:
-            add(param, f"FP8 data of model.{name}", [trainer.weights.fp8_data[param]], True)
+            add(param, f"FP8 data of model.{name}", [trainer.weights.fp8_data[param]], "data")
     for shard in trainer.optimizer.shards:
         part = "" if len(shard) == shard.param.numel() else f"[{shard.start}:{shard.end}]"
         for key, tensors in trainer.optimizer.stored_tensors(shard).items():
-            add(shard.param, f"optimizer.{key}.{_name_of(shard.param)}{part}", tensors, not sharded)
+            add(shard.param, f"optimizer.{key}.{_name_of(shard.param)}{part}", tensors, state_over)
     all_layers = frozenset({"data", "tensor"})
     for param, (op, _) in trainer.released.items():
         if op.gathered_weight is not None:
@@ -144,7 +147,12 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         done = values[1:] if name.endswith(".amax_history") else values
         found.append(Replica(name, done, all_layers))
     found.append(Replica("number of optimizer steps", torch.tensor(trainer.optimizer.step_count), all_layers))
-    sizes = {"data": parallel.data_context.size, "tensor": parallel.tensor.size, "embedding": parallel.pipeline.size}
+    sizes = {
+        "data": parallel.data_context.size,
+        "fsdp_replicate": parallel.fsdp_replicate.size,
+        "tensor": parallel.tensor.size,
+        "embedding": parallel.pipeline.size,
+    }
     return [replica for replica in found if any(sizes[axis] > 1 for axis in replica.shared_over)]
 
 
@@ -161,7 +169,12 @@ def check_replicas(trainer: Trainer, step: int) -> None:
     sums = bit_sums([replica.values for replica in replicas], parallel.device)
     differs = torch.zeros(len(replicas), dtype=torch.bool, device=parallel.device)
     embedding = None if parallel.embedding is None else parallel.embedding.group
-    groups = {"data": parallel.data_context.group, "tensor": parallel.tensor.group, "embedding": embedding}
+    groups = {
+        "data": parallel.data_context.group,
+        "fsdp_replicate": parallel.fsdp_replicate.group,
+        "tensor": parallel.tensor.group,
+        "embedding": embedding,
+    }
     for axis, group in groups.items():
         rows = [i for i, replica in enumerate(replicas) if axis in replica.shared_over]
         if axis == "embedding" and len(trainer.tied) == 2:  # one rank holds both ends

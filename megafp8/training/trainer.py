@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megafp8.config import Config
 from megafp8.data.samples import Batch
@@ -209,8 +210,15 @@ class Trainer:
             embedding_group=parallel.embedding.group if parallel.embedding is not None else None,
             shared_params=self.tied,
             max_norm=o.clip_grad_norm or None,
-            shard_group=None if self.weights is None and self.sharded is None else parallel.data_context.group,
+            shard_group=self._shard_group,
         )
+
+    @property
+    def _shard_group(self) -> ProcessGroup | None:
+        """The ranks over which gradients and optimizer state are sharded; None where each has all of them."""
+        if self.sharded is not None:
+            return self.parallel.fsdp_shard.group
+        return None if self.weights is None else self.parallel.data_context.group
 
     def publish_weights(self) -> None:
         """With ZeRO or FSDP, start to gather updated weights, in high precision or FP8. Collective.

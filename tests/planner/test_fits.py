@@ -69,6 +69,17 @@ def test_a_key_that_saves_enough_memory_is_suggested() -> None:
     check_memory(config, memory_under(plan, 8), GPU, "this GPU has", "run.yaml")
 
 
+def test_fewer_replicas_are_suggested() -> None:
+    """Llama 3 8B with 40 layers: 16 bytes of each of 9.8e9 parameters fit where two ranks share them."""
+    layout = ["parallel.tensor=1", "parallel.pipeline=1", "model.vocab_size=128256", "training.global_batch_size=16"]
+    small = ["training.seq_length=1024", "fp8.recipe=none", "parallel.fsdp=true", "model.num_layers=40"]
+    said = refusal("llama3-8b", *layout, *small, "parallel.fsdp_replicas=16", world_size=16)
+    assert "try parallel.fsdp_replicas=8, or " in said
+    for replicas in (1, 8):
+        config, plan = planned("llama3-8b", *layout, *small, f"parallel.fsdp_replicas={replicas}", world_size=16)
+        check_memory(config, memory_under(plan, 16), GPU, "this GPU has", "run.yaml")
+
+
 def test_this_machine() -> None:
     config, plan = planned("quickstart", *ONE_GPU)
     check_device_memory(config, plan, 1, "cpu", "run.yaml")

@@ -89,7 +89,9 @@ def _config(*overrides: str) -> Config:
 
 def _trainer(config: Config) -> Trainer:
     p = config.parallel
-    parallel = initialize_model_parallel(p.tensor, p.pipeline, context_parallel_size=p.context, device=_CPU)
+    parallel = initialize_model_parallel(
+        p.tensor, p.pipeline, context_parallel_size=p.context, fsdp_replicas=p.fsdp_replicas, device=_CPU
+    )
     return Trainer(config, parallel)
 
 
@@ -230,6 +232,8 @@ def test_state_of_a_rank_under_fsdp(world4: World) -> None:
     for options in (
         ["training.precision=bf16", "fp8.recipe=delayed", "fp8.param_gather=true", "model.tie_embeddings=true"],
         ["parallel.tensor=2", "optimizer.moments_dtype=fp8", "fp8.recipe=current", *GPT2],
+        ["parallel.fsdp_replicas=2", "fp8.recipe=current", "fp8.param_gather=true", "optimizer.moments_dtype=bf16"],
+        ["parallel.fsdp_replicas=2", "parallel.context=2", "model.tie_embeddings=true"],
     ):
         for measured, planned in world4.run(_state, [*ALONE, *options, "parallel.fsdp=true"], ranks=4):
             assert measured == planned, options
@@ -242,6 +246,17 @@ def test_sharding_saves_memory() -> None:
     plans.append(_plans(_config(*base, fsdp, "fp8.param_gather=true"), 4)[0])
     whole, zero, fsdp_bf16, fsdp_fp8 = (plan.total - plan.workspace for plan in plans)
     assert max(fsdp_bf16, fsdp_fp8) < zero < whole
+
+
+def test_replicas_of_shards_hold_as_much_as_fewer_ranks() -> None:
+    fsdp = [*ALONE, "training.precision=bf16", "fp8.recipe=delayed", "parallel.fsdp=true", "fp8.param_gather=true"]
+    more = "training.global_batch_size=16"  # as many micro-batches on each rank
+    (four,), (hybrid,), (eight,) = (
+        _plans(_config(*fsdp, *options), ranks)
+        for options, ranks in (([], 4), ([more, "parallel.fsdp_replicas=2"], 8), ([more], 8))
+    )
+    assert vars(hybrid) == vars(four)
+    assert eight.masters * 2 == hybrid.masters
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -164,6 +164,7 @@ WORDS: dict[str, Sections] = {
     "zero": {"parallel": {"zero": 1}},
     "late-gather": {"parallel": {"overlap_param_gather": False}},
     "fsdp": {"parallel": {"fsdp": True}},
+    "hsdp": {"parallel": {"fsdp": True, "fsdp_replicas": 2}},
     # memory and launches
     "full": {"parallel": {"recompute": "full"}},
     "full-first": {"parallel": {"recompute": "full", "recompute_blocks": 1}},
@@ -260,7 +261,9 @@ def start(config: Config) -> tuple[Trainer, ParallelState]:
     if graphs:
         config = config.model_copy(update={"training": config.training.model_copy(update={"cuda_graphs": False})})
     device = initialize_distributed("cpu")
-    parallel = initialize_model_parallel(p.tensor, p.pipeline, p.virtual_pipeline, p.context, device=device)
+    parallel = initialize_model_parallel(
+        p.tensor, p.pipeline, p.virtual_pipeline, p.context, fsdp_replicas=p.fsdp_replicas, device=device
+    )
     trainer = Trainer(config, parallel)
     if graphs:
         trainer.graphs = RerunGraphs(trainer)

@@ -64,6 +64,11 @@ SLOW = [
     ("4-layers gpt2", "tp2 dp2", "pp4"),
     ("tied", "tp2 pp2 dp2 zero", "tp4 pp2"),
     ("4-layers delayed smooth", "pp2 3+1", "tp4"),
+    *(("delayed tied", "dp4 hsdp fp8-gather", there) for there in ("", "dp4 fsdp", "tp2 dp4 hsdp", "pp2 dp2 zero")),
+    ("delayed tied", "dp4 hsdp", "dp2 zero"),
+    ("bf16 delayed", "", "dp4 hsdp fp8-gather"),
+    ("gpt2 tied", "pp2 dp4 hsdp", "tp2 dp2 fsdp"),
+    ("bf16-moments", "cp2 dp2 hsdp", "dp4 zero"),
     ("4-layers gpt2", "tp4 no-sp", "pp2 interleaved"),
     ("delayed smooth", "tp4 pp2", "tp2 pp2 dp2 zero"),
     ("gpt2 tied", "", "tp2 pp2 dp2 zero"),
@@ -118,8 +123,9 @@ def test_there_and_back(runs: Runs, model: str, a: str, b: str) -> None:
     assert all(math.isfinite(loss) for loss, _ in back.curve)
 
 
-def test_a_checkpoint_of_shards_has_each_element_once(runs: Runs) -> None:
-    saved = saved_by(runs, "delayed tied", "tp2 dp2 zero")
+@pytest.mark.parametrize("layout", slow_but(["tp2 dp2 zero", "dp4 hsdp"], "tp2 dp2 zero"))
+def test_a_checkpoint_of_shards_has_each_element_once(runs: Runs, layout: str) -> None:
+    saved = saved_by(runs, "delayed tied", layout)
     index = CheckpointReader(step_folder(checkpoint_folder(saved.folder), SAVED)).index
     for name, entry in index.state_dict_metadata.items():
         assert sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size), name

@@ -54,7 +54,7 @@ def test_between_steps_a_rank_holds_its_shard(world2: World, words: str, expecte
 def _report(config: Config) -> str:
     trainer, parallel = start(config)
     assert trainer.sharded is not None
-    return report(trainer.sharded, trainer.released, parallel.data_context.size)
+    return report(trainer.sharded, trainer.released, parallel, {"LOCAL_WORLD_SIZE": "2"})
 
 
 def test_the_log_says_what_is_held_and_received(world2: World) -> None:
@@ -66,6 +66,12 @@ def test_the_log_says_what_is_held_and_received(world2: World) -> None:
         gib = [2.5 * fp8 + 2 * others, fp8 / 2 + 2 * others, 2 * (fp8 + others)]
         assert numbers == [round(gib[0] / 2**30, 3), 15, round(gib[1] / 2**30, 3), round(gib[2] / 2**30, 3)], found
         assert "8 of them in FP8" in found
+
+
+@pytest.mark.slow
+def test_the_log_says_where_replicas_are(world4: World) -> None:
+    for found in world4.run(_report, config_of("dp4 hsdp")):
+        assert found.endswith("\nparallel.fsdp_replicas: 2 replicas of the shards, each on 2 ranks of one host")
 
 
 @pytest.mark.parametrize(
@@ -81,3 +87,30 @@ def test_what_cannot_be_sharded_is_refused(words: str, message: str) -> None:
     config = config_of(f"8-samples fsdp {words}", device="auto")
     with pytest.raises(ConfigError, match=message):
         check_config(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rule", "works"),
+    [
+        ({"fsdp_replicas": 2}, "parallel.fsdp is false", "try parallel.fsdp=true, or parallel.fsdp_replicas=1"),
+        ({"fsdp_replicas": 2, "zero": 1}, "parallel.fsdp is false", "try parallel.fsdp=true"),
+        ({"fsdp_replicas": 3, "fsdp": True}, "equal parts of 8 data-parallel ranks", "try 1 or 2"),
+        ({"fsdp_replicas": 16, "fsdp": True}, "equal parts of 8 data-parallel ranks", "try 2 or 4 or 8"),
+        ({"fsdp_replicas": 8, "fsdp": True, "tensor": 2}, "equal parts of 4 data-parallel ranks", "try 1 or 2 or 4"),
+        ({"fsdp_replicas": 5, "fsdp": True, "context": 2}, "8 data- and context-parallel ranks", "try 1 or 2 or 4"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(parallel: dict[str, Any], rule: str, works: str) -> None:
+    config = config_of("8-samples", parallel=parallel)
+    with pytest.raises(ConfigError) as error:
+        check_config(config, 8)
+    _, *problems = str(error.value).splitlines()
+    assert len(problems) == 1
+    assert problems[0].startswith(f"  parallel.fsdp_replicas = {parallel['fsdp_replicas']}: ")
+    assert rule in problems[0]
+    assert works in problems[0]
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"context": 4}, {"context": 8}, {"pipeline": 2, "context": 2}])
+def test_replicas_may_divide_context_parallel_ranks(parallel: dict[str, int]) -> None:
+    check_config(config_of("8-samples hsdp", parallel=parallel), 8)

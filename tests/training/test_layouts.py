@@ -85,7 +85,7 @@ QUICK_CASES = [
     "dp2 cp2 text", "dp2 cp2 best-fit",
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
-    "tp2 pp2 current", "dp2 pp2 delayed", "dp2 fsdp fp8-gather delayed",  # FP8 with fp32 sums
+    "tp2 pp2 current", "dp2 pp2 delayed", "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
 ]  # fmt: skip
 SLOW_CASES = [
     *product([*LAYOUTS[:3], *LAYOUTS[4:], *UNEVEN], [""]), *product(LAYOUTS, ["tied", "gpt2"]),
@@ -96,7 +96,10 @@ SLOW_CASES = [
     *product(["tp2 no-sp", "tp2", "pp2", "cp2", "cp4", "pp2 cp2"], EXACT_FP8), "dp2 fp64 current", "tp2 pp2 text",
     "tp2 pp2 delayed", "dp2 pp2 current", "tp2 cp2 fp64 current", "tp2 cp2 fp64 delayed",
     *product([*LAYOUTS[:5]], ["current", "delayed"]),
-    "dp2 fsdp fp8-gather current", *product(["tp2 dp2 fsdp fp8-gather"], ["current", "delayed"]),
+    *product(["dp2 fsdp fp8-gather", "tp2 dp2 fsdp fp8-gather"], ["current", "delayed"]),
+    *product(["dp4 hsdp", "tp2 dp4 hsdp", "pp2 dp4 hsdp", "cp2 dp2 hsdp", "cp4 hsdp"], ["", "tied"]),
+    "dp4 8-samples hsdp gpt2 tied", "dp4 hsdp fp8-gather current", "tp2 dp4 hsdp fp8-gather delayed",
+    "pp2 dp4 8-samples hsdp fp8-gather current tied",
 ]  # fmt: skip
 
 
@@ -114,7 +117,7 @@ OPTIONS: list[dict[str, str]] = [  # those of one group exclude each other
     },
     {"data": "dp2"},
     {"late-reduce": "dp2 late-reduce"},
-    {"zero": "dp2 zero", "zero-late": "dp2 zero late-gather"},
+    {"zero": "dp2 zero", "zero-late": "dp2 zero late-gather", "hsdp": "dp4 hsdp"},
     {"bf16-reduce": "dp2 bf16-reduce", "fp8-reduce": "dp2 zero fp8-reduce"},
     {"bf16-moments": "bf16-moments", "fp8-moments": "fp8-moments"},
     {"remainders": "bf16 remainders"},
@@ -139,6 +142,10 @@ REFUSED = {
         ("remainders", name): "it is for bf16 weights, and training.precision is fp64"
         for name in ("delayed", "current", "blockwise", "smooth", "fp8-gather")
     },
+    **{("hsdp", name): "it leaves weight gradients for later" for name in ("zb-h1", "zb-v", "dualpipev")},
+    ("hsdp", "fp8-reduce"): "parallel.fsdp sums through torch, in the dtype that travels",
+    ("hsdp", "remainders"): "parallel.fsdp stores fp32 masters only",
+    ("hsdp", "graphs"): "a graph holds no communication, and parallel.fsdp gathers weights in every micro-batch",
     ("graphs", "tensor"): "a graph holds no communication, and parallel.tensor is 2",
     ("graphs", "tensor-sequence"): "a graph holds no communication, and parallel.tensor is 2",
     ("graphs", "tensor-overlap"): "a graph holds no communication, and parallel.tensor is 2",
@@ -167,6 +174,8 @@ def words_of(*names: str) -> str:
     """The words of these options; a recipe's come after what another option needs where nothing else is said."""
     words = dict.fromkeys(word for name in names for word in OPTION[name].split())
     chunks = words.keys() & {"interleaved", "zb-v", "dualpipev"}
+    if "hsdp" in words:  # what needs zero needs one of the two; several micro-batches
+        words = {word: None for word in words if word != "zero"} | {"8-samples": None}
     return " ".join(["4-layers" if chunks else "", "masked", *words])
 
 
@@ -183,7 +192,7 @@ def test_two_options_together(runs: Runs, one: str, other: str) -> None:
 def test_what_cannot_work_is_refused_before_any_process_group() -> None:
     """With its own reason each, wherever the run is started; all others are accepted."""
     assert not dist.is_initialized()
-    assert max(ranks_of(words_of(*pair)) for pair in RUN) == 4
+    assert max(ranks_of(words_of(*pair)) for pair in RUN) == 8
     for pair in PAIRS:
         config, ranks = config_of(words_of(*pair), device="auto"), ranks_of(words_of(*pair))
         if frozenset(pair) not in REASONS:
@@ -205,14 +214,14 @@ def test_graphs_on_a_cpu_are_refused() -> None:
 BITS: dict[str, list[str]] = {
     # Under two data-parallel ranks every sum has two terms.
     "zero": ["dp2", "dp2 masked", "dp2 bf16", "tp2 dp2 delayed", "pp2 dp2 zb-h1"],
-    "late-reduce": ["dp2 zero", "4-layers pp2 dp2 interleaved", "4-layers pp2 dp2 zb-v"],
+    "late-reduce": ["dp2 zero", "4-layers pp2 dp2 interleaved", "4-layers pp2 dp2 zb-v", "dp4 8-samples hsdp"],
     "late-gather": ["dp2 zero"],
     # FSDP reduces gradients micro-batch by micro-batch: with one there is only one order.
     "fsdp": [f"dp2 2-samples {words}" for words in ("delayed", "current tied", "bf16 delayed")],
     "fp8-gather": [
-        "fsdp dp2 delayed tied", "fsdp dp2 bf16 delayed", "fsdp tp2 dp2 current", "zero dp2 delayed some-layers",
-        "zero dp2 delayed smooth", "zero dp2 current late-gather late-reduce", "zero dp2 custom",
-        "zero tp2 no-sp dp2 delayed smooth", "4-layers zero pp2 dp2 zb-v current",
+        "fsdp dp2 delayed tied", "fsdp dp2 bf16 delayed", "fsdp tp2 dp2 current", "dp4 hsdp delayed",
+        "zero dp2 delayed some-layers", "zero dp2 delayed smooth", "zero dp2 current late-gather late-reduce",
+        "zero dp2 custom", "zero tp2 no-sp dp2 delayed smooth", "4-layers zero pp2 dp2 zb-v current",
     ],
     "zb-h1": ["pp2 clip", "pp2 delayed wgrad-bf16", "pp2 delayed dgrad-bf16", "pp2 calibrated"],
     "dualpipev": ["4-layers pp2 clip zb-v"],
@@ -229,6 +238,9 @@ SLOW_BITS: dict[str, list[str]] = {
         "tp2 no-sp dp2 tied", "cp2", "4-layers pp2 dp2 zb-v tied", "pp2 dp2", "pp2 dp2 tied",
         "pp2 dp2 tied large-buckets", "pp2 dp2 current",
     ],
+    # Two replicas on two ranks: each has all weights and sums its micro-batches, of which a tied weight has two terms.
+    "hsdp": [f"dp2 {words}" for words in ("", "2-samples tied", "8-samples delayed", "bf16 current", "masked")],
+    "late-reduce": ["dp4 8-samples hsdp bf16-reduce", "pp2 dp4 8-samples hsdp tied", "tp2 dp4 hsdp gpt2 tied"],
     "fsdp": [f"dp2 2-samples {words}" for words in (
         "", "fp64", "bf16 bf16-reduce", "blockwise", "rowwise", "calibrated", "current selective",
         "current fprop-bf16", "current dgrad-bf16", "current wgrad-bf16",
@@ -236,8 +248,8 @@ SLOW_BITS: dict[str, list[str]] = {
     "fp8-gather": [
         "fsdp dp3 current", "zero current", "zero dp2 current tied", "zero dp2 delayed gpt2", "zero dp2 bf16 delayed",
         "zero tp2 dp2 current", "fsdp current", "fsdp dp2 current", "fsdp dp2 static", "fsdp dp2 delayed smooth",
-        "fsdp dp2 current some-layers", "fsdp pp2 dp2 delayed", "fsdp dp2 delayed full", "zero dp2 delayed-2",
-        "zero dp2 static",
+        "fsdp dp2 current some-layers", "fsdp pp2 dp2 delayed", "fsdp dp2 delayed full", "tp2 dp4 hsdp current tied",
+        "pp2 dp4 8-samples hsdp delayed", "zero dp2 delayed-2", "zero dp2 static",
         "zero dp2 current wgrad-bf16 power-of-two", "zero dp2 current smooth", "zero dp2 delayed fp64",
         "zero dp2 bf16 current bf16-moments", "zero dp2 delayed full", "zero cp2 current", "zero pp2 dp2 delayed tied",
     ],
@@ -306,6 +318,10 @@ SUMS = {
         "dp2", "dp2 full", "dp3", "tp2 dp2", "pp2 dp2 tied",
         "tied", "dp2 tied", "dp2 gpt2", "dp2 8-samples", "tp2 no-sp dp2 tied", "cp2 dp2", "pp2 dp2",
         "4-layers pp2 dp2 interleaved", "dp2 offload",
+    ],
+    "hsdp": [
+        "dp4", "dp4 8-samples tied", "dp4 full", "tp2 dp4", "pp2 dp4 tied", "cp2 dp2 gpt2",
+        "4-layers pp2 dp4 8-samples interleaved",
     ],
 }  # fmt: skip
 SUMS_CASES = [(option, words) for option, cases in SUMS.items() for words in cases]

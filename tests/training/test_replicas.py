@@ -27,6 +27,7 @@ TIED = {"model": {"tie_embeddings": True}}
 GPT2 = {"model": {"linear_bias": True, "normalization": "layernorm", "position_embedding": "learned"}}
 DELAYED = {"recipe": "delayed", "amax_history_len": 4, "interval": 2}
 BF16 = {"precision": "bf16", "global_batch_size": 8}
+HSDP = {"fsdp": True, "fsdp_replicas": 2}
 V = {"pipeline": 2, "schedule": "zb-v", "virtual_pipeline": 2}
 CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "dp2": (2, {}),
@@ -46,6 +47,11 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     ),
     "pp2-dp2-fsdp-tied": (4, {"parallel": {"pipeline": 2, "fsdp": True}, **TIED}),
     "tp2-dp2-fsdp": (4, {"parallel": {"tensor": 2, "fsdp": True}}),
+    "dp4-hsdp-param-gather": (4, {"parallel": HSDP, "fp8": {**DELAYED, "param_gather": True}}),
+    "tp2-dp4-hsdp": (
+        8, {"parallel": {"tensor": 2, **HSDP}, "training": BF16, "optimizer": {"moments_dtype": "fp8"}},
+    ),
+    "pp2-dp4-hsdp-tied": (8, {"parallel": {"pipeline": 2, **HSDP}, **TIED}),
     "dp2-smooth": (2, {"fp8": {**DELAYED, "smooth_swiglu": True}}),
     "dp2-zero-nvfp4": (2, {"parallel": {"zero": 1}, "fp8": {"recipe": "nvfp4"}}),
 }  # fmt: skip
@@ -87,9 +93,9 @@ def _compared(settings: Config, steps: int) -> dict[Part, bool]:
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
-def test_all_replicated_state_is_compared_without_false_alarms(world4: World, case: str) -> None:
+def test_all_replicated_state_is_compared_without_false_alarms(world8: World, case: str) -> None:
     """Replicated state is known from checkpoints alone: the same rectangle of the same tensor on several ranks."""
-    by_rank = world4.run(_compared, settings(case), 4, ranks=CASES[case][0])
+    by_rank = world8.run(_compared, settings(case), 4, ranks=CASES[case][0])
     holders = Counter(part for parts in by_rank for part in parts)
     shared = {part for part, count in holders.items() if count > 1}
     if case == "pp2-v-tied":  # its two copies are on one rank
@@ -146,6 +152,10 @@ FAULTS: dict[str, list[tuple[int, str, int, str, str]]] = {  # and what the mess
         (3, "model.final_norm.weight", 3, "2", "rank 3 on {h}: other than ranks 1, 2 in "),
         (1, "fp8.layers.0.mlp.down.input.amax_history", 0, "0", "rank 1 on {h}: other than ranks 0, 3 in "),
     ],
+    "dp4-hsdp-param-gather": [  # ranks 0 and 2 hold the upper halves
+        (2, "optimizer.exp_avg.layers.0.mlp.down.weight[0, 0]", 700, "2", "rank 0 on {h}, rank 2 on {h}: no majority "),
+        (1, "fp8.layers.0.mlp.down.input.scale", 0, "0", "rank 1 on {h}: other than ranks 0, 2, 3 in "),
+    ],
     "dp2-zero-param-gather": [
         (1, "FP8 data of model.layers.0.mlp.down.weight", 4000, "0", "rank 0 on {h}, rank 1 on {h}: no majority "),
         (0, "scale_inv of layers.1.mlp.down.weight", 0, "0", "rank 0 on {h}, rank 1 on {h}: no majority "),
@@ -153,7 +163,7 @@ FAULTS: dict[str, list[tuple[int, str, int, str, str]]] = {  # and what the mess
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", FAULTS)
+@pytest.mark.parametrize("case", slow_but(FAULTS, *QUICK))
 def test_a_fault_in_one_replica_is_found_and_its_rank_named(world4: World, case: str) -> None:
     faults = FAULTS[case]
     by_rank = world4.run(_faults, settings(case), [fault[:4] for fault in faults], ranks=CASES[case][0])
