@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("no deadline")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests without a GPU; the longest files first, so that no worker is left with one at the end."""
-    items.sort(key=lambda item: "training" not in item.path.parts)
+    items.sort(key=lambda item: item.path.parent.name not in ("training", "tests"))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
