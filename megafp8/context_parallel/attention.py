@@ -37,10 +37,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megafp8.context_parallel.split import (
-    chunk_lengths,
-    first_rows,
+    first,
     offsets,
     place_tokens,
+    rank_rows,
     slots_of,
 )
 from megafp8.distributed.collectives import all_gather_async, reduce_scatter
@@ -52,8 +52,8 @@ class Call(NamedTuple):
     """Queries and the keys that they attend to in one kernel call.
 
     `rows`: the queries' rows in the rank's shard. `keys_tb`: the keys' rows in rank order, each sample's; None: the
-    queries' own tokens. `blocks`: lengths of the parts of `keys_tb` in which no row occurs twice. `queries_tb`: which
-    of the keys are the queries' own tokens, where all keys need queries. `mask`: who attends to whom.
+    queries' own tokens. `blocks`: lengths of the parts of `keys_tb` in which no row occurs twice. `queries_tb`: where
+    zeros are queries too, the places of the rank's own among them. `mask`: which keys each query attends to.
     """
 
     rows: slice
@@ -76,19 +76,21 @@ def plan(
         return (_windowed(shard, slots, s, ranks, window, cu_seqlens_bm, device),)
     if cu_seqlens_bm is None:  # plain triangles and rectangles have faster kernels
         slot_bs = place_tokens(one_segment(s, device), 2 * ranks, s).slot_bs
+        row_bs = rank_rows(slot_bs, ranks)
         halves = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots)]
         return (
             *(Call(rows, CAUSAL) for _, rows in halves),
             *(
-                Call(rows, AttentionMask(causal=False), first_rows(slot_bs, slot_bs, slot * c, ranks).T, (slot * c,))
+                Call(rows, AttentionMask(causal=False), row_bs.gather(1, first(slot_bs, slot * c)).T, (slot * c,))
                 for slot, rows in halves
                 if slot
             ),
         )
-    lengths, slot_bs = chunk_lengths(cu_seqlens_bm, 2 * ranks), place_tokens(cu_seqlens_bm, 2 * ranks, s).slot_bs
+    lengths, _, _, slot_bs = place_tokens(cu_seqlens_bm, 2 * ranks, s)
+    row_bs = rank_rows(slot_bs, ranks)
     chunks = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
     earlier = offsets(torch.cat([lengths[..., :slot].sum(-1) for slot in slots], dim=1))
-    keys = [first_rows(slot_bs, (slot_bs >= slot).byte(), slot * c, ranks) for slot in slots]
+    keys = [row_bs.gather(1, first((slot_bs >= slot).byte(), slot * c)) for slot in slots]
     return (
         Call(shard, AttentionMask(chunks, chunks, square=True)),
         Call(
@@ -115,25 +117,24 @@ def _windowed(
     not are a last segment without queries.
     """
     c, whole = s // (2 * ranks), one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
-    lengths, tokens = chunk_lengths(whole, 2 * ranks), place_tokens(whole, 2 * ranks, s)
-    starts = lengths.cumsum(-1) - lengths
+    lengths, document_bs, offset_bs, slot_bs = place_tokens(whole, 2 * ranks, s)
+    starts, row_bs = lengths.cumsum(-1) - lengths, rank_rows(slot_bs, ranks)
     counts_q, counts_k, keys, queries = [], [], [], []
     before_b1 = torch.zeros(whole.shape[0], 1, dtype=torch.int64, device=device)  # queries of the slot before
     for slot in slots:
         length_bm, start_bm = lengths[..., slot], starts[..., slot]
         oldest_bm = torch.where(length_bm > 0, (start_bm - window + 1).clamp(min=0), s)
-        needed_bs = (tokens.slot_bs <= slot) & (tokens.offset_bs >= oldest_bm.gather(1, tokens.document_bs))
+        needed_bs = (slot_bs <= slot) & (offset_bs >= oldest_bm.gather(1, document_bs))
         count_bm = torch.where(length_bm > 0, start_bm + length_bm - oldest_bm, 0)
         most = (slot + 1) * c if cu_seqlens_bm is not None else min((slot + 1) * c, c + window - 1)
         unneeded_b1 = most - count_bm.sum(1, keepdim=True)
         counts_q += [count_bm, torch.zeros_like(unneeded_b1)]
         counts_k += [count_bm, unneeded_b1]
-        order = torch.where(needed_bs, 0, torch.where(tokens.slot_bs <= slot, 1, 2))
-        chosen = order.argsort(dim=1, stable=True)[:, :most]
-        other = tokens.slot_bs.gather(1, chosen) != slot
-        queries.append(other.byte().argsort(dim=1, stable=True)[:, :c] + before_b1)
+        chosen = first(torch.where(needed_bs, 0, torch.where(slot_bs <= slot, 1, 2)), most)
+        other = slot_bs.gather(1, chosen) != slot
+        queries.append(first(other.byte(), c) + before_b1)
         before_b1 = before_b1 + count_bm.sum(1, keepdim=True)
-        keys.append(first_rows(tokens.slot_bs, order, most, ranks))
+        keys.append(row_bs.gather(1, chosen))
     cu_seqlens_k = offsets(torch.cat(counts_k, dim=1))
     mask = AttentionMask(offsets(torch.cat(counts_q, dim=1)), cu_seqlens_k, window=window, square=True)
     return Call(rows, mask, torch.cat(keys, dim=1).T, tuple(x.shape[1] for x in keys), torch.cat(queries, dim=1).T)

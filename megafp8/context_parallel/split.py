@@ -41,26 +41,28 @@ def chunk_lengths(cu_seqlens_bm: Tensor, slots: int) -> Tensor:
     return (lengths_bm // slots)[..., None] + gets_one
 
 
-class Tokens(NamedTuple):
-    """Of each token, `[b, s]` int64: its document, its place in that, its slot."""
+class Placement(NamedTuple):
+    """Of each token, `[b, s]` int64: its document, its place in that, its slot. `lengths_bml`: `chunk_lengths`."""
 
+    lengths_bml: Tensor
     document_bs: Tensor
     offset_bs: Tensor
     slot_bs: Tensor
 
 
-def place_tokens(cu_seqlens_bm: Tensor, slots: int, s: int) -> Tokens:
+def place_tokens(cu_seqlens_bm: Tensor, slots: int, s: int) -> Placement:
     """Where each token of a sample belongs."""
     position = torch.arange(s, device=cu_seqlens_bm.device)
     position_bs = position.expand(cu_seqlens_bm.shape[0], s).contiguous()
     starts, ends = cu_seqlens_bm[:, :-1].long(), cu_seqlens_bm[:, 1:].contiguous()
     document_bs = torch.searchsorted(ends, position_bs, right=True)
     offset_bs = position_bs - starts.gather(1, document_bs)
-    chunk_ends = chunk_lengths(cu_seqlens_bm, slots).cumsum(-1)
+    lengths_bml = chunk_lengths(cu_seqlens_bm, slots)
+    chunk_ends = lengths_bml.cumsum(-1)
     slot_bs = torch.zeros_like(position_bs)
     for slot in range(slots - 1):
         slot_bs += chunk_ends[..., slot].gather(1, document_bs) <= offset_bs
-    return Tokens(document_bs, offset_bs, slot_bs)
+    return Placement(lengths_bml, document_bs, offset_bs, slot_bs)
 
 
 def rank_order(slot_bs: Tensor, ranks: int) -> Tensor:
@@ -76,10 +78,14 @@ def shard_positions(cu_seqlens_bm: Tensor | None, s: int, rank: int, ranks: int,
     return rank_order(place_tokens(whole, 2 * ranks, s).slot_bs, ranks).chunk(ranks, dim=1)[rank]
 
 
-def first_rows(slot_bs: Tensor, class_bs: Tensor, count: int, ranks: int) -> Tensor:
-    """Rows, in rank order, of `count` tokens: by class, and in the order of the sequence within it; `[b, count]`."""
-    row_bs = rank_order(slot_bs, ranks).argsort(dim=1)
-    return row_bs.gather(1, class_bs.argsort(dim=1, stable=True)[:, :count])
+def rank_rows(slot_bs: Tensor, ranks: int) -> Tensor:
+    """The row of each token in rank order, `[b, s]`."""
+    return rank_order(slot_bs, ranks).argsort(dim=1)
+
+
+def first(class_bs: Tensor, count: int) -> Tensor:
+    """Positions of `count` tokens: by class, and in the order of the sequence within it; `[b, count]`."""
+    return class_bs.argsort(dim=1, stable=True)[:, :count]
 
 
 def offsets(lengths_bm: Tensor) -> Tensor:

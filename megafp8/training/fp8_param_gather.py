@@ -1,8 +1,8 @@
 """fp8.param_gather: which weights are gathered in FP8, and what that saves.
 
 Weights of FP8 layers with one scale per tensor; embeddings, the output layer, norms, biases and layers in high
-precision are gathered as values. Whoever else reads a weight reads the fp32 masters: a checkpoint's `model.<name>` is
-each rank's shard of them, rounded, so that it holds what a checkpoint of any other run holds.
+precision are gathered as values. All other code that reads a weight reads the fp32 masters: a checkpoint's
+`model.<name>` is each rank's shard of them, rounded, so that it holds what a checkpoint of any other run holds.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megafp8.context_parallel.split import (
     chunk_lengths,
-    first_rows,
+    first,
     place_tokens,
     rank_order,
+    rank_rows,
     shard_positions,
     slots_of,
 )
@@ -68,5 +69,7 @@ def test_rows_of_gathered_shards(ranks: int) -> None:
     gathered = torch.cat([shard_positions(ends, s, rank, ranks, CPU) for rank in range(ranks)], dim=1)
     assert torch.equal(gathered, rank_order(slot, ranks))
     for end in range(2 * ranks + 1):
-        found = gathered.gather(1, first_rows(slot, (slot >= end).byte(), end * (s // (2 * ranks)), ranks))
+        found = gathered.gather(
+            1, rank_rows(slot, ranks).gather(1, first((slot >= end).byte(), end * (s // (2 * ranks))))
+        )
         assert found.tolist() == [[i for i in range(s) if slot[row, i] < end] for row in range(2)]

@@ -76,7 +76,7 @@ MASKS = {
     "documents window": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, window=3, square=True)),
     "parts": (16, 40, AttentionMask(PARTS, DOCUMENTS)),
     "parts window": (16, 40, AttentionMask(PARTS, DOCUMENTS, window=3)),
-    "keys of nobody": (40, 48, AttentionMask(QUERIES, MORE_KEYS, window=3, square=True)),
+    "keys without queries": (40, 48, AttentionMask(QUERIES, MORE_KEYS, window=3, square=True)),
     "parts whole": (16, 40, AttentionMask(LESS, KEYS, causal=False)),
 }
 LARGER = 25
