@@ -105,14 +105,6 @@ class Result:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def iteration(layers: Layers, x_sbh: Tensor, dy_sbh: Tensor, micro_batches: int) -> Tensor:
-    """The micro-batches of one optimizer step, all of the same data; returns dx."""
-    for index in range(micro_batches):
-        dx_sbh = layers.micro_batch(x_sbh, dy_sbh, index == 0)
-    layers.end_step()
-    return dx_sbh
-
-
 def reference_work(problem: Problem, micro_batches: int) -> Work:
     """Random input and output gradient, and the eager reference's results for them."""
     generator = torch.Generator(problem.device).manual_seed(2)
@@ -120,7 +112,7 @@ def reference_work(problem: Problem, micro_batches: int) -> Work:
     x, dy = (torch.randn(shape, generator=generator, device=problem.device).bfloat16() for _ in range(2))
     dy *= GRADIENT_STD
     layers = build_eager(problem)
-    dx = iteration(layers, x, dy, 1)
+    dx = layers.iteration(x, dy, 1)
     dw = {name: grad for name, grad in layers.gradients().items() if grad is not None}
     return Work(x, dy, micro_batches, dx, dw)
 
@@ -134,7 +126,7 @@ def difference(actual: Tensor | None, expected: Tensor) -> float:
 
 def compare_gradients(layers: Layers, work: Work, result: Result) -> None:
     layers.zero_grad()
-    result.dx_difference = difference(iteration(layers, work.x_sbh, work.dy_sbh, 1), work.dx_sbh)
+    result.dx_difference = difference(layers.iteration(work.x_sbh, work.dy_sbh, 1), work.dx_sbh)
     gradients = layers.gradients()
     differences = [difference(gradients[name], expected) for name, expected in work.dw.items()]
     result.dw_difference = torch.tensor(differences).max().item()  # unlike Python's max, propagates NaN
@@ -146,7 +138,7 @@ def measure_memory(layers: Layers, work: Work, before: int, num_layers: int, res
     layers.zero_grad()
     release()  # nothing may be collected while memory is counted
     torch.cuda.reset_peak_memory_stats(device)
-    iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
+    layers.iteration(work.x_sbh, work.dy_sbh, work.micro_batches)
     result.peak_gib = (torch.cuda.max_memory_allocated(device) - before) / 2**30
     layers.zero_grad()
     first = layers.forward(work.x_sbh.detach().requires_grad_(), True)
@@ -166,7 +158,7 @@ def prepare(build: Callable[[Problem], Layers], problem: Problem, work: Work, re
         layers = build(problem)
         for _ in range(WARM_UP):
             layers.zero_grad()
-            iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
+            layers.iteration(work.x_sbh, work.dy_sbh, work.micro_batches)
         compare_gradients(layers, work, result)
         if on_cuda:
             measure_memory(layers, work, before, problem.layers, result)
@@ -185,7 +177,7 @@ def time_iterations(layers: Layers, work: Work, steps: int) -> list[float]:
     for _ in range(steps):
         layers.zero_grad()
         start = now(device)
-        iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches)
+        layers.iteration(work.x_sbh, work.dy_sbh, work.micro_batches)
         spans.append((start, now(device)))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -295,7 +287,7 @@ def profile(layers: Layers, work: Work, result: Result) -> list[Kernel]:
     """
     on_cuda, wall_ms = work.x_sbh.is_cuda, result.ms * work.micro_batches
     layers.zero_grad()
-    events, _ = record(lambda: iteration(layers, work.x_sbh, work.dy_sbh, work.micro_batches), on_cuda)
+    events, _ = record(lambda: layers.iteration(work.x_sbh, work.dy_sbh, work.micro_batches), on_cuda)
     kernels = by_name(events)
     total, count = sum(kernel.microseconds for kernel in kernels), sum(kernel.count for kernel in kernels)
     where = "kernels" if on_cuda else "operations"

@@ -4,15 +4,18 @@
         --layouts "tensor=1 pipeline=1 zero=1" "tensor=2 pipeline=2 schedule=zb-h1" --variants bf16,delayed,delayed+fast
 
 A layout is a list of keys of `parallel`; others are as in the config. A variant is bf16, fp32 or an FP8 recipe, with
-+fast (fast accumulation in all three GEMMs), +graphs (training.cuda_graphs), +documents (of random lengths, 1,000
++fast (fast accumulation in all three GEMMs), +eager (training.cuda_graphs=false), +documents (of random lengths, 1,000
 tokens on average, attention within them: data.reset_at_documents) and +deterministic. Either all variants are
-deterministic or none, since libraries read that setting once per process. The tokens are random: no data set is read.
+deterministic or none, since libraries read that setting once per process. The variant `compiled` is a baseline: the
+same model in plain torch, bf16 autocast, torch.compile and fused AdamW (`benchmarks.compiled_step`), each rank alone.
+The tokens are random: no data set is read.
 `--micro-batches` is the number on each data-parallel rank, whatever the layout.
 
 Each variant of each layout is built, warmed up and timed in turn, `--rounds` times, so that a drift of the clock
 affects all alike. Columns:
 
     step ms     the median
+    varies      standard deviation of the steps, as a fraction of the median
     tok/s/gpu   and TFLOP/s: model FLOPs, 6·N_matmul + 6·L·s·h_attn per token (causal attention as half, output layer
                 in, embedding look-up out); MFU against the precision's dense peak, 989 bf16, 1979 fp8 on H100 and H200
     exposed     exposed communication as a fraction of a step (see benchmarks/profiling.py), mean of all ranks
@@ -37,6 +40,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import Table, machine, new_parser, release, write_json
+from benchmarks.compiled_step import CompiledTrainer
 from benchmarks.profiling import Kernel, StepProfile, by_name, record, step_profile
 from megafp8.config import Config, check_layout, load_config
 from megafp8.data.samples import Batch, next_token_batch
@@ -60,9 +64,10 @@ from megafp8.training.trainer import Trainer
 from megafp8.training.validate import choose_device
 
 DOCUMENT_LENGTH = 1000
+COMPILED = "compiled"
 OPTIONS = {
     "fast": "fp8.fast_accumulation=[true,true,true]",
-    "graphs": "training.cuda_graphs=true",
+    "eager": "training.cuda_graphs=false",
     "deterministic": "deterministic=true",
     "documents": None,
 }
@@ -93,7 +98,8 @@ def variant_overrides(variant: str) -> list[str]:
         raise ValueError(
             f"--variants: {variant!r} has the option {unknown[0]!r}, which is none of {', '.join(OPTIONS)}"
         )
-    precision, recipe = (name, "none") if name in ("bf16", "fp32") else ("bf16", name)
+    high = {"bf16": "bf16", "fp32": "fp32", COMPILED: "bf16"}
+    precision, recipe = (high[name], "none") if name in high else ("bf16", name)
     found = [OPTIONS[option] for option in options]
     return [f"training.precision={precision}", f"fp8.recipe={recipe}", *(key for key in found if key is not None)]
 
@@ -137,7 +143,9 @@ def simulated_bubble(plan: PipelinePlan, measured: Timeline) -> float:
     return simulate(plan.train, plan.placement, mean_times(measured, plan.placement)).bubble_fraction
 
 
-def time_steps(trainer: Trainer, batches: list[Batch], warmup: int, steps: int, result: Result) -> None:
+def time_steps(
+    trainer: Trainer | CompiledTrainer, batches: list[Batch], warmup: int, steps: int, result: Result
+) -> None:
     """Run steps, and add to `result` the seconds of those after warm-up, all losses, memory and a profile."""
     parallel = trainer.parallel
     for step in range(warmup + steps):
@@ -147,15 +155,15 @@ def time_steps(trainer: Trainer, batches: list[Batch], warmup: int, steps: int, 
             result.seconds.append(time.perf_counter() - start)
         result.losses.append(loss.mean)
     result.memory_gib = max(all_gather_objects(memory_gib(parallel.device), parallel.world.group))
-    trainer.train_step(warmup + steps, batches)
-    if trainer.timeline is not None:
-        result.bubble = trainer.timeline.bubble_fraction
-        result.simulated_bubble = simulated_bubble(trainer.plan, trainer.timeline)
     if parallel.device.type == "cuda":
-        events, duration = record(lambda: trainer.train_step(warmup + steps + 1, batches), on_cuda=True)
+        events, duration = record(lambda: trainer.train_step(warmup + steps, batches), on_cuda=True)
         result.kernels = by_name(events)
         profiles = all_gather_objects(step_profile(events, duration), parallel.world.group)
         result.profile = StepProfile(*(statistics.fmean(x) for x in zip(*(asdict(p).values() for p in profiles))))
+    trainer.train_step(warmup + steps + 1, batches)
+    if trainer.timeline is not None:
+        result.bubble = trainer.timeline.bubble_fraction
+        result.simulated_bubble = simulated_bubble(trainer.plan, trainer.timeline)
 
 
 def measure(
@@ -167,17 +175,20 @@ def measure(
     """
     if parallel.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(parallel.device)
-    trace_step = warmup + steps + 1  # steps count from 1 in the config
+    trace_step = warmup + steps + 2  # steps count from 1 in the config
     if config.parallel.pipeline > 1:
         logging = config.logging.model_copy(update={"pipeline_trace_step": trace_step})
         config = config.model_copy(update={"logging": logging})
-    trainer = Trainer(config, parallel)
+    compiled = result.variant == COMPILED
+    trainer = CompiledTrainer(config, parallel) if compiled else Trainer(config, parallel)
     batches = random_batches(config, parallel, "documents" in result.variant.split("+"))
     with garbage_collected_after_steps(config.training.gc_interval):  # as in a run
         time_steps(trainer, batches, warmup, steps, result)
     if trace is not None and trainer.timeline is not None and parallel.rank == 0:
         write_timeline(trainer.timeline, trainer.plan.placement, trace)
-    trainer.wait_for_weights()  # an all-gather that nobody waits for keeps them alive
+    trainer.close()
+    if isinstance(trainer, CompiledTrainer):
+        return
     memories = pipeline_memory(
         config, build_fp8(config, None), parallel.world_size, trainer.plan.placement, trainer.plan.train
     )
@@ -213,6 +224,7 @@ class Groups:
 
 COLUMNS = {  # heading: key of a row, format
     "step ms": ("step_ms", ".1f"),
+    "varies": ("variation", ".1%"),
     "tok/s/gpu": ("tokens_per_second_per_gpu", ",.0f"),
     "TFLOP/s": ("tflops_per_gpu", ".1f"),
     "MFU": ("mfu", ".1%"),
@@ -237,6 +249,9 @@ def row_of(result: Result, config: Config, world_size: int) -> dict[str, Any]:
         "layout": result.layout,
         "variant": result.variant,
         "step_ms": seconds * 1e3,
+        "variation": statistics.stdev(result.seconds) / statistics.fmean(result.seconds)
+        if result.seconds[1:]
+        else None,
         "tokens_per_second_per_gpu": rate,
         "tflops_per_gpu": flops / 1e12,
         "mfu": flops / peak if peak else None,

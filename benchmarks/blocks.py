@@ -27,7 +27,7 @@ from megafp8.parallel_state import ParallelState
 from megafp8.training.fp8_config import build_fp8
 
 EPSILON, ROTARY_BASE = 1e-5, 10000.0
-_ATTENTION_BACKENDS = [
+ATTENTION_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -143,7 +143,7 @@ class ReferenceLayers(nn.Module):
 
     def run(self, x_sbh: Tensor) -> Tensor:
         """`forward`, compiled if `compile()` was called, with cuDNN attention where it is available."""
-        with sdpa_kernel(_ATTENTION_BACKENDS, set_priority=True):
+        with sdpa_kernel(ATTENTION_BACKENDS, set_priority=True):
             return self(x_sbh)
 
 

@@ -2,9 +2,9 @@
 
     eager, compiled      `blocks.ReferenceLayers`, plain torch in bf16
     megafp8:<recipe>     blocks of `megafp8.models.gpt`, built as the trainer builds a pipeline stage, with its fp32
-                         gradient buffer. `+fast`: fast accumulation in all three GEMMs. `+graph`: micro-batches
-                         replayed from CUDA graphs, captured as the trainer captures them. `+floor`: a lower bound of
-                         the time, only the GEMMs and attention kernels
+                         gradient buffer. `+fast`: fast accumulation in all three GEMMs. `+graph`: all micro-batches
+                         of a step replayed from a CUDA graph, as the trainer does. `+floor`: a lower bound of the time,
+                         only the GEMMs and attention kernels
     torchao:<recipe>     `blocks.ReferenceLayers` converted by torchao, compiled
     te:<recipe>          Transformer Engine's modules with gradient accumulation fused into wgrad, in fp32, as
                          Megatron-LM uses them
@@ -36,7 +36,7 @@ from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.fp8.gemm.dispatch import Fp8Gemm
 from megafp8.ops.attention import sdpa_backends
 from megafp8.parallel_state import ParallelState
-from megafp8.training.cuda_graphs import MicrobatchGraphs
+from megafp8.training.cuda_graphs import StepGraphs
 
 GRAPH, FLOOR = "+graph", "+floor"
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -73,7 +73,7 @@ class Layers:
 
     `forward(x [s, b, h], first)` returns `[s, b, h]`; `first`: the weights have changed since the last call.
     `parameters` are by the reference's names. `zero_grad` clears the gradients; `end_step` is what the variant does
-    once per optimizer step. `micro_batch` is what is timed.
+    once per optimizer step. `iteration` is what is timed.
     """
 
     forward: Callable[[Tensor, bool], Tensor]
@@ -88,6 +88,18 @@ class Layers:
         assert leaf.grad is not None
         return leaf.grad
 
+    def passes(self, x_sbh: Tensor, dy_sbh: Tensor, micro_batches: int) -> Tensor:
+        """Forward and backward of the micro-batches of one step, all of the same data; returns dx."""
+        for index in range(micro_batches):
+            dx_sbh = self.micro_batch(x_sbh, dy_sbh, index == 0)
+        return dx_sbh
+
+    def iteration(self, x_sbh: Tensor, dy_sbh: Tensor, micro_batches: int) -> Tensor:
+        """A step without the update of the weights; returns dx."""
+        dx_sbh = self.passes(x_sbh, dy_sbh, micro_batches)
+        self.end_step()
+        return dx_sbh
+
     def gradients(self) -> dict[str, Tensor | None]:
         """Each parameter's gradient; None for one that has none."""
         return {name: getattr(p, "main_grad", p.grad) for name, p in self.parameters.items()}
@@ -95,17 +107,13 @@ class Layers:
 
 @dataclass(frozen=True)
 class GraphedLayers(Layers):
-    """Layers whose micro-batches are replayed after the first steps. x and dy must be the same tensors always."""
+    """Layers whose steps are replayed after the first ones. x and dy must be the same tensors always."""
 
-    graphs: MicrobatchGraphs = field(kw_only=True)
+    graphs: StepGraphs = field(kw_only=True)
 
-    def micro_batch(self, x_sbh: Tensor, dy_sbh: Tensor, first: bool) -> Tensor:
-        if first:
-            self.graphs.begin_step()
-        if not self.graphs.ready:
-            return super().micro_batch(x_sbh, dy_sbh, first)
-        eager = super().micro_batch
-        return self.graphs.run(lambda: eager(x_sbh, dy_sbh, first), (), first=first)
+    def passes(self, x_sbh: Tensor, dy_sbh: Tensor, micro_batches: int) -> Tensor:
+        eager = super().passes
+        return self.graphs.run(micro_batches, lambda _: eager(x_sbh, dy_sbh, micro_batches), ())
 
 
 Builder = Callable[[Problem], Layers]
@@ -197,7 +205,7 @@ def build_megafp8(problem: Problem, graphed: bool = False, **fp8: Any) -> Layers
         return x_sbh + branch_sbh
 
     if graphed:
-        graphs = MicrobatchGraphs(manager, problem.device)
+        graphs = StepGraphs(problem.device)
         return GraphedLayers(forward, parameters, buffer.zero, manager.end_step, graphs=graphs)
     return Layers(forward, parameters, buffer.zero, manager.end_step)
 

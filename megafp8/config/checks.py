@@ -41,8 +41,9 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _packing,
         _blend,
         _deterministic,
+        _cuda_graphs,
     )
-    rules_on_ranks = (_counts, _batch, _fsdp_replicas, _cuda_graphs)
+    rules_on_ranks = (_counts, _batch, _fsdp_replicas)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += [problem for rule in rules_on_ranks for problem in rule(config, world_size)]
     if problems:
@@ -218,9 +219,6 @@ def _recompute(config: Config) -> Iterator[Problem]:
         if value > largest:
             rule = f"no stage has more than {largest} blocks"
             yield Problem(f"parallel.{path}", value, rule, f"try {largest} or less")
-    if p.offload and config.training.cuda_graphs:
-        rule = "a CUDA graph holds no copies to the host that last from one replay to the next"
-        yield Problem("parallel.offload", p.offload, rule, "try training.cuda_graphs=false, or parallel.offload=false")
 
 
 def _sequence(config: Config) -> Iterator[Problem]:
@@ -309,9 +307,6 @@ def _fsdp(config: Config) -> Iterator[Problem]:
         rule = "it leaves weight gradients for later, when parallel.fsdp has freed the block and sent its gradients"
         works = unsplit_schedule(p.virtual_pipeline)
         yield Problem("parallel.schedule", p.schedule, rule, f"try parallel.schedule={works}, {off}")
-    if config.training.cuda_graphs:
-        rule = "a graph holds no communication, and parallel.fsdp gathers weights in every micro-batch"
-        yield Problem("training.cuda_graphs", True, rule, f"try training.cuda_graphs=false, {off}")
 
 
 def _param_gather(config: Config) -> Iterator[Problem]:
@@ -415,23 +410,22 @@ def _fsdp_replicas(config: Config, world_size: int) -> Iterator[Problem]:
     yield Problem("parallel.fsdp_replicas", p.fsdp_replicas, rule, _divisors(ranks, p.fsdp_replicas))
 
 
-def _cuda_graphs(config: Config, world_size: int) -> Iterator[Problem]:
-    p, training = config.parallel, config.training
-    if not training.cuda_graphs:
-        return
-    path, eager = "training.cuda_graphs", "or training.cuda_graphs=false"
-    if config.device == "cpu":
-        yield Problem(path, True, "device is cpu, which has no CUDA graphs", f"try device=cuda, {eager}")
-    for axis in ("tensor", "pipeline", "context"):
-        name, size = f"parallel.{axis}", getattr(p, axis)
-        if size > 1:
-            rule = f"a graph holds no communication, and {name} is {size}"
-            yield Problem(path, True, rule, f"try {name}=1, {eager}")
-    data = world_size // (p.tensor * p.pipeline * p.context)
-    if p.overlap_grad_reduce and data > 1 and training.global_batch_size == training.micro_batch_size * data:
-        rule = (
-            "the last micro-batch of a step runs eagerly where its backward overlaps with the reduction of gradients, "
-            f"and over {data} data-parallel ranks a step has only one"
-        )
-        works = f"try parallel.overlap_grad_reduce=false, training.global_batch_size={8 * training.global_batch_size}"
-        yield Problem(path, True, rule, f"{works}, {eager}")
+def _cuda_graphs(config: Config) -> Iterator[Problem]:
+    return cuda_graph_problems(config) if config.training.cuda_graphs is True else iter(())
+
+
+def cuda_graph_problems(config: Config) -> Iterator[Problem]:
+    """What keeps a step's forward and backward passes from being replayed, whatever `training.cuda_graphs` says.
+
+    Recipes have one more reason, in `megafp8.training.fp8_config`.
+    """
+    p = config.parallel
+    offload = "parallel.offload copies activations to memory of the host, which a graph cannot allocate"
+    rules = (
+        (config.device == "cpu", "device is cpu, which has no CUDA graphs", "device=cuda"),
+        (p.fsdp, "parallel.fsdp gathers weights into memory that torch allocates anew", "parallel.fsdp=false"),
+        (bool(p.offload), offload, "parallel.offload=false"),
+    )
+    for applies, rule, works in rules:
+        if applies:
+            yield Problem("training.cuda_graphs", True, rule, f"try training.cuda_graphs=auto, or {works}")

@@ -219,11 +219,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """This batch on `device`, copied asynchronously if it is in pinned memory."""
-        return self._each(lambda x: x.to(device, non_blocking=True))
+        return self.map(lambda x: x.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """This batch in pinned memory."""
-        return self._each(Tensor.pin_memory)
+        return self.map(Tensor.pin_memory)
 
     @property
     def room(self) -> int:
@@ -253,9 +253,15 @@ class Batch:
         mask = None if self.loss_mask is None else take(self.loss_mask)
         return Batch(take(self.tokens), take(self.labels), mask, positions, self.cu_seqlens)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors there are, in the order of the fields."""
+        return [x for field in fields(self) if (x := getattr(self, field.name)) is not None]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """With `function` of each tensor there is."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(x) for name, x in parts.items() if x is not None})
+        return replace(self, **{name: function(x) for name, x in parts.items() if x is not None})
 
 
 def next_token_batch(tokens_bs1: Tensor, eod_id: int | None, *, reset_at_documents: bool, mask_eod_loss: bool) -> Batch:

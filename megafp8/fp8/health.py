@@ -121,10 +121,15 @@ class Record:
     snr_db: float | None
 
 
+Statistics = dict[tuple[str, str], Tensor]
+"""`statistics` of tensors by layer and operand."""
+
+
 class Recorder:
     """Gathers the statistics of every `interval`-th step, of each tensor when it is first quantized in it.
 
     That is the first micro-batch; a recomputed forward changes nothing. Steps are numbered from 1, as in metrics.jsonl.
+    `observed`: the statistics of the current step by layer and operand; a replayed CUDA graph has computed its own.
     """
 
     def __init__(self, interval: int) -> None:
@@ -132,28 +137,28 @@ class Recorder:
             raise ValueError(f"FP8 report: interval is {interval}; it must be at least 1 step, 100 is usual")
         self.interval = interval
         self._step: int | None = None  # None: not sampled
-        self._statistics: dict[tuple[str, str], Tensor] = {}
+        self.observed: Statistics = {}
 
     def begin_step(self, step: int) -> bool:
         """Begin step `step`; whether it is sampled."""
         self._step = step if step % self.interval == 0 else None
-        self._statistics = {}
+        self.observed = {}
         return self._step is not None
 
     def wants(self, layer_name: str, operand: str) -> bool:
         """Whether `observe` would record this operand, before x is computed for it."""
-        return self._step is not None and (layer_name, operand) not in self._statistics
+        return self._step is not None and (layer_name, operand) not in self.observed
 
     def observe(self, layer_name: str, operand: str, x_rc: Tensor, q: ScaledTensor) -> None:
         """Record `statistics(x_rc, q)` of an operand, one of `OPERANDS`, if wanted. No host synchronization."""
         assert operand in OPERANDS
         if self.wants(layer_name, operand):
-            self._statistics[layer_name, operand] = statistics(x_rc, q)
+            self.observed[layer_name, operand] = statistics(x_rc, q)
 
     def end_step(self) -> list[Record]:
         """The step's records in order of observation, by one copy to the host; none if the step is not sampled."""
-        step, gathered = self._step, self._statistics
-        self._step, self._statistics = None, {}
+        step, gathered = self._step, self.observed
+        self._step, self.observed = None, {}
         if step is None or not gathered:
             return []
         rows = torch.stack(list(gathered.values())).tolist()

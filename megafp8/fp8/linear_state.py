@@ -218,11 +218,3 @@ class LinearState:
     def invalidate_weight(self) -> None:
         """Forget the FP8 copies: the weight has changed."""
         self._weight = None
-
-    def weight_copies(self) -> QuantizedTensor | None:
-        """The FP8 copies of the weight as they are; None where there are none."""
-        return self._weight
-
-    def restore_weight_copies(self, copies: QuantizedTensor | None) -> None:
-        """Compute with `copies` until the next `invalidate_weight`: those of a CUDA graph, after its replay."""
-        self._weight = copies

@@ -26,7 +26,7 @@ from megafp8.fp8.quantizers import AmaxRecording, Quantizer
 from megafp8.fp8.recipes.base import OPERANDS, Fp8Recipe, Fp8Tensor, OperandName, State, by_recipe, no_match
 from megafp8.fp8.smoothing import SmoothingState
 from megafp8.fp8.stochastic_rounding import NoiseClock
-from megafp8.fp8.tensor import TENSOR, QuantizedTensor
+from megafp8.fp8.tensor import TENSOR
 from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, Quantization
 
 
@@ -227,11 +227,12 @@ class Fp8Manager:
     # --- training ---------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> bool:
-        """Begin training step `step`, counted from 1; whether the recorder samples it, until its own `end_step`."""
-        sampled = self.recorder is not None and self.recorder.begin_step(step)
-        if sampled:  # an evaluation may have left copies of the weights, and then nobody would quantize them
-            self.forget_weights()
-        return sampled
+        """Begin training step `step`, counted from 1; whether the recorder samples it, until its own `end_step`.
+
+        Forgets the FP8 copies of weights that an evaluation may have left: each step quantizes them itself.
+        """
+        self.forget_weights()
+        return self.recorder is not None and self.recorder.begin_step(step)
 
     def end_step(self) -> None:
         """End a training step, after the optimizer changed the weights: renew scales, forget the weights' FP8 copies.
@@ -255,15 +256,6 @@ class Fp8Manager:
         """Forget the weights' FP8 copies: whoever needs them next quantizes anew."""
         for state in self._layers.values():
             state.invalidate_weight()
-
-    def weight_copies(self) -> list[QuantizedTensor | None]:
-        """The FP8 copies of all weights as the layers hold them now, None where there are none."""
-        return [state.weight_copies() for state in self._layers.values()]
-
-    def restore_weight_copies(self, copies: Sequence[QuantizedTensor | None]) -> None:
-        """Let the layers compute with `copies`, which `weight_copies` returned: a CUDA graph has its own."""
-        for state, own in zip(self._layers.values(), copies, strict=True):
-            state.restore_weight_copies(own)
 
     @contextmanager
     def recording(self, flag: bool) -> Iterator[None]:

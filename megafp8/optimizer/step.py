@@ -1,6 +1,6 @@
 """The end of a training step: from the gradients of the micro-batches to the update.
 
-    finish the data-parallel sum -> complete shared gradients -> scale -> norm -> clip -> update
+    complete shared gradients -> scale -> norm -> clip -> update
 
 *Shared gradients.* Two kinds of parameters are held by several ranks of one model, each of which has a part of their
 gradient: norms under sequence parallelism (a tensor-parallel rank has its slice of the sequence) and the tied embedding
@@ -45,10 +45,7 @@ class StepResult:
 
 
 class Gradients(Protocol):
-    """A `GradBuffer` or `FullySharded`.
-
-    After `finish`, the gradients of `shards`, summed over data parallelism, are in `owned`, views of the fp32 `flat`.
-    """
+    """A `GradBuffer` or `FullySharded`: the gradients of `shards` are in `owned`, views of the fp32 `flat`."""
 
     @property
     def shards(self) -> Sequence[FlatShard]: ...
@@ -58,8 +55,6 @@ class Gradients(Protocol):
 
     @property
     def flat(self) -> Tensor: ...
-
-    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -81,13 +76,12 @@ class OptimizerStep:
     shard_group: ProcessGroup | None = None
 
     def __call__(self, lr: float, *, grad_scale: Tensor | float | None = None) -> StepResult:
-        """Update the weights with learning rate `lr`; call when all backward passes of the step are done.
+        """Update the weights with learning rate `lr`; call when gradients are summed over data parallelism.
 
         `grad_scale`, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where masks
         made them differ. The caller must `zero` the buffer before the next backward pass. A skipped step changes
         neither the weights nor the optimizer's state.
         """
-        self.buffer.finish()
         self.reduce_shared_gradients()
         if grad_scale is not None:
             for gradient in self.buffer.owned:

@@ -1,155 +1,175 @@
-"""Micro-batches replayed from CUDA graphs, for models whose kernels finish before the host has launched the next.
+"""Forward and backward passes of a training step, recorded as a CUDA graph and replayed.
 
-Forward and backward of a layer are some forty launches, ten to thirty microseconds of the host each. A layer of hidden
-size 4096 on 8192 tokens keeps the GPU busy for longer than that, one of 2048 on 2048 tokens does not. A CUDA graph
-records such launches; replaying it is one call, however many they are.
+A layer's forward and backward are some forty kernels, and the host needs ten to thirty microseconds to launch one.
+Small layers, small slices of large layers, and pipelines, where a late launch on one rank delays others, wait for that.
+A CUDA graph records such launches; replaying it is one call, however many there are.
 
-*Recorded* is a whole micro-batch: forward, backward and accumulation into the fp32 gradient buffer. The first one of a
-step also quantizes the weights and later ones reuse the copies, so there are two graphs. They never run at once and
-share a memory pool, in which the second reuses all memory of the first but the weights' FP8 copies.
+*Recorded* is everything from the zeroing of the gradients to their reduced sums: the gathering of weights under ZeRO,
+all micro-batches in the order of the pipeline schedule, sends and receives, tensor- and context-parallel collectives,
+copies by copy engines, deferred weight gradients, and the reduction of buckets beside the last backward pass. The graph
+runs these as eagerly launched streams do: a collective on a stream of its own is a branch of the graph. So overlaps and
+sums are those of an eager step, bit for bit, and so is the peak of memory.
 
-*Not recorded* is communication: no rank can replay what another does not, no communicator outlives a graph. So a
-stage has to be the whole model, its layers and sequences unsharded (`parallel.tensor` = `parallel.pipeline` =
-`parallel.context` = 1), which suits models this small. Over data parallelism gradients are reduced as ever: where that
-overlaps with the last backward pass of a step, the last micro-batch runs eagerly; without overlap it is replayed too.
-Optimizer, end of step and evaluation are eager.
+*Not recorded* is what follows, queued behind the graph: norm, update, scales, and the sums of losses. The host waits
+for the norm in every step, and decides by it whether to clip or skip. Where ranks depend on each other there is a
+collective in it, which the process group's watchdog times. It does not see collectives in a graph, so without one a
+rank that hangs would never be noticed.
 
 *Addresses and host-side numbers are part of a graph*, so these must not change:
 
-- inputs are copied into fixed buffers before each replay; where a batch has more documents than there is room for,
-  graphs are captured anew
+- micro-batches are copied into fixed buffers before each replay; other shapes are another graph
 - parameters, sums of gradients, scales and amaxes are updated in place
-- FP8 weights belong to the graph that quantizes them; layers get them back after its replay, for micro-batches that run
-  eagerly in the same step
-- steps that the FP8 report samples, which the host decides, run eagerly
+- a step that the FP8 report samples is another graph, which computes the statistics too
 - static scaling calibrates in high precision first, and capture waits for the end of that
-- stochastic rounding is keyed by numbers of the host: refused by the config checks
+- stochastic rounding is keyed by numbers of the host: such recipes train without graphs
 - dropout, which would need random numbers of torch's generator, does not exist here
+- exchanges through symmetric memory alternate between two buffers and assume that consecutive ones differ. The last of
+  a replay and the first of the next may share one: the norm's all-reduce, for which every rank must have finished the
+  step, is between them
 
-The first steps run eagerly because compiling kernels, timing algorithms and creating library handles cannot happen
-during a capture. Autograd's leaf nodes remember the stream on which they were created; they are freed with each
-micro-batch's graph, so a capture, which runs on a stream of its own, creates them anew.
+The first steps run eagerly, because compiling kernels, timing algorithms, opening connections and creating library
+handles cannot happen during a capture. Autograd's leaf nodes remember the stream on which they were created; they are
+freed with each step, so a capture, which runs on a stream of its own, creates them anew.
 
-*Cost:* memory. The pool holds the activations of a micro-batch permanently, beside what eager micro-batches and
-evaluation need from the ordinary pool.
+*Memory.* Graphs have a pool of their own, which they share, as they never run at once. It holds permanently what an
+eager step allocates at its peak. Before a step runs eagerly the graphs are dropped and their memory is freed, so a rank
+never has both; evaluation, which keeps no activations, runs beside them.
+
+A graph holds its communicators: drop graphs before process groups are destroyed.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
-from megafp8.fp8 import Fp8Manager
-from megafp8.fp8.tensor import QuantizedTensor
+from megafp8.config import Config
+from megafp8.config import checks as config_checks
+from megafp8.data.samples import Batch
+from megafp8.training import fp8_config
 
 logger = logging.getLogger(__name__)
 EAGER_STEPS = 2
-"""The first compiles every kernel; in the second all memory is allocated, that of the optimizer's state included."""
+"""The first compiles kernels; only from the second on do delayed scales exist."""
+
+T = TypeVar("T")
 
 
-class Captured(NamedTuple):
-    """Recorded work on fixed memory: `replay` runs it again, and `result` then has its result."""
+def why_not(config: Config, device: torch.device) -> str:
+    """Why the steps of a run are not replayed; empty where they are."""
+    if config.training.cuda_graphs is False:
+        return "training.cuda_graphs is false"
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    problems = [*config_checks.cuda_graph_problems(config), *fp8_config.cuda_graph_problems(config)]
+    return problems[0].rule if problems else ""
 
-    replay: Callable[[], None]
-    result: Tensor
+
+def describe(reason: str) -> str:
+    """One line for the log, of what `why_not` returned."""
+    return f"CUDA graphs: not used, {reason}" if reason else "CUDA graphs: forward and backward passes of a step"
 
 
 class Capture(Protocol):
-    """Records `work` without running it. Recordings are replayed one after the other."""
+    """Records `work` without running it, and returns what replays it, one recording at a time.
 
-    def __call__(self, work: Callable[[], Tensor]) -> Captured: ...
+    Every replay returns the same object, whose tensors it has overwritten.
+    """
+
+    def __call__(self, work: Callable[[], T]) -> Callable[[], T]: ...
 
 
 class CudaCapture:
-    """Records into CUDA graphs that share one memory pool, in which referenced tensors are not overwritten."""
+    """Records into CUDA graphs that share one memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Callable[[], Tensor]) -> Captured:
+    def __call__(self, work: Callable[[], T]) -> Callable[[], T]:
         graph = torch.cuda.CUDAGraph()
-        # What other threads do, such as a loader that pins memory, need not break a capture on a stream of its own.
+        # thread_local: what other threads do, such as a loader that pins memory or the watchdog of a process group,
+        # need not break a capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
-        return Captured(graph.replay, result)
+
+        def replay() -> T:
+            graph.replay()
+            return result
+
+        return replay
 
 
-class MicrobatchGraphs:
-    """The micro-batches of a rank, captured after `eager_steps` steps and replayed from there on.
+class StepGraphs:
+    """The forward and backward passes of a rank's steps, captured after `eager_steps` steps and replayed from there on.
 
-    `fp8`: the manager of the layers that run. A step is `begin_step` and then, if `ready`, `run` for its micro-batches,
-    beginning with the first.
+    Collective where steps are: all ranks run the same kinds of steps in the same order.
     """
 
     def __init__(
         self,
-        fp8: Fp8Manager,
         device: torch.device,
         *,
         eager_steps: int = EAGER_STEPS,
-        capture: Capture | None = None,
+        new_capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
-        self.fp8, self.device = fp8, device
-        self.ready = False
-        self._eager_steps = eager_steps
-        self._capture = CudaCapture() if capture is None else capture
-        self._inputs: list[Tensor | None] | None = None
-        self._first: Captured | None = None
-        self._later: Captured | None = None
-        self._weights: list[QuantizedTensor | None] = []  # FP8 copies in the memory of `_first`
+        self.device = device
+        self._eager_steps, self._new_capture = eager_steps, new_capture
+        self._eager_runs: dict[Hashable, int] = {}  # that each kind of step still needs
+        self._capture: Capture | None = None
+        self._inputs: dict[Hashable, list[Batch]] = {}
+        self._replays: dict[Hashable, Callable[[], Any]] = {}
 
-    def restart(self, why: str) -> None:
-        """Run the next step eagerly and capture anew after it, since inputs get another shape."""
-        self._eager_steps = max(self._eager_steps, 1)
-        if self._first is not None:
-            logger.info(f"CUDA graph: {why}; captured anew after the next step")
-        self._inputs = self._first = self._later = None
-        self._weights = []
+    def run(
+        self,
+        variant: Hashable,
+        work: Callable[[Sequence[Batch]], T],
+        microbatches: Sequence[Batch],
+        *,
+        before_capture: Callable[[], None] = lambda: None,
+    ) -> T:
+        """`work` on the device, of micro-batches in host memory, without waiting for the device.
 
-    def begin_step(self) -> None:
-        """Begin a step."""
-        self.ready = self._eager_steps == 0
-        self._eager_steps = max(0, self._eager_steps - 1)
-
-    def run(self, work: Callable[..., Tensor], inputs: Sequence[Tensor | None], *, first: bool) -> Tensor:
-        """`work(*inputs)` for a micro-batch, the `first` of its step or a later one.
-
-        `work`, the same at every call, does forward and backward without waiting for the device and gives back one
-        tensor. That lies in the graph's memory: read or copy it before the next call. `inputs` always have the same
-        shapes and dtypes; from pinned memory they are copied without waiting.
+        `work`, the same for one `variant` at every call, returns tensors, in any structure. In a replay these lie in
+        memory of the graph: use or copy them before the next call. `before_capture` ends what other threads are doing
+        with the device, which could break a capture.
         """
-        self._copy(inputs)
-        if first:
-            if self._first is None:
-                self.fp8.forget_weights()  # an evaluation may have quantized them; the graph does so itself
-                self._first = self._captured(work, "the first micro-batch of a step")
-                self._weights = self.fp8.weight_copies()
-            self._first.replay()
-            self.fp8.restore_weight_copies(self._weights)
-            return self._first.result
-        if self._later is None:
-            self._later = self._captured(work, "later micro-batches")
-        self._later.replay()
-        return self._later.result
+        kind = (variant, tuple(x.shape for batch in microbatches for x in batch.tensors))
+        if self._eager_runs.setdefault(kind, 1 if self._eager_runs else self._eager_steps):
+            self._eager_runs[kind] -= 1
+            self.drop()
+            return work([batch.to(self.device) for batch in microbatches])
+        if kind not in self._inputs:
+            on_device = [batch.map(lambda x: torch.empty_like(x, device=self.device)) for batch in microbatches]
+            self._inputs[kind] = on_device
+        for buffers, batch in zip(self._inputs[kind], microbatches, strict=True):
+            for buffer, x in zip(buffers.tensors, batch.tensors, strict=True):
+                buffer.copy_(x, non_blocking=True)
+        if kind not in self._replays:
+            before_capture()
+            self._replays[kind] = self._record(work, self._inputs[kind])
+        return self._replays[kind]()
 
-    def _copy(self, inputs: Sequence[Tensor | None]) -> None:
-        if self._inputs is None:
-            self._inputs = [None if x is None else torch.empty_like(x, device=self.device) for x in inputs]
-        for buffer, x in zip(self._inputs, inputs, strict=True):
-            if buffer is None or x is None:
-                assert buffer is x, "an optional input was given once and missing once"
-                continue
-            assert buffer.shape == x.shape, f"an input of {tuple(x.shape)} for a graph of {tuple(buffer.shape)}"
-            buffer.copy_(x, non_blocking=True)
+    def drop(self) -> None:
+        """Free all graphs and their memory. Steps that follow are captured anew."""
+        self._replays.clear()
+        self._inputs.clear()
+        self._capture = None
 
-    def _captured(self, work: Callable[..., Tensor], what: str) -> Captured:
-        assert self._inputs is not None
-        inputs, start = self._inputs, time.perf_counter()
-        captured = self._capture(lambda: work(*inputs))
-        logger.info(f"CUDA graph: captured {what} in {time.perf_counter() - start:.2f} s; replayed from here on")
-        return captured
+    def _record(self, work: Callable[[Sequence[Batch]], T], inputs: Sequence[Batch]) -> Callable[[], T]:
+        if self._capture is None:
+            self._capture = self._new_capture()
+        start = time.perf_counter()
+        try:
+            replay = self._capture(lambda: work(inputs))
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"recording a step as a CUDA graph failed ({error}); training.cuda_graphs=false trains without"
+            ) from error
+        logger.info(f"CUDA graphs: recorded a step in {time.perf_counter() - start:.2f} s; replayed from here on")
+        return replay

@@ -91,13 +91,16 @@ def _finer_scales(config: Config) -> Iterator[Problem]:
 
 
 def _cuda_graphs(config: Config) -> Iterator[Problem]:
+    return cuda_graph_problems(config) if config.training.cuda_graphs is True else iter(())
+
+
+def cuda_graph_problems(config: Config) -> Iterator[Problem]:
+    """What keeps a step from being replayed, whatever `training.cuda_graphs` says; `config.checks` has more."""
     names = _operand_recipes(config.fp8, "grad_output")
     unfit = [name for name in RECIPES if name in names and RECIPES[name].capabilities.stochastic_rounding]
-    if config.training.cuda_graphs and unfit:
+    if unfit:
         rule = f"a graph would round the gradients of {', '.join(unfit)} with the same noise in every step"
-        yield Problem(
-            "training.cuda_graphs", True, rule, "try another fp8.recipe, or training.cuda_graphs=false"
-        )  # fmt: skip
+        yield Problem("training.cuda_graphs", True, rule, "try training.cuda_graphs=auto, or another fp8.recipe")
 
 
 def _kept_blocks(config: Config) -> list[str]:

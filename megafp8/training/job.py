@@ -30,6 +30,7 @@ from megafp8.parallel_state import (
     initialize_model_parallel,
 )
 from megafp8.pipeline_parallel.trace import write_timeline
+from megafp8.training import cuda_graphs
 from megafp8.training import fp8_param_gather as fp8_parameters
 from megafp8.training import fsdp as fully_sharded
 from megafp8.training.determinism import describe_determinism
@@ -142,6 +143,7 @@ class Job:
         trainer, parallel = self.trainer, self.parallel
         logger.info("data:\n" + describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
         logger.info(f"optimizer: {trainer.optimizer.reason}")
+        logger.info(cuda_graphs.describe(trainer.why_no_graphs))
         logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
         if self.config.model.sliding_window is not None or self.config.data.reset_at_documents:
             logger.info(attention.describe(parallel.device))
@@ -159,6 +161,7 @@ class Job:
         """Train from the current step to the end of the run; return once everything is saved."""
         t = self.config.training
         with (
+            contextlib.closing(self.trainer),
             self.saver or contextlib.nullcontext(),
             garbage_collected_after_steps(t.gc_interval) as after_step,
         ):

@@ -174,8 +174,6 @@ def begin_save(
         _metadata(trainer, step, fingerprint, data),
         changes_early=lambda name: name.startswith("fp8."),
     )
-    if trainer.graphs is not None:
-        saver.wait_copied()  # copies by another thread would break the capture of a CUDA graph
 
 
 def check_resume(config: Config, run: Path, fingerprint: str | None) -> CheckpointReader | None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.data_parallel.param_buffer import ParamBuffer
 from megafp8.distributed.collectives import all_gather_objects, all_reduce, broadcast
 from megafp8.fp8.formats import E4M3
-from megafp8.fp8.health import Record
+from megafp8.fp8.health import Record, Statistics
 from megafp8.models.context import BuildContext, tokens_per_rank, weight_storage
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
@@ -38,14 +38,12 @@ from megafp8.ops.deferred_wgrad import WgradStore
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from megafp8.parallel_state import ParallelState
-from megafp8.pipeline_parallel.actions import Action
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction, StageOutput
-from megafp8.pipeline_parallel.schedules.one_f_one_b import one_f_one_b
 from megafp8.pipeline_parallel.simulate import Timeline
 from megafp8.pipeline_parallel.trace import Stopwatch
 from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
-from megafp8.training.cuda_graphs import EAGER_STEPS, MicrobatchGraphs
+from megafp8.training.cuda_graphs import EAGER_STEPS, StepGraphs, why_not
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.fp8_param_gather import fp8_weights, weight_shards
 from megafp8.training.fsdp import gather_in_fp8, shard
@@ -56,6 +54,14 @@ from megafp8.training.pipeline import plan_pipeline
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "fp8": E4M3.dtype}
+
+
+class _Passes(NamedTuple):
+    """What the forward and backward passes of a step leave beside gradients: this rank's `[sum of losses, tokens]`,
+    float64, and what the FP8 report recorded."""
+
+    report: Tensor
+    statistics: Statistics
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,7 @@ class Trainer:
         else:
             initialize_parameters(self.model, config.seed)
             self.gradients, self.weights = self._build_buffers(wgrads)
+        self._updated = False  # weights have changed since they were gathered
         self.update = self._build_update()
         self.optimizer = self.update.optimizer
         if self.weights is not None and self.released:
@@ -144,10 +151,10 @@ class Trainer:
         self.nominal_tokens = t.global_batch_size * t.seq_length
         self.timeline: Timeline | None = None
         self._room = 0  # documents of a sample
-        self.graphs: MicrobatchGraphs | None = None
-        if t.cuda_graphs:
-            eager_steps = config.fp8.calibration_steps + EAGER_STEPS
-            self.graphs = MicrobatchGraphs(self.fp8, parallel.device, eager_steps=eager_steps)
+        self.why_no_graphs = why_not(config, parallel.device)
+        self.graphs: StepGraphs | None = None
+        if not self.why_no_graphs:
+            self.graphs = StepGraphs(parallel.device, eager_steps=config.fp8.calibration_steps + EAGER_STEPS)
 
     def _shard(self, dtype: torch.dtype) -> FullySharded:
         """Shard everything with FSDP: from here on parameters are this rank's rows."""
@@ -223,10 +230,10 @@ class Trainer:
     def publish_weights(self) -> None:
         """With ZeRO or FSDP, start to gather updated weights, in high precision or FP8. Collective.
 
-        Call it when weights or FP8 scales have changed. With `parallel.overlap_param_gather` the gather may still be
-        running on return.
+        A step begins with it. With `parallel.overlap_param_gather` the gather may still be running on return.
         """
-        self.wait_for_weights()
+        if self.weights is not None:
+            self.weights.wait()
         if self.sharded is not None:
             self.sharded.reshard()
         if self.fp8_gather is not None:
@@ -239,11 +246,19 @@ class Trainer:
             self.weights.start_gather()
             if not self.config.parallel.overlap_param_gather:
                 self.weights.wait()
+        self._updated = False
 
     def wait_for_weights(self) -> None:
-        """Wait until gathered parameters are up to date; call it before reading them outside a forward pass."""
+        """Gather the weights if they have been updated since, and wait; call it before reading them. Collective."""
+        if self._updated:
+            self.publish_weights()
         if self.weights is not None:
             self.weights.wait()
+
+    def close(self) -> None:
+        """Free CUDA graphs, which must not outlive the process groups whose communication they hold."""
+        if self.graphs is not None:
+            self.graphs.drop()
 
     def _build(self, stage: int, context: BuildContext) -> GPTStage:
         layers = self.plan.layers[stage]
@@ -277,27 +292,15 @@ class Trainer:
         report = torch.stack([loss.detach().double(), tokens.double()])
         return StageOutput(loss / self.nominal_tokens, report)
 
-    def _total(self, reports: Sequence[Tensor]) -> Tensor:
-        """`[sum of losses, tokens]` of the global batch, float64, on every rank. Does not synchronize the host."""
-        if self._has_loss:
-            total = torch.stack(list(reports)).sum(dim=0)
-            all_reduce(total, self.parallel.data_context.group)
-        else:
-            total = torch.zeros(2, dtype=torch.float64, device=self.parallel.device)
+    def _total(self, report: Tensor) -> Tensor:
+        """`[sum of losses, tokens]` of the global batch on every rank, from each rank's own. Does not wait."""
+        total = all_reduce(report.clone(), self.parallel.data_context.group) if self._has_loss else report.clone()
         return broadcast(total, self.parallel.pipeline.group, self.plan.last_rank)
-
-    def to_device(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The micro-batches of a step on this rank's device, with this context-parallel rank's tokens."""
-        context = self.parallel.context
-        return [batch.to(self.parallel.device).shard(context.rank, context.size) for batch in batches]
 
     def _with_room(self, batches: Sequence[Batch]) -> list[Batch]:
         """With room for as many documents as any batch so far has had, so that shapes hardly ever change."""
-        room = max([self._room, *(batch.room for batch in batches)])
-        if self.graphs is not None and room > self._room > 0:
-            self.graphs.restart(f"a sample has more than {self._room} documents")
-        self._room = room
-        return [batch.with_room(room) for batch in batches]
+        self._room = max([self._room, *(batch.room for batch in batches)])
+        return [batch.with_room(self._room) for batch in batches]
 
     def train_step(
         self, step: int, batches: Sequence[Batch], *, before_update: Callable[[], None] = lambda: None
@@ -308,19 +311,9 @@ class Trainer:
         On return the update is queued, not done: the next step is queued behind it, so that the device does not idle.
         """
         batches = self._with_room(batches)
-        self.gradients.zero()
         sampled = self.fp8.begin_step(step + 1)
-        if self.graphs is not None:
-            self.graphs.begin_step()
-        replays = self.graphs is not None and self.graphs.ready and not sampled
-        if replays:
-            self.wait_for_weights()  # a graph cannot wait for a gather that began outside it
-        traced = step + 1 == self.config.logging.pipeline_trace_step
-        stopwatch = Stopwatch(self.parallel.pipeline, self.parallel.device) if traced and not replays else None
-        actions = self.plan.train[self.parallel.pipeline.rank]
-        total = self._total(self._replay(batches) if replays else self._run(actions, batches, stopwatch))
-        if stopwatch is not None:
-            self.timeline = stopwatch.timeline()
+        passes = self._run_passes(step, batches, sampled, before_update)
+        total = self._total(passes.report)
         report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
         masked = batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
@@ -329,44 +322,55 @@ class Trainer:
         if self.weight_shards is not None:
             self.weight_shards.record_amaxes()
         self.fp8.end_step()
-        self.publish_weights()
-        self.fp8_records = self._gather_fp8_records() if sampled else []
+        self._updated = True
+        self.fp8_records = self._gather_fp8_records(passes.statistics) if sampled else []
         return self._loss(report), result
 
-    def _run(
-        self, actions: Sequence[Action], batches: Sequence[Batch], stopwatch: Stopwatch | None = None
-    ) -> list[Tensor]:
-        """Forward and backward of micro-batches, the last of which is the last of the step; returns their reports."""
+    def _run_passes(
+        self, step: int, batches: Sequence[Batch], sampled: bool, before_capture: Callable[[], None]
+    ) -> _Passes:
+        """Forward and backward passes of a step, replayed from a CUDA graph where there is one."""
+        if step + 1 == self.config.logging.pipeline_trace_step:
+            if self.graphs is not None:
+                self.graphs.drop()  # two steps' activations may not fit
+            stopwatch = Stopwatch(self.parallel.pipeline, self.parallel.device)
+            passes = self._forward_and_backward([x.to(self.parallel.device) for x in batches], stopwatch)
+            self.timeline = stopwatch.timeline()
+            return passes
+        if self.graphs is None:
+            return self._forward_and_backward([x.to(self.parallel.device) for x in batches])
+        if self.weights is not None:
+            self.weights.wait()  # a graph cannot wait for a gather that began outside it
+        return self.graphs.run(sampled, self._forward_and_backward, batches, before_capture=before_capture)
+
+    def _forward_and_backward(self, batches: Sequence[Batch], stopwatch: Stopwatch | None = None) -> _Passes:
+        """From zeroed gradients to their sums over data parallelism; batches `[b, s]` are on the device."""
+        context = self.parallel.context
+        self.gradients.zero()
+        self.publish_weights()
         if self.config.parallel.overlap_grad_reduce:
             self.gradients.start_overlap(len(batches))
-        return self.engine.run(
-            actions, self._stage_functions(), self.to_device(batches), backward=True, stopwatch=stopwatch
-        )
+        shards = [batch.shard(context.rank, context.size) for batch in batches]
+        actions = self.plan.train[self.parallel.pipeline.rank]
+        reports = self.engine.run(actions, self._stage_functions(), shards, backward=True, stopwatch=stopwatch)
+        self.wait_for_weights()
+        self.gradients.finish()
+        recorder = self.fp8.recorder
+        return _Passes(self._sum(reports), {} if recorder is None else recorder.observed)
+
+    def _sum(self, reports: Sequence[Tensor]) -> Tensor:
+        """`[sum of losses, tokens]` of this rank's micro-batches, float64; zeros where no stage has a loss."""
+        if self._has_loss:
+            return torch.stack(list(reports)).sum(dim=0)
+        return torch.zeros(2, dtype=torch.float64, device=self.parallel.device)
 
     def _stage_functions(self) -> list[StageFunction]:
         return [partial(self._forward, stage) for stage in self.stages]
 
-    def _replay(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Replay a step's micro-batches from CUDA graphs; the last one runs eagerly if it overlaps with reduction."""
-        assert self.graphs is not None
-        overlaps = self.config.parallel.overlap_grad_reduce and self.parallel.data_context.size > 1
-        replayed = len(batches) - overlaps
-        reports = []
-        for i, batch in enumerate(batches[:replayed]):
-            parts = [getattr(batch, part.name) for part in fields(batch)]
-            reports.append(self.graphs.run(self._forward_and_backward, parts, first=i == 0).clone())
-        last = one_f_one_b(self.plan.placement, 1)[0]  # graphs need a single stage
-        return reports + (self._run(last, batches[replayed:]) if overlaps else [])
-
-    def _forward_and_backward(self, *parts: Any) -> Tensor:
-        """Forward and backward of a micro-batch, given by the fields of its `Batch`, through the whole model."""
-        result = self._forward(self.stages[0], None, Batch(*parts))
-        result.output.backward()
-        return result.report
-
-    def _gather_fp8_records(self) -> list[Record]:
+    def _gather_fp8_records(self, statistics: Statistics) -> list[Record]:
         """The records of this step: those of all stages on rank 0, none elsewhere."""
         assert self.fp8.recorder is not None
+        self.fp8.recorder.observed = statistics  # of the graph that was replayed, else its own
         own, parallel = self.fp8.recorder.end_step(), self.parallel
         if not (parallel.tensor.is_first and parallel.data_context.is_first):
             return []
@@ -376,10 +380,14 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Loss:
         """Loss of a global batch without training; does not update FP8 statistics."""
+        if self._updated:
+            self.publish_weights()
+        context, device = self.parallel.context, self.parallel.device
+        shards = [batch.to(device).shard(context.rank, context.size) for batch in batches]
         with self.fp8.recording(False):
             actions = self.plan.evaluate[self.parallel.pipeline.rank]
-            reports = self.engine.run(actions, self._stage_functions(), self.to_device(batches), backward=False)
-        return self._loss(self._total(reports))
+            reports = self.engine.run(actions, self._stage_functions(), shards, backward=False)
+        return self._loss(self._total(self._sum(reports)))
 
     @staticmethod
     def _loss(total: Tensor) -> Loss:

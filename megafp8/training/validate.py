@@ -47,7 +47,7 @@ def choose_device(config: Config) -> str:
     found = torch.cuda.is_available()
     needs_cuda = (
         ("device", config.device, config.device == "cuda", "device=cpu or device=auto"),
-        ("training.cuda_graphs", True, config.training.cuda_graphs, "training.cuda_graphs=false"),
+        ("training.cuda_graphs", True, config.training.cuda_graphs is True, "training.cuda_graphs=auto"),
         ("parallel.overlap_tensor", "symmetric", config.parallel.overlap_tensor == "symmetric",
          "parallel.overlap_tensor=chunked"),
     )  # fmt: skip

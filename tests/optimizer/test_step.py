@@ -62,6 +62,7 @@ def _train(overlap: bool, scale: float = 1.0, sharded: bool = False) -> tuple[di
             if overlap and micro_batch == len(rows) - 1:
                 step.buffer.start_overlap()
             (loss_sum(p, row) * (scale / tokens[:, 1:].numel())).backward()
+        step.buffer.finish()
         result = step(HYPER["lr"], grad_scale=None if scale == 1.0 else torch.tensor(1 / scale))
         assert not result.skipped
         gather()
@@ -109,6 +110,7 @@ def _nan_case(value: float, dtype: torch.dtype, sharded: bool) -> tuple[StepResu
         for name, param in p.items():
             bad = (i, name, dist.get_rank()) == (1, "b", 1)
             param.grad_sink(torch.full((3, 4), value if bad else 1.0))  # type: ignore[attr-defined]
+        step.buffer.finish()
         results.append(step(0.1))
         gather()
         states.append(_state(p, step.optimizer))

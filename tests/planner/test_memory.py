@@ -192,13 +192,12 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
         rows = trainer.sharded.row_shards.values()
         fp8 = sum(shard.values.numel() for shard in rows if shard.param in trainer.released)
         return [fp8, trainer.sharded.flat.nbytes, sum(shard.values.nbytes for shard in rows), moments, 0], planned
+    weights = []
     for module in trainer.model.modules():
         state = getattr(module, "state", None)
         if state is not None and state.plan.fp8:
-            state.fp8_weight(module.weight, columnwise=not state.high_precision.dgrad)
-    weights = [
-        part for kept in trainer.fp8.weight_copies() if kept is not None for part in kept[:2] if part is not None
-    ]
+            kept = state.fp8_weight(module.weight, columnwise=not state.high_precision.dgrad)
+            weights += [part for part in kept[:2] if part is not None]
     measured = [
         sum(p.nbytes for p in trainer.params) if trainer.weights is None else trainer.weights.nbytes,
         trainer.gradients.flat.nbytes,

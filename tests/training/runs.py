@@ -13,11 +13,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_
 
 from megafp8.checkpoint import CheckpointReader
 from megafp8.checkpoint.store import step_folder
@@ -27,7 +28,7 @@ from megafp8.data.samples import PADDING, Batch, next_token_batch
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training import job
-from megafp8.training.cuda_graphs import Captured, MicrobatchGraphs
+from megafp8.training.cuda_graphs import StepGraphs
 from megafp8.training.fp8_config import check_recipe
 from megafp8.training.inputs import open_inputs
 from megafp8.training.state import checkpoint_folder, save_state
@@ -130,6 +131,7 @@ WORDS: dict[str, Sections] = {
     "power-of-two": {"fp8": {"power_of_two_scale": True}},
     "some-layers": {"fp8": {"exclude": ["layers.0.*", "*.mlp.down"]}},
     "report": {"fp8": {"report_interval": 1}},
+    "report-2": {"fp8": {"report_interval": 2}},
     "report-3": {"fp8": {"report_interval": 3}},
     "fp8-gather": {"fp8": {"param_gather": True}},
     # optimizer
@@ -215,6 +217,9 @@ Curve = list[tuple[float, float]]
 """(loss, gradient norm) of each step; of a skipped one (loss, 0), of an evaluation (loss, tokens)."""
 
 
+T = TypeVar("T")
+
+
 class RerunCapture:
     """Stands in for a CUDA graph's capture: a replay runs the work again, on the memory that it was captured with, and
     leaves the result in the memory that it had at first. Counts captures and replays."""
@@ -222,23 +227,26 @@ class RerunCapture:
     def __init__(self) -> None:
         self.captures = self.replays = 0
 
-    def __call__(self, work: Callable[[], Tensor]) -> Captured:
+    def __call__(self, work: Callable[[], T]) -> Callable[[], T]:
         self.captures += 1
-        result = torch.full((2,), torch.nan, dtype=torch.float64)
+        results: list[T] = []
 
-        def replay() -> None:
+        def replay() -> T:
             self.replays += 1
-            result.copy_(work())
+            results.append(work())
+            if len(results) > 1:
+                tree_map_(lambda old, new: old.copy_(new), results[0], results.pop())
+            return results[0]
 
-        return Captured(replay, result)
+        return replay
 
 
-class RerunGraphs(MicrobatchGraphs):
+class RerunGraphs(StepGraphs):
     """Graphs on a CPU, after one eager step."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self) -> None:
         self.rerun = RerunCapture()
-        super().__init__(trainer.fp8, trainer.parallel.device, eager_steps=1, capture=self.rerun)
+        super().__init__(torch.device("cpu"), eager_steps=1, new_capture=lambda: self.rerun)
 
 
 def check_config(config: Config, ranks: int) -> None:
@@ -256,7 +264,7 @@ def check_config(config: Config, ranks: int) -> None:
 
 def start(config: Config) -> tuple[Trainer, ParallelState]:
     """A trainer on the ranks that are here. Its CUDA graphs are `RerunGraphs`; it offloads activations of any size."""
-    p, graphs = config.parallel, config.training.cuda_graphs
+    p, graphs = config.parallel, config.training.cuda_graphs is True
     check_config(config.model_copy(update={"device": "auto"}) if graphs else config, dist.get_world_size())
     if graphs:
         config = config.model_copy(update={"training": config.training.model_copy(update={"cuda_graphs": False})})
@@ -266,7 +274,7 @@ def start(config: Config) -> tuple[Trainer, ParallelState]:
     )
     trainer = Trainer(config, parallel)
     if graphs:
-        trainer.graphs = RerunGraphs(trainer)
+        trainer.graphs = RerunGraphs()
     for stage in trainer.stages:
         if stage.offload is not None:
             stage.offload.smallest = 0

@@ -125,7 +125,7 @@ def test_custom_has_the_options_of_the_recipes_it_names() -> None:
 
 
 FINER_INPUT, FINER_WEIGHTS = "finer scales for an MLP's input than one per tensor", "finer scales for weights than one"
-SAME_NOISE = "a graph would round the gradients of nvfp4 with the same noise in every step; try another fp8.recipe"
+SAME_NOISE = "a graph would round the gradients of nvfp4 with the same noise in every step; try training"
 
 
 @pytest.mark.parametrize(

@@ -135,23 +135,15 @@ OPTION = {name: words for group in OPTIONS for name, words in group.items()}
 PAIRS = [pair for one, other in itertools.combinations(OPTIONS, 2) for pair in itertools.product(one, other)]
 REFUSED = {
     **{
-        ("graphs", name): "a graph holds no communication, and parallel.pipeline is 2"
-        for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev")
-    },
-    **{
         ("remainders", name): "it is for bf16 weights, and training.precision is fp64"
         for name in ("delayed", "current", "blockwise", "smooth", "fp8-gather")
     },
     **{("hsdp", name): "it leaves weight gradients for later" for name in ("zb-h1", "zb-v", "dualpipev")},
     ("hsdp", "fp8-reduce"): "parallel.fsdp sums through torch, in the dtype that travels",
     ("hsdp", "remainders"): "parallel.fsdp stores fp32 masters only",
-    ("hsdp", "graphs"): "a graph holds no communication, and parallel.fsdp gathers weights in every micro-batch",
-    ("graphs", "tensor"): "a graph holds no communication, and parallel.tensor is 2",
-    ("graphs", "tensor-sequence"): "a graph holds no communication, and parallel.tensor is 2",
-    ("graphs", "tensor-overlap"): "a graph holds no communication, and parallel.tensor is 2",
+    ("hsdp", "graphs"): "parallel.fsdp gathers weights into memory that torch allocates anew",
     ("tensor", "tensor-overlap"): "parallel.sequence_parallel is false, so every rank has all tokens",
-    ("graphs", "context"): "a graph holds no communication, and parallel.context is 2",
-    ("graphs", "offload"): "a CUDA graph holds no copies to the host that last from one replay to the next",
+    ("graphs", "offload"): "parallel.offload copies activations to memory of the host, which a graph cannot allocate",
     ("blockwise", "smooth"): "fp8.recipe blockwise has finer scales for an MLP's input than one per tensor",
     ("blockwise", "fp8-gather"): "fp8.recipe blockwise has finer scales for weights than one per tensor",
 }
