@@ -229,9 +229,19 @@ class MixedPrecisionAdamW:
         if self._rounded_params:
             torch._foreach_copy_(self._rounded_params, self._rounded_masters)
 
-    def step(self, lr: float, weight_decay: float | None = None) -> None:
-        """One update from the gradients in the buffer. `weight_decay` replaces the decay from here on."""
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `step` takes a `skip`. apex counts steps on the host; storing state again may round it again."""
+        return not (self._apex or self._loads_state)
+
+    def step(self, lr: float, weight_decay: float | None = None, *, skip: Tensor | None = None) -> None:
+        """One update from the gradients in the buffer. `weight_decay` replaces the decay from here on.
+
+        `skip`: a bool scalar on the device; where it is true nothing changes, and `forget_step` must follow.
+        """
         for adam in self._adams:
+            if skip is not None:
+                adam.found_inf = skip.float()  # type: ignore[attr-defined]  # torch's name, from gradient scaling
             for group in adam.param_groups:
                 group["lr"] = lr
                 if weight_decay is not None and group["decays"]:
@@ -242,6 +252,10 @@ class MixedPrecisionAdamW:
                 adam.step()
         self._step_count += 1
         self._copy_masters_to_params()
+
+    def forget_step(self) -> None:
+        """Uncount the last step, which the device has skipped."""
+        self._step_count -= 1
 
     def _load_moments(self, master: Tensor) -> dict[str, Tensor]:
         return {key: self.storage[master][key].load() for key in _MOMENTS}

@@ -16,7 +16,9 @@ parallelism and between stages are of equal shards there (`buckets` ensures it),
 parallelism too. The updated weights are gathered by the caller (`ParamBuffer`), since those gathered in FP8 need the
 next step's scales.
 
-Everything up to the norm is queued on the device before the host waits, once, for the norm.
+*The host waits once*, for the norm, when all of the step is queued: the device clips and skips by the norm that it has
+computed, and goes on. Only before an optimizer that cannot skip on the device (`MixedPrecisionAdamW.skips_on_device`)
+does the host wait for the norm.
 """
 
 from __future__ import annotations
@@ -86,14 +88,19 @@ class OptimizerStep:
         if grad_scale is not None:
             for gradient in self.buffer.owned:
                 gradient.mul_(grad_scale)
-        norm = self.global_norm().cpu()
-        grad_norm = norm.item()
-        if not math.isfinite(grad_norm):
-            return StepResult(grad_norm, skipped=True)
+        norm = self.global_norm()
+        on_host = _OnHost(norm)
+        on_device = self.optimizer.skips_on_device
+        if not on_device and not math.isfinite(on_host.item()):
+            return StepResult(on_host.item(), skipped=True)
         if self.max_norm is not None:
-            clip_(self.buffer.owned, norm, self.max_norm)
-        self.optimizer.step(lr)
-        return StepResult(grad_norm, skipped=False)
+            multiply_(self.buffer.owned, clip_factor(norm, self.max_norm))
+        self.optimizer.step(lr, skip=~norm.isfinite() if on_device else None)
+        grad_norm = on_host.item()
+        skipped = not math.isfinite(grad_norm)
+        if skipped:
+            self.optimizer.forget_step()
+        return StepResult(grad_norm, skipped)
 
     def reduce_shared_gradients(self) -> None:
         """Complete, in place, the gradients of parameters that several ranks of one model hold.
@@ -139,13 +146,30 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum()
 
 
-def clip_(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale `gradients` by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
+class _OnHost:
+    """A copy of a scalar to the host, under way. What is queued after it is not waited for."""
 
-    `norm` is on the host by now, so a factor of 1 costs nothing.
-    """
-    assert norm.device.type == "cpu"
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
-    if factor != 1.0:
-        for gradient in gradients:
-            gradient.mul_(factor)
+    def __init__(self, x: Tensor) -> None:
+        self._copy = x.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+
+    def item(self) -> float:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy.item()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` has it; NaN for a norm of NaN."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply fp32 tensors in place; on CUDA at no cost where the factor is 1."""
+    for x in tensors:
+        if x.is_cuda:
+            from megafp8.kernels import multiply  # needs Triton, which comes with torch's CUDA builds
+
+            multiply.multiply_(x, factor)
+        else:
+            x.mul_(factor)

@@ -14,7 +14,7 @@ from torch import nn
 from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
 from megafp8.data_parallel.param_buffer import ParamBuffer
 from megafp8.optimizer.adam import MixedPrecisionAdamW
-from megafp8.optimizer.step import OptimizerStep, StepResult, clip_
+from megafp8.optimizer.step import OptimizerStep, StepResult, clip_factor, multiply_
 from megafp8.parallel_state import ParallelState, initialize_model_parallel
 from tests.tiny_model import batch, loss_sum, make_buffer, make_param, reference, tiny_params
 from tests.world import World
@@ -141,7 +141,7 @@ def test_no_clipping_without_a_limit() -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device_before_the_norm() -> None:
+def test_a_step_waits_for_nothing_but_its_norm() -> None:
     params = [make_param(f"p{i}", np.ones((64, 64)), torch.bfloat16, "cuda", is_copy=i == 2) for i in range(3)]
     step = _step(make_buffer(params, 100))
     step(0.1)
@@ -152,12 +152,10 @@ def test_nothing_waits_for_the_device_before_the_norm() -> None:
         for param in params:
             param.grad_sink(torch.ones(64, 64, dtype=torch.bfloat16, device="cuda"))  # type: ignore[attr-defined]
         step.buffer.finish()
-        step.reduce_shared_gradients()
-        norm = step.global_norm()
-        step.optimizer.step(0.1)
+        result = step(0.1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert norm.item() == pytest.approx(np.sqrt(2 * 64 * 64), rel=1e-6)
+    assert result.grad_norm == pytest.approx(np.sqrt(2 * 64 * 64), rel=1e-6)
 
 
 # --- shared gradients and the norm under TP2 × PP2 --------------------------------------------------------------------
@@ -290,7 +288,7 @@ def test_clip_equals_torch(max_norm: float) -> None:
         param.grad_sink(other.grad)  # type: ignore[attr-defined]
     expected_norm = torch.nn.utils.clip_grad_norm_(reference, max_norm)
     norm = step.global_norm()
-    clip_(step.buffer.owned, norm, max_norm)
+    multiply_(step.buffer.owned, clip_factor(norm, max_norm))
     assert norm.dtype == torch.float32
     torch.testing.assert_close(norm, expected_norm.detach(), rtol=2e-7, atol=0)
     for param, other in zip(params, reference):
