@@ -36,7 +36,7 @@ from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.fp8.gemm.dispatch import Fp8Gemm
 from megafp8.ops.attention import sdpa_backends
 from megafp8.parallel_state import ParallelState
-from megafp8.training.cuda_graphs import StepGraphs
+from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs
 
 GRAPH, FLOOR = "+graph", "+floor"
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -109,11 +109,12 @@ class Layers:
 class GraphedLayers(Layers):
     """Layers whose steps are replayed after the first ones. x and dy must be the same tensors always."""
 
-    graphs: StepGraphs = field(kw_only=True)
+    graphs: Graphs = field(kw_only=True)
 
     def passes(self, x_sbh: Tensor, dy_sbh: Tensor, micro_batches: int) -> Tensor:
         eager = super().passes
-        return self.graphs.run(micro_batches, lambda _: eager(x_sbh, dy_sbh, micro_batches), ())
+        work = partial(eager, x_sbh, dy_sbh, micro_batches)
+        return self.graphs.run(f"step of {micro_batches}", lambda _: work(), (), eager_runs=EAGER_STEPS)
 
 
 Builder = Callable[[Problem], Layers]
@@ -205,7 +206,7 @@ def build_megafp8(problem: Problem, graphed: bool = False, **fp8: Any) -> Layers
         return x_sbh + branch_sbh
 
     if graphed:
-        graphs = StepGraphs(problem.device)
+        graphs = Graphs(problem.device)
         return GraphedLayers(forward, parameters, buffer.zero, manager.end_step, graphs=graphs)
     return Layers(forward, parameters, buffer.zero, manager.end_step)
 

@@ -423,7 +423,6 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     offload = "parallel.offload copies activations to memory of the host, which a graph cannot allocate"
     rules = (
         (config.device == "cpu", "device is cpu, which has no CUDA graphs", "device=cuda"),
-        (p.fsdp, "parallel.fsdp gathers weights into memory that torch allocates anew", "parallel.fsdp=false"),
         (bool(p.offload), offload, "parallel.offload=false"),
     )
     for applies, rule, works in rules:

@@ -345,7 +345,7 @@ class TrainingConfig(Section):
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Record the forward and backward passes of a step, with their communication, as a CUDA graph and replay it, so
     that the GPU never waits for the host. The loss is the same. auto: wherever a graph can hold them; not on a CPU, nor
-    with parallel.fsdp, parallel.offload or nvfp4 gradients. true: an error there."""
+    with parallel.offload or nvfp4 gradients. true: an error there."""
     gc_interval: Count = 100
     """Steps between runs of Python's garbage collector, which all ranks run after the same step so that none waits for
     another. 0: automatic collection."""

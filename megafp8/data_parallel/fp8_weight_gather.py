@@ -140,6 +140,16 @@ class _BufferPool:
                 if buffer.last_read is not None:
                     buffer.last_read.record()
 
+    def record_reads(self) -> None:
+        """Let the next writers wait for all that has been queued on the current stream.
+
+        In a step that is captured in a CUDA graph they could not wait for events of an earlier step.
+        """
+        self.release_unused()
+        for buffer in self._buffers:
+            if buffer.owner is None and buffer.last_read is not None:
+                buffer.last_read.record()
+
 
 class _Block:
     """Weights that torch gathers together: `indices` of the transport's."""
@@ -208,8 +218,13 @@ class Fp8WeightGather:
     def __init__(
         self, blocks: Sequence[Sequence[Fp8Weight]], transport: Transport, ranks: int, device: torch.device
     ) -> None:
-        self.own, self.synchronize = transport.own, transport.synchronize
-        pool, start = _BufferPool(device), 0
+        self.own, self._transport = transport.own, transport
+        self._pool, start = _BufferPool(device), 0
         for weights in blocks:
             if weights:
-                _Block(weights, range(start, start := start + len(weights)), transport, pool, ranks)
+                _Block(weights, range(start, start := start + len(weights)), transport, self._pool, ranks)
+
+    def synchronize(self) -> None:
+        """Order, on the current stream: work that any rank queued before completes before work queued after."""
+        self._transport.synchronize()
+        self._pool.record_reads()

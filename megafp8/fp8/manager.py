@@ -234,6 +234,11 @@ class Fp8Manager:
         self.forget_weights()
         return self.recorder is not None and self.recorder.begin_step(step)
 
+    @property
+    def calibrating(self) -> bool:
+        """Whether a layer still calibrates its static scales, in high precision."""
+        return any(plan.calibrating for plan in self.plans)
+
     def end_step(self) -> None:
         """End a training step, after the optimizer changed the weights: renew scales, forget the weights' FP8 copies.
 

@@ -160,8 +160,11 @@ class _OnHost:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` has it; NaN for a norm of NaN."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    """min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` has it.
+
+    1 where the norm is not finite: the step is skipped, and gradients still tell whose were not.
+    """
+    return torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
 
 def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -20,7 +20,7 @@ rank that hangs would never be noticed.
 - micro-batches are copied into fixed buffers before each replay; other shapes are another graph
 - parameters, sums of gradients, scales and amaxes are updated in place
 - a step that the FP8 report samples is another graph, which computes the statistics too
-- static scaling calibrates in high precision first, and capture waits for the end of that
+- while static scaling calibrates, in high precision, everything is eager
 - stochastic rounding is keyed by numbers of the host: such recipes train without graphs
 - dropout, which would need random numbers of torch's generator, does not exist here
 - exchanges through symmetric memory alternate between two buffers and assume that consecutive ones differ. The last of
@@ -31,9 +31,11 @@ The first steps run eagerly, because compiling kernels, timing algorithms, openi
 handles cannot happen during a capture. Autograd's leaf nodes remember the stream on which they were created; they are
 freed with each step, so a capture, which runs on a stream of its own, creates them anew.
 
+*Evaluations* are replayed too, each batch from one graph.
+
 *Memory.* Graphs have a pool of their own, which they share, as they never run at once. It holds permanently what an
-eager step allocates at its peak. Before a step runs eagerly the graphs are dropped and their memory is freed, so a rank
-never has both; evaluation, which keeps no activations, runs beside them.
+eager step allocates at its peak. Before anything runs eagerly the graphs are dropped and their memory is freed, so a
+rank never has both.
 
 A graph holds its communicators: drop graphs before process groups are destroyed.
 """
@@ -54,24 +56,24 @@ from megafp8.training import fp8_config
 
 logger = logging.getLogger(__name__)
 EAGER_STEPS = 2
-"""The first compiles kernels; only from the second on do delayed scales exist."""
+"""Steps before a capture: only from the second on do delayed scales exist, and are kernels compiled that use them."""
 
 T = TypeVar("T")
 
 
-def why_not(config: Config, device: torch.device) -> str:
-    """Why the steps of a run are not replayed; empty where they are."""
+def why_not(config: Config, device: str) -> str:
+    """Why the steps of a run on `device`, cuda or cpu, are not replayed; empty where they are."""
     if config.training.cuda_graphs is False:
         return "training.cuda_graphs is false"
-    if device.type != "cuda":
-        return f"the device is {device.type}"
+    if device != "cuda":
+        return f"the device is {device}"
     problems = [*config_checks.cuda_graph_problems(config), *fp8_config.cuda_graph_problems(config)]
     return problems[0].rule if problems else ""
 
 
 def describe(reason: str) -> str:
     """One line for the log, of what `why_not` returned."""
-    return f"CUDA graphs: not used, {reason}" if reason else "CUDA graphs: forward and backward passes of a step"
+    return f"CUDA graphs: not used: {reason}" if reason else "CUDA graphs: forward and backward passes are replayed"
 
 
 class Capture(Protocol):
@@ -103,43 +105,37 @@ class CudaCapture:
         return replay
 
 
-class StepGraphs:
-    """The forward and backward passes of a rank's steps, captured after `eager_steps` steps and replayed from there on.
+class Graphs:
+    """Work of a rank that is repeated, such as the passes of a step: eager at first, then captured and replayed.
 
-    Collective where steps are: all ranks run the same kinds of steps in the same order.
+    All ranks run the same kinds of work in the same order.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        eager_steps: int = EAGER_STEPS,
-        new_capture: Callable[[], Capture] = CudaCapture,
-    ) -> None:
-        self.device = device
-        self._eager_steps, self._new_capture = eager_steps, new_capture
-        self._eager_runs: dict[Hashable, int] = {}  # that each kind of step still needs
+    def __init__(self, device: torch.device, *, new_capture: Callable[[], Capture] = CudaCapture) -> None:
+        self.device, self._new_capture = device, new_capture
+        self._eager_runs: dict[Hashable, int] = {}  # of each kind of work so far
         self._capture: Capture | None = None
         self._inputs: dict[Hashable, list[Batch]] = {}
         self._replays: dict[Hashable, Callable[[], Any]] = {}
 
     def run(
         self,
-        variant: Hashable,
+        name: str,
         work: Callable[[Sequence[Batch]], T],
         microbatches: Sequence[Batch],
         *,
+        eager_runs: int = 1,
         before_capture: Callable[[], None] = lambda: None,
     ) -> T:
         """`work` on the device, of micro-batches in host memory, without waiting for the device.
 
-        `work`, the same for one `variant` at every call, returns tensors, in any structure. In a replay these lie in
-        memory of the graph: use or copy them before the next call. `before_capture` ends what other threads are doing
-        with the device, which could break a capture.
+        `work`, the same for one `name` at every call, returns tensors, in any structure. In a replay these lie in
+        memory of the graph: use or copy them before the next call. The first `eager_runs` are eager. `before_capture`
+        ends what other threads are doing with the device, which could break a capture.
         """
-        kind = (variant, tuple(x.shape for batch in microbatches for x in batch.tensors))
-        if self._eager_runs.setdefault(kind, 1 if self._eager_runs else self._eager_steps):
-            self._eager_runs[kind] -= 1
+        kind = (name, tuple(x.shape for batch in microbatches for x in batch.tensors))
+        if self._eager_runs.setdefault(kind, 0) < eager_runs:
+            self._eager_runs[kind] += 1
             self.drop()
             return work([batch.to(self.device) for batch in microbatches])
         if kind not in self._inputs:
@@ -150,7 +146,7 @@ class StepGraphs:
                 buffer.copy_(x, non_blocking=True)
         if kind not in self._replays:
             before_capture()
-            self._replays[kind] = self._record(work, self._inputs[kind])
+            self._replays[kind] = self._record(name, work, self._inputs[kind])
         return self._replays[kind]()
 
     def drop(self) -> None:
@@ -159,7 +155,7 @@ class StepGraphs:
         self._inputs.clear()
         self._capture = None
 
-    def _record(self, work: Callable[[Sequence[Batch]], T], inputs: Sequence[Batch]) -> Callable[[], T]:
+    def _record(self, name: str, work: Callable[[Sequence[Batch]], T], inputs: Sequence[Batch]) -> Callable[[], T]:
         if self._capture is None:
             self._capture = self._new_capture()
         start = time.perf_counter()
@@ -169,7 +165,7 @@ class StepGraphs:
             raise
         except Exception as error:
             raise RuntimeError(
-                f"recording a step as a CUDA graph failed ({error}); training.cuda_graphs=false trains without"
+                f"recording a CUDA graph of a {name} failed ({error}); training.cuda_graphs=false trains without"
             ) from error
-        logger.info(f"CUDA graphs: recorded a step in {time.perf_counter() - start:.2f} s; replayed from here on")
+        logger.info(f"CUDA graphs: {name} recorded in {time.perf_counter() - start:.2f} s; replayed from here on")
         return replay

@@ -27,6 +27,7 @@ from megafp8.planner.activations import layer_plans
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
 from megafp8.planner.memory import RankMemory, fp8_parameters, memory_table, pipeline_memory, state_memory
 from megafp8.planner.stages import stages_of
+from megafp8.training import cuda_graphs
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.inputs import describe_planned_data, with_vocabulary
 from megafp8.training.pipeline import PipelinePlan, describe_schedule, num_microbatches, plan_pipeline
@@ -130,6 +131,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"parameters: {sum(size.of_model for size in sizes):,} in the model;"
         f" {flops_per_token(config.model, t.seq_length) / 1e9:.3f} GFLOP per token",
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
+        cuda_graphs.describe(cuda_graphs.why_not(config, "cuda" if config.device == "auto" else config.device)),
         "",
         "                                   GiB/rank of",
         "stage  layers    parameters/rank  weights  gradients  optimizer  ranks",

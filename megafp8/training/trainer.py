@@ -43,7 +43,7 @@ from megafp8.pipeline_parallel.simulate import Timeline
 from megafp8.pipeline_parallel.trace import Stopwatch
 from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
-from megafp8.training.cuda_graphs import EAGER_STEPS, StepGraphs, why_not
+from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, why_not
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.fp8_param_gather import fp8_weights, weight_shards
 from megafp8.training.fsdp import gather_in_fp8, shard
@@ -151,10 +151,10 @@ class Trainer:
         self.nominal_tokens = t.global_batch_size * t.seq_length
         self.timeline: Timeline | None = None
         self._room = 0  # documents of a sample
-        self.why_no_graphs = why_not(config, parallel.device)
-        self.graphs: StepGraphs | None = None
+        self.why_no_graphs = why_not(config, parallel.device.type)
+        self.graphs: Graphs | None = None
         if not self.why_no_graphs:
-            self.graphs = StepGraphs(parallel.device, eager_steps=config.fp8.calibration_steps + EAGER_STEPS)
+            self.graphs = Graphs(parallel.device)
 
     def _shard(self, dtype: torch.dtype) -> FullySharded:
         """Shard everything with FSDP: from here on parameters are this rank's rows."""
@@ -337,11 +337,17 @@ class Trainer:
             passes = self._forward_and_backward([x.to(self.parallel.device) for x in batches], stopwatch)
             self.timeline = stopwatch.timeline()
             return passes
-        if self.graphs is None:
+        if self.graphs is None or self.fp8.calibrating:
             return self._forward_and_backward([x.to(self.parallel.device) for x in batches])
         if self.weights is not None:
             self.weights.wait()  # a graph cannot wait for a gather that began outside it
-        return self.graphs.run(sampled, self._forward_and_backward, batches, before_capture=before_capture)
+        return self.graphs.run(
+            "sampled step" if sampled else "step",
+            self._forward_and_backward,
+            batches,
+            eager_runs=1 if sampled else EAGER_STEPS,
+            before_capture=before_capture,
+        )
 
     def _forward_and_backward(self, batches: Sequence[Batch], stopwatch: Stopwatch | None = None) -> _Passes:
         """From zeroed gradients to their sums over data parallelism; batches `[b, s]` are on the device."""
@@ -380,14 +386,22 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Loss:
         """Loss of a global batch without training; does not update FP8 statistics."""
-        if self._updated:
-            self.publish_weights()
-        context, device = self.parallel.context, self.parallel.device
-        shards = [batch.to(device).shard(context.rank, context.size) for batch in batches]
+        self.wait_for_weights()
+        self.fp8.forget_weights()  # a graph makes FP8 copies of its own, and leaves them in its memory
+        if self.graphs is None or self.fp8.calibrating:
+            report = self._forward_only([x.to(self.parallel.device) for x in batches])
+        else:
+            report = self.graphs.run("evaluation", self._forward_only, self._with_room(batches))
+        self.fp8.forget_weights()
+        return self._loss(self._total(report))
+
+    def _forward_only(self, batches: Sequence[Batch]) -> Tensor:
+        """The report of forward passes; batches `[b, s]` are on the device."""
+        context = self.parallel.context
+        shards = [batch.shard(context.rank, context.size) for batch in batches]
+        actions = self.plan.evaluate[self.parallel.pipeline.rank]
         with self.fp8.recording(False):
-            actions = self.plan.evaluate[self.parallel.pipeline.rank]
-            reports = self.engine.run(actions, self._stage_functions(), shards, backward=False)
-        return self._loss(self._total(self._sum(reports)))
+            return self._sum(self.engine.run(actions, self._stage_functions(), shards, backward=False))
 
     @staticmethod
     def _loss(total: Tensor) -> Loss:

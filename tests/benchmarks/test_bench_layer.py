@@ -18,7 +18,7 @@ from benchmarks.bench_layer import Result, Work, difference, rows, time_iteratio
 from benchmarks.blocks import SHAPES, ReferenceLayers, random_weights
 from benchmarks.layer_variants import GraphedLayers, Layers, Problem, build_eager, floor_of, variants
 from megafp8.parallel_state import destroy_model_parallel, initialize_distributed, initialize_model_parallel
-from megafp8.training.cuda_graphs import StepGraphs
+from megafp8.training.cuda_graphs import Graphs
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
@@ -113,12 +113,12 @@ def test_graphed_layers_are_replayed_after_the_first_steps() -> None:
 
         return replay
 
-    graphs = StepGraphs(CPU, eager_steps=1, new_capture=lambda: capture)
+    graphs = Graphs(CPU, new_capture=lambda: capture)
     graphed = GraphedLayers(layers.forward, layers.parameters, layers.zero_grad, layers.end_step, graphs=graphs)
-    for _ in range(3):
+    for _ in range(4):
         dx = graphed.iteration(work.x_sbh, 2 * work.dy_sbh, 3)
         assert torch.equal(dx, torch.full((2, 1, 3), 2.0))
-    assert log == [*2 * [True, False, False, "end"], "end"], "eager, captured, neither"
+    assert log == [*3 * [True, False, False, "end"], "end"], "eager twice, captured, neither"
     assert len(replays) == 2
 
 

@@ -328,9 +328,6 @@ CASES: list[tuple[list[str], int, str]] = [
      "parallel.overlap_tensor = 'chunked': parallel.sequence_parallel is false, so every rank has all tokens and "
      "none are gathered; try parallel.sequence_parallel=true, or parallel.overlap_tensor=none"),
     (["training.cuda_graphs=true", "device=cpu"], 1, "training.cuda_graphs = True: device is cpu, which has no CUDA"),
-    (["training.cuda_graphs=true", "parallel.fsdp=true"], 2,
-     "training.cuda_graphs = True: parallel.fsdp gathers weights into memory that torch allocates anew; try "
-     "training.cuda_graphs=auto, or parallel.fsdp=false"),
     (["optimizer.moments_dtype=bf16", "optimizer.beta2=0.999"], 1,
      "optimizer.beta2 = 0.999: optimizer.moments_dtype is bf16, which has 8 bits, and a change of a moment by "
      "0.001 of itself would be rounded away; try 0.95, or optimizer.moments_dtype=fp32"),
@@ -381,7 +378,7 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
     ("config", "overrides", "world_size"),
     [
         *((None, ["training.cuda_graphs=true", "fp8.recipe=delayed", more], n)
-          for n, more in ((1, "parallel.zero=0"), (2, "parallel.tensor=2"), (8, "parallel.zero=1"))),
+          for n, more in ((1, "parallel.zero=0"), (2, "parallel.tensor=2"), (8, "parallel.fsdp=true"))),
         (None, ["parallel.recompute=selective"], 1),
         (None, ["data.packing=best_fit", "data.reset_at_documents=true", "data.mask_eod_loss=true",
                 "data.tokenizer.kind=bytes"], 1),

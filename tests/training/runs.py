@@ -28,7 +28,7 @@ from megafp8.data.samples import PADDING, Batch, next_token_batch
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training import job
-from megafp8.training.cuda_graphs import StepGraphs
+from megafp8.training.cuda_graphs import Graphs
 from megafp8.training.fp8_config import check_recipe
 from megafp8.training.inputs import open_inputs
 from megafp8.training.state import checkpoint_folder, save_state
@@ -241,12 +241,15 @@ class RerunCapture:
         return replay
 
 
-class RerunGraphs(StepGraphs):
+class RerunGraphs(Graphs):
     """Graphs on a CPU, after one eager step."""
 
     def __init__(self) -> None:
         self.rerun = RerunCapture()
-        super().__init__(torch.device("cpu"), eager_steps=1, new_capture=lambda: self.rerun)
+        super().__init__(torch.device("cpu"), new_capture=lambda: self.rerun)
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        return super().run(*args, **options | {"eager_runs": 1})
 
 
 def check_config(config: Config, ranks: int) -> None:

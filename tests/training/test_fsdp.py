@@ -79,7 +79,6 @@ def test_the_log_says_where_replicas_are(world4: World) -> None:
     [
         ("zero", "stage 3, which shares out all that stage 1 does"),
         ("pp2 zb-h1", "leaves weight gradients for later"),
-        ("graphs", "gathers weights into memory that torch allocates anew"),
         ("rowwise fp8-gather", "finer scales for weights"),
     ],
 )

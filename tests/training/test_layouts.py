@@ -141,7 +141,6 @@ REFUSED = {
     **{("hsdp", name): "it leaves weight gradients for later" for name in ("zb-h1", "zb-v", "dualpipev")},
     ("hsdp", "fp8-reduce"): "parallel.fsdp sums through torch, in the dtype that travels",
     ("hsdp", "remainders"): "parallel.fsdp stores fp32 masters only",
-    ("hsdp", "graphs"): "parallel.fsdp gathers weights into memory that torch allocates anew",
     ("tensor", "tensor-overlap"): "parallel.sequence_parallel is false, so every rank has all tokens",
     ("graphs", "offload"): "parallel.offload copies activations to memory of the host, which a graph cannot allocate",
     ("blockwise", "smooth"): "fp8.recipe blockwise has finer scales for an MLP's input than one per tensor",
