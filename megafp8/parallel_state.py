@@ -40,6 +40,8 @@ _JOINT_GROUPS = {
     "amax": ("data", "context", "tensor"),  # delayed scaling: everyone who runs the same layers
 }
 
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
 
 def rank_groups(
     world_size: int,
@@ -168,6 +170,28 @@ class ParallelState:
         return self.pipeline.is_last
 
 
+def set_hardware_queues() -> None:
+    """Let CUDA take work from 32 hardware queues instead of 8. Call it before CUDA is used in this process.
+
+    More streams than queues share them, and then a receive that waits for its sender in one stream blocks another. A
+    pipeline has a stream for each neighbour and direction beside those of computation and of every other group, and a
+    CUDA graph has one for each of its branches, so two ranks could wait for each other for ever.
+
+    ValueError where the environment asks for fewer than 8.
+    """
+    found = os.environ.get(_QUEUES)
+    if found is not None:
+        if not found.isdigit() or int(found) < 8:
+            raise ValueError(
+                f"the environment has {_QUEUES}={found}, under which streams that wait for other ranks block each other; "
+                f"unset it, or try {_QUEUES}=32"
+            )
+        return
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    assert not (several and torch.cuda.is_initialized()), "CUDA has started with too few hardware queues"
+    os.environ[_QUEUES] = "32"
+
+
 def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> torch.device:
     """Join the job that torchrun started (or a job of one process without torchrun) and return this rank's device.
 
@@ -178,10 +202,7 @@ def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> 
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
-        # The number of hardware queues, 8 by default. More streams share queues, and a receive that waits for its
-        # sender in one stream blocks another. A pipeline has a stream for each neighbour and direction beside those of
-        # computation and of every other group, so two ranks could wait for each other.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        set_hardware_queues()
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device

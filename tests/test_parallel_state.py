@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megafp8 import parallel_state
+from megafp8.config import load_config
 from megafp8.distributed.collectives import all_reduce
-from megafp8.parallel_state import AXES, initialize_model_parallel, rank_groups
+from megafp8.parallel_state import AXES, initialize_model_parallel, rank_groups, set_hardware_queues
+from megafp8.training import validate
 from tests.world import World
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_groups_of_sixteen_ranks_by_hand() -> None:
@@ -121,3 +127,30 @@ def test_process_groups_are_the_lists(world4: World, tp: int, pp: int, cp: int, 
         for name, (total, index) in found.items():
             ranks = next(g for g in expected[name.removesuffix("_backward")] if rank in g)
             assert (total, index) == (sum(ranks), ranks.index(rank)), name
+
+
+def test_hardware_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "1")  # as Megatron-LM's users have it
+    with pytest.raises(ValueError, match=f"{name}=1, under which .* unset it, or try {name}=32"):
+        set_hardware_queues()
+    for found in ("16", None):
+        monkeypatch.delenv(name) if found is None else monkeypatch.setenv(name, found)
+        set_hardware_queues()
+        assert os.environ[name] == (found or "32")
+
+
+def test_a_job_sets_hardware_queues_before_it_looks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    seen = []
+
+    def look(*_: object) -> None:
+        seen.append(os.environ.get(name))
+        raise InterruptedError
+
+    monkeypatch.setattr(validate, "open_inputs", look)
+    with pytest.raises(InterruptedError):
+        validate.validate(load_config(ROOT / "configs/quickstart.yaml"), 1, "test")
+    assert seen == ["32"]
+    monkeypatch.delenv(name)
