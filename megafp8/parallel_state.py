@@ -183,7 +183,7 @@ def set_hardware_queues() -> None:
     if found is not None:
         if not found.isdigit() or int(found) < 8:
             raise ValueError(
-                f"the environment has {_QUEUES}={found}, under which streams that wait for other ranks block each other; "
+                f"the environment has {_QUEUES}={found}, under which streams that wait for other ranks block others; "
                 f"unset it, or try {_QUEUES}=32"
             )
         return
