@@ -9,18 +9,20 @@ Shapes: r rows, c columns, p programs.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import INTERPRETED, kernel_input, next_power_of_2
+from megafp8.kernels.launch import BoundKernel, Kernel
 from megafp8.ops.norm_reference import EXACT
 
 _PROGRAMS = 4 if INTERPRETED else 264  # two for each of an H200's 132 multiprocessors; measured
 
 
-@triton.jit
+@Kernel
 def statistics_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, c, eps, ADD: tl.constexpr, CENTERED: tl.constexpr,
                       WIDTH: tl.constexpr):  # fmt: skip
     i = tl.program_id(0)
@@ -40,7 +42,7 @@ def statistics_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, c, eps, ADD: tl.c
     tl.store(rstd_r + i, tl.div_rn(1.0, tl.sqrt_rn(variance + eps)))
 
 
-@triton.jit
+@Kernel
 def backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc, dweight_pc, dbias_pc, r, c,
                     RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     j = tl.arange(0, WIDTH)
@@ -73,8 +75,11 @@ def backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc, 
         tl.store(dbias_pc + at, dbias, mask=j < c)
 
 
-def _warps(width: int) -> int:
-    return min(16, max(4, width // 512))
+@cache
+def _bound(kernel: Kernel, c: int, centered: bool, **constants: bool) -> BoundKernel:
+    width = next_power_of_2(c)
+    warps = min(16, max(4, width // 512))
+    return kernel.bind(CENTERED=centered, WIDTH=width, num_warps=warps, enable_fp_fusion=False, **constants)
 
 
 def statistics(
@@ -87,11 +92,8 @@ def statistics(
     rstd_r = torch.empty(r, dtype=torch.float32, device=x.device)
     mean_r = torch.empty_like(rstd_r) if centered else None
     if r:
-        width = next_power_of_2(c)
-        statistics_kernel[(r,)](
-            x, branch, total, rstd_r if mean_r is None else mean_r, rstd_r, c, eps, ADD=branch_rc is not None,
-            CENTERED=centered, WIDTH=width, num_warps=_warps(width), enable_fp_fusion=False,
-        )  # fmt: skip
+        kernel = _bound(statistics_kernel, c, centered, ADD=branch_rc is not None)
+        kernel.launch((r, 1), (x, branch, total, rstd_r if mean_r is None else mean_r, rstd_r), (c, eps))
     return total, mean_r, rstd_r
 
 
@@ -102,15 +104,16 @@ def backward(
     r, c = x_rc.shape
     dy, x, weight = kernel_input(dy_rc), kernel_input(x_rc), kernel_input(weight_c)
     dx = torch.empty_like(x)
-    width, programs = next_power_of_2(c), min(r, _PROGRAMS)
+    programs = min(r, _PROGRAMS)
     dweight_pc = torch.empty((programs, c), dtype=EXACT, device=x.device)
     dbias_pc = torch.empty_like(dweight_pc) if mean_r is not None else dweight_pc
     if r:
-        backward_kernel[(programs,)](
-            dy, x, rstd_r if mean_r is None else mean_r, rstd_r, weight,
-            dy if dresidual_rc is None else kernel_input(dresidual_rc), dx, dweight_pc, dbias_pc, r, c,
-            RESIDUAL=dresidual_rc is not None, CENTERED=mean_r is not None, WIDTH=width, num_warps=_warps(width),
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        dresidual = dy if dresidual_rc is None else kernel_input(dresidual_rc)
+        kernel = _bound(backward_kernel, c, mean_r is not None, RESIDUAL=dresidual_rc is not None)
+        kernel.launch(
+            (programs, 1),
+            (dy, x, rstd_r if mean_r is None else mean_r, rstd_r, weight, dresidual, dx, dweight_pc, dbias_pc),
+            (r, c),
+        )
     dweight_c = dweight_pc.sum(dim=0).float()
     return dx, dweight_c, dbias_pc.sum(dim=0).float() if mean_r is not None else None

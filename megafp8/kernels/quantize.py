@@ -5,6 +5,7 @@ Shapes: r rows, c columns of the source.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from megafp8.fp8.sources import (
 from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor, ScaledTensor
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input
 from megafp8.kernels.cast import tile_kernel
+from megafp8.kernels.launch import BoundKernel, Kernel
 from megafp8.kernels.reductions import amax_kernel, sums_kernel
 
 
@@ -84,17 +86,18 @@ class _Inputs(NamedTuple):
 
 
 def _inputs(source: Source) -> _Inputs:
-    c = source.shape[1]
     if isinstance(source, QKVGrad):
-        s, b, a, d = source.dq_sbad.shape
-        cos, sin = (table.squeeze(2).expand(s, b, d // 2) for table in (source.cos, source.sin))
+        cos, sin = source.cos, source.sin
+        a, d = source.dq_sbad.shape[2:]
         assert cos.stride() == sin.stride()
         assert cos.stride(-1) == 1
-        dq, dk, dv = (kernel_input(x) for x in (source.dq_sbad, source.dk_sbgd, source.dv_sbgd))
-        heads = (a, source.dk_sbgd.shape[2], b, cos.stride(0), cos.stride(1))
-        return _Inputs("qkv_grad", (dq, dk, cos, sin, dv, dv), c // 2, heads=heads, half_head=d // 2)
+        dq, dk, dv = kernel_input(source.dq_sbad), kernel_input(source.dk_sbgd), kernel_input(source.dv_sbgd)
+        g, b = dk.shape[2], dk.shape[1]
+        heads = (a, g, b, cos.stride(0), cos.stride(1) if cos.shape[1] == b else 0)
+        return _Inputs("qkv_grad", (dq, dk, cos, sin, dv, dv), (a + 2 * g) * d // 2, heads=heads, half_head=d // 2)
     assert isinstance(source, Plain)
     x = kernel_input(source.x_rc)
+    c = x.shape[1]
     if isinstance(source, Normalized):
         weight = kernel_input(source.weight_c)
         if source.mean_r is None:
@@ -102,15 +105,31 @@ def _inputs(source: Source) -> _Inputs:
         assert source.bias_c is not None
         return _Inputs("layernorm", (x, x, source.rstd_r, source.mean_r, weight, kernel_input(source.bias_c)), c)
     dy, suffix = (kernel_input(source.dy_rf), "_grad") if isinstance(source, (GELUGrad, GatedGrad)) else (x, "")
+    if isinstance(source, (Gated, GatedGrad)):
+        return _Inputs(f"gated{suffix}", (x, dy, x, x, source.scale_f, None), c // 2, source.function)
     if isinstance(source, (GELU, GELUGrad)):
         bias = None if source.bias_f is None else kernel_input(source.bias_f)
         return _Inputs(f"activation{suffix}", (x, dy, x, x, x, bias), c, source.function)
-    if isinstance(source, (Gated, GatedGrad)):
-        return _Inputs(f"gated{suffix}", (x, dy, x, x, source.scale_f, None), x.shape[1] // 2, source.function)
     return _Inputs("plain", (x, x, x, x, source.scale_c if isinstance(source, ScaledColumns) else None, None), c)
 
 
-def _launch(kernel: Any, what: str, source: Source, outputs: tuple[Tensor, ...], *numbers: Any, **options: Any) -> None:
+@cache
+def _bound(
+    kernel: Kernel, tile: Tile, kind: str, function: str, half: int, **constants: Any
+) -> tuple[BoundKernel, int, int]:
+    """The kernel for sources of this kind; rows and columns of a program."""
+    columns = min(tile.columns, half) if half else tile.columns
+    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
+    bound = kernel.bind(
+        SOURCE=kind, FUNCTION=function, HALF=half, INTERPRETED=INTERPRETED, TILE_R=tile.rows, TILE_C=columns,
+        num_warps=tile.warps, enable_fp_fusion=False, **constants, **limit,
+    )  # fmt: skip
+    return bound, tile.rows, columns
+
+
+def _launch(
+    kernel: Kernel, what: str, source: Source, outputs: tuple[Tensor, ...], *numbers: float, **constants: Any
+) -> None:
     """Launch `kernel` on tiles for the pass `what`; `outputs` and `numbers` follow the source's pointers and sizes.
 
     Where an output is not used it may be any tensor.
@@ -118,14 +137,9 @@ def _launch(kernel: Any, what: str, source: Source, outputs: tuple[Tensor, ...],
     if isinstance(source, QKVGrad) and source.dq_sbad.shape[3] & (source.dq_sbad.shape[3] - 1):
         source = Plain(source.values())  # tiles are powers of two wide, and this head is not
     kind, inputs, width, function, heads, half = _inputs(source)
-    r, tile = source.shape[0], TILES[what][tile_group(source)]
-    columns = min(tile.columns, half) if half else tile.columns
-    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
-    kernel[(ceil_div(width, columns), ceil_div(r, tile.rows))](
-        *inputs, *outputs, r, width, *heads, *numbers, SOURCE=kind, FUNCTION=function, HALF=half,
-        INTERPRETED=INTERPRETED, TILE_R=tile.rows, TILE_C=columns, num_warps=tile.warps, enable_fp_fusion=False,
-        **options, **limit,
-    )  # fmt: skip
+    bound, rows, columns = _bound(kernel, TILES[what][tile_group(source)], kind, function, half, **constants)
+    r = source.shape[0]
+    bound.launch((ceil_div(width, columns), ceil_div(r, rows)), (*inputs, *outputs), (r, width, *heads, *numbers))
 
 
 def _cast(

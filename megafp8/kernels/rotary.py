@@ -18,16 +18,16 @@ Shapes: s sequence, b micro-batch, c = (a + 2g)·d channels of a query heads, g 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
+from megafp8.kernels.launch import Kernel
 
 _PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
 
 
-@triton.jit
+@Kernel
 def rotary_kernel(x_sbc, cos, sin, cos_stride_s, cos_stride_b, rows, b, c, heads, D: tl.constexpr,
                   ROWS: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
     """Rotate some rows of the first `heads` heads of each token."""
@@ -69,10 +69,9 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
     width = next_power_of_2(half)
     tile = max(1, _PAIRS // width)
     target = kernel_input(qkv_sbc)
-    rotary_kernel[(ceil_div(rows, tile),)](
-        target, cos, sin, cos.stride(0), cos.stride(1), rows, b, c, heads, D=d, ROWS=tile, HALF=width, num_warps=4,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    kernel = rotary_kernel.bind(D=d, ROWS=tile, HALF=width, num_warps=4, enable_fp_fusion=False)
+    numbers = (cos.stride(0), cos.stride(1), rows, b, c, heads)
+    kernel.launch((ceil_div(rows, tile), 1), (target, cos, sin), numbers)
     if target is not qkv_sbc:
         qkv_sbc.copy_(target)
     return qkv_sbc
