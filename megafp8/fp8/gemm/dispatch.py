@@ -159,11 +159,21 @@ def gemm(a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype, out: Tensor | None 
     Sums are fp32 for 16-bit operands, and reach an fp32 result unrounded. On CPU those operands are widened first: the
     same products and sums, and far faster there.
     """
+    if a_mk.is_cuda and out_dtype == a_mk.dtype:
+        return torch.mm(a_mk, b_kn, out=out)
     wide = torch.promote_types(a_mk.dtype, torch.float32)
     if not a_mk.is_cuda:
         a_mk, b_kn = a_mk.to(wide), b_kn.to(wide)
     elif a_mk.dtype != wide and out_dtype == wide:
         return _into(out, torch.mm(a_mk, b_kn, out_dtype=wide))
-    elif out is not None and out_dtype == a_mk.dtype:
-        return torch.mm(a_mk, b_kn, out=out)
     return _into(out, (a_mk @ b_kn).to(out_dtype))
+
+
+def multiply(a: Tensor, b_kn: Tensor) -> Tensor:
+    """`gemm` of a `[..., k]`, any leading dims, with b in a's dtype: `[..., n]` in that dtype, and no view."""
+    if b_kn.dtype != a.dtype:
+        b_kn = b_kn.to(a.dtype)
+    if a.is_cuda:  # one call, which makes a matrix of `a` in C++
+        return torch.matmul(a, b_kn)
+    y_mn = gemm(a.reshape(-1, a.shape[-1]), b_kn, a.dtype)
+    return torch.ops.aten._unsafe_view.default(y_mn, [*a.shape[:-1], y_mn.shape[1]])
