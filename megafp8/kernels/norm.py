@@ -82,37 +82,40 @@ def _bound(kernel: Kernel, c: int, centered: bool, **constants: bool) -> BoundKe
     return kernel.bind(CENTERED=centered, WIDTH=width, num_warps=warps, enable_fp_fusion=False, **constants)
 
 
-def statistics(
-    x_rc: Tensor, branch_rc: Tensor | None, eps: float, *, centered: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`x + branch` in x's dtype (x itself without a branch), and `norm_reference.statistics` of it."""
-    r, c = x_rc.shape
-    x, branch = kernel_input(x_rc), x_rc if branch_rc is None else kernel_input(branch_rc)
-    total = torch.empty_like(x) if branch_rc is not None else x_rc
+def statistics(x: Tensor, branch: Tensor | None, eps: float, *, centered: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`x + branch` in x's dtype (x itself without a branch), and `norm_reference.statistics` of its rows.
+
+    Both are `[..., c]`, contiguous.
+    """
+    c = x.shape[-1]
+    r = x.numel() // c
+    x = kernel_input(x)
+    added = x if branch is None else kernel_input(branch)
+    total = x if branch is None else torch.empty_like(x)
     rstd_r = torch.empty(r, dtype=torch.float32, device=x.device)
     mean_r = torch.empty_like(rstd_r) if centered else None
     if r:
-        kernel = _bound(statistics_kernel, c, centered, ADD=branch_rc is not None)
-        kernel.launch((r, 1), (x, branch, total, rstd_r if mean_r is None else mean_r, rstd_r), (c, eps))
+        kernel = _bound(statistics_kernel, c, centered, ADD=branch is not None)
+        kernel.launch((r, 1), (x, added, total, rstd_r if mean_r is None else mean_r, rstd_r), (c, eps))
     return total, mean_r, rstd_r
 
 
 def backward(
-    dy_rc: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual_rc: Tensor | None
+    dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`norm_reference.backward`."""
+    """`norm_reference.backward`; the gradients dy, dresidual and dx are `[..., c]`, contiguous."""
     r, c = x_rc.shape
-    dy, x, weight = kernel_input(dy_rc), kernel_input(x_rc), kernel_input(weight_c)
-    dx = torch.empty_like(x)
+    dy, x, weight = kernel_input(dy), kernel_input(x_rc), kernel_input(weight_c)
+    dx = torch.empty_like(dy)
     programs = min(r, _PROGRAMS)
     dweight_pc = torch.empty((programs, c), dtype=EXACT, device=x.device)
     dbias_pc = torch.empty_like(dweight_pc) if mean_r is not None else dweight_pc
     if r:
-        dresidual = dy if dresidual_rc is None else kernel_input(dresidual_rc)
-        kernel = _bound(backward_kernel, c, mean_r is not None, RESIDUAL=dresidual_rc is not None)
+        kernel = _bound(backward_kernel, c, mean_r is not None, RESIDUAL=dresidual is not None)
+        added = dy if dresidual is None else kernel_input(dresidual)
         kernel.launch(
             (programs, 1),
-            (dy, x, rstd_r if mean_r is None else mean_r, rstd_r, weight, dresidual, dx, dweight_pc, dbias_pc),
+            (dy, x, rstd_r if mean_r is None else mean_r, rstd_r, weight, added, dx, dweight_pc, dbias_pc),
             (r, c),
         )
     dweight_c = dweight_pc.sum(dim=0).float()

@@ -6,7 +6,7 @@ Shapes: r rows, c columns of the source.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,11 +63,16 @@ TILES = {
 
 def tile_group(source: Source) -> str:
     """Sources of one group have the same tiles."""
-    if isinstance(source, QKVGrad):
+    return _tile_group(type(source))
+
+
+@cache
+def _tile_group(source: type[Source]) -> str:
+    if issubclass(source, QKVGrad):
         return "qkv_grad"
-    if isinstance(source, (GELUGrad, GatedGrad)):
+    if issubclass(source, (GELUGrad, GatedGrad)):
         return "activation_grad"
-    return "activation" if isinstance(source, Activation) else "matrix"
+    return "activation" if issubclass(source, Activation) else "matrix"
 
 
 class _Inputs(NamedTuple):
@@ -113,22 +118,51 @@ def _inputs(source: Source) -> _Inputs:
     return _Inputs("plain", (x, x, x, x, source.scale_c if isinstance(source, ScaledColumns) else None, None), c)
 
 
+class _CastConstants(NamedTuple):
+    """Constants of `tile_kernel` that say how it casts."""
+
+    SCALES: str
+    ROWWISE: bool
+    COLUMNWISE: bool
+    RECORD: bool = False
+    WORDS: bool = False
+    FORMAT: str = "e4m3"
+    FP8_MAX: float = 448.0
+    POWER_OF_TWO: bool = False
+
+
+class _AmaxConstants(NamedTuple):
+    """Constants of `amax_kernel` that say which amaxes it computes."""
+
+    WHOLE: bool = False
+    ROWS: bool = False
+    COLUMNS: bool = False
+
+
+class _NoConstants(NamedTuple):
+    """Of a kernel that needs none."""
+
+
+_VALUES, _WHOLE, _COLUMNS = _CastConstants("none", True, False), _AmaxConstants(True), _AmaxConstants(COLUMNS=True)
+_Constants = _CastConstants | _AmaxConstants | _NoConstants
+
+
 @cache
 def _bound(
-    kernel: Kernel, tile: Tile, kind: str, function: str, half: int, **constants: Any
+    kernel: Kernel, tile: Tile, kind: str, function: str, half: int, constants: _Constants
 ) -> tuple[BoundKernel, int, int]:
     """The kernel for sources of this kind; rows and columns of a program."""
     columns = min(tile.columns, half) if half else tile.columns
     limit = {} if tile.registers is None else {"maxnreg": tile.registers}
     bound = kernel.bind(
         SOURCE=kind, FUNCTION=function, HALF=half, INTERPRETED=INTERPRETED, TILE_R=tile.rows, TILE_C=columns,
-        num_warps=tile.warps, enable_fp_fusion=False, **constants, **limit,
+        num_warps=tile.warps, enable_fp_fusion=False, **constants._asdict(), **limit,
     )  # fmt: skip
     return bound, tile.rows, columns
 
 
 def _launch(
-    kernel: Kernel, what: str, source: Source, outputs: tuple[Tensor, ...], *numbers: float, **constants: Any
+    kernel: Kernel, what: str, source: Source, outputs: tuple[Tensor, ...], constants: _Constants, *numbers: float
 ) -> None:
     """Launch `kernel` on tiles for the pass `what`; `outputs` and `numbers` follow the source's pointers and sizes.
 
@@ -137,7 +171,7 @@ def _launch(
     if isinstance(source, QKVGrad) and source.dq_sbad.shape[3] & (source.dq_sbad.shape[3] - 1):
         source = Plain(source.values())  # tiles are powers of two wide, and this head is not
     kind, inputs, width, function, heads, half = _inputs(source)
-    bound, rows, columns = _bound(kernel, TILES[what][tile_group(source)], kind, function, half, **constants)
+    bound, rows, columns = _bound(kernel, TILES[what][tile_group(source)], kind, function, half, constants)
     r = source.shape[0]
     bound.launch((ceil_div(width, columns), ceil_div(r, rows)), (*inputs, *outputs), (r, width, *heads, *numbers))
 
@@ -159,9 +193,8 @@ def _cast(
             unused if transposed is None else transposed.view(torch.int32 if words else torch.uint8),
         )
         _launch(
-            tile_kernel, "per_tensor" if granularity is TENSOR else scales, source, outputs + arguments, r // 4, eps,
-            SCALES=scales, ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record, WORDS=words, FORMAT=fmt.name,
-            FP8_MAX=fmt.max, POWER_OF_TWO=power_of_two,
+            tile_kernel, "per_tensor" if granularity is TENSOR else scales, source, outputs + arguments,
+            _CastConstants(scales, rowwise, columnwise, record, words, fmt.name, fmt.max, power_of_two), r // 4, eps,
         )  # fmt: skip
     return QuantizedTensor(
         None if data is None else ScaledTensor(data, scale_inv, granularity),
@@ -172,10 +205,7 @@ def _cast(
 def materialize(source: Source) -> Tensor:
     values = torch.empty(source.shape, dtype=source.dtype, device=source.device)
     if values.numel():
-        _launch(
-            tile_kernel, "per_tensor", source, (values,) * 6, 0, 0.0, SCALES="none", ROWWISE=True, COLUMNWISE=False,
-            RECORD=False, WORDS=False, FORMAT="e4m3", FP8_MAX=448.0, POWER_OF_TWO=False,
-        )  # fmt: skip
+        _launch(tile_kernel, "per_tensor", source, (values,) * 6, _VALUES, 0, 0.0)
     return values
 
 
@@ -183,14 +213,14 @@ def amax(source: Source) -> Tensor:
     result = torch.zeros((), dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
         bits = result.view(torch.int32)
-        _launch(amax_kernel, "amax", source, (bits,) * 3, WHOLE=True, ROWS=False, COLUMNS=False)
+        _launch(amax_kernel, "amax", source, (bits,) * 3, _WHOLE)
     return result
 
 
 def raise_column_amax(source: Source, amax_c: Tensor) -> None:
     if 0 not in source.shape:
         bits = amax_c.view(torch.int32)
-        _launch(amax_kernel, "vector_amax", source, (bits,) * 3, WHOLE=False, ROWS=False, COLUMNS=True)
+        _launch(amax_kernel, "vector_amax", source, (bits,) * 3, _COLUMNS)
 
 
 def column_sums(source: Source) -> Tensor:
@@ -198,7 +228,7 @@ def column_sums(source: Source) -> Tensor:
     r, c = source.shape
     sums = torch.zeros((ceil_div(r, _SUM_TILE.rows), c), dtype=torch.float64, device=source.device)
     if sums.numel():
-        _launch(sums_kernel, "sums", source, (sums,))
+        _launch(sums_kernel, "sums", source, (sums,), _NoConstants())
     return sums.sum(dim=0).float()
 
 
@@ -233,7 +263,7 @@ def _amaxes(source: Source, *, rows: bool, columns: bool) -> tuple[Tensor, Tenso
     both = torch.zeros(r + c, dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
         bits = both.view(torch.int32)
-        _launch(amax_kernel, "vector_amax", source, (bits, bits, bits[r:]), WHOLE=False, ROWS=rows, COLUMNS=columns)
+        _launch(amax_kernel, "vector_amax", source, (bits, bits, bits[r:]), _AmaxConstants(False, rows, columns))
     return both[:r], both[r:]
 
 

@@ -49,7 +49,7 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
     """Rotate the q and k heads of `qkv_sbc` in place and return it.
 
     `qkv_sbc` `[s, b, (a + 2g)·d]`, contiguous bf16 or fp32, is [q heads | k heads | v heads]; `num_heads` is a. `cos`
-    and `sin` are fp32 `[s, 1 or b, d/2]` in one layout, contiguous in the last dim. Autograd does not notice.
+    and `sin` are fp32 `[s, 1 or b, 1, d/2]` in one layout, contiguous in the last dim. Autograd does not notice.
     """
     s, b, c = qkv_sbc.shape
     half = cos.shape[-1]
@@ -60,9 +60,11 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
     assert cos.dtype == sin.dtype == torch.float32
     assert qkv_sbc.dtype in (torch.bfloat16, torch.float32)
     assert qkv_sbc.is_contiguous()
-    cos, sin = cos.expand(s, b, half), sin.expand(s, b, half)  # one angle for all samples: stride 0
+    stride_s, stride_b, _, stride_d = cos.stride()
     assert cos.stride() == sin.stride()
-    assert cos.stride(-1) == 1
+    assert stride_d == 1
+    assert cos.shape == sin.shape == (s, cos.shape[1], 1, half)
+    assert cos.shape[1] in (1, b)
     if not qkv_sbc.numel():
         return qkv_sbc
     rows = s * b * heads
@@ -70,7 +72,7 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
     tile = max(1, _PAIRS // width)
     target = kernel_input(qkv_sbc)
     kernel = rotary_kernel.bind(D=d, ROWS=tile, HALF=width, num_warps=4, enable_fp_fusion=False)
-    numbers = (cos.stride(0), cos.stride(1), rows, b, c, heads)
+    numbers = (stride_s, stride_b if cos.shape[1] == b else 0, rows, b, c, heads)  # 0: one angle for all samples
     kernel.launch((ceil_div(rows, tile), 1), (target, cos, sin), numbers)
     if target is not qkv_sbc:
         qkv_sbc.copy_(target)

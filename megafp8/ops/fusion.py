@@ -150,9 +150,9 @@ def check_alignment(tokens: int, alignment: int) -> None:
         )
 
 
-def fused_gradient(source: Source, like: Tensor, handoff: QuantizedGradHandoff | None) -> Tensor:
-    """The source's values, shaped like `like` but for the last dim; or a placeholder, and `handoff.grad` is set."""
-    shape = (*like.shape[:-1], source.shape[1])
+def fused_gradient(source: Source, lead: Sequence[int], like: Tensor, handoff: QuantizedGradHandoff | None) -> Tensor:
+    """The source's values, of leading dims `lead`; or a placeholder, of `like`'s dtype, and `handoff.grad` is set."""
+    shape = (*lead, source.shape[1])
     if handoff is None:
         return casts(source).materialize(source).view(shape)
     handoff.grad = handoff.quantizer(source, rowwise=True, columnwise=True)
