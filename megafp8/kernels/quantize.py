@@ -183,17 +183,16 @@ def _cast(
 ) -> QuantizedTensor:  # fmt: skip
     """Allocate and launch. `arguments`: scale, columnwise scale, amax, columnwise amax of `tile_kernel`; the kernel
     writes those of them that `scale_inv` and `columnwise_scale_inv` are views of."""
-    r, c = source.shape
-    data = torch.empty((r, c), dtype=fmt.dtype, device=source.device) if rowwise else None
-    transposed = torch.empty((c, r), dtype=fmt.dtype, device=source.device) if columnwise else None
+    (r, c), device = source.shape, source.device
+    data = torch.empty(r, c, dtype=fmt.dtype, device=device) if rowwise else None
+    transposed = torch.empty(c, r, dtype=fmt.dtype, device=device) if columnwise else None
     if r * c:
         words, unused = r % 4 == 0, arguments[0]
-        outputs = (
-            unused if data is None else data.view(torch.uint8),
-            unused if transposed is None else transposed.view(torch.int32 if words else torch.uint8),
-        )
+        data_bytes = unused if data is None else data.view(torch.uint8)
+        transposed_bytes = unused if transposed is None else transposed.view(torch.int32 if words else torch.uint8)
         _launch(
-            tile_kernel, "per_tensor" if granularity is TENSOR else scales, source, outputs + arguments,
+            tile_kernel, "per_tensor" if granularity is TENSOR else scales, source,
+            (data_bytes, transposed_bytes, *arguments),
             _CastConstants(scales, rowwise, columnwise, record, words, fmt.name, fmt.max, power_of_two), r // 4, eps,
         )  # fmt: skip
     return QuantizedTensor(
@@ -203,8 +202,9 @@ def _cast(
 
 
 def materialize(source: Source) -> Tensor:
-    values = torch.empty(source.shape, dtype=source.dtype, device=source.device)
-    if values.numel():
+    r, c = source.shape
+    values = torch.empty(r, c, dtype=source.dtype, device=source.device)
+    if r * c:
         _launch(tile_kernel, "per_tensor", source, (values,) * 6, _VALUES, 0, 0.0)
     return values
 

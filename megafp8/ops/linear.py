@@ -43,6 +43,8 @@ from megafp8.ops.fusion import LinearInput, Recompute, RecomputedInput, as_matri
 from megafp8.ops.quantized_gather import LOCAL_COMM, Rows, TPComm, gather_columns
 from megafp8.ops.wgrad import deliver, open_store, summed_in_place, wgrad_dtype, wgrad_now_or_later
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
 
 def linear(
     x: Tensor | LinearInput,
@@ -107,7 +109,7 @@ def _shaped(y_mn: Tensor, x: Tensor) -> Tensor:
     tokens = math.prod(lead)
     if m != tokens:
         lead[0] = lead[0] * m // tokens
-    return torch.ops.aten._unsafe_view.default(y_mn, [*lead, n])
+    return _unsafe_view(y_mn, [*lead, n])
 
 
 class _LocalLinear(Function):
@@ -194,7 +196,7 @@ class _LocalFp8Linear(Function):
             data, scale_inv, ctx.granularity, tensor_scale = x8.required_columnwise
             ctx.save_for_backward(data, scale_inv, tensor_scale)
         ctx.weight, ctx.state, ctx.w8, ctx.handoff = weight, state, w8 if needs_dx else None, handoff
-        return _shaped(y_mn, x)
+        return _unsafe_view(y_mn, [*x.shape[:-1], y_mn.shape[1]])
 
     @staticmethod
     @once_differentiable

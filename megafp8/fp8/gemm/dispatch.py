@@ -86,18 +86,18 @@ class Fp8Gemm:
 
         `use_fast_accum` has an effect on Hopper only.
         """
-        assert a_mk.data.is_contiguous()
-        assert b_nk.data.is_contiguous()
         if self._has_block_scaled and multiplies(a_mk, b_nk, out_dtype):
             return _into(out, block_scaled_mm(a_mk, b_nk, out_dtype))
-        if self.backend == "emulated" or (a_mk.granularity, b_nk.granularity) not in HOPPER_PAIRS:
-            return _into(out, _emulated(a_mk, b_nk, out_dtype))
         if self._cublaslt is not None and _fits(a_mk, b_nk):
             if out is None:
-                shape = (a_mk.data.shape[0], b_nk.data.shape[0])
-                out = torch.empty(shape, dtype=out_dtype, device=a_mk.data.device)
+                a8 = a_mk.data
+                out = torch.empty(a8.shape[0], b_nk.data.shape[0], dtype=out_dtype, device=a8.device)
             self._cublaslt.matmul_tn(a_mk, b_nk, out, accumulate=False, use_fast_accum=use_fast_accum)
             return out
+        assert a_mk.data.is_contiguous()
+        assert b_nk.data.is_contiguous()
+        if self.backend == "emulated" or (a_mk.granularity, b_nk.granularity) not in HOPPER_PAIRS:
+            return _into(out, _emulated(a_mk, b_nk, out_dtype))
         return _into(out, _scaled_mm(a_mk, b_nk, out_dtype, use_fast_accum))
 
     def accumulate_tn(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_mn: Tensor, *, use_fast_accum: bool) -> None:
