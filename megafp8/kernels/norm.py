@@ -1,4 +1,6 @@
-"""Row statistics with the residual addition, and the backward of a norm. Reference: `megafp8.ops.norm_reference`.
+"""A norm with the residual addition before it, or its statistics alone, and its backward.
+
+References: `megafp8.ops.norm_reference`, and of the norm's values `megafp8.fp8.sources.Normalized`.
 
 One program reads a row once, holds it in registers, and reduces it in float64, which Hopper computes at half the rate
 of fp32, so memory remains the limit. In backward a program takes every P-th row and sums the weight's gradient over its
@@ -23,8 +25,8 @@ _PROGRAMS = 4 if INTERPRETED else 264  # two for each of an H200's 132 multiproc
 
 
 @Kernel
-def statistics_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, c, eps, ADD: tl.constexpr, CENTERED: tl.constexpr,
-                      WIDTH: tl.constexpr):  # fmt: skip
+def forward_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, weight_c, bias_c, y_rc, c, eps, ADD: tl.constexpr,
+                   CENTERED: tl.constexpr, VALUES: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     i = tl.program_id(0)
     j = tl.arange(0, WIDTH)
     at = i.to(tl.int64) * c + j
@@ -37,9 +39,15 @@ def statistics_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, c, eps, ADD: tl.c
         mean = (tl.sum(x.to(tl.float64)) / c).to(tl.float32)
         tl.store(mean_r + i, mean)
         x = tl.where(j < c, x - mean, 0.0)
-    x = x.to(tl.float64)
-    variance = (tl.sum(x * x) / c).to(tl.float32)
-    tl.store(rstd_r + i, tl.div_rn(1.0, tl.sqrt_rn(variance + eps)))
+    exact = x.to(tl.float64)
+    variance = (tl.sum(exact * exact) / c).to(tl.float32)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    tl.store(rstd_r + i, rstd)
+    if VALUES:
+        y = x * rstd * tl.load(weight_c + j, mask=j < c, other=0.0).to(tl.float32)
+        if CENTERED:
+            y = y + tl.load(bias_c + j, mask=j < c, other=0.0).to(tl.float32)
+        tl.store(y_rc + at, y.to(y_rc.dtype.element_ty), mask=j < c)
 
 
 @Kernel
@@ -87,17 +95,35 @@ def statistics(x: Tensor, branch: Tensor | None, eps: float, *, centered: bool) 
 
     Both are `[..., c]`, contiguous.
     """
+    return _forward(x, branch, None, None, eps, centered=centered)[:3]
+
+
+def normalize(
+    x: Tensor, branch: Tensor | None, weight_c: Tensor, bias_c: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """What `statistics` returns, centered if there is a bias, and the norm's values, shaped like x in its dtype."""
+    return _forward(x, branch, weight_c, bias_c, eps, centered=bias_c is not None)
+
+
+def _forward(
+    x: Tensor, branch: Tensor | None, weight_c: Tensor | None, bias_c: Tensor | None, eps: float, *, centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The values, which are returned last, are computed only if there is a weight."""
     c = x.shape[-1]
     r = x.numel() // c
     x = kernel_input(x)
-    added = x if branch is None else kernel_input(branch)
     total = x if branch is None else torch.empty_like(x)
     rstd_r = torch.empty(r, dtype=torch.float32, device=x.device)
     mean_r = torch.empty_like(rstd_r) if centered else None
+    y = x if weight_c is None else torch.empty_like(x)
     if r:
-        kernel = _bound(statistics_kernel, c, centered, ADD=branch is not None)
-        kernel.launch((r, 1), (x, added, total, rstd_r if mean_r is None else mean_r, rstd_r), (c, eps))
-    return total, mean_r, rstd_r
+        kernel = _bound(forward_kernel, c, centered, ADD=branch is not None, VALUES=weight_c is not None)
+        tensors = (
+            x, x if branch is None else kernel_input(branch), total, rstd_r if mean_r is None else mean_r, rstd_r,
+            x if weight_c is None else kernel_input(weight_c), x if bias_c is None else kernel_input(bias_c), y,
+        )  # fmt: skip
+        kernel.launch((r, 1), tensors, (c, eps))
+    return total, mean_r, rstd_r, y
 
 
 def backward(

@@ -29,9 +29,13 @@ class _Norm(Function):
     def forward(
         ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, fused: FusedOutput
     ) -> tuple[Tensor, Tensor]:
-        total, mean_r, rstd_r = _statistics(x, branch, eps, centered=bias is not None)
-        total_rc = as_matrix(total)
-        y = fused.compute(Normalized(total_rc, rstd_r, weight, mean_r, bias), x)
+        if fused.format is None and _has_kernel(x):
+            total, mean_r, rstd_r, y = _kernels().normalize(x.contiguous(), _contiguous(branch), weight, bias, eps)
+            total_rc = as_matrix(total)
+        else:
+            total, mean_r, rstd_r = _statistics(x, branch, eps, centered=bias is not None)
+            total_rc = as_matrix(total)
+            y = fused.compute(Normalized(total_rc, rstd_r, weight, mean_r, bias), x)
         ctx.save_for_backward(total_rc, rstd_r, mean_r, weight)
         ctx.weight, ctx.bias = weight, bias  # saved tensors may come back as other objects, without their sink
         ctx.set_materialize_grads(False)
@@ -55,9 +59,8 @@ def _statistics(
     x: Tensor, branch: Tensor | None, eps: float, *, centered: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The sum, shaped like x (x itself without a branch), and the mean and 1/deviation of its rows."""
-    if x.is_cuda and x.dtype != torch.float64:
-        branch = None if branch is None else branch.contiguous()
-        return _kernels().statistics(x.contiguous(), branch, eps, centered=centered)
+    if _has_kernel(x):
+        return _kernels().statistics(x.contiguous(), _contiguous(branch), eps, centered=centered)
     total = x if branch is None else x + branch
     return total, *norm_reference.statistics(as_matrix(total), eps, centered=centered)
 
@@ -66,12 +69,19 @@ def _backward(
     dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, shaped like dy, and of weight and bias."""
-    if x_rc.is_cuda and x_rc.dtype != torch.float64:
-        dresidual = None if dresidual is None else dresidual.contiguous()
-        return _kernels().backward(dy.contiguous(), x_rc, mean_r, rstd_r, weight, dresidual)
+    if _has_kernel(x_rc):
+        return _kernels().backward(dy.contiguous(), x_rc, mean_r, rstd_r, weight, _contiguous(dresidual))
     dresidual_rc = None if dresidual is None else as_matrix(dresidual)
     dx_rc, dweight, dbias = norm_reference.backward(as_matrix(dy), x_rc, mean_r, rstd_r, weight, dresidual_rc)
     return dx_rc.view(dy.shape), dweight, dbias
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megafp8.fp8.sources import Normalized
 from megafp8.ops import norm_reference as reference
 from tests.kernels import noise
 
@@ -27,5 +28,9 @@ def test_statistics_and_backward(shape: tuple[int, int], dtype: torch.dtype, cen
         total = x if branch is None else x + branch
         statistics = reference.statistics(total, 1e-5, centered=centered)
         check(kernels.statistics(x, branch, 1e-5, centered=centered), (total, *statistics))
+        bias = noise(shape[1], dtype=dtype, seed=4) if centered else None
+        mean_r, rstd_r = statistics
+        y = Normalized(total, rstd_r, weight, mean_r, bias).values().to(dtype)
+        check(kernels.normalize(x, branch, weight, bias, 1e-5), (total, *statistics, y))
         arguments = (dy, total, *statistics, weight, branch)
         check(kernels.backward(*arguments), reference.backward(*arguments))
