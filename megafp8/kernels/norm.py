@@ -4,7 +4,7 @@ References: `megafp8.ops.norm_reference`, and of the norm's values `megafp8.fp8.
 
 One program reads a row once, holds it in registers, and reduces it in float64, which Hopper computes at half the rate
 of fp32, so memory remains the limit. In backward a program takes every P-th row and sums the weight's gradient over its
-rows; the P partial sums are added at the end.
+rows; the P partial sums are added at the end, by `add_sums_` straight to a gradient that is summed over micro-batches.
 
 Shapes: r rows, c columns, p programs.
 """
@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.arithmetic import INTERPRETED, kernel_input, next_power_of_2
+from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2
 from megafp8.kernels.launch import BoundKernel, Kernel
 from megafp8.ops.norm_reference import EXACT
 
@@ -83,6 +83,19 @@ def backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc, 
         tl.store(dbias_pc + at, dbias, mask=j < c)
 
 
+@Kernel
+def add_sums_kernel(partials_pc, total_c, rounded_c, p, c, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Some columns: adds their sums, rounded to `rounded_c`'s dtype, which is all that is used of it."""
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros([COLUMNS], tl.float64)
+    for first in range(0, p, ROWS):
+        i = first + tl.arange(0, ROWS)
+        inside = (i < p)[:, None] & (j < c)[None, :]
+        sums += tl.sum(tl.load(partials_pc + i[:, None] * c + j[None, :], mask=inside, other=0.0), axis=0)
+    rounded = sums.to(tl.float32).to(rounded_c.dtype.element_ty).to(tl.float32)
+    tl.store(total_c + j, tl.load(total_c + j, mask=j < c) + rounded, mask=j < c)
+
+
 @cache
 def _bound(kernel: Kernel, c: int, centered: bool, **constants: bool) -> BoundKernel:
     width = next_power_of_2(c)
@@ -129,20 +142,33 @@ def _forward(
 def backward(
     dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`norm_reference.backward`; the gradients dy, dresidual and dx are `[..., c]`, contiguous."""
+    """`norm_reference.backward`, with float64 partial sums `[p, c]` of the gradients of weight and bias.
+
+    The gradients dy, dresidual and dx are `[..., c]`, contiguous.
+    """
     r, c = x_rc.shape
     dy, x, weight = kernel_input(dy), kernel_input(x_rc), kernel_input(weight_c)
     dx = torch.empty_like(dy)
     programs = min(r, _PROGRAMS)
-    dweight_pc = torch.empty((programs, c), dtype=EXACT, device=x.device)
-    dbias_pc = torch.empty_like(dweight_pc) if mean_r is not None else dweight_pc
+    dweight_pc = torch.empty(programs, c, dtype=EXACT, device=x.device)
+    dbias_pc = None if mean_r is None else torch.empty_like(dweight_pc)
     if r:
         kernel = _bound(backward_kernel, c, mean_r is not None, RESIDUAL=dresidual is not None)
-        added = dy if dresidual is None else kernel_input(dresidual)
-        kernel.launch(
-            (programs, 1),
-            (dy, x, rstd_r if mean_r is None else mean_r, rstd_r, weight, added, dx, dweight_pc, dbias_pc),
-            (r, c),
-        )
-    dweight_c = dweight_pc.sum(dim=0).float()
-    return dx, dweight_c, dbias_pc.sum(dim=0).float() if mean_r is not None else None
+        tensors = (
+            dy, x, rstd_r if mean_r is None else mean_r, rstd_r, weight,
+            dy if dresidual is None else kernel_input(dresidual), dx, dweight_pc,
+            dweight_pc if dbias_pc is None else dbias_pc,
+        )  # fmt: skip
+        kernel.launch((programs, 1), tensors, (r, c))
+    return dx, dweight_pc, dbias_pc
+
+
+def add_sums_(total_c: Tensor, partials_pc: Tensor, like: Tensor) -> None:
+    """`total_c += partials_pc.sum(dim=0).float().to(like.dtype)` in one launch; `total_c` fp32, contiguous."""
+    p, c = partials_pc.shape
+    assert total_c.shape == (c,)
+    assert total_c.dtype == torch.float32
+    assert total_c.is_contiguous()
+    if p:
+        kernel = add_sums_kernel.bind(ROWS=64, COLUMNS=32, num_warps=4, enable_fp_fusion=False)
+        kernel.launch((ceil_div(c, 32), 1), (partials_pc, total_c, like), (p, c))

@@ -21,7 +21,7 @@ from megafp8.fp8.sources import Normalized
 from megafp8.ops import norm_reference
 from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix
-from megafp8.ops.wgrad import deliver
+from megafp8.ops.wgrad import deliver, summed_in_place
 
 
 class _Norm(Function):
@@ -50,8 +50,8 @@ class _Norm(Function):
         if dy is None:  # only the sum was used
             return dtotal, dtotal if ctx.needs_input_grad[1] else None, *[None] * 4
         dx, dweight, dbias = _backward(dy, total_rc, mean_r, rstd_r, weight, dtotal)
-        dw = deliver(ctx.weight, dweight.to(weight.dtype))
-        db = None if dbias is None else deliver(ctx.bias, dbias.to(weight.dtype))
+        dw = _deliver(ctx.weight, dweight)
+        db = None if dbias is None else _deliver(ctx.bias, dbias)
         return dx, dx if ctx.needs_input_grad[1] else None, dw, db, None, None
 
 
@@ -68,12 +68,24 @@ def _statistics(
 def _backward(
     dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x, shaped like dy, and of weight and bias."""
+    """Gradients of x, shaped like dy, and of weight and bias `[c]`, or float64 partial sums `[p, c]` of these."""
     if _has_kernel(x_rc):
         return _kernels().backward(dy.contiguous(), x_rc, mean_r, rstd_r, weight, _contiguous(dresidual))
     dresidual_rc = None if dresidual is None else as_matrix(dresidual)
     dx_rc, dweight, dbias = norm_reference.backward(as_matrix(dy), x_rc, mean_r, rstd_r, weight, dresidual_rc)
     return dx_rc.view(dy.shape), dweight, dbias
+
+
+def _deliver(weight: Tensor, dweight: Tensor) -> Tensor | None:
+    """Give the gradient, or its partial sums, in the weight's dtype to its sink, or to autograd."""
+    if dweight.dim() == 2:
+        main_grad = summed_in_place(weight)
+        if main_grad is not None:
+            _kernels().add_sums_(main_grad, dweight, weight)
+            weight.grad_sink.added()  # type: ignore[attr-defined]
+            return None
+        dweight = dweight.sum(dim=0).float()
+    return deliver(weight, dweight.to(weight.dtype))
 
 
 def _has_kernel(x: Tensor) -> bool:
