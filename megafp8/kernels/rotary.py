@@ -17,12 +17,14 @@ Shapes: s sequence, b micro-batch, c = (a + 2g)·d channels of a query heads, g 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import BoundKernel, Kernel
 
 _PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
 
@@ -43,6 +45,14 @@ def rotary_kernel(x_sbc, cos, sin, cos_stride_s, cos_stride_b, rows, b, c, heads
     sine = tl.load(sin + angle, mask=inside, other=0.0)
     tl.store(x_sbc + at, (first * cosine - second * sine).to(x_sbc.dtype.element_ty), mask=inside)
     tl.store(x_sbc + D // 2 + at, (second * cosine + first * sine).to(x_sbc.dtype.element_ty), mask=inside)
+
+
+@cache
+def _bound(half: int) -> tuple[BoundKernel, int]:
+    """The kernel for heads of two halves, and rows of a program."""
+    width = next_power_of_2(half)
+    tile = max(1, _PAIRS // width)
+    return rotary_kernel.bind(D=2 * half, ROWS=tile, HALF=width, num_warps=4, enable_fp_fusion=False), tile
 
 
 def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -68,10 +78,8 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
     if not qkv_sbc.numel():
         return qkv_sbc
     rows = s * b * heads
-    width = next_power_of_2(half)
-    tile = max(1, _PAIRS // width)
     target = kernel_input(qkv_sbc)
-    kernel = rotary_kernel.bind(D=d, ROWS=tile, HALF=width, num_warps=4, enable_fp_fusion=False)
+    kernel, tile = _bound(half)
     numbers = (stride_s, stride_b if cos.shape[1] == b else 0, rows, b, c, heads)  # 0: one angle for all samples
     kernel.launch((ceil_div(rows, tile), 1), (target, cos, sin), numbers)
     if target is not qkv_sbc:

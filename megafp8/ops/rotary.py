@@ -43,7 +43,7 @@ class _RotateAndSplit(Function):
             rotated = qkv_sbc[..., : (heads + groups) * d].unflatten(-1, (-1, d))
             rotated.copy_(rotate(rotated, cos, sin))
         s, b, _ = qkv_sbc.shape
-        q, k, v = qkv_sbc.view(s, b, heads + 2 * groups, d).split([heads, groups, groups], dim=2)
+        q, k, v = qkv_sbc.view(s, b, heads + 2 * groups, d).split_with_sizes([heads, groups, groups], 2)
         return q, k, v
 
     @staticmethod
