@@ -88,10 +88,12 @@ def add_sums_kernel(partials_pc, total_c, rounded_c, p, c, ROWS: tl.constexpr, C
     """Some columns: adds their sums, rounded to `rounded_c`'s dtype, which is all that is used of it."""
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros([COLUMNS], tl.float64)
-    for first in range(0, p, ROWS):
+    first = 0
+    while first < p:
         i = first + tl.arange(0, ROWS)
         inside = (i < p)[:, None] & (j < c)[None, :]
         sums += tl.sum(tl.load(partials_pc + i[:, None] * c + j[None, :], mask=inside, other=0.0), axis=0)
+        first += ROWS
     rounded = sums.to(tl.float32).to(rounded_c.dtype.element_ty).to(tl.float32)
     tl.store(total_c + j, tl.load(total_c + j, mask=j < c) + rounded, mask=j < c)
 
