@@ -22,8 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -95,7 +97,13 @@ class LinearInput(NamedTuple):
 
 def placeholder(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A tensor of `shape` in autograd's graph without values or memory, of the dtype and device of `like`."""
-    return like.new_empty(1).expand(shape)
+    return _element(like.dtype, like.device).expand(shape)
+
+
+@cache
+def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What all placeholders are views of; nobody reads it."""
+    return torch.empty(1, dtype=dtype, device=device)
 
 
 def as_matrix(x: Tensor) -> Tensor:
