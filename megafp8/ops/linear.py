@@ -33,7 +33,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.tp_overlap import NO_COMM, AllGatherHandle, Product, ReduceHandle, TPOverlap
-from megafp8.fp8.gemm.dispatch import gemm, multiply
+from megafp8.fp8.gemm.dispatch import gemm
 from megafp8.fp8.linear_state import LinearState, QuantizedGradHandoff
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
@@ -118,17 +118,27 @@ class _LocalLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         needs_dx, needs_dw = ctx.needs_input_grad
-        ctx.save_for_backward(weight if needs_dx else None, x if needs_dw else None)
+        x_mk, w_nk = as_matrix(x), _in_dtype(weight, x.dtype)
+        ctx.save_for_backward(weight if needs_dx else None, x_mk if needs_dw else None)
         ctx.weight = weight  # saved tensors may come back as other objects, without their sink
-        return multiply(x, weight.t())
+        # Matrices of our own: where a dim is 1, torch.matmul may not see that x is one, and multiplies row by row.
+        return _unsafe_view(gemm(x_mk, w_nk.t(), x.dtype), [*x.shape[:-1], w_nk.shape[0]])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        weight, x = ctx.saved_tensors
-        dx = None if weight is None else multiply(dy, weight)
-        dw = None if x is None else wgrad_now_or_later(ctx.weight, as_matrix(dy), as_matrix(x))
+        weight, x_mk = ctx.saved_tensors
+        dy_mn = as_matrix(dy)
+        dx = dw = None
+        if weight is not None:
+            dx = gemm(dy_mn, _in_dtype(weight, dy.dtype), dy.dtype).view(*dy.shape[:-1], weight.shape[1])
+        if x_mk is not None:
+            dw = wgrad_now_or_later(ctx.weight, dy_mn, x_mk)
         return dx, dw
+
+
+def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight if weight.dtype == dtype else weight.to(dtype)
 
 
 def _product(a: AllGatherHandle, b_kn: Tensor, dtype: torch.dtype) -> Product:

@@ -167,13 +167,3 @@ def gemm(a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype, out: Tensor | None 
     elif a_mk.dtype != wide and out_dtype == wide:
         return _into(out, torch.mm(a_mk, b_kn, out_dtype=wide))
     return _into(out, (a_mk @ b_kn).to(out_dtype))
-
-
-def multiply(a: Tensor, b_kn: Tensor) -> Tensor:
-    """`gemm` of a `[..., k]`, any leading dims, with b in a's dtype: `[..., n]` in that dtype, and no view."""
-    if b_kn.dtype != a.dtype:
-        b_kn = b_kn.to(a.dtype)
-    if a.is_cuda:  # one call, which makes a matrix of `a` in C++
-        return torch.matmul(a, b_kn)
-    y_mn = gemm(a.reshape(-1, a.shape[-1]), b_kn, a.dtype)
-    return torch.ops.aten._unsafe_view.default(y_mn, [*a.shape[:-1], y_mn.shape[1]])
