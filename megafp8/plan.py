@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 
@@ -122,10 +123,19 @@ class LinearPlan:
     calibrating: bool = False
     reasons: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def fp8(self) -> bool:
         """Whether any GEMM of the layer runs in FP8."""
         return any(gemm != "high" for gemm in self.gemms)
+
+    @cached_property
+    def fp8_only(self) -> bool:
+        """All GEMMs run in FP8, and between forward and backward the quantized input and weight are kept as they are.
+
+        Then, where nothing is communicated either, a layer needs none of what the other plans may ask for.
+        """
+        kept = self.saved == "columnwise" and self.weight in ("resident", "zero fp8")
+        return kept and self.gather is None and "high" not in self.gemms and self.grad_output in ("fused", "layer")
 
 
 def plan_linear(

@@ -184,16 +184,18 @@ class GradBuffer:
     def _count(self, index: int) -> None:
         """Parameter `index` received a gradient."""
         bucket = self._bucket_of[index]
-        name = spec_of(self.params[index]).shards[0].name
-        assert bucket >= self._started, f"a gradient of {name} came after its bucket was reduced"
+        assert bucket >= self._started, f"a gradient of {self._name(index)} came after its bucket was reduced"
         if not self._overlap:
             return
         self._expected[index] -= 1
-        assert self._expected[index] >= 0, f"{name} received more gradients than its spec.num_uses says"
+        assert self._expected[index] >= 0, f"{self._name(index)} received more gradients than its spec.num_uses says"
         if self._expected[index] == 0:
             self._incomplete[bucket] -= 1
         while self._started < len(self._incomplete) and self._incomplete[self._started] == 0:
             self._start_next()
+
+    def _name(self, index: int) -> str:
+        return spec_of(self.params[index]).shards[0].name
 
     def _start_next(self) -> None:
         bucket = self.layout.buckets[self._started]

@@ -10,6 +10,7 @@ A tensor whose tokens are sharded over ranks is quantized where its shards are, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
@@ -64,12 +65,16 @@ class Calibrating(Protocol):
     def record(self, x: Tensor) -> None: ...
 
 
-def _kernels(source: Source) -> ModuleType | None:
-    if source.device.type == "cuda" and source.dtype in (torch.bfloat16, torch.float32):
-        from megafp8.kernels import quantize  # needs Triton, which comes with torch's CUDA builds
+@cache
+def _fused() -> ModuleType:
+    from megafp8.kernels import quantize  # needs Triton, which comes with torch's CUDA builds
 
-        return quantize
-    return None
+    return quantize
+
+
+def _kernels(source: Source) -> ModuleType | None:
+    fused = source.device.type == "cuda" and source.dtype in (torch.bfloat16, torch.float32)
+    return _fused() if fused else None
 
 
 def casts(source: Source) -> ModuleType:

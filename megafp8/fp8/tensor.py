@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, as at every GEMM
 class Granularity:
-    """Blocks of `rows` × `columns` elements share a scale; None is the whole extent.
+    """Blocks of `rows` × `columns` elements share a scale; None is the whole extent. There are those below.
 
     `two_level`: block scales are relative to a scale of the tensor, in fp32.
     """

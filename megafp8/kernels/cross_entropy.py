@@ -20,18 +20,18 @@ Shapes: n tokens, v columns of this rank's shard of the vocabulary.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div, kernel_input
+from megafp8.kernels.launch import Kernel
 
 BLOCK = 4096  # columns at a time: 16 a thread
 _WARPS = 8
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # not -inf: -inf - -inf is NaN
 
 
-@triton.jit
+@Kernel
 def statistics_kernel(x_nv, labels_n, statistics_3n, n, columns, first, valid, BLOCK: tl.constexpr):
     """One token: the maximum, the sum of exponentials, and the label's logit."""
     token = tl.program_id(0)
@@ -53,7 +53,7 @@ def statistics_kernel(x_nv, labels_n, statistics_3n, n, columns, first, valid, B
     tl.store(statistics_3n + 2 * n + token, label_logit)
 
 
-@triton.jit
+@Kernel
 def gradient_kernel(x_nv, labels_n, maximum_n, weight_n, dloss_n, blocks, columns, first, valid,
                     BLOCK: tl.constexpr):  # fmt: skip
     """A block of columns of one token."""
@@ -86,10 +86,8 @@ def statistics(x_nv: Tensor, labels_n: Tensor, *, first: int, valid: int) -> tup
     n, columns = x_nv.shape
     statistics_3n = torch.empty(3, n, dtype=torch.float32, device=x_nv.device)
     if n:
-        statistics_kernel[(n,)](
-            kernel_input(x_nv), labels_n, statistics_3n, n, columns, first, valid, BLOCK=BLOCK, num_warps=_WARPS,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        kernel = statistics_kernel.bind(BLOCK=BLOCK, num_warps=_WARPS, enable_fp_fusion=False)
+        kernel.launch((n, 1), (kernel_input(x_nv), labels_n, statistics_3n), (n, columns, first, valid))
     maximum_n, total_n, label_logit_n = statistics_3n.unbind()
     return maximum_n, total_n, label_logit_n
 
@@ -113,9 +111,8 @@ def gradient_(
         return
     blocks = ceil_div(columns, BLOCK)
     target = kernel_input(x_nv)
-    gradient_kernel[(n * blocks,)](
-        target, labels_n, maximum_n, weight_n, dloss_n, blocks, columns, first, valid, BLOCK=BLOCK, num_warps=_WARPS,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    kernel = gradient_kernel.bind(BLOCK=BLOCK, num_warps=_WARPS, enable_fp_fusion=False)
+    tensors = (target, labels_n, maximum_n, weight_n, dloss_n)
+    kernel.launch((n * blocks, 1), tensors, (blocks, columns, first, valid))
     if target is not x_nv:
         x_nv.copy_(target)

@@ -23,16 +23,16 @@ Shapes: n tokens, sorted from the kernels' inputs on; v rows of this rank's shar
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
+from megafp8.kernels.launch import Kernel
 
 _COLUMNS, _WARPS = 1024, 4  # of a program: 16 bytes of bf16 a thread
 
 
-@triton.jit
+@Kernel
 def chunks_kernel(dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh, h, v, CHUNK: tl.constexpr,
                   COLUMNS: tl.constexpr):  # fmt: skip
     """Some columns of the chunk that begins at position `program_id(0)` of the sorted tokens, if one does."""
@@ -54,7 +54,7 @@ def chunks_kernel(dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh, h, v
         tl.store(later_wh + (i // CHUNK).to(tl.int64) * h + j, total, mask=j < h)
 
 
-@triton.jit
+@Kernel
 def later_kernel(rows_n, begin_n, end_n, later_wh, sum_vh, n, h, v, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """Some columns of all later chunks of the run whose second chunk begins in a window of positions, if one does."""
     w = tl.program_id(0)
@@ -98,6 +98,8 @@ def add_rows_(sum_vh: Tensor, dy_nh: Tensor, rows_n: Tensor, *, chunk: int) -> N
     later_wh = torch.empty((windows, h), dtype=sum_vh.dtype, device=sum_vh.device)
     options = {"CHUNK": chunk, "COLUMNS": columns, "num_warps": _WARPS, "enable_fp_fusion": False}
     dy_nh = kernel_input(dy_nh)
-    chunks_kernel[(n, blocks)](dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh, h, v, **options)
+    chunks = chunks_kernel.bind(**options)
+    chunks.launch((n, blocks), (dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh), (h, v))
     if windows > 1:
-        later_kernel[(windows, blocks)](rows_n, begin_n, end_n, later_wh, sum_vh, n, h, v, **options)
+        later = later_kernel.bind(**options)
+        later.launch((windows, blocks), (rows_n, begin_n, end_n, later_wh, sum_vh), (n, h, v))

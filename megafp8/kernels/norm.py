@@ -1,28 +1,32 @@
-"""Row statistics with the residual addition, and the backward of a norm. Reference: `megafp8.ops.norm_reference`.
+"""A norm with the residual addition before it, or its statistics alone, and its backward.
+
+References: `megafp8.ops.norm_reference`, and of the norm's values `megafp8.fp8.sources.Normalized`.
 
 One program reads a row once, holds it in registers, and reduces it in float64, which Hopper computes at half the rate
 of fp32, so memory remains the limit. In backward a program takes every P-th row and sums the weight's gradient over its
-rows; the P partial sums are added at the end.
+rows; the P partial sums are added at the end, by `add_sums_` straight to a gradient that is summed over micro-batches.
 
 Shapes: r rows, c columns, p programs.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.arithmetic import INTERPRETED, kernel_input, next_power_of_2
+from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2
+from megafp8.kernels.launch import BoundKernel, Kernel
 from megafp8.ops.norm_reference import EXACT
 
 _PROGRAMS = 4 if INTERPRETED else 264  # two for each of an H200's 132 multiprocessors; measured
 
 
-@triton.jit
-def statistics_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, c, eps, ADD: tl.constexpr, CENTERED: tl.constexpr,
-                      WIDTH: tl.constexpr):  # fmt: skip
+@Kernel
+def forward_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, weight_c, bias_c, y_rc, c, eps, ADD: tl.constexpr,
+                   CENTERED: tl.constexpr, VALUES: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     i = tl.program_id(0)
     j = tl.arange(0, WIDTH)
     at = i.to(tl.int64) * c + j
@@ -35,12 +39,18 @@ def statistics_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, c, eps, ADD: tl.c
         mean = (tl.sum(x.to(tl.float64)) / c).to(tl.float32)
         tl.store(mean_r + i, mean)
         x = tl.where(j < c, x - mean, 0.0)
-    x = x.to(tl.float64)
-    variance = (tl.sum(x * x) / c).to(tl.float32)
-    tl.store(rstd_r + i, tl.div_rn(1.0, tl.sqrt_rn(variance + eps)))
+    exact = x.to(tl.float64)
+    variance = (tl.sum(exact * exact) / c).to(tl.float32)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    tl.store(rstd_r + i, rstd)
+    if VALUES:
+        y = x * rstd * tl.load(weight_c + j, mask=j < c, other=0.0).to(tl.float32)
+        if CENTERED:
+            y = y + tl.load(bias_c + j, mask=j < c, other=0.0).to(tl.float32)
+        tl.store(y_rc + at, y.to(y_rc.dtype.element_ty), mask=j < c)
 
 
-@triton.jit
+@Kernel
 def backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc, dweight_pc, dbias_pc, r, c,
                     RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     j = tl.arange(0, WIDTH)
@@ -73,44 +83,94 @@ def backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc, 
         tl.store(dbias_pc + at, dbias, mask=j < c)
 
 
-def _warps(width: int) -> int:
-    return min(16, max(4, width // 512))
+@Kernel
+def add_sums_kernel(partials_pc, total_c, rounded_c, p, c, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Some columns: adds their sums, rounded to `rounded_c`'s dtype, which is all that is used of it."""
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros([COLUMNS], tl.float64)
+    first = 0
+    while first < p:
+        i = first + tl.arange(0, ROWS)
+        inside = (i < p)[:, None] & (j < c)[None, :]
+        sums += tl.sum(tl.load(partials_pc + i[:, None] * c + j[None, :], mask=inside, other=0.0), axis=0)
+        first += ROWS
+    rounded = sums.to(tl.float32).to(rounded_c.dtype.element_ty).to(tl.float32)
+    tl.store(total_c + j, tl.load(total_c + j, mask=j < c) + rounded, mask=j < c)
 
 
-def statistics(
-    x_rc: Tensor, branch_rc: Tensor | None, eps: float, *, centered: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`x + branch` in x's dtype (x itself without a branch), and `norm_reference.statistics` of it."""
-    r, c = x_rc.shape
-    x, branch = kernel_input(x_rc), x_rc if branch_rc is None else kernel_input(branch_rc)
-    total = torch.empty_like(x) if branch_rc is not None else x_rc
+@cache
+def _bound(kernel: Kernel, c: int, centered: bool, **constants: bool) -> BoundKernel:
+    width = next_power_of_2(c)
+    warps = min(16, max(4, width // 512))
+    return kernel.bind(CENTERED=centered, WIDTH=width, num_warps=warps, enable_fp_fusion=False, **constants)
+
+
+def statistics(x: Tensor, branch: Tensor | None, eps: float, *, centered: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`x + branch` in x's dtype (x itself without a branch), and `norm_reference.statistics` of its rows.
+
+    Both are `[..., c]`, contiguous.
+    """
+    return _forward(x, branch, None, None, eps, centered=centered)[:3]
+
+
+def normalize(
+    x: Tensor, branch: Tensor | None, weight_c: Tensor, bias_c: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """What `statistics` returns, centered if there is a bias, and the norm's values, shaped like x in its dtype."""
+    return _forward(x, branch, weight_c, bias_c, eps, centered=bias_c is not None)
+
+
+def _forward(
+    x: Tensor, branch: Tensor | None, weight_c: Tensor | None, bias_c: Tensor | None, eps: float, *, centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The values, which are returned last, are computed only if there is a weight."""
+    c = x.shape[-1]
+    r = x.numel() // c
+    x = kernel_input(x)
+    total = x if branch is None else torch.empty_like(x)
     rstd_r = torch.empty(r, dtype=torch.float32, device=x.device)
     mean_r = torch.empty_like(rstd_r) if centered else None
+    y = x if weight_c is None else torch.empty_like(x)
     if r:
-        width = next_power_of_2(c)
-        statistics_kernel[(r,)](
-            x, branch, total, rstd_r if mean_r is None else mean_r, rstd_r, c, eps, ADD=branch_rc is not None,
-            CENTERED=centered, WIDTH=width, num_warps=_warps(width), enable_fp_fusion=False,
+        kernel = _bound(forward_kernel, c, centered, ADD=branch is not None, VALUES=weight_c is not None)
+        tensors = (
+            x, x if branch is None else kernel_input(branch), total, rstd_r if mean_r is None else mean_r, rstd_r,
+            x if weight_c is None else kernel_input(weight_c), x if bias_c is None else kernel_input(bias_c), y,
         )  # fmt: skip
-    return total, mean_r, rstd_r
+        kernel.launch((r, 1), tensors, (c, eps))
+    return total, mean_r, rstd_r, y
 
 
 def backward(
-    dy_rc: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual_rc: Tensor | None
+    dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`norm_reference.backward`."""
+    """`norm_reference.backward`, with float64 partial sums `[p, c]` of the gradients of weight and bias.
+
+    The gradients dy, dresidual and dx are `[..., c]`, contiguous.
+    """
     r, c = x_rc.shape
-    dy, x, weight = kernel_input(dy_rc), kernel_input(x_rc), kernel_input(weight_c)
-    dx = torch.empty_like(x)
-    width, programs = next_power_of_2(c), min(r, _PROGRAMS)
-    dweight_pc = torch.empty((programs, c), dtype=EXACT, device=x.device)
-    dbias_pc = torch.empty_like(dweight_pc) if mean_r is not None else dweight_pc
+    dy, x, weight = kernel_input(dy), kernel_input(x_rc), kernel_input(weight_c)
+    dx = torch.empty_like(dy)
+    programs = min(r, _PROGRAMS)
+    dweight_pc = torch.empty(programs, c, dtype=EXACT, device=x.device)
+    dbias_pc = None if mean_r is None else torch.empty_like(dweight_pc)
     if r:
-        backward_kernel[(programs,)](
+        kernel = _bound(backward_kernel, c, mean_r is not None, RESIDUAL=dresidual is not None)
+        tensors = (
             dy, x, rstd_r if mean_r is None else mean_r, rstd_r, weight,
-            dy if dresidual_rc is None else kernel_input(dresidual_rc), dx, dweight_pc, dbias_pc, r, c,
-            RESIDUAL=dresidual_rc is not None, CENTERED=mean_r is not None, WIDTH=width, num_warps=_warps(width),
-            enable_fp_fusion=False,
+            dy if dresidual is None else kernel_input(dresidual), dx, dweight_pc,
+            dweight_pc if dbias_pc is None else dbias_pc,
         )  # fmt: skip
-    dweight_c = dweight_pc.sum(dim=0).float()
-    return dx, dweight_c, dbias_pc.sum(dim=0).float() if mean_r is not None else None
+        kernel.launch((programs, 1), tensors, (r, c))
+    return dx, dweight_pc, dbias_pc
+
+
+def add_sums_(total_c: Tensor, partials_pc: Tensor, like: Tensor) -> None:
+    """`total_c += partials_pc.sum(dim=0).float().to(like.dtype)` in one launch; `total_c` fp32, contiguous."""
+    p, c = partials_pc.shape
+    assert total_c.shape == (c,)
+    assert total_c.dtype == torch.float32
+    assert total_c.is_contiguous()
+    if p:
+        kernel = add_sums_kernel.bind(ROWS=64, COLUMNS=32, num_warps=4, enable_fp_fusion=False)
+        kernel.launch((ceil_div(c, 32), 1), (partials_pc, total_c, like), (p, c))

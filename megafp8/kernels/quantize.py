@@ -5,7 +5,8 @@ Shapes: r rows, c columns of the source.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from megafp8.fp8.sources import (
 from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor, ScaledTensor
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input
 from megafp8.kernels.cast import tile_kernel
+from megafp8.kernels.launch import BoundKernel, Kernel
 from megafp8.kernels.reductions import amax_kernel, sums_kernel
 
 
@@ -61,11 +63,16 @@ TILES = {
 
 def tile_group(source: Source) -> str:
     """Sources of one group have the same tiles."""
-    if isinstance(source, QKVGrad):
+    return _tile_group(type(source))
+
+
+@cache
+def _tile_group(source: type[Source]) -> str:
+    if issubclass(source, QKVGrad):
         return "qkv_grad"
-    if isinstance(source, (GELUGrad, GatedGrad)):
+    if issubclass(source, (GELUGrad, GatedGrad)):
         return "activation_grad"
-    return "activation" if isinstance(source, Activation) else "matrix"
+    return "activation" if issubclass(source, Activation) else "matrix"
 
 
 class _Inputs(NamedTuple):
@@ -84,17 +91,18 @@ class _Inputs(NamedTuple):
 
 
 def _inputs(source: Source) -> _Inputs:
-    c = source.shape[1]
     if isinstance(source, QKVGrad):
-        s, b, a, d = source.dq_sbad.shape
-        cos, sin = (table.squeeze(2).expand(s, b, d // 2) for table in (source.cos, source.sin))
+        cos, sin = source.cos, source.sin
+        a, d = source.dq_sbad.shape[2:]
         assert cos.stride() == sin.stride()
         assert cos.stride(-1) == 1
-        dq, dk, dv = (kernel_input(x) for x in (source.dq_sbad, source.dk_sbgd, source.dv_sbgd))
-        heads = (a, source.dk_sbgd.shape[2], b, cos.stride(0), cos.stride(1))
-        return _Inputs("qkv_grad", (dq, dk, cos, sin, dv, dv), c // 2, heads=heads, half_head=d // 2)
+        dq, dk, dv = kernel_input(source.dq_sbad), kernel_input(source.dk_sbgd), kernel_input(source.dv_sbgd)
+        g, b = dk.shape[2], dk.shape[1]
+        heads = (a, g, b, cos.stride(0), cos.stride(1) if cos.shape[1] == b else 0)
+        return _Inputs("qkv_grad", (dq, dk, cos, sin, dv, dv), (a + 2 * g) * d // 2, heads=heads, half_head=d // 2)
     assert isinstance(source, Plain)
     x = kernel_input(source.x_rc)
+    c = x.shape[1]
     if isinstance(source, Normalized):
         weight = kernel_input(source.weight_c)
         if source.mean_r is None:
@@ -102,15 +110,60 @@ def _inputs(source: Source) -> _Inputs:
         assert source.bias_c is not None
         return _Inputs("layernorm", (x, x, source.rstd_r, source.mean_r, weight, kernel_input(source.bias_c)), c)
     dy, suffix = (kernel_input(source.dy_rf), "_grad") if isinstance(source, (GELUGrad, GatedGrad)) else (x, "")
+    if isinstance(source, (Gated, GatedGrad)):
+        return _Inputs(f"gated{suffix}", (x, dy, x, x, source.scale_f, None), c // 2, source.function)
     if isinstance(source, (GELU, GELUGrad)):
         bias = None if source.bias_f is None else kernel_input(source.bias_f)
         return _Inputs(f"activation{suffix}", (x, dy, x, x, x, bias), c, source.function)
-    if isinstance(source, (Gated, GatedGrad)):
-        return _Inputs(f"gated{suffix}", (x, dy, x, x, source.scale_f, None), x.shape[1] // 2, source.function)
     return _Inputs("plain", (x, x, x, x, source.scale_c if isinstance(source, ScaledColumns) else None, None), c)
 
 
-def _launch(kernel: Any, what: str, source: Source, outputs: tuple[Tensor, ...], *numbers: Any, **options: Any) -> None:
+class _CastConstants(NamedTuple):
+    """Constants of `tile_kernel` that say how it casts."""
+
+    SCALES: str
+    ROWWISE: bool
+    COLUMNWISE: bool
+    RECORD: bool = False
+    WORDS: bool = False
+    FORMAT: str = "e4m3"
+    FP8_MAX: float = 448.0
+    POWER_OF_TWO: bool = False
+
+
+class _AmaxConstants(NamedTuple):
+    """Constants of `amax_kernel` that say which amaxes it computes."""
+
+    WHOLE: bool = False
+    ROWS: bool = False
+    COLUMNS: bool = False
+
+
+class _NoConstants(NamedTuple):
+    """Of a kernel that needs none."""
+
+
+_VALUES, _WHOLE, _COLUMNS = _CastConstants("none", True, False), _AmaxConstants(True), _AmaxConstants(COLUMNS=True)
+_Constants = _CastConstants | _AmaxConstants | _NoConstants
+
+
+@cache
+def _bound(
+    kernel: Kernel, tile: Tile, kind: str, function: str, half: int, constants: _Constants
+) -> tuple[BoundKernel, int, int]:
+    """The kernel for sources of this kind; rows and columns of a program."""
+    columns = min(tile.columns, half) if half else tile.columns
+    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
+    bound = kernel.bind(
+        SOURCE=kind, FUNCTION=function, HALF=half, INTERPRETED=INTERPRETED, TILE_R=tile.rows, TILE_C=columns,
+        num_warps=tile.warps, enable_fp_fusion=False, **constants._asdict(), **limit,
+    )  # fmt: skip
+    return bound, tile.rows, columns
+
+
+def _launch(
+    kernel: Kernel, what: str, source: Source, outputs: tuple[Tensor, ...], constants: _Constants, *numbers: float
+) -> None:
     """Launch `kernel` on tiles for the pass `what`; `outputs` and `numbers` follow the source's pointers and sizes.
 
     Where an output is not used it may be any tensor.
@@ -118,14 +171,9 @@ def _launch(kernel: Any, what: str, source: Source, outputs: tuple[Tensor, ...],
     if isinstance(source, QKVGrad) and source.dq_sbad.shape[3] & (source.dq_sbad.shape[3] - 1):
         source = Plain(source.values())  # tiles are powers of two wide, and this head is not
     kind, inputs, width, function, heads, half = _inputs(source)
-    r, tile = source.shape[0], TILES[what][tile_group(source)]
-    columns = min(tile.columns, half) if half else tile.columns
-    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
-    kernel[(ceil_div(width, columns), ceil_div(r, tile.rows))](
-        *inputs, *outputs, r, width, *heads, *numbers, SOURCE=kind, FUNCTION=function, HALF=half,
-        INTERPRETED=INTERPRETED, TILE_R=tile.rows, TILE_C=columns, num_warps=tile.warps, enable_fp_fusion=False,
-        **options, **limit,
-    )  # fmt: skip
+    bound, rows, columns = _bound(kernel, TILES[what][tile_group(source)], kind, function, half, constants)
+    r = source.shape[0]
+    bound.launch((ceil_div(width, columns), ceil_div(r, rows)), (*inputs, *outputs), (r, width, *heads, *numbers))
 
 
 def _cast(
@@ -135,19 +183,17 @@ def _cast(
 ) -> QuantizedTensor:  # fmt: skip
     """Allocate and launch. `arguments`: scale, columnwise scale, amax, columnwise amax of `tile_kernel`; the kernel
     writes those of them that `scale_inv` and `columnwise_scale_inv` are views of."""
-    r, c = source.shape
-    data = torch.empty((r, c), dtype=fmt.dtype, device=source.device) if rowwise else None
-    transposed = torch.empty((c, r), dtype=fmt.dtype, device=source.device) if columnwise else None
+    (r, c), device = source.shape, source.device
+    data = torch.empty(r, c, dtype=fmt.dtype, device=device) if rowwise else None
+    transposed = torch.empty(c, r, dtype=fmt.dtype, device=device) if columnwise else None
     if r * c:
         words, unused = r % 4 == 0, arguments[0]
-        outputs = (
-            unused if data is None else data.view(torch.uint8),
-            unused if transposed is None else transposed.view(torch.int32 if words else torch.uint8),
-        )
+        data_bytes = unused if data is None else data.view(torch.uint8)
+        transposed_bytes = unused if transposed is None else transposed.view(torch.int32 if words else torch.uint8)
         _launch(
-            tile_kernel, "per_tensor" if granularity is TENSOR else scales, source, outputs + arguments, r // 4, eps,
-            SCALES=scales, ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record, WORDS=words, FORMAT=fmt.name,
-            FP8_MAX=fmt.max, POWER_OF_TWO=power_of_two,
+            tile_kernel, "per_tensor" if granularity is TENSOR else scales, source,
+            (data_bytes, transposed_bytes, *arguments),
+            _CastConstants(scales, rowwise, columnwise, record, words, fmt.name, fmt.max, power_of_two), r // 4, eps,
         )  # fmt: skip
     return QuantizedTensor(
         None if data is None else ScaledTensor(data, scale_inv, granularity),
@@ -156,12 +202,10 @@ def _cast(
 
 
 def materialize(source: Source) -> Tensor:
-    values = torch.empty(source.shape, dtype=source.dtype, device=source.device)
-    if values.numel():
-        _launch(
-            tile_kernel, "per_tensor", source, (values,) * 6, 0, 0.0, SCALES="none", ROWWISE=True, COLUMNWISE=False,
-            RECORD=False, WORDS=False, FORMAT="e4m3", FP8_MAX=448.0, POWER_OF_TWO=False,
-        )  # fmt: skip
+    r, c = source.shape
+    values = torch.empty(r, c, dtype=source.dtype, device=source.device)
+    if r * c:
+        _launch(tile_kernel, "per_tensor", source, (values,) * 6, _VALUES, 0, 0.0)
     return values
 
 
@@ -169,14 +213,14 @@ def amax(source: Source) -> Tensor:
     result = torch.zeros((), dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
         bits = result.view(torch.int32)
-        _launch(amax_kernel, "amax", source, (bits,) * 3, WHOLE=True, ROWS=False, COLUMNS=False)
+        _launch(amax_kernel, "amax", source, (bits,) * 3, _WHOLE)
     return result
 
 
 def raise_column_amax(source: Source, amax_c: Tensor) -> None:
     if 0 not in source.shape:
         bits = amax_c.view(torch.int32)
-        _launch(amax_kernel, "vector_amax", source, (bits,) * 3, WHOLE=False, ROWS=False, COLUMNS=True)
+        _launch(amax_kernel, "vector_amax", source, (bits,) * 3, _COLUMNS)
 
 
 def column_sums(source: Source) -> Tensor:
@@ -184,7 +228,7 @@ def column_sums(source: Source) -> Tensor:
     r, c = source.shape
     sums = torch.zeros((ceil_div(r, _SUM_TILE.rows), c), dtype=torch.float64, device=source.device)
     if sums.numel():
-        _launch(sums_kernel, "sums", source, (sums,))
+        _launch(sums_kernel, "sums", source, (sums,), _NoConstants())
     return sums.sum(dim=0).float()
 
 
@@ -219,7 +263,7 @@ def _amaxes(source: Source, *, rows: bool, columns: bool) -> tuple[Tensor, Tenso
     both = torch.zeros(r + c, dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
         bits = both.view(torch.int32)
-        _launch(amax_kernel, "vector_amax", source, (bits, bits, bits[r:]), WHOLE=False, ROWS=rows, COLUMNS=columns)
+        _launch(amax_kernel, "vector_amax", source, (bits, bits, bits[r:]), _AmaxConstants(False, rows, columns))
     return both[:r], both[r:]
 
 

@@ -17,17 +17,19 @@ Shapes: s sequence, b micro-batch, c = (a + 2g)·d channels of a query heads, g 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
+from megafp8.kernels.launch import BoundKernel, Kernel
 
 _PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
 
 
-@triton.jit
+@Kernel
 def rotary_kernel(x_sbc, cos, sin, cos_stride_s, cos_stride_b, rows, b, c, heads, D: tl.constexpr,
                   ROWS: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
     """Rotate some rows of the first `heads` heads of each token."""
@@ -45,11 +47,19 @@ def rotary_kernel(x_sbc, cos, sin, cos_stride_s, cos_stride_b, rows, b, c, heads
     tl.store(x_sbc + D // 2 + at, (second * cosine + first * sine).to(x_sbc.dtype.element_ty), mask=inside)
 
 
+@cache
+def _bound(half: int) -> tuple[BoundKernel, int]:
+    """The kernel for heads of two halves, and rows of a program."""
+    width = next_power_of_2(half)
+    tile = max(1, _PAIRS // width)
+    return rotary_kernel.bind(D=2 * half, ROWS=tile, HALF=width, num_warps=4, enable_fp_fusion=False), tile
+
+
 def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the q and k heads of `qkv_sbc` in place and return it.
 
     `qkv_sbc` `[s, b, (a + 2g)·d]`, contiguous bf16 or fp32, is [q heads | k heads | v heads]; `num_heads` is a. `cos`
-    and `sin` are fp32 `[s, 1 or b, d/2]` in one layout, contiguous in the last dim. Autograd does not notice.
+    and `sin` are fp32 `[s, 1 or b, 1, d/2]` in one layout, contiguous in the last dim. Autograd does not notice.
     """
     s, b, c = qkv_sbc.shape
     half = cos.shape[-1]
@@ -60,19 +70,18 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
     assert cos.dtype == sin.dtype == torch.float32
     assert qkv_sbc.dtype in (torch.bfloat16, torch.float32)
     assert qkv_sbc.is_contiguous()
-    cos, sin = cos.expand(s, b, half), sin.expand(s, b, half)  # one angle for all samples: stride 0
+    stride_s, stride_b, _, stride_d = cos.stride()
     assert cos.stride() == sin.stride()
-    assert cos.stride(-1) == 1
+    assert stride_d == 1
+    assert cos.shape == sin.shape == (s, cos.shape[1], 1, half)
+    assert cos.shape[1] in (1, b)
     if not qkv_sbc.numel():
         return qkv_sbc
     rows = s * b * heads
-    width = next_power_of_2(half)
-    tile = max(1, _PAIRS // width)
     target = kernel_input(qkv_sbc)
-    rotary_kernel[(ceil_div(rows, tile),)](
-        target, cos, sin, cos.stride(0), cos.stride(1), rows, b, c, heads, D=d, ROWS=tile, HALF=width, num_warps=4,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    kernel, tile = _bound(half)
+    numbers = (stride_s, stride_b if cos.shape[1] == b else 0, rows, b, c, heads)  # 0: one angle for all samples
+    kernel.launch((ceil_div(rows, tile), 1), (target, cos, sin), numbers)
     if target is not qkv_sbc:
         qkv_sbc.copy_(target)
     return qkv_sbc

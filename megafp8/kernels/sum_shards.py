@@ -10,16 +10,17 @@ Shapes: t partial sums of n elements.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megafp8.distributed import tp_overlap
+from megafp8.kernels.arithmetic import ceil_div
+from megafp8.kernels.launch import Kernel
 
 _STRETCH = 2048  # elements of a program: two 16-byte loads of each partial sum for each of its threads, in bf16
 
 
-@triton.jit
+@Kernel
 def sum_kernel(partials_tn, sum_n, n, T: tl.constexpr, STRETCH: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * STRETCH + tl.arange(0, STRETCH)
     inside = i < n
@@ -37,5 +38,6 @@ def sum_partials(partials_trn: Tensor) -> Tensor:
     total = torch.empty_like(partials_trn[0])
     n = total.numel()
     if n:
-        sum_kernel[(-(-n // _STRETCH),)](partials_trn, total, n, T=len(partials_trn), STRETCH=_STRETCH, num_warps=4)
+        kernel = sum_kernel.bind(T=len(partials_trn), STRETCH=_STRETCH, num_warps=4)
+        kernel.launch((ceil_div(n, _STRETCH), 1), (partials_trn, total), (n,))
     return total

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div
+from megafp8.kernels.launch import Kernel
 
 _QUADS, _WORDS, _WARPS = 32, 32, 4  # of a program: 16 KiB
 
@@ -28,7 +29,7 @@ def _byte_of_each(a0, a1, a2, a3, k: tl.constexpr):
     return first | (second << 16)
 
 
-@triton.jit
+@Kernel
 def transpose_kernel(x_rw, y_cq, words, quads, QUADS: tl.constexpr, WORDS: tl.constexpr):
     """A tile of QUADS × 4 rows and WORDS × 4 columns."""
     w0, q0 = tl.program_id(0) * WORDS, tl.program_id(1) * QUADS
@@ -54,8 +55,7 @@ def transpose(x_rc: Tensor) -> Tensor:
     y_cr = torch.empty((c, r), dtype=x_rc.dtype, device=x_rc.device)
     if x_rc.numel():
         words, quads = c // 4, r // 4
-        transpose_kernel[(ceil_div(words, _WORDS), ceil_div(quads, _QUADS))](
-            x_rc.view(torch.int32), y_cr.view(torch.int32), words, quads, QUADS=_QUADS, WORDS=_WORDS,
-            num_warps=_WARPS,
-        )  # fmt: skip
+        grid = (ceil_div(words, _WORDS), ceil_div(quads, _QUADS))
+        kernel = transpose_kernel.bind(QUADS=_QUADS, WORDS=_WORDS, num_warps=_WARPS)
+        kernel.launch(grid, (x_rc.view(torch.int32), y_cr.view(torch.int32)), (words, quads))
     return y_cr

@@ -48,7 +48,7 @@ class Attention(nn.Module):
         t, d = context.tensor.size(), config.channels
         q_size, kv_size = config.num_attention_heads * d, config.query_groups * d
         self.split = [q_size // t, kv_size // t, kv_size // t]
-        self.d = d
+        self.heads, self.groups, self.d = q_size // t // d, kv_size // t // d, d
         common = context.linear_options()
         rotates = config.position_embedding == "rope" and not config.qk_norm
         self.qkv = ColumnParallelLinear(
@@ -82,8 +82,7 @@ class Attention(nn.Module):
         if self.rotates:
             assert rotary is not None
             handoff = self.qkv.state.grad_handoff()
-            heads, groups, _ = (size // self.d for size in self.split)
-            q, k, v = rotate_and_split(self.qkv(x_sbh, handoff), heads, groups, *rotary, handoff)
+            q, k, v = rotate_and_split(self.qkv(x_sbh, handoff), self.heads, self.groups, *rotary, handoff)
             return self.proj(self._run(core, q, k, v).flatten(-2))
         return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core).flatten(-2))
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from megafp8.fp8.linear_state import InputFormat, QuantizedGradHandoff
 from megafp8.fp8.quantizers import casts
 from megafp8.fp8.sources import ACTIVATION_SOURCES
+from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix, fused_gradient
 
 
@@ -43,7 +43,7 @@ class _Activation(Function):
         x, vector_f = ctx.saved_tensors
         source = ctx.gradient_source(as_matrix(x), as_matrix(dy), vector_f)
         dbias = casts(source).column_sums(source).to(vector_f.dtype) if ctx.needs_input_grad[1] else None
-        return fused_gradient(source, x, ctx.handoff), dbias, None, None, None
+        return fused_gradient(source, x.shape[:-1], x, ctx.handoff), dbias, None, None, None
 
 
 def activation(

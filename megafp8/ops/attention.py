@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -44,14 +45,29 @@ def attention(q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: AttentionMas
     """softmax(q·kᵀ/√d)·v over the pairs of `mask`, `[s, b, a, d]`; differentiable."""
     if mask.cu_seqlens_q is not None:
         return _Attention.apply(q_sbad, k_sbgd, v_sbgd, mask)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbad, k_sbgd, v_sbgd))
-    options: dict[str, Any] = {"is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
-    if q.is_cuda:
-        with sdpa_kernel(sdpa_backends(), set_priority=True):
-            y = F.scaled_dot_product_attention(q, k, v, **options)
-    else:
-        y = F.scaled_dot_product_attention(q, k, v, **options)
+    q, k, v = q_sbad.permute(1, 2, 0, 3), k_sbgd.permute(1, 2, 0, 3), v_sbgd.permute(1, 2, 0, 3)
+    with nullcontext() if _backends_are_set or not q.is_cuda else sdpa_kernel(sdpa_backends(), set_priority=True):
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return y.permute(2, 0, 1, 3)
+
+
+_backends_are_set = False
+
+
+@contextmanager
+def fastest_backends() -> Iterator[None]:
+    """Sets torch's attention kernels once for all calls of `attention` within, as setting them takes the host 30 µs.
+
+    A call outside of it, such as one that is recomputed in backward, sets them itself.
+    """
+    global _backends_are_set
+    before = _backends_are_set
+    with sdpa_kernel(sdpa_backends(), set_priority=True):
+        _backends_are_set = True
+        try:
+            yield
+        finally:
+            _backends_are_set = before
 
 
 class CoreAttention(Protocol):

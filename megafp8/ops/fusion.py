@@ -22,8 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -95,7 +97,13 @@ class LinearInput(NamedTuple):
 
 def placeholder(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A tensor of `shape` in autograd's graph without values or memory, of the dtype and device of `like`."""
-    return like.new_empty(1).expand(shape)
+    return _element(like.dtype, like.device).expand(shape)
+
+
+@cache
+def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What all placeholders are views of; nobody reads it."""
+    return torch.empty(1, dtype=dtype, device=device)
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -150,9 +158,9 @@ def check_alignment(tokens: int, alignment: int) -> None:
         )
 
 
-def fused_gradient(source: Source, like: Tensor, handoff: QuantizedGradHandoff | None) -> Tensor:
-    """The source's values, shaped like `like` but for the last dim; or a placeholder, and `handoff.grad` is set."""
-    shape = (*like.shape[:-1], source.shape[1])
+def fused_gradient(source: Source, lead: Sequence[int], like: Tensor, handoff: QuantizedGradHandoff | None) -> Tensor:
+    """The source's values, of leading dims `lead`; or a placeholder, of `like`'s dtype, and `handoff.grad` is set."""
+    shape = (*lead, source.shape[1])
     if handoff is None:
         return casts(source).materialize(source).view(shape)
     handoff.grad = handoff.quantizer(source, rowwise=True, columnwise=True)

@@ -22,6 +22,7 @@ Shapes: m tokens (all leading dims), k inputs, n outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.tp_overlap import NO_COMM, AllGatherHandle, Product, ReduceHandle, TPOverlap
@@ -37,10 +37,13 @@ from megafp8.fp8.gemm.dispatch import gemm
 from megafp8.fp8.linear_state import LinearState, QuantizedGradHandoff
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
+from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.deferred_wgrad import Wgrad
 from megafp8.ops.fusion import LinearInput, Recompute, RecomputedInput, as_matrix, check_alignment
 from megafp8.ops.quantized_gather import LOCAL_COMM, Rows, TPComm, gather_columns
 from megafp8.ops.wgrad import deliver, open_store, summed_in_place, wgrad_dtype, wgrad_now_or_later
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def linear(
@@ -66,7 +69,10 @@ def linear(
     fused = x if isinstance(x, LinearInput) else LinearInput(x, None, None)
     assert not plan.smoothed or fused.quantized is not None, "a smoothed layer cannot quantize its input itself"
     assert bias is None or handoff is None
-    y = _Fp8Linear.apply(fused.tensor, weight, state, fused, handoff, torch.is_grad_enabled(), comm)
+    if plan.fp8_only and comm == LOCAL_COMM:
+        y = _LocalFp8Linear.apply(fused.tensor, weight, state, fused.quantized, handoff, torch.is_grad_enabled())
+    else:
+        y = _Fp8Linear.apply(fused.tensor, weight, state, fused, handoff, torch.is_grad_enabled(), comm)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -75,7 +81,10 @@ def high_precision_linear(
 ) -> Tensor:
     """`x wᵀ + bias` in x's dtype; a weight of another dtype is converted first."""
     values, recompute = (x, None) if isinstance(x, Tensor) else (x.tensor, x.recompute)
-    y = _HighPrecisionLinear.apply(values, weight, recompute, comm)
+    if recompute is None and comm == LOCAL_COMM:
+        y = _LocalLinear.apply(values, weight)
+    else:
+        y = _HighPrecisionLinear.apply(values, weight, recompute, comm)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -96,10 +105,40 @@ def _shaped(y_mn: Tensor, x: Tensor) -> Tensor:
 
     Not as a view: what a Function returns as one cannot be changed in place.
     """
-    lead, tokens = list(x.shape[:-1]), x.shape[:-1].numel()
-    if y_mn.shape[0] != tokens:
-        lead[0] = lead[0] * y_mn.shape[0] // tokens
-    return torch.ops.aten._unsafe_view(y_mn, [*lead, y_mn.shape[1]])
+    (m, n), lead = y_mn.shape, list(x.shape[:-1])
+    tokens = math.prod(lead)
+    if m != tokens:
+        lead[0] = lead[0] * m // tokens
+    return _unsafe_view(y_mn, [*lead, n])
+
+
+class _LocalLinear(Function):
+    """`_HighPrecisionLinear` without communication and recompute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        needs_dx, needs_dw = ctx.needs_input_grad
+        x_mk, w_nk = as_matrix(x), _in_dtype(weight, x.dtype)
+        ctx.save_for_backward(weight if needs_dx else None, x_mk if needs_dw else None)
+        ctx.weight = weight  # saved tensors may come back as other objects, without their sink
+        # Matrices of our own: where a dim is 1, torch.matmul may not see that x is one, and multiplies row by row.
+        return _unsafe_view(gemm(x_mk, w_nk.t(), x.dtype), [*x.shape[:-1], w_nk.shape[0]])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        weight, x_mk = ctx.saved_tensors
+        dy_mn = as_matrix(dy)
+        dx = dw = None
+        if weight is not None:
+            dx = gemm(dy_mn, _in_dtype(weight, dy.dtype), dy.dtype).view(*dy.shape[:-1], weight.shape[1])
+        if x_mk is not None:
+            dw = wgrad_now_or_later(ctx.weight, dy_mn, x_mk)
+        return dx, dw
+
+
+def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight if weight.dtype == dtype else weight.to(dtype)
 
 
 def _product(a: AllGatherHandle, b_kn: Tensor, dtype: torch.dtype) -> Product:
@@ -142,6 +181,55 @@ def _values(kept_x: Sequence[Tensor | None], recompute: Recompute | None) -> Cal
     (x_mk,) = kept_x
     assert x_mk is not None
     return lambda: x_mk
+
+
+class _LocalFp8Linear(Function):
+    """`_Fp8Linear` without communication, of a layer whose plan is `fp8_only`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        state: LinearState,
+        x8: QuantizedTensor | None,
+        handoff: QuantizedGradHandoff | None,
+        grad_enabled: bool,  # torch itself says that gradients are needed within no_grad too
+    ) -> Tensor:
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad if grad_enabled else (False, False)
+        if x8 is None:
+            x8 = state.quantizers.input(Plain(as_matrix(x)), rowwise=True, columnwise=needs_dw)
+        w8 = state.fp8_weight(weight, columnwise=needs_dx)
+        fast = state.fast_accum.fprop
+        y_mn = state.gemm.tn(x8.required_rowwise, w8.required_rowwise, x.dtype, use_fast_accum=fast)
+        if needs_dw:
+            data, scale_inv, ctx.granularity, tensor_scale = x8.required_columnwise
+            ctx.save_for_backward(data, scale_inv, tensor_scale)
+        ctx.weight, ctx.state, ctx.w8, ctx.handoff = weight, state, w8 if needs_dx else None, handoff
+        return _unsafe_view(y_mn, [*x.shape[:-1], y_mn.shape[1]])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        state, weight = ctx.state, ctx.weight
+        dy8 = None if ctx.handoff is None else ctx.handoff.take()
+        if dy8 is None:
+            dy8 = state.quantizers.grad_output(Plain(as_matrix(dy)), rowwise=needs_dx, columnwise=needs_dw)
+        dx = dw = None
+        if needs_dx:
+            fast = state.fast_accum.dgrad
+            dx = state.gemm.tn(dy8.required_rowwise, ctx.w8.required_columnwise, dy.dtype, use_fast_accum=fast)
+            dx = dx.view(*dy.shape[:-1], dx.shape[1])
+        if needs_dw:
+            data, scale_inv, tensor_scale = ctx.saved_tensors
+            x_km, dy_nm = ScaledTensor(data, scale_inv, ctx.granularity, tensor_scale), dy8.required_columnwise
+            store = open_store(weight)
+            if store is None:
+                dw = _fp8_wgrad(state, weight, dy_nm, x_km)
+            else:
+                store.put(partial(_begin_wgrad, state, weight, dy_nm, None, x_km, None))
+        return dx, dw, *[None] * 4
 
 
 class _Fp8Linear(Function):

@@ -1,23 +1,27 @@
 """RMSNorm and LayerNorm with the residual addition before them, fused with the cast of their output.
 
-Kept for backward: the sum, and a statistic or two of each row.
+Kept for backward: the sum, and a statistic or two of each row. Gradients of weight and bias go to their sinks, if they
+have such, as those of linear layers do (`megafp8.ops.wgrad`).
 
 Shapes: r rows (tokens; all leading dims), c columns (hidden).
 """
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.fp8.sources import Normalized
 from megafp8.ops import norm_reference
+from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix
+from megafp8.ops.wgrad import deliver, summed_in_place
 
 
 class _Norm(Function):
@@ -25,13 +29,19 @@ class _Norm(Function):
     def forward(
         ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, fused: FusedOutput
     ) -> tuple[Tensor, Tensor]:
-        x_rc, branch_rc = as_matrix(x), None if branch is None else as_matrix(branch)
-        total_rc, mean_r, rstd_r = _statistics(x_rc, branch_rc, eps, centered=bias is not None)
-        source = Normalized(total_rc, rstd_r, weight, mean_r, bias)
-        y = fused.compute(source, x)
+        if fused.format is None and _has_kernel(x):
+            total, mean_r, rstd_r, y = _kernels().normalize(x.contiguous(), _contiguous(branch), weight, bias, eps)
+            total_rc = as_matrix(total)
+        else:
+            total, mean_r, rstd_r = _statistics(x, branch, eps, centered=bias is not None)
+            total_rc = as_matrix(total)
+            y = fused.compute(Normalized(total_rc, rstd_r, weight, mean_r, bias), x)
         ctx.save_for_backward(total_rc, rstd_r, mean_r, weight)
+        ctx.weight, ctx.bias = weight, bias  # saved tensors may come back as other objects, without their sink
         ctx.set_materialize_grads(False)
-        return torch.ops.aten._unsafe_view(total_rc, x.shape), y  # what is a view, hooks of FSDP do not like
+        if total is x:  # would be returned as a view, which hooks of FSDP do not like
+            total = torch.ops.aten._unsafe_view.default(x, x.shape)
+        return total, y
 
     @staticmethod
     @once_differentiable
@@ -39,33 +49,58 @@ class _Norm(Function):
         total_rc, rstd_r, mean_r, weight = ctx.saved_tensors
         if dy is None:  # only the sum was used
             return dtotal, dtotal if ctx.needs_input_grad[1] else None, *[None] * 4
-        dresidual = None if dtotal is None else as_matrix(dtotal)
-        dx_rc, dweight, dbias = _backward(as_matrix(dy), total_rc, mean_r, rstd_r, weight, dresidual)
-        dx = dx_rc.view(dy.shape)
-        dweight = dweight.to(weight.dtype)
-        dbias = None if dbias is None else dbias.to(weight.dtype)
-        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None
+        dx, dweight, dbias = _backward(dy, total_rc, mean_r, rstd_r, weight, dtotal)
+        dw = _deliver(ctx.weight, dweight)
+        db = None if dbias is None else _deliver(ctx.bias, dbias)
+        return dx, dx if ctx.needs_input_grad[1] else None, dw, db, None, None
 
 
 def _statistics(
-    x_rc: Tensor, branch_rc: Tensor | None, eps: float, *, centered: bool
+    x: Tensor, branch: Tensor | None, eps: float, *, centered: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    if x_rc.is_cuda and x_rc.dtype != torch.float64:
-        from megafp8.kernels import norm as kernels
-
-        return kernels.statistics(x_rc, branch_rc, eps, centered=centered)
-    total_rc = x_rc if branch_rc is None else x_rc + branch_rc
-    return total_rc, *norm_reference.statistics(total_rc, eps, centered=centered)
+    """The sum, shaped like x (x itself without a branch), and the mean and 1/deviation of its rows."""
+    if _has_kernel(x):
+        return _kernels().statistics(x.contiguous(), _contiguous(branch), eps, centered=centered)
+    total = x if branch is None else x + branch
+    return total, *norm_reference.statistics(as_matrix(total), eps, centered=centered)
 
 
 def _backward(
-    dy_rc: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight: Tensor, dresidual_rc: Tensor | None
+    dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    if x_rc.is_cuda and x_rc.dtype != torch.float64:
-        from megafp8.kernels import norm as kernels
+    """Gradients of x, shaped like dy, and of weight and bias `[c]`, or float64 partial sums `[p, c]` of these."""
+    if _has_kernel(x_rc):
+        return _kernels().backward(dy.contiguous(), x_rc, mean_r, rstd_r, weight, _contiguous(dresidual))
+    dresidual_rc = None if dresidual is None else as_matrix(dresidual)
+    dx_rc, dweight, dbias = norm_reference.backward(as_matrix(dy), x_rc, mean_r, rstd_r, weight, dresidual_rc)
+    return dx_rc.view(dy.shape), dweight, dbias
 
-        return kernels.backward(dy_rc, x_rc, mean_r, rstd_r, weight, dresidual_rc)
-    return norm_reference.backward(dy_rc, x_rc, mean_r, rstd_r, weight, dresidual_rc)
+
+def _deliver(weight: Tensor, dweight: Tensor) -> Tensor | None:
+    """Give the gradient, or its partial sums, in the weight's dtype to its sink, or to autograd."""
+    if dweight.dim() == 2:
+        main_grad = summed_in_place(weight)
+        if main_grad is not None:
+            _kernels().add_sums_(main_grad, dweight, weight)
+            weight.grad_sink.added()  # type: ignore[attr-defined]
+            return None
+        dweight = dweight.sum(dim=0).float()
+    return deliver(weight, dweight.to(weight.dtype))
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+@cache
+def _kernels() -> ModuleType:
+    from megafp8.kernels import norm  # needs Triton, which comes with torch's CUDA builds
+
+    return norm
 
 
 def norm(

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from megafp8.fp8.linear_state import QuantizedGradHandoff
 from megafp8.fp8.sources import QKVGrad, rotate
+from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.fusion import fused_gradient
 
 
@@ -38,18 +38,19 @@ class _RotateAndSplit(Function):
         if qkv_sbc.is_cuda and cos.dtype == torch.float32:
             from megafp8.kernels.rotary import rotate_qkv_  # needs Triton, which comes with torch's CUDA builds
 
-            rotate_qkv_(qkv_sbc, heads, cos.squeeze(2), sin.squeeze(2))
+            rotate_qkv_(qkv_sbc, heads, cos, sin)
         else:
             rotated = qkv_sbc[..., : (heads + groups) * d].unflatten(-1, (-1, d))
             rotated.copy_(rotate(rotated, cos, sin))
-        q, k, v = qkv_sbc.split([heads * d, groups * d, groups * d], dim=-1)
-        return q.unflatten(-1, (-1, d)), k.unflatten(-1, (-1, d)), v.unflatten(-1, (-1, d))
+        s, b, _ = qkv_sbc.shape
+        q, k, v = qkv_sbc.view(s, b, heads + 2 * groups, d).split_with_sizes([heads, groups, groups], 2)
+        return q, k, v
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         source = QKVGrad(dq.contiguous(), dk.contiguous(), dv.contiguous(), *ctx.saved_tensors)
-        return fused_gradient(source, dq.flatten(2), ctx.handoff), *[None] * 5
+        return fused_gradient(source, dq.shape[:2], dq, ctx.handoff), *[None] * 5
 
 
 def rotate_and_split(

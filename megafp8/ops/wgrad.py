@@ -80,4 +80,5 @@ def wgrad_now_or_later(weight: Tensor, dy_mn: Tensor, x_mk: Tensor) -> Tensor | 
 def summed_in_place(weight: Tensor) -> Tensor | None:
     """The fp32 sum of the weight's gradients, if it has a sink with one."""
     main_grad = getattr(getattr(weight, "grad_sink", None), "main_grad", None)
-    return main_grad if main_grad is not None and main_grad.dtype == torch.float32 == wgrad_dtype(weight) else None
+    fits = main_grad is not None and main_grad.dtype == torch.float32 and weight.dtype != torch.float64
+    return main_grad if fits else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megafp8.fp8.sources import Normalized
 from megafp8.ops import norm_reference as reference
 from tests.kernels import noise
 
@@ -27,5 +28,21 @@ def test_statistics_and_backward(shape: tuple[int, int], dtype: torch.dtype, cen
         total = x if branch is None else x + branch
         statistics = reference.statistics(total, 1e-5, centered=centered)
         check(kernels.statistics(x, branch, 1e-5, centered=centered), (total, *statistics))
+        bias = noise(shape[1], dtype=dtype, seed=4) if centered else None
+        mean_r, rstd_r = statistics
+        y = Normalized(total, rstd_r, weight, mean_r, bias).values().to(dtype)
+        check(kernels.normalize(x, branch, weight, bias, 1e-5), (total, *statistics, y))
         arguments = (dy, total, *statistics, weight, branch)
-        check(kernels.backward(*arguments), reference.backward(*arguments))
+        dx, *partials = kernels.backward(*arguments)
+        expected_dx, *expected = reference.backward(*arguments)
+        check((dx, *(x if x is None else x.sum(dim=0).float() for x in partials)), (expected_dx, *expected))
+
+
+# Triton's interpreter does not round to bf16 as a GPU does.
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (4, 100), (264, 33), (0, 16)], ids=str)
+def test_partial_sums_are_added_to_a_gradient(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    partials_pc, total_c = noise(*shape).double() + 1e-9, noise(shape[1], seed=5)
+    expected_c = total_c + partials_pc.sum(dim=0).float().to(dtype)
+    kernels.add_sums_(total_c, partials_pc, total_c.to(dtype))
+    assert torch.equal(total_c, expected_c)

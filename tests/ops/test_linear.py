@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megafp8.fp8 import E4M3, E5M2, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
+from megafp8.fp8 import E4M3, E5M2, BlockwiseScaling, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
 from megafp8.fp8.gemm.dispatch import Fp8Gemm
 from megafp8.fp8.quantize import quantize, scale_from_amax
 from megafp8.ops import linear, wgrad
@@ -223,6 +223,32 @@ def test_only_wanted_gradients_are_computed(recipe: Fp8Recipe | None, monkeypatc
         run(op, x, weight, dy)
         assert len(products) == 1 + x_wanted + w_wanted
         assert (x.grad is not None, weight.grad is not None) == (x_wanted, w_wanted)
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(), CurrentScaling(), BlockwiseScaling()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_functions_without_communication_are_the_general_ones(
+    recipe: Fp8Recipe | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Functions for layers without communication against the general ones, bit for bit."""
+    results: list[list[Tensor | None]] = []
+    for local in (True, False):
+        if not local:
+            monkeypatch.setattr(linear, "LOCAL_COMM", None)  # what a layer's communication is compared with
+        manager, op = managed(recipe)
+        results.append([])
+        for x_wanted, w_wanted in ((True, True), (True, False), (False, True)):
+            x, weight, dy = tensors(dtype=dtype)
+            x.requires_grad_(x_wanted)
+            weight.requires_grad_(w_wanted)
+            op.state.invalidate_weight()
+            y = op(x.transpose(0, 1), weight)
+            y.backward(dy.transpose(0, 1))
+            results[-1] += [y, x.grad, weight.grad]
+            manager.end_step()
+    for one, other in zip(*results, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one, other)
 
 
 def test_weight_is_quantized_once_until_invalidated() -> None:

@@ -86,18 +86,18 @@ class Fp8Gemm:
 
         `use_fast_accum` has an effect on Hopper only.
         """
-        assert a_mk.data.is_contiguous()
-        assert b_nk.data.is_contiguous()
         if self._has_block_scaled and multiplies(a_mk, b_nk, out_dtype):
             return _into(out, block_scaled_mm(a_mk, b_nk, out_dtype))
-        if self.backend == "emulated" or (a_mk.granularity, b_nk.granularity) not in HOPPER_PAIRS:
-            return _into(out, _emulated(a_mk, b_nk, out_dtype))
         if self._cublaslt is not None and _fits(a_mk, b_nk):
             if out is None:
-                shape = (a_mk.data.shape[0], b_nk.data.shape[0])
-                out = torch.empty(shape, dtype=out_dtype, device=a_mk.data.device)
+                a8 = a_mk.data
+                out = torch.empty(a8.shape[0], b_nk.data.shape[0], dtype=out_dtype, device=a8.device)
             self._cublaslt.matmul_tn(a_mk, b_nk, out, accumulate=False, use_fast_accum=use_fast_accum)
             return out
+        assert a_mk.data.is_contiguous()
+        assert b_nk.data.is_contiguous()
+        if self.backend == "emulated" or (a_mk.granularity, b_nk.granularity) not in HOPPER_PAIRS:
+            return _into(out, _emulated(a_mk, b_nk, out_dtype))
         return _into(out, _scaled_mm(a_mk, b_nk, out_dtype, use_fast_accum))
 
     def accumulate_tn(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_mn: Tensor, *, use_fast_accum: bool) -> None:
@@ -159,11 +159,11 @@ def gemm(a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype, out: Tensor | None 
     Sums are fp32 for 16-bit operands, and reach an fp32 result unrounded. On CPU those operands are widened first: the
     same products and sums, and far faster there.
     """
+    if a_mk.is_cuda and out_dtype == a_mk.dtype:
+        return torch.mm(a_mk, b_kn, out=out)
     wide = torch.promote_types(a_mk.dtype, torch.float32)
     if not a_mk.is_cuda:
         a_mk, b_kn = a_mk.to(wide), b_kn.to(wide)
     elif a_mk.dtype != wide and out_dtype == wide:
         return _into(out, torch.mm(a_mk, b_kn, out_dtype=wide))
-    elif out is not None and out_dtype == a_mk.dtype:
-        return torch.mm(a_mk, b_kn, out=out)
     return _into(out, (a_mk @ b_kn).to(out_dtype))

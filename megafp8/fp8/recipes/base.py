@@ -17,6 +17,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
@@ -222,7 +223,7 @@ class RecipeQuantizer:
     recipe: Fp8Recipe
     tensor: Fp8Tensor
 
-    @property
+    @cached_property
     def fmt(self) -> Format:
         return self.recipe.format_of(self.tensor.operand)
 
