@@ -33,6 +33,7 @@ CONDITIONS = {
     "`normalization: layernorm`": lambda m: m.normalization == "layernorm",
     "`linear_bias` or `qkv_bias`": lambda m: m.linear_bias or m.qkv_bias,
     "`qk_norm`": lambda m: m.qk_norm,
+    "`attention_sinks`": lambda m: m.attention_sinks,
     "`linear_bias`": lambda m: m.linear_bias,
     "gated `activation`": lambda m: m.activation in ("swiglu", "geglu_tanh"),
     "gated `activation` with `linear_bias`": lambda m: m.activation in ("swiglu", "geglu_tanh") and m.linear_bias,
@@ -41,7 +42,7 @@ CONDITIONS = {
 MODELS = [
     {},
     {"tie_embeddings": True, "qkv_bias": True},
-    {"qk_norm": True, "num_query_groups": 6},
+    {"qk_norm": True, "num_query_groups": 6, "attention_sinks": True},
     {"position_embedding": "learned", "normalization": "layernorm", "activation": "gelu_tanh", "linear_bias": True},
     {"activation": "geglu_tanh", "linear_bias": True, "tie_embeddings": True, "vocab_multiple": 64},
 ]

@@ -118,6 +118,9 @@ class ModelConfig(Section):
     """Add biases to the query, key and value projections only (Qwen2)."""
     qk_norm: bool = False
     """Apply RMSNorm to each query and key head (Qwen3)."""
+    attention_sinks: bool = False
+    """Give each query head a learned score that takes part in its softmax and has no value, so that it can attend to
+    nothing (gpt-oss; Megatron-LM's softmax_type: learnable)."""
     tie_embeddings: bool = False
     """Share one weight between the output layer and the embedding."""
     sliding_window: PositiveInt | None = None

@@ -150,9 +150,9 @@ class ContextAttention:
     group: ProcessGroup
     calls: tuple[Call, ...]
 
-    def __call__(self, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor) -> Tensor:
-        """`[r, b, a, d]` from this rank's shards of q, k and v."""
-        return _ContextAttention.apply(q_rbad, k_rbgd, v_rbgd, self)
+    def __call__(self, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, sink_a: Tensor | None = None) -> Tensor:
+        """`[r, b, a, d]` from this rank's shards of q, k and v. `sink_a`: each head's sink."""
+        return _ContextAttention.apply(q_rbad, k_rbgd, v_rbgd, sink_a, self)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -221,7 +221,9 @@ def merge(o_sbad: Tensor, lse_sba: Tensor, more_sbad: Tensor, more_sba: Tensor) 
 
 class _ContextAttention(Function):
     @staticmethod
-    def forward(ctx: Any, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, context: ContextAttention) -> Tensor:
+    def forward(
+        ctx: Any, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, sink_a: Tensor | None, context: ContextAttention
+    ) -> Tensor:
         keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, context.group)
         queries = q_rbad.contiguous()
         o_rbad = torch.empty_like(queries)
@@ -235,13 +237,15 @@ class _ContextAttention(Function):
                 o, lse = merge(o_rbad[rows], lse_rba[rows], o, lse)
             o_rbad[rows], lse_rba[rows] = o, lse
             written = max(written, rows.stop)
+        if sink_a is not None:
+            o_rbad, lse_rba = attention.with_sink(o_rbad, lse_rba, sink_a)
         ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba)  # views: their base is kept anyway
-        ctx.context = context
+        ctx.context, ctx.sink_a = context, sink_a
         return o_rbad
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do_rbad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, do_rbad: Tensor) -> tuple[Tensor | None, ...]:
         q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba = ctx.saved_tensors
         context: ContextAttention = ctx.context
         group = context.group
@@ -268,4 +272,5 @@ class _ContextAttention(Function):
             reduce_scatter(total.to(k_rbgd.dtype), group).add_(mine)
             for total, mine in zip(of_all_ranks, own, strict=True)
         )
-        return dq_rbad, dk, dv, None
+        dsink = None if ctx.sink_a is None else attention.sink_gradient(do_rbad, o_rbad, lse_rba, ctx.sink_a)
+        return dq_rbad, dk, dv, dsink, None

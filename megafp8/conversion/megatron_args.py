@@ -41,7 +41,7 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "rotary_percent": ("rotary embedding of a part of each head", (1,)),
     "rotary_seq_len_interpolation_factor": ("interpolated positions", (1,)),
     "no_rope_freq": ("layers without rotary embedding", ()),
-    "softmax_type": ("another softmax", ("vanilla",)),
+    "softmax_type": ("another softmax", ("vanilla", "learnable")),
     "glu_linear_offset": ("an offset in SwiGLU", ()),
     "activation_func_clamp_value": ("a clamped activation", ()),
     "use_mup": ("maximal-update scaling", ()),
@@ -90,6 +90,7 @@ def read_args(args: Args, vocab_size: int, vocab_multiple: int) -> ModelConfig:
         "normalization": norm,
         "norm_eps": args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
         "activation": _activation(args),
+        "attention_sinks": args.get("softmax_type") == "learnable",
         "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
         "sliding_window": None if window[0] < 0 else window[0] + 1,  # theirs does not count the token itself
         "full_attention_layers": [i for i, windowed in enumerate(per_layer or []) if not windowed and window[0] >= 0],
@@ -157,6 +158,7 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
         "window_attn_skip_freq": [int(i not in model.full_attention_layers) for i in range(model.num_layers)]
         if model.full_attention_layers
         else None,
+        "softmax_type": "learnable" if model.attention_sinks else "vanilla",
         "apply_query_key_layer_scaling": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,

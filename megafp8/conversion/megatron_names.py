@@ -51,6 +51,7 @@ _LAYER = {
     "attention.v": "self_attention.linear_qkv",
     "attention.q_norm": "self_attention.q_layernorm",
     "attention.k_norm": "self_attention.k_layernorm",
+    "attention.sink": "self_attention.core_attention",
     "attention.proj": "self_attention.linear_proj",
     "mlp_norm": "pre_mlp_layernorm",
     "mlp.gate": "mlp.linear_fc1",
@@ -59,7 +60,8 @@ _LAYER = {
 }
 OUTPUT = "output_layer.weight"
 _VOCABULARY = ("embedding.word_embeddings.weight", OUTPUT)
-_SHARDED_ROWS = (*_VOCABULARY, "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
+_SINK = "core_attention.softmax_offset"
+_SHARDED_ROWS = (*_VOCABULARY, "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", _SINK)
 _SHARDED_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
 _TRANSFORMER_ENGINE = (
@@ -113,7 +115,7 @@ def place(name: str) -> Place:
     if module in _OUTER:
         return Place(None, f"{_OUTER[module]}.{kind}")
     _, index, module = module.split(".", 2)
-    return Place(int(index), f"{_LAYER[module]}.{kind}")
+    return Place(int(index), f"{_LAYER[module]}.{kind}".replace("core_attention.weight", _SINK))
 
 
 def canonical(key: str) -> str:
@@ -144,7 +146,7 @@ def their_shape(name: str, shape: Shape, model: ModelConfig, t: int, padded_voca
     elif "linear_fc1" in there.key:
         size = ACTIVATIONS[model.activation].up_width(model.ffn_size)
     else:
-        size = shape[1]
+        size = shape[there.dim]
     return tuple(size // t if dim == there.dim else n for dim, n in enumerate(shape))
 
 

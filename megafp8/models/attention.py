@@ -15,11 +15,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
-from megafp8.distributed.sharding import Init
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
 from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
@@ -71,6 +72,12 @@ class Attention(nn.Module):
             site=context.site(before=ATTENTION),
             **common,
         )
+        self.sink: nn.Parameter | None = None
+        if config.attention_sinks:
+            self.sink = nn.Parameter(torch.empty(self.heads, dtype=context.dtype, device=context.device))
+            piece = shard_dim(f"{name}.sink.weight", (config.num_attention_heads,), 0, context.tensor.rank(), t)
+            spec = ParamSpec((piece,), Init("zeros"), replicated_over_tp=False, weight_decay=False)
+            set_spec(self.sink, spec)
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         if config.qk_norm:
@@ -83,7 +90,7 @@ class Attention(nn.Module):
             assert rotary is not None
             handoff = self.qkv.state.grad_handoff()
             q, k, v = rotate_and_split(self.qkv(x_sbh, handoff), self.heads, self.groups, *rotary, handoff)
-            return self.proj(self._run(core, q, k, v).flatten(-2))
+            return self.proj(self._run(core, q, k, v, self.sink).flatten(-2))
         return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core).flatten(-2))
 
     def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -98,4 +105,4 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
-        return core(q, k, v)
+        return core(q, k, v, self.sink)

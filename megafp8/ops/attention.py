@@ -5,6 +5,10 @@ triangle, a sliding window. No mask is ever made as a matrix. Forward also retur
 scores, so that results over parts of the keys merge, and backward needs only the output and that (Dao et al. 2022,
 arXiv:2205.14135; Liu et al. 2023, arXiv:2310.01889).
 
+*Sinks.* A head may have a learned score that takes part in its softmax and has no value, so that the head can attend to
+nothing (Xiao et al. 2023, arXiv:2309.17453; gpt-oss, arXiv:2508.10925). It is one more key, with the value zero, so
+its share follows from the log-sum-exp, and backward needs nothing but the output and the log-sum-exp with it.
+
 Kernels (docs/decisions/0029-attention-of-documents.md has the measurements):
 
     without documents and window   torch's cuDNN kernel, twice as fast on Hopper as the flash kernel that torch ships
@@ -36,15 +40,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megafp8.ops import cudnn_attention
 from megafp8.ops.attention_mask import CAUSAL, AttentionMask, one_segment
+from megafp8.ops.wgrad import deliver, wgrad_dtype
 
 _ROWS = 512
 """Queries that the reference computes at once, and so the height of its matrix of scores."""
 
 
-def attention(q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: AttentionMask = CAUSAL) -> Tensor:
-    """softmax(q·kᵀ/√d)·v over the pairs of `mask`, `[s, b, a, d]`; differentiable."""
-    if mask.cu_seqlens_q is not None:
-        return _Attention.apply(q_sbad, k_sbgd, v_sbgd, mask)
+def attention(
+    q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: AttentionMask = CAUSAL, sink_a: Tensor | None = None
+) -> Tensor:
+    """softmax(q·kᵀ/√d)·v over the pairs of `mask`, `[s, b, a, d]`; differentiable. `sink_a`: each head's sink."""
+    if mask.cu_seqlens_q is not None or sink_a is not None:
+        return _Attention.apply(q_sbad, k_sbgd, v_sbgd, sink_a, mask)
     q, k, v = q_sbad.permute(1, 2, 0, 3), k_sbgd.permute(1, 2, 0, 3), v_sbgd.permute(1, 2, 0, 3)
     with nullcontext() if _backends_are_set or not q.is_cuda else sdpa_kernel(sdpa_backends(), set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
@@ -71,9 +78,12 @@ def fastest_backends() -> Iterator[None]:
 
 
 class CoreAttention(Protocol):
-    """Attention of a micro-batch, for any layer: from q `[s, b, a, d]`, k and v `[s, b, g, d]` to `[s, b, a, d]`."""
+    """Attention of a micro-batch, for any layer: from q `[s, b, a, d]`, k and v `[s, b, g, d]` to `[s, b, a, d]`.
 
-    def __call__(self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, /) -> Tensor: ...
+    `sink_a`: the layer's sinks, if it has any.
+    """
+
+    def __call__(self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, /) -> Tensor: ...
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -87,8 +97,8 @@ class SelfAttention:
 
     mask: AttentionMask
 
-    def __call__(self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor) -> Tensor:
-        return attention(q_sbad, k_sbgd, v_sbgd, self.mask)
+    def __call__(self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None) -> Tensor:
+        return attention(q_sbad, k_sbgd, v_sbgd, self.mask, sink_a)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -97,17 +107,40 @@ class SelfAttention:
 
 class _Attention(Function):
     @staticmethod
-    def forward(ctx: Any, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(
+        ctx: Any, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None, mask: AttentionMask
+    ) -> Tensor:
         o, lse = forward(q_sbad.contiguous(), k_sbgd.contiguous(), v_sbgd.contiguous(), mask)
+        if sink_a is not None:
+            o, lse = with_sink(o, lse, sink_a)
         ctx.save_for_backward(q_sbad, k_sbgd, v_sbgd, o, lse)  # views: their base is kept anyway
-        ctx.mask = mask
+        ctx.mask, ctx.sink_a = mask, sink_a
         return o
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do_sbad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, do_sbad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors  # once: recomputed tensors can be read a single time
-        return *backward(do_sbad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), o, lse, ctx.mask), None
+        do = do_sbad.contiguous()
+        dsink = None if ctx.sink_a is None else sink_gradient(do, o, lse, ctx.sink_a)
+        return *backward(do, q.contiguous(), k.contiguous(), v.contiguous(), o, lse, ctx.mask), dsink, None
+
+
+def with_sink(o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp with sinks, from those of the keys alone."""
+    sink = sink_a.detach().to(lse_sba.dtype)
+    of_keys = torch.sigmoid(lse_sba - sink).unsqueeze(-1)
+    return (o_sbad * of_keys).to(o_sbad.dtype), torch.logaddexp(lse_sba, sink)
+
+
+def sink_gradient(do_sbad: Tensor, o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> Tensor | None:
+    """The gradient of `sink_a`, to its sink of gradients or back; `o_sbad` and `lse_sba` are with it.
+
+    A higher score takes from all keys in proportion: dL/dsink = -Σ exp(sink - lse) · (do · o).
+    """
+    share_sba = torch.exp(sink_a.detach().to(lse_sba.dtype) - lse_sba)
+    dsink_a = -(share_sba * torch.linalg.vecdot(do_sbad.to(lse_sba.dtype), o_sbad.to(lse_sba.dtype))).sum((0, 1))
+    return deliver(sink_a, dsink_a.to(wgrad_dtype(sink_a)))
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,10 @@ def _block(config: Config, index: int) -> list[_Parameter]:
     width = (x.a + 2 * x.g) * x.d
     qkv, proj, up, down = map(_Parameter, (width * x.h, x.h * x.a * x.d, x.up * x.h, x.h * x.f), layers)
     output_bias, head_norms = [_Parameter(x.h)] * model.linear_bias, [_Parameter(x.d)] * (2 * model.qk_norm)
-    attention = [qkv, *[_Parameter(width)] * (model.linear_bias or model.qkv_bias), proj, *output_bias, *head_norms]
+    sinks = [_Parameter(x.a)] * model.attention_sinks
+    attention = [
+        *sinks, qkv, *[_Parameter(width)] * (model.linear_bias or model.qkv_bias), proj, *output_bias, *head_norms
+    ]  # fmt: skip
     return [*norm, *attention, *norm, up, *[_Parameter(x.up)] * model.linear_bias, down, *output_bias]
 
 

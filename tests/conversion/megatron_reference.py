@@ -41,7 +41,7 @@ MODELS = {
     },
     "qwen2": TINY | {"num_query_groups": 2, "qkv_bias": True, "tie_embeddings": True, "norm_eps": 1e-6},
     "qwen3": TINY | {"num_query_groups": 2, "qk_norm": True, "sliding_window": 8, "full_attention_layers": [1, 3]},
-    "swiglu with biases": TINY | {"linear_bias": True},
+    "swiglu, biases, sinks": TINY | {"linear_bias": True, "attention_sinks": True},
     "exact gelu": TINY | {"activation": "gelu", "linear_bias": True, "position_embedding": "none"},
 }
 
@@ -83,6 +83,8 @@ def layer(w: Mapping[str, Tensor], model: ModelConfig, r: int, t: int, te: bool)
     if model.linear_bias:
         found["self_attention.linear_proj.bias"] = w["attention.proj.bias"]
         found["mlp.linear_fc2.bias"] = w["mlp.down.bias"]
+    if model.attention_sinks:
+        found["self_attention.core_attention.softmax_offset"] = shard(w["attention.sink.weight"], r, t)
     if model.qk_norm:
         found["self_attention.q_layernorm.weight"] = w["attention.q_norm.weight"]
         found["self_attention.k_layernorm.weight"] = w["attention.k_norm.weight"]

@@ -55,7 +55,7 @@ ARGS: dict[str, dict[str, Any]] = {
     | GROUPS
     | {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False, "norm_epsilon": 1e-6},
     "qwen3": COMMON | LLAMA | GROUPS | {"qk_layernorm": True, "window_size": (7, 0), "window_attn_skip_freq": 2},
-    "swiglu with biases": COMMON | LLAMA | {"add_bias_linear": True},
+    "swiglu, biases, sinks": COMMON | LLAMA | {"add_bias_linear": True, "softmax_type": "learnable"},
     "exact gelu": COMMON
     | {"position_embedding_type": "none", "normalization": "RMSNorm", "bias_gelu_fusion": False}
     | {"untie_embeddings_and_output_weights": True},

@@ -43,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2-untied-gelu": GPT2 | {"tie_embeddings": False, "activation": "gelu"},
     "geglu": LLAMA | {"activation": "geglu"},
     "geglu-tanh": LLAMA | {"activation": "geglu_tanh", "linear_bias": True},
-    "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True},
+    "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True},
     "sliding-window": LLAMA | {"sliding_window": 3, "full_attention_layers": [1]},
     "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none"},
 }

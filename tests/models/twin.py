@@ -67,7 +67,10 @@ def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions:
         if config.position_embedding == "rope":
             qh, kh = _rotate(qh, positions, config), _rotate(kh, positions, config)
         scores = (qh @ kh.transpose(-1, -2) / math.sqrt(d)).masked_fill(~allowed, -math.inf)
-        out.append(scores.softmax(-1) @ vh)
+        if config.attention_sinks:  # one more key, without a value
+            sink = w[f"{name}.sink.weight"][head].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sink], -1)
+        out.append(scores.softmax(-1)[..., : kh.shape[1]] @ vh)
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
 
 

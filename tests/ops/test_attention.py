@@ -125,6 +125,51 @@ def test_autograd(name: str) -> None:
     torch.testing.assert_close(gradient, torch.cat(gradients, dim=2), rtol=1e-11, atol=1e-12)
 
 
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sink_a: Tensor, allowed_bst: Tensor, do: Tensor) -> list[Tensor]:
+    """Output and gradients of q, k, v and the sinks, which are a column of the matrix of scores, in float64."""
+    leaves = [x.detach().double().cpu().requires_grad_() for x in (q, k, v, sink_a)]
+    q, k, v, sink_a = leaves
+    repeat = q.shape[2] // k.shape[2]
+    scores = torch.einsum("sbad,tbad->bast", q, k.repeat_interleave(repeat, 2)) / math.sqrt(q.shape[3])
+    scores = scores.masked_fill(~allowed_bst[:, None], -math.inf)
+    sinks = sink_a[None, :, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    o = torch.einsum("bast,tbad->sbad", weights, v.repeat_interleave(repeat, 2))
+    return [o.detach(), *torch.autograd.grad(o, leaves, do.double().cpu())]
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "window"])
+def test_sinks(name: str) -> None:
+    s, t, mask = MASKS[name]
+    *qkv, do = inputs(s, t, 4, 2, 6, torch.float64, "cpu")
+    leaves = [x.requires_grad_() for x in (*qkv, torch.tensor([-3.0, 0.0, 1.0, 40.0], dtype=torch.float64))]
+    found = attention(*leaves[:3], mask, leaves[3])
+    gradients = torch.autograd.grad(found, leaves, do)
+    for ours, theirs in zip((found, *gradients), with_sinks(*leaves, allowed(s, t, mask), do), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["causal", "documents", "window"])
+def test_sinks_on_a_gpu(name: str, deterministic: bool) -> None:
+    s, t, mask = MASKS[name]
+    s, t, mask = s * LARGER, t * LARGER, larger(mask)
+    *qkv, do = inputs(s, t, 4, 2, 64, torch.bfloat16, "cuda")
+    leaves = [x.requires_grad_() for x in (*qkv, torch.tensor([-3.0, 0.0, 1.0, 40.0], device="cuda"))]
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        found = attention(*leaves[:3], mask, leaves[3])
+        gradients = torch.autograd.grad(found, leaves, do)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    on_cpu = AttentionMask(*(x if x is None else x.cpu() for x in mask.tensors[:2]), window=mask.window)
+    expected = with_sinks(*leaves, allowed(s, t, on_cpu), do)
+    for ours, theirs in zip((found, *gradients), expected, strict=True):
+        difference = (ours.double().cpu() - theirs).norm() / theirs.norm()
+        assert difference < 0.01, "bf16's rounding, of some 0.004"
+
+
 def test_a_window_of_the_whole_sequence_is_none() -> None:
     assert causal_mask(None, 40, 40, torch.device("cpu")) is CAUSAL
     assert causal_mask(DOCUMENTS, 40, 40, torch.device("cpu")).window is None

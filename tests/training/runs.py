@@ -92,7 +92,7 @@ WORDS: dict[str, Sections] = {
     "gpt2": {"model": {**_GPT2, "num_query_groups": 8}},
     "gelu": {"model": {"activation": "gelu"}},
     "qkv-bias": {"model": {"qkv_bias": True}},
-    "qk-norm": {"model": {"qkv_bias": True, "qk_norm": True}},
+    "qk-norm": {"model": {"qkv_bias": True, "qk_norm": True, "attention_sinks": True}},
     "parallel-block": {"model": {"parallel_block": True}},
     "window": {"model": {"sliding_window": 7}},
     # precision; a CPU is slow at bf16
