@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Two agents of one GPU each that NCCL takes for different hosts (NCCL_HOSTID), against one host with both GPUs.
-#   docs/measurements/2026-11-22-graphs/two_agents.sh OUTPUT_FOLDER
+#   [STEPS=120] [LAYOUTS="pipeline data fsdp"] docs/measurements/2026-11-22-graphs/two_agents.sh OUTPUT_FOLDER
 # Prints the last loss of each run and whether all losses are those of one host; then an agent is killed and started again.
 set -uo pipefail
-out=$1 work=$(mktemp -d) port=29512
+out=$1 work=$(mktemp -d) port=29512 steps=${STEPS:-120}
 python3 - "$work" <<'PY'
 import struct, sys
 import numpy as np
@@ -19,8 +19,8 @@ PY
 keys=(
     "data.train=[$work/data]" data.tokenizer='{kind: bytes}' data.index_cache="$work/cache" run_dir="$work" model.vocab_size=512
     model.num_layers=8 model.hidden_size=1024 model.num_attention_heads=8 model.num_query_groups=4 model.ffn_hidden_size=2816
-    training.seq_length=1024 training.micro_batch_size=1 training.global_batch_size=8 training.steps=120 training.eval_interval=0
-    training.precision=bf16 fp8.recipe=delayed checkpoint.interval=40 logging.interval=40 logging.tensorboard=false
+    training.seq_length=1024 training.micro_batch_size=1 training.global_batch_size=8 training.steps=$steps training.eval_interval=0
+    training.precision=bf16 fp8.recipe=delayed checkpoint.interval=$((steps / 3)) logging.interval=$((steps / 3)) logging.tensorboard=false
     logging.progress=false deterministic=true fp8.gemm_autotune=false
 )
 declare -A layouts=(
@@ -50,8 +50,10 @@ for name in names:
     print(f"{name}: {last} steps, last loss {steps[last][0]:.6f}, {'the same curve' if steps == curves[0] else 'another curve'}")
 PY
 }
-for layout in pipeline data fsdp; do
+for layout in ${LAYOUTS:-pipeline data fsdp}; do
+    start=$SECONDS
     one_host "$layout" "$layout-one"
+    echo "$layout on one host: $((SECONDS - start)) s"
     start=$SECONDS
     node 0 "$layout" "$layout-two" & node 1 "$layout" "$layout-two" & wait
     echo "$layout over two agents: $((SECONDS - start)) s"
@@ -60,7 +62,7 @@ done
 start=$SECONDS
 node 0 pipeline killed & first=$!
 node 1 pipeline killed &
-for _ in $(seq 240); do [[ -d $work/killed/checkpoints/step_00000040 ]] && break; sleep 0.25; done
+for _ in $(seq 240); do [[ -d $(printf "$work/killed/checkpoints/step_%08d" $((steps / 3))) ]] && break; sleep 0.25; done
 agent=$(pgrep -n -f "launch.agent.*name=killed") # the newest: node 1's
 ranks=$(pgrep -P "$agent")
 kill -9 "$agent" $ranks
