@@ -119,4 +119,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code:  # without waiting for communicators, which may wait for ranks that wait for this one
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

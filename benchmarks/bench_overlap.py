@@ -140,7 +140,7 @@ class NoAttention:
     def tensors(self) -> list[torch.Tensor]:
         return []
 
-    def __call__(self, q_sbad: torch.Tensor, k_sbgd: torch.Tensor, v_sbgd: torch.Tensor) -> torch.Tensor:
+    def __call__(self, q_sbad: torch.Tensor, *_: torch.Tensor | None) -> torch.Tensor:
         return q_sbad
 
 

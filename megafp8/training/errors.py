@@ -13,8 +13,10 @@ This module must not import torch: errors of the command line and the config are
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -61,8 +63,10 @@ def run_and_report(job: Callable[[], object]) -> int:
 
     A ValueError raised by this package is a fault of config, data or checkpoint: only its message is shown, as of a
     TrainingError. Other exceptions, including ValueErrors raised by libraries, are shown with their traceback.
-    SystemExit and KeyboardInterrupt pass through.
+    SystemExit and KeyboardInterrupt pass through. SIGUSR2 prints the stacks of all threads on stderr, to see where a
+    rank that makes no progress waits.
     """
+    faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
     try:
         job()
     except Exception as error:

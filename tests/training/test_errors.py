@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,11 @@ def test_lost_connections() -> None:
     assert all(map(lost_connection, (CLOSED, chained, lost)))
     others = (ConnectionResetError("Connection reset by peer"), RuntimeError("shapes differ"), KeyError("Broken pipe"))
     assert not any(map(lost_connection, others))
+
+
+def test_a_signal_prints_where_the_threads_are(capfd: pytest.CaptureFixture[str]) -> None:
+    def waits_for_another_rank() -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    assert run_and_report(waits_for_another_rank) == DONE
+    assert "in waits_for_another_rank" in capfd.readouterr().err
