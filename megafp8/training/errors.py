@@ -66,7 +66,7 @@ def run_and_report(job: Callable[[], object]) -> int:
     SystemExit and KeyboardInterrupt pass through. SIGUSR2 prints the stacks of all threads on stderr, to see where a
     rank that makes no progress waits.
     """
-    faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
+    faulthandler.register(signal.SIGUSR2, file=2)
     try:
         job()
     except Exception as error:
