@@ -387,12 +387,12 @@ class Trainer:
     def evaluate(self, batches: Sequence[Batch]) -> Loss:
         """Loss of a global batch without training; does not update FP8 statistics."""
         self.wait_for_weights()
-        self.fp8.forget_weights()  # a graph makes FP8 copies of its own, and leaves them in its memory
         if self.graphs is None or self.fp8.calibrating:
             report = self._forward_only([x.to(self.parallel.device) for x in batches])
         else:
+            self.fp8.forget_weights()  # a graph makes FP8 copies of its own, and leaves them in its memory
             report = self.graphs.run("evaluation", self._forward_only, self._with_room(batches))
-        self.fp8.forget_weights()
+            self.fp8.forget_weights()
         return self._loss(self._total(report))
 
     def _forward_only(self, batches: Sequence[Batch]) -> Tensor:
