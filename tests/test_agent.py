@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megafp8.checkpoint import complete_checkpoints
 from megafp8.training.metrics import read_metrics
@@ -89,6 +90,9 @@ class Node:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
+            for pid in self.rank_pids():
+                os.kill(pid, signal.SIGUSR2)  # prints where it waits
+            time.sleep(2)
             raise AssertionError(f"{self.log.name} hangs; it printed:\n{self.log.read_text()}") from None
 
     def said(self) -> str:
@@ -304,3 +308,43 @@ def test_one_node_stops(launch: Launch, number: int) -> None:
     assert node.wait(180) == 0
     assert "stopped on request after step" in node.said().splitlines()[-1]
     assert "Traceback" not in node.said()
+
+
+# --- on GPUs ---------------------------------------------------------------------------------------------------------
+
+ON_GPUS = [
+    *("model.num_layers=8", "model.hidden_size=1024", "model.num_attention_heads=8", "model.num_query_groups=4"),
+    *("model.ffn_hidden_size=2816", "training.seq_length=1024", "training.micro_batch_size=1", "fp8.recipe=delayed"),
+    *("training.global_batch_size=8", "training.precision=bf16", "training.steps=12", "training.eval_interval=4"),
+    *("training.eval_steps=1", "deterministic=true", "fp8.gemm_autotune=false", "fp8.report_interval=3"),
+]
+GPU_LAYOUTS = {
+    "one": (1, ""),
+    "tensor": (2, "parallel.tensor=2"),
+    "1f1b": (2, "parallel.pipeline=2"),
+    "zb-h1": (2, "parallel.pipeline=2 parallel.schedule=zb-h1"),
+    "zb-v": (2, "parallel.pipeline=2 parallel.schedule=zb-v parallel.virtual_pipeline=2"),
+    "zero": (2, "parallel.zero=1"),
+    "fsdp": (2, "parallel.fsdp=true fp8.param_gather=true"),
+    "context": (2, "parallel.context=2"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", GPU_LAYOUTS)
+def test_a_job_replays_its_steps(launch: Launch, layout: str) -> None:
+    """With checkpoints, evaluations and FP8 reports between them, and data from the loader, as no benchmark has."""
+    ranks, keys = GPU_LAYOUTS[layout]
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    found = []
+    for graphs in ("false", "true"):
+        options = [*ONE_RANK, *ON_GPUS, *keys.split(), f"training.cuda_graphs={graphs}", f"name={graphs}"]
+        node = launch.single(ranks, *options)
+        assert node.wait(120) == 0, node.said()
+        records = read_metrics(launch.folder / graphs / "metrics.jsonl")
+        found.append([(r["step"], r["loss"], r["grad_norm"], r["validation_loss"]) for r in records])
+        assert ("CUDA graphs: step recorded" in node.said()) == (graphs == "true")
+    assert len(found[0]) == 12
+    assert found[0] == found[1]
