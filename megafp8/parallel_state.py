@@ -40,7 +40,8 @@ _JOINT_GROUPS = {
     "amax": ("data", "context", "tensor"),  # delayed scaling: everyone who runs the same layers
 }
 
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_QUEUES, _REGISTER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_GRAPH_REGISTER"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def rank_groups(
@@ -170,26 +171,32 @@ class ParallelState:
         return self.pipeline.is_last
 
 
-def set_hardware_queues() -> None:
-    """Let CUDA take work from 32 hardware queues instead of 8. Call it before CUDA is used in this process.
+def set_cuda_environment() -> None:
+    """Set what CUDA and NCCL read from the environment when they start. Call it before CUDA is used in this process.
 
-    More streams than queues share them, and then a receive that waits for its sender in one stream blocks another. A
-    pipeline has a stream for each neighbour and direction beside those of computation and of every other group, and a
-    CUDA graph has one for each of its branches, so two ranks could wait for each other for ever.
+    *32 hardware queues* instead of 8. More streams than queues share them, and then a receive that waits for its sender
+    in one stream blocks another. A pipeline has a stream for each neighbour and direction beside those of computation
+    and of every other group, and a CUDA graph has one for each of its branches, so two ranks could wait for each other
+    for ever.
 
-    ValueError where the environment asks for fewer than 8.
+    *No registration of the buffers that CUDA graphs send from and receive to.* With torch's expandable segments, which
+    the launch scripts switch on, NCCL then reads other memory, or hangs (pytorch#158029, torchtitan#3306).
+
+    ValueError where the environment has another value that cannot work.
     """
-    found = os.environ.get(_QUEUES)
-    if found is not None:
-        if not found.isdigit() or int(found) < 8:
-            raise ValueError(
-                f"the environment has {_QUEUES}={found}, under which streams that wait for other ranks block others; "
-                f"unset it, or try {_QUEUES}=32"
-            )
-        return
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    assert not (several and torch.cuda.is_initialized()), "CUDA has started with too few hardware queues"
-    os.environ[_QUEUES] = "32"
+    queues = os.environ.setdefault(_QUEUES, "32")
+    if not queues.isdigit() or int(queues) < 8:
+        raise ValueError(
+            f"the environment has {_QUEUES}={queues}, under which streams that wait for other ranks block others; "
+            f"unset it, or try {_QUEUES}=32"
+        )
+    registers = os.environ.setdefault(_REGISTER, "0")
+    segments = next((x for name in _ALLOCATOR if "expandable_segments:True" in (x := os.environ.get(name, ""))), None)
+    if registers != "0" and segments is not None:
+        raise ValueError(
+            f"the environment has {_REGISTER}={registers}, which does not work with torch's {segments}; unset it, or "
+            f"try {_REGISTER}=0"
+        )
 
 
 def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> torch.device:
@@ -202,7 +209,7 @@ def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> 
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
-        set_hardware_queues()
+        set_cuda_environment()
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megafp8 import parallel_state
 from megafp8.config import load_config
 from megafp8.distributed.collectives import all_reduce
-from megafp8.parallel_state import AXES, initialize_model_parallel, rank_groups, set_hardware_queues
+from megafp8.parallel_state import AXES, initialize_model_parallel, rank_groups, set_cuda_environment
 from megafp8.training import validate
 from tests.world import World
 
@@ -129,28 +129,37 @@ def test_process_groups_are_the_lists(world4: World, tp: int, pp: int, cp: int, 
             assert (total, index) == (sum(ranks), ranks.index(rank)), name
 
 
-def test_hardware_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.setenv(name, "1")  # as Megatron-LM's users have it
-    with pytest.raises(ValueError, match=f"{name}=1, under which .* unset it, or try {name}=32"):
-        set_hardware_queues()
-    for found in ("16", None):
-        monkeypatch.delenv(name) if found is None else monkeypatch.setenv(name, found)
-        set_hardware_queues()
-        assert os.environ[name] == (found or "32")
+def test_what_cuda_and_nccl_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    queues, register = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_GRAPH_REGISTER"
+    monkeypatch.setenv(queues, "1")  # as Megatron-LM's users have it
+    with pytest.raises(ValueError, match=f"{queues}=1, under which .* unset it, or try {queues}=32"):
+        set_cuda_environment()
+    monkeypatch.setenv(queues, "16")
+    monkeypatch.setenv(register, "1")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    set_cuda_environment()
+    assert (os.environ[queues], os.environ[register]) == ("16", "1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(ValueError, match=f"{register}=1, which does not work .* try {register}=0"):
+        set_cuda_environment()
+    monkeypatch.delenv(queues)
+    monkeypatch.delenv(register)
+    set_cuda_environment()
+    assert (os.environ[queues], os.environ[register]) == ("32", "0")
 
 
-def test_a_job_sets_hardware_queues_before_it_looks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.delenv(name, raising=False)
+def test_a_job_sets_its_environment_before_it_looks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_GRAPH_REGISTER")
+    for name in names:
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
     seen = []
 
     def look(*_: object) -> None:
-        seen.append(os.environ.get(name))
+        seen.extend(os.environ.get(name) for name in names)
         raise InterruptedError
 
     monkeypatch.setattr(validate, "open_inputs", look)
     with pytest.raises(InterruptedError):
         validate.validate(load_config(ROOT / "configs/quickstart.yaml"), 1, "test")
-    assert seen == ["32"]
-    monkeypatch.delenv(name)
+    assert seen == ["32", "0"]

@@ -348,8 +348,8 @@ class TrainingConfig(Section):
     cuda_graphs: bool | Literal["auto"] = False
     """Record the forward and backward passes of a step, with their communication, as a CUDA graph and replay it, so
     that the GPU never waits for the host. The loss is the same. auto: wherever a graph can hold them; not on a CPU, nor
-    with parallel.offload or nvfp4 gradients. true: an error there. Off by default: a job of two pipeline stages hung
-    with it, for a reason not known yet (docs/measurements/2026-11-22-graphs)."""
+    with parallel.offload or nvfp4 gradients. true: an error there. Off by default until jobs, not only
+    benchmarks, have run with it on GPUs (docs/decisions/0008-cuda-graphs.md)."""
     gc_interval: Count = 100
     """Steps between runs of Python's garbage collector, which all ranks run after the same step so that none waits for
     another. 0: automatic collection."""

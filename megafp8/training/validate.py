@@ -15,7 +15,7 @@ import torch
 
 from megafp8.config import Config, ConfigError, Problem
 from megafp8.data.samples import default_cache
-from megafp8.parallel_state import set_hardware_queues
+from megafp8.parallel_state import set_cuda_environment
 from megafp8.training import auto_filter
 from megafp8.training.describe import check_device_memory
 from megafp8.training.determinism import make_deterministic
@@ -34,7 +34,7 @@ def validate(config: Config, world_size: int, source: str) -> Inputs:
     With `deterministic`, switches this process to deterministic algorithms.
     """
     if config.device != "cpu":
-        set_hardware_queues()  # before CUDA is used
+        set_cuda_environment()  # before CUDA is used
     inputs = open_inputs(config, source)
     plan = plan_pipeline(inputs.config, num_microbatches(config, world_size))
     device = choose_device(config)
