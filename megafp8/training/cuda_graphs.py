@@ -10,28 +10,26 @@ copies by copy engines, deferred weight gradients, and the reduction of buckets 
 runs these as eagerly launched streams do: a collective on a stream of its own is a branch of the graph. So overlaps and
 sums are those of an eager step, bit for bit, and so is the peak of memory.
 
-*Not recorded* is what follows, queued behind the graph: norm, update, scales, and the sums of losses. The host waits
-for the norm in every step, and decides by it whether to clip or skip. Where ranks depend on each other there is a
-collective in it, which the process group's watchdog times. It does not see collectives in a graph, so without one a
-rank that hangs would never be noticed.
+*Not recorded* is what follows, queued behind the graph: norm, update, scales, and the sums of losses. Where ranks
+depend on each other there is a collective in it, which the process group's watchdog times. It does not see collectives
+in a graph, so without one a rank that hangs would never be noticed.
 
 *Addresses and host-side numbers are part of a graph*, so these must not change:
 
 - micro-batches are copied into fixed buffers before each replay; other shapes are another graph
 - parameters, sums of gradients, scales and amaxes are updated in place
-- a step that the FP8 report samples is another graph, which computes the statistics too
+- a step that the FP8 report samples is another graph, which computes the statistics too, and so is the batch of an
+  evaluation
 - while static scaling calibrates, in high precision, everything is eager
 - stochastic rounding is keyed by numbers of the host: such recipes train without graphs
 - dropout, which would need random numbers of torch's generator, does not exist here
 - exchanges through symmetric memory alternate between two buffers and assume that consecutive ones differ. The last of
-  a replay and the first of the next may share one: the norm's all-reduce, for which every rank must have finished the
-  step, is between them
+  a replay and the first of the next may share one: the all-reduce of losses over the ranks of a model, for which each
+  must have finished the replay, is between them
 
 The first steps run eagerly, because compiling kernels, timing algorithms, opening connections and creating library
 handles cannot happen during a capture. Autograd's leaf nodes remember the stream on which they were created; they are
 freed with each step, so a capture, which runs on a stream of its own, creates them anew.
-
-*Evaluations* are replayed too, each batch from one graph.
 
 *Memory.* Graphs have a pool of their own, which they share, as they never run at once. It holds permanently what an
 eager step allocates at its peak. Before anything runs eagerly the graphs are dropped and their memory is freed, so a

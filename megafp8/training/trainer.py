@@ -28,7 +28,7 @@ from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards
 from megafp8.data_parallel.fsdp import FullySharded
 from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.data_parallel.param_buffer import ParamBuffer
-from megafp8.distributed.collectives import all_gather_objects, all_reduce, broadcast
+from megafp8.distributed.collectives import all_gather_objects, all_reduce
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.health import Record, Statistics
 from megafp8.models.context import BuildContext, tokens_per_rank, weight_storage
@@ -293,9 +293,14 @@ class Trainer:
         return StageOutput(loss / self.nominal_tokens, report)
 
     def _total(self, report: Tensor) -> Tensor:
-        """`[sum of losses, tokens]` of the global batch on every rank, from each rank's own. Does not wait."""
-        total = all_reduce(report.clone(), self.parallel.data_context.group) if self._has_loss else report.clone()
-        return broadcast(total, self.parallel.pipeline.group, self.plan.last_rank)
+        """`[sum of losses, tokens]` of the global batch on every rank, from each rank's own. Does not wait.
+
+        All ranks of a model take part: on none of them does later work begin before all have finished earlier work,
+        which replayed graphs rely on (`cuda_graphs`).
+        """
+        total = report.clone() if self.parallel.tensor.is_first else torch.zeros_like(report)
+        all_reduce(total, self.parallel.data_context.group)
+        return all_reduce(total, self.parallel.model.group)
 
     def _with_room(self, batches: Sequence[Batch]) -> list[Batch]:
         """With room for as many documents as any batch so far has had, so that shapes hardly ever change."""
