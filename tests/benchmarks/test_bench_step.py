@@ -7,13 +7,20 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 from benchmarks.bench_step import layout_overrides, simulated_bubble, variant_overrides
+from benchmarks.compiled_step import CompiledTrainer
 from benchmarks.profiling import Kernel, by_name, outside, step_profile, union
-from megafp8.config import load_config
+from megafp8.config import Config, ParallelConfig, load_config
+from megafp8.data.samples import next_token_batch
+from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.simulate import Times, simulate
+from megafp8.planner.memory import parameter_sizes
 from megafp8.training.pipeline import plan_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +67,22 @@ def test_a_simulated_timeline_is_simulated_again(schedule: str) -> None:
     times = [Times(1.0, 1.5, 0.5), Times(2.0, 1.0, 1.0), Times(0.5, 1.0, 2.0), Times(4.0, 3.0, 1.0)]
     measured = simulate(plan.train, plan.placement, times)
     assert simulated_bubble(plan, measured) == pytest.approx(measured.bubble_fraction)
+
+
+def test_the_compiled_baseline_is_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    overrides = [*TINY, "model.tie_embeddings=true", "optimizer.warmup_steps=0", "optimizer.learning_rate=0.01"]
+    config = load_config(ROOT / "configs/llama3-8b.yaml", overrides)
+    trainer = CompiledTrainer(config, cast(ParallelState, SimpleNamespace(device=torch.device("cpu"))))
+    assert sum(p.numel() for p in trainer.model.parameters()) == sum(parameter_sizes(one_rank(config), range(2)))
+    batch = next_token_batch(torch.randint(128, (2, 17)), None, reset_at_documents=False, mask_eod_loss=False)
+    losses = [trainer.train_step(step, [batch, batch])[0].mean for step in range(5)]
+    assert losses[0] == pytest.approx(math.log(128), rel=0.05)
+    assert losses == sorted(losses, reverse=True)
+
+
+def one_rank(config: Config) -> Config:
+    return config.model_copy(update={"parallel": ParallelConfig()})
 
 
 def test_a_run(tmp_path: Path) -> None:
