@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two agents of one GPU each that NCCL takes for different hosts (NCCL_HOSTID), against one host with both GPUs.
-#   [STEPS=120] [LAYOUTS="pipeline data fsdp"] docs/measurements/2026-11-22-graphs/two_agents.sh OUTPUT_FOLDER
+#   [STEPS=120] [GRAPHS=auto] [LAYOUTS="pipeline data fsdp"] docs/measurements/2026-11-22-graphs/two_agents.sh OUTPUT_FOLDER
 # Prints the last loss of each run and whether all losses are those of one host; then an agent is killed and started again.
 set -uo pipefail
 out=$1 work=$(mktemp -d) port=29512 steps=${STEPS:-120}
@@ -21,7 +21,7 @@ keys=(
     model.num_layers=8 model.hidden_size=1024 model.num_attention_heads=8 model.num_query_groups=4 model.ffn_hidden_size=2816
     training.seq_length=1024 training.micro_batch_size=1 training.global_batch_size=8 training.steps=$steps training.eval_interval=0
     training.precision=bf16 fp8.recipe=delayed checkpoint.interval=$((steps / 3)) logging.interval=$((steps / 3)) logging.tensorboard=false
-    logging.progress=false deterministic=true fp8.gemm_autotune=false
+    logging.progress=false deterministic=true fp8.gemm_autotune=false training.cuda_graphs=${GRAPHS:-auto}
 )
 declare -A layouts=(
     [pipeline]="parallel.tensor=1 parallel.pipeline=2 parallel.schedule=zb-h1"
