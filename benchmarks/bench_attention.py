@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.common import Table, add_device_flag, chosen_device, machine, new_parser, require_positive, write_json
 from megafp8.context_parallel.attention import Call, plan
+from megafp8.data.samples import room_for
 from megafp8.fp8.speed_measurement import time_round_robin
 from megafp8.ops import attention as kernels
 from megafp8.ops import cudnn_attention
@@ -63,8 +64,9 @@ def document_offsets(s: int, mean: float, seed: int) -> list[int]:
 
 def bounded(ends: list[int], device: torch.device) -> Tensor:
     """`cu_seqlens` `[1, n + 1]` with room for more documents, as the data loader makes it."""
-    room = max(64, 1 << (len(ends) - 2).bit_length())
-    return torch.tensor([ends + [ends[-1]] * (room + 1 - len(ends))], dtype=torch.int32, device=device)
+    return torch.tensor(
+        [ends + [ends[-1]] * (room_for(len(ends) - 1) + 1 - len(ends))], dtype=torch.int32, device=device
+    )
 
 
 def visible_pairs(ends: list[int], window: int | None) -> int:

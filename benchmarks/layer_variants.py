@@ -113,8 +113,8 @@ class GraphedLayers(Layers):
 
     def passes(self, x_sbh: Tensor, dy_sbh: Tensor, micro_batches: int) -> Tensor:
         eager = super().passes
-        work = partial(eager, x_sbh, dy_sbh, micro_batches)
-        return self.graphs.run(f"step of {micro_batches}", lambda _: work(), (), eager_runs=EAGER_STEPS)
+        name = f"step of {micro_batches}"
+        return self.graphs.run(name, lambda _: eager(x_sbh, dy_sbh, micro_batches), (), eager_runs=EAGER_STEPS)
 
 
 Builder = Callable[[Problem], Layers]

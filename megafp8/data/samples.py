@@ -264,6 +264,11 @@ class Batch:
         return replace(self, **{name: function(x) for name, x in parts.items() if x is not None})
 
 
+def room_for(documents: int) -> int:
+    """How many documents a sample's `cu_seqlens` has entries for: a power of two, at least 64."""
+    return int(2 ** math.ceil(math.log2(max(_FEWEST_DOCUMENTS, documents))))
+
+
 def next_token_batch(tokens_bs1: Tensor, eod_id: int | None, *, reset_at_documents: bool, mask_eod_loss: bool) -> Batch:
     """Inputs and labels of samples `[b, s + 1]`. Pure.
 
@@ -288,8 +293,7 @@ def next_token_batch(tokens_bs1: Tensor, eod_id: int | None, *, reset_at_documen
     b, s = tokens.shape
     before_start = ends | (padding[:, 1:] & ~padding[:, :-1])  # a document of padding follows one without an end token
     starts = torch.nn.functional.pad(before_start[:, :-1], (1, 0), value=True)
-    most = max(_FEWEST_DOCUMENTS, int(starts.sum(1).max()))
-    cu_seqlens = torch.full((b, 2 ** math.ceil(math.log2(most)) + 1), s, dtype=torch.int32)
+    cu_seqlens = torch.full((b, room_for(int(starts.sum(1).max())) + 1), s, dtype=torch.int32)
     sample, first = starts.nonzero(as_tuple=True)
     cu_seqlens[sample, (starts.cumsum(1) - 1)[sample, first]] = first.int()
     positions = torch.arange(s).expand_as(tokens)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megafp8.kernels.arithmetic import ceil_div
+
 _STRETCH = 4096  # elements that a program multiplies at a time
 _PROGRAMS = 2048
 
@@ -30,4 +32,4 @@ def multiply_(x_n: Tensor, factor: Tensor) -> None:
     assert x_n.is_contiguous()
     n = x_n.numel()
     if n:
-        multiply_kernel[(min(_PROGRAMS, -(-n // _STRETCH)),)](x_n, factor, n, STRETCH=_STRETCH, num_warps=8)
+        multiply_kernel[(min(_PROGRAMS, ceil_div(n, _STRETCH)),)](x_n, factor, n, STRETCH=_STRETCH, num_warps=8)

@@ -102,7 +102,7 @@ def placeholder(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @cache
 def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What all placeholders are views of; nobody reads it."""
+    """The element that all placeholders are views of. Its value is never read."""
     return torch.empty(1, dtype=dtype, device=device)
 
 

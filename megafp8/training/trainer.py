@@ -230,7 +230,8 @@ class Trainer:
     def publish_weights(self) -> None:
         """With ZeRO or FSDP, start to gather updated weights, in high precision or FP8. Collective.
 
-        A step begins with it. With `parallel.overlap_param_gather` the gather may still be running on return.
+        A step begins with it if they have been updated since. With `parallel.overlap_param_gather` the gather may still
+        be running on return.
         """
         if self.weights is not None:
             self.weights.wait()
@@ -335,17 +336,18 @@ class Trainer:
         self, step: int, batches: Sequence[Batch], sampled: bool, before_capture: Callable[[], None]
     ) -> _Passes:
         """Forward and backward passes of a step, replayed from a CUDA graph where there is one."""
-        if step + 1 == self.config.logging.pipeline_trace_step:
+        traced = step + 1 == self.config.logging.pipeline_trace_step
+        if self.graphs is None or self.fp8.calibrating or traced:
             if self.graphs is not None:
                 self.graphs.drop()  # two steps' activations may not fit
-            stopwatch = Stopwatch(self.parallel.pipeline, self.parallel.device)
-            passes = self._forward_and_backward([x.to(self.parallel.device) for x in batches], stopwatch)
-            self.timeline = stopwatch.timeline()
+            stopwatch = Stopwatch(self.parallel.pipeline, self.parallel.device) if traced else None
+            passes = self._forward_and_backward(self._to_device(batches), stopwatch)
+            if stopwatch is not None:
+                self.timeline = stopwatch.timeline()
             return passes
-        if self.graphs is None or self.fp8.calibrating:
-            return self._forward_and_backward([x.to(self.parallel.device) for x in batches])
         if self.weights is not None:
             self.weights.wait()  # a graph cannot wait for a gather that began outside it
+        self._updated = True  # a graph gathers in every replay, so it must when it is captured
         return self.graphs.run(
             "sampled step" if sampled else "step",
             self._forward_and_backward,
@@ -356,18 +358,25 @@ class Trainer:
 
     def _forward_and_backward(self, batches: Sequence[Batch], stopwatch: Stopwatch | None = None) -> _Passes:
         """From zeroed gradients to their sums over data parallelism; batches `[b, s]` are on the device."""
-        context = self.parallel.context
         self.gradients.zero()
-        self.publish_weights()
+        if self._updated:
+            self.publish_weights()
         if self.config.parallel.overlap_grad_reduce:
             self.gradients.start_overlap(len(batches))
-        shards = [batch.shard(context.rank, context.size) for batch in batches]
-        actions = self.plan.train[self.parallel.pipeline.rank]
+        actions, shards = self.plan.train[self.parallel.pipeline.rank], self._own_tokens(batches)
         reports = self.engine.run(actions, self._stage_functions(), shards, backward=True, stopwatch=stopwatch)
         self.wait_for_weights()
         self.gradients.finish()
         recorder = self.fp8.recorder
         return _Passes(self._sum(reports), {} if recorder is None else recorder.observed)
+
+    def _to_device(self, batches: Sequence[Batch]) -> list[Batch]:
+        return [batch.to(self.parallel.device) for batch in batches]
+
+    def _own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The tokens of this context-parallel rank."""
+        context = self.parallel.context
+        return [batch.shard(context.rank, context.size) for batch in batches]
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
         """`[sum of losses, tokens]` of this rank's micro-batches, float64; zeros where no stage has a loss."""
@@ -391,10 +400,12 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Loss:
         """Loss of a global batch without training; does not update FP8 statistics."""
-        self.wait_for_weights()
+        if self._updated:
+            self.publish_weights()
         if self.graphs is None or self.fp8.calibrating:
-            report = self._forward_only([x.to(self.parallel.device) for x in batches])
+            report = self._forward_only(self._to_device(batches))
         else:
+            self.wait_for_weights()  # a graph cannot wait for a gather that began outside it
             self.fp8.forget_weights()  # a graph makes FP8 copies of its own, and leaves them in its memory
             report = self.graphs.run("evaluation", self._forward_only, self._with_room(batches))
             self.fp8.forget_weights()
@@ -402,9 +413,7 @@ class Trainer:
 
     def _forward_only(self, batches: Sequence[Batch]) -> Tensor:
         """The report of forward passes; batches `[b, s]` are on the device."""
-        context = self.parallel.context
-        shards = [batch.shard(context.rank, context.size) for batch in batches]
-        actions = self.plan.evaluate[self.parallel.pipeline.rank]
+        actions, shards = self.plan.evaluate[self.parallel.pipeline.rank], self._own_tokens(batches)
         with self.fp8.recording(False):
             return self._sum(self.engine.run(actions, self._stage_functions(), shards, backward=False))
 

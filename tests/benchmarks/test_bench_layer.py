@@ -19,6 +19,7 @@ from benchmarks.blocks import SHAPES, ReferenceLayers, random_weights
 from benchmarks.layer_variants import GraphedLayers, Layers, Problem, build_eager, floor_of, variants
 from megafp8.parallel_state import destroy_model_parallel, initialize_distributed, initialize_model_parallel
 from megafp8.training.cuda_graphs import Graphs
+from tests.training.runs import LoggedCapture
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
@@ -103,17 +104,7 @@ def test_graphed_layers_are_replayed_after_the_first_steps() -> None:
     log: list[Any] = []
     layers, work = stub_layers(log)
     replays: list[str] = []
-
-    def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        result = run()
-
-        def replay() -> Tensor:
-            replays.append("replay")
-            return result
-
-        return replay
-
-    graphs = Graphs(CPU, new_capture=lambda: capture)
+    graphs = Graphs(CPU, new_capture=lambda: LoggedCapture(replays))
     graphed = GraphedLayers(layers.forward, layers.parameters, layers.zero_grad, layers.end_step, graphs=graphs)
     for _ in range(4):
         dx = graphed.iteration(work.x_sbh, 2 * work.dy_sbh, 3)

@@ -241,6 +241,22 @@ class RerunCapture:
         return replay
 
 
+@dataclass
+class LoggedCapture:
+    """Stands in for a capture: the work runs when it is captured, and replays are written to `log`."""
+
+    log: list[Any]
+
+    def __call__(self, work: Callable[[], T]) -> Callable[[], T]:
+        result = work()
+
+        def replay() -> T:
+            self.log.append("replay")
+            return result
+
+        return replay
+
+
 class RerunGraphs(Graphs):
     """Graphs on a CPU, after one eager step."""
 

@@ -32,6 +32,7 @@ from tests.marks import slow_but
 from tests.training.runs import (
     WORDS,
     Curve,
+    LoggedCapture,
     RerunGraphs,
     Runs,
     batches,
@@ -103,25 +104,10 @@ def test_no_leaf_remembers_the_stream_of_an_eager_step(world2: World, words: str
     assert world2.run(_leaves_left, config_of(words), ranks=1) == [0]
 
 
-def stand_in(log: list[Any]) -> Callable[[], Any]:
-    """What makes captures of work that is run once and then, in replays, written to `log`."""
-
-    def capture(work: Callable[[], Any]) -> Callable[[], Any]:
-        result = work()
-
-        def replay() -> Any:
-            log.append("replay")
-            return result
-
-        return replay
-
-    return lambda: capture
-
-
 def test_each_kind_of_step_is_eager_before_it_is_captured(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "megafp8")
     log: list[Any] = []
-    graphs = Graphs(torch.device("cpu"), new_capture=stand_in(log))
+    graphs = Graphs(torch.device("cpu"), new_capture=lambda: LoggedCapture(log))
 
     def step(name: str, tokens: int = 3) -> list[Any]:
         log.clear()

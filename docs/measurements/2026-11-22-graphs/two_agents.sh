@@ -4,18 +4,7 @@
 # Prints the last loss of each run and whether all losses are those of one host; then an agent is killed and started again.
 set -uo pipefail
 out=$1 work=$(mktemp -d) port=29512 steps=${STEPS:-120}
-python3 - "$work" <<'PY'
-import struct, sys
-import numpy as np
-folder = sys.argv[1]
-generator = np.random.default_rng(0)
-documents = [np.append(generator.integers(1, 8, n).cumsum() % 256, 256).astype(np.uint16) for n in generator.integers(200, 2000, 2000)]
-sizes = np.array([len(d) for d in documents], np.int32)
-pointers = np.concatenate([[0], np.cumsum(sizes[:-1].astype(np.int64) * 2)])
-np.concatenate(documents).tofile(f"{folder}/data.bin")
-header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(sizes), len(sizes) + 1)
-open(f"{folder}/data.idx", "wb").write(header + sizes.tobytes() + pointers.tobytes() + np.arange(len(sizes) + 1).tobytes())
-PY
+python3 docs/measurements/random_documents.py "$work/data" 2000
 keys=(
     "data.train=[$work/data]" data.tokenizer='{kind: bytes}' data.index_cache="$work/cache" run_dir="$work" model.vocab_size=512
     model.num_layers=8 model.hidden_size=1024 model.num_attention_heads=8 model.num_query_groups=4 model.ffn_hidden_size=2816
