@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -73,7 +74,11 @@ def _fault(kind: str) -> int:
             raise KeyError("the reason")
         if kind == "dies":
             os._exit(3)
+        if kind == "crashes":
+            os.kill(os.getpid(), signal.SIGSEGV)
         time.sleep(60)
+    elif kind == "crashes":
+        dist.barrier()
     return os.getpid()
 
 
@@ -82,6 +87,7 @@ def _fault(kind: str) -> int:
     [
         ("raises", 60, ["rank 1 failed:\nTraceback", "KeyError: 'the reason'"]),
         ("dies", 60, ["rank 1 failed:\nprocess died, exit code 3"]),
+        ("crashes", 60, ["rank 1 failed:\nprocess died, exit code -11", "Segmentation fault", "in _fault"]),
         ("hangs", 2, ["rank 1 did not finish within 2 s; it stood at:", "in _fault"]),
     ],
 )
@@ -94,7 +100,8 @@ def test_a_fault_is_located_and_its_ranks_are_started_afresh(
         own_world.run(_fault, kind, ranks=2, timeout=timeout)
     assert time.monotonic() - start < 30
     assert all(message in str(error.value) for message in messages), str(error.value)
-    assert "rank 0" not in str(error.value)
+    assert str(error.value).startswith("rank 1")
+    assert kind == "crashes" or "rank 0" not in str(error.value)
     after = own_world.run(os.getpid)
     assert not {*before[:2]} & {*after}
     assert after[2] == before[2]

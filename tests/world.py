@@ -3,7 +3,7 @@
 A rank is a fork of a server process that has imported torch and the package, which takes milliseconds. Each case joins
 a new gloo group over as many ranks as it asks for, and finds torch and the environment as a new process has them. A
 rank whose case failed, died or hung is killed with all ranks of that case, and is started afresh for the next; the
-error names the ranks that did not answer and shows the stack of each.
+error shows the stack of each, causes first: who died, who hung, then exceptions, those of lost connections last.
 
     def _case(parallel_size):            # module level, so that it can be pickled; runs on every rank
         ... return value
@@ -32,6 +32,7 @@ _context.set_forkserver_preload(
     ["torch.distributed", "torch.distributed.checkpoint", "megafp8.training.job", "hypothesis", "pytest"]
 )
 _STDOUT_STDERR = (1, 2)
+_DIED = "process died"
 
 
 def _serve(pipe: Connection, stack_path: str) -> None:
@@ -40,6 +41,7 @@ def _serve(pipe: Connection, stack_path: str) -> None:
 
     environment = dict(os.environ)
     with open(stack_path, "w") as stack_file:
+        faulthandler.enable(stack_file)
         while (task := pipe.recv()) is not None:
             for descriptor in _STDOUT_STDERR:
                 received = recv_handle(pipe)
@@ -104,7 +106,7 @@ class _Rank:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self.process.join(timeout=5)
-            return False, f"process died, exit code {self.process.exitcode}"
+            return False, f"{_DIED}, exit code {self.process.exitcode}\n{self.stack_path.read_text()}"
 
     def kill(self) -> None:
         self.process.kill()
@@ -143,13 +145,13 @@ class Ranks:
         hung = sorted(set(range(ranks)) - answers.keys())
         failed = {i: value for i, (succeeded, value) in sorted(answers.items()) if not succeeded}
         if hung or failed:  # all ranks of the case may hang in a collective with these
-            report = [f"rank {i} failed:\n{value}" for i, value in failed.items()]
+            report = [(_order(value), f"rank {i} failed:\n{value}") for i, value in failed.items()]
             for i in hung:
                 stack = self._ranks[i].stack_path.read_text()
-                report.append(f"rank {i} did not finish within {timeout} s; it stood at:\n{stack}")
+                report.append((1, f"rank {i} did not finish within {timeout} s; it stood at:\n{stack}"))
             for i in range(ranks):
                 self._ranks.pop(i).kill()
-            raise AssertionError("\n".join(report))
+            raise AssertionError("\n".join(text for _, text in sorted(report)))
         return [answers[i][1] for i in range(ranks)]
 
     def _answers(self, ranks: int, timeout: float) -> dict[int, tuple[bool, Any]]:
@@ -164,6 +166,13 @@ class Ranks:
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + 2)
         return answers
+
+
+def _order(failure: str) -> int:
+    """Where a report shows a failure: a dead rank is the cause of the connections that other ranks lost."""
+    if failure.startswith(_DIED):
+        return 0
+    return 3 if "gloo" in failure.splitlines()[-1] else 2
 
 
 class World:
