@@ -50,17 +50,20 @@ def rank_groups(
     pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
     fsdp_replicas: int = 1,
+    expert_model_parallel_size: int = 1,
 ) -> dict[str, list[list[int]]]:
     """Every group of a layout as lists of global ranks, in group order. Builds no process group.
 
     Keys: `tensor`, `context`, `data`, `pipeline` (the axes), `data_context`, `model` (pipeline × tensor),
     `tensor_context`, `amax` (data × context × tensor), `embedding` (first and last stage of each pipeline),
     `fsdp_shard` (consecutive ranks of `data_context`, which is split into `fsdp_replicas` of these) and
-    `fsdp_replicate` (ranks at the same place of each `fsdp_shard`). The data-parallel size is the rest of the world.
-    Raises ValueError where the sizes do not multiply up to the world, or the replicas do not divide `data_context`.
+    `fsdp_replicate` (ranks at the same place of each `fsdp_shard`), `expert` (consecutive ranks of data × context ×
+    tensor) and `expert_data` (ranks at the same place of each `expert`). The data-parallel size is the rest of the
+    world. Raises ValueError where the sizes do not multiply up to the world, or do not divide the ranks they divide.
     """
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    return {name: ranks.tolist() for name, ranks in _groups(grid, fsdp_replicas).items()}
+    groups = _groups(grid, fsdp_replicas, expert_model_parallel_size)
+    return {name: ranks.tolist() for name, ranks in groups.items()}
 
 
 def _grid(world_size: int, tensor: int, pipeline: int, context: int) -> Ranks:
@@ -79,8 +82,8 @@ def _grid(world_size: int, tensor: int, pipeline: int, context: int) -> Ranks:
     return np.arange(world_size).reshape(pipeline, world_size // model_size, context, tensor)
 
 
-def _groups(grid: Ranks, fsdp_replicas: int) -> dict[str, Ranks]:
-    """The groups of each name, `[groups, members]`. Raises ValueError where the replicas do not divide the ranks."""
+def _groups(grid: Ranks, fsdp_replicas: int, expert: int) -> dict[str, Ranks]:
+    """The groups of each name, `[groups, members]`. Raises ValueError where a size does not divide its ranks."""
 
     def along(*axes: str) -> Ranks:
         members = [AXES.index(axis) for axis in axes]
@@ -91,13 +94,24 @@ def _groups(grid: Ranks, fsdp_replicas: int) -> dict[str, Ranks]:
     groups |= {name: along(*axes) for name, axes in _JOINT_GROUPS.items()}
     pipelines = groups["pipeline"]
     groups["embedding"] = pipelines[:, [0, -1]] if pipelines.shape[1] > 1 else pipelines
-    ranks = groups["data_context"].shape[1]
-    if fsdp_replicas < 1 or ranks % fsdp_replicas:
-        raise ValueError(f"fsdp_replicas is {fsdp_replicas}; it must divide the {ranks} ranks of data × context")
-    replicas = groups["data_context"].reshape(-1, fsdp_replicas, ranks // fsdp_replicas)
-    groups["fsdp_shard"] = replicas.reshape(-1, replicas.shape[2])
-    groups["fsdp_replicate"] = replicas.swapaxes(1, 2).reshape(-1, fsdp_replicas)
+
+    def divided(name: str, value: int, whole: str, axes: str) -> None:
+        ranks = groups[whole].shape[1]
+        if value < 1 or ranks % value:
+            raise ValueError(f"{name} is {value}; it must divide the {ranks} ranks of {axes}")
+
+    divided("fsdp_replicas", fsdp_replicas, "data_context", "data × context")
+    divided("expert_model_parallel_size", expert, "amax", "data × context × tensor")
+    shards = groups["data_context"].shape[1] // fsdp_replicas
+    groups["fsdp_shard"], groups["fsdp_replicate"] = _split(groups["data_context"], shards)
+    groups["expert"], groups["expert_data"] = _split(groups["amax"], expert)
     return groups
+
+
+def _split(groups: Ranks, size: int) -> tuple[Ranks, Ranks]:
+    """Each group split into groups of `size` neighbours; and the ranks at the same place of each of these."""
+    parts = groups.reshape(len(groups), -1, size)
+    return parts.reshape(-1, size), parts.swapaxes(1, 2).reshape(-1, parts.shape[1])
 
 
 def _group_of(rank: int, groups: Ranks) -> tuple[int, ...] | None:
@@ -138,6 +152,9 @@ class ParallelState:
 
     `fsdp_shard` and `fsdp_replicate` are the dims of torch's mesh for HSDP: FSDP shards over the one, and the ranks of
     the other hold the same shards. Together they are `data_context`.
+
+    `expert`: the experts of a layer are divided over its ranks, and tokens travel between them. `expert_data`: ranks
+    that hold the same experts. Together they are data × context × tensor.
     """
 
     mesh: DeviceMesh
@@ -157,6 +174,8 @@ class ParallelState:
     model: Group
     tensor_context: Group
     amax: Group
+    expert: Group
+    expert_data: Group
     embedding: Group | None
     virtual_pipeline_size: int
 
@@ -228,6 +247,7 @@ def initialize_model_parallel(
     virtual_pipeline_model_parallel_size: int | None = None,
     context_parallel_size: int = 1,
     *,
+    expert_model_parallel_size: int = 1,
     fsdp_replicas: int = 1,
     device: torch.device | None = None,
     timeout_seconds: float = 600.0,
@@ -236,6 +256,7 @@ def initialize_model_parallel(
     """Build the groups of the running job. Call after `torch.distributed` is initialized, once, on every rank.
 
     `fsdp_replicas`: number of replicas of the shards of FSDP (Megatron-LM's `num_distributed_optimizer_instances`).
+    `expert_model_parallel_size`: number of ranks of data × context × tensor over which experts are divided.
     `backend`: of the groups; None: gloo on CPU, NCCL on CUDA. Raises ValueError, on every rank alike and before any
     group is built, where the sizes do not fit the world.
     """
@@ -243,7 +264,8 @@ def initialize_model_parallel(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = device or torch.device("cpu")
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    mine = {name: _group_of(rank, groups) for name, groups in _groups(grid, fsdp_replicas).items()}
+    all_groups = _groups(grid, fsdp_replicas, expert_model_parallel_size)
+    mine = {name: _group_of(rank, groups) for name, groups in all_groups.items()}
     world = dist.group.WORLD
     assert world is not None
     timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -266,7 +288,7 @@ def initialize_model_parallel(
         """The communicator of an axis, or of `more`, with the same ranks, or a new one."""
         return next((g for g in (*axes.values(), *more) if g.ranks == mine[name]), None) or group(name)
 
-    data_context = joint("data_context")
+    data_context, amax = joint("data_context"), joint("amax")
     _STATE = ParallelState(
         mesh=mesh,
         device=device,
@@ -281,7 +303,10 @@ def initialize_model_parallel(
         fsdp_replicate=joint("fsdp_replicate", data_context),
         model=joint("model"),
         tensor_context=joint("tensor_context"),
-        amax=joint("amax"),
+        amax=amax,
+        # One of its own: tokens do not wait for gradients, which are reduced meanwhile.
+        expert=group("expert") if expert_model_parallel_size > 1 else joint("expert"),
+        expert_data=joint("expert_data", data_context, amax),
         # Last: torch numbers a rank's groups in their names, and not every rank has this one.
         embedding=group("embedding") if mine["embedding"] else None,
         virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,
@@ -379,6 +404,22 @@ def get_context_parallel_rank() -> int:
 
 def get_context_parallel_world_size() -> int:
     return get_parallel_state().context.size
+
+
+def get_expert_model_parallel_group() -> ProcessGroup:
+    return get_parallel_state().expert.group
+
+
+def get_expert_model_parallel_rank() -> int:
+    return get_parallel_state().expert.rank
+
+
+def get_expert_model_parallel_world_size() -> int:
+    return get_parallel_state().expert.size
+
+
+def get_expert_data_parallel_group() -> ProcessGroup:
+    return get_parallel_state().expert_data.group
 
 
 def get_model_parallel_group() -> ProcessGroup:

@@ -11,9 +11,9 @@ import re
 import sys
 from collections.abc import Iterator
 
-from megafp8.config import optimizer_checks
+from megafp8.config import moe_checks, optimizer_checks
 from megafp8.config.activations import ACTIVATIONS
-from megafp8.config.errors import ConfigError, Problem
+from megafp8.config.errors import ConfigError, Problem, divisors
 from megafp8.config.schema import Config, ModelConfig
 from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
 
@@ -23,6 +23,8 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
     rules = (
         _model,
         _windows,
+        moe_checks.model,
+        moe_checks.layout,
         _tensor,
         _stages,
         _schedule,
@@ -43,17 +45,11 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _deterministic,
         _cuda_graphs,
     )
-    rules_on_ranks = (_counts, _batch, _fsdp_replicas)
+    rules_on_ranks = (_counts, _batch, _fsdp_replicas, moe_checks.ranks)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += [problem for rule in rules_on_ranks for problem in rule(config, world_size)]
     if problems:
         raise ConfigError(source, problems)
-
-
-def _divisors(number: int, most: int) -> str:
-    """Advice to try the largest divisors of `number` up to `most`."""
-    found = [str(d) for d in range(1, min(most, 2**16) + 1) if number % d == 0]
-    return "try " + " or ".join(found[-3:])
 
 
 def _tokenizer(config: Config) -> Iterator[Problem]:
@@ -103,7 +99,7 @@ def attention_heads(m: ModelConfig) -> Iterator[Problem]:
         yield Problem("model.head_dim", m.channels, rule, f"try {m.channels + 1}")
     if heads % m.query_groups:
         rule = f"model.num_attention_heads ({heads}) is not a multiple of it"
-        yield Problem("model.num_query_groups", m.query_groups, rule, _divisors(heads, m.query_groups))
+        yield Problem("model.num_query_groups", m.query_groups, rule, divisors(heads, m.query_groups))
     scaling = m.rope_scaling
     if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
         path, low = "model.rope_scaling.high_freq_factor", scaling.low_freq_factor
@@ -135,12 +131,12 @@ def _tensor(config: Config) -> Iterator[Problem]:
     cut = {
         "model.num_attention_heads": m.num_attention_heads,
         "model.num_query_groups": m.query_groups,
-        "model.ffn_hidden_size": m.ffn_size,
+        **moe_checks.widths(m),
         "model.vocab_multiple": m.vocab_multiple,
     }
     for path, value in cut.items():
         if value % t:
-            yield Problem("parallel.tensor", t, f"{path} ({value}) is not a multiple of it", _divisors(value, t))
+            yield Problem("parallel.tensor", t, f"{path} ({value}) is not a multiple of it", divisors(value, t))
 
 
 def _stages(config: Config) -> Iterator[Problem]:
@@ -407,7 +403,7 @@ def _fsdp_replicas(config: Config, world_size: int) -> Iterator[Problem]:
         return
     names = "data-parallel" if p.context == 1 else "data- and context-parallel"
     rule = f"the shards of parallel.fsdp are replicated over equal parts of {ranks} {names} ranks"
-    yield Problem("parallel.fsdp_replicas", p.fsdp_replicas, rule, _divisors(ranks, p.fsdp_replicas))
+    yield Problem("parallel.fsdp_replicas", p.fsdp_replicas, rule, divisors(ranks, p.fsdp_replicas))
 
 
 def _cuda_graphs(config: Config) -> Iterator[Problem]:
@@ -420,10 +416,12 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     Recipes have one more reason, in `megafp8.training.fp8_config`.
     """
     p = config.parallel
+    exchange = "with parallel.expert the host reads how many tokens go to each rank, which a graph cannot"
     offload = "parallel.offload copies activations to memory of the host, which a graph cannot allocate"
     rules = (
         (config.device == "cpu", "device is cpu, which has no CUDA graphs", "device=cuda"),
         (bool(p.offload), offload, "parallel.offload=false"),
+        (p.expert > 1, exchange, "parallel.expert=1"),
     )
     for applies, rule, works in rules:
         if applies:

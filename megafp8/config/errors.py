@@ -32,3 +32,9 @@ class ConfigError(ValueError):
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n  ".join([f"{source}: {count}", *map(str, self.problems)]))
+
+
+def divisors(number: int, most: int) -> str:
+    """Advice to try the largest divisors of `number` up to `most`."""
+    found = [str(d) for d in range(1, min(most, 2**16) + 1) if number % d == 0]
+    return "try " + " or ".join(found[-3:])

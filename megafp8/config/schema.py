@@ -77,6 +77,55 @@ class RopeScaling(Section):
     """Context length before the extension, in tokens."""
 
 
+class MoeConfig(Section):
+    """Mixture of experts: for each token a router chooses some of a layer's experts, each an MLP, and adds their
+    outputs, weighted by the router's scores. No token is dropped."""
+
+    num_experts: PositiveInt
+    """Number of experts of a layer."""
+    top_k: PositiveInt = 2
+    """Number of experts that the router chooses for each token."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Inner width of an expert. Default: model.ffn_hidden_size."""
+    shared_ffn_hidden_size: PositiveInt | None = None
+    """Inner width of a shared expert, an MLP that every token passes (DeepSeek, Qwen2-MoE). Default: none."""
+    shared_gate: bool = False
+    """Multiply the shared expert's output by the sigmoid of a learned projection of the token (Qwen2-MoE)."""
+    first_dense_layers: Count = 0
+    """Number of layers at the start of the model that have an MLP instead of experts (DeepSeek)."""
+    layer_interval: PositiveInt = 1
+    """Every so many layers have experts, the others an MLP: layer i, counted from 0, where i + 1 is a multiple of it
+    (Hugging Face's decoder_sparse_step)."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Function of the router's logits: softmax over all experts, or sigmoid of each (DeepSeek-V3)."""
+    normalize: bool = True
+    """Divide the scores of a token's chosen experts by their sum (Hugging Face's norm_topk_prob)."""
+    scaling_factor: PositiveFloat = 1.0
+    """Multiply the scores of chosen experts by this, after normalization (routed_scaling_factor)."""
+    num_groups: PositiveInt = 1
+    """Number of groups of neighbouring experts (DeepSeek's n_group). A token's experts are chosen from its best groups
+    only: those whose largest score (softmax), or sum of the two largest (sigmoid), is highest."""
+    top_groups: PositiveInt | None = None
+    """Number of groups that a token's experts are chosen from (DeepSeek's topk_group). Default: all."""
+    selection_bias: bool = False
+    """Add a bias to each expert's score where experts are chosen, not where outputs are weighted. It balances the load
+    without an auxiliary loss (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3)."""
+    bias_update_rate: NonNegative = 0.001
+    """After each step, the selection bias of experts with less than the mean number of tokens grows by this, and that
+    of the others shrinks by it. No effect without selection_bias. 0: the bias is constant."""
+    aux_loss: NonNegative = 0.0
+    """Weight of the load-balancing loss: for each sequence and layer, num_experts times the sum over experts of their
+    share of the sequence's choices and their mean score (DeepSeek-V3's sequence-wise loss, eq. 17 to 20; Megatron-LM's
+    seq_aux_loss). 1 if the load is even. Averaged over sequences and added up over layers."""
+    z_loss: NonNegative = 0.0
+    """Weight of the square of log Z of the router's logits, averaged over tokens and added up over layers (Zoph et al.
+    2022, arXiv:2202.08906)."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return layer >= self.first_dense_layers and (layer + 1) % self.layer_interval == 0
+
+
 class ModelConfig(Section):
     """The network. The defaults are those of Llama; GPT-2 and Qwen differ in a few fields."""
 
@@ -129,6 +178,8 @@ class ModelConfig(Section):
     """Layers, counted from 0, to which sliding_window does not apply (Qwen2, Gemma 2 and 3, gpt-oss)."""
     parallel_block: bool = False
     """Attention and MLP both read the block's input, and their outputs are added (GPT-J, PaLM)."""
+    moe: MoeConfig | None = None
+    """Experts instead of the MLP in some or all layers. Default: none."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights. The output projections of a block use init_std / sqrt(2 ·
     num_layers)."""
@@ -149,6 +200,15 @@ class ModelConfig(Section):
     @property
     def ffn_size(self) -> int:
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    def moe_of(self, layer: int) -> MoeConfig | None:
+        """The experts of a layer; None where it has an MLP."""
+        return self.moe if self.moe is not None and self.moe.is_sparse(layer) else None
+
+    @property
+    def expert_size(self) -> int:
+        """Inner width of an expert."""
+        return (self.moe.ffn_hidden_size if self.moe is not None else None) or self.ffn_size
 
     @property
     def padded_vocab_size(self) -> int:
@@ -179,6 +239,11 @@ class ParallelConfig(Section):
     """Context-parallel size: number of ranks over which each sequence is split, for sequences too long for one rank.
     Each rank holds two chunks, one from either end, and gathers the keys and values of the others. Weights are
     replicated."""
+    expert: PositiveInt = 1
+    """Expert-parallel size: number of ranks over which the experts of each layer are divided. Tokens travel to the
+    ranks of their experts and back. These are neighbours among the data-, context- and tensor-parallel ranks of a
+    pipeline stage, whose number it must divide (Megatron-Core's parallel folding): attention and experts have layouts
+    of their own over the same ranks. Experts are not split over parallel.tensor."""
     sequence_parallel: bool = True
     """Split activations along the sequence between tensor-parallel regions. Saves memory at no cost. No effect if
     tensor is 1."""

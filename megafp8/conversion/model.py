@@ -31,7 +31,9 @@ def model_tensors(model: ModelConfig) -> dict[str, Shape]:
     )
     layers = range(model.num_layers)
     stage = GPTStage(model, context, layers=layers, positions=model.max_position_embeddings or 1)
-    return {f"model.{piece.name}": piece.global_shape for x in stage.parameters() for piece in spec_of(x).shards}
+    weights = {piece.name: piece.global_shape for x in stage.parameters() for piece in spec_of(x).shards}
+    weights |= {name: tuple(values.shape) for name, values in stage.constants.items()}
+    return {f"model.{name}": shape for name, shape in weights.items()}
 
 
 def seq_length(source: Source) -> int | None:

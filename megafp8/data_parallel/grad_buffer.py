@@ -220,6 +220,31 @@ class GradBuffer:
         return collectives.WaitFunction(wait)
 
 
+class JointGradBuffer:
+    """Gradient buffers of one rank that are summed over different groups, used as one. Attributes as of each.
+
+    Each starts its buckets in an order of its own. All ranks of a stage run the same backward passes, so ranks that are
+    in several groups start them in the same order.
+    """
+
+    def __init__(self, buffers: Sequence[GradBuffer]) -> None:
+        self.buffers = list(buffers)
+        self.shards = [shard for buffer in buffers for shard in buffer.shards]
+        self.owned = [owned for buffer in buffers for owned in buffer.owned]
+
+    def zero(self) -> None:
+        for buffer in self.buffers:
+            buffer.zero()
+
+    def start_overlap(self, micro_batches: int = 1) -> None:
+        for buffer in self.buffers:
+            buffer.start_overlap(micro_batches)
+
+    def finish(self) -> None:
+        for buffer in self.buffers:
+            buffer.finish()
+
+
 def _fp8_reduce_async(bucket: Tensor, own: Tensor, group: ProcessGroup) -> collectives.Work:
     """Start sending slices of `bucket` to their owners in FP8; `own`'s sum is computed when waited for."""
     sent = quantize_and_pack(bucket.view(group.size(), -1), group.rank())

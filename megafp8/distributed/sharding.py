@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 from torch import Tensor, nn
@@ -54,6 +55,8 @@ class ParamSpec:
     `reduce_over_tp`: each TP rank computes a partial gradient (a norm under sequence parallelism), which is summed over
     the TP group once a step. `replicated_over_tp`: all TP ranks hold the same values. `is_copy`: another pipeline stage
     holds the original (tied output layer). `num_uses`: layers of this stage that contribute a gradient in one backward.
+    `expert`: weights of experts, divided over expert parallelism; their gradients are summed over the ranks that hold
+    the same experts, not over data parallelism.
     """
 
     shards: tuple[ParamShard, ...]
@@ -63,6 +66,7 @@ class ParamSpec:
     weight_decay: bool = True
     is_copy: bool = False
     num_uses: int = 1
+    expert: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +101,8 @@ def shard_dim(name: str, global_shape: Shape, dim: int, rank: int, ranks: int) -
 
 def stack_rows(shards: Sequence[ParamShard]) -> tuple[ParamShard, ...]:
     """Place shards one after another along dim 0 of one local parameter."""
-    rows = [sum(shard.shape[0] for shard in shards[:i]) for i in range(len(shards))]
-    return tuple(replace(shard, row=row) for shard, row in zip(shards, rows))
+    ends = accumulate(shard.shape[0] for shard in shards)
+    return tuple(replace(shard, row=end - shard.shape[0]) for shard, end in zip(shards, ends))
 
 
 def slice_rows(spec: ParamSpec, first: int, last: int) -> ParamSpec:

@@ -48,7 +48,6 @@ from megafp8.fp8.recipes import RECIPES, CurrentScaling, Fp8Recipe
 from megafp8.fp8.recipes.base import no_match
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
-from megafp8.ops.linear import linear
 from megafp8.plan import LinearSite
 
 logger = logging.getLogger(__name__)
@@ -202,6 +201,8 @@ class _Conversion:
 
     def linear(self, layer: Fp8LinearModule, x: Tensor) -> Tensor:
         """Run the layer in FP8. In evaluation mode its amaxes are not recorded."""
+        from megafp8.ops.linear import linear  # which imports this package
+
         if self._manager is None:
             self._manager = self._build(x.device)
         if x.device != self._device:

@@ -23,6 +23,10 @@ class BuildContext:
     tensor-parallel communication with GEMMs; None: one collective at a time. `blocks_on_meta`: weights of blocks are
     allocated later (FSDP). `tokens`: of a micro-batch on this rank between tensor-parallel regions; None where they
     vary. `weight_storage`, `param_gather`: see `megafp8.plan.LinearSite`.
+
+    For experts: `expert`: the ranks over which a layer's are divided; None where this rank has all. `sequence_group`:
+    the ranks that hold slices of the same sequences between tensor-parallel regions. `global_batch`, `global_tokens`:
+    sequences and tokens of a step.
     """
 
     tensor: ProcessGroup
@@ -36,6 +40,16 @@ class BuildContext:
     tokens: int | None = None
     weight_storage: WeightStorage = "resident"
     param_gather: bool = False
+    real_device: torch.device | None = None
+    expert: ProcessGroup | None = None
+    sequence_group: ProcessGroup | None = None
+    global_batch: int = 1
+    global_tokens: int = 1
+
+    @property
+    def buffer_device(self) -> torch.device:
+        """The device of tensors that are no parameters: real also where parameters are allocated later."""
+        return self.real_device or self.device
 
     @property
     def sequence_sharded(self) -> bool:
@@ -96,4 +110,5 @@ def planning_context(config: Config, fp8: Fp8Manager) -> BuildContext:
         tokens=tokens_per_rank(config),
         weight_storage=weight_storage(config),
         param_gather=config.fp8.param_gather,
+        expert=cast(ProcessGroup, PlannedGroup(config.parallel.expert)),
     )

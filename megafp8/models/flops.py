@@ -10,11 +10,24 @@ PEAK_FLOPS = {"bf16": 989e12, "fp8": 1979e12}
 
 
 def matmul_parameters(config: ModelConfig) -> int:
-    """Weights that every token is multiplied with: the output layer is included, the embedding look-up is not."""
-    h, d, f = config.hidden_size, config.channels, config.ffn_size
+    """Weights that every token is multiplied with: the output layer is included, the embedding look-up is not.
+
+    Of experts, those that a token goes to.
+    """
+    h, d = config.hidden_size, config.channels
     attention = h * d * (2 * config.num_attention_heads + 2 * config.query_groups)
-    mlp = h * (ACTIVATIONS[config.activation].up_width(f) + f)
-    return config.num_layers * (attention + mlp) + h * config.padded_vocab_size
+    mlps = sum(_mlp_parameters(config, layer) for layer in range(config.num_layers))
+    return config.num_layers * attention + mlps + h * config.padded_vocab_size
+
+
+def _mlp_parameters(config: ModelConfig, layer: int) -> int:
+    """Of the MLP of a layer, or of its router and those experts that a token goes to."""
+    h, up_width, moe = config.hidden_size, ACTIVATIONS[config.activation].up_width, config.moe_of(layer)
+    if moe is None:
+        return h * (up_width(config.ffn_size) + config.ffn_size)
+    f, shared = config.expert_size, moe.shared_ffn_hidden_size or 0
+    expert, shared_expert = h * (up_width(f) + f), h * (up_width(shared) + shared + moe.shared_gate)
+    return h * moe.num_experts + moe.top_k * expert + shared_expert
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:

@@ -30,10 +30,12 @@ from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, u
 from megafp8.models.attention import Attention, CoreAttention
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
+from megafp8.models.moe import MoE
 from megafp8.models.norms import Norm
 from megafp8.models.offload import ActivationOffload
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.rotary import inverse_frequencies, rotary_table
+from megafp8.models.router import Router
 from megafp8.ops.attention import SelfAttention, fastest_backends
 from megafp8.ops.attention_mask import causal_mask
 from megafp8.plan import Neighbor
@@ -76,7 +78,11 @@ class Block(nn.Module):
         norm = Neighbor("attention_norm", "any")
         self.attention = Attention(f"{name}.attention", config, context, input=norm, memory=memory)
         self.mlp_norm = _norm(f"{name}.mlp_norm", config, context)
-        self.mlp = MLP(f"{name}.mlp", config, context, input=Neighbor("mlp_norm", "any"), memory=memory)
+        self.mlp: MLP | MoE
+        if config.moe_of(index) is None:
+            self.mlp = MLP(f"{name}.mlp", config, context, input=Neighbor("mlp_norm", "any"), memory=memory)
+        else:
+            self.mlp = MoE(f"{name}.mlp", config, context, memory)
 
     def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
@@ -84,7 +90,7 @@ class Block(nn.Module):
         x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, form)
         attention = self.attention(normed, inputs.rotary, inputs.cores[self.window])
         between = None if self.parallel else attention
-        x_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.up.state.input_format)
+        x_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.input_format)
         mlp = self.mlp(normed)
         return x_sbh, mlp + attention if self.parallel else mlp
 
@@ -185,11 +191,13 @@ class GPTStage(nn.Module):
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
-        self.config, self.context = config, context
+        self.config, self.context, self.layers = config, context, layers
         self.memory = [KEEP_ALL] * len(layers) if memory is None else list(memory)
         first, last = layers.start == 0, layers.stop == config.num_layers
         self.embedding = Embedding(config, context, positions) if first else None
-        of_blocks = replace(context, device=torch.device("meta")) if context.blocks_on_meta else context
+        of_blocks = context
+        if context.blocks_on_meta:
+            of_blocks = replace(context, device=torch.device("meta"), real_device=context.device)
         blocks = (Block(i, config, of_blocks, own) for i, own in zip(layers, self.memory, strict=True))
         self.blocks = nn.ModuleList(blocks)
         self.shared_weight = self._shared_weight() if config.tie_embeddings and (first or last) else None
@@ -210,6 +218,17 @@ class GPTStage(nn.Module):
             spec = {"is_copy": True}
         init = Init("normal", config.init_std)
         return set_spec(weight, ParamSpec((piece,), init, replicated_over_tp=False, **spec))  # type: ignore[arg-type]
+
+    @property
+    def routers(self) -> dict[int, Router]:
+        """By layer, those of the blocks with experts."""
+        blocks = zip(self.layers, self.blocks)
+        return {index: block.mlp.router for index, block in blocks if isinstance(block.mlp, MoE)}
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """By global name, tensors that belong to the weights but have no gradient: fp32."""
+        return {f"{r.name}.bias": r.bias for r in self.routers.values() if r.bias is not None}
 
     @property
     def units(self) -> list[nn.Module]:
@@ -282,21 +301,20 @@ class GPTStage(nn.Module):
 
 def fp8_layer_names(config: ModelConfig, blocks: range | None = None) -> Iterator[str]:
     """Names of all linear layers of `blocks`, by default the whole model's, that an FP8 pattern can select."""
-    up = f"mlp.{ACTIVATIONS[config.activation].up_layer}"
-    for index in range(config.num_layers) if blocks is None else blocks:
-        for layer in ("attention.qkv", "attention.proj", up, "mlp.down"):
-            yield f"layers.{index}.{layer}"
+    yield from fp8_layer_sizes(config, 1, blocks)
 
 
 def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) -> dict[str, tuple[int, int]]:
     """Inputs k and outputs n of a rank's slice of each layer in `fp8_layer_names`; t tensor-parallel size."""
-    h, d = config.hidden_size, config.channels
-    up = ACTIVATIONS[config.activation].up_width(config.ffn_size)
-    slices = {
-        "qkv": (h, (config.num_attention_heads + 2 * config.query_groups) * d // t),
-        "proj": (config.num_attention_heads * d // t, h),
-        "gate_up": (h, up // t),
-        "up": (h, up // t),
-        "down": (config.ffn_size // t, h),
-    }
-    return {name: slices[name.rpartition(".")[2]] for name in fp8_layer_names(config, blocks)}
+    h, heads, groups, d = config.hidden_size, config.num_attention_heads, config.query_groups, config.channels
+    kind, sizes = ACTIVATIONS[config.activation], {}
+    for index in range(config.num_layers) if blocks is None else blocks:
+        name, moe = f"layers.{index}", config.moe_of(index)
+        sizes[f"{name}.attention.qkv"] = (h, (heads + 2 * groups) * d // t)
+        sizes[f"{name}.attention.proj"] = (heads * d // t, h)
+        f = config.ffn_size if moe is None else moe.shared_ffn_hidden_size
+        if f is not None:
+            mlp = f"{name}.mlp" if moe is None else f"{name}.mlp.shared"
+            sizes[f"{mlp}.{kind.up_layer}"] = (h, kind.up_width(f) // t)
+            sizes[f"{mlp}.down"] = (f // t, h)
+    return sizes

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed.sharding import Init
+from megafp8.fp8.linear_state import InputFormat
 from megafp8.fp8.sources import Plain
 from megafp8.models.context import BuildContext
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
@@ -26,7 +27,7 @@ from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
-def _exact_gelu(x: Tensor, gated: bool) -> Tensor:
+def exact_gelu(x: Tensor, gated: bool) -> Tensor:
     """GELU of x, or of the gate of [gate | up] times up, by PyTorch's ops in x's dtype."""
     if not gated:
         return F.gelu(x)
@@ -35,7 +36,7 @@ def _exact_gelu(x: Tensor, gated: bool) -> Tensor:
 
 
 def _exact_gelu_source(x: Tensor, gated: bool) -> Plain:
-    return Plain(_exact_gelu(x, gated).flatten(0, -2))
+    return Plain(exact_gelu(x, gated).flatten(0, -2))
 
 
 class MLP(nn.Module):
@@ -75,11 +76,16 @@ class MLP(nn.Module):
             **common,
         )
 
+    @property
+    def input_format(self) -> InputFormat | None:
+        """The form in which the norm before it gives its input."""
+        return self.up.state.input_format
+
     def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
         form = self.down.state.input_format
         if not self.activation.fused:
             y_sbf, gated = self.up(x_sbh), self.activation.gated
-            activated = _exact_gelu(y_sbf, gated)
+            activated = exact_gelu(y_sbf, gated)
             if form is None or not torch.is_grad_enabled():
                 return self.down(activated)
             how = Recompute(partial(_exact_gelu_source, gated=gated), None, None)

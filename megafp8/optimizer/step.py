@@ -34,7 +34,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed import collectives
-from megafp8.distributed.sharding import FlatShard, spec_of
+from megafp8.distributed.sharding import FlatShard, ParamSpec, spec_of
 from megafp8.optimizer.adam import MixedPrecisionAdamW
 
 
@@ -47,16 +47,13 @@ class StepResult:
 
 
 class Gradients(Protocol):
-    """A `GradBuffer` or `FullySharded`: the gradients of `shards` are in `owned`, views of the fp32 `flat`."""
+    """A `GradBuffer`, several of them, or `FullySharded`: the gradients of `shards` are in the fp32 `owned`."""
 
     @property
     def shards(self) -> Sequence[FlatShard]: ...
 
     @property
     def owned(self) -> Sequence[Tensor]: ...
-
-    @property
-    def flat(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,8 @@ class OptimizerStep:
 
     `model_group`: pipeline × tensor; `embedding_group`: the stages that share the tied weights, and `shared_params`:
     this rank's side of them (empty elsewhere). `max_norm`: clip the gradient to this 2-norm; None does not clip.
-    `shard_group`: over which gradients are sharded; None where each rank has all of them.
+    `sharded`: each rank of `data_group` (experts: of `expert_group`) has a shard of the gradients; else all have all of
+    them. `expert_group`: the ranks that hold the same experts, where these are not those of `data_group`.
     """
 
     buffer: Gradients
@@ -75,7 +73,9 @@ class OptimizerStep:
     embedding_group: ProcessGroup | None
     shared_params: Sequence[nn.Parameter]
     max_norm: float | None
-    shard_group: ProcessGroup | None = None
+    sharded: bool = False
+    data_group: ProcessGroup | None = None
+    expert_group: ProcessGroup | None = None
 
     def __call__(self, lr: float, *, grad_scale: Tensor | float | None = None) -> StepResult:
         """Update the weights with learning rate `lr`; call when gradients are summed over data parallelism.
@@ -122,21 +122,30 @@ class OptimizerStep:
     def global_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, the same on every rank: fp32 scalar on the gradients' device.
 
-        Parameters replicated over tensor parallelism count on its rank 0 only, copies of tied weights never. Squares
-        are summed in float64, so the result depends on the layout only in its last bit. Two all-reduces of eight bytes:
-        a single one would need a communicator of the whole job.
+        Squares are summed in float64, so the result depends on the layout only in its last bit. Two all-reduces of
+        eight bytes: a single one would need a communicator of the whole job.
         """
-        first_tensor_rank = self.tensor_group is None or self.tensor_group.rank() == 0
         counted: list[Tensor] = []
         uncounted: list[Tensor] = []
         for shard in self.buffer.shards:
-            spec = spec_of(shard.param)
-            counts = not spec.is_copy and (first_tensor_rank or not spec.replicated_over_tp)
-            (counted if counts else uncounted).append(gradient_of(shard))
-        device = self.buffer.flat.device
+            (counted if self._counts(spec_of(shard.param)) else uncounted).append(gradient_of(shard))
+        device = self.buffer.owned[0].device
         total = _sum_of_squares(counted, device) + 0 * _sum_of_squares(uncounted, device)
-        collectives.all_reduce(total, self.shard_group)
+        if self.sharded or self.expert_group is not None:
+            collectives.all_reduce(total, self.data_group)
         return collectives.all_reduce(total, self.model_group).sqrt().float()
+
+    def _counts(self, spec: ParamSpec) -> bool:
+        """Whether the norm counts this rank's gradient of a parameter, of which each distinct element counts once.
+
+        Parameters replicated over tensor parallelism count on its rank 0 only, copies of tied weights never. With
+        experts of their own ranks, all ranks are summed over, so what several hold counts on the first of them.
+        """
+        if spec.expert and self.expert_group is not None:
+            return self.sharded or self.expert_group.rank() == 0
+        if spec.is_copy or (spec.replicated_over_tp and self.tensor_group is not None and self.tensor_group.rank() > 0):
+            return False
+        return self.sharded or self.expert_group is None or self.data_group is None or self.data_group.rank() == 0
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:

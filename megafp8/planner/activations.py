@@ -10,8 +10,9 @@ key-value heads of width d, f MLP width, all of this rank; e bytes of an element
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megafp8.config import Config
 from megafp8.config.activations import ACTIVATIONS
@@ -70,7 +71,10 @@ def layer_plans(config: Config, fp8: Fp8Manager) -> Mapping[str, LinearPlan]:
     if not fp8.plans:
         t = config.parallel.tensor
         few = {"num_attention_heads": t, "num_query_groups": t, "head_dim": 8, "vocab_size": t, "vocab_multiple": 1}
-        sizes = {"hidden_size": 8 * t, "ffn_hidden_size": 8 * t, "max_position_embeddings": 1} | few
+        sizes: dict[str, Any] = {"hidden_size": 8 * t, "ffn_hidden_size": 8 * t, "max_position_embeddings": 1} | few
+        if (moe := config.model.moe) is not None:
+            narrow = {"ffn_hidden_size": 8, "shared_ffn_hidden_size": moe.shared_ffn_hidden_size and 8 * t}
+            sizes["moe"] = moe.model_copy(update=narrow)
         model, context = config.model.model_copy(update=sizes), planning_context(config, fp8)
         for layers in stages_of(config)[1]:
             memory = block_memory(config.parallel, len(layers))
@@ -107,15 +111,12 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
     if memory.full:
         return {"block input": stream}
     plans = layer_plans(config, fp8)
-    qkv, proj, up, down = (plans[layer] for layer in fp8_layer_names(model, range(index, index + 1)))
-    activation = ACTIVATIONS[model.activation]
+    qkv, proj, *mlp = (plans[layer] for layer in fp8_layer_names(model, range(index, index + 1)))
     saved = {
         "residual stream": stream * (1 if model.parallel_block else 2),
         "norm statistics": 2 * x.m_own * x.w * (2 if model.normalization == "layernorm" else 1),
         "qkv input": _saved_input(fp8, qkv, x.h, x),
-        "up input": _saved_input(fp8, up, x.h, x),
         "q, k, v": x.m * (x.a + 2 * x.g) * x.d * x.e,
-        "up output": x.m * x.up * x.e,
     }
     if not memory.attention or proj.saved == "high":  # in high precision also the projection's input
         saved["attention output"] = x.m * x.a * x.d * x.e
@@ -125,20 +126,56 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
             saved["q and k before and after their norms"] = x.m * (x.a + x.g) * (2 * x.d * x.e + x.w)
     if proj.saved != "high":
         saved["proj input"] = _saved_input(fp8, proj, x.a * x.d, x)
-    if activation.gated and not activation.fused:
-        saved["activated gate"] = x.m * x.f * x.e
-    saved["down input"] = _saved_input(fp8, down, x.f, x)
+    if model.moe_of(index) is not None:
+        saved |= _saved_by_experts(config)
+    return saved | (_saved_by_mlp(config, fp8, mlp, _mlp_width(config, index)) if mlp else {})
+
+
+def _mlp_width(config: Config, index: int) -> int:
+    """Width of the MLP of a layer, or of its shared expert, on a rank; 0 if it has neither."""
+    moe = config.model.moe_of(index)
+    return (config.model.ffn_size if moe is None else moe.shared_ffn_hidden_size or 0) // config.parallel.tensor
+
+
+def _saved_by_mlp(config: Config, fp8: Fp8Manager, mlp: Sequence[LinearPlan], f: int) -> dict[str, int]:
+    x, kind, (up, down) = sizes(config), ACTIVATIONS[config.model.activation], mlp
+    saved = {"up input": _saved_input(fp8, up, x.h, x), "up output": x.m * kind.up_width(f) * x.e}
+    if kind.gated and not kind.fused:
+        saved["activated gate"] = x.m * f * x.e
+    saved["down input"] = _saved_input(fp8, down, f, x)
     return saved
 
 
+def _expert_rows(config: Config) -> int:
+    """Rows of a rank's experts in a micro-batch, if the load is even."""
+    assert config.model.moe is not None
+    return sizes(config).m_own * config.model.moe.top_k
+
+
+def _saved_by_experts(config: Config) -> dict[str, int]:
+    """Of a layer's router and experts, if the load is even."""
+    x, rows, moe, f = sizes(config), _expert_rows(config), config.model.moe, config.model.expert_size
+    assert moe is not None
+    up = ACTIVATIONS[config.model.activation].up_width(f)
+    return {
+        "router": x.m_own * x.w * (x.h + 4 * moe.num_experts) + rows * (x.w + 5 * 8),  # also indices of rows
+        "expert input": rows * x.h * x.e,
+        "expert up output": rows * up * x.e,
+        "expert down input": rows * f * x.e,
+        "expert output": rows * x.h * x.e,
+    }
+
+
 def block_backward(config: Config, fp8: Fp8Manager, index: int) -> int:
-    """Bytes that the backward of block `index` needs at most beside what is saved: in its MLP.
+    """Bytes that the backward of block `index` needs at most beside what is saved: in its MLP, or in its experts.
 
     These are the gradients of the activation's output and input, the latter FP8 in both orientations if it is fused
     with the cast, and of the residual stream, sharded and gathered.
     """
-    x, up = sizes(config), ACTIVATIONS[config.model.activation].up_layer
-    fused = layer_plans(config, fp8)[f"layers.{index}.mlp.{up}"].grad_output == "fused"
+    x, kind, f = sizes(config), ACTIVATIONS[config.model.activation], config.model.expert_size
+    if config.model.moe_of(index) is not None:
+        return _expert_rows(config) * (f + kind.up_width(f) + 2 * x.h) * x.e + x.m_own * x.h * x.e
+    fused = layer_plans(config, fp8)[f"layers.{index}.mlp.{kind.up_layer}"].grad_output == "fused"
     return x.m * x.f * x.e + x.m * x.up * (2 if fused else x.e) + x.m_own * x.h * x.e + x.m * x.h * x.e
 
 
@@ -148,4 +185,7 @@ def deferred_wgrad(config: Config, fp8: Fp8Manager, index: int) -> int:
     x, plans, total = sizes(config), layer_plans(config, fp8), 0
     for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor, range(index, index + 1)).items():
         total += x.m * (k + n) * (x.e if plans[name].gemms[2] == "high" else 1)
+    if config.model.moe_of(index) is not None:
+        f = config.model.expert_size
+        total += _expert_rows(config) * (2 * x.h + f + ACTIVATIONS[config.model.activation].up_width(f)) * x.e
     return total

@@ -23,10 +23,11 @@ Shapes as in `activations`; n parameters of a rank, v vocabulary of this rank.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import NamedTuple
 
 from megafp8.config import Config
+from megafp8.config.activations import ACTIVATIONS
 from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
@@ -82,12 +83,37 @@ class RankMemory(StateMemory):
 
 
 def state_memory(
-    config: Config, numels: Sequence[int], data: int, own_bucket: Sequence[int] = (), fp8: Collection[int] = ()
+    config: Config,
+    numels: Sequence[int],
+    data: int,
+    own_bucket: Sequence[int] = (),
+    fp8: Collection[int] = (),
+    experts: Collection[int] = (),
 ) -> StateMemory:
     """State of parameters of `numels` elements on one of `data` ranks that sum their gradients; under ZeRO the maximum.
 
-    `own_bucket`, `fp8`: indices of the parameters that have buckets of their own, and of those that are FP8 data.
+    `own_bucket`, `fp8`, `experts`: indices of the parameters that have buckets of their own, of those that are FP8
+    data, and of the weights of experts. The gradients of these are summed over as many ranks as hold the same experts.
     """
+    p = config.parallel
+    expert_data = data * p.tensor // p.expert
+    if not experts or expert_data == data or p.fsdp:
+        return _state_memory(config, numels, data, own_bucket, fp8)
+    others = [i for i in range(len(numels)) if i not in experts]
+    place = {index: at for at, index in enumerate(others)}
+    parts = [
+        _state_memory(
+            config, [numels[i] for i in others], data, [place[i] for i in own_bucket], [place[i] for i in fp8]
+        ),
+        _state_memory(config, [numels[i] for i in experts], expert_data),
+    ]
+    return StateMemory(*(sum(values) for values in zip(*map(astuple, parts))))
+
+
+def _state_memory(
+    config: Config, numels: Sequence[int], data: int, own_bucket: Sequence[int] = (), fp8: Collection[int] = ()
+) -> StateMemory:
+    """`state_memory` of parameters whose gradients are summed over the same ranks."""
     p, dtype = config.parallel, config.training.precision
     if p.fsdp:
         shards = [-(-count // (data // p.fsdp_replicas)) for count in numels]
@@ -121,10 +147,11 @@ def _moments(config: Config, numels: Sequence[int]) -> int:
 
 
 class _Parameter(NamedTuple):
-    """Elements on a rank; the name of its linear layer if that may be FP8."""
+    """Elements on a rank; the name of its linear layer if that may be FP8; whether it is the weights of experts."""
 
     elements: int
     layer: str = ""
+    expert: bool = False
 
 
 def _norm(config: Config) -> list[_Parameter]:
@@ -134,15 +161,32 @@ def _norm(config: Config) -> list[_Parameter]:
 def _block(config: Config, index: int) -> list[_Parameter]:
     """The parameters of block `index`."""
     model, x, norm = config.model, sizes(config), _norm(config)
-    layers = fp8_layer_names(model, range(index, index + 1))
+    qkv, proj, *mlp = _layer_weights(config, index)
     width = (x.a + 2 * x.g) * x.d
-    qkv, proj, up, down = map(_Parameter, (width * x.h, x.h * x.a * x.d, x.up * x.h, x.h * x.f), layers)
     output_bias, head_norms = [_Parameter(x.h)] * model.linear_bias, [_Parameter(x.d)] * (2 * model.qk_norm)
     sinks = [_Parameter(x.a)] * model.attention_sinks
     attention = [
         *sinks, qkv, *[_Parameter(width)] * (model.linear_bias or model.qkv_bias), proj, *output_bias, *head_norms
     ]  # fmt: skip
+    if model.moe_of(index) is not None:
+        return [*norm, *attention, *norm, *_experts(config), *mlp]
+    up, down = mlp
     return [*norm, *attention, *norm, up, *[_Parameter(x.up)] * model.linear_bias, down, *output_bias]
+
+
+def _layer_weights(config: Config, index: int) -> list[_Parameter]:
+    """The weights of the linear layers of block `index` that may be FP8."""
+    layers = fp8_layer_sizes(config.model, config.parallel.tensor, range(index, index + 1))
+    return [_Parameter(k * n, name) for name, (k, n) in layers.items()]
+
+
+def _experts(config: Config) -> list[_Parameter]:
+    """The parameters of a layer's router and experts, and the gate of its shared expert."""
+    model, moe, f = config.model, config.model.moe, config.model.expert_size
+    assert moe is not None
+    count, h, up = moe.num_experts // config.parallel.expert, model.hidden_size, ACTIVATIONS[model.activation].up_width
+    experts = [_Parameter(count * h * n, expert=True) for n in (up(f), f)]
+    return [_Parameter(moe.num_experts * h), *experts, *[_Parameter(h)] * moe.shared_gate]
 
 
 def _stage(config: Config, layers: range) -> list[_Parameter]:
@@ -165,6 +209,11 @@ def _table(config: Config) -> int:
 def parameter_sizes(config: Config, layers: range) -> list[int]:
     """Elements of each parameter of a stage of `layers` on a rank, in the order of its constructor."""
     return [parameter.elements for parameter in _stage(config, layers)]
+
+
+def expert_parameters(config: Config, layers: range) -> list[int]:
+    """Indices of the parameters of a stage that are weights of experts."""
+    return [i for i, parameter in enumerate(_stage(config, layers)) if parameter.expert]
 
 
 def fp8_parameters(config: Config, fp8: Fp8Manager, layers: range) -> list[int]:
@@ -210,14 +259,16 @@ def rank_memory(
     numels: list[int] = []
     own_bucket: list[int] = []
     in_fp8: list[int] = []
+    experts: list[int] = []
     for layers in stages:
         at_an_end = layers.start == 0 or layers.stop == config.model.num_layers
         if config.model.tie_embeddings and p.pipeline > 1 and at_an_end:
             own_bucket.append(len(numels))
         in_fp8 += [len(numels) + i for i in fp8_parameters(config, fp8, layers)]
+        experts += [len(numels) + i for i in expert_parameters(config, layers)]
         numels += parameter_sizes(config, layers)
     static = RankMemory(
-        **vars(state_memory(config, numels, data, own_bucket, in_fp8)),
+        **vars(state_memory(config, numels, data, own_bucket, in_fp8, experts)),
         fp8_weights=0 if p.fsdp else sum(fp8_weight_bytes(config, fp8, layers) for layers in stages),
         amax_history=sum(amax_history_bytes(config, fp8, layers) for layers in stages),
         # An activation and a gradient in flight each way; the received activation is the first block's input.

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import torch
 import yaml
+from torch import nn
 
 from megafp8.config import Config
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import planning_context
-from megafp8.models.flops import flops_per_token
+from megafp8.models.flops import flops_per_token, matmul_parameters
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import rank_groups
 from megafp8.pipeline_parallel.actions import v_placement
@@ -46,19 +47,28 @@ def _stage_of(config: Config, layers: range) -> GPTStage:
 
 
 class _StageSize(NamedTuple):
-    """`numels`: elements of each parameter on one rank; `shared`: indices of tied ones; `of_model`: elements in all."""
+    """`numels`: elements of each parameter on one rank; `shared`, `experts`: indices of tied ones, and of weights of
+    experts; `of_model`: elements in all."""
 
     numels: list[int]
     shared: list[int]
+    experts: list[int]
     of_model: int
 
 
 def _stage_size(config: Config, layers: range) -> _StageSize:
     stage = _stage_of(config, layers)
-    params, tensor = list(stage.parameters()), config.parallel.tensor
-    whole = (x.numel() * (1 if spec_of(x).replicated_over_tp else tensor) for x in params if not spec_of(x).is_copy)
+    params = list(stage.parameters())
+    whole = (x.numel() * _slices(config, x) for x in params if not spec_of(x).is_copy)
     shared = [i for i, x in enumerate(params) if x is stage.shared_weight and config.parallel.pipeline > 1]
-    return _StageSize([x.numel() for x in params], shared, sum(whole))
+    experts = [i for i, x in enumerate(params) if spec_of(x).expert]
+    return _StageSize([x.numel() for x in params], shared, experts, sum(whole))
+
+
+def _slices(config: Config, param: nn.Parameter) -> int:
+    """Over how many ranks a parameter is divided."""
+    spec, p = spec_of(param), config.parallel
+    return p.expert if spec.expert else 1 if spec.replicated_over_tp else p.tensor
 
 
 def memory_under(plan: PipelinePlan, world_size: int) -> Callable[[Config], Sequence[RankMemory]]:
@@ -110,11 +120,12 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     """Config, layout, parameters and their state, groups. `fp8`: which layers are FP8 according to the config."""
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline * p.context)
-    groups = rank_groups(world_size, p.tensor, p.pipeline, p.context, p.fsdp_replicas)
-    alike: dict[tuple[int, bool, bool], _StageSize] = {}  # stages with as many layers have as many parameters
+    groups = rank_groups(world_size, p.tensor, p.pipeline, p.context, p.fsdp_replicas, p.expert)
+    alike: dict[tuple[int, int, bool, bool], _StageSize] = {}  # stages with as many layers have as many parameters
     sizes = []
     for span in plan.layers:
-        key = len(span), span.start == 0, span.stop == config.model.num_layers
+        sparse = sum(config.model.moe_of(layer) is not None for layer in span)
+        key = len(span), sparse, span.start == 0, span.stop == config.model.num_layers
         if key not in alike:
             alike[key] = _stage_size(config, span)
         sizes.append(alike[key])
@@ -124,11 +135,12 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"layout: {world_size} ranks = pipeline {p.pipeline} × data {data}"
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
         f"{' with sequence parallelism' if p.sequence_parallel and p.tensor > 1 else ''}",
+        *([_describe_experts(config, world_size)] if config.model.moe is not None else []),
         *([_describe_shards(p.fsdp_replicas, data * p.context)] if p.fsdp else []),
         f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
-        f"parameters: {sum(size.of_model for size in sizes):,} in the model;"
+        f"parameters: {sum(size.of_model for size in sizes):,} in the model{_describe_active(config)};"
         f" {flops_per_token(config.model, t.seq_length) / 1e9:.3f} GFLOP per token",
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
         cuda_graphs.describe(cuda_graphs.why_not(config, "cuda" if config.device == "auto" else config.device)),
@@ -141,7 +153,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         rank, chunk = plan.placement.homes[stage]
         ranks = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}{f', chunk {chunk}' if p.virtual_pipeline > 1 else ''}"
         coded = fp8_parameters(config, fp8, span)
-        memory = state_memory(config, size.numels, data * p.context, size.shared, coded)
+        memory = state_memory(config, size.numels, data * p.context, size.shared, coded, size.experts)
         of_state = (memory.weights, memory.gradients, memory.masters + memory.moments)
         weights, gradients, optimizer = (x / 2**30 for x in of_state)
         lines.append(
@@ -153,7 +165,8 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     embedding = () if plan.placement == v_placement(p.pipeline) else ("embedding",)
     context = ("context",) if p.context > 1 else ()
     replicas = ("fsdp_shard", "fsdp_replicate") if p.fsdp_replicas > 1 else ()
-    names = ("tensor", *context, "data", *replicas, "pipeline", "amax", "model", *embedding)
+    experts = ("expert", "expert_data") if p.expert > 1 else ()
+    names = ("tensor", *context, "data", *experts, *replicas, "pipeline", "amax", "model", *embedding)
     width = max(10, *map(len, names))
     for name in names:
         members = next(g for g in groups[name] if 0 in g)
@@ -166,3 +179,17 @@ def _describe_shards(replicas: int, ranks: int) -> str:
     """Over how many of `ranks`, data- and context-parallel, FSDP shards."""
     copies = f", in {replicas} replicas" if replicas > 1 else ""
     return f"fsdp: weights, gradients and optimizer state sharded over {ranks // replicas} ranks{copies}"
+
+
+def _describe_experts(config: Config, world_size: int) -> str:
+    """The layout of the experts."""
+    moe, p = config.model.moe, config.parallel
+    assert moe is not None
+    on_ranks = f"; {moe.num_experts // p.expert} on each of {p.expert} expert-parallel ranks" if p.expert > 1 else ""
+    replicas = world_size // p.pipeline // p.expert
+    return f"experts: {moe.num_experts} a layer, {moe.top_k} for each token{on_ranks}; {replicas} replicas of each"
+
+
+def _describe_active(config: Config) -> str:
+    """Of a model with experts, the parameters that a token is multiplied with."""
+    return "" if config.model.moe is None else f", {matmul_parameters(config.model):,} of matrices for each token"

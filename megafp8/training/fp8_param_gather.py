@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megafp8.data_parallel.fp8_weight_shards import WeightShard, gathered_format
-from megafp8.data_parallel.param_buffer import ParamBuffer
+from megafp8.data_parallel.param_buffer import JointParamBuffer, ParamBuffer
 from megafp8.fp8.formats import Format
 from megafp8.fp8.linear_state import LinearState
 from megafp8.optimizer.adam import MixedPrecisionAdamW
@@ -32,7 +32,9 @@ def fp8_weights(model: nn.Module) -> dict[nn.Parameter, tuple[LinearState, Forma
 
 
 def weight_shards(
-    weights: Mapping[nn.Parameter, tuple[LinearState, Format]], buffer: ParamBuffer, optimizer: MixedPrecisionAdamW
+    weights: Mapping[nn.Parameter, tuple[LinearState, Format]],
+    buffer: ParamBuffer | JointParamBuffer,
+    optimizer: MixedPrecisionAdamW,
 ) -> list[WeightShard]:
     """This rank's shard of each weight; empty for those that other ranks own."""
     owned = {shard.param: shard for shard in optimizer.shards}
@@ -45,7 +47,7 @@ def weight_shards(
     return found
 
 
-def report(buffer: ParamBuffer, ranks: int) -> str:
+def report(buffer: ParamBuffer | JointParamBuffer, ranks: int) -> str:
     """Memory and traffic of the weights in `buffer`, sharded over `ranks`, against gathering values; for the log."""
     gib = 2**30
     rowwise = sum(data.nbytes for data in buffer.fp8_data.values())

@@ -9,6 +9,7 @@ What is replicated depends on the layout:
 
     over data and context parallelism   weights; without ZeRO masters and moments too; with fp8.param_gather the FP8
                                         data of weights and their scales; with FSDP no weights
+    over ranks with the same experts    weights of experts, as others over data and context parallelism
     over replicas of FSDP's shards      optimizer state, masters among it, which are the weights
     over tensor parallelism             norms, biases of row-parallel layers, learned positions; their optimizer state
     over first and last pipeline stage  tied embeddings and their optimizer state
@@ -102,10 +103,11 @@ class Replica(NamedTuple):
 
 def _name_of(param: nn.Parameter) -> str:
     """The global tensors of which a local parameter is a slice, with the offsets of the slice."""
-    return " + ".join(
+    pieces = [
         piece.name if piece.shape == piece.global_shape else f"{piece.name}{list(piece.offset)}"
         for piece in spec_of(param).shards
-    )
+    ]
+    return " + ".join(pieces if len(pieces) <= _LISTED else [*pieces[:2], "...", pieces[-1]])
 
 
 def replicated_state(trainer: Trainer) -> list[Replica]:
@@ -118,6 +120,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
 
     def add(param: nn.Parameter, name: str, tensors: Iterable[Tensor], axis: str) -> None:
         spec = spec_of(param)
+        axis = "expert_data" if axis == "data" and spec.expert and trainer.experts_apart else axis
         shared_over = {axis} if axis else set()
         shared_over |= {"tensor"} if spec.replicated_over_tp else set()
         shared_over |= {"embedding"} if any(param is tied for tied in trainer.tied) else set()
@@ -142,6 +145,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         if op.gathered_weight is not None:
             names = ", ".join(piece.name for piece in spec_of(param).shards)
             found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
+    found += [Replica(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
     for name, values in trainer.fp8.state_dict().items():
         # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
         done = values[1:] if name.endswith(".amax_history") else values
@@ -149,6 +153,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
     found.append(Replica("number of optimizer steps", torch.tensor(trainer.optimizer.step_count), all_layers))
     sizes = {
         "data": parallel.data_context.size,
+        "expert_data": parallel.expert_data.size,
         "fsdp_replicate": parallel.fsdp_replicate.size,
         "tensor": parallel.tensor.size,
         "embedding": parallel.pipeline.size,
@@ -171,6 +176,7 @@ def check_replicas(trainer: Trainer, step: int) -> None:
     embedding = None if parallel.embedding is None else parallel.embedding.group
     groups = {
         "data": parallel.data_context.group,
+        "expert_data": parallel.expert_data.group,
         "fsdp_replicate": parallel.fsdp_replicate.group,
         "tensor": parallel.tensor.group,
         "embedding": embedding,

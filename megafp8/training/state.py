@@ -74,6 +74,7 @@ def weights(trainer: Trainer) -> dict[str, Rectangles]:
     trainer.wait_for_weights()
     filled = [param for param in trainer.params if param not in trainer.optimizer.released]
     values = collect(filled, lambda p: p.detach(), "model.")
+    values |= {f"model.{name}": Rectangles.whole(x) for name, x in trainer.constants.items()}
     return values | collect_shards(trainer.optimizer.released_values(), "model.")
 
 
@@ -99,7 +100,9 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
         dtypes["optimizer.master."] = torch.float32
     stages = [planned_stage(config, stage) for stage in range(len(stages_of(config)[1]))]
     pieces = [piece for stage in stages for param in stage.parameters() for piece in spec_of(param).shards]
-    return {f"{prefix}{p.name}": (p.global_shape, dtype) for p in pieces for prefix, dtype in dtypes.items()}
+    kinds = {f"{prefix}{p.name}": (p.global_shape, dtype) for p in pieces for prefix, dtype in dtypes.items()}
+    constants = [constant for stage in stages for constant in stage.constants.items()]
+    return kinds | {f"model.{name}": (tuple(values.shape), values.dtype) for name, values in constants}
 
 
 def tokenizer_copy(config: Config) -> dict[str, bytes]:

@@ -26,9 +26,10 @@ from megafp8.data.samples import Batch
 from megafp8.data_parallel.fp8_weight_gather import Fp8WeightGather
 from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards
 from megafp8.data_parallel.fsdp import FullySharded
-from megafp8.data_parallel.grad_buffer import GradBuffer
-from megafp8.data_parallel.param_buffer import ParamBuffer
+from megafp8.data_parallel.grad_buffer import GradBuffer, JointGradBuffer
+from megafp8.data_parallel.param_buffer import JointParamBuffer, ParamBuffer
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
+from megafp8.distributed.sharding import spec_of
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.health import Record, Statistics
 from megafp8.models.context import BuildContext, tokens_per_rank, weight_storage
@@ -44,6 +45,7 @@ from megafp8.pipeline_parallel.trace import Stopwatch
 from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, why_not
+from megafp8.training.expert_load import ExpertLoad, LoadCollector
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.fp8_param_gather import fp8_weights, weight_shards
 from megafp8.training.fsdp import gather_in_fp8, shard
@@ -79,8 +81,9 @@ class Trainer:
 
     Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `params`: this rank's
     parameters, of which `tied` are shared by stages, and `released`, with their layers, exist in FP8 only
-    (fp8.param_gather). `timeline`: of the step `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8
-    health of all stages in the latest `train_step`, on rank 0, if that step was sampled; else empty.
+    (fp8.param_gather). `expert_load`: of the latest `train_step`. `timeline`: of the step
+    `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest `train_step`,
+    on rank 0, if that step was sampled; else empty.
     """
 
     def __init__(
@@ -109,6 +112,10 @@ class Trainer:
             tokens=tokens_per_rank(config),
             weight_storage=weight_storage(config),
             param_gather=config.fp8.param_gather,
+            expert=parallel.expert.group,
+            sequence_group=parallel.tensor_context.group,
+            global_batch=t.global_batch_size,
+            global_tokens=t.global_batch_size * t.seq_length,
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.plan = plan_pipeline(config, self.num_microbatches)
@@ -116,15 +123,17 @@ class Trainer:
         self.model = nn.ModuleList(self.stages)
         self.fp8.materialize(parallel.device)
         self.params = list(self.model.parameters())
+        self.load_collector = self._load_collector()
+        self.expert_load: ExpertLoad | None = None
         tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
         self.tied = tied if p.pipeline > 1 else []
         self.released = fp8_weights(self.model) if config.fp8.param_gather else {}
         wgrads = WgradStore()
         self.weight_shards: WeightShards | None = None
-        self.weights: ParamBuffer | None = None
+        self.weights: ParamBuffer | JointParamBuffer | None = None
         self.sharded: FullySharded | None = None
         self.fp8_gather: Fp8WeightGather | None = None
-        self.gradients: GradBuffer | FullySharded
+        self.gradients: GradBuffer | JointGradBuffer | FullySharded
         if p.fsdp:
             self.gradients = self.sharded = self._shard(dtype)
         else:
@@ -172,12 +181,42 @@ class Trainer:
         """Quantize the weights of `shards` by rank from here on."""
         self.weight_shards = WeightShards(shards, self.parallel.amax.group, self.parallel.device)
 
-    def _build_buffers(self, wgrads: WgradStore) -> tuple[GradBuffer, ParamBuffer | None]:
+    @property
+    def experts_apart(self) -> bool:
+        """Whether other ranks hold the same experts than hold the same weights of the rest of the model."""
+        has_experts = any(spec_of(param).expert for param in self.params)
+        return has_experts and self.parallel.expert_data.ranks != self.parallel.data_context.ranks
+
+    def _build_buffers(
+        self, wgrads: WgradStore
+    ) -> tuple[GradBuffer | JointGradBuffer, ParamBuffer | JointParamBuffer | None]:
         """The gradient buffer, and with ZeRO stage 1 the buffer of gathered weights."""
-        p, data_parallel = self.config.parallel, self.parallel.data_context.group
-        gradients = GradBuffer(
-            self.params,
-            data_parallel_group=data_parallel,
+        p, group = self.config.parallel, self.parallel.data_context.group
+        of_groups = [(group, self.params)]
+        if self.experts_apart:
+            experts = [param for param in self.params if spec_of(param).expert]
+            others = [param for param in self.params if not spec_of(param).expert]
+            of_groups = [(group, others), (self.parallel.expert_data.group, experts)]
+        gradients = [self._grad_buffer(params, group, wgrads) for group, params in of_groups]
+        joint = gradients[0] if len(gradients) == 1 else JointGradBuffer(gradients)
+        if p.zero == 0:
+            return joint, None
+        dtypes = {param: fmt.dtype for param, (_, fmt) in self.released.items()}
+        buffers = [
+            ParamBuffer(params, own.layout, group, dtypes)
+            for own, (group, params) in zip(gradients, of_groups, strict=True)
+        ]
+        weights = buffers[0] if len(buffers) == 1 else JointParamBuffer(buffers)
+        if p.overlap_param_gather:
+            weights.wait_before([unit for stage in self.stages for unit in stage.units])
+        return joint, weights
+
+    def _grad_buffer(self, params: Sequence[nn.Parameter], group: ProcessGroup, wgrads: WgradStore) -> GradBuffer:
+        """The buffer of the gradients of `params`, which are summed over `group`."""
+        p = self.config.parallel
+        return GradBuffer(
+            params,
+            data_parallel_group=group,
             bucket_elements=int(p.bucket_mib * 2**20 / 4),
             device=self.parallel.device,
             sharded=p.zero == 1,
@@ -186,14 +225,6 @@ class Trainer:
             reduce_dtype=DTYPES[self.config.optimizer.reduce_dtype],
             wgrads=wgrads,
         )
-        if p.zero == 0:
-            return gradients, None
-        weights = ParamBuffer(
-            self.params, gradients.layout, data_parallel, {w: fmt.dtype for w, (_, fmt) in self.released.items()}
-        )
-        if p.overlap_param_gather:
-            weights.wait_before([unit for stage in self.stages for unit in stage.units])
-        return gradients, weights
 
     def _build_update(self) -> OptimizerStep:
         """The optimizer step, with clipping and reductions."""
@@ -217,15 +248,10 @@ class Trainer:
             embedding_group=parallel.embedding.group if parallel.embedding is not None else None,
             shared_params=self.tied,
             max_norm=o.clip_grad_norm or None,
-            shard_group=self._shard_group,
+            sharded=self.sharded is not None or self.weights is not None,
+            data_group=(parallel.data_context if self.sharded is None else parallel.fsdp_shard).group,
+            expert_group=parallel.expert_data.group if self.experts_apart else None,
         )
-
-    @property
-    def _shard_group(self) -> ProcessGroup | None:
-        """The ranks over which gradients and optimizer state are sharded; None where each has all of them."""
-        if self.sharded is not None:
-            return self.parallel.fsdp_shard.group
-        return None if self.weights is None else self.parallel.data_context.group
 
     def publish_weights(self) -> None:
         """With ZeRO or FSDP, start to gather updated weights, in high precision or FP8. Collective.
@@ -272,9 +298,21 @@ class Trainer:
             z_loss=self.config.training.z_loss,
         )
 
+    def _load_collector(self) -> LoadCollector | None:
+        moe, layers = self.config.model.moe, range(self.config.model.num_layers)
+        if moe is None:
+            return None
+        routers = {layer: router for stage in self.stages for layer, router in stage.routers.items()}
+        return LoadCollector(routers, [i for i in layers if moe.is_sparse(i)], moe.num_experts, self.parallel)
+
     @property
     def _has_loss(self) -> bool:
         return self.parallel.pipeline.rank == self.plan.last_rank
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """By global name, this rank's tensors that belong to the weights but have no gradient."""
+        return {name: values for stage in self.stages for name, values in stage.constants.items()}
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0."""
@@ -323,12 +361,18 @@ class Trainer:
         report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
         masked = batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
+        load = None if self.load_collector is None else self.load_collector.sum()
+        load_on_host = None if load is None else load.to("cpu", non_blocking=True)
         before_update()
         result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
         if self.weight_shards is not None:
             self.weight_shards.record_amaxes()
         self.fp8.end_step()
         self._updated = True
+        if load is not None and load_on_host is not None and self.load_collector is not None:
+            self.expert_load = self.load_collector.load(load_on_host)
+            if not result.skipped:
+                self.load_collector.update_biases(load)
         self.fp8_records = self._gather_fp8_records(passes.statistics) if sampled else []
         return self._loss(report), result
 
@@ -359,6 +403,8 @@ class Trainer:
     def _forward_and_backward(self, batches: Sequence[Batch], stopwatch: Stopwatch | None = None) -> _Passes:
         """From zeroed gradients to their sums over data parallelism; batches `[b, s]` are on the device."""
         self.gradients.zero()
+        if self.load_collector is not None:
+            self.load_collector.zero()
         if self._updated:
             self.publish_weights()
         if self.config.parallel.overlap_grad_reduce:

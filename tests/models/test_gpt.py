@@ -9,6 +9,7 @@ import torch
 
 from megafp8.config import ModelConfig, RopeScaling
 from megafp8.data.samples import Batch
+from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
@@ -47,6 +48,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "sliding-window": LLAMA | {"sliding_window": 3, "full_attention_layers": [1]},
     "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none"},
 }
+MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
+QWEN_MOE: dict[str, Any] = {
+    "num_experts": 8, "top_k": 3, "ffn_hidden_size": 12, "normalize": False, "shared_ffn_hidden_size": 16,
+    "shared_gate": True, "layer_interval": 2,
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "num_experts": 16, "top_k": 4, "ffn_hidden_size": 8, "score": "sigmoid", "scaling_factor": 2.5, "num_groups": 4,
+    "top_groups": 2, "shared_ffn_hidden_size": 8, "selection_bias": True, "first_dense_layers": 1, "aux_loss": 0.3,
+}  # fmt: skip
+MOE_MODELS = {
+    "mixtral": MIXTRAL,
+    "qwen-moe": LLAMA | {"qk_norm": True, "moe": QWEN_MOE},
+    "deepseek": LLAMA | {"moe": DEEPSEEK},
+    "groups-softmax": LLAMA
+    | {"moe": DEEPSEEK | {"score": "softmax", "first_dense_layers": 0, "selection_bias": False}},
+    "ungated": LLAMA | {"activation": "gelu", "moe": {"num_experts": 5, "top_k": 1, "normalize": False}},
+    "all-experts": LLAMA | {"parallel_block": False, "moe": {"num_experts": 3, "top_k": 3, "aux_loss": 0.1}},
+}
 B = 2
 DOCUMENTS = {  # ids of a sample's tokens, by length; a position counts from the start of its document
     8: [[0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 2, 2]],
@@ -63,18 +82,22 @@ MEMORY = {
 
 def _compare(
     model: dict[str, Any], tp: int, sequence_parallel: bool, recompute: str = "none", documents: bool = False,
-    z_loss: float = 0.0, cp: int = 1,
+    z_loss: float = 0.0, cp: int = 1, ep: int = 1,
 ) -> int:  # fmt: skip
     config, s = ModelConfig(**model), 8 if cp == 1 else 16
-    state = initialize_model_parallel(tp, context_parallel_size=cp)
+    state = initialize_model_parallel(tp, context_parallel_size=cp, expert_model_parallel_size=ep)
     context = BuildContext(
         state.tensor.group, Fp8Manager(None, amax_group=None), torch.float64, state.device, sequence_parallel,
-        state.context.group if cp > 1 else None,
+        state.context.group if cp > 1 else None, expert=state.expert.group, sequence_group=state.tensor_context.group,
+        global_batch=B, global_tokens=B * s,
     )  # fmt: skip
     stage = GPTStage(
         config, context, layers=range(config.num_layers), positions=s, memory=MEMORY[recompute], z_loss=z_loss
     )
-    whole = randomize(stage, lambda piece: 0.3)
+    whole = randomize(stage, lambda piece: 0.3, experts=config.moe.num_experts if config.moe else 0)
+    for name, bias in stage.constants.items():
+        bias.copy_(torch.linspace(-0.2, 0.2, len(bias)))
+        whole[name] = bias.double()
     generator = torch.Generator().manual_seed(11)
     tokens, labels = (torch.randint(config.vocab_size, (B, s), generator=generator) for _ in range(2))
     weight_bs = torch.rand(B, s, dtype=torch.float64, generator=generator)
@@ -86,15 +109,24 @@ def _compare(
     loss_sb = stage(None, shard.tokens, shard.labels, shard.position_ids, shard.cu_seqlens)
     (loss_sb * shard.loss_mask.T).sum().backward()
 
-    expected = twin_loss(whole, config, tokens, labels, positions=positions, documents=ids, z_loss=z_loss)
-    (expected * weight_bs).sum().backward()
+    of_routers = [torch.zeros(())]
+    expected = twin_loss(
+        whole, config, tokens, labels, positions=positions, documents=ids, z_loss=z_loss, router_losses=of_routers
+    )
+    ((expected * weight_bs).sum() + sum(of_routers)).backward()
     expected_shard = Batch(tokens, labels, expected.detach(), None, cu_seqlens).shard(state.context.rank, cp).loss_mask
     torch.testing.assert_close(loss_sb.T, expected_shard, rtol=1e-11, atol=1e-11)
     compared = 0
-    for name, actual, grad in gradients(stage, whole, state.tensor.group, context.context_parallel):
+    for name, actual, grad in gradients(
+        stage, whole, state.tensor.group, context.context_parallel, state.expert_data.group
+    ):
         torch.testing.assert_close(actual, grad, rtol=1e-10, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
         compared += 1
-    assert compared == len(whole)
+    if ep == 1:
+        assert compared == len(whole) - len(stage.constants)
+    added = torch.stack([router.load.losses for router in stage.routers.values()] or [torch.zeros(3).double()])
+    all_reduce(added, state.amax.group)
+    torch.testing.assert_close(added[:, :2].sum(), sum(of_routers).detach().double())
     return compared
 
 
@@ -126,3 +158,20 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "sliding-window"])
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(_compare, MODELS[name], 2, True, "full", True, 0.0, 2, ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "cp", "ep", "recompute"),
+    [
+        *((name, 1, 1, 1, "none") for name in MOE_MODELS),
+        ("mixtral", 2, 1, 1, "none"),
+        ("mixtral", 1, 2, 2, "none"),
+        ("mixtral", 2, 2, 4, "full"),
+        ("qwen-moe", 2, 1, 2, "selective"),
+        ("deepseek", 4, 1, 4, "none"),
+        ("deepseek", 2, 2, 2, "selective"),
+        ("groups-softmax", 1, 4, 2, "none"),
+    ],
+)
+def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, recompute: str) -> None:
+    world4.run(_compare, MOE_MODELS[name], tp, tp > 1, recompute, False, 0.01, cp, ep, ranks=tp * cp)

@@ -86,6 +86,47 @@ def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
     return _linear(f if gate is None else f * up, w, f"{name}.down")
 
 
+def chosen_experts(scores: list[float], config: ModelConfig, bias: list[float]) -> list[int]:
+    """A token's experts, the best first; of equal ones the first."""
+    m = config.moe
+    assert m is not None
+    ranked = [score + b for score, b in zip(scores, bias)]
+    size, best = m.num_experts // m.num_groups, 2 if m.score == "sigmoid" else 1
+    groups = [range(g * size, (g + 1) * size) for g in range(m.num_groups)]
+    worth = [sum(sorted((ranked[e] for e in group), reverse=True)[:best]) for group in groups]
+    kept = sorted(range(m.num_groups), key=lambda g: -worth[g])[: m.top_groups or m.num_groups]
+    return sorted((e for g in kept for e in groups[g]), key=lambda e: (-ranked[e], e))[: m.top_k]
+
+
+def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tensor]) -> Tensor:
+    """One expert and one token at a time; appends the router's losses of the batch."""
+    m = config.moe
+    assert m is not None
+    b, s, experts = *x.shape[:2], m.num_experts
+    out = []
+    for row in range(b):
+        share, mean, log_z = torch.zeros(experts, dtype=torch.float64), [], []
+        for i in range(s):
+            logits = w[f"{name}.router.weight"] @ x[row, i]
+            scores = logits.sigmoid() if m.score == "sigmoid" else logits.softmax(0)
+            bias = w[f"{name}.router.bias"].tolist() if m.selection_bias else [0.0] * experts
+            chosen = chosen_experts(scores.tolist(), config, bias)
+            total = sum(scores[e] for e in chosen) if m.normalize else 1.0
+            y = sum(
+                scores[e] / total * m.scaling_factor * mlp(x[row, i], w, f"{name}.experts.{e}", config) for e in chosen
+            )
+            if m.shared_ffn_hidden_size is not None:
+                shared = mlp(x[row, i], w, f"{name}.shared", config)
+                y = y + (shared * (w[f"{name}.shared_gate.weight"] @ x[row, i]).sigmoid() if m.shared_gate else shared)
+            out.append(y)
+            share[chosen] += 1 / (s * m.top_k)
+            mean.append(scores / scores.sum())
+            log_z.append(logits.logsumexp(0))
+        losses.append(m.aux_loss / b * experts * (share * torch.stack(mean).mean(0)).sum())
+        losses.append(m.z_loss / b * torch.stack(log_z).square().mean())
+    return torch.stack(out).view_as(x)
+
+
 def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
     b, s = tokens.shape
     allowed = torch.zeros(b, s, s, dtype=torch.bool)
@@ -107,8 +148,9 @@ def twin_loss(
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     z_loss: float = 0.0,
+    router_losses: list[Tensor] | None = None,
 ) -> Tensor:
-    """Loss of each token `[b, s]` of the whole model, float64."""
+    """Loss of each token `[b, s]` of the whole model, float64. Appends to `router_losses`."""
     windows = [None if i in config.full_attention_layers else config.sliding_window for i in range(config.num_layers)]
     allowed = {window: _allowed(tokens, documents, window) for window in set(windows)}
     if positions is None:
@@ -117,6 +159,7 @@ def twin_loss(
     if config.position_embedding == "learned":
         x = x + w["embedding.position.weight"][positions]
     kind, eps = config.normalization, config.norm_eps
+    losses = [] if router_losses is None else router_losses
     for layer in range(config.num_layers):
         name = f"layers.{layer}"
         normed = _norm(x, w, f"{name}.attention_norm", kind, eps)
@@ -125,7 +168,9 @@ def twin_loss(
             x = x + a + mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
         else:
             x = x + a
-            x = x + mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
+            normed = _norm(x, w, f"{name}.mlp_norm", kind, eps)
+            sparse = config.moe_of(layer) is not None
+            x = x + (moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config))
     x = _norm(x, w, "final_norm", kind, eps)
     output = w["embedding.word.weight"] if config.tie_embeddings else w["output.weight"]
     logits = (x @ output.T)[..., : config.vocab_size]

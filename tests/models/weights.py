@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import torch
@@ -12,6 +13,7 @@ from megafp8.distributed.collectives import all_reduce
 from megafp8.distributed.sharding import Init, ParamShard, shards_of, spec_of
 from megafp8.tensor_parallel.random import fill_
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 Std = Callable[[ParamShard], float]
 
 
@@ -21,29 +23,41 @@ def _value(piece: ParamShard, std: Std) -> Tensor:
     return centre + fill_(torch.empty(piece.shape, dtype=torch.float64), piece, Init("normal", std(piece)), seed=5)
 
 
-def randomize(module: nn.Module, std: Std) -> dict[str, Tensor]:
-    """Fill the module's parameters; the whole weights by name, float64."""
+def randomize(module: nn.Module, std: Std, experts: int = 0) -> dict[str, Tensor]:
+    """Fill the module's parameters; the whole weights by name, float64, with those of all `experts` of a layer."""
     with torch.no_grad():
         for param in module.parameters():
             for piece, local in shards_of(param, param):
                 local.copy_(_value(piece, std))
     pieces = [piece for param in module.parameters() for piece in spec_of(param).shards]
-    wholes = [ParamShard(p.name, p.global_shape, (0,) * len(p.global_shape), p.global_shape) for p in pieces]
+    shapes = {p.name: p.global_shape for p in pieces}
+    shapes |= {
+        _EXPERT.sub(f".experts.{e}.", name): shape
+        for name, shape in shapes.items()
+        if _EXPERT.search(name)
+        for e in range(experts)
+    }
+    wholes = [ParamShard(name, shape, (0,) * len(shape), shape) for name, shape in shapes.items()]
     return {whole.name: _value(whole, std).requires_grad_() for whole in wholes}
 
 
 def gradients(
-    module: nn.Module, whole: dict[str, Tensor], tensor: ProcessGroup, context: ProcessGroup | None = None
+    module: nn.Module,
+    whole: dict[str, Tensor],
+    tensor: ProcessGroup,
+    context: ProcessGroup | None = None,
+    expert_data: ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, gradient and expected gradient of each weight's shard; partial gradients are summed first."""
     for param in module.parameters():
         assert param.grad is not None
         grad = param.grad.clone()
-        if context is not None:
-            all_reduce(grad, context)
+        all_reduce(grad, expert_data if spec_of(param).expert else context)
         if spec_of(param).reduce_over_tp:
             all_reduce(grad, tensor)
         for piece, local in shards_of(param, grad):
             expected = whole[piece.name].grad
+            if expected is None and ".experts." in piece.name:  # one without tokens
+                expected = torch.zeros_like(whole[piece.name])
             assert expected is not None
             yield piece.name, local, expected[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))]

@@ -24,7 +24,7 @@ HYPER = {"lr": 0.02, "weight_decay": 0.1, "max_norm": 0.7}
 
 
 def _step(buffer: GradBuffer, weight_decay: float = 0.1, max_norm: float | None = 1.0, **groups: Any) -> OptimizerStep:
-    optimizer = MixedPrecisionAdamW(buffer.shards, device=buffer.flat.device, weight_decay=weight_decay)
+    optimizer = MixedPrecisionAdamW(buffer.shards, device=buffer.owned[0].device, weight_decay=weight_decay)
     none: dict[str, Any] = {"tensor_group": None, "model_group": None, "embedding_group": None, "shared_params": []}
     return OptimizerStep(buffer, optimizer, max_norm=max_norm, **{**none, **groups})
 
@@ -42,7 +42,7 @@ def _data_parallel_step(
             weights.start_gather()
             weights.wait()
 
-    return _step(buffer, weight_decay, max_norm, shard_group=group if sharded else None), gather
+    return _step(buffer, weight_decay, max_norm, sharded=sharded, data_group=group), gather
 
 
 def _train(overlap: bool, scale: float = 1.0, sharded: bool = False) -> tuple[dict[str, Any], list[float]]:

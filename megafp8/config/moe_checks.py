@@ -1,0 +1,81 @@
+"""Rules between keys of the config that concern experts; `checks.py` runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config.errors import Problem, divisors
+from megafp8.config.schema import Config, ModelConfig
+
+
+def widths(m: ModelConfig) -> dict[str, int]:
+    """Widths of MLPs that tensor parallelism splits, by key."""
+    found = {}
+    if m.moe is None or any(m.moe_of(layer) is None for layer in range(m.num_layers)):
+        found["model.ffn_hidden_size"] = m.ffn_size
+    if m.moe is not None and m.moe.shared_ffn_hidden_size is not None:
+        found["model.moe.shared_ffn_hidden_size"] = m.moe.shared_ffn_hidden_size
+    return found
+
+
+def model(config: Config) -> Iterator[Problem]:
+    """Rules that hold in any layout."""
+    m = config.model
+    if m.moe is None:
+        return
+    x, count = m.moe, m.moe.num_experts
+    if x.top_k > count:
+        rule = f"a token goes to different experts, and model.moe.num_experts is {count}"
+        yield Problem("model.moe.top_k", x.top_k, rule, f"try {count} or less")
+    if not any(x.is_sparse(layer) for layer in range(m.num_layers)):
+        key = "first_dense_layers" if x.first_dense_layers else "layer_interval"
+        rule = f"none of the {m.num_layers} layers has experts"
+        works = f"try {int(key == 'layer_interval')}, or leave model.moe out"
+        yield Problem(f"model.moe.{key}", getattr(x, key), rule, works)
+    if x.shared_gate and x.shared_ffn_hidden_size is None:
+        works = "set model.moe.shared_ffn_hidden_size, or leave it out"
+        yield Problem("model.moe.shared_gate", True, "there is no shared expert", works)
+    if count % x.num_groups:
+        rule = f"model.moe.num_experts ({count}) is not a multiple of it"
+        yield Problem("model.moe.num_groups", x.num_groups, rule, divisors(count, x.num_groups))
+        return
+    if x.top_groups is None:
+        return
+    if x.top_groups > x.num_groups:
+        rule = f"model.moe.num_groups is {x.num_groups}"
+        yield Problem("model.moe.top_groups", x.top_groups, rule, f"try {x.num_groups} or less")
+    elif x.top_groups * (count // x.num_groups) < x.top_k:
+        rule = f"so many groups have {x.top_groups * (count // x.num_groups)} experts, and model.moe.top_k is {x.top_k}"
+        works = f"try {-(-x.top_k * x.num_groups // count)} or more"
+        yield Problem("model.moe.top_groups", x.top_groups, rule, works)
+
+
+def layout(config: Config) -> Iterator[Problem]:
+    """Rules between experts and the layout."""
+    m, p = config.model, config.parallel
+    if m.moe is None:
+        if p.expert > 1:
+            yield Problem("parallel.expert", p.expert, "the model has no experts", "try 1, or set model.moe")
+        return
+    if m.moe.num_experts % p.expert:
+        rule = f"model.moe.num_experts ({m.moe.num_experts}) is not a multiple of it"
+        yield Problem("parallel.expert", p.expert, rule, divisors(m.moe.num_experts, p.expert))
+    if p.tensor > 1 and not p.sequence_parallel:
+        rule = f"parallel.tensor is {p.tensor}, and without it each rank would send the same tokens to experts"
+        yield Problem("parallel.sequence_parallel", False, rule, "try true, or parallel.tensor=1")
+    if m.linear_bias:
+        yield Problem("model.linear_bias", True, "experts have no biases", "try false, or leave model.moe out")
+    if p.fsdp and (p.expert > 1 or p.tensor > 1):
+        key = "expert" if p.expert > 1 else "tensor"
+        rule = "parallel.fsdp shards all weights over the same ranks, and experts would be on others"
+        yield Problem(f"parallel.{key}", getattr(p, key), rule, f"try parallel.{key}=1, or parallel.fsdp=false")
+
+
+def ranks(config: Config, world_size: int) -> Iterator[Problem]:
+    """Rules between experts and the number of ranks."""
+    p = config.parallel
+    of_stage, rest = divmod(world_size, p.pipeline)
+    if rest or of_stage % (p.tensor * p.context) or of_stage % p.expert == 0:
+        return
+    rule = f"it divides the {of_stage} data-, context- and tensor-parallel ranks of a pipeline stage"
+    yield Problem("parallel.expert", p.expert, rule, divisors(of_stage, p.expert))

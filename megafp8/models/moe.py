@@ -1,0 +1,134 @@
+"""A layer's mixture of experts, divided over expert-parallel ranks, and its shared expert.
+
+    router -> rows by expert -> to the experts' ranks -> up, activation, down -> back -> weighted sum
+
+The experts of a rank are two parameters: the first linear layers of all of them, and the second. In a checkpoint each
+expert's weights have names of their own (`layers.0.mlp.experts.3.up.weight`), so they fit every layout.
+
+Experts compute in the model's dtype. A shared expert is an MLP like that of a layer without experts, FP8 included.
+
+Shapes: s sequence, b micro-batch, n = s·b tokens of this rank, k experts of each, h hidden, m rows of this rank's
+experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.config import ModelConfig
+from megafp8.config.activations import ACTIVATIONS
+from megafp8.distributed import collectives
+from megafp8.distributed.sharding import Init, ParamShard, ParamSpec, set_spec, stack_rows, unsharded
+from megafp8.expert_parallel.exchange import exchange
+from megafp8.models.context import BuildContext
+from megafp8.models.mlp import MLP, exact_gelu
+from megafp8.models.recompute import KEEP_ALL, BlockMemory
+from megafp8.models.router import Router
+from megafp8.ops.activation import activation
+from megafp8.ops.fusion import LinearInput
+from megafp8.ops.grouped_linear import grouped_linear
+from megafp8.ops.linear import high_precision_linear
+from megafp8.ops.permute import by_expert, combine, permute
+from megafp8.plan import Neighbor
+
+
+class Experts(nn.Module):
+    """The experts of this rank: rows `[m, h]`, by expert, -> `[m, h]`."""
+
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        assert config.moe is not None
+        ranks, rank = collectives.size(context.expert), 0 if context.expert is None else context.expert.rank()
+        count, h, f = config.moe.num_experts // ranks, config.hidden_size, config.expert_size
+        self.kind, self.activation = config.activation, ACTIVATIONS[config.activation]
+        own = range(rank * count, (rank + 1) * count)
+        first = ("gate", "up") if self.activation.gated else ("up",)
+        into = [shard for e in own for part in first for shard in unsharded(f"{name}.{e}.{part}.weight", (f, h))]
+        out_of = [shard for e in own for shard in unsharded(f"{name}.{e}.down.weight", (h, f))]
+        out_std = config.init_std / math.sqrt(2 * config.num_layers)
+        self.up = self._weight(into, Init("normal", config.init_std), context)
+        self.down = self._weight(out_of, Init("normal", out_std), context)
+
+    @staticmethod
+    def _weight(shards: Sequence[ParamShard], init: Init, context: BuildContext) -> nn.Parameter:
+        pieces = stack_rows(shards)
+        shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
+        weight = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device))
+        return set_spec(weight, ParamSpec(pieces, init, replicated_over_tp=False, expert=True))
+
+    def forward(self, rows_mh: Tensor, ends_e: Tensor) -> Tensor:
+        """`ends_e`: int32, where the rows of each expert end."""
+        y = grouped_linear(rows_mh, self.up, ends_e)
+        if not len(y):  # kernels are not launched for no rows
+            activated = y[:, : self.down.shape[1]]
+        elif self.activation.fused:
+            activated = cast(Tensor, activation(self.kind, y, None, None, None))
+        else:
+            activated = exact_gelu(y, self.activation.gated)
+        return grouped_linear(activated, self.down, ends_e)
+
+
+class SharedExpert(nn.Module):
+    """An MLP that every token passes, with an optional gate of its own for each token."""
+
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext, memory: BlockMemory) -> None:
+        super().__init__()
+        assert config.moe is not None
+        assert config.moe.shared_ffn_hidden_size is not None
+        as_mlp = config.model_copy(update={"ffn_hidden_size": config.moe.shared_ffn_hidden_size})
+        before = Neighbor("mlp_norm", "none", "the router and the experts read the norm's output too")
+        self.mlp = MLP(name, as_mlp, context, input=before, memory=replace(memory, norms=False))
+        self.gate: nn.Parameter | None = None
+        if config.moe.shared_gate:
+            shape = (1, config.hidden_size)
+            self.gate = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device))
+            pieces, init = unsharded(f"{name}_gate.weight", shape), Init("normal", config.init_std)
+            spec = ParamSpec(pieces, init, replicated_over_tp=True, reduce_over_tp=context.sequence_sharded)
+            set_spec(self.gate, spec)
+
+    def forward(self, x_sbh: Tensor) -> Tensor:
+        y_sbh = self.mlp(x_sbh)
+        if self.gate is None:
+            return y_sbh
+        return high_precision_linear(x_sbh, self.gate).sigmoid() * y_sbh
+
+
+class MoE(nn.Module):
+    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape. Tokens are not replicated over ranks."""
+
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.group = context.expert
+        init = Init("normal", config.init_std)
+        self.router = Router(f"{name}.router", config.hidden_size, config.moe, context, init)
+        self.experts = Experts(f"{name}.experts", config, context)
+        self.shared: SharedExpert | None = None
+        if config.moe.shared_ffn_hidden_size is not None:
+            self.shared = SharedExpert(f"{name}.shared", config, context, memory)
+
+    #: The form in which the norm before it gives its input: values.
+    input_format = None
+
+    def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
+        assert isinstance(x_sbh, Tensor)
+        x_nh = x_sbh.flatten(0, 1)
+        routing = self.router(x_nh, sequences=x_sbh.shape[1])
+        permutation = by_expert(routing.experts)
+        chosen = routing.experts.flatten()
+        counts_e = chosen.new_zeros(self.router.moe.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        rows_mh = permute(x_nh, permutation)
+        if self.group is None or self.group.size() == 1:
+            results_mh = self.experts(rows_mh, counts_e.cumsum(0, dtype=torch.int32))
+        else:
+            with_ranks = exchange(counts_e, self.group)
+            arrived_mh = with_ranks.to_experts(rows_mh)
+            results_mh = with_ranks.to_tokens(self.experts(arrived_mh, with_ranks.ends_e))
+        y_sbh = combine(results_mh, routing.weights, permutation).view_as(x_sbh)
+        return y_sbh if self.shared is None else y_sbh + self.shared(x_sbh)

@@ -1,0 +1,157 @@
+"""The router of a layer with experts: which experts each token goes to, and with which weights.
+
+Logits, scores and losses are computed in fp32 (fp64 if the model is), whatever the dtype of the model. Experts are
+chosen by score, of equal scores the one with the lower index, so the choice depends on nothing but the scores.
+
+*Losses of the router* are added to the gradient, not to the loss that is reported: `_AddLoss` passes its input through
+and in backward gives the router's loss the gradient 1. They are means over the sequences (aux_loss) or tokens (z_loss)
+of the global batch, and sums over layers. The aux loss of a sequence needs the choices of all its tokens; where ranks
+hold slices of it, their counts are summed. The mean scores need not be: the loss is linear in them.
+
+*Load.* Backward also adds up how many tokens chose each expert (`load`), in `RouterLoad`. Not forward, which runs twice
+where it is recomputed, and also in evaluations.
+
+Shapes: n tokens, b sequences, e experts of the layer, k experts of a token, h hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megafp8.config import MoeConfig
+from megafp8.distributed import collectives
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
+from megafp8.models.context import BuildContext
+from megafp8.ops.linear import high_precision_linear
+
+
+class RouterLoad:
+    """What a router's backward passes add up in a step, on this rank: fp64 tensors.
+
+    `tokens` `[e]`: choices of each expert. `losses`: `[aux_loss, z_loss, entropy of the mean score]`, of which the
+    losses have their weights, and the entropy, in nats, is summed over sequences and divided by the global batch.
+    """
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(experts, dtype=torch.float64, device=device)
+        self.losses = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def zero(self) -> None:
+        self.tokens.zero_()
+        self.losses.zero_()
+
+
+class Routing(NamedTuple):
+    """`experts`: int64 `[n, k]`, the best first; `weights`: `[n, k]`, fp32 or fp64."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+class _AddLoss(Function):
+    """The identity of its first argument; its backward adds the gradient of `loss`, and to `load`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, load: RouterLoad, tokens_e: Tensor, losses: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_e, losses)
+        ctx.load, ctx.dtype = load, loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        tokens_e, losses = ctx.saved_tensors
+        ctx.load.tokens.add_(tokens_e)
+        ctx.load.losses.add_(losses)
+        return dx, torch.ones((), dtype=ctx.dtype, device=dx.device), None, None, None
+
+
+def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> Routing:
+    """The experts of each token and their weights, from the router's scores."""
+    ranked_ne = scores_ne.detach() if bias_e is None else scores_ne.detach() + bias_e
+    if moe.top_groups is not None and moe.top_groups < moe.num_groups:
+        in_group = ranked_ne.unflatten(1, (moe.num_groups, -1))
+        best = 2 if moe.score == "sigmoid" else 1
+        groups_ng = in_group.topk(min(best, in_group.shape[2]), dim=2).values.sum(dim=2)
+        chosen_ng = torch.zeros_like(groups_ng, dtype=torch.bool)
+        chosen_ng.scatter_(1, _largest(groups_ng, moe.top_groups), True)
+        ranked_ne = in_group.masked_fill(~chosen_ng.unsqueeze(2), -torch.inf).flatten(1)
+    experts_nk = _largest(ranked_ne, moe.top_k)
+    weights_nk = scores_ne.gather(1, experts_nk)
+    if moe.normalize:
+        weights_nk = weights_nk / (weights_nk.sum(dim=1, keepdim=True) + 1e-20)
+    return Routing(experts_nk, weights_nk * moe.scaling_factor)
+
+
+def _largest(x: Tensor, count: int) -> Tensor:
+    """Indices of the largest values of each row; of equal ones the first. `Tensor.topk` does not say which."""
+    return x.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+class Router(nn.Module):
+    """Tokens `[n, h]` -> `Routing`.
+
+    `load`: what training steps leave in it. `bias`: fp32 `[e]`, added to the scores where experts are chosen; None
+    without `moe.selection_bias`. It has no gradient: `update_bias` moves it.
+    """
+
+    def __init__(self, name: str, hidden_size: int, moe: MoeConfig, context: BuildContext, init: Init) -> None:
+        super().__init__()
+        self.name, self.moe = name, moe
+        self.group: ProcessGroup | None = context.sequence_group
+        self.global_batch, self.global_tokens = context.global_batch, context.global_tokens
+        shape = (moe.num_experts, hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device))
+        spec = ParamSpec(
+            unsharded(f"{name}.weight", shape), init, replicated_over_tp=True, reduce_over_tp=context.sequence_sharded
+        )
+        set_spec(self.weight, spec)
+        device = context.buffer_device
+        self.bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if moe.selection_bias else None
+        self.load = RouterLoad(moe.num_experts, device)
+
+    def forward(self, x_nh: Tensor, sequences: int) -> Routing:
+        """`sequences`: how many are in x, whose tokens take turns: token i is of sequence i mod b."""
+        compute = torch.float64 if x_nh.dtype == torch.float64 else torch.float32
+        logits_ne = high_precision_linear(x_nh.to(compute), self.weight)
+        sigmoid = self.moe.score == "sigmoid"
+        scores_ne = logits_ne.sigmoid() if sigmoid else logits_ne.softmax(dim=1)
+        routing = choose(scores_ne, self.moe, self.bias)
+        if not torch.is_grad_enabled():
+            return routing
+        shares_ne = scores_ne / scores_ne.sum(dim=1, keepdim=True) if sigmoid else scores_ne
+        weights_nk = self._with_losses(routing, logits_ne, shares_ne, sequences)
+        return Routing(routing.experts, weights_nk)
+
+    def _with_losses(self, routing: Routing, logits_ne: Tensor, shares_ne: Tensor, b: int) -> Tensor:
+        """The weights, through which the router's losses reach its gradient."""
+        experts, k = shares_ne.shape[1], self.moe.top_k
+        counts_be = torch.zeros(b, experts, dtype=shares_ne.dtype, device=shares_ne.device)
+        of_choice = torch.arange(len(shares_ne), device=shares_ne.device).remainder(b).repeat_interleave(k)
+        ones = torch.ones((), dtype=counts_be.dtype, device=counts_be.device).expand(len(of_choice))
+        counts_be.index_put_((of_choice, routing.experts.flatten()), ones, accumulate=True)
+        tokens_e = counts_be.sum(dim=0)
+        of_sequence_be = collectives.all_reduce(counts_be, self.group)  # where others hold slices of it
+        s = of_sequence_be.sum(dim=1, keepdim=True) / k
+        mean_be = shares_ne.unflatten(0, (-1, b)).sum(dim=0) / s  # this rank's part of the mean
+        aux = (of_sequence_be * (experts / (k * s)) * mean_be).sum() * (self.moe.aux_loss / self.global_batch)
+        z = logits_ne.logsumexp(dim=1).square().sum() * (self.moe.z_loss / self.global_tokens)
+        with torch.no_grad():
+            of_sequence = torch.special.entr(
+                collectives.all_reduce(mean_be.clone(), self.group)
+            ).sum()  # on all ranks of the group
+            entropy = of_sequence / (self.global_batch * collectives.size(self.group))
+            losses = torch.stack([aux.detach(), z.detach(), entropy]).double()
+        return _AddLoss.apply(routing.weights, aux + z, self.load, tokens_e, losses)
+
+    @torch.no_grad()
+    def update_bias(self, tokens_e: Tensor) -> None:
+        """Move the selection bias against the load of a step: `tokens_e` of all ranks."""
+        if self.bias is not None:
+            self.bias += self.moe.bias_update_rate * (tokens_e.mean() - tokens_e).sign().to(self.bias.dtype)
