@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from pathlib import Path
 
@@ -49,20 +50,31 @@ def test_groups_of_two_replicas_by_hand() -> None:
     assert rank_groups(8, 2, 2)["fsdp_shard"] == rank_groups(8, 2, 2)["data_context"]
 
 
+def test_groups_of_experts_by_hand() -> None:
+    """Neighbours over all axes of a stage but the pipeline's, as Megatron-Core folds them."""
+    groups = rank_groups(16, 2, 2, context_parallel_size=2, expert_model_parallel_size=4)
+    assert groups["expert"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert groups["expert_data"] == [[i, i + 4] for i in (0, 1, 2, 3, 8, 9, 10, 11)]
+    assert rank_groups(8, 2)["expert_data"] == rank_groups(8, 2)["amax"]
+    with pytest.raises(ValueError, match="expert_model_parallel_size is 3; it must divide the 8 ranks of data × cont"):
+        rank_groups(8, 2, expert_model_parallel_size=3)
+
+
 sizes = st.integers(1, 3)
 
 
-@given(tp=sizes, pp=sizes, cp=sizes, dp=sizes, replicas=sizes)
-def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int, replicas: int) -> None:
+@given(tp=sizes, pp=sizes, cp=sizes, dp=sizes, replicas=sizes, ep=st.sampled_from([1, 2, 4]))
+def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int, replicas: int, ep: int) -> None:
     world = tp * pp * cp * dp * replicas
-    groups = rank_groups(world, tp, pp, cp, replicas)
+    ep = math.gcd(ep, world // pp)
+    groups = rank_groups(world, tp, pp, cp, replicas, ep)
     for name, lists in groups.items():
         flat = [rank for ranks in lists for rank in ranks]
         assert len(flat) == len(set(flat)), name
         if name != "embedding":
             assert sorted(flat) == list(range(world)), name
     # The axes are orthogonal: their groups share at most one rank.
-    for a, b in [*itertools.combinations(AXES, 2), ("fsdp_shard", "fsdp_replicate")]:
+    for a, b in [*itertools.combinations(AXES, 2), ("fsdp_shard", "fsdp_replicate"), ("expert", "expert_data")]:
         assert all(len(set(x) & set(y)) <= 1 for x in groups[a] for y in groups[b])
 
 

@@ -77,5 +77,5 @@ def ranks(config: Config, world_size: int) -> Iterator[Problem]:
     of_stage, rest = divmod(world_size, p.pipeline)
     if rest or of_stage % (p.tensor * p.context) or of_stage % p.expert == 0:
         return
-    rule = f"it divides the {of_stage} data-, context- and tensor-parallel ranks of a pipeline stage"
+    rule = f"it must divide the {of_stage} data-, context- and tensor-parallel ranks of a pipeline stage"
     yield Problem("parallel.expert", p.expert, rule, divisors(of_stage, p.expert))

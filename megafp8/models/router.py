@@ -91,7 +91,7 @@ def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> Routing:
 
 def _largest(x: Tensor, count: int) -> Tensor:
     """Indices of the largest values of each row; of equal ones the first. `Tensor.topk` does not say which."""
-    return x.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return x.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()  # the rest is freed
 
 
 class Router(nn.Module):

@@ -55,27 +55,28 @@ def _sum_of_choices(rows_mh: Tensor, permutation: Permutation, weights_nk: Tenso
 class _Permute(Function):
     @staticmethod
     def forward(ctx: Any, x_nh: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
+        ctx.save_for_backward(permutation.order, permutation.inverse)
+        ctx.top_k = permutation.top_k
         return x_nh[permutation.tokens]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows_mh: Tensor) -> tuple[Tensor, None]:
-        return _sum_of_choices(drows_mh, ctx.permutation), None
+        order, inverse = ctx.saved_tensors
+        return _sum_of_choices(drows_mh, Permutation(order, inverse, ctx.top_k)), None
 
 
 class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> Tensor:
-        ctx.save_for_backward(rows_mh, weights_nk)
-        ctx.permutation = permutation
+        ctx.save_for_backward(rows_mh, weights_nk, permutation.order, permutation.inverse)
         return _sum_of_choices(rows_mh, permutation, weights_nk)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_nh: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows_mh, weights_nk = ctx.saved_tensors
-        permutation: Permutation = ctx.permutation
+        rows_mh, weights_nk, order, inverse = ctx.saved_tensors
+        permutation = Permutation(order, inverse, weights_nk.shape[1])
         dy_mh = dy_nh[permutation.tokens]
         weights_m = weights_nk.flatten()[permutation.order]
         drows_mh = (dy_mh * weights_m.unsqueeze(-1)).to(rows_mh.dtype)

@@ -126,9 +126,13 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
             saved["q and k before and after their norms"] = x.m * (x.a + x.g) * (2 * x.d * x.e + x.w)
     if proj.saved != "high":
         saved["proj input"] = _saved_input(fp8, proj, x.a * x.d, x)
+    if mlp:
+        saved |= _saved_by_mlp(config, fp8, mlp, _mlp_width(config, index))
     if model.moe_of(index) is not None:
-        saved |= _saved_by_experts(config)
-    return saved | (_saved_by_mlp(config, fp8, mlp, _mlp_width(config, index)) if mlp else {})
+        # The router's input is the norm's output in fp32, which a shared expert may save too.
+        shares_input = bool(mlp) and mlp[0].saved == "high" and x.e == x.w and x.m == x.m_own
+        saved |= _saved_by_experts(config, shares_input=shares_input)
+    return saved
 
 
 def _mlp_width(config: Config, index: int) -> int:
@@ -152,13 +156,17 @@ def _expert_rows(config: Config) -> int:
     return sizes(config).m_own * config.model.moe.top_k
 
 
-def _saved_by_experts(config: Config) -> dict[str, int]:
-    """Of a layer's router and experts, if the load is even."""
+def _saved_by_experts(config: Config, *, shares_input: bool) -> dict[str, int]:
+    """Of a layer's router and experts, if the load is even. `shares_input`: the router's input is saved already."""
     x, rows, moe, f = sizes(config), _expert_rows(config), config.model.moe, config.model.expert_size
     assert moe is not None
-    up = ACTIVATIONS[config.model.activation].up_width(f)
+    up, e, b = ACTIVATIONS[config.model.activation].up_width(f), moe.num_experts, config.training.micro_batch_size
+    of_token = (x.h * (not shares_input) + 2 * e + 1) * x.w  # input, logits, scores
+    of_token += moe.top_k * (8 + x.w)  # indices and weights of experts
+    of_token += (1 + moe.top_k) * x.w * moe.normalize
     return {
-        "router": x.m_own * x.w * (x.h + 4 * moe.num_experts) + rows * (x.w + 5 * 8),  # also indices of rows
+        "router": x.m_own * of_token + (b * (1 + e) + e) * x.w + 3 * 8,
+        "rows of experts": 2 * 8 * rows + 4 * e // config.parallel.expert,  # int64 and int32 indices
         "expert input": rows * x.h * x.e,
         "expert up output": rows * up * x.e,
         "expert down input": rows * f * x.e,

@@ -120,7 +120,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
 
     def add(param: nn.Parameter, name: str, tensors: Iterable[Tensor], axis: str) -> None:
         spec = spec_of(param)
-        axis = "expert_data" if axis == "data" and spec.expert and trainer.experts_apart else axis
+        axis = "expert_data" if axis == "data" and spec.expert and trainer.has_expert_buffer else axis
         shared_over = {axis} if axis else set()
         shared_over |= {"tensor"} if spec.replicated_over_tp else set()
         shared_over |= {"embedding"} if any(param is tied for tied in trainer.tied) else set()

@@ -182,8 +182,8 @@ class Trainer:
         self.weight_shards = WeightShards(shards, self.parallel.amax.group, self.parallel.device)
 
     @property
-    def experts_apart(self) -> bool:
-        """Whether other ranks hold the same experts than hold the same weights of the rest of the model."""
+    def has_expert_buffer(self) -> bool:
+        """Whether the gradients of experts are summed over other ranks than those of the rest of the model."""
         has_experts = any(spec_of(param).expert for param in self.params)
         return has_experts and self.parallel.expert_data.ranks != self.parallel.data_context.ranks
 
@@ -193,7 +193,7 @@ class Trainer:
         """The gradient buffer, and with ZeRO stage 1 the buffer of gathered weights."""
         p, group = self.config.parallel, self.parallel.data_context.group
         of_groups = [(group, self.params)]
-        if self.experts_apart:
+        if self.has_expert_buffer:
             experts = [param for param in self.params if spec_of(param).expert]
             others = [param for param in self.params if not spec_of(param).expert]
             of_groups = [(group, others), (self.parallel.expert_data.group, experts)]
@@ -250,7 +250,7 @@ class Trainer:
             max_norm=o.clip_grad_norm or None,
             sharded=self.sharded is not None or self.weights is not None,
             data_group=(parallel.data_context if self.sharded is None else parallel.fsdp_shard).group,
-            expert_group=parallel.expert_data.group if self.experts_apart else None,
+            expert_group=parallel.expert_data.group if self.has_expert_buffer else None,
         )
 
     def publish_weights(self) -> None:

@@ -236,7 +236,39 @@ def test_files_that_are_not_a_config(tmp_path: Path) -> None:
 TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
 
 
+EIGHT = "model.moe={num_experts: 8}"
+EXPERTS: list[tuple[list[str], int, str]] = [
+    (["model.moe={num_experts: 4, top_k: 5}"], 1,
+     "model.moe.top_k = 5: a token goes to different experts, and model.moe.num_experts is 4; try 4 or less"),
+    (["model.moe={num_experts: 8, first_dense_layers: 4}"], 1,
+     "model.moe.first_dense_layers = 4: none of the 4 layers has experts; try 0, or leave model.moe out"),
+    (["model.moe={num_experts: 8, layer_interval: 5}"], 1,
+     "model.moe.layer_interval = 5: none of the 4 layers has experts; try 1, or leave model.moe out"),
+    (["model.moe={num_experts: 8, shared_gate: true}"], 1,
+     "model.moe.shared_gate = True: there is no shared expert; set model.moe.shared_ffn_hidden_size, or leave it out"),
+    (["model.moe={num_experts: 8, num_groups: 3}"], 1,
+     "model.moe.num_groups = 3: model.moe.num_experts (8) is not a multiple of it; try 1 or 2"),
+    (["model.moe={num_experts: 8, num_groups: 2, top_groups: 3}"], 1,
+     "model.moe.top_groups = 3: model.moe.num_groups is 2; try 2 or less"),
+    (["model.moe={num_experts: 8, num_groups: 4, top_groups: 1, top_k: 3}"], 1,
+     "model.moe.top_groups = 1: so many groups have 2 experts, and model.moe.top_k is 3; try 2 or more"),
+    (["model.moe={num_experts: 8, shared_ffn_hidden_size: 33}", "parallel.tensor=2"], 2,
+     "parallel.tensor = 2: model.moe.shared_ffn_hidden_size (33) is not a multiple of it"),
+    (["parallel.expert=2"], 2, "parallel.expert = 2: the model has no experts; try 1, or set model.moe"),
+    ([EIGHT, "parallel.expert=3"], 3,
+     "parallel.expert = 3: model.moe.num_experts (8) is not a multiple of it; try 1 or 2"),
+    ([EIGHT, "parallel.expert=4"], 2,
+     "parallel.expert = 4: it must divide the 2 data-, context- and tensor-parallel ranks of a pipeline stage; try 1"),
+    ([EIGHT, "parallel.tensor=2", "parallel.sequence_parallel=false"], 2,
+     "parallel.sequence_parallel = False: parallel.tensor is 2, and without it each rank would send the same tokens"),
+    ([EIGHT, "model.linear_bias=true"], 1, "model.linear_bias = True: experts have no biases; try false, or leave"),
+    ([EIGHT, "parallel.expert=2", "parallel.fsdp=true"], 2,
+     "parallel.expert = 2: parallel.fsdp shards all weights over the same ranks, and experts would be on others; try"),
+    ([EIGHT, "parallel.expert=2", "training.cuda_graphs=true"], 2,
+     "with parallel.expert the host reads how many tokens go to each rank, which a graph cannot"),
+]  # fmt: skip
 CASES: list[tuple[list[str], int, str]] = [
+    *EXPERTS,
     (["parallel.tensor=3"], 3, "parallel.tensor = 3: model.num_attention_heads (8) is not a multiple of it; try"),
     (["parallel.tensor=2"], 3, "the world has 3 ranks, not a multiple of 2; start 4 processes"),
     (["checkpoint.keep_every=5"], 4, "keep_every = 5: without checkpoint.keep_last every checkpoint is kept; set"),

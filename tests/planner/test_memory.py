@@ -80,6 +80,10 @@ MODELS: dict[str, list[str]] = {
     "geglu-tanh": ["model.activation=geglu_tanh"],
     "parallel-block": ["model.parallel_block=true"],
     "qk-norm-window": ["model.qk_norm=true", "model.sliding_window=8"],
+    "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48}"],
+    "shared-expert": [
+        "model.moe={num_experts: 8, normalize: false, shared_ffn_hidden_size: 32, first_dense_layers: 1}"
+    ],
 }
 
 
@@ -90,7 +94,12 @@ def _config(*overrides: str) -> Config:
 def _trainer(config: Config) -> Trainer:
     p = config.parallel
     parallel = initialize_model_parallel(
-        p.tensor, p.pipeline, context_parallel_size=p.context, fsdp_replicas=p.fsdp_replicas, device=_CPU
+        p.tensor,
+        p.pipeline,
+        context_parallel_size=p.context,
+        expert_model_parallel_size=p.expert,
+        fsdp_replicas=p.fsdp_replicas,
+        device=_CPU,
     )
     return Trainer(config, parallel)
 
@@ -200,7 +209,7 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
             weights += [part for part in kept[:2] if part is not None]
     measured = [
         sum(p.nbytes for p in trainer.params) if trainer.weights is None else trainer.weights.nbytes,
-        trainer.gradients.flat.nbytes,
+        sum(buffer.flat.nbytes for buffer in getattr(trainer.gradients, "buffers", [trainer.gradients])),
         sizes["master"] or sum(values.nbytes for _, values in trainer.optimizer.released_values()),
         moments,
         sum(part.data.nbytes + 4 * part.scale_inv.numel() for part in weights)
@@ -222,6 +231,11 @@ def test_state_of_a_rank(world4: World, ranks: int) -> None:
         ["training.precision=bf16", "optimizer.moments_dtype=fp8", "optimizer.store_param_remainders=true", *GPT2],
         ["fp8.recipe=delayed", "fp8.wgrad_in_bf16=true", "model.tie_embeddings=true", *GPT2],
         ["fp8.recipe=rowwise", "fp8.override_linear_precision=[false, true, false]", "fp8.last_blocks_bf16=1"],
+        [
+            "fp8.recipe=current",
+            "model.moe={num_experts: 8, shared_ffn_hidden_size: 32}",
+            f"parallel.expert={ranks // 2 or 1}",
+        ],
     ):
         for measured, planned in world4.run(_state, [*layout, *options], ranks=ranks):
             assert measured == planned, options

@@ -83,6 +83,11 @@ MIXED = [
     {"layers": "*", "input": "delayed", "weight": "current", "grad_output": "delayed"},
 ]
 STATIC_AMAX = {"*.weight": 0.2, "*.input": 8.0, "*.grad_output": 1e-3}
+DEEPSEEK = {
+    "num_experts": 8, "top_k": 2, "ffn_hidden_size": 32, "score": "sigmoid", "scaling_factor": 2.0, "num_groups": 4,
+    "top_groups": 2, "selection_bias": True, "bias_update_rate": 0.05, "shared_ffn_hidden_size": 64,
+    "first_dense_layers": 1,
+}  # fmt: skip
 WORDS: dict[str, Sections] = {
     # models
     "4-layers": {"model": {"num_layers": 4}},
@@ -95,6 +100,8 @@ WORDS: dict[str, Sections] = {
     "qk-norm": {"model": {"qkv_bias": True, "qk_norm": True, "attention_sinks": True}},
     "parallel-block": {"model": {"parallel_block": True}},
     "window": {"model": {"sliding_window": 7}},
+    "moe": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1, "z_loss": 0.01}}},
+    "deepseek": {"model": {"moe": DEEPSEEK}},
     # precision; a CPU is slow at bf16
     "fp64": {"training": {"precision": "fp64"}},
     "bf16": {
@@ -147,6 +154,8 @@ WORDS: dict[str, Sections] = {
     "tp4": {"parallel": {"tensor": 4}},
     "no-sp": {"parallel": {"sequence_parallel": False}},
     "ring": {"parallel": {"overlap_tensor": "chunked"}},
+    "ep2": {"parallel": {"expert": 2}},
+    "ep4": {"parallel": {"expert": 4}},
     "cp2": {"parallel": {"context": 2}},
     "cp4": {"parallel": {"context": 4}},
     "pp2": {"parallel": {"pipeline": 2}},
@@ -289,7 +298,13 @@ def start(config: Config) -> tuple[Trainer, ParallelState]:
         config = config.model_copy(update={"training": config.training.model_copy(update={"cuda_graphs": False})})
     device = initialize_distributed("cpu")
     parallel = initialize_model_parallel(
-        p.tensor, p.pipeline, p.virtual_pipeline, p.context, fsdp_replicas=p.fsdp_replicas, device=device
+        p.tensor,
+        p.pipeline,
+        p.virtual_pipeline,
+        p.context,
+        expert_model_parallel_size=p.expert,
+        fsdp_replicas=p.fsdp_replicas,
+        device=device,
     )
     trainer = Trainer(config, parallel)
     if graphs:
@@ -414,7 +429,8 @@ def shards_of(trainer: Trainer) -> list[Shard]:
     flat.append(("model.", trainer.optimizer.released_values()))
     flat += [(f"optimizer.{key}.", found) for key, found in trainer.optimizer.state().items()]
     shards = [located for prefix, found in flat for item in found for located in _located(prefix, *item)]
-    for name, tensor in trainer.fp8.state_dict().items():
+    constants = {f"model.{name}": values for name, values in trainer.constants.items()}
+    for name, tensor in {**constants, **trainer.fp8.state_dict()}.items():
         shards.append((name, tuple(tensor.shape), torch.arange(tensor.numel()), tensor.flatten().clone()))
     return shards
 
@@ -435,7 +451,8 @@ class RankResult:
 def result_of(trainer: Trainer, curve: Curve) -> RankResult:
     elements = {key: sum(t.numel() for _, t in found) for key, found in trainer.optimizer.state().items()}
     elements["weights"] = sum(p.numel() for p in trainer.params)
-    elements["gradients"] = trainer.gradients.flat.numel()
+    buffers = getattr(trainer.gradients, "buffers", [trainer.gradients])  # one, or one for experts beside it
+    elements["gradients"] = sum(buffer.flat.numel() for buffer in buffers)
     elements["released"] = len(trainer.released)
     elements["released storage"] = sum(p.untyped_storage().nbytes() // p.element_size() for p in trainer.released)
     if isinstance(trainer.graphs, RerunGraphs):

@@ -83,11 +83,18 @@ QUICK_CASES = [
     "dp2 fsdp", "tp2 cp2", "cp4 window",
     *product(["tp2", "dp2 pp2", "tp2 cp2"], ["documents"]), "dp2 masked", "pp2 cp2 masked",
     "dp2 cp2 text", "dp2 cp2 best-fit",
+    "tp2 ep2 moe", "deepseek tp2 cp2 ep4", "4-layers deepseek pp2 dp2 ep2 zb-v", "moe dp4 ep2 zero",  # experts
+    "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "moe dp2 fsdp", "4-layers moe pp2 tp2 ep2 dualpipev",
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
     "tp2 pp2 current", "dp2 pp2 delayed", "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
 ]  # fmt: skip
 SLOW_CASES = [
+    *product(["dp2", "dp2 ep2", "tp2", "cp2 ep2", "cp2 dp2 ep4"], ["moe", "deepseek"]),
+    *product(["tp2 dp2 ep2 zero", "pp2 dp2 ep2"], ["moe", "deepseek"]),
+    "moe cp2 dp2 ep4 full", "4-layers moe pp2 dp2 ep2 zb-h1 selective", "moe dp2 ep2 zero masked documents",
+    "moe bf16 dp2 ep2", "moe offload dp2 ep2", "moe graphs", "deepseek tp2 cp2 ep4 fp64", "moe dp2 ep2 bf16-reduce",
+    "4-layers moe pp2 dp4 ep4 interleaved", "moe dp2 ep2 fp8-moments", "moe dp4 hsdp", "moe dp2 ep2 fp64 current",
     *product([*LAYOUTS[:3], *LAYOUTS[4:], *UNEVEN], [""]), *product(LAYOUTS, ["tied", "gpt2"]),
     *product(["tp2", "pp2", "4-layers pp4 4-samples", "dp2", "dp2 fsdp", "tp2 dp2 fsdp"], ["gpt2 tied"]),
     "tp2 dp2 fsdp", *product(CONTEXT, ["gpt2 tied"]), "cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "pp2 cp2",
@@ -221,7 +228,8 @@ BITS: dict[str, list[str]] = {
     "norms": ["tp2 delayed", "pp2"],
     "activation": ["tp2 delayed", "pp2"],
     "offload": ["tp2 delayed", "pp2"],
-    "offload-1 selective": ["tp2 delayed", "pp2"],
+    "offload-1 selective": ["tp2 delayed", "pp2", "moe tp2 ep2"],
+    "zero late-reduce": ["moe tp2 dp2 ep2"],
 }  # fmt: skip
 SLOW_BITS: dict[str, list[str]] = {
     "zero": [

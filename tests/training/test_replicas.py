@@ -20,7 +20,7 @@ from megafp8.training.errors import ReplicasDiffer
 from megafp8.training.replicas import check_replicas, replicated_state
 from megafp8.training.state import tensors
 from tests.marks import slow_but
-from tests.training.runs import batches, config, start
+from tests.training.runs import DEEPSEEK, batches, config, start
 from tests.world import World
 
 TIED = {"model": {"tie_embeddings": True}}
@@ -53,9 +53,12 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     ),
     "pp2-dp4-hsdp-tied": (8, {"parallel": {"pipeline": 2, **HSDP}, **TIED}),
     "dp2-smooth": (2, {"fp8": {**DELAYED, "smooth_swiglu": True}}),
+    "tp2-dp2-ep2-experts": (4, {"parallel": {"tensor": 2, "expert": 2}, "model": {"moe": DEEPSEEK}}),
+    "dp4-ep2-zero-experts": (4, {"parallel": {"zero": 1, "expert": 2}, "model": {"moe": DEEPSEEK}}),
     "dp2-zero-nvfp4": (2, {"parallel": {"zero": 1}, "fp8": {"recipe": "nvfp4"}}),
 }  # fmt: skip
-QUICK = ("dp4", "tp2-sp-gpt2", "tp2-pp2-tied", "pp2-v-tied", "tp2-dp2-zero-delayed", "dp2-zero-param-gather")
+QUICK = ("dp4", "tp2-sp-gpt2", "tp2-pp2-tied", "pp2-v-tied", "tp2-dp2-zero-delayed", "dp2-zero-param-gather",
+         "tp2-dp2-ep2-experts")  # fmt: skip
 
 
 def settings(case: str) -> Config:
@@ -133,6 +136,7 @@ def _faults(settings: Config, faults: list[tuple[int, str, int, str]]) -> list[s
 
 HOST = socket.gethostname()
 QKV = "model.layers.1.attention.q.weight + model.layers.1.attention.k.weight + model.layers.1.attention.v.weight"
+EXPERTS = "model." + " + ".join(f"layers.1.mlp.experts.{e}.down.weight" for e in range(4))
 FAULTS: dict[str, list[tuple[int, str, int, str, str]]] = {  # and what the message says of it
     "dp4": [
         (2, "model.layers.0.mlp.down.weight", 77, "nan", f"rank 2 on {HOST}: other than ranks 0, 1, 3 in "),
@@ -155,6 +159,10 @@ FAULTS: dict[str, list[tuple[int, str, int, str, str]]] = {  # and what the mess
     "dp4-hsdp-param-gather": [  # ranks 0 and 2 hold the upper halves
         (2, "optimizer.exp_avg.layers.0.mlp.down.weight[0, 0]", 700, "2", "rank 0 on {h}, rank 2 on {h}: no majority "),
         (1, "fp8.layers.0.mlp.down.input.scale", 0, "0", "rank 1 on {h}: other than ranks 0, 2, 3 in "),
+    ],
+    "tp2-dp2-ep2-experts": [  # ranks 0 and 2, and 1 and 3, hold the same experts
+        (2, EXPERTS, 4000, "nan", "rank 0 on {h}, rank 2 on {h}: no majority "),
+        (3, "model.layers.1.mlp.router.bias", 2, "0", "rank 3 on {h}: other than ranks 1, 2 in "),
     ],
     "dp2-zero-param-gather": [
         (1, "FP8 data of model.layers.0.mlp.down.weight", 4000, "0", "rank 0 on {h}, rank 1 on {h}: no majority "),

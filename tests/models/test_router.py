@@ -1,0 +1,95 @@
+"""The choice of experts, against one made token by token; the selection bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megafp8.config import ModelConfig, MoeConfig
+from megafp8.distributed.sharding import Init
+from megafp8.fp8 import Fp8Manager
+from megafp8.models.context import BuildContext, PlannedGroup
+from megafp8.models.router import Router, choose
+from tests.models.twin import chosen_experts
+
+
+def _moe(**keys: Any) -> MoeConfig:
+    return MoeConfig(**{"num_experts": 8, "top_k": 2, **keys})
+
+
+KINDS = [
+    {},
+    {"top_k": 8, "normalize": False},
+    {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scaling_factor": 2.5},
+    {"num_groups": 4, "top_groups": 1},
+    {"num_groups": 8, "top_groups": 3, "score": "sigmoid"},  # groups of one expert
+]
+
+
+@given(kind=st.sampled_from(KINDS), data=st.data())
+def test_experts_are_chosen_as_token_by_token(kind: dict[str, Any], data: st.DataObject) -> None:
+    """Few different scores, so that most are equal to another: of these the first counts."""
+    moe = _moe(**kind)
+    config = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, moe=moe)
+    scores = [[data.draw(st.sampled_from([0.0, 0.25, 0.5])) for _ in range(8)] for _ in range(3)]
+    bias = [data.draw(st.sampled_from([0.0, 0.25])) for _ in range(8)] if data.draw(st.booleans()) else None
+    scores_ne = torch.tensor(scores)
+    routing = choose(scores_ne, moe, None if bias is None else torch.tensor(bias))
+    assert routing.experts.tolist() == [chosen_experts(row, config, bias or [0.0] * 8) for row in scores]
+    weights = scores_ne.gather(1, routing.experts)  # without the bias
+    if moe.normalize:
+        weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-20)
+    torch.testing.assert_close(routing.weights, weights * moe.scaling_factor)
+
+
+def _router(**keys: Any) -> Router:
+    group: Any = PlannedGroup()
+    context = BuildContext(group, Fp8Manager(None, amax_group=None), torch.float32, torch.device("cpu"), False)
+    router = Router("router", 4, _moe(**keys), context, Init("normal", 0.02))
+    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
+    return router
+
+
+def test_the_bias_moves_against_the_load_until_it_is_even() -> None:
+    router = _router(selection_bias=True, bias_update_rate=0.002)
+    x = torch.randn(512, 4, generator=torch.Generator().manual_seed(1))
+
+    def load() -> torch.Tensor:
+        return torch.bincount(router(x, sequences=1).experts.flatten(), minlength=8).double()
+
+    before = load()
+    router.update_bias(before)
+    assert router.bias is not None
+    assert torch.equal(router.bias, 0.002 * (before.mean() - before).sign().float())
+    for _ in range(300):
+        router.update_bias(load())
+    assert before.min() < 0.5 * before.mean()
+    assert load().min() > 0.9 * before.mean()
+
+
+def test_without_a_gradient_nothing_is_added_to_the_load() -> None:
+    router, x = _router(aux_loss=1.0), torch.randn(6, 4)
+    with torch.no_grad():
+        router(x, sequences=2)
+    assert router.load.tokens.sum() == 0
+    for _ in range(2):
+        router(x, sequences=2).weights.sum().backward()
+    assert router.load.tokens.sum() == 2 * 6 * 2
+
+
+def test_an_even_load_has_an_aux_loss_of_one_and_full_entropy() -> None:
+    router = _router(aux_loss=1.0, top_k=1)
+    with torch.no_grad():
+        router.weight.zero_()
+        router.weight[:4] = torch.eye(4)
+        router.weight[4:] = -torch.eye(4)
+    x = 1e-3 * torch.cat([torch.eye(4), -torch.eye(4)])  # each expert once
+    router(x, sequences=1).weights.sum().backward()
+    aux, z, entropy = router.load.losses.tolist()
+    assert aux == pytest.approx(1.0)
+    assert z == 0.0
+    assert entropy == pytest.approx(torch.tensor(8.0).log().item(), rel=1e-5)

@@ -1,0 +1,38 @@
+"""Rows by expert and back, against loops over tokens."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megafp8.ops.permute import by_expert, combine, permute
+
+
+@given(tokens=st.integers(1, 9), experts=st.integers(1, 6), data=st.data())
+def test_rows_are_in_the_order_of_experts_and_add_up_to_tokens(tokens: int, experts: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, experts))
+    chosen = [data.draw(st.permutations(range(experts)))[:k] for _ in range(tokens)]
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(tokens, 5, generator=generator), torch.randn(tokens, k, generator=generator)
+    x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
+    permutation = by_expert(torch.tensor(chosen))
+    rows = permute(x, permutation)
+    by_hand = [(e, i, chosen[i].index(e)) for e in range(experts) for i in range(tokens) if e in chosen[i]]
+    assert torch.equal(rows, x[[i for _, i, _ in by_hand]])
+    factors = torch.tensor([[float(e + 1)] for e, _, _ in by_hand], dtype=torch.float64)
+    y = combine(rows * factors, weights, permutation)
+    expected = torch.stack(
+        [sum(weights[i, j] * (e + 1) * x[i] for j, e in enumerate(chosen[i])) for i in range(tokens)]
+    )
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn(tokens, 5, generator=generator).double()
+    actual = torch.autograd.grad(y, (x, weights), dy)
+    torch.testing.assert_close(actual, torch.autograd.grad(expected, (x, weights), dy))
+
+
+def test_sums_of_bf16_rows_are_rounded_once() -> None:
+    x = torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16)
+    permutation = by_expert(torch.tensor([[0, 1, 2]]))
+    rows = torch.cat([x[:1], x[1:], x[1:]])  # 256 + 1 + 1; each sum alone would be rounded to 256
+    assert combine(rows, torch.ones(1, 3), permutation).item() == 258.0
