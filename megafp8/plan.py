@@ -12,7 +12,7 @@ The three GEMMs of a linear layer, y = x wᵀ:  fprop y = x wᵀ,  dgrad dx = dy
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -76,7 +76,8 @@ class LinearSite:
     on this rank outside the layer, None where they vary (then slices are assumed to be aligned). `adds_bias`: the layer
     adds its bias itself. `gathers_output`: a column-parallel layer's output is gathered. `recompute_input`: what wgrad
     needs of the input is recomputed in backward. `smoothable`: channels over all ranks of a SwiGLU that makes the
-    input. `weight_storage`: where the weight is between steps; `param_gather`: it may be gathered in FP8.
+    input. `weight_storage`: where the weight is between steps; `param_gather`: it may be gathered in FP8. `expert`: one
+    of the experts of a layer, whose tokens are whole on this rank however those of the layer are cut.
     """
 
     name: str = ""
@@ -93,6 +94,7 @@ class LinearSite:
     smoothable: int | None = None
     weight_storage: WeightStorage = "resident"
     param_gather: bool = False
+    expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,8 @@ def plan_linear(
         weight_why_not = ""
         if not site.param_gather:
             weight_why_not = "fp8.param_gather is off"
+        elif site.expert:
+            weight_why_not = "weights of experts are not gathered in FP8"
         elif high.fprop or high.dgrad:
             weight_why_not = "fprop or dgrad in high precision needs the values"
         elif not precision.weight.gatherable_weight:
@@ -266,9 +270,9 @@ def plans_table(plans: Iterable[LinearPlan]) -> str:
         groups.setdefault((kind, replace(plan, name="")), []).append(plan.name)
     header = ("layer", "fprop", "dgrad", "wgrad", "input", "gather", "saved for wgrad", "output gradient", "weight")
     rows, notes = [header], dict[str, int]()
-    for (kind, plan), names in groups.items():
+    for (_, plan), names in groups.items():
         marks = [notes.setdefault(reason, len(notes) + 1) for reason in plan.reasons]
-        label = _folded(kind, names) + (f" [{', '.join(map(str, marks))}]" if marks else "")
+        label = _folded(names) + (f" [{', '.join(map(str, marks))}]" if marks else "")
         rows.append((
             label,
             *plan.gemms,
@@ -287,17 +291,19 @@ def _fused(place: str, neighbor: str) -> str:
     return f"fused: {neighbor}" if place == "fused" else place
 
 
-def _folded(kind: str, names: list[str]) -> str:
+def _folded(names: list[str]) -> str:
     """`layers.0-31.attention.qkv` of the names of one kind."""
-    indices = sorted(int(part) for name in names for part in name.split(".") if part.isdigit())
-    if not indices:
-        return kind
+    numbers = zip(*([int(part) for part in name.split(".") if part.isdigit()] for name in names))
+    shown = iter([_ranges(sorted(set(found))) for found in numbers])
+    return ".".join(next(shown) if part.isdigit() else part for part in names[0].split("."))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3,5` of ascending numbers."""
     runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][1] + 1:
-            runs[-1][1] = index
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            runs.append([index, index])
-    shown = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    first, _, rest = kind.partition(".")
-    return f"{first}.{shown}.{rest}"
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -563,6 +563,9 @@ class LoggingConfig(Section):
     """Show step lines on the console, or a progress bar if it is a terminal. Warnings are always shown."""
     tensorboard: bool = True
     """Write TensorBoard event files to the run folder."""
+    expert_load_interval: Count = 100
+    """With model.moe: steps between records of each expert's tokens in expert_load.jsonl in the run folder, which
+    tools/plot_expert_load.py draws. 0: none."""
     wandb_project: str | None = None
     """Log to this Weights & Biases project; WANDB_MODE=offline is supported."""
     pipeline_trace_step: PositiveInt | None = None

@@ -86,17 +86,24 @@ class Fp8Manager:
         self._state_type = state_type
         self._all_layers: dict[str, LinearState] = {}
         self._layers: dict[str, LinearState] = {}  # those in FP8
+        self._amax_groups: dict[str, ProcessGroup] = {}  # of layers that other ranks run than those of `amax_group`
         self._states: list[State] | None = None
         self._recording: list[AmaxRecording] = []  # quantizers of activations and gradients
 
     # --- building ---------------------------------------------------------------------------------------------------
 
     def linear(
-        self, site: LinearSite, *, tp_group: ProcessGroup | None = None, high_precision: str = ""
+        self,
+        site: LinearSite,
+        *,
+        tp_group: ProcessGroup | None = None,
+        amax_group: ProcessGroup | None = None,
+        high_precision: str = "",
     ) -> LinearState:
         """The state of the layer at `site`, with its plan; call before `materialize`, once a layer.
 
-        `tp_group`: the ranks over which the layer is sharded. `high_precision`: why the layer is not to be FP8, if so.
+        `tp_group`: the ranks over which the layer is sharded. `amax_group`: the ranks that run the layer, where other
+        than those of the model. `high_precision`: why the layer is not to be FP8, if so.
         """
         assert site.name not in self._all_layers, f"layer {site.name} has its state already"
         reason = high_precision or self.why_not(site.name)
@@ -111,6 +118,8 @@ class Fp8Manager:
             sharded_group=sharded,
         )
         self._all_layers[site.name] = state
+        if amax_group is not None:
+            self._amax_groups[site.name] = amax_group
         if precision is not None:
             self._layers[site.name] = state
         return state
@@ -132,6 +141,8 @@ class Fp8Manager:
     def _groups(self, state: LinearState) -> dict[str, ProcessGroup | None]:
         """By operand, the ranks over which a layer's tensors are sharded; None where a rank has a whole one."""
         site, sharded = state.site, state.sharded_group
+        if site.expert:
+            return dict.fromkeys(OPERANDS)
         several = site.tensor_parallel > 1
         return {
             "input": sharded if several and site.parallel == "row" else self.token_group,
@@ -193,7 +204,13 @@ class Fp8Manager:
         groups = {name: self._groups(state) for name, state in self._layers.items()}
         for recipe, operands in by_recipe(self.recipe, groups).items():
             tensors = [
-                Fp8Tensor(layer, operand, groups[layer][operand], None if operand == "weight" else self.token_group)
+                Fp8Tensor(
+                    layer,
+                    operand,
+                    groups[layer][operand],
+                    None if operand == "weight" or self._layers[layer].site.expert else self.token_group,
+                    self._amax_groups.get(layer),
+                )
                 for layer, operand in operands
             ]
             made, state = recipe.build(tensors, device, clock)

@@ -24,7 +24,8 @@ class BuildContext:
     allocated later (FSDP). `tokens`: of a micro-batch on this rank between tensor-parallel regions; None where they
     vary. `weight_storage`, `param_gather`: see `megafp8.plan.LinearSite`.
 
-    For experts: `expert`: the ranks over which a layer's are divided; None where this rank has all. `sequence_group`:
+    For experts: `expert`: the ranks over which a layer's are divided; None where this rank has all. `expert_data`: the
+    ranks that hold the same ones. `sequence_group`:
     the ranks that hold slices of the same sequences between tensor-parallel regions. `global_batch`, `global_tokens`:
     sequences and tokens of a step.
     """
@@ -42,6 +43,7 @@ class BuildContext:
     param_gather: bool = False
     real_device: torch.device | None = None
     expert: ProcessGroup | None = None
+    expert_data: ProcessGroup | None = None
     sequence_group: ProcessGroup | None = None
     global_batch: int = 1
     global_tokens: int = 1

@@ -301,13 +301,18 @@ class GPTStage(nn.Module):
 
 def fp8_layer_names(config: ModelConfig, blocks: range | None = None) -> Iterator[str]:
     """Names of all linear layers of `blocks`, by default the whole model's, that an FP8 pattern can select."""
-    yield from fp8_layer_sizes(config, 1, blocks)
+    for index in range(config.num_layers) if blocks is None else blocks:
+        yield from fp8_layer_sizes(config, 1, range(index, index + 1))
+        yield from expert_layer_sizes(config, index)
 
 
 def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) -> dict[str, tuple[int, int]]:
-    """Inputs k and outputs n of a rank's slice of each layer in `fp8_layer_names`; t tensor-parallel size."""
+    """Inputs k and outputs n of a rank's slice of each layer in `fp8_layer_names`, without those of experts.
+
+    t: tensor-parallel size.
+    """
     h, heads, groups, d = config.hidden_size, config.num_attention_heads, config.query_groups, config.channels
-    kind, sizes = ACTIVATIONS[config.activation], {}
+    kind, sizes = ACTIVATIONS[config.activation], dict[str, tuple[int, int]]()
     for index in range(config.num_layers) if blocks is None else blocks:
         name, moe = f"layers.{index}", config.moe_of(index)
         sizes[f"{name}.attention.qkv"] = (h, (heads + 2 * groups) * d // t)
@@ -318,3 +323,11 @@ def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) ->
             sizes[f"{mlp}.{kind.up_layer}"] = (h, kind.up_width(f) // t)
             sizes[f"{mlp}.down"] = (f // t, h)
     return sizes
+
+
+def expert_layer_sizes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """Inputs k and outputs n of the linear layers of all experts of `layer`, by name."""
+    h, f, kind, moe = config.hidden_size, config.expert_size, ACTIVATIONS[config.activation], config.moe_of(layer)
+    experts = [f"layers.{layer}.mlp.experts.{e}" for e in range(0 if moe is None else moe.num_experts)]
+    up = {f"{name}.{kind.up_layer}": (h, kind.up_width(f)) for name in experts}
+    return up | {f"{name}.down": (f, h) for name in experts}

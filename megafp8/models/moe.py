@@ -5,7 +5,7 @@
 The experts of a rank are two parameters: the first linear layers of all of them, and the second. In a checkpoint each
 expert's weights have names of their own (`layers.0.mlp.experts.3.up.weight`), so they fit every layout.
 
-Experts compute in the model's dtype. A shared expert is an MLP like that of a layer without experts, FP8 included.
+In FP8 each expert's layers have scales of their own. A shared expert is an MLP like that of a layer without experts.
 
 Shapes: s sequence, b micro-batch, n = s·b tokens of this rank, k experts of each, h hidden, m rows of this rank's
 experts.
@@ -26,6 +26,7 @@ from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, ParamShard, ParamSpec, set_spec, stack_rows, unsharded
 from megafp8.expert_parallel.exchange import exchange
+from megafp8.fp8.linear_state import LinearState
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP, exact_gelu
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
@@ -51,9 +52,17 @@ class Experts(nn.Module):
         first = ("gate", "up") if self.activation.gated else ("up",)
         into = [shard for e in own for part in first for shard in unsharded(f"{name}.{e}.{part}.weight", (f, h))]
         out_of = [shard for e in own for shard in unsharded(f"{name}.{e}.down.weight", (h, f))]
+        self.up_states = [self._state(f"{name}.{e}.{self.activation.up_layer}", context) for e in own]
+        self.down_states = [self._state(f"{name}.{e}.down", context) for e in own]
         out_std = config.init_std / math.sqrt(2 * config.num_layers)
         self.up = self._weight(into, Init("normal", config.init_std), context)
         self.down = self._weight(out_of, Init("normal", out_std), context)
+
+    @staticmethod
+    def _state(name: str, context: BuildContext) -> LinearState:
+        """How an expert's linear layer runs; amaxes are those of all ranks that hold the expert."""
+        site = replace(context.site(), name=name, tokens=None, expert=True)
+        return context.fp8.linear(site, amax_group=context.expert_data)
 
     @staticmethod
     def _weight(shards: Sequence[ParamShard], init: Init, context: BuildContext) -> nn.Parameter:
@@ -64,14 +73,14 @@ class Experts(nn.Module):
 
     def forward(self, rows_mh: Tensor, ends_e: Tensor) -> Tensor:
         """`ends_e`: int32, where the rows of each expert end."""
-        y = grouped_linear(rows_mh, self.up, ends_e)
+        y = grouped_linear(rows_mh, self.up, ends_e, self.up_states)
         if not len(y):  # kernels are not launched for no rows
             activated = y[:, : self.down.shape[1]]
         elif self.activation.fused:
             activated = cast(Tensor, activation(self.kind, y, None, None, None))
         else:
             activated = exact_gelu(y, self.activation.gated)
-        return grouped_linear(activated, self.down, ends_e)
+        return grouped_linear(activated, self.down, ends_e, self.down_states)
 
 
 class SharedExpert(nn.Module):

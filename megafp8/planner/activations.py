@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megafp8.config import Config
 from megafp8.config.activations import ACTIVATIONS
@@ -20,7 +20,7 @@ from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.recipes.base import OPERANDS, OperandName
 from megafp8.fp8.tensor import Granularity
 from megafp8.models.context import planning_context
-from megafp8.models.gpt import GPTStage, fp8_layer_names, fp8_layer_sizes
+from megafp8.models.gpt import GPTStage, expert_layer_sizes, fp8_layer_sizes
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.plan import LinearPlan
 from megafp8.planner.stages import stages_of
@@ -111,7 +111,8 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
     if memory.full:
         return {"block input": stream}
     plans = layer_plans(config, fp8)
-    qkv, proj, *mlp = (plans[layer] for layer in fp8_layer_names(model, range(index, index + 1)))
+    layers = fp8_layer_sizes(model, config.parallel.tensor, range(index, index + 1))
+    qkv, proj, *mlp = (plans[layer] for layer in layers)
     saved = {
         "residual stream": stream * (1 if model.parallel_block else 2),
         "norm statistics": 2 * x.m_own * x.w * (2 if model.normalization == "layernorm" else 1),
@@ -128,10 +129,11 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
         saved["proj input"] = _saved_input(fp8, proj, x.a * x.d, x)
     if mlp:
         saved |= _saved_by_mlp(config, fp8, mlp, _mlp_width(config, index))
-    if model.moe_of(index) is not None:
+    experts = expert_layers(config, fp8, index)
+    if experts is not None:
         # The router's input is the norm's output in fp32, which a shared expert may save too.
         shares_input = bool(mlp) and mlp[0].saved == "high" and x.e == x.w and x.m == x.m_own
-        saved |= _saved_by_experts(config, shares_input=shares_input)
+        saved |= _saved_by_experts(config, fp8, experts, shares_input=shares_input)
     return saved
 
 
@@ -150,27 +152,55 @@ def _saved_by_mlp(config: Config, fp8: Fp8Manager, mlp: Sequence[LinearPlan], f:
     return saved
 
 
-def _expert_rows(config: Config) -> int:
-    """Rows of a rank's experts in a micro-batch, if the load is even."""
-    assert config.model.moe is not None
-    return sizes(config).m_own * config.model.moe.top_k
+class ExpertLayers(NamedTuple):
+    """The linear layers of a rank's experts, which are alike: `experts` of them, with `rows` in all in a micro-batch if
+    the load is even; inputs k and outputs n, and the plan, of the first layer of each and of the second."""
+
+    experts: int
+    rows: int
+    up: tuple[int, int]
+    up_plan: LinearPlan
+    down: tuple[int, int]
+    down_plan: LinearPlan
+
+    @property
+    def layers(self) -> tuple[tuple[tuple[int, int], LinearPlan], ...]:
+        return (self.up, self.up_plan), (self.down, self.down_plan)
 
 
-def _saved_by_experts(config: Config, *, shares_input: bool) -> dict[str, int]:
+def expert_layers(config: Config, fp8: Fp8Manager, index: int) -> ExpertLayers | None:
+    """Those of layer `index`; None where it has an MLP."""
+    moe, plans = config.model.moe_of(index), layer_plans(config, fp8)
+    if moe is None:
+        return None
+    sizes_of_all = expert_layer_sizes(config.model, index)
+    up, down = (name for name in sizes_of_all if ".experts.0." in name)
+    experts, rows = moe.num_experts // config.parallel.expert, sizes(config).m_own * moe.top_k
+    return ExpertLayers(experts, rows, sizes_of_all[up], plans[up], sizes_of_all[down], plans[down])
+
+
+def _saved_expert_input(config: Config, fp8: Fp8Manager, own: ExpertLayers, k: int, plan: LinearPlan) -> int:
+    if plan.saved == "high":
+        return own.rows * k * ELEMENT[config.training.precision]
+    return own.experts * fp8_bytes(granularity(fp8, plan.name, "input"), k, own.rows // own.experts)
+
+
+def _saved_by_experts(config: Config, fp8: Fp8Manager, own: ExpertLayers, *, shares_input: bool) -> dict[str, int]:
     """Of a layer's router and experts, if the load is even. `shares_input`: the router's input is saved already."""
-    x, rows, moe, f = sizes(config), _expert_rows(config), config.model.moe, config.model.expert_size
+    x, rows, moe = sizes(config), own.rows, config.model.moe
     assert moe is not None
-    up, e, b = ACTIVATIONS[config.model.activation].up_width(f), moe.num_experts, config.training.micro_batch_size
+    e, b = moe.num_experts, config.training.micro_batch_size
     of_token = (x.h * (not shares_input) + 2 * e + 1) * x.w  # input, logits, scores
     of_token += moe.top_k * (8 + x.w)  # indices and weights of experts
     of_token += (1 + moe.top_k) * x.w * moe.normalize
     return {
         "router": x.m_own * of_token + (b * (1 + e) + e) * x.w + 3 * 8,
-        "rows of experts": 2 * 8 * rows + 4 * e // config.parallel.expert,  # int64 and int32 indices
-        "expert input": rows * x.h * x.e,
-        "expert up output": rows * up * x.e,
-        "expert down input": rows * f * x.e,
+        "rows of experts": 2 * 8 * rows,  # int64 indices
+        "expert input": _saved_expert_input(config, fp8, own, own.up[0], own.up_plan),
+        "expert up output": rows * own.up[1] * x.e,
+        "expert down input": _saved_expert_input(config, fp8, own, own.down[0], own.down_plan),
         "expert output": rows * x.h * x.e,
+        "expert sizes": 0 if own.up_plan.fp8 else 4 * own.experts,
     }
 
 
@@ -180,9 +210,9 @@ def block_backward(config: Config, fp8: Fp8Manager, index: int) -> int:
     These are the gradients of the activation's output and input, the latter FP8 in both orientations if it is fused
     with the cast, and of the residual stream, sharded and gathered.
     """
-    x, kind, f = sizes(config), ACTIVATIONS[config.model.activation], config.model.expert_size
-    if config.model.moe_of(index) is not None:
-        return _expert_rows(config) * (f + kind.up_width(f) + 2 * x.h) * x.e + x.m_own * x.h * x.e
+    x, kind, experts = sizes(config), ACTIVATIONS[config.model.activation], expert_layers(config, fp8, index)
+    if experts is not None:
+        return experts.rows * (sum(experts.up) + sum(experts.down)) * x.e + x.m_own * x.h * x.e
     fused = layer_plans(config, fp8)[f"layers.{index}.mlp.{kind.up_layer}"].grad_output == "fused"
     return x.m * x.f * x.e + x.m * x.up * (2 if fused else x.e) + x.m_own * x.h * x.e + x.m * x.h * x.e
 
@@ -193,7 +223,7 @@ def deferred_wgrad(config: Config, fp8: Fp8Manager, index: int) -> int:
     x, plans, total = sizes(config), layer_plans(config, fp8), 0
     for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor, range(index, index + 1)).items():
         total += x.m * (k + n) * (x.e if plans[name].gemms[2] == "high" else 1)
-    if config.model.moe_of(index) is not None:
-        f = config.model.expert_size
-        total += _expert_rows(config) * (2 * x.h + f + ACTIVATIONS[config.model.activation].up_width(f)) * x.e
+    experts = expert_layers(config, fp8, index)
+    if experts is not None:
+        total += sum(experts.rows * (k + n) * (x.e if p.gemms[2] == "high" else 1) for (k, n), p in experts.layers)
     return total

@@ -30,7 +30,7 @@ from megafp8.config import Config
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.fp8 import Fp8Manager
-from megafp8.models.gpt import fp8_layer_names, fp8_layer_sizes
+from megafp8.models.gpt import fp8_layer_sizes
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
@@ -38,6 +38,7 @@ from megafp8.planner.activations import (
     ELEMENT,
     block_backward,
     deferred_wgrad,
+    expert_layers,
     fp8_bytes,
     granularity,
     layer_plans,
@@ -236,15 +237,25 @@ def fp8_weight_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
         weight = granularity(fp8, name, "weight")
         total += fp8_bytes(weight, n, k) - (n * k if _is_fp8(config, fp8, name) else 0)
         total += 0 if dgrad == "high" else fp8_bytes(weight, k, n)
+    for own in filter(None, (expert_layers(config, fp8, index) for index in layers)):
+        for (k, n), plan in own.layers:
+            fprop, dgrad, _ = plan.gemms
+            if not fprop == dgrad == "high":
+                weight = granularity(fp8, plan.name, "weight")
+                copies = fp8_bytes(weight, n, k) + (0 if dgrad == "high" else fp8_bytes(weight, k, n))
+                total += own.experts * copies
     return total
 
 
 def amax_history_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
     """Amax histories of the operands of a stage's layers, fp32."""
     count = 0
-    for name in fp8_layer_names(config.model, layers):
+    held = dict.fromkeys(fp8_layer_sizes(config.model, config.parallel.tensor, layers), 1)
+    for experts in filter(None, (expert_layers(config, fp8, index) for index in layers)):
+        held |= {experts.up_plan.name: experts.experts, experts.down_plan.name: experts.experts}
+    for name, copies in held.items():
         operands = fp8.recipe.operands(name) if fp8.recipe is not None and fp8.selects(name) else None
-        count += sum(operand.history_len for operand in operands or ())
+        count += copies * sum(operand.history_len for operand in operands or ())
     return count * 4
 
 

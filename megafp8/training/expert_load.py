@@ -1,10 +1,16 @@
-"""How evenly the tokens of a step were spread over experts: collected from the routers of all ranks, and summarized."""
+"""How evenly the tokens of a step were spread over experts: summed over all ranks, summarized, and written to a file.
+
+expert_load.jsonl in the run folder has one JSON object a sampled step: `{"step": 100, "tokens": {"3": [817, ...]}}`,
+by layer the choices of each expert.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -69,3 +75,37 @@ class LoadCollector:
         aux, z, _ = total[:, -3:].sum(dim=0).tolist()
         entropy = total[:, -1].mean().item() / math.log(self._experts) if self._experts > 1 else 1.0
         return ExpertLoad(tokens, aux, z, entropy)
+
+
+FILE_NAME = "expert_load.jsonl"
+
+
+class ExpertLoadWriter:
+    """Appends the load of every `interval`th step to `path`. A resumed run repeats steps that a crash lost."""
+
+    def __init__(self, path: Path, interval: int) -> None:
+        self._interval, self._file = interval, path.open("a", encoding="utf-8")
+
+    def write(self, step: int, load: ExpertLoad) -> None:
+        if step % self._interval == 0:
+            self._file.write(json.dumps({"step": step, "tokens": load.tokens}) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_expert_load(path: Path) -> dict[int, dict[int, list[int]]]:
+    """By step and layer, the choices of each expert; of a step that was repeated, the later ones.
+
+    Lines that are not complete, as a kill leaves them, are ignored.
+    """
+    found: dict[int, dict[int, list[int]]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        found = {step: tokens for step, tokens in found.items() if step < record["step"]}
+        found[record["step"]] = {int(layer): tokens for layer, tokens in record["tokens"].items()}
+    return found

@@ -30,12 +30,13 @@ from megafp8.parallel_state import (
     initialize_model_parallel,
 )
 from megafp8.pipeline_parallel.trace import write_timeline
-from megafp8.training import cuda_graphs
+from megafp8.training import cuda_graphs, expert_load
 from megafp8.training import fp8_param_gather as fp8_parameters
 from megafp8.training import fsdp as fully_sharded
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
 from megafp8.training.errors import TrainingError
+from megafp8.training.expert_load import ExpertLoadWriter
 from megafp8.training.init_from import load_init
 from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data
 from megafp8.training.metrics import (
@@ -175,11 +176,16 @@ class Job:
                 writers = self._open_writers()
                 for writer in writers:
                     stack.callback(writer.close)
-                stopped = self._train(writers, after_step)
+                load_writer = self._open_load_writer()
+                if load_writer is not None:
+                    stack.callback(load_writer.close)
+                stopped = self._train(writers, load_writer, after_step)
             if self.is_main:
                 self._report(stopped)
 
-    def _train(self, writers: Sequence[Writer], after_step: Callable[[int], None]) -> bool:
+    def _train(
+        self, writers: Sequence[Writer], load_writer: ExpertLoadWriter | None, after_step: Callable[[int], None]
+    ) -> bool:
         """Step until the run ends; returns whether it was asked to stop before that."""
         last = self.config.training.last_step
         stream = self._batches(self.inputs.train, self.step * self.config.training.global_batch_size)
@@ -190,6 +196,8 @@ class Job:
             self._write_timeline()
             for writer in writers:
                 writer.write(metrics, self.trainer.fp8_records)
+            if load_writer is not None and self.trainer.expert_load is not None:
+                load_writer.write(self.step, self.trainer.expert_load)
             self._stop_if_diverged(metrics)
             if self.saver is not None:
                 self.saver.poll()
@@ -213,6 +221,12 @@ class Job:
         if self.trainer.fp8.recorder is None:
             return writers
         return [*writers, Fp8ReportWriter(self.folder / FILE_NAME, self.step)]
+
+    def _open_load_writer(self) -> ExpertLoadWriter | None:
+        interval = self.config.logging.expert_load_interval
+        if not self.is_main or not interval or self.config.model.moe is None:
+            return None
+        return ExpertLoadWriter(self.folder / expert_load.FILE_NAME, interval)
 
     def _write_timeline(self) -> None:
         """Write the pipeline trace, if the last step was traced."""
@@ -249,7 +263,7 @@ class Job:
         learning_rate = self.trainer.learning_rate(self.step)
         self.step += 1
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
-        t = self.config.training
+        t, load = self.config.training, self.trainer.expert_load
         tokens = t.global_batch_size * t.seq_length
         per_gpu = tokens / seconds / self.parallel.world_size
         flops = per_gpu * flops_per_token(self.config.model, t.seq_length)
@@ -278,6 +292,10 @@ class Job:
             save_seconds=save_seconds,
             skipped_in_a_row=self.skipped_in_a_row,
             validation_loss=validation_loss,
+            router_aux_loss=None if load is None else load.aux_loss,
+            router_z_loss=None if load is None else load.z_loss,
+            expert_imbalance=None if load is None else load.imbalance,
+            router_entropy=None if load is None else load.entropy,
         )
 
     def _stop_if_diverged(self, metrics: StepMetrics) -> None:

@@ -40,7 +40,9 @@ class StepMetrics:
     `time`: end of the step, UTC, ISO 8601. `tokens`, `consumed_samples`: since the beginning of the run.
     `step_seconds`: of the step alone, including `data_seconds` of waiting for data. Not included: `evaluation_seconds`
     after the step, and `save_seconds` for which training stalled for checkpoints since the previous record.
-    `skipped_in_a_row`: number of consecutive skipped steps that end with this one.
+    `skipped_in_a_row`: number of consecutive skipped steps that end with this one. Of a model with experts, as
+    `megafp8.training.expert_load.ExpertLoad` has them: `router_aux_loss`, `router_z_loss`, `expert_imbalance` and
+    `router_entropy`; else None.
     """
 
     step: int
@@ -61,6 +63,10 @@ class StepMetrics:
     save_seconds: float = 0.0
     skipped_in_a_row: int = 0
     validation_loss: float | None = None
+    router_aux_loss: float | None = None
+    router_z_loss: float | None = None
+    expert_imbalance: float | None = None
+    router_entropy: float | None = None
 
 
 def memory_gib(device: torch.device) -> float:
@@ -263,6 +269,8 @@ class LogWriter:
         ]
         if metrics.mfu is not None:
             parts.append(f"mfu {sum((step.mfu or 0.0) * step.step_seconds for step in self._since) / seconds:.1%}")
+        if metrics.expert_imbalance is not None:
+            parts.append(f"imbalance {metrics.expert_imbalance:.2f}")
         parts.append(f"{short_number(metrics.tokens)} tokens")
         if metrics.step < self._last and len(self._ends) > 1:
             mean = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

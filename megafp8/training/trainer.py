@@ -113,6 +113,7 @@ class Trainer:
             weight_storage=weight_storage(config),
             param_gather=config.fp8.param_gather,
             expert=parallel.expert.group,
+            expert_data=parallel.expert_data.group,
             sequence_group=parallel.tensor_context.group,
             global_batch=t.global_batch_size,
             global_tokens=t.global_batch_size * t.seq_length,

@@ -10,8 +10,23 @@ from torch import Tensor, nn
 
 from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
+from megafp8.fp8 import (
+    BlockwiseScaling,
+    CurrentScaling,
+    CustomScaling,
+    DelayedScaling,
+    Fp8Manager,
+    Fp8Recipe,
+    MXFP8Scaling,
+    RowwiseScaling,
+    Rule,
+    StaticScaling,
+)
+from megafp8.fp8.linear_state import LinearState
 from megafp8.ops.deferred_wgrad import WgradStore, run
 from megafp8.ops.grouped_linear import grouped_linear
+from megafp8.ops.linear import linear
+from megafp8.plan import LinearSite
 
 SIZES = [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0], [4]]
 K, N = 6, 8
@@ -68,6 +83,68 @@ def test_output_and_gradients(sizes: list[int], dtype: torch.dtype, rtol: float,
         least = 1e-5 if sink != "none" and dtype == torch.float64 else 0.0  # the sum of gradients is fp32
         torch.testing.assert_close(actual.double(), expected, rtol=max(rtol, least), atol=max(rtol, least))
     assert (weight.grad is None) == (sink != "none")
+
+
+def _rule(layers: str, recipe: Fp8Recipe) -> Rule:
+    return Rule(layers=layers, input=recipe, weight=recipe, grad_output=recipe)
+
+
+RECIPES: dict[str, Fp8Recipe] = {
+    "delayed": DelayedScaling(),
+    "current": CurrentScaling(),
+    "rowwise": RowwiseScaling(),
+    "blockwise": BlockwiseScaling(),
+    "mxfp8": MXFP8Scaling(),
+    "static": StaticScaling(calibration_steps=1),
+    "custom": CustomScaling(rules=(_rule("expert.2", DelayedScaling()), _rule("*", RowwiseScaling()))),
+    "two in high precision": CustomScaling(rules=(_rule("expert.[03]", CurrentScaling()),)),
+    "fprop high": CurrentScaling(override_linear_precision=(True, False, False)),
+    "dgrad high": DelayedScaling(override_linear_precision=(False, True, False)),
+    "wgrad high": BlockwiseScaling(override_linear_precision=(False, False, True)),
+}  # fmt: skip
+
+
+def _manager(recipe: Fp8Recipe) -> tuple[Fp8Manager, list[LinearState]]:
+    manager = Fp8Manager(recipe, amax_group=None)
+    states = [manager.linear(LinearSite(f"expert.{e}", expert=True)) for e in range(4)]
+    manager.materialize(torch.device("cpu"))
+    return manager, states
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_fp8_each_expert_is_a_layer_of_its_own(recipe: str, sink: bool) -> None:
+    """The same bits as of one `linear` an expert, in three steps with other rows, of which the scales remember."""
+    (ours, states), (theirs, layers) = _manager(RECIPES[recipe]), _manager(RECIPES[recipe])
+    for step, sizes in enumerate([[3, 0, 5, 1], [0, 4, 1, 2], [130, 1, 0, 2]]):
+        x, weight, ends, dy = _problem(sizes, torch.float32)
+        single = [nn.Parameter(w.detach().clone()) for w in weight.chunk(4)]
+        if sink:
+            options: Any = {"data_parallel_group": None, "bucket_elements": 1000, "device": torch.device("cpu")}
+            for param in (weight, *single):
+                spec = ParamSpec(unsharded("w", tuple(param.shape)), Init("zeros"), replicated_over_tp=False)
+                GradBuffer([set_spec(param, spec)], **options)
+        y = grouped_linear(x, weight, ends, states)
+        y.backward(dy)
+        parts = [part.detach().requires_grad_() for part in x.split(sizes)]
+        for e, (x_e, dy_e) in enumerate(zip(parts, dy.split(sizes), strict=True)):
+            if len(x_e):
+                y_e = linear(x_e, single[e], layers[e])
+                y_e.backward(dy_e)
+                assert torch.equal(y.split(sizes)[e], y_e), (step, e)
+            elif theirs.calibrating:
+                layers[e].record_amax("weight", single[e])
+        found = [part.grad for part in parts if len(part)]
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.cat([grad for grad in found if grad is not None]))
+        dw = torch.cat(
+            [(main_grad_of(w) if sink else w.grad if w.grad is not None else torch.zeros_like(w)) for w in single]
+        )
+        assert torch.equal(main_grad_of(weight) if sink else weight.grad, dw)  # type: ignore[arg-type]
+        for manager in (ours, theirs):
+            manager.end_step()
+        for (name, mine), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+            assert torch.equal(mine, other), name
 
 
 @pytest.mark.gpu

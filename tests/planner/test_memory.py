@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.config import Config, load_config
+from megafp8.models.moe import Experts
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.pipeline_parallel.actions import Action, Kind
@@ -203,10 +204,14 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
         return [fp8, trainer.sharded.flat.nbytes, sum(shard.values.nbytes for shard in rows), moments, 0], planned
     weights = []
     for module in trainer.model.modules():
-        state = getattr(module, "state", None)
-        if state is not None and state.plan.fp8:
-            kept = state.fp8_weight(module.weight, columnwise=not state.high_precision.dgrad)
-            weights += [part for part in kept[:2] if part is not None]
+        layers = [(module.state, module.weight)] if getattr(module, "state", None) is not None else []
+        if isinstance(module, Experts):
+            for states, weight in ((module.up_states, module.up), (module.down_states, module.down)):
+                layers += zip(states, weight.detach().chunk(len(states)))
+        for state, weight in layers:
+            if state.plan.fp8:
+                kept = state.fp8_weight(weight, columnwise=not state.high_precision.dgrad)
+                weights += [part for part in kept[:2] if part is not None]
     measured = [
         sum(p.nbytes for p in trainer.params) if trainer.weights is None else trainer.weights.nbytes,
         sum(buffer.flat.nbytes for buffer in getattr(trainer.gradients, "buffers", [trainer.gradients])),

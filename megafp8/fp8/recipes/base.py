@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.quantize import ScaleRule
 from megafp8.fp8.quantizers import Quantizer
@@ -200,17 +201,38 @@ class Fp8Tensor:
     """An operand of a layer that is FP8.
 
     `group`: the ranks that hold shards of it, None where each has all of it. `token_group`: those over which its tokens
-    are sharded; None where this rank has all, and for weights.
+    are sharded; None where this rank has all, and for weights. `amax_group`: the ranks over which an amax of it that is
+    remembered is reduced; None: those that run the same layers.
     """
 
     layer: str
     operand: OperandName
     group: ProcessGroup | None
     token_group: ProcessGroup | None
+    amax_group: ProcessGroup | None = None
 
     @property
     def name(self) -> str:
         return f"{self.layer}.{self.operand}"
+
+
+class AmaxReduction:
+    """Maxima of the amaxes of `tensors` over ranks: one collective for each group that they name."""
+
+    def __init__(self, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
+        rows: dict[ProcessGroup | None, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            rows.setdefault(tensor.amax_group, []).append(i)
+        self._rows = {group: torch.tensor(own, device=device) for group, own in rows.items()}
+
+    def __call__(self, amax_t: Tensor, group: ProcessGroup | None) -> Tensor:
+        """`amax_t` `[t]` of all ranks, those of tensors that name no group over `group`."""
+        if list(self._rows) == [None]:
+            return all_reduce(amax_t.clone(), group, "max")
+        reduced_t = amax_t.clone()
+        for own_group, rows in self._rows.items():
+            reduced_t[rows] = all_reduce(amax_t[rows], own_group or group, "max")
+        return reduced_t
 
 
 @dataclass(eq=False)
@@ -263,7 +285,7 @@ class State(Protocol):
     """What a recipe remembers between steps, of all its tensors together: so one collective a step serves them all."""
 
     def end_step(self, group: ProcessGroup | None) -> None:
-        """End a step; collective over `group`, the ranks that run the same layers."""
+        """End a step; collective over `group`, the ranks that run the same layers, and the tensors' `amax_group`s."""
 
     def refresh(self) -> None:
         """Recompute what is derived: the tensors of `state_dict` have been read into."""

@@ -34,6 +34,7 @@ from megafp8.fp8.quantize import ScaleRule, scale_from_amax
 from megafp8.fp8.quantizers import casts
 from megafp8.fp8.recipes.base import (
     PER_TENSOR,
+    AmaxReduction,
     Built,
     Capabilities,
     Fp8Recipe,
@@ -140,7 +141,7 @@ class DelayedState:
     """Histories `[t, l]` and scales `[t]`, fp32 on `device`, of `tensors` in their order."""
 
     def __init__(self, recipe: DelayedScaling, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
-        self.recipe = recipe
+        self.recipe, self._reduce = recipe, AmaxReduction(tensors, device)
         self.history_tl = torch.zeros(len(tensors), recipe.amax_history_len, device=device)
         self.scale_t = torch.ones(len(tensors), device=device)
         # Four apart: cuBLASLt reads a scale_inv at a multiple of 16 bytes.
@@ -165,7 +166,7 @@ class DelayedState:
         """
         if not self.quantizers:
             return
-        newest_t = all_reduce(self.history_tl[:, 0].clone(), group, "max")
+        newest_t = self._reduce(self.history_tl[:, 0], group)
         self.history_tl[:, 0] = newest_t
         self._advance(update=self.step.item() % self.recipe.interval == 0)
         self.scale_inv_t.copy_(self.scale_t.reciprocal())

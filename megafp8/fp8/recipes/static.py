@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.quantize import amax, scale_from_amax
 from megafp8.fp8.quantizers import casts
 from megafp8.fp8.recipes.base import (
     PER_TENSOR,
+    AmaxReduction,
     Built,
     Capabilities,
     Fp8Recipe,
@@ -122,7 +122,7 @@ class StaticState:
     """Amaxes and scales `[t]`, fp32 on `device`, of `tensors` in their order."""
 
     def __init__(self, recipe: StaticScaling, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
-        self.recipe = recipe
+        self.recipe, self._reduce = recipe, AmaxReduction(tensors, device)
         given = [recipe.given_amax(tensor.name) for tensor in tensors]
         self.amax_t = torch.tensor([amax or 0.0 for amax in given], dtype=torch.float32, device=device)
         self.newest_t = torch.zeros_like(self.amax_t)
@@ -144,7 +144,7 @@ class StaticState:
         calibrating_t = self.steps_t < self.recipe.calibration_steps
         if not calibrating_t.any():
             return
-        newest_t = all_reduce(self.newest_t, group, "max")
+        newest_t = self._reduce(self.newest_t, group)
         torch.maximum(self.amax_t, newest_t.masked_fill(~newest_t.isfinite(), 0.0), out=self.amax_t)
         self.newest_t.zero_()
         self.steps_t += calibrating_t

@@ -1,0 +1,90 @@
+"""Draw how evenly a run's tokens were spread over experts, in one step and over the run.
+
+    python tools/plot_expert_load.py runs/mixtral-8x7b --png load.png [--step 4000]
+
+A run with experts records the load every logging.expert_load_interval steps. Left: a heat map of one step, the last by
+default, a row for each layer. Right: the expert with the most tokens of each layer, step by step. All relative to the
+mean of the layer, so 1 is even.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megafp8.training.expert_load import FILE_NAME, read_expert_load
+from tools.common import new_parser, pyplot, run_tool
+
+Load = Mapping[int, Sequence[int]]
+"""By layer, the choices of each expert."""
+
+
+def relative(load: Load) -> NDArray[np.float64]:
+    """`[layers, experts]`: tokens relative to the mean of the layer."""
+    tokens = np.array(list(load.values()), dtype=np.float64)
+    return tokens / np.maximum(tokens.mean(axis=1, keepdims=True), 1e-30)
+
+
+def read_run(folder: Path) -> dict[int, dict[int, list[int]]]:
+    """The loads of a run by step. ValueError if it has none."""
+    path = folder / FILE_NAME
+    if not path.exists():
+        raise ValueError(f"{folder} has no {FILE_NAME}: runs with model.moe and logging.expert_load_interval write it")
+    loads = read_expert_load(path)
+    if not loads:
+        raise ValueError(f"{path} is empty: no step has been recorded yet")
+    return loads
+
+
+def plot(loads: Mapping[int, Load], step: int, path: Path, title: str) -> None:
+    """Write the heat map of `step` and the course of all steps to `path`."""
+    plt = pyplot()
+    figure, (heat, course) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    layers, values = list(loads[step]), relative(loads[step])
+    top = max(2.0, float(values.max()))
+    image = heat.imshow(values, aspect="auto", cmap="RdBu_r", vmin=2 - top, vmax=top, interpolation="nearest")
+    heat.set(title=f"step {step}", xlabel="expert", ylabel="layer")
+    shown = range(0, len(layers), max(1, len(layers) // 16))
+    heat.set_yticks(list(shown), [str(layers[i]) for i in shown])
+    figure.colorbar(image, ax=heat, label="tokens / mean of the layer")
+    worst = np.array([relative(load).max(axis=1) for load in loads.values()])
+    for i, layer in enumerate(layers):
+        color = plt.get_cmap("viridis")(i / max(1, len(layers) - 1))
+        course.plot(list(loads), worst[:, i], color=color, linewidth=1, marker="." if len(loads) == 1 else None)
+        if i in (0, len(layers) - 1):
+            course.plot([], [], color=color, label=f"layer {layer}")
+    course.axhline(1, color="grey", linewidth=0.8)
+    course.set(title="expert with the most tokens", xlabel="step", ylabel="tokens / mean of the layer")
+    course.legend()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def show(arguments: argparse.Namespace) -> None:
+    loads = read_run(arguments.run)
+    step = max(loads) if arguments.step is None else arguments.step
+    if step not in loads:
+        raise ValueError(f"--step {step}: recorded are {len(loads)} steps from {min(loads)} to {max(loads)}")
+    plot(loads, step, arguments.png, arguments.run.name)
+    worst = relative(loads[step]).max(axis=1)
+    layer = list(loads[step])[int(worst.argmax())]
+    print(f"step {step}: in layer {layer} one expert has {worst.max():.2f} times the mean; picture: {arguments.png}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = new_parser(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--step", type=int, metavar="N", help="the recorded step to show (default: the last)")
+    parser.add_argument("--png", type=Path, default=Path("expert_load.png"), metavar="FILE", help="picture to write")
+    arguments = parser.parse_args(argv)
+    return run_tool(lambda: show(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
