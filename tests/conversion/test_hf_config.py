@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from megafp8.config import ModelConfig, MoeConfig
+from megafp8.config import ModelConfig, MoeConfig, load_config
 from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
+from megafp8.conversion.model import model_tensors
 from tests.conversion.families import EXPERTS, GPT2, LLAMA, LLAMA3_ROPE, OURS, SMALL, THEIRS
+from tests.quickstart_data import ROOT
 
 L = LLAMA | {"model_type": "llama"}
 M, Q2, Q3 = ({**L, "model_type": kind} for kind in ("mistral", "qwen2", "qwen3"))
@@ -254,6 +257,46 @@ def test_transformers_reads_our_config_as_its_own(name: str) -> None:
 
 def _experts(**options: Any) -> dict[str, Any]:
     return {"moe": {"num_experts": 4, **options}}
+
+
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "mixtral-8x7b": (
+        46_702_792_704,
+        {
+            "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+            "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+            "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+        },
+    ),
+    "qwen3-30b-a3b": (
+        30_532_122_624,
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+            "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+            "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+            "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+            "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+            "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        },
+    ),
+}  # fmt: skip
+"""Parameters and config.json on the hub of models that have a config here."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_are_the_published_models(name: str) -> None:
+    parameters, config = PUBLISHED[name]
+    model = load_config(ROOT / "configs" / f"{name}.yaml").model
+    assert differences(read_config(config)[1], model) == []
+    assert sum(math.prod(shape) for shape in model_tensors(model).values()) == parameters
 
 
 @pytest.mark.parametrize(
