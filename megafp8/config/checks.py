@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from megafp8.config import moe_checks, optimizer_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
-from megafp8.config.schema import Config, ModelConfig
+from megafp8.config.schema import Config, ModelConfig, MoeConfig
 from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
 
 
@@ -335,9 +335,10 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
     if c.keep_every is not None and c.keep_last is None:
         rule = "without checkpoint.keep_last every checkpoint is kept"
         yield Problem("checkpoint.keep_every", c.keep_every, rule, "set checkpoint.keep_last too, for example to 2")
+    keys = [*ModelConfig.model_fields, *(f"moe.{key}" for key in MoeConfig.model_fields)]
     for key in c.allow_model_change:
-        if key not in type(config.model).model_fields:
-            near = difflib.get_close_matches(key.removeprefix("model."), type(config.model).model_fields, n=1)
+        if key not in keys:
+            near = difflib.get_close_matches(key.removeprefix("model."), keys, n=1)
             works = f"did you mean {near[0]}?" if near else "name keys without their section, for example rope_theta"
             yield Problem("checkpoint.allow_model_change", key, "the model section has no such key", works)
 

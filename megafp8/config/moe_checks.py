@@ -20,7 +20,11 @@ def widths(m: ModelConfig) -> dict[str, int]:
 
 def model(config: Config) -> Iterator[Problem]:
     """Rules that hold in any layout."""
-    m = config.model
+    return experts(config.model)
+
+
+def experts(m: ModelConfig) -> Iterator[Problem]:
+    """Rules about a model's experts that hold in any run."""
     if m.moe is None:
         return
     x, count = m.moe, m.moe.num_experts

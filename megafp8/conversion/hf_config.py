@@ -2,7 +2,8 @@
 
 A family (a `model_type`) is a list of traits. A trait covers some keys of config.json: it reads them into fields of
 ModelConfig, and writes them. `same` renames one field, `always` sets what config.json does not say, `only` accepts one
-value, and a few functions cover several keys at once (rotary embedding, sliding windows, biases).
+value, and a few functions cover several keys at once (rotary embedding, sliding windows, biases). Fields of the section
+model.moe are called `moe.top_k`.
 
 No value is ignored unless it cannot change the logits. Every key of a config.json is one of these:
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from megafp8.config import ModelConfig, RopeScaling
+from megafp8.config import ModelConfig, MoeConfig, RopeScaling, moe_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.checks import attention_heads
 from megafp8.conversion.base import refuse
@@ -43,11 +44,12 @@ class Trait(NamedTuple):
 
 
 class Family(NamedTuple):
-    """What `transformers` calls a model_type, with the class that holds its weights."""
+    """What `transformers` calls a model_type, with the class that holds its weights; `moe`: its layers have experts."""
 
     model_type: str
     architecture: str
     traits: tuple[Trait, ...]
+    moe: bool = False
 
 
 def same(
@@ -123,17 +125,18 @@ _ROPE_TYPES: dict[str, tuple[str, ...]] = {"default": (), "llama3": tuple(RopeSc
 """Supported values of rope_type, and the keys that each requires."""
 
 
-def _read_rope(hf: HfConfig) -> dict[str, Any]:
+def _read_rope(hf: HfConfig, default_theta: float) -> dict[str, Any]:
     """transformers 4 reads rope_theta and rope_scaling, 5 keeps all of it in rope_parameters: copies must agree."""
-    found = [_read_rope_dict(key, hf[key], hf) for key in ("rope_scaling", "rope_parameters") if hf.get(key)]
+    keys = ("rope_scaling", "rope_parameters")
+    found = [_read_rope_dict(key, hf[key], hf, default_theta) for key in keys if hf.get(key)]
     if len(found) == 2 and found[0] != found[1]:
         refuse("rope_parameters", hf["rope_parameters"], "the same as rope_scaling, or only one of the two")
     if hf.get("partial_rotary_factor") not in (None, 1, 1.0):
         refuse("partial_rotary_factor", hf["partial_rotary_factor"], "1.0")
-    return found[0] if found else {"rope_theta": hf.get("rope_theta", 10000.0), "rope_scaling": None}
+    return found[0] if found else {"rope_theta": hf.get("rope_theta", default_theta), "rope_scaling": None}
 
 
-def _read_rope_dict(key: str, rope: Any, hf: HfConfig) -> dict[str, Any]:
+def _read_rope_dict(key: str, rope: Any, hf: HfConfig, default_theta: float) -> dict[str, Any]:
     """One of the two dictionaries, compared with the keys at the top level of config.json."""
     if not isinstance(rope, dict):
         refuse(key, rope, "a dictionary, or null")
@@ -146,7 +149,7 @@ def _read_rope_dict(key: str, rope: Any, hf: HfConfig) -> dict[str, Any]:
         refuse(f"{key}.type", rope["type"], f"the value of {key}.rope_type ({kind!r}), of which it is the old name")
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         refuse(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
-    theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
+    theta = rope.get("rope_theta", hf.get("rope_theta", default_theta))
     if hf.get("rope_theta", theta) != theta:
         refuse("rope_theta", hf["rope_theta"], f"the value of {key}.rope_theta ({theta!r}), or no second copy")
     needed = _ROPE_TYPES[kind]
@@ -193,10 +196,15 @@ def _read_no_window(hf: HfConfig) -> dict[str, Any]:
     return {}
 
 
-def _read_mistral_window(hf: HfConfig) -> dict[str, Any]:
-    window = hf.get("sliding_window", 4096)
-    _check_window(window, _layer_types(hf))
-    return {"sliding_window": window}
+def _window_of_all(default: int | None) -> Trait:
+    """A window that all layers have, or none; `default`: of `transformers`, where the key is absent."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        window = hf.get("sliding_window", default)
+        _check_window(window, _layer_types(hf))
+        return {"sliding_window": window}
+
+    return Trait(("sliding_window", "layer_types"), read, lambda model: {"sliding_window": model.sliding_window})
 
 
 def _read_qwen_window(hf: HfConfig) -> dict[str, Any]:
@@ -220,6 +228,49 @@ def _write_qwen_window(model: ModelConfig) -> dict[str, Any]:
     first = kinds.index("sliding_attention") if "sliding_attention" in kinds else len(kinds)
     written = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": first}
     return written if full in ([], [*range(first)]) else {**written, "layer_types": kinds}
+
+
+def _read_qwen_moe_window(hf: HfConfig) -> dict[str, Any]:
+    if _flag(hf, "use_sliding_window"):
+        # In transformers 5 those of qwen3_moe are all, and of qwen2_moe every second below max_window_layers.
+        refuse("use_sliding_window", True, "false in models with experts, as releases differ in which layers have it")
+    return _read_no_window(hf)
+
+
+def _num_experts(key: str, other: str) -> Trait:
+    """The number of experts under either name, which transformers takes for the same; `key` is what we write."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        found = [name for name in (key, other) if name in hf]
+        if not found:
+            raise ValueError(f"has no key {key}")
+        if hf[found[0]] != hf[found[-1]]:
+            refuse(other, hf[other], f"the value of {key} ({hf[key]!r}), of which it is another name")
+        return {"moe.num_experts": hf[found[0]]}
+
+    return Trait((key, other), read, lambda model: {key: canonical(model)["moe.num_experts"]})
+
+
+def _read_sparse_layers(hf: HfConfig) -> dict[str, Any]:
+    """Layers with experts: those at multiples of decoder_sparse_step, but for mlp_only_layers."""
+    layers, step, dense = hf["num_hidden_layers"], hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    if not isinstance(layers, int):
+        refuse("num_hidden_layers", layers, "a number of layers")
+    if not isinstance(step, int) or step < 1:
+        refuse("decoder_sparse_step", step, "a number of layers from 1 on")
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        refuse("mlp_only_layers", dense, "a list of layers")
+    candidates = range(step - 1, layers, step)
+    first = max((layer + 1 for layer in candidates if layer in dense), default=0)
+    if any(layer < first and layer not in dense for layer in candidates):
+        refuse("mlp_only_layers", dense, "the first layers of the model, or none")
+    return {"moe.first_dense_layers": first, "moe.layer_interval": step}
+
+
+def _write_sparse_layers(model: ModelConfig) -> dict[str, Any]:
+    assert model.moe is not None
+    dense = [*range(model.moe.first_dense_layers)]
+    return {"decoder_sparse_step": model.moe.layer_interval, "mlp_only_layers": dense}
 
 
 def _read_llama_biases(hf: HfConfig) -> dict[str, Any]:
@@ -251,7 +302,9 @@ def _activations(*, gated: bool) -> dict[str, str]:
     return {theirs: name for name, ours in ACTIVATIONS.items() if ours.gated == gated for theirs in ours.hugging_face}
 
 
-def _llama_like(*, num_key_value_heads: int | None, head_dim: int | None = None) -> tuple[Trait, ...]:
+def _llama_like(
+    *, num_key_value_heads: int | None, head_dim: int | None = None, norm_eps: float = 1e-6, rope_theta: float = 1e4
+) -> tuple[Trait, ...]:
     """Traits of Llama and its relatives; the arguments are the defaults of `transformers`."""
     return (
         same("num_layers", "num_hidden_layers"),
@@ -263,11 +316,11 @@ def _llama_like(*, num_key_value_heads: int | None, head_dim: int | None = None)
         same("vocab_size", "vocab_size"),
         same("max_position_embeddings", "max_position_embeddings", None),
         same("activation", "hidden_act", "silu", _activations(gated=True)),
-        same("norm_eps", "rms_norm_eps", 1e-6),
+        same("norm_eps", "rms_norm_eps", norm_eps),
         same("tie_embeddings", "tie_word_embeddings", False),
         _INIT_STD,
         always(position_embedding="rope", normalization="rmsnorm"),
-        Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), _read_rope, _write_rope),
+        Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), lambda hf: _read_rope(hf, rope_theta), _write_rope),
         only(written=False, rope_interleaved=False),
     )
 
@@ -296,11 +349,7 @@ _MISTRAL = Family(
     "MistralForCausalLM",
     (
         *_llama_like(num_key_value_heads=8),
-        Trait(
-            ("sliding_window", "layer_types"),
-            _read_mistral_window,
-            lambda model: {"sliding_window": model.sliding_window},
-        ),
+        _window_of_all(4096),
         only(written=False, attention_bias=False, mlp_bias=False),
     ),
 )
@@ -349,7 +398,64 @@ _GPT2 = Family(
         only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     ),
 )
-FAMILIES = {family.model_type: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2)}
+_ROUTER = (
+    same("moe.top_k", "num_experts_per_tok"),
+    # Not read: model.moe.aux_loss weights another loss, of each sequence alone and divided by top_k. Written as 0, for
+    # the default of transformers would not be a weight that somebody chose for this model.
+    Trait(("router_aux_loss_coef",), lambda hf: {}, lambda model: {"router_aux_loss_coef": 0.0}),
+)
+_QWEN_MOE = (
+    *_ROUTER,
+    same("moe.normalize", "norm_topk_prob", False),
+    same("moe.ffn_hidden_size", "moe_intermediate_size"),
+    Trait(("decoder_sparse_step", "mlp_only_layers"), _read_sparse_layers, _write_sparse_layers),
+    Trait(
+        ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+        _read_qwen_moe_window,
+        lambda model: {"use_sliding_window": False},
+    ),
+)
+_MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=8, norm_eps=1e-5, rope_theta=1e6),
+        *_ROUTER,
+        _num_experts("num_local_experts", "num_experts"),
+        # All layers have experts, so the width of an MLP is theirs.
+        Trait((), lambda hf: {}, lambda model: {"intermediate_size": model.expert_size}),
+        _window_of_all(None),
+    ),
+    moe=True,
+)
+_QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=4),
+        *_QWEN_MOE,
+        _num_experts("num_experts", "num_local_experts"),
+        always(qk_norm=True),
+        only(attention_bias=False),
+    ),
+    moe=True,
+)
+_QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=16),
+        *_QWEN_MOE,
+        same("moe.num_experts", "num_experts"),
+        same("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 5632),
+        always(**{"moe.shared_gate": True}),
+        same("qkv_bias", "qkv_bias", True),
+    ),
+    moe=True,
+)
+FAMILIES = {
+    family.model_type: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE)
+}
 """In order of preference where several can express a model."""
 
 _FIXED: Mapping[str, tuple[Any, ...]] = {
@@ -371,11 +477,11 @@ _HARMLESS_FOR: Mapping[str, str] = {
     "they name tokens": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class "
     "prefix",
     "they choose outputs, caches, and implementations that differ in rounding alone": "use_cache return_dict "
-    "output_hidden_states output_attentions output_past tie_last_hidden_states is_decoder chunk_size_feed_forward "
-    "pretraining_tp attn_implementation _attn_implementation _attn_implementation_autoset experts_implementation "
-    "gradient_checkpointing reorder_and_upcast_attn",
-    "evaluation has no dropout, and training here has none": "attention_dropout hidden_dropout resid_pdrop embd_pdrop "
-    "attn_pdrop classifier_dropout",
+    "output_hidden_states output_attentions output_router_logits output_past tie_last_hidden_states is_decoder "
+    "chunk_size_feed_forward pretraining_tp attn_implementation _attn_implementation _attn_implementation_autoset "
+    "experts_implementation gradient_checkpointing reorder_and_upcast_attn",
+    "evaluation has no dropout or noise, and training here has none": "attention_dropout hidden_dropout resid_pdrop "
+    "embd_pdrop attn_pdrop classifier_dropout router_jitter_noise",
     "they are sizes of buffers in old releases": "n_ctx max_sequence_length",
     "they belong to other heads over the same layers": "summary_type summary_use_proj summary_activation "
     "summary_proj_to_labels summary_first_dropout id2label label2id num_labels _num_labels problem_type "
@@ -416,17 +522,19 @@ def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
             f"{values_of}: megafp8 does not know {'this key' if len(unknown) == 1 else 'these keys'} of {kind} models, "
             f"which may change what the model computes; if that is not so, remove {' and '.join(unknown)}"
         )
+    if family.moe:
+        fields["moe"] = {key.removeprefix("moe."): fields.pop(key) for key in [*fields] if key.startswith("moe.")}
     try:
         model = ModelConfig(**fields)
     except ValueError as error:  # pydantic's, of a value that is no number
         raise ValueError(" ".join(str(error).split())) from None
-    _check_heads(model)
+    _check_model(model)
     return family, model
 
 
-def _check_heads(model: ModelConfig) -> None:
-    """Raise ValueError for attention that neither transformers nor megafp8 can build."""
-    if problems := [str(problem) for problem in attention_heads(model)]:
+def _check_model(model: ModelConfig) -> None:
+    """Raise ValueError for attention or experts that neither transformers nor megafp8 can build."""
+    if problems := [str(problem) for rule in (attention_heads, moe_checks.experts) for problem in rule(model)]:
         raise ValueError("; ".join(problems))
 
 
@@ -440,9 +548,11 @@ def write_config(family: Family, model: ModelConfig) -> dict[str, Any]:
 
 def choose(model: ModelConfig) -> Family:
     """The first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
-    _check_heads(model)
+    _check_model(model)
     nearest: tuple[int, str] | None = None
     for family in FAMILIES.values():
+        if family.moe != (model.moe is not None):
+            continue
         lacks = _lacks(family, model)
         if not lacks:
             return family
@@ -463,8 +573,11 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
 
 
 def canonical(model: ModelConfig) -> dict[str, Any]:
-    """All fields of `model`, with defaults that depend on other fields resolved."""
+    """All fields of `model`, and of `model.moe` as moe.top_k, with defaults that depend on other fields resolved."""
     fields = {name: getattr(model, name) for name in ModelConfig.model_fields}
+    if model.moe is not None:
+        fields |= {f"moe.{name}": getattr(model.moe, name) for name in MoeConfig.model_fields}
+        fields["moe.ffn_hidden_size"] = model.expert_size
     return fields | {
         "num_query_groups": model.query_groups,
         "head_dim": model.channels,
@@ -481,4 +594,13 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
         ignored |= set() if one.position_embedding == "rope" else {"rope_theta", "rope_scaling"}
     if one.linear_bias and other.linear_bias:
         ignored.add("qkv_bias")  # it adds nothing then
+    if one.moe is None or other.moe is None:
+        ignored |= {key for key in a if key.startswith("moe.")}
+    else:
+        ignored |= {"moe", "moe.bias_update_rate", "moe.aux_loss", "moe.z_loss"}  # they concern training alone
+        dense = [[i for i in range(m.num_layers) if m.moe_of(i) is None] for m in (one, other)]
+        ignored |= {"moe.first_dense_layers", "moe.layer_interval"} if dense[0] == dense[1] else set()
+        ignored |= {"ffn_hidden_size"} if dense == [[], []] else set()
+        if all(m.top_groups in (None, m.num_groups) for m in (one.moe, other.moe)):
+            ignored |= {"moe.num_groups", "moe.top_groups"}  # experts of all groups are chosen from
     return [key for key in a if key not in ignored and a[key] != b[key]]

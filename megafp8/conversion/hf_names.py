@@ -2,7 +2,7 @@
 
 Both rotate the first half of a head against the second, so q and k need no permutation (files in Meta's own format or
 GGUF would). The linear layers of GPT-2 store the transpose, `[k, n]` for our `[n, k]`, and its q, k and v lie side by
-side in one tensor.
+side in one tensor. Experts have tensors of their own, as in ours; transformers 5 fuses them in memory only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megafp8.distributed.sharding import Shape
 
-_LAYER = re.compile(r"(?<=layers\.)\d+")
+_NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+")
 
 
 class Place(NamedTuple):
@@ -60,7 +60,28 @@ _GPT2 = {
     "final_norm": Place("transformer.ln_f"),
     "output": Place("lm_head"),
 }
-_MODULES: Mapping[str, Mapping[str, Place]] = {"gpt2": _GPT2}
+_MIXTRAL = _LLAMA | {
+    "layers.*.mlp.router": Place("model.layers.*.block_sparse_moe.gate"),
+    "layers.*.mlp.experts.*.gate": Place("model.layers.*.block_sparse_moe.experts.*.w1"),
+    "layers.*.mlp.experts.*.up": Place("model.layers.*.block_sparse_moe.experts.*.w3"),
+    "layers.*.mlp.experts.*.down": Place("model.layers.*.block_sparse_moe.experts.*.w2"),
+}
+_QWEN_MOE = _LLAMA | {
+    "layers.*.mlp.router": Place("model.layers.*.mlp.gate"),
+    "layers.*.mlp.experts.*.gate": Place("model.layers.*.mlp.experts.*.gate_proj"),
+    "layers.*.mlp.experts.*.up": Place("model.layers.*.mlp.experts.*.up_proj"),
+    "layers.*.mlp.experts.*.down": Place("model.layers.*.mlp.experts.*.down_proj"),
+    "layers.*.mlp.shared.gate": Place("model.layers.*.mlp.shared_expert.gate_proj"),
+    "layers.*.mlp.shared.up": Place("model.layers.*.mlp.shared_expert.up_proj"),
+    "layers.*.mlp.shared.down": Place("model.layers.*.mlp.shared_expert.down_proj"),
+    "layers.*.mlp.shared_gate": Place("model.layers.*.mlp.shared_expert_gate"),
+}
+_MODULES: Mapping[str, Mapping[str, Place]] = {
+    "gpt2": _GPT2,
+    "mixtral": _MIXTRAL,
+    "qwen2_moe": _QWEN_MOE,
+    "qwen3_moe": _QWEN_MOE,
+}
 
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 """Constants that older releases of `transformers` saved with the weights."""
@@ -69,9 +90,9 @@ _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 def place(model_type: str, name: str) -> Place:
     """Where the tensor `name` (`model.layers.3.attention.q.weight`) of a model of `model_type` lies."""
     module, _, parameter = name.removeprefix("model.").rpartition(".")
-    layer = _LAYER.search(module)
-    found = _MODULES.get(model_type, _LLAMA)[_LAYER.sub("*", module)]
-    theirs = found.name.replace("*", layer[0]) if layer else found.name
+    numbers = iter(_NUMBER.findall(module))
+    found = _MODULES.get(model_type, _LLAMA)[_NUMBER.sub("*", module)]
+    theirs = re.sub(r"\*", lambda _: next(numbers), found.name)
     return found._replace(name=f"{theirs}.{parameter}", transposed=found.transposed and parameter == "weight")
 
 

@@ -53,7 +53,10 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
     else:
         model = saved_model(own)
     explicit = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
-    tree["model"] = model.model_dump(mode="json") | explicit
+    tree["model"] = found = model.model_dump(mode="json")
+    for key, value in explicit.items():  # model.moe may be incomplete too
+        both = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = found[key] | value if both else value
     if own is not None:
         return
     try:

@@ -333,6 +333,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["data.train={a: 1e-308, b: 1e10}"], 1,
      "data.train.a = 1e-308: its share of the sum of all weights (1e+10) is too small"),
     (["data.train={a: 5e-324, b: 1}"], 1, "data.train.a = 5e-324: its share of the sum of all weights (1) is too"),
+    (["checkpoint.allow_model_change=[moe.topk]"], 1, "the model section has no such key; did you mean moe.top_k?"),
     (["checkpoint.allow_model_change=[model.rope_thet]"], 1,
      "checkpoint.allow_model_change = 'model.rope_thet': the model section has no such key; did you mean rope_theta?"),
     (["optimizer.min_learning_rate=1.0"], 1, "larger than optimizer.learning_rate (0.001)"),
@@ -418,7 +419,7 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
         *((None, ["parallel.recompute=full", "parallel.pipeline=2", f"parallel.layers_per_stage={layers}",
                   "parallel.recompute_blocks=3"], 2) for layers in ("[1, 3]", "balanced")),
         ("quickstart", [], 4), ("gpt2-125m", [], 1), ("gpt2-125m", [], 8), ("llama3-8b", [], 8),
-        ("llama3-70b", [], 64), ("llama3-405b", [], 1024),
+        ("llama3-70b", [], 64), ("llama3-405b", [], 1024), ("mixtral-8x7b", [], 64), ("qwen3-30b-a3b", [], 64),
     ],
 )  # fmt: skip
 def test_configs_that_can_run(tmp_path: Path, config: str | None, overrides: list[str], world_size: int) -> None:

@@ -38,6 +38,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
 }
+EXPERTS: dict[str, Any] = LLAMA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GPT2: dict[str, Any] = {
     "vocab_size": V,
     "n_embd": 32,
@@ -63,6 +64,16 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
     "qwen3-tied": ("Qwen3", LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "sliding_window": 5, "head_dim": 16}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0], "tie_word_embeddings": True},
+    ),
+    "qwen2-moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
+    "qwen2-moe-no-bias": (
+        "Qwen2Moe",
+        EXPERTS | {"shared_expert_intermediate_size": 8, "qkv_bias": False, "norm_topk_prob": True},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
 }
@@ -93,6 +104,25 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": (
         "qwen3",
         SMALL | {"qk_norm": True, "head_dim": 16, "sliding_window": 5, "full_attention_layers": [1]},
+    ),
+    "mixtral": ("mixtral", SMALL | {"moe": {"num_experts": 4, "ffn_hidden_size": 24}, "sliding_window": 5}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        SMALL
+        | {
+            "qk_norm": True,
+            "head_dim": 16,
+            "moe": {"num_experts": 12, "top_k": 3, "ffn_hidden_size": 24, "normalize": False, "first_dense_layers": 1},
+        },
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        SMALL
+        | {
+            "qkv_bias": True,
+            "head_dim": 6,
+            "moe": {"num_experts": 6, "shared_ffn_hidden_size": 40, "shared_gate": True, "layer_interval": 2},
+        },
     ),
     "gpt2": (
         "gpt2",

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from megafp8.config import ModelConfig
+from megafp8.config import ModelConfig, MoeConfig, load_config
 from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
-from tests.conversion.families import GPT2, LLAMA, LLAMA3_ROPE, OURS, SMALL, THEIRS
+from megafp8.conversion.model import model_tensors
+from tests.conversion.families import EXPERTS, GPT2, LLAMA, LLAMA3_ROPE, OURS, SMALL, THEIRS
+from tests.quickstart_data import ROOT
 
 L = LLAMA | {"model_type": "llama"}
 M, Q2, Q3 = ({**L, "model_type": kind} for kind in ("mistral", "qwen2", "qwen3"))
+X = {**L, "model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
+E2, E3 = ({**EXPERTS, "model_type": kind} for kind in ("qwen2_moe", "qwen3_moe"))
 G = GPT2 | {"model_type": "gpt2"}
 ORIGINAL = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another family": (L | {"model_type": "mixtral"}, "model_type = 'mixtral': .*supported: gpt2, llama, mistral"),
+    "another family": (L | {"model_type": "phi"}, "model_type = 'phi': .*supported: gpt2, llama, mistral, mixtral"),
+    "latent attention": (E3 | {"model_type": "deepseek_v3"}, "model_type = 'deepseek_v3': megafp8 has no such model"),
+    "a norm of all heads at once": (E3 | {"model_type": "olmoe"}, "model_type = 'olmoe': megafp8 has no such model"),
     "no family": (LLAMA, "model_type = None"),
     "bias on attention alone": (L | {"attention_bias": True}, r"attention_bias = True: .*\(mlp_bias = true too\)"),
     "bias on the MLP alone": (L | {"mlp_bias": True}, "mlp_bias = True"),
@@ -107,6 +114,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         L | {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
         "rope_scaling.factor = 2.0",
     ),
+    "no experts": (X | {"num_local_experts": 0}, r"moe.num_experts Input should be greater than 0"),
+    "no number of experts": ({**L, "model_type": "mixtral", "num_experts_per_tok": 2}, "has no key num_local_experts"),
+    "two numbers of experts": (E3 | {"num_local_experts": 4}, r"num_local_experts = 4: .*value of num_experts \(6\)"),
+    "a name that transformers ignores": (E2 | {"num_local_experts": 6}, "num_local_experts = 6: .*not know this key"),
+    "more choices than experts": (X | {"num_experts_per_tok": 7}, r"model.moe.top_k = 7: .*num_experts is 6"),
+    "layers without experts in between": (
+        E3 | {"mlp_only_layers": [1]},
+        r"mlp_only_layers = \[1\]: .*the first layers of the model, or none",
+    ),
+    "experts in no layer": (E2 | {"mlp_only_layers": [0, 1, 2]}, "none of the 3 layers has experts"),
+    "experts in every half layer": (E2 | {"decoder_sparse_step": 0.5}, "decoder_sparse_step = 0.5"),
+    "windows and experts": (E3 | {"use_sliding_window": True}, "use_sliding_window = True: .*false in models with exp"),
+    "a bias in Qwen3-MoE": (E3 | {"attention_bias": True}, "attention_bias = True: .*supported: False"),
+    "windows of some layers with experts": (
+        E2 | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "layer_types = .*full_attention of all layers",
+    ),
     "no hidden size": ({k: v for k, v in L.items() if k != "hidden_size"}, "has no key hidden_size"),
     "no number": (L | {"hidden_size": "wide"}, "hidden_size"),
 }
@@ -174,6 +198,24 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"hidden_size": 32},
     ),
+    "Mixtral's defaults": (X | {"router_jitter_noise": 0.1}, {"rope_theta": 1e6, "sliding_window": None}),
+    "experts are counted under either name": (
+        {**L, "model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_local_experts": 5},
+        {"moe": MoeConfig(num_experts=5, ffn_hidden_size=24, normalize=False)},
+    ),
+    "a dense layer that decoder_sparse_step leaves out too": (
+        E2 | {"decoder_sparse_step": 2, "mlp_only_layers": [2], "router_aux_loss_coef": 0.1},
+        {
+            "moe": MoeConfig(
+                num_experts=6,
+                ffn_hidden_size=24,
+                shared_ffn_hidden_size=5632,
+                shared_gate=True,
+                layer_interval=2,
+                normalize=False,
+            ),
+        },
+    ),
     "theta, version 4": (L | {"rope_theta": 5e5}, {"rope_theta": 5e5}),
     "theta, version 5": (L | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5}),
 }
@@ -204,12 +246,57 @@ def test_transformers_reads_our_config_as_its_own(name: str) -> None:
     family, model = read_config(theirs)
     ours = getattr(transformers, f"{kind}Config")(**write_config(family, model)).to_dict()
     ignored = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id", "max_window_layers"}
+    ignored.add("router_aux_loss_coef")  # of another loss, so not taken over
     resolved = {"n_inner": 128}  # GPT-2's default in words
     compared = theirs.keys() - ignored
     assert {key: ours[key] for key in compared} == {
         key: resolved[key] if key in resolved else theirs[key] for key in compared
     }
     assert differences(read_config(ours)[1], model) == []
+
+
+def _experts(**options: Any) -> dict[str, Any]:
+    return {"moe": {"num_experts": 4, **options}}
+
+
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "mixtral-8x7b": (
+        46_702_792_704,
+        {
+            "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+            "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+            "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+        },
+    ),
+    "qwen3-30b-a3b": (
+        30_532_122_624,
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+            "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+            "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+            "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+            "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+            "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        },
+    ),
+}  # fmt: skip
+"""Parameters and config.json on the hub of models that have a config here."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_are_the_published_models(name: str) -> None:
+    parameters, config = PUBLISHED[name]
+    model = load_config(ROOT / "configs" / f"{name}.yaml").model
+    assert differences(read_config(config)[1], model) == []
+    assert sum(math.prod(shape) for shape in model_tensors(model).values()) == parameters
 
 
 @pytest.mark.parametrize(
@@ -219,6 +306,15 @@ def test_transformers_reads_our_config_as_its_own(name: str) -> None:
         ({"position_embedding": "none"}, "nearest, llama, lacks model.position_embedding = 'none'"),
         ({"qkv_bias": True, "qk_norm": True}, "nearest, qwen2, lacks model.qk_norm = True"),
         ({"normalization": "layernorm"}, "nearest, llama, lacks model.normalization = 'layernorm'"),
+        (_experts(score="sigmoid"), r"nearest, mixtral, lacks model.moe.score = 'sigmoid' \(there 'softmax'\)$"),
+        (_experts(selection_bias=True), r"lacks model.moe.selection_bias = True \(there False\)$"),
+        (_experts(scaling_factor=2.5), r"lacks model.moe.scaling_factor = 2.5 \(there 1.0\)$"),
+        (_experts(num_groups=2, top_groups=1), r"lacks model.moe.num_groups = 2 \(there 1\), model.moe.top_groups = 1"),
+        (_experts(first_dense_layers=1), r"nearest, mixtral, lacks model.moe.first_dense_layers = 1 \(there 0\)$"),
+        (_experts(normalize=False), r"nearest, mixtral, lacks model.moe.normalize = False \(there True\)$"),
+        (_experts(shared_ffn_hidden_size=8), r"nearest, mixtral, lacks model.moe.shared_ffn_hidden_size = 8"),
+        (_experts(top_k=5), r"^model.moe.top_k = 5: .*num_experts is 4"),
+        ({**_experts(), "linear_bias": True}, "nearest, mixtral, lacks model.linear_bias = True"),
     ],
 )
 def test_a_model_of_no_family_is_refused(options: dict[str, Any], expected: str) -> None:
@@ -230,7 +326,7 @@ def test_every_family_is_tested() -> None:
     assert {family for family, _ in OURS.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2"])
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2", "Mixtral", "Qwen3Moe", "Qwen2Moe"])
 def test_every_key_of_theirs_is_known(kind: str) -> None:
     """A release of `transformers` with a new key, which may change the model, is to be looked at."""
     import transformers

@@ -209,6 +209,16 @@ def test_the_model_section_must_agree_with_the_folder(tmp_path: Path, quickstart
     assert problems["model.hidden_size"] == f"model.hidden_size = 64: {expected}"
 
 
+def test_the_section_of_experts_may_be_incomplete_too(tmp_path: Path, quickstart_data: QuickstartData) -> None:
+    save_model(tmp_path, "mixtral")
+    options = overrides(quickstart_data, tmp_path, "model.moe.aux_loss=0.01")
+    moe = load_config(CONFIG, options, complete_model).model.moe
+    assert moe is not None
+    assert (moe.num_experts, moe.aux_loss) == (4, 0.01)
+    with pytest.raises(ConfigError, match=r"model\.moe\.top_k = 3: .*where it is 2; leave it out, or set 2"):
+        load_config(CONFIG, [*options, "model.moe.top_k=3"], complete_model)
+
+
 def test_null_means_the_folders_value_only_for_keys_whose_default_is_derived(
     tmp_path: Path, quickstart_data: QuickstartData
 ) -> None:
