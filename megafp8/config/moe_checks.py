@@ -28,6 +28,8 @@ def experts(m: ModelConfig) -> Iterator[Problem]:
     if m.moe is None:
         return
     x, count = m.moe, m.moe.num_experts
+    if m.linear_bias:
+        yield Problem("model.linear_bias", True, "experts have no biases", "try false, or leave model.moe out")
     if x.top_k > count:
         rule = f"a token goes to different experts, and model.moe.num_experts is {count}"
         yield Problem("model.moe.top_k", x.top_k, rule, f"try {count} or less")
@@ -67,8 +69,10 @@ def layout(config: Config) -> Iterator[Problem]:
     if p.tensor > 1 and not p.sequence_parallel:
         rule = f"parallel.tensor is {p.tensor}, and without it each rank would send the same tokens to experts"
         yield Problem("parallel.sequence_parallel", False, rule, "try true, or parallel.tensor=1")
-    if m.linear_bias:
-        yield Problem("model.linear_bias", True, "experts have no biases", "try false, or leave model.moe out")
+    for key, width in (("model.hidden_size", m.hidden_size), ("model.moe.ffn_hidden_size", m.expert_size)):
+        if config.device != "cpu" and config.training.precision == "bf16" and width % 8:
+            rule = "GEMMs of all experts at once take bf16 matrices of a multiple of 8 columns"
+            yield Problem(key, width, rule, f"try {-(-width // 8) * 8}")
     if p.fsdp and (p.expert > 1 or p.tensor > 1):
         key = "expert" if p.expert > 1 else "tensor"
         rule = "parallel.fsdp shards all weights over the same ranks, and experts would be on others"

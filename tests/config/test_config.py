@@ -262,6 +262,8 @@ EXPERTS: list[tuple[list[str], int, str]] = [
     ([EIGHT, "parallel.tensor=2", "parallel.sequence_parallel=false"], 2,
      "parallel.sequence_parallel = False: parallel.tensor is 2, and without it each rank would send the same tokens"),
     ([EIGHT, "model.linear_bias=true"], 1, "model.linear_bias = True: experts have no biases; try false, or leave"),
+    (["model.moe={num_experts: 8, ffn_hidden_size: 33}"], 1,
+     "model.moe.ffn_hidden_size = 33: GEMMs of all experts at once take bf16 matrices of a multiple of 8 columns; try"),
     ([EIGHT, "parallel.expert=2", "parallel.fsdp=true"], 2,
      "parallel.expert = 2: parallel.fsdp shards all weights over the same ranks, and experts would be on others; try"),
     ([EIGHT, "parallel.expert=2", "training.cuda_graphs=true"], 2,
