@@ -543,7 +543,8 @@ class CheckpointConfig(Section):
     init_from: str | None = None
     """Folder of a Hugging Face model, or of any other checkpoint that tools/convert_checkpoint.py reads, from whose
     weights a new run starts. The model section may then be left out or be incomplete; keys that are given must agree
-    with the folder."""
+    with the folder. With model.moe and a folder without experts, every expert starts as a copy of its layer's MLP
+    (upcycling)."""
     allow_model_change: list[str] = []
     """Keys of the model section, e.g. [rope_theta], that may differ from the checkpoint that a run resumes from.
     Without this, a changed key is an error, because the same weights would compute something else. Only for keys that

@@ -6,6 +6,8 @@ the run has checkpoints of its own, the newest of them replaces the folder, whic
 
 These checks need no process group. Then each rank reads its slices of the weights, under any layout. fp32 masters are
 read too, not converted from the weights, so no precision is lost if the folder is more precise than training.precision.
+
+With model.moe, a dense model becomes a mixture of experts (`megafp8.conversion.upcycle`).
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from pydantic import ValidationError
 
 from megafp8.checkpoint import collect_shards, latest, newest_readable
 from megafp8.config import Config, ConfigError, ModelConfig, Problem
+from megafp8.conversion import upcycle
 from megafp8.conversion.base import Source
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_weights
+from megafp8.conversion.upcycle import UpcycledSource, is_router
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 from megafp8.training.state import checkpoint_folder, saved_model, weights
 from megafp8.training.trainer import Trainer
@@ -65,10 +69,13 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
         return  # validation of the whole config reports it
     ours, theirs = canonical(wanted), canonical(model)
     rule, works = f"checkpoint.init_from starts from {folder}, where it is", "leave it out, or set"
+    upcycles = wanted.moe is not None and model.moe is None
     problems = [
         Problem(f"model.{key}", ours[key], f"{rule} {theirs[key]!r}", f"{works} {theirs[key]!r}")
         for key in differences(wanted, model)
+        if not (key == "moe" and upcycles)
     ]
+    problems += upcycle.problems(wanted) if upcycles else []
     if problems:
         raise ConfigError(source, problems)
 
@@ -116,11 +123,14 @@ def _blaming_init_from(folder: str, source: str = "config") -> Iterator[None]:
 @torch.no_grad()
 def load_init(trainer: Trainer, folder: str) -> None:
     """Load the weights in `folder` into an untrained trainer. Collective if weights are gathered in FP8."""
-    state = trainer.optimizer.state()
+    state, model = trainer.optimizer.state(), trainer.config.model
     with _blaming_init_from(folder):
         source = _open(trainer.config, folder)
-        load_weights(source, weights(trainer))
-        load_weights(source, collect_shards(state.get("master", []), "model."))
+        upcycles = model.moe is not None and source.model.moe is None
+        if upcycles:
+            source = UpcycledSource(source, model)
+        for wanted in (weights(trainer), collect_shards(state.get("master", []), "model.")):
+            load_weights(source, {name: x for name, x in wanted.items() if not (upcycles and is_router(name))})
     trainer.optimizer.restore(state, 0)
     trainer.fp8.invalidate_weights()
     trainer.publish_weights()

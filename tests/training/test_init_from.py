@@ -80,7 +80,7 @@ def _trainer(options: list[str]) -> Trainer:
     config = load_config(CONFIG, options, complete_model)
     device = initialize_distributed("cpu")
     p = config.parallel
-    parallel = initialize_model_parallel(p.tensor, p.pipeline, device=device)
+    parallel = initialize_model_parallel(p.tensor, p.pipeline, expert_model_parallel_size=p.expert, device=device)
     check_layout(config, parallel.world_size)
     trainer = Trainer(config, parallel)
     assert config.checkpoint.init_from is not None
@@ -122,6 +122,41 @@ def test_the_first_loss_is_theirs_in_any_layout(
     for ranks, layout in LAYOUTS.values():
         for losses in world4.run(_losses, [*options, *layout], ranks=ranks):
             assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_dense_model_becomes_a_mixture_of_experts(
+    world4: World, tmp_path: Path, quickstart_data: QuickstartData
+) -> None:
+    """Its first loss is the dense model's, whatever the routers choose."""
+    save_model(tmp_path, "llama3")
+    options = overrides(quickstart_data, tmp_path)
+    dense = world4.run(_losses, [*options, *ALONE], ranks=1)[0]
+    options.append("model.moe={num_experts: 4, top_k: 2, first_dense_layers: 1}")
+    alone = world4.run(_losses, [*options, *ALONE], ranks=1)[0]
+    assert alone[0] == pytest.approx(dense[0], rel=1e-6)
+    for losses in world4.run(_losses, [*options, *LAYOUTS["tp2-dp2-zero"][1], "parallel.expert=4"], ranks=4):
+        assert losses[0] == pytest.approx(alone[0], rel=1e-5)
+        # While experts are equal, a router's gradient is zero but for rounding, of which Adam makes steps of full size.
+        assert losses[1] == pytest.approx(alone[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("ffn_hidden_size", "8", "model.moe.ffn_hidden_size = 8: an expert begins as a copy of the MLP of"),
+        ("normalize", "false", "model.moe.normalize = False: the experts of a token must add up to the MLP of"),
+        ("scaling_factor", "2.0", "model.moe.scaling_factor = 2.0: the experts of a token must add up to the MLP"),
+        ("shared_ffn_hidden_size", "8", "model.moe.shared_ffn_hidden_size = 8: the experts of a token must add up"),
+    ],
+)
+def test_experts_that_are_not_copies_of_the_mlp(
+    tmp_path: Path, quickstart_data: QuickstartData, key: str, value: str, message: str
+) -> None:
+    save_model(tmp_path, "llama3")
+    options = overrides(quickstart_data, tmp_path, f"model.moe={{num_experts: 4, {key}: {value}}}")
+    with pytest.raises(ConfigError) as error:
+        load_config(CONFIG, options, complete_model)
+    assert message in str(error.value)
 
 
 def test_weights_gathered_in_fp8_start_from_it_too(
