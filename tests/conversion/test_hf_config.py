@@ -314,7 +314,6 @@ def test_configs_are_the_published_models(name: str) -> None:
         (_experts(normalize=False), r"nearest, mixtral, lacks model.moe.normalize = False \(there True\)$"),
         (_experts(shared_ffn_hidden_size=8), r"nearest, mixtral, lacks model.moe.shared_ffn_hidden_size = 8"),
         (_experts(top_k=5), r"^model.moe.top_k = 5: .*num_experts is 4"),
-        ({**_experts(), "linear_bias": True}, "nearest, mixtral, lacks model.linear_bias = True"),
     ],
 )
 def test_a_model_of_no_family_is_refused(options: dict[str, Any], expected: str) -> None:

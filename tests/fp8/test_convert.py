@@ -606,12 +606,16 @@ def _copies_held(reshard: bool) -> list[int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shapes = {(32, 32), (64, 32), (32, 64)}
 
-    def held() -> int:
+    def weights() -> list[Tensor]:
         gc.collect()
         tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn]
-        return sum(tuple(x.shape) in shapes for x in tensors)
+        return [x for x in tensors if tuple(x.shape) in shapes]
 
-    of_other_cases = held()  # on these ranks, which live for the session
+    of_other_cases = weights()  # on these ranks, which live for the session; kept, so that none is freed meanwhile
+
+    def held() -> int:
+        return len(weights()) - len(of_other_cases)
+
     tokens, others = batches(2, b=5)  # 75 tokens, so that no activation has a weight's shape
     loss = in_fp8(model, tokens) + in_fp8(model, others)
     counts = [held()]
@@ -621,7 +625,7 @@ def _copies_held(reshard: bool) -> list[int]:
     with torch.no_grad():
         in_fp8(model, tokens)
     counts.append(held())
-    return [count - of_other_cases for count in counts]
+    return counts
 
 
 @pytest.mark.parametrize("reshard", [True, False])
