@@ -77,6 +77,21 @@ class RopeScaling(Section):
     """Context length before the extension, in tokens."""
 
 
+class LatentAttentionConfig(Section):
+    """Multi-head latent attention (DeepSeek-V2 and V3). Replaces head_dim and num_query_groups."""
+
+    q_rank: PositiveInt
+    """Width of the latent that queries are computed from (q_lora_rank)."""
+    kv_rank: PositiveInt
+    """Width of the latent that keys and values are computed from (kv_lora_rank)."""
+    nope_head_dim: PositiveInt = 128
+    """Channels of a head's query and key without positions (qk_nope_head_dim)."""
+    rope_head_dim: PositiveInt = 64
+    """Channels of a head's query, and of the key that all heads share, with rotary positions (qk_rope_head_dim)."""
+    value_head_dim: PositiveInt = 128
+    """Channels of a head's values (v_head_dim)."""
+
+
 class MoeConfig(Section):
     """Mixture of experts: for each token a router chooses some of a layer's experts, each an MLP, and adds their
     outputs, weighted by the router's scores. No token is dropped."""
@@ -178,6 +193,8 @@ class ModelConfig(Section):
     """Layers, counted from 0, to which sliding_window does not apply (Qwen2, Gemma 2 and 3, gpt-oss)."""
     parallel_block: bool = False
     """Attention and MLP both read the block's input, and their outputs are added (GPT-J, PaLM)."""
+    latent_attention: LatentAttentionConfig | None = None
+    """Multi-head latent attention. Default: none."""
     moe: MoeConfig | None = None
     """Experts instead of the MLP in some or all layers. Default: none."""
     init_std: PositiveFloat = 0.02
@@ -190,8 +207,21 @@ class ModelConfig(Section):
 
     @property
     def channels(self) -> int:
-        """Width of one head."""
+        """Width of one head's query and key."""
+        latent = self.latent_attention
+        if latent is not None:
+            return latent.nope_head_dim + latent.rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_channels(self) -> int:
+        """Width of the part of a head that is rotated."""
+        return self.channels if self.latent_attention is None else self.latent_attention.rope_head_dim
+
+    @property
+    def value_channels(self) -> int:
+        """Width of one head's values."""
+        return self.channels if self.latent_attention is None else self.latent_attention.value_head_dim
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer; None where it attends to all earlier tokens."""

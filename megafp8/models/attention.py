@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
+from megafp8.fp8.linear_state import InputFormat
 from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
@@ -84,6 +85,11 @@ class Attention(nn.Module):
             norm: dict[str, Any] = {"kind": "rmsnorm", "eps": config.norm_eps, "sees_a_slice": t > 1}
             self.q_norm = Norm(f"{name}.q_norm", d, context, **norm)
             self.k_norm = Norm(f"{name}.k_norm", d, context, **norm)
+
+    @property
+    def input_format(self) -> InputFormat | None:
+        """The form in which the norm before it gives its input."""
+        return self.qkv.state.input_format
 
     def forward(self, x_sbh: Tensor | LinearInput, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
         if self.rotates:

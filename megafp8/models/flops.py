@@ -15,7 +15,12 @@ def matmul_parameters(config: ModelConfig) -> int:
     Of experts, those that a token goes to.
     """
     h, d = config.hidden_size, config.channels
-    attention = h * d * (2 * config.num_attention_heads + 2 * config.query_groups)
+    heads, latent = config.num_attention_heads, config.latent_attention
+    attention = h * d * (2 * heads + 2 * config.query_groups)
+    if latent is not None:
+        down = h * (latent.q_rank + latent.kv_rank + latent.rope_head_dim)
+        up = latent.q_rank * d + latent.kv_rank * (latent.nope_head_dim + latent.value_head_dim)
+        attention = down + heads * (up + latent.value_head_dim * h)
     mlps = sum(_mlp_parameters(config, layer) for layer in range(config.num_layers))
     return config.num_layers * attention + mlps + h * config.padded_vocab_size
 
@@ -33,9 +38,10 @@ def _mlp_parameters(config: ModelConfig, layer: int) -> int:
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     """Model FLOPs of forward and backward per token: 6·N_matmul + 6·L·s·h_attn, causal attention counted as half.
 
-    A sliding window or document boundaries are not subtracted, and recompute is not added.
+    h_attn: heads times their width; where keys and values differ in width, the mean of both. A sliding window or
+    document boundaries are not subtracted, and recompute is not added.
     """
-    h_attn = config.num_attention_heads * config.channels
+    h_attn = config.num_attention_heads * (config.channels + config.value_channels) / 2
     return 6.0 * matmul_parameters(config) + 6.0 * config.num_layers * seq_length * h_attn
 
 

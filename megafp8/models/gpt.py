@@ -29,6 +29,7 @@ from megafp8.context_parallel.attention import ContextAttention, plan
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
 from megafp8.models.attention import Attention, CoreAttention
 from megafp8.models.context import BuildContext
+from megafp8.models.latent_attention import LatentAttention
 from megafp8.models.mlp import MLP
 from megafp8.models.moe import MoE
 from megafp8.models.norms import Norm
@@ -75,8 +76,12 @@ class Block(nn.Module):
         name = f"layers.{index}"
         self.parallel, self.window = config.parallel_block, config.window_of(index)
         self.attention_norm = _norm(f"{name}.attention_norm", config, context)
-        norm = Neighbor("attention_norm", "any")
-        self.attention = Attention(f"{name}.attention", config, context, input=norm, memory=memory)
+        self.attention: Attention | LatentAttention
+        if config.latent_attention is None:
+            norm = Neighbor("attention_norm", "any")
+            self.attention = Attention(f"{name}.attention", config, context, input=norm, memory=memory)
+        else:
+            self.attention = LatentAttention(f"{name}.attention", config, context, memory)
         self.mlp_norm = _norm(f"{name}.mlp_norm", config, context)
         self.mlp: MLP | MoE
         if config.moe_of(index) is None:
@@ -86,8 +91,7 @@ class Block(nn.Module):
 
     def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
-        form = self.attention.qkv.state.input_format
-        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, form)
+        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_format)
         attention = self.attention(normed, inputs.rotary, inputs.cores[self.window])
         between = None if self.parallel else attention
         x_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.input_format)
@@ -241,7 +245,9 @@ class GPTStage(nn.Module):
         rotary = None
         if config.position_embedding == "rope":
             if self._frequencies is None:
-                self._frequencies = inverse_frequencies(config.channels, config.rope_theta, config.rope_scaling, device)
+                self._frequencies = inverse_frequencies(
+                    config.rotary_channels, config.rope_theta, config.rope_scaling, device
+                )
             positions = torch.arange(s, device=device) if position_ids_bs is None else position_ids_bs
             rotary = rotary_table(positions, self._frequencies, self.context.dtype)
         return LayerInputs(rotary, {window: self._core(s, window, cu_seqlens_bn) for window in self._windows})
@@ -315,8 +321,13 @@ def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) ->
     kind, sizes = ACTIVATIONS[config.activation], dict[str, tuple[int, int]]()
     for index in range(config.num_layers) if blocks is None else blocks:
         name, moe = f"layers.{index}", config.moe_of(index)
-        sizes[f"{name}.attention.qkv"] = (h, (heads + 2 * groups) * d // t)
-        sizes[f"{name}.attention.proj"] = (heads * d // t, h)
+        if (latent := config.latent_attention) is None:
+            sizes[f"{name}.attention.qkv"] = (h, (heads + 2 * groups) * d // t)
+        else:
+            sizes[f"{name}.attention.q_up"] = (latent.q_rank, heads * d // t)
+            kv_width = latent.nope_head_dim + latent.value_head_dim
+            sizes[f"{name}.attention.kv_up"] = (latent.kv_rank, heads * kv_width // t)
+        sizes[f"{name}.attention.proj"] = (heads * config.value_channels // t, h)
         f = config.ffn_size if moe is None else moe.shared_ffn_hidden_size
         if f is not None:
             mlp = f"{name}.mlp" if moe is None else f"{name}.mlp.shared"

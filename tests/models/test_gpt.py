@@ -36,6 +36,7 @@ GPT2: dict[str, Any] = LLAMA | {
     "tie_embeddings": True,
 }
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-gqa-rope-scaling": LLAMA | {"num_attention_heads": 8, "rope_scaling": SCALING, "head_dim": 6},
@@ -47,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True},
     "sliding-window": LLAMA | {"sliding_window": 3, "full_attention_layers": [1]},
     "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none"},
+    "latent": LLAMA | {"latent_attention": LATENT},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
 QWEN_MOE: dict[str, Any] = {
@@ -60,7 +62,7 @@ DEEPSEEK: dict[str, Any] = {
 MOE_MODELS = {
     "mixtral": MIXTRAL,
     "qwen-moe": LLAMA | {"qk_norm": True, "moe": QWEN_MOE},
-    "deepseek": LLAMA | {"moe": DEEPSEEK},
+    "deepseek": LLAMA | {"moe": DEEPSEEK, "latent_attention": LATENT},
     "groups-softmax": LLAMA
     | {"moe": DEEPSEEK | {"score": "softmax", "first_dense_layers": 0, "selection_bias": False}},
     "ungated": LLAMA | {"activation": "gelu", "moe": {"num_experts": 5, "top_k": 1, "normalize": False}},
@@ -138,7 +140,9 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
 
 @pytest.mark.parametrize("recompute", ["first", "selective"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "geglu-tanh", "qwen", "parallel-block"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "geglu-tanh", "qwen", "parallel-block", "latent"]
+)
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel, recompute, ranks=tp)
 
@@ -150,7 +154,7 @@ def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: 
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "sliding-window"])
+@pytest.mark.parametrize("name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "sliding-window", "latent"])
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(_compare, MODELS[name], tp, True, "none", False, 0.0, cp, ranks=tp * cp)
 

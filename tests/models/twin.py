@@ -74,6 +74,35 @@ def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions:
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
 
 
+def _interleaved(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
+    """Neighbouring channels as complex numbers, rotated by position × frequency."""
+    d = x_bsd.shape[-1]
+    frequencies = torch.tensor([config.rope_theta ** (-2 * i / d) for i in range(d // 2)], dtype=torch.float64)
+    angles = positions_bs.double().unsqueeze(-1) * frequencies
+    rotated = torch.complex(x_bsd[..., 0::2], x_bsd[..., 1::2]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(rotated).flatten(-2)
+
+
+def _latent_attention(
+    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor
+) -> Tensor:
+    m = config.latent_attention
+    assert m is not None
+    n, r, v = m.nope_head_dim, m.rope_head_dim, m.value_head_dim
+    kv_latent, k_rotary = _linear(x, w, f"{name}.kv_down").split([m.kv_rank, r], dim=-1)
+    q = _linear(
+        _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", "rmsnorm", config.norm_eps), w, f"{name}.q_up"
+    )
+    kv = _linear(_norm(kv_latent, w, f"{name}.kv_norm", "rmsnorm", config.norm_eps), w, f"{name}.kv_up")
+    k_rotary, out = _interleaved(k_rotary, positions, config), []
+    for head in range(config.num_attention_heads):
+        qn, qr = q[..., head * (n + r) : (head + 1) * (n + r)].split([n, r], dim=-1)
+        kn, vh = kv[..., head * (n + v) : (head + 1) * (n + v)].split([n, v], dim=-1)
+        scores = qn @ kn.transpose(-1, -2) + _interleaved(qr, positions, config) @ k_rotary.transpose(-1, -2)
+        out.append((scores / math.sqrt(n + r)).masked_fill(~allowed, -math.inf).softmax(-1) @ vh)
+    return _linear(torch.cat(out, -1), w, f"{name}.proj")
+
+
 def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
     gate, up = (_linear(x, w, f"{name}.{part}") if f"{name}.{part}.weight" in w else None for part in ("gate", "up"))
     z = up if gate is None else gate
@@ -163,7 +192,8 @@ def twin_loss(
     for layer in range(config.num_layers):
         name = f"layers.{layer}"
         normed = _norm(x, w, f"{name}.attention_norm", kind, eps)
-        a = _attention(normed, w, f"{name}.attention", config, positions, allowed[windows[layer]])
+        attend = _attention if config.latent_attention is None else _latent_attention
+        a = attend(normed, w, f"{name}.attention", config, positions, allowed[windows[layer]])
         if config.parallel_block:
             x = x + a + mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
         else:

@@ -1,0 +1,118 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, keys and values come from small latents.
+
+    down    h -> query latent, key-value latent, rotary key     one product, whole on every tensor-parallel rank
+    q_up    norm of the query latent -> the heads' queries      column-parallel
+    kv_up   norm of the key-value latent -> keys and values     column-parallel
+
+A head's query and key have two parts: one without positions, and a rotary one, whose key all heads share. As in
+DeepSeek's models, neighbouring channels are the pairs that are rotated. Values may be narrower than keys; kernels get
+them padded with zeros, whose results are cut off.
+
+The latents are sharded along the sequence as the residual stream is; the rotary key is gathered. `down` stays in high
+precision: its outputs are few.
+
+Shapes: s sequence, b micro-batch, h hidden, a heads of this rank, n and r channels of a head without positions and
+rotary, v of its values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from megafp8.config import ModelConfig
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, stack_rows, unsharded
+from megafp8.models.attention import ATTENTION
+from megafp8.models.context import BuildContext
+from megafp8.models.norms import Norm
+from megafp8.models.recompute import KEEP_ALL, BlockMemory
+from megafp8.models.rotary import apply_rotary
+from megafp8.ops.attention import CoreAttention
+from megafp8.ops.fusion import LinearInput
+from megafp8.ops.linear import linear
+from megafp8.plan import LinearSite, Neighbor
+from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
+
+
+class LatentAttention(nn.Module):
+    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape. `memory`: what is recomputed in backward."""
+
+    #: The form in which the norm before it gives its input: values.
+    input_format = None
+
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
+        super().__init__()
+        latent, heads = config.latent_attention, config.num_attention_heads
+        assert latent is not None
+        self.context, self.recompute = context, memory.attention
+        self.heads = heads // context.tensor.size()
+        self.n, self.r, self.v = latent.nope_head_dim, latent.rope_head_dim, latent.value_head_dim
+        self.ranks = [latent.q_rank, latent.kv_rank, self.r]
+        init, common = Init("normal", config.init_std), context.linear_options()
+        down = {"q_down": latent.q_rank, "kv_down": latent.kv_rank + self.r}
+        shards = [x for part, n in down.items() for x in unsharded(f"{name}.{part}.weight", (n, config.hidden_size))]
+        shape = (sum(self.ranks), config.hidden_size)
+        spec = ParamSpec(stack_rows(shards), init, replicated_over_tp=True, reduce_over_tp=context.sequence_sharded)
+        self.down = set_spec(nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device)), spec)
+        self.down_state = context.fp8.linear(
+            LinearSite(f"{name}.down"), high_precision="latents are few and stay in training.precision"
+        )
+        norm: dict[str, Any] = {"kind": "rmsnorm", "eps": config.norm_eps, "sees_a_slice": context.sequence_sharded}
+        self.q_norm = Norm(f"{name}.q_norm", latent.q_rank, context, **norm)
+        self.kv_norm = Norm(f"{name}.kv_norm", latent.kv_rank, context, **norm)
+
+        def up(part: str, rank: int, width: int) -> ColumnParallelLinear:
+            before = Neighbor(f"{part}_norm", "any")
+            site = context.site(before=before, after=ATTENTION, recompute_input=memory.norms)
+            return ColumnParallelLinear(f"{name}.{part}_up", rank, heads * width, init=init, site=site, **common)
+
+        self.q_up = up("q", latent.q_rank, self.n + self.r)
+        self.kv_up = up("kv", latent.kv_rank, self.n + self.v)
+        self.proj = RowParallelLinear(
+            f"{name}.proj",
+            heads * self.v,
+            config.hidden_size,
+            init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
+            site=context.site(before=ATTENTION),
+            **common,
+        )
+
+    def forward(self, x_sbh: Tensor | LinearInput, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
+        q, kv, k_rotary = linear(x_sbh, self.down, self.down_state).split(self.ranks, dim=-1)
+        q_sbc, kv_sbc = self._up(q, self.q_norm, self.q_up), self._up(kv, self.kv_norm, self.kv_up)
+        # Each rank's heads use it, so its gradient is their sum.
+        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
+        k_rotary_sbr = share(k_rotary.contiguous(), self.context.tensor)
+        return self.proj(self._run(self._attend, q_sbc, kv_sbc, k_rotary_sbr, rotary, core).flatten(-2))
+
+    @staticmethod
+    def _up(latent: Tensor, norm: Norm, up: ColumnParallelLinear) -> Tensor:
+        _, normed = norm.residual(latent.contiguous(), None, up.state.input_format)
+        return up(normed)
+
+    def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        if not self.recompute:
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    def _attend(
+        self, q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor], core: CoreAttention
+    ) -> Tensor:
+        """`[s, b, a, v]`."""
+        q, q_rotary = q_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.r], dim=-1)
+        k, v = kv_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.v], dim=-1)
+        k_rotary = _rotated(k_rotary_sbr.unsqueeze(2), rotary).expand(-1, -1, self.heads, -1)
+        q, k = torch.cat([q, _rotated(q_rotary, rotary)], dim=-1), torch.cat([k, k_rotary], dim=-1)
+        return core(q, k, F.pad(v, (0, self.n + self.r - self.v)))[..., : self.v]
+
+
+def _rotated(x_sbar: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Pairs of neighbouring channels rotated; the first channels of all pairs come first."""
+    return apply_rotary(x_sbar.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), rotary)
