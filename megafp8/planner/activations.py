@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megafp8.config import Config
+from megafp8.config import Config, LatentAttentionConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.recipes.base import OPERANDS, OperandName
@@ -112,21 +112,30 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
         return {"block input": stream}
     plans = layer_plans(config, fp8)
     layers = fp8_layer_sizes(model, config.parallel.tensor, range(index, index + 1))
-    qkv, proj, *mlp = (plans[layer] for layer in layers)
+    ups, proj, mlp = _by_place([plans[layer] for layer in layers], latent=model.latent_attention is not None)
     saved = {
         "residual stream": stream * (1 if model.parallel_block else 2),
         "norm statistics": 2 * x.m_own * x.w * (2 if model.normalization == "layernorm" else 1),
-        "qkv input": _saved_input(fp8, qkv, x.h, x),
-        "q, k, v": x.m * (x.a + 2 * x.g) * x.d * x.e,
     }
-    if not memory.attention or proj.saved == "high":  # in high precision also the projection's input
+    if model.latent_attention is None:
+        saved["qkv input"] = _saved_input(fp8, ups[0], x.h, x)
+        saved["q, k, v"] = x.m * (x.a + 2 * x.g) * x.d * x.e
+    else:
+        saved |= _saved_by_latents(model.latent_attention, fp8, ups, x)
+        latent, of_head = model.latent_attention, 3 * x.d  # values padded to the width of keys
+        if memory.attention:  # what they are made of, and the rotary key of all heads
+            of_head = x.d + latent.nope_head_dim + latent.value_head_dim
+            saved["rotary key"] = x.m * latent.rope_head_dim * x.e
+        saved["q, k, v"] = x.m * x.a * of_head * x.e
+    narrower = model.value_channels < x.d  # then the output is cut off for the projection
+    if not memory.attention or (proj.saved == "high" and not narrower):  # also the projection's input
         saved["attention output"] = x.m * x.a * x.d * x.e
     if not memory.attention:
         saved["attention log-sums"] = x.m * x.a * x.w
         if model.qk_norm:
             saved["q and k before and after their norms"] = x.m * (x.a + x.g) * (2 * x.d * x.e + x.w)
-    if proj.saved != "high":
-        saved["proj input"] = _saved_input(fp8, proj, x.a * x.d, x)
+    if proj.saved != "high" or narrower:
+        saved["proj input"] = _saved_input(fp8, proj, x.a * model.value_channels, x)
     if mlp:
         saved |= _saved_by_mlp(config, fp8, mlp, _mlp_width(config, index))
     experts = expert_layers(config, fp8, index)
@@ -135,6 +144,27 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
         shares_input = bool(mlp) and mlp[0].saved == "high" and x.e == x.w and x.m == x.m_own
         saved |= _saved_by_experts(config, fp8, experts, shares_input=shares_input)
     return saved
+
+
+def _by_place(
+    plans: Sequence[LinearPlan], *, latent: bool
+) -> tuple[Sequence[LinearPlan], LinearPlan, Sequence[LinearPlan]]:
+    """The plans of a block's linear layers: before attention, after it, and of its MLP."""
+    before = 2 if latent else 1
+    return plans[:before], plans[before], plans[before + 1 :]
+
+
+def _saved_by_latents(
+    latent: LatentAttentionConfig, fp8: Fp8Manager, ups: Sequence[LinearPlan], x: Sizes
+) -> dict[str, int]:
+    """Of the input and the latents, before attention itself."""
+    ranks = latent.q_rank, latent.kv_rank
+    return {
+        "latents' input": x.m_own * x.h * x.e,
+        "latents": x.m_own * sum(ranks) * x.e,
+        "statistics of their norms": 2 * x.m_own * x.w,
+        "up inputs": sum(_saved_input(fp8, plan, rank, x) for plan, rank in zip(ups, ranks, strict=True)),
+    }
 
 
 def _mlp_width(config: Config, index: int) -> int:

@@ -162,17 +162,25 @@ def _norm(config: Config) -> list[_Parameter]:
 def _block(config: Config, index: int) -> list[_Parameter]:
     """The parameters of block `index`."""
     model, x, norm = config.model, sizes(config), _norm(config)
-    qkv, proj, *mlp = _layer_weights(config, index)
-    width = (x.a + 2 * x.g) * x.d
-    output_bias, head_norms = [_Parameter(x.h)] * model.linear_bias, [_Parameter(x.d)] * (2 * model.qk_norm)
-    sinks = [_Parameter(x.a)] * model.attention_sinks
-    attention = [
-        *sinks, qkv, *[_Parameter(width)] * (model.linear_bias or model.qkv_bias), proj, *output_bias, *head_norms
-    ]  # fmt: skip
+    attention, mlp = _attention(config, index)
     if model.moe_of(index) is not None:
         return [*norm, *attention, *norm, *_experts(config), *mlp]
     up, down = mlp
-    return [*norm, *attention, *norm, up, *[_Parameter(x.up)] * model.linear_bias, down, *output_bias]
+    bias = [_Parameter(x.h)] * model.linear_bias
+    return [*norm, *attention, *norm, up, *[_Parameter(x.up)] * model.linear_bias, down, *bias]
+
+
+def _attention(config: Config, index: int) -> tuple[list[_Parameter], list[_Parameter]]:
+    """The parameters of the attention of block `index`, and the weights of its MLP or shared expert."""
+    model, x, latent = config.model, sizes(config), config.model.latent_attention
+    weights = _layer_weights(config, index)
+    if latent is not None:
+        down = _Parameter((latent.q_rank + latent.kv_rank + latent.rope_head_dim) * x.h)
+        return [down, _Parameter(latent.q_rank), _Parameter(latent.kv_rank), *weights[:3]], weights[3:]
+    qkv, proj, *mlp = weights
+    bias, head_norms = [_Parameter(x.h)] * model.linear_bias, [_Parameter(x.d)] * (2 * model.qk_norm)
+    qkv_bias = [_Parameter((x.a + 2 * x.g) * x.d)] * (model.linear_bias or model.qkv_bias)
+    return [*[_Parameter(x.a)] * model.attention_sinks, qkv, *qkv_bias, proj, *bias, *head_norms], mlp
 
 
 def _layer_weights(config: Config, index: int) -> list[_Parameter]:

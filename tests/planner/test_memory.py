@@ -81,6 +81,10 @@ MODELS: dict[str, list[str]] = {
     "geglu-tanh": ["model.activation=geglu_tanh"],
     "parallel-block": ["model.parallel_block=true"],
     "qk-norm-window": ["model.qk_norm=true", "model.sliding_window=8"],
+    "latent": [
+        "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
+        "model.num_query_groups=null",
+    ],
     "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48}"],
     "shared-expert": [
         "model.moe={num_experts: 8, normalize: false, shared_ffn_hidden_size: 32, first_dense_layers: 1}"

@@ -88,6 +88,7 @@ DEEPSEEK = {
     "top_groups": 2, "selection_bias": True, "bias_update_rate": 0.05, "shared_ffn_hidden_size": 64,
     "first_dense_layers": 1,
 }  # fmt: skip
+LATENT = {"q_rank": 32, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 8}
 WORDS: dict[str, Sections] = {
     # models
     "4-layers": {"model": {"num_layers": 4}},
@@ -101,7 +102,7 @@ WORDS: dict[str, Sections] = {
     "parallel-block": {"model": {"parallel_block": True}},
     "window": {"model": {"sliding_window": 7}},
     "moe": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1, "z_loss": 0.01}}},
-    "deepseek": {"model": {"moe": DEEPSEEK}},
+    "deepseek": {"model": {"moe": DEEPSEEK, "latent_attention": LATENT, "num_query_groups": None}},
     # precision; a CPU is slow at bf16
     "fp64": {"training": {"precision": "fp64"}},
     "bf16": {
