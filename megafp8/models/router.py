@@ -32,19 +32,18 @@ from megafp8.ops.linear import high_precision_linear
 
 
 class RouterLoad:
-    """What a router's backward passes add up in a step, on this rank: fp64 tensors.
+    """What a router's backward passes add up in a step, on this rank: float64 tensors.
 
-    `tokens` `[e]`: choices of each expert. `losses`: `[aux_loss, z_loss, entropy of the mean score]`, of which the
-    losses have their weights, and the entropy, in nats, is summed over sequences and divided by the global batch.
+    `tokens` `[e]`: choices of each expert. `scores` `[e]`: of all tokens, those of a token adding up to 1. `losses`:
+    the aux loss and the z-loss, as they enter the gradient.
     """
 
     def __init__(self, experts: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(experts, dtype=torch.float64, device=device)
-        self.losses = torch.zeros(3, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2 * experts + 2, dtype=torch.float64, device=device)
+        self.tokens, self.scores, self.losses = self.sums.split([experts, experts, 2])
 
     def zero(self) -> None:
-        self.tokens.zero_()
-        self.losses.zero_()
+        self.sums.zero_()
 
 
 class Routing(NamedTuple):
@@ -55,21 +54,20 @@ class Routing(NamedTuple):
 
 
 class _AddLoss(Function):
-    """The identity of its first argument; its backward adds the gradient of `loss`, and to `load`."""
+    """The identity of its first argument; its backward adds the gradient of `loss`, if there is one, and to `load`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, load: RouterLoad, tokens_e: Tensor, losses: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens_e, losses)
-        ctx.load, ctx.dtype = load, loss.dtype
+    def forward(ctx: Any, x: Tensor, loss: Tensor | None, load: RouterLoad, sums: Tensor) -> Tensor:
+        ctx.save_for_backward(sums)
+        ctx.load, ctx.dtype = load, None if loss is None else loss.dtype
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
-        tokens_e, losses = ctx.saved_tensors
-        ctx.load.tokens.add_(tokens_e)
-        ctx.load.losses.add_(losses)
-        return dx, torch.ones((), dtype=ctx.dtype, device=dx.device), None, None, None
+        (sums,) = ctx.saved_tensors
+        ctx.load.sums.add_(sums)
+        return dx, None if ctx.dtype is None else torch.ones((), dtype=ctx.dtype, device=dx.device), None, None
 
 
 def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> Routing:
@@ -87,6 +85,14 @@ def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> Routing:
     if moe.normalize:
         weights_nk = weights_nk / (weights_nk.sum(dim=1, keepdim=True) + 1e-20)
     return Routing(experts_nk, weights_nk * moe.scaling_factor)
+
+
+def _count(experts_nk: Tensor, b: int, like: Tensor) -> Tensor:
+    """How many tokens of each of b sequences chose each expert, `[b, e]` in the dtype of `like` `[n, e]`."""
+    n, k = experts_nk.shape
+    sequences = torch.arange(n, device=like.device).remainder(b).repeat_interleave(k)
+    counts_be = like.new_zeros(b, like.shape[1])
+    return counts_be.index_put_((sequences, experts_nk.flatten()), like.new_ones(()).expand(n * k), accumulate=True)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
@@ -131,24 +137,22 @@ class Router(nn.Module):
 
     def _with_losses(self, routing: Routing, logits_ne: Tensor, shares_ne: Tensor, b: int) -> Tensor:
         """The weights, through which the router's losses reach its gradient."""
+        moe, zero = self.moe, logits_ne.new_zeros(())
+        counts_be = _count(routing.experts, b, shares_ne)
+        sums = [counts_be.sum(dim=0), shares_ne.detach().sum(dim=0)]
+        aux = self._aux_loss(counts_be, shares_ne, b) if moe.aux_loss else zero
+        z = logits_ne.logsumexp(dim=1).square().sum() * (moe.z_loss / self.global_tokens) if moe.z_loss else zero
+        sums.append(torch.stack([aux, z]).detach())
+        loss = aux + z if moe.aux_loss or moe.z_loss else None
+        return _AddLoss.apply(routing.weights, loss, self.load, torch.cat(sums).double())
+
+    def _aux_loss(self, counts_be: Tensor, shares_ne: Tensor, b: int) -> Tensor:
+        """This rank's part of the load-balancing loss of its sequences."""
         experts, k = shares_ne.shape[1], self.moe.top_k
-        counts_be = torch.zeros(b, experts, dtype=shares_ne.dtype, device=shares_ne.device)
-        of_choice = torch.arange(len(shares_ne), device=shares_ne.device).remainder(b).repeat_interleave(k)
-        ones = torch.ones((), dtype=counts_be.dtype, device=counts_be.device).expand(len(of_choice))
-        counts_be.index_put_((of_choice, routing.experts.flatten()), ones, accumulate=True)
-        tokens_e = counts_be.sum(dim=0)
-        of_sequence_be = collectives.all_reduce(counts_be, self.group)  # where others hold slices of it
-        s = of_sequence_be.sum(dim=1, keepdim=True) / k
+        counts_be = collectives.all_reduce(counts_be.clone(), self.group)  # other ranks hold slices of the sequences
+        s = counts_be.sum(dim=1, keepdim=True) / k
         mean_be = shares_ne.unflatten(0, (-1, b)).sum(dim=0) / s  # this rank's part of the mean
-        aux = (of_sequence_be * (experts / (k * s)) * mean_be).sum() * (self.moe.aux_loss / self.global_batch)
-        z = logits_ne.logsumexp(dim=1).square().sum() * (self.moe.z_loss / self.global_tokens)
-        with torch.no_grad():
-            of_sequence = torch.special.entr(
-                collectives.all_reduce(mean_be.clone(), self.group)
-            ).sum()  # on all ranks of the group
-            entropy = of_sequence / (self.global_batch * collectives.size(self.group))
-            losses = torch.stack([aux.detach(), z.detach(), entropy]).double()
-        return _AddLoss.apply(routing.weights, aux + z, self.load, tokens_e, losses)
+        return (counts_be * (experts / (k * s)) * mean_be).sum() * (self.moe.aux_loss / self.global_batch)
 
     @torch.no_grad()
     def update_bias(self, tokens_e: Tensor) -> None:

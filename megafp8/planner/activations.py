@@ -220,11 +220,11 @@ def _saved_by_experts(config: Config, fp8: Fp8Manager, own: ExpertLayers, *, sha
     x, rows, moe = sizes(config), own.rows, config.model.moe
     assert moe is not None
     e, b = moe.num_experts, config.training.micro_batch_size
-    of_token = (x.h * (not shares_input) + 2 * e + 1) * x.w  # input, logits, scores
+    of_token = (x.h * (not shares_input) + e + (e + 1) * (moe.z_loss > 0)) * x.w  # input, scores, logits
     of_token += moe.top_k * (8 + x.w)  # indices and weights of experts
     of_token += (1 + moe.top_k) * x.w * moe.normalize
     return {
-        "router": x.m_own * of_token + (b * (1 + e) + e) * x.w + 3 * 8,
+        "router": x.m_own * of_token + b * (1 + e) * x.w * (moe.aux_loss > 0) + 8 * (2 * e + 2),
         "rows of experts": 2 * 8 * rows,  # int64 indices
         "expert input": _saved_expert_input(config, fp8, own, own.up[0], own.up_plan),
         "expert up output": rows * own.up[1] * x.e,

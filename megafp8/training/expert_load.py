@@ -24,8 +24,8 @@ from megafp8.parallel_state import ParallelState
 class ExpertLoad:
     """The load of a step. `tokens`: by layer, the choices of each expert.
 
-    `aux_loss`, `z_loss`: what the routers added to the loss that is differentiated. `entropy`: of the mean scores of a
-    sequence, averaged over sequences and layers; 1 if all experts have the same, 0 if one has all.
+    `aux_loss`, `z_loss`: what the routers added to the loss that is differentiated. `entropy`: of the mean scores of
+    all tokens, averaged over layers; 1 if all experts have the same, 0 if one has all.
     """
 
     tokens: Mapping[int, Sequence[int]]
@@ -57,23 +57,29 @@ class LoadCollector:
             router.load.zero()
 
     def sum(self) -> Tensor:
-        """What all routers added up, `[layers, experts + 3]` float64 on the device. Collective; does not wait."""
-        total = torch.zeros(len(self._layers), self._experts + 3, dtype=torch.float64, device=self._parallel.device)
+        """What all routers added up, `[layers, 2 · experts + 2]` float64 on the device. Collective; does not wait.
+
+        In a row the choices of each expert, the sums of its scores, aux loss and z-loss.
+        """
+        shape = len(self._layers), 2 * self._experts + 2
+        total = torch.zeros(shape, dtype=torch.float64, device=self._parallel.device)
         for row, router in self._routers:
-            total[row] = torch.cat([router.load.tokens, router.load.losses])
+            total[row] = router.load.sums
         all_reduce(total, self._parallel.amax.group)  # data × context × tensor: all tokens of a layer
         return all_reduce(total, self._parallel.pipeline.group)
 
     def update_biases(self, total: Tensor) -> None:
         """Move the selection biases of this rank's routers against the load of a step."""
         for row, router in self._routers:
-            router.update_bias(total[row, :-3])
+            router.update_bias(total[row, : self._experts])
 
     def load(self, total: Tensor) -> ExpertLoad:
         """`total`, on the host, as figures."""
-        tokens = {layer: [int(x) for x in row] for layer, row in zip(self._layers, total[:, :-3].tolist())}
-        aux, z, _ = total[:, -3:].sum(dim=0).tolist()
-        entropy = total[:, -1].mean().item() / math.log(self._experts) if self._experts > 1 else 1.0
+        tokens_le, scores_le, losses_l2 = total.split([self._experts, self._experts, 2], dim=1)
+        tokens = {layer: [int(x) for x in row] for layer, row in zip(self._layers, tokens_le.tolist())}
+        mean_le = scores_le / scores_le.sum(dim=1, keepdim=True)
+        entropy = torch.special.entr(mean_le).sum(dim=1).mean().item() / math.log(max(self._experts, 2))
+        aux, z = losses_l2.sum(dim=0).tolist()
         return ExpertLoad(tokens, aux, z, entropy)
 
 
