@@ -14,7 +14,7 @@ from megafp8.fp8 import RECIPES, ContextGroups, CustomScaling, Fp8Manager, Fp8Re
 from megafp8.fp8.health import Recorder
 from megafp8.fp8.recipes.base import OPERANDS, OperandName, config_key
 from megafp8.fp8.tensor import TENSOR
-from megafp8.models.gpt import fp8_layer_names
+from megafp8.models.gpt import expert_layer_sizes, fp8_layer_names
 from megafp8.parallel_state import ParallelState
 
 
@@ -101,6 +101,17 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     if unfit:
         rule = f"a graph would round the gradients of {', '.join(unfit)} with the same noise in every step"
         yield Problem("training.cuda_graphs", True, rule, "try training.cuda_graphs=auto, or another fp8.recipe")
+    if config.model.moe is not None and any(map(build_fp8(config, None).selects, _expert_layers(config))):
+        rule = "the host reads how many tokens each expert has before it starts its FP8 GEMMs, which a graph cannot"
+        yield Problem(
+            "training.cuda_graphs", True, rule, 'try training.cuda_graphs=auto, or fp8.exclude=["*.experts.*"]'
+        )
+
+
+def _expert_layers(config: Config) -> Iterator[str]:
+    """Names of the linear layers of all experts."""
+    for layer in range(config.model.num_layers):
+        yield from expert_layer_sizes(config.model, layer)
 
 
 def _kept_blocks(config: Config) -> list[str]:

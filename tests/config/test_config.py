@@ -268,6 +268,8 @@ EXPERTS: list[tuple[list[str], int, str]] = [
      "parallel.expert = 2: parallel.fsdp shards all weights over the same ranks, and experts would be on others; try"),
     ([EIGHT, "parallel.expert=2", "training.cuda_graphs=true"], 2,
      "with parallel.expert the host reads how many tokens go to each rank, which a graph cannot"),
+    ([EIGHT, "training.precision=fp32", "training.cuda_graphs=true"], 1,
+     "the host reads how many tokens each expert has, which a graph cannot, but in bf16; try"),
 ]  # fmt: skip
 CASES: list[tuple[list[str], int, str]] = [
     *EXPERTS,

@@ -23,6 +23,7 @@ from megafp8.fp8 import (
 )
 from megafp8.models.gpt import fp8_layer_names
 from megafp8.plan import LinearSite
+from megafp8.training.cuda_graphs import why_not
 from megafp8.training.fp8_config import build_fp8, check_recipe, fp8_recipe
 from tests.config.test_config import MINIMAL
 
@@ -153,6 +154,16 @@ def test_what_a_recipe_cannot_do_is_refused(switch: str, fp8: dict[str, Any], me
         return
     with pytest.raises(ConfigError, match=rf"{section}.{switch} = True: .*{message}"):
         check_recipe(config, "run.yaml")
+
+
+def test_a_graph_does_not_hold_fp8_experts() -> None:
+    for exclude, message in (([], "the host reads how many tokens each expert has"), (["*.experts.*"], "")):
+        tree = {**MINIMAL, "fp8": {"recipe": "delayed", "exclude": exclude}}
+        tree["model"] = {**tree["model"], "moe": {"num_experts": 4}}
+        tree["training"] = {**tree["training"], "cuda_graphs": True}
+        config = Config.model_validate(tree)
+        assert why_not(config, "cuda").startswith(message), exclude
+        assert bool(why_not(config, "cuda")) == bool(message)
 
 
 CUSTOM = """

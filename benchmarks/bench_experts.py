@@ -1,0 +1,151 @@
+"""Speed of the linear layers of many experts, and of the rows around them: `python -m benchmarks.bench_experts`.
+
+The first linear layer of all experts of a rank, forward and backward with weight gradients in an fp32 buffer, in bf16
+and with FP8 recipes; then what brings rows to their experts and back. Rows are uneven: shares of experts are drawn from
+a Dirichlet distribution. TFLOP/s count 2·m·n·k for each of the three GEMMs. Default: Qwen3-30B-A3B with 8,192 tokens.
+
+    --experts 8 --top-k 2 --hidden 4096 --width 14336          Mixtral-8x7B
+    --experts 8 --tokens 32768 --top-k 1 --hidden 7168 --width 2048   a rank of DeepSeek-V3 with 8 local experts
+
+Medians of interleaved rounds from a cold L2; "host" is the host's time to launch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.common import Table, add_device_flag, chosen_device, machine, new_parser, require_positive, write_json
+from megafp8.data_parallel.grad_buffer import GradBuffer
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
+from megafp8.fp8 import RECIPES, Fp8Manager
+from megafp8.fp8.speed_measurement import time_round_robin
+from megafp8.ops.grouped_linear import grouped_linear
+from megafp8.ops.permute import Permutation, by_expert, combine, permute
+from megafp8.plan import LinearSite
+
+TABLE = Table("", 30, {"ms": ".3f", "TFLOP/s": ",.0f", "host ms": ".3f"})
+
+
+@dataclass(frozen=True)
+class Record:
+    """A row of the table; `tflops` is None where nothing is multiplied."""
+
+    name: str
+    ms: float
+    tflops: float | None
+    host_ms: float
+
+
+def chosen_experts(tokens: int, experts: int, top_k: int, concentration: float, seed: int) -> Tensor:
+    """Different experts of each token, int64 `[tokens, top_k]`, by popularities from a Dirichlet distribution."""
+    generator = torch.Generator().manual_seed(seed)
+    popularity = torch._sample_dirichlet(torch.full((experts,), concentration), generator=generator)
+    return torch.multinomial(popularity.expand(tokens, -1), top_k, generator=generator)
+
+
+def linear_run(x: Tensor, ends: Tensor, n: int, recipe: str, *, backward: bool) -> Callable[[], object]:
+    """The linear layer of all experts on rows `x`, `[k]` to `[n]` channels."""
+    experts, k = len(ends), x.shape[1]
+    weight = nn.Parameter(torch.randn(experts * n, k, device=x.device).mul_(0.02).to(x.dtype))
+    set_spec(weight, ParamSpec(unsharded("weight", (experts * n, k)), Init("zeros"), replicated_over_tp=False))
+    GradBuffer([weight], data_parallel_group=None, bucket_elements=1 << 40, device=x.device)
+    manager = Fp8Manager(None if recipe == "bf16" else RECIPES[recipe](), amax_group=None)
+    states = [manager.linear(LinearSite(f"expert.{e}", expert=True)) for e in range(experts)]
+    manager.materialize(x.device)
+    x = x.detach().requires_grad_()
+    dy = torch.randn(len(x), n, device=x.device).to(x.dtype)
+
+    def run() -> None:
+        y = grouped_linear(x, weight, ends, states)
+        if backward:
+            y.backward(dy)
+
+    for _ in range(2):  # the second step of delayed scaling has scales
+        run()
+        manager.end_step()
+    return run
+
+
+def rows_run(x: Tensor, permutation: Permutation) -> Callable[[], object]:
+    """Tokens `x` to rows by expert and back, forward and backward."""
+    x = x.detach().requires_grad_()
+    weights = torch.rand(len(x), permutation.top_k, device=x.device, requires_grad=True)
+
+    def run() -> None:
+        y = combine(permute(x, permutation), weights, permutation)
+        torch.autograd.grad(y, (x, weights), torch.ones_like(y))
+
+    return run
+
+
+def measure(runs: dict[str, tuple[Callable[[], object], float]], device: torch.device, rounds: int) -> list[Record]:
+    """Records of named runs and their FLOPs."""
+    times = time_round_robin([run for run, _ in runs.values()], device, rounds=rounds)
+    records = []
+    for (name, (run, flops)), seconds in zip(runs.items(), times, strict=True):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        host = time.perf_counter() - start
+        median = statistics.median(seconds)
+        records.append(Record(name, median * 1e3, flops / median / 1e12 if flops else None, host * 1e3))
+    return records
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = new_parser(__doc__)
+    add_device_flag(parser)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=768, help="inner width of an expert")
+    parser.add_argument("--concentration", type=float, default=8.0, help="of the Dirichlet distribution; large is even")
+    parser.add_argument("--recipes", nargs="*", default=["delayed", "blockwise"], choices=[*RECIPES])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    try:
+        require_positive(given, "tokens", "experts", "top_k", "hidden", "width", "concentration", "rounds")
+        if given.top_k > given.experts:
+            raise ValueError(f"--top-k: {given.top_k} is more than --experts ({given.experts})")
+        device = chosen_device(given)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    experts_nk = chosen_experts(given.tokens, given.experts, given.top_k, given.concentration, given.seed).to(device)
+    permutation = by_expert(experts_nk)
+    counts = torch.bincount(experts_nk.flatten(), minlength=given.experts)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    x = torch.randn(given.tokens, given.hidden, device=device)
+    x = x.to(torch.bfloat16) if device.type == "cuda" else x
+    rows, n = permute(x, permutation), 2 * given.width
+    gemm = 2.0 * len(rows) * given.hidden * n
+    runs: dict[str, tuple[Callable[[], object], float]] = {}
+    for recipe in ("bf16", *given.recipes):
+        for name, backward in (("forward", False), ("forward and backward", True)):
+            run = linear_run(rows, ends, n, recipe, backward=backward)
+            runs[f"{recipe}, {name}"] = run, gemm * (3 if backward else 1)
+    runs["rows to experts and back"] = rows_run(x, permutation), 0.0
+    print(
+        f"{machine(device)}, torch {torch.__version__}; {given.tokens:,} tokens to {given.top_k} of {given.experts} "
+        f"experts, {given.hidden} -> {n}; rows of an expert: {counts.min():,} to {counts.max():,}"
+    )
+    print(TABLE.heading())
+    records = measure(runs, device, given.rounds)
+    for record in records:
+        print(TABLE.row(record.name, record.ms, record.tflops, record.host_ms))
+    write_json(given.json, [asdict(record) for record in records])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
