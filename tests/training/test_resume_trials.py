@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint import CheckpointReader, IncompatibleCheckpoint, load, newest_good, store
+from megafp8.checkpoint import CheckpointReader, IncompatibleCheckpoint, files, load, newest_good
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout
 from megafp8.conversion.native import NativeSource
@@ -104,7 +104,7 @@ def _run(world: World, folder: Path, patch: pytest.MonkeyPatch) -> _Run:
     config = config_of("", seed=1)
     world.run(_save, config, str(folder), ranks=1)
     kinds = tensor_kinds(config)
-    patch.setattr(store, "sync_folder", lambda folder: None)
+    patch.setattr(files, "sync", lambda path: None)
     patch.setattr(state, "tensor_kinds", lambda config: kinds)
     return _Run(config, folder)
 
