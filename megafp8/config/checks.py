@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from megafp8.config import moe_checks, optimizer_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
-from megafp8.config.schema import Config, LatentAttentionConfig, ModelConfig, MoeConfig
+from megafp8.config.schema import Config, LatentAttentionConfig, ModelConfig, MoeConfig, Section
 from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
 
 
@@ -368,7 +368,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
     if c.keep_every is not None and c.keep_last is None:
         rule = "without checkpoint.keep_last every checkpoint is kept"
         yield Problem("checkpoint.keep_every", c.keep_every, rule, "set checkpoint.keep_last too, for example to 2")
-    sections = {"moe": MoeConfig, "latent_attention": LatentAttentionConfig}
+    sections: dict[str, type[Section]] = {"moe": MoeConfig, "latent_attention": LatentAttentionConfig}
     keys = [*ModelConfig.model_fields, *(f"{name}.{key}" for name, x in sections.items() for key in x.model_fields)]
     for key in c.allow_model_change:
         if key not in keys:

@@ -2,8 +2,8 @@
 
 A family (a `model_type`) is a list of traits. A trait covers some keys of config.json: it reads them into fields of
 ModelConfig, and writes them. `same` renames one field, `always` sets what config.json does not say, `only` accepts one
-value, and a few functions cover several keys at once (rotary embedding, sliding windows, biases). Fields of the sections
-model.moe and model.latent_attention are called `moe.top_k`, `latent_attention.q_rank`.
+value, and a few functions cover several keys at once (rotary embedding, sliding windows, biases). Fields of a section
+such as model.moe are called `moe.top_k`.
 
 No value is ignored unless it cannot change the logits. Every key of a config.json is one of these:
 
@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
 from megafp8.config import LatentAttentionConfig, ModelConfig, MoeConfig, RopeScaling, moe_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.checks import attention_heads
@@ -29,7 +31,7 @@ from megafp8.conversion.base import refuse
 
 HfConfig = Mapping[str, Any]
 _REQUIRED: Any = object()
-_SECTIONS = {"moe": MoeConfig, "latent_attention": LatentAttentionConfig}
+_SECTIONS: Mapping[str, type[BaseModel]] = {"moe": MoeConfig, "latent_attention": LatentAttentionConfig}
 MTP_LAYERS = "num_nextn_predict_layers"
 """Key for the number of layers of multi-token prediction."""
 
@@ -293,8 +295,8 @@ _DERIVED_WIDTHS: Mapping[str, tuple[str, ...]] = {
 def _check_derived_widths(hf: HfConfig) -> dict[str, Any]:
     """Keys of deepseek_v3 that follow from others, but that transformers uses as they are in config.json."""
     for key, parts in _DERIVED_WIDTHS.items():
-        values = [hf.get(part) for part in parts]
-        if key in hf and all(isinstance(x, int) for x in values) and hf[key] != sum(values):
+        values = [x for part in parts if isinstance(x := hf.get(part), int)]  # others are refused elsewhere
+        if key in hf and len(values) == len(parts) and hf[key] != sum(values):
             refuse(key, hf[key], f"{' + '.join(parts)} ({sum(values)})")
     return {}
 
@@ -660,7 +662,8 @@ def choose(model: ModelConfig) -> Family:
             nearest = len(lacks), f"{family.model_type}, lacks {', '.join(lacks)}"
     if nearest is None:
         raise ValueError(
-            "no Hugging Face family has this model: latent attention (model.latent_attention) without experts (model.moe)"
+            "no Hugging Face family has this model: latent attention (model.latent_attention) without experts "
+            "(model.moe)"
         )
     raise ValueError(f"no Hugging Face family has this model; the nearest, {nearest[1]}")
 

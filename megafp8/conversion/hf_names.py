@@ -1,8 +1,9 @@
 """Hugging Face's names: in which tensor of theirs each of ours lies.
 
 Both rotate the first half of a head against the second, so q and k need no permutation (files in Meta's own format or
-GGUF would); in latent attention both rotate neighbouring channels. The linear layers of GPT-2 store the transpose, `[k, n]` for our `[n, k]`, and its q, k and v lie side by
-side in one tensor. Experts have tensors of their own, as in ours; transformers 5 fuses them in memory only.
+GGUF would); in latent attention both rotate neighbouring channels. The linear layers of GPT-2 store the transpose,
+`[k, n]` for our `[n, k]`, and its q, k and v lie side by side in one tensor. Experts have tensors of their own, as in
+ours; transformers 5 fuses them in memory only.
 """
 
 from __future__ import annotations

@@ -272,8 +272,8 @@ EXPERTS: list[tuple[list[str], int, str]] = [
 LATENT = "model.latent_attention={q_rank: 32, kv_rank: 16, nope_head_dim: 8, rope_head_dim: 4, value_head_dim: 8}"
 LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     ([LATENT, "model.head_dim=8"], 1,
-     "model.head_dim = 8: model.latent_attention is set, and its heads have the widths nope_head_dim, rope_head_dim and "
-     "value_head_dim; try null, or leave model.latent_attention out"),
+     "model.head_dim = 8: model.latent_attention is set, and its heads have the widths nope_head_dim, rope_head_dim "
+     "and value_head_dim; try null, or leave model.latent_attention out"),
     ([LATENT, "model.num_query_groups=4"], 1,
      "model.num_query_groups = 4: model.latent_attention is set, and each of its heads has a key and a value of its "
      "own; try null, or leave"),

@@ -83,12 +83,16 @@ def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path, caplog: p
     layer = {"model.layers.3.eh_proj.weight": torch.ones(32, 64), "model.layers.3.embed_tokens.weight": torch.ones(1)}
     save_file(kept, theirs / "model.safetensors")
     save_file(kept | layer, mtp / "model.safetensors")
-    with pytest.raises(ValueError, match=r"has a tensor model\.layers\.3\.eh_proj\.weight and 1 more, which no deepseek"):
+    with pytest.raises(
+        ValueError, match=r"has a tensor model\.layers\.3\.eh_proj\.weight and 1 more, which no deepseek"
+    ):
         HfSource(mtp)
     (mtp / "config.json").write_text(json.dumps(config(mtp) | {"num_nextn_predict_layers": 1}))
     with caplog.at_level("INFO", "megafp8"):
         convert(HfSource(mtp), HfSink(tmp_path / "ours"))
-    assert "2 tensors of the layers of multi-token prediction (num_nextn_predict_layers = 1, from layer 3" in caplog.text
+    assert (
+        "2 tensors of the layers of multi-token prediction (num_nextn_predict_layers = 1, from layer 3" in caplog.text
+    )
     assert config(tmp_path / "ours")["num_nextn_predict_layers"] == 0
     same_weights(theirs, tmp_path / "ours")
 
