@@ -377,7 +377,8 @@ def _their_config(rng: Rng, kind: str, keys: Collection[str]) -> dict[str, Any]:
                "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
                "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}  # fmt: skip
     return {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 4 if kind == "DeepseekV3" else rng.choice([2, 4]), "head_dim": 8,
+            "num_attention_heads": 4, "head_dim": 8,
+            "num_key_value_heads": 4 if kind == "DeepseekV3" else rng.choice([2, 4]),
             "max_position_embeddings": 64, "tie_word_embeddings": rng.random() < 0.3,
             **{key: value for key, value in experts.items() if key in keys}}  # fmt: skip
 
