@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from megafp8.config import moe_checks, optimizer_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
-from megafp8.config.schema import Config, ModelConfig, MoeConfig
+from megafp8.config.schema import Config, LatentAttentionConfig, ModelConfig, MoeConfig, Section
 from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
 
 
@@ -89,6 +89,16 @@ def _blend(config: Config) -> Iterator[Problem]:
 
 def attention_heads(m: ModelConfig) -> Iterator[Problem]:
     """Rules about attention heads that hold in any layout."""
+    yield from _equal_heads(m) if m.latent_attention is None else _latent_attention(m, m.latent_attention)
+    scaling = m.rope_scaling
+    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+        path, low = "model.rope_scaling.high_freq_factor", scaling.low_freq_factor
+        rule = f"not above low_freq_factor ({low}), so there is no band to interpolate in"
+        yield Problem(path, scaling.high_freq_factor, rule, f"try {4 * low}")
+
+
+def _equal_heads(m: ModelConfig) -> Iterator[Problem]:
+    """Rules about heads whose queries, keys and values have the same width."""
     heads = m.num_attention_heads
     if m.head_dim is None and m.hidden_size % heads:
         rule = f"not a multiple of model.num_attention_heads ({heads})"
@@ -100,11 +110,33 @@ def attention_heads(m: ModelConfig) -> Iterator[Problem]:
     if heads % m.query_groups:
         rule = f"model.num_attention_heads ({heads}) is not a multiple of it"
         yield Problem("model.num_query_groups", m.query_groups, rule, divisors(heads, m.query_groups))
-    scaling = m.rope_scaling
-    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
-        path, low = "model.rope_scaling.high_freq_factor", scaling.low_freq_factor
-        rule = f"not above low_freq_factor ({low}), so there is no band to interpolate in"
-        yield Problem(path, scaling.high_freq_factor, rule, f"try {4 * low}")
+
+
+def _latent_attention(m: ModelConfig, latent: LatentAttentionConfig) -> Iterator[Problem]:
+    """Rules about heads of multi-head latent attention."""
+    path, off = "model.latent_attention", "or leave model.latent_attention out"
+    unused = {
+        "head_dim": "its heads have the widths nope_head_dim, rope_head_dim and value_head_dim",
+        "num_query_groups": "each of its heads has a key and a value of its own",
+        "linear_bias": "its layers have no biases",
+        "qkv_bias": "its layers have no biases",
+        "qk_norm": "it normalizes the latents instead",
+        "attention_sinks": "its heads have no sinks",
+    }
+    for key, why in unused.items():
+        value = getattr(m, key)
+        if value is not None and value is not False:
+            default = "false" if value is True else "null"
+            yield Problem(f"model.{key}", value, f"{path} is set, and {why}", f"try {default}, {off}")
+    if m.position_embedding != "rope":
+        rule = f"{path} is set, and its rope_head_dim channels have rotary positions"
+        yield Problem("model.position_embedding", m.position_embedding, rule, f"try rope, {off}")
+    if latent.rope_head_dim % 2:
+        rule = "rotary embeddings rotate pairs, so it must be even"
+        yield Problem(f"{path}.rope_head_dim", latent.rope_head_dim, rule, f"try {latent.rope_head_dim + 1}")
+    if latent.value_head_dim > m.channels:
+        rule = f"wider than keys (nope_head_dim + rope_head_dim = {m.channels}), to whose width values are padded"
+        yield Problem(f"{path}.value_head_dim", latent.value_head_dim, rule, f"try {m.channels} or less")
 
 
 def _windows(config: Config) -> Iterator[Problem]:
@@ -230,9 +262,10 @@ def _sequence(config: Config) -> Iterator[Problem]:
         yield Problem("training.seq_length", s, rule, f"try {-(-s // t) * t}, or parallel.sequence_parallel=false")
     by_cudnn = config.device != "cpu" and config.training.precision == "bf16"
     if p.context > 1 and by_cudnn and (m.channels % 8 or m.channels > 256):
-        rule = "its attention kernels take heads of a multiple of 8, at most 256, and model.head_dim is"
-        works = "try parallel.context=1, or model.head_dim=128"
-        yield Problem("parallel.context", p.context, f"{rule} {m.channels}", works)
+        key = "model.head_dim" if m.latent_attention is None else "model.latent_attention.nope_head_dim + rope_head_dim"
+        rule = f"its attention kernels take heads of a multiple of 8, at most 256, and {key} is {m.channels}"
+        works = f"try parallel.context=1, or {'model.head_dim=128' if m.latent_attention is None else 'other widths'}"
+        yield Problem("parallel.context", p.context, rule, works)
 
 
 def _overlap(config: Config) -> Iterator[Problem]:
@@ -335,7 +368,8 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
     if c.keep_every is not None and c.keep_last is None:
         rule = "without checkpoint.keep_last every checkpoint is kept"
         yield Problem("checkpoint.keep_every", c.keep_every, rule, "set checkpoint.keep_last too, for example to 2")
-    keys = [*ModelConfig.model_fields, *(f"moe.{key}" for key in MoeConfig.model_fields)]
+    sections: dict[str, type[Section]] = {"moe": MoeConfig, "latent_attention": LatentAttentionConfig}
+    keys = [*ModelConfig.model_fields, *(f"{name}.{key}" for name, x in sections.items() for key in x.model_fields)]
     for key in c.allow_model_change:
         if key not in keys:
             near = difflib.get_close_matches(key.removeprefix("model."), keys, n=1)

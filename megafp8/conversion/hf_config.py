@@ -2,8 +2,8 @@
 
 A family (a `model_type`) is a list of traits. A trait covers some keys of config.json: it reads them into fields of
 ModelConfig, and writes them. `same` renames one field, `always` sets what config.json does not say, `only` accepts one
-value, and a few functions cover several keys at once (rotary embedding, sliding windows, biases). Fields of the section
-model.moe are called `moe.top_k`.
+value, and a few functions cover several keys at once (rotary embedding, sliding windows, biases). Fields of a section
+such as model.moe are called `moe.top_k`.
 
 No value is ignored unless it cannot change the logits. Every key of a config.json is one of these:
 
@@ -22,13 +22,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from megafp8.config import ModelConfig, MoeConfig, RopeScaling, moe_checks
+from pydantic import BaseModel
+
+from megafp8.config import LatentAttentionConfig, ModelConfig, MoeConfig, RopeScaling, moe_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.checks import attention_heads
 from megafp8.conversion.base import refuse
 
 HfConfig = Mapping[str, Any]
 _REQUIRED: Any = object()
+_SECTIONS: Mapping[str, type[BaseModel]] = {"moe": MoeConfig, "latent_attention": LatentAttentionConfig}
+MTP_LAYERS = "num_nextn_predict_layers"
+"""Key for the number of layers of multi-token prediction."""
 
 
 def _write_nothing(model: ModelConfig) -> dict[str, Any]:
@@ -44,12 +49,16 @@ class Trait(NamedTuple):
 
 
 class Family(NamedTuple):
-    """What `transformers` calls a model_type, with the class that holds its weights; `moe`: its layers have experts."""
+    """What `transformers` calls a model_type, with the class that holds its weights.
+
+    `moe`: its layers have experts; `latent`: they have latent attention.
+    """
 
     model_type: str
     architecture: str
     traits: tuple[Trait, ...]
     moe: bool = False
+    latent: bool = False
 
 
 def same(
@@ -87,13 +96,16 @@ def always(**fields: Any) -> Trait:
     return Trait((), lambda hf: fields)
 
 
-def only(written: bool = True, **values: Any) -> Trait:
-    """Keys of which megafp8 supports one value, which is their default too; `written`: stated in what we write."""
+def only(written: bool = True, why: str = "", **values: Any) -> Trait:
+    """Keys of which megafp8 supports one value, which is their default too, and `why`.
+
+    `written`: stated in what we write.
+    """
 
     def read(hf: HfConfig) -> dict[str, Any]:
         for key, value in values.items():
             if hf.get(key, value) != value:
-                refuse(key, hf[key], repr(value))
+                refuse(key, hf[key], f"{value!r}{why and ', '}{why}")
         return {}
 
     return Trait(tuple(values), read, lambda model: values if written else {})
@@ -273,6 +285,49 @@ def _write_sparse_layers(model: ModelConfig) -> dict[str, Any]:
     return {"decoder_sparse_step": model.moe.layer_interval, "mlp_only_layers": dense}
 
 
+_DERIVED_WIDTHS: Mapping[str, tuple[str, ...]] = {
+    "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
+    "head_dim": ("qk_rope_head_dim",),  # of the rotary embedding
+    "num_key_value_heads": ("num_attention_heads",),
+}
+
+
+def _check_derived_widths(hf: HfConfig) -> dict[str, Any]:
+    """Keys of deepseek_v3 that follow from others, but that transformers uses as they are in config.json."""
+    for key, parts in _DERIVED_WIDTHS.items():
+        values = [x for part in parts if isinstance(x := hf.get(part), int)]  # others are refused elsewhere
+        if key in hf and len(values) == len(parts) and hf[key] != sum(values):
+            refuse(key, hf[key], f"{' + '.join(parts)} ({sum(values)})")
+    return {}
+
+
+def _read_groups(hf: HfConfig) -> dict[str, Any]:
+    experts, groups = hf.get("n_routed_experts"), hf.get("n_group", 8)
+    if isinstance(experts, int) and isinstance(groups, int) and 0 < experts < 2 * groups:
+        refuse("n_group", groups, f"groups of at least two of the n_routed_experts ({experts})")
+    return {"moe.num_groups": groups, "moe.top_groups": hf.get("topk_group", 4)}
+
+
+def _write_groups(model: ModelConfig) -> dict[str, Any]:
+    moe = model.moe
+    assert moe is not None
+    if moe.top_groups in (None, moe.num_groups):  # experts of all groups are chosen from
+        return {"n_group": 1, "topk_group": 1}
+    return {"n_group": moe.num_groups, "topk_group": moe.top_groups}
+
+
+def _read_shared_experts(hf: HfConfig) -> dict[str, Any]:
+    count, width = hf.get("n_shared_experts", 1), hf.get("moe_intermediate_size")
+    if not isinstance(count, int) or count < 1:
+        refuse("n_shared_experts", count, "1 or more in this family")
+    return {"moe.shared_ffn_hidden_size": count * width if isinstance(width, int) else width}
+
+
+def _write_shared_experts(model: ModelConfig) -> dict[str, Any]:
+    shared = canonical(model)["moe.shared_ffn_hidden_size"] or 0
+    return {"n_shared_experts": max(1, shared // model.expert_size)}
+
+
 def _read_llama_biases(hf: HfConfig) -> dict[str, Any]:
     attention, mlp = _flag(hf, "attention_bias"), _flag(hf, "mlp_bias")
     if attention != mlp:
@@ -302,25 +357,32 @@ def _activations(*, gated: bool) -> dict[str, str]:
     return {theirs: name for name, ours in ACTIVATIONS.items() if ours.gated == gated for theirs in ours.hugging_face}
 
 
+def _any_rope_model(rope_theta: float) -> tuple[Trait, ...]:
+    """Traits of all families with rotary embeddings, whatever their attention."""
+    return (
+        same("num_layers", "num_hidden_layers"),
+        same("hidden_size", "hidden_size"),
+        same("num_attention_heads", "num_attention_heads"),
+        same("ffn_hidden_size", "intermediate_size"),
+        same("vocab_size", "vocab_size"),
+        same("max_position_embeddings", "max_position_embeddings", None),
+        same("activation", "hidden_act", "silu", _activations(gated=True)),
+        same("tie_embeddings", "tie_word_embeddings", False),
+        _INIT_STD,
+        always(position_embedding="rope", normalization="rmsnorm"),
+        Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), lambda hf: _read_rope(hf, rope_theta), _write_rope),
+    )
+
+
 def _llama_like(
     *, num_key_value_heads: int | None, head_dim: int | None = None, norm_eps: float = 1e-6, rope_theta: float = 1e4
 ) -> tuple[Trait, ...]:
     """Traits of Llama and its relatives; the arguments are the defaults of `transformers`."""
     return (
-        same("num_layers", "num_hidden_layers"),
-        same("hidden_size", "hidden_size"),
-        same("num_attention_heads", "num_attention_heads"),
+        *_any_rope_model(rope_theta),
         same("num_query_groups", "num_key_value_heads", num_key_value_heads, nullable=True),
         same("head_dim", "head_dim", head_dim),
-        same("ffn_hidden_size", "intermediate_size"),
-        same("vocab_size", "vocab_size"),
-        same("max_position_embeddings", "max_position_embeddings", None),
-        same("activation", "hidden_act", "silu", _activations(gated=True)),
         same("norm_eps", "rms_norm_eps", norm_eps),
-        same("tie_embeddings", "tie_word_embeddings", False),
-        _INIT_STD,
-        always(position_embedding="rope", normalization="rmsnorm"),
-        Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), lambda hf: _read_rope(hf, rope_theta), _write_rope),
         only(written=False, rope_interleaved=False),
     )
 
@@ -453,9 +515,47 @@ _QWEN2_MOE = Family(
     ),
     moe=True,
 )
-FAMILIES = {
-    family.model_type: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE)
-}
+_DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    (
+        *_any_rope_model(rope_theta=1e4),
+        always(norm_eps=1e-6),
+        only(rms_norm_eps=1e-6, why="which transformers uses for the norms of the latents, whatever this key says"),
+        same("latent_attention.q_rank", "q_lora_rank"),
+        same("latent_attention.kv_rank", "kv_lora_rank"),
+        same("latent_attention.nope_head_dim", "qk_nope_head_dim"),
+        same("latent_attention.rope_head_dim", "qk_rope_head_dim"),
+        same("latent_attention.value_head_dim", "v_head_dim"),
+        Trait(
+            tuple(_DERIVED_WIDTHS),
+            _check_derived_widths,
+            # The default of transformers is 128, whatever the number of heads.
+            lambda model: {"num_key_value_heads": model.num_attention_heads},
+        ),
+        only(rope_interleave=True, attention_bias=False),
+        same("moe.top_k", "num_experts_per_tok"),
+        _num_experts("n_routed_experts", "num_local_experts"),
+        same("moe.ffn_hidden_size", "moe_intermediate_size"),
+        Trait(("n_shared_experts",), _read_shared_experts, _write_shared_experts),
+        same("moe.first_dense_layers", "first_k_dense_replace", 3),
+        same("moe.normalize", "norm_topk_prob", True),
+        same("moe.scaling_factor", "routed_scaling_factor", 2.5),
+        Trait(("n_group", "topk_group"), _read_groups, _write_groups),
+        always(**{"moe.score": "sigmoid", "moe.selection_bias": True}),
+        # Not read by transformers, but by other engines.
+        only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
+        # Of losses that ours is not, as router_aux_loss_coef.
+        Trait(("aux_loss_alpha", "seq_aux"), lambda hf: {}),
+        # The number of layers after the last that predict further tokens, which are neither read (see hf_names) nor
+        # written. They do not change the logits of the next token.
+        Trait((MTP_LAYERS, "num_mtp_layers"), lambda hf: {}, lambda model: {MTP_LAYERS: 0}),
+    ),
+    moe=True,
+    latent=True,
+)
+_ALL = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _DEEPSEEK_V3)
+FAMILIES = {family.model_type: family for family in _ALL}
 """In order of preference where several can express a model."""
 
 _FIXED: Mapping[str, tuple[Any, ...]] = {
@@ -479,7 +579,7 @@ _HARMLESS_FOR: Mapping[str, str] = {
     "they choose outputs, caches, and implementations that differ in rounding alone": "use_cache return_dict "
     "output_hidden_states output_attentions output_router_logits output_past tie_last_hidden_states is_decoder "
     "chunk_size_feed_forward pretraining_tp attn_implementation _attn_implementation _attn_implementation_autoset "
-    "experts_implementation gradient_checkpointing reorder_and_upcast_attn",
+    "experts_implementation ep_size gradient_checkpointing reorder_and_upcast_attn",
     "evaluation has no dropout or noise, and training here has none": "attention_dropout hidden_dropout resid_pdrop "
     "embd_pdrop attn_pdrop classifier_dropout router_jitter_noise",
     "they are sizes of buffers in old releases": "n_ctx max_sequence_length",
@@ -522,8 +622,9 @@ def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
             f"{values_of}: megafp8 does not know {'this key' if len(unknown) == 1 else 'these keys'} of {kind} models, "
             f"which may change what the model computes; if that is not so, remove {' and '.join(unknown)}"
         )
-    if family.moe:
-        fields["moe"] = {key.removeprefix("moe."): fields.pop(key) for key in [*fields] if key.startswith("moe.")}
+    for section in _SECTIONS:
+        keys = [key for key in fields if key.startswith(f"{section}.")]
+        fields |= {section: {key.removeprefix(f"{section}."): fields.pop(key) for key in keys}} if keys else {}
     try:
         model = ModelConfig(**fields)
     except ValueError as error:  # pydantic's, of a value that is no number
@@ -550,15 +651,20 @@ def choose(model: ModelConfig) -> Family:
     """The first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
     _check_model(model)
     nearest: tuple[int, str] | None = None
+    kind = model.moe is not None, model.latent_attention is not None
     for family in FAMILIES.values():
-        if family.moe != (model.moe is not None):
+        if (family.moe, family.latent) != kind:
             continue
         lacks = _lacks(family, model)
         if not lacks:
             return family
         if nearest is None or len(lacks) < nearest[0]:
             nearest = len(lacks), f"{family.model_type}, lacks {', '.join(lacks)}"
-    assert nearest is not None
+    if nearest is None:
+        raise ValueError(
+            "no Hugging Face family has this model: latent attention (model.latent_attention) without experts "
+            "(model.moe)"
+        )
     raise ValueError(f"no Hugging Face family has this model; the nearest, {nearest[1]}")
 
 
@@ -573,10 +679,12 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
 
 
 def canonical(model: ModelConfig) -> dict[str, Any]:
-    """All fields of `model`, and of `model.moe` as moe.top_k, with defaults that depend on other fields resolved."""
+    """All fields of `model`, and of its sections as moe.top_k, with defaults that depend on other fields resolved."""
     fields = {name: getattr(model, name) for name in ModelConfig.model_fields}
+    for name, section in _SECTIONS.items():
+        if fields[name] is not None:
+            fields |= {f"{name}.{key}": getattr(fields[name], key) for key in section.model_fields}
     if model.moe is not None:
-        fields |= {f"moe.{name}": getattr(model.moe, name) for name in MoeConfig.model_fields}
         fields["moe.ffn_hidden_size"] = model.expert_size
     return fields | {
         "num_query_groups": model.query_groups,
@@ -594,10 +702,15 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
         ignored |= set() if one.position_embedding == "rope" else {"rope_theta", "rope_scaling"}
     if one.linear_bias and other.linear_bias:
         ignored.add("qkv_bias")  # it adds nothing then
-    if one.moe is None or other.moe is None:
-        ignored |= {key for key in a if key.startswith("moe.")}
-    else:
-        ignored |= {"moe", "moe.bias_update_rate", "moe.aux_loss", "moe.z_loss"}  # they concern training alone
+    for section in _SECTIONS:
+        if a[section] is None or b[section] is None:
+            ignored |= {key for key in a if key.startswith(f"{section}.")}
+        else:
+            ignored.add(section)
+    if one.latent_attention is not None and other.latent_attention is not None:
+        ignored.add("head_dim")  # the sum of two widths
+    if one.moe is not None and other.moe is not None:
+        ignored |= {"moe.bias_update_rate", "moe.aux_loss", "moe.z_loss"}  # they concern training alone
         dense = [[i for i in range(m.num_layers) if m.moe_of(i) is None] for m in (one, other)]
         ignored |= {"moe.first_dense_layers", "moe.layer_interval"} if dense[0] == dense[1] else set()
         ignored |= {"ffn_hidden_size"} if dense == [[], []] else set()

@@ -1,8 +1,9 @@
 """Hugging Face's names: in which tensor of theirs each of ours lies.
 
 Both rotate the first half of a head against the second, so q and k need no permutation (files in Meta's own format or
-GGUF would). The linear layers of GPT-2 store the transpose, `[k, n]` for our `[n, k]`, and its q, k and v lie side by
-side in one tensor. Experts have tensors of their own, as in ours; transformers 5 fuses them in memory only.
+GGUF would); in latent attention both rotate neighbouring channels. The linear layers of GPT-2 store the transpose,
+`[k, n]` for our `[n, k]`, and its q, k and v lie side by side in one tensor. Experts have tensors of their own, as in
+ours; transformers 5 fuses them in memory only.
 """
 
 from __future__ import annotations
@@ -76,12 +77,31 @@ _QWEN_MOE = _LLAMA | {
     "layers.*.mlp.shared.down": Place("model.layers.*.mlp.shared_expert.down_proj"),
     "layers.*.mlp.shared_gate": Place("model.layers.*.mlp.shared_expert_gate"),
 }
+_DEEPSEEK_V3 = _LLAMA | {
+    "layers.*.attention.q_down": Place("model.layers.*.self_attn.q_a_proj"),
+    "layers.*.attention.q_norm": Place("model.layers.*.self_attn.q_a_layernorm"),
+    "layers.*.attention.q_up": Place("model.layers.*.self_attn.q_b_proj"),
+    "layers.*.attention.kv_down": Place("model.layers.*.self_attn.kv_a_proj_with_mqa"),
+    "layers.*.attention.kv_norm": Place("model.layers.*.self_attn.kv_a_layernorm"),
+    "layers.*.attention.kv_up": Place("model.layers.*.self_attn.kv_b_proj"),
+    "layers.*.mlp.router": Place("model.layers.*.mlp.gate"),
+    "layers.*.mlp.experts.*.gate": Place("model.layers.*.mlp.experts.*.gate_proj"),
+    "layers.*.mlp.experts.*.up": Place("model.layers.*.mlp.experts.*.up_proj"),
+    "layers.*.mlp.experts.*.down": Place("model.layers.*.mlp.experts.*.down_proj"),
+    "layers.*.mlp.shared.gate": Place("model.layers.*.mlp.shared_experts.gate_proj"),
+    "layers.*.mlp.shared.up": Place("model.layers.*.mlp.shared_experts.up_proj"),
+    "layers.*.mlp.shared.down": Place("model.layers.*.mlp.shared_experts.down_proj"),
+}
 _MODULES: Mapping[str, Mapping[str, Place]] = {
+    "deepseek_v3": _DEEPSEEK_V3,
     "gpt2": _GPT2,
     "mixtral": _MIXTRAL,
     "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
 }
+
+_PARAMETERS = {"mlp.router.bias": "e_score_correction_bias"}
+"""Their names of parameters that are not called weight or bias, by module and name of ours."""
 
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 """Constants that older releases of `transformers` saved with the weights."""
@@ -93,7 +113,8 @@ def place(model_type: str, name: str) -> Place:
     numbers = iter(_NUMBER.findall(module))
     found = _MODULES.get(model_type, _LLAMA)[_NUMBER.sub("*", module)]
     theirs = re.sub(r"\*", lambda _: next(numbers), found.name)
-    return found._replace(name=f"{theirs}.{parameter}", transposed=found.transposed and parameter == "weight")
+    its_name = next((theirs for ours, theirs in _PARAMETERS.items() if name.endswith(f".{ours}")), parameter)
+    return found._replace(name=f"{theirs}.{its_name}", transposed=found.transposed and parameter == "weight")
 
 
 def base_prefix(model_type: str) -> str:
@@ -104,3 +125,9 @@ def base_prefix(model_type: str) -> str:
 def is_buffer(name: str) -> bool:
     """Whether a tensor of theirs is no weight."""
     return _BUFFERS.search(name) is not None
+
+
+def is_of_layers(name: str, layers: range) -> bool:
+    """Whether a tensor of theirs belongs to one of `layers`."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) in layers

@@ -13,12 +13,15 @@ One check reads weights: where config.json has tie_word_embeddings = true, but t
 it equals the embedding it is left out. If it differs the folder is refused, because readers disagree: transformers 5
 uses both tensors and does not tie them, transformers 4 drops the output layer.
 
+Layers of multi-token prediction (deepseek_v3), which are numbered after the model's own, are left out with a log line.
+
 A tensor is read when it is asked for, by rows where only some are wanted. q, k and v of GPT-2 are parts of one
 transposed tensor, which is read whole for each of them.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -28,12 +31,14 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import BLOCK_BYTES, parse_object, read_file
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
-from megafp8.conversion.hf_config import read_config
-from megafp8.conversion.hf_names import base_prefix, is_buffer, place
+from megafp8.conversion.hf_config import MTP_LAYERS, read_config
+from megafp8.conversion.hf_names import base_prefix, is_buffer, is_of_layers, place
 from megafp8.conversion.model import model_tensors
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
 from megafp8.conversion.target import TOKENIZER_NAMES
 from megafp8.distributed.sharding import Shape
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
@@ -44,7 +49,7 @@ class HfSource(Source):
     """The model in the folder `path`. Raises ValueError naming file, and key or tensor, where it is not supported.
 
     `vocab_multiple`: the vocabulary is padded with zeros to a multiple of it, as `ModelConfig.vocab_multiple`. `about`
-    has the whole config.json under the key `huggingface`.
+    has the whole config.json under the key `huggingface`, without what is left out.
     """
 
     def __init__(self, path: str | Path, vocab_multiple: int = 128) -> None:
@@ -55,7 +60,9 @@ class HfSource(Source):
         except ValueError as error:
             raise ValueError(f"{self.path / CONFIG_FILE}: {error}") from None
         self.model = model.model_copy(update={"vocab_multiple": vocab_multiple})
-        self.about = {"huggingface": config}
+        mtp = config.get(MTP_LAYERS)
+        self._left_out = range(model.num_layers, model.num_layers + mtp) if isinstance(mtp, int) else range(0)
+        self.about = {"huggingface": config | ({MTP_LAYERS: 0} if self._left_out else {})}
         others = (self.path / name for name in (*TOKENIZER_NAMES, GENERATION_FILE))
         self.tokenizer_files = [file for file in others if file.is_file()]
         self._model_type = family.model_type
@@ -90,6 +97,12 @@ class HfSource(Source):
             self._check_copy(self._entries[_OUTPUT])
             used.add(_OUTPUT)
         unknown = sorted(self._entries.keys() - used)
+        if left_out := [name for name in unknown if is_of_layers(name, self._left_out)]:
+            logger.info(
+                f"{self.path}: {len(left_out)} tensors of the layers of multi-token prediction ({MTP_LAYERS} = "
+                f"{len(self._left_out)}, from layer {self._left_out[0]} on) are left out: megafp8 has no such layers"
+            )
+            unknown = [name for name in unknown if name not in left_out]
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise ValueError(

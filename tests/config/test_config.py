@@ -271,8 +271,39 @@ EXPERTS: list[tuple[list[str], int, str]] = [
     ([EIGHT, "training.precision=fp32", "training.cuda_graphs=true"], 1,
      "the host reads how many tokens each expert has, which a graph cannot, but in bf16; try"),
 ]  # fmt: skip
+LATENT = "model.latent_attention={q_rank: 32, kv_rank: 16, nope_head_dim: 8, rope_head_dim: 4, value_head_dim: 8}"
+LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
+    ([LATENT, "model.head_dim=8"], 1,
+     "model.head_dim = 8: model.latent_attention is set, and its heads have the widths nope_head_dim, rope_head_dim "
+     "and value_head_dim; try null, or leave model.latent_attention out"),
+    ([LATENT, "model.num_query_groups=4"], 1,
+     "model.num_query_groups = 4: model.latent_attention is set, and each of its heads has a key and a value of its "
+     "own; try null, or leave"),
+    ([LATENT, "model.qkv_bias=true"], 1,
+     "model.qkv_bias = True: model.latent_attention is set, and its layers have no biases; try false, or leave"),
+    ([LATENT, "model.linear_bias=true"], 1, "model.linear_bias = True: model.latent_attention is set, and its layers"),
+    ([LATENT, "model.qk_norm=true"], 1,
+     "model.qk_norm = True: model.latent_attention is set, and it normalizes the latents instead; try false, or leave"),
+    ([LATENT, "model.attention_sinks=true"], 1,
+     "model.attention_sinks = True: model.latent_attention is set, and its heads have no sinks; try false, or leave"),
+    ([LATENT, "model.position_embedding=none"], 1,
+     "model.position_embedding = 'none': model.latent_attention is set, and its rope_head_dim channels have rotary "
+     "positions; try rope, or leave model.latent_attention out"),
+    ([LATENT, "model.latent_attention.rope_head_dim=5"], 1,
+     "model.latent_attention.rope_head_dim = 5: rotary embeddings rotate pairs, so it must be even; try 6"),
+    ([LATENT, "model.latent_attention.value_head_dim=13"], 1,
+     "model.latent_attention.value_head_dim = 13: wider than keys (nope_head_dim + rope_head_dim = 12), to whose width "
+     "values are padded; try 12 or less"),
+    ([LATENT, "parallel.context=2"], 2,
+     "parallel.context = 2: its attention kernels take heads of a multiple of 8, at most 256, and "
+     "model.latent_attention.nope_head_dim + rope_head_dim is 12; try parallel.context=1, or other widths"),
+    ([LATENT, "model.rope_scaling={low_freq_factor: 4}"], 1,
+     "model.rope_scaling.high_freq_factor = 4.0: not above low_freq_factor (4.0)"),
+    (["checkpoint.allow_model_change=[latent_attention.qrank]"], 1, "did you mean latent_attention.q_rank?"),
+]  # fmt: skip
 CASES: list[tuple[list[str], int, str]] = [
     *EXPERTS,
+    *LATENT_ATTENTION,
     (["parallel.tensor=3"], 3, "parallel.tensor = 3: model.num_attention_heads (8) is not a multiple of it; try"),
     (["parallel.tensor=2"], 3, "the world has 3 ranks, not a multiple of 2; start 4 processes"),
     (["checkpoint.keep_every=5"], 4, "keep_every = 5: without checkpoint.keep_last every checkpoint is kept; set"),
@@ -417,6 +448,7 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
         *((None, ["training.cuda_graphs=true", "fp8.recipe=delayed", more], n)
           for n, more in ((1, "parallel.zero=0"), (2, "parallel.tensor=2"), (8, "parallel.fsdp=true"))),
         (None, ["parallel.recompute=selective"], 1),
+        (None, [LATENT, "model.hidden_size=66"], 1),  # no multiple of the heads
         (None, ["data.packing=best_fit", "data.reset_at_documents=true", "data.mask_eod_loss=true",
                 "data.tokenizer.kind=bytes"], 1),
         (None, ["parallel.recompute=full", "parallel.recompute_blocks=4", "parallel.offload=1"], 1),
@@ -424,6 +456,7 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
                   "parallel.recompute_blocks=3"], 2) for layers in ("[1, 3]", "balanced")),
         ("quickstart", [], 4), ("gpt2-125m", [], 1), ("gpt2-125m", [], 8), ("llama3-8b", [], 8),
         ("llama3-70b", [], 64), ("llama3-405b", [], 1024), ("mixtral-8x7b", [], 64), ("qwen3-30b-a3b", [], 64),
+        ("deepseek-v3", [], 1024),
     ],
 )  # fmt: skip
 def test_configs_that_can_run(tmp_path: Path, config: str | None, overrides: list[str], world_size: int) -> None:

@@ -39,6 +39,23 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8,
 }
 EXPERTS: dict[str, Any] = LLAMA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEEPSEEK: dict[str, Any] = LLAMA | {
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
 GPT2: dict[str, Any] = {
     "vocab_size": V,
     "n_embd": 32,
@@ -74,6 +91,12 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         EXPERTS | {"shared_expert_intermediate_size": 8, "qkv_bias": False, "norm_topk_prob": True},
     ),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek-v3-tied": (
+        "DeepseekV3",
+        DEEPSEEK
+        | {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE, "norm_topk_prob": False, "v_head_dim": 12},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
 }
@@ -89,6 +112,23 @@ SMALL: dict[str, Any] = {
     "vocab_multiple": 8,
 }
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
+LATENT: dict[str, Any] = SMALL | {
+    "num_query_groups": None,
+    "norm_eps": 1e-6,
+    "latent_attention": {"q_rank": 20, "kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 6, "value_head_dim": 8},
+    "moe": {
+        "num_experts": 8,
+        "top_k": 3,
+        "ffn_hidden_size": 24,
+        "shared_ffn_hidden_size": 48,
+        "first_dense_layers": 1,
+        "score": "sigmoid",
+        "scaling_factor": 2.5,
+        "num_groups": 4,
+        "top_groups": 2,
+        "selection_bias": True,
+    },
+}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SMALL | {"rope_scaling": SCALING, "rope_theta": 500.0}),
     "llama-tied": ("llama", SMALL | {"tie_embeddings": True, "num_query_groups": None, "head_dim": 6}),
@@ -124,6 +164,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe": {"num_experts": 6, "shared_ffn_hidden_size": 40, "shared_gate": True, "layer_interval": 2},
         },
     ),
+    "deepseek_v3": ("deepseek_v3", LATENT | {"rope_scaling": SCALING, "rope_theta": 500.0}),
     "gpt2": (
         "gpt2",
         SMALL
@@ -150,11 +191,16 @@ def make_theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
         getattr(transformers, f"{kind}Config")(**options)
     )
-    with torch.no_grad():
-        for key, param in model.named_parameters():
-            centre = 1.0 if "norm" in key and key.endswith("weight") else 0.0
-            param.copy_(centre + 0.2 * torch.randn(param.shape))
+    randomize(model)
     return model.to(dtype).eval()
+
+
+@torch.no_grad()
+def randomize(model: Any) -> None:
+    """Random values for all that a model of `transformers` stores."""
+    biases = [(key, x) for key, x in model.named_buffers() if key.endswith("e_score_correction_bias")]
+    for key, x in [*model.named_parameters(), *biases]:
+        x.copy_((1.0 if "norm" in key and key.endswith("weight") else 0.0) + 0.2 * torch.randn(x.shape))
 
 
 def tokens() -> Tensor:

@@ -10,20 +10,42 @@ import pytest
 from megafp8.config import ModelConfig, MoeConfig, load_config
 from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
 from megafp8.conversion.model import model_tensors
-from tests.conversion.families import EXPERTS, GPT2, LLAMA, LLAMA3_ROPE, OURS, SMALL, THEIRS
+from tests.conversion.families import DEEPSEEK, EXPERTS, GPT2, LATENT, LLAMA, LLAMA3_ROPE, OURS, SMALL, THEIRS
 from tests.quickstart_data import ROOT
 
 L = LLAMA | {"model_type": "llama"}
 M, Q2, Q3 = ({**L, "model_type": kind} for kind in ("mistral", "qwen2", "qwen3"))
 X = {**L, "model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
 E2, E3 = ({**EXPERTS, "model_type": kind} for kind in ("qwen2_moe", "qwen3_moe"))
+D = DEEPSEEK | {"model_type": "deepseek_v3"}
 G = GPT2 | {"model_type": "gpt2"}
 ORIGINAL = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another family": (L | {"model_type": "phi"}, "model_type = 'phi': .*supported: gpt2, llama, mistral, mixtral"),
-    "latent attention": (E3 | {"model_type": "deepseek_v3"}, "model_type = 'deepseek_v3': megafp8 has no such model"),
+    "another family": (L | {"model_type": "phi"}, "model_type = 'phi': .*supported: deepseek_v3, gpt2, llama, mistral"),
+    "queries without a latent": (D | {"q_lora_rank": None}, "q_lora_rank = None: megafp8 has no such model"),
+    "pairs of channels that are apart": (D | {"rope_interleave": False}, "rope_interleave = False: .*supported: True"),
+    "another epsilon in latents": (
+        D | {"rms_norm_eps": 1e-5},
+        "rms_norm_eps = 1e-05: .*supported: 1e-06, which transformers uses for the norms of the latents",
+    ),
+    "yarn of DeepSeek-V3": (
+        D | {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "beta_fast": 32}},
+        "rope_scaling.rope_type = 'yarn': .*supported: default, llama3",
+    ),
+    "a rotary width of another name": (D | {"head_dim": 8}, r"head_dim = 8: .*supported: qk_rope_head_dim \(4\)"),
+    "an inferred rotary width": (D | {"head_dim": None}, r"head_dim = None: .*supported: qk_rope_head_dim \(4\)"),
+    "another width of keys": (D | {"qk_head_dim": 8}, r"qk_nope_head_dim \+ qk_rope_head_dim \(12\)"),
+    "grouped queries with latents": (D | {"num_key_value_heads": 2}, r"num_attention_heads \(4\)"),
+    "values wider than keys": (D | {"v_head_dim": 13}, r"latent_attention.value_head_dim = 13: wider than keys"),
+    "a bias in DeepSeek": (D | {"attention_bias": True}, "attention_bias = True: .*supported: False"),
+    "softmax in DeepSeek": (D | {"scoring_func": "softmax"}, "scoring_func = 'softmax': .*supported: 'sigmoid'"),
+    "another choice of groups": (D | {"topk_method": "group_limited_greedy"}, "topk_method = .*supported: 'noaux_tc'"),
+    "no shared expert in DeepSeek": (D | {"n_shared_experts": 0}, "n_shared_experts = 0: .*supported: 1 or more"),
+    "groups of one expert": (D | {"n_group": 8}, r"n_group = 8: .*at least two of the n_routed_experts \(8\)"),
+    "more choices than experts in groups": (D | {"num_experts_per_tok": 5}, "top_groups = 2: so many groups have 4"),
+    "DeepSeek without experts": (D | {"first_k_dense_replace": 3}, "none of the 3 layers has experts"),
     "a norm of all heads at once": (E3 | {"model_type": "olmoe"}, "model_type = 'olmoe': megafp8 has no such model"),
     "no family": (LLAMA, "model_type = None"),
     "bias on attention alone": (L | {"attention_bias": True}, r"attention_bias = True: .*\(mlp_bias = true too\)"),
@@ -216,6 +238,10 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             ),
         },
     ),
+    "DeepSeek's other keys": (
+        D | {"ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "scoring_func": "sigmoid", "moe_layer_freq": 1},
+        {"channels": 12, "rotary_channels": 4, "value_channels": 6, "norm_eps": 1e-6},
+    ),
     "theta, version 4": (L | {"rope_theta": 5e5}, {"rope_theta": 5e5}),
     "theta, version 5": (L | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5}),
 }
@@ -259,6 +285,10 @@ def _experts(**options: Any) -> dict[str, Any]:
     return {"moe": {"num_experts": 4, **options}}
 
 
+def _deepseek(**options: Any) -> dict[str, Any]:
+    return LATENT | {"moe": LATENT["moe"] | options}
+
+
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "mixtral-8x7b": (
         46_702_792_704,
@@ -287,6 +317,23 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
         },
     ),
+    # The hub's also has auto_map, quantization_config (FP8) and rope_scaling (yarn, for contexts above 4096), which are
+    # refused. 14,848 of the parameters are biases of routers; those of multi-token prediction are not counted.
+    "deepseek-v3": (
+        671_026_419_200,
+        {
+            "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
+            "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+            "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+            "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+            "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+            "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+            "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+            "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+        },
+    ),
 }  # fmt: skip
 """Parameters and config.json on the hub of models that have a config here."""
 
@@ -313,6 +360,17 @@ def test_configs_are_the_published_models(name: str) -> None:
         (_experts(first_dense_layers=1), r"nearest, mixtral, lacks model.moe.first_dense_layers = 1 \(there 0\)$"),
         (_experts(normalize=False), r"nearest, mixtral, lacks model.moe.normalize = False \(there True\)$"),
         (_experts(shared_ffn_hidden_size=8), r"nearest, mixtral, lacks model.moe.shared_ffn_hidden_size = 8"),
+        (_deepseek(score="softmax"), r"nearest, deepseek_v3, lacks model.moe.score = 'softmax' \(there 'sigmoid'\)$"),
+        (_deepseek(selection_bias=False), r"lacks model.moe.selection_bias = False \(there True\)$"),
+        (_deepseek(shared_gate=True), r"lacks model.moe.shared_gate = True \(there False\)$"),
+        (_deepseek(shared_ffn_hidden_size=40), r"lacks model.moe.shared_ffn_hidden_size = 40 \(there 24\)$"),
+        (_deepseek(shared_ffn_hidden_size=None), r"lacks model.moe.shared_ffn_hidden_size = None \(there 24\)$"),
+        (_deepseek(layer_interval=2), r"lacks model.moe.layer_interval = 2 \(there 1\)$"),
+        (_deepseek(num_groups=8, top_groups=4), "lacks n_group = 8: .*groups of at least two"),
+        (LATENT | {"norm_eps": 1e-5}, r"nearest, deepseek_v3, lacks model.norm_eps = 1e-05 \(there 1e-06\)$"),
+        (LATENT | {"sliding_window": 5}, r"nearest, deepseek_v3, lacks model.sliding_window = 5 \(there None\)$"),
+        (LATENT | {"moe": None}, r"^no Hugging Face family has this model: latent attention .* without experts"),
+        (LATENT | {"qk_norm": True}, "^model.qk_norm = True: model.latent_attention is set, and it normalizes"),
         (_experts(top_k=5), r"^model.moe.top_k = 5: .*num_experts is 4"),
     ],
 )
@@ -325,7 +383,9 @@ def test_every_family_is_tested() -> None:
     assert {family for family, _ in OURS.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2", "Mixtral", "Qwen3Moe", "Qwen2Moe"])
+@pytest.mark.parametrize(
+    "kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2", "Mixtral", "Qwen3Moe", "Qwen2Moe", "DeepseekV3"]
+)
 def test_every_key_of_theirs_is_known(kind: str) -> None:
     """A release of `transformers` with a new key, which may change the model, is to be looked at."""
     import transformers

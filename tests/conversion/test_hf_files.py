@@ -74,6 +74,29 @@ def test_round_trip_is_bit_identical(tmp_path: Path, name: str, known: bool) -> 
     assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "theirs"], "something was left behind"
 
 
+def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs, mtp = tmp_path / "theirs", tmp_path / "mtp"
+    make_theirs("deepseek-v3", torch.bfloat16).save_pretrained(theirs)
+    shutil.copytree(theirs, mtp)
+    bias = "model.layers.2.mlp.gate.e_score_correction_bias"
+    kept = weights(theirs) | {bias: torch.randn(8)}  # fp32, as in published files
+    layer = {"model.layers.3.eh_proj.weight": torch.ones(32, 64), "model.layers.3.embed_tokens.weight": torch.ones(1)}
+    save_file(kept, theirs / "model.safetensors")
+    save_file(kept | layer, mtp / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"has a tensor model\.layers\.3\.eh_proj\.weight and 1 more, which no deepseek"
+    ):
+        HfSource(mtp)
+    (mtp / "config.json").write_text(json.dumps(config(mtp) | {"num_nextn_predict_layers": 1}))
+    with caplog.at_level("INFO", "megafp8"):
+        convert(HfSource(mtp), HfSink(tmp_path / "ours"))
+    assert (
+        "2 tensors of the layers of multi-token prediction (num_nextn_predict_layers = 1, from layer 3" in caplog.text
+    )
+    assert config(tmp_path / "ours")["num_nextn_predict_layers"] == 0
+    same_weights(theirs, tmp_path / "ours")
+
+
 def test_padding_is_zeros_and_rows_are_rows_of_the_whole(tmp_path: Path) -> None:
     make_theirs("gpt2").save_pretrained(tmp_path)
     source = HfSource(tmp_path, vocab_multiple=64)

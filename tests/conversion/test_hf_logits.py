@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafp8.checkpoint import collect
+from megafp8.checkpoint import Rectangles, collect
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.conversion.hf_sink import HfSink
@@ -41,7 +41,8 @@ def our_logits(source: Source, tp: int, pp: int) -> Tensor | None:
     stages = [range(model.num_layers)] if pp == 1 else [range(middle), range(middle, model.num_layers)]
     layers, positions = stages[state.pipeline.rank], model.max_position_embeddings or 1
     stage = GPTStage(model, context, layers=layers, positions=positions)
-    load_weights(source, collect(stage.parameters(), lambda param: param.detach(), "model."))
+    wanted = collect(stage.parameters(), lambda param: param.detach(), "model.")
+    load_weights(source, wanted | {f"model.{name}": Rectangles.whole(x) for name, x in stage.constants.items()})
     b, s = ids_bs.shape
     if stage.embedding is not None:
         x_sbh = stage.embedding(ids_bs, None)

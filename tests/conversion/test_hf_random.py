@@ -24,7 +24,7 @@ from megafp8.config.checks import attention_heads
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from tests.conversion.checkpoints import convert
-from tests.conversion.families import B, RandomSource, S, V, tokens
+from tests.conversion.families import B, RandomSource, S, V, randomize, tokens
 from tests.conversion.test_hf_logits import our_logits
 from tests.world import World
 
@@ -81,6 +81,9 @@ def our_model(rng: Rng) -> ModelConfig:
     experts = Rng(str(fields))
     if style != "gpt2" and not fields["linear_bias"] and experts.random() < 0.4:
         fields["moe"] = _our_experts(experts, shared=style == "qwen2")
+    latent = Rng(f"latent {fields}")
+    if style == "llama" and latent.random() < 0.3:
+        fields |= _our_deepseek(latent)
     return ModelConfig(**fields)
 
 
@@ -98,6 +101,32 @@ def _our_experts(rng: Rng, shared: bool) -> dict[str, Any]:
         "score": _pick(rng, "softmax", "sigmoid", rare=0.1),
         "scaling_factor": _pick(rng, 1.0, 2.5, rare=0.1),
     }
+
+
+def _our_deepseek(rng: Rng) -> dict[str, Any]:
+    groups = rng.choice([1, 2, 4])
+    moe = _our_experts(rng, shared=False) | {
+        "num_experts": 8,
+        "top_k": rng.choice([1, 2, 3]),
+        "ffn_hidden_size": 8,
+        "shared_ffn_hidden_size": _pick(rng, 8, 16, 24, 12, None, rare=0.5),
+        "score": _pick(rng, "sigmoid", "softmax", rare=0.1),
+        "selection_bias": rng.random() < 0.9,
+        "layer_interval": 1,
+        "num_groups": groups,
+        "top_groups": rng.choice([None, max(1, groups // 2), groups]),
+    }
+    latent = {
+        "q_rank": rng.choice([8, 20]),
+        "kv_rank": rng.choice([8, 12]),
+        "nope_head_dim": rng.choice([4, 6]),
+        "rope_head_dim": rng.choice([2, 6]),
+        "value_head_dim": rng.choice([4, 6]),
+    }
+    none = dict.fromkeys(("num_query_groups", "head_dim"))
+    norm_eps = _pick(rng, 1e-6, 1e-5, rare=0.1)
+    fields = {"moe": moe, "latent_attention": latent, "linear_bias": False, "qk_norm": False, "qkv_bias": False}
+    return fields | none | {"norm_eps": norm_eps, "sliding_window": _pick(rng, None, 5, rare=0.1)}
 
 
 def _of_ours(models: list[tuple[ModelConfig, Path]]) -> list[Tensor]:
@@ -278,6 +307,35 @@ _EXPERTS: dict[str, list[Any]] = {
     "scoring_func": ["sigmoid"],
     **{key: values for key, values in _LLAMA_LIKE.items() if "window" in key or "rope" in key or key == "layer_types"},
 }
+_DEEPSEEK: dict[str, list[Any]] = {
+    "attention_bias": [True, False],
+    "rms_norm_eps": [1e-6, 1e-5],
+    "num_key_value_heads": [1, 4, None],
+    "head_dim": [4, 8, None],
+    "qk_head_dim": [8, 16, None],
+    "qk_rope_head_dim": [4, 8],
+    "v_head_dim": [4, 32, None],
+    "q_lora_rank": [20, None],
+    "rope_interleave": [True, False, None],
+    "n_group": [1, 2, 4, 8, 3],
+    "topk_group": [1, 2, 4],
+    "num_experts_per_tok": [1, 2, 4, 6],
+    "n_routed_experts": [8, 9],
+    "num_local_experts": [8, 4],
+    "n_shared_experts": [1, 2, 0],
+    "first_k_dense_replace": [0, 1, 2, 5],
+    "norm_topk_prob": [True, False],
+    "routed_scaling_factor": [1.0, 2.5, 3],
+    "scoring_func": ["sigmoid", "softmax"],
+    "topk_method": ["noaux_tc", "greedy"],
+    "moe_layer_freq": [1, 2],
+    "num_nextn_predict_layers": [0, 1, 2],
+    "num_mtp_layers": [0, 1],
+    "aux_loss_alpha": [0.001],
+    "hidden_act": ["silu", "gelu", "relu"],
+    "sliding_window": [None, 3],
+    **{key: values for key, values in _LLAMA_LIKE.items() if "rope" in key or key == "layer_types"},
+}
 _GPT2: dict[str, list[Any]] = {
     "scale_attn_weights": [True, False, None],
     "scale_attn_by_inverse_layer_idx": [False, True],
@@ -304,6 +362,7 @@ _GPT2: dict[str, list[Any]] = {
 _KEYS = {
     **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3"), _ANY | _LLAMA_LIKE),
     **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe"), _ANY | _EXPERTS),
+    "DeepseekV3": _ANY | _DEEPSEEK,
     "GPT2": _ANY | _GPT2,
 }
 
@@ -314,9 +373,12 @@ def _their_config(rng: Rng, kind: str, keys: Collection[str]) -> dict[str, Any]:
         return {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "n_inner": 128,
                 "tie_word_embeddings": rng.random() < 0.5}  # fmt: skip
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-               "shared_expert_intermediate_size": 40, "decoder_sparse_step": rng.choice([1, 2])}  # fmt: skip
+               "shared_expert_intermediate_size": 40, "decoder_sparse_step": rng.choice([1, 2]),
+               "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
+               "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}  # fmt: skip
     return {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": rng.choice([2, 4]), "head_dim": 8,
+            "num_attention_heads": 4, "head_dim": 8,
+            "num_key_value_heads": 4 if kind == "DeepseekV3" else rng.choice([2, 4]),
             "max_position_embeddings": 64, "tie_word_embeddings": rng.random() < 0.3,
             **{key: value for key, value in experts.items() if key in keys}}  # fmt: skip
 
@@ -330,9 +392,7 @@ def _save_theirs(rng: Rng, folder: Path) -> dict[str, Any]:
     config = known(**_their_config(rng, kind, known().to_dict().keys() | known.attribute_map.keys()))
     torch.manual_seed(rng.randrange(10**6))
     model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(config)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_((1.0 if "norm" in name and name.endswith("weight") else 0.0) + 0.2 * torch.randn(param.shape))
+    randomize(model)
     model.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
     values = _KEYS[kind]
