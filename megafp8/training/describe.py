@@ -188,7 +188,7 @@ def _describe_experts(config: Config, world_size: int) -> str:
     on_ranks = f"; {moe.num_experts // p.expert} on each of {p.expert} expert-parallel ranks" if p.expert > 1 else ""
     replicas = world_size // p.pipeline // p.expert
     return (
-        f"experts: {moe.num_experts} a layer, {moe.top_k} for each token{on_ranks}; {replicas} replicas of each; "
+        f"experts: {moe.num_experts} a layer, {moe.top_k} for each token{on_ranks}; each {replicas} times; "
         "memory below is that of an even load"
     )
 

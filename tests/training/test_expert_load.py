@@ -1,0 +1,92 @@
+"""The load of experts: figures by hand, the file and its picture, and a job that writes both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafp8.models.router import RouterLoad
+from megafp8.training.expert_load import ExpertLoad, ExpertLoadWriter, LoadCollector, read_expert_load
+from megafp8.training.metrics import read_metrics
+from tests.quickstart_data import QuickstartData
+from tests.training.runs import config as tiny_config
+from tests.training.runs import start, train_job
+from tests.world import World
+from tools import plot_expert_load
+
+
+def _collected() -> ExpertLoad:
+    moe = {"num_experts": 4, "first_dense_layers": 1, "selection_bias": True, "bias_update_rate": 0.5}
+    trainer, parallel = start(tiny_config(model={"moe": moe, "num_layers": 3}))
+    routers = {layer: router for stage in trainer.stages for layer, router in stage.routers.items()}
+    collector = LoadCollector(routers, [1, 2], 4, parallel)
+    collector.zero()
+    for layer, router in routers.items():
+        load: RouterLoad = router.load
+        load.tokens += torch.tensor([4.0, 2.0, 1.0, 1.0]) if layer == 1 else 2.0
+        load.scores += torch.tensor([8.0, 0.0, 0.0, 0.0]) if layer == 1 else 2.0
+        load.losses += torch.tensor([0.5, 0.25])
+    total = collector.sum()
+    collector.update_biases(total)
+    assert routers[1].bias.tolist() == [-0.5, 0.0, 0.5, 0.5]
+    assert routers[2].bias.tolist() == [0.0] * 4
+    return collector.load(total)
+
+
+def test_figures_by_hand(world2: World) -> None:
+    (load,) = world2.run(_collected, ranks=1)
+    assert load.tokens == {1: [4, 2, 1, 1], 2: [2, 2, 2, 2]}
+    assert (load.aux_loss, load.z_loss) == (1.0, 0.5)
+    assert load.imbalance == 2.0  # 4 of 2 on average
+    assert load.entropy == pytest.approx(0.5)  # none in one layer, all in the other
+
+
+def _write(path: Path, *steps: int) -> None:
+    writer = ExpertLoadWriter(path, 2)
+    for step in steps:
+        writer.write(step, ExpertLoad({3: [step, 0, 1], 5: [1, 1, 1]}, 0.0, 0.0, 0.0))
+    writer.close()
+
+
+def test_a_repeated_step_counts_once_and_torn_lines_do_not(tmp_path: Path) -> None:
+    path = tmp_path / "load.jsonl"
+    _write(path, 1, 2, 3, 4, 6)
+    path.write_text(path.read_text() + '{"step": 8, "to\n')
+    _write(path, 4)  # after a crash
+    assert read_expert_load(path) == {2: {3: [2, 0, 1], 5: [1, 1, 1]}, 4: {3: [4, 0, 1], 5: [1, 1, 1]}}
+
+
+def test_a_picture_and_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    png = tmp_path / "load.png"
+    command = [str(tmp_path), "--png", str(png)]
+    assert plot_expert_load.main(command) == 2
+    assert "has no expert_load.jsonl: runs with model.moe and" in capsys.readouterr().err
+    _write(tmp_path / "expert_load.jsonl", 2, 4)
+    assert plot_expert_load.main([*command, "--step", "3"]) == 2
+    assert "--step 3: recorded are 2 steps from 2 to 4" in capsys.readouterr().err
+    assert plot_expert_load.main(command) == 0
+    assert capsys.readouterr().out.startswith("step 4: in layer 3 one expert has 2.40 times the mean;")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_job_records_it(world2: World, quickstart_data: QuickstartData, tmp_path: Path) -> None:
+    options = [
+        *quickstart_data.overrides, f"run_dir={tmp_path}", "parallel.tensor=2", "parallel.pipeline=1",
+        "fp8.recipe=none", "parallel.expert=2", "model.moe={num_experts: 4, ffn_hidden_size: 32, aux_loss: 0.1}", "model.num_layers=2",
+        "training.steps=2", "training.seq_length=16", "training.eval_interval=0", "logging.expert_load_interval=1",
+        "optimizer.warmup_steps=0", "checkpoint.async_save=false",
+    ]  # fmt: skip
+    world2.run(train_job, options)
+    folder = tmp_path / "quickstart"
+    loads = read_expert_load(folder / "expert_load.jsonl")
+    assert list(loads) == [1, 2]
+    tokens = 16 * json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["consumed_samples"]
+    assert all(sum(of_layer) == 2 * tokens for load in loads.values() for of_layer in load.values())
+    for metrics in read_metrics(folder / "metrics.jsonl"):
+        assert 1.0 <= metrics["expert_imbalance"] <= 4.0
+        assert 0.0 < metrics["router_aux_loss"] < 0.1 * 2 * 4
+        assert metrics["router_z_loss"] == 0.0
+        assert 0.0 < metrics["router_entropy"] <= 1.0
