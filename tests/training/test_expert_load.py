@@ -74,10 +74,10 @@ def test_a_picture_and_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_job_records_it(world2: World, quickstart_data: QuickstartData, tmp_path: Path) -> None:
     options = [
-        *quickstart_data.overrides, f"run_dir={tmp_path}", "parallel.tensor=2", "parallel.pipeline=1",
-        "fp8.recipe=none", "parallel.expert=2", "model.moe={num_experts: 4, ffn_hidden_size: 32, aux_loss: 0.1}", "model.num_layers=2",
-        "training.steps=2", "training.seq_length=16", "training.eval_interval=0", "logging.expert_load_interval=1",
-        "optimizer.warmup_steps=0", "checkpoint.async_save=false",
+        *quickstart_data.overrides, f"run_dir={tmp_path}", "fp8.recipe=none", "checkpoint.async_save=false",
+        "model.num_layers=2", "model.moe={num_experts: 4, ffn_hidden_size: 32, aux_loss: 0.1}",
+        "parallel.tensor=2", "parallel.pipeline=1", "parallel.expert=2", "logging.expert_load_interval=1",
+        "training.steps=2", "training.seq_length=16", "training.eval_interval=0", "optimizer.warmup_steps=0",
     ]  # fmt: skip
     world2.run(train_job, options)
     folder = tmp_path / "quickstart"
