@@ -83,7 +83,8 @@ QUICK_CASES = [
     "dp2 fsdp", "tp2 cp2", "cp4 window",
     *product(["tp2", "dp2 pp2", "tp2 cp2"], ["documents"]), "dp2 masked", "pp2 cp2 masked",
     "dp2 cp2 text", "dp2 cp2 best-fit",
-    "moe tp2 dp2 ep2", "moe fp64 delayed tp2 ep2", "deepseek tp2 cp2 ep4", "4-layers deepseek pp2 dp2 ep2 zb-v", "moe dp4 ep2 zero",  # experts
+    "moe tp2", "moe fp64 delayed tp2 ep2", "deepseek tp2 cp2 ep4", "4-layers deepseek pp2 dp2 ep2 zb-v",  # experts
+    "moe dp4 ep2 zero",
     "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "moe dp2 fsdp", "4-layers moe pp2 tp2 ep2 dualpipev",
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
