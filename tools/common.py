@@ -33,6 +33,15 @@ def pyplot() -> ModuleType:
     return matplotlib.pyplot
 
 
+def file_of_run(folder: Path, name: str, advice: str) -> Path:
+    """A file in the folder of a run. ValueError with `advice` if the run has not written it."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give a run's own, <run_dir>/<name>")
+    if not (folder / name).exists():
+        raise ValueError(f"{folder} has no {name}: {advice}")
+    return folder / name
+
+
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of tools that read text."""
     parser.add_argument("--input", nargs="+", default=[], help="files, folders or globs")

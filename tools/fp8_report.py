@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megafp8.config import Config, load_config
 from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, advice, as_yaml, read_report
 from megafp8.training.fp8_config import fp8_recipe
-from tools.common import new_parser, pyplot, run_tool
+from tools.common import file_of_run, new_parser, pyplot, run_tool
 
 _MOST_NAMES = 20
 _PANELS = (
@@ -38,11 +38,7 @@ _SWITCH_ON = "switch it on with fp8.report_interval=100 (a sample every 100 step
 
 def read_run(folder: Path) -> list[Record]:
     """The run's records, of at least one step. ValueError if the folder has no report."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give a run's own, <run_dir>/<name>")
-    path = folder / FILE_NAME
-    if not path.exists():
-        raise ValueError(f"{folder} has no {FILE_NAME}: {_SWITCH_ON}")
+    path = file_of_run(folder, FILE_NAME, _SWITCH_ON)
     records = read_report(path)
     if not records:
         raise ValueError(f"{path} is empty: no step has been sampled yet; they are every fp8.report_interval steps")

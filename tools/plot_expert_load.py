@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.training.expert_load import FILE_NAME, read_expert_load
-from tools.common import new_parser, pyplot, run_tool
+from tools.common import file_of_run, new_parser, pyplot, run_tool
 
 Load = Mapping[int, Sequence[int]]
 """By layer, the choices of each expert."""
@@ -32,9 +32,7 @@ def relative(load: Load) -> NDArray[np.float64]:
 
 def read_run(folder: Path) -> dict[int, dict[int, list[int]]]:
     """The loads of a run by step. ValueError if it has none."""
-    path = folder / FILE_NAME
-    if not path.exists():
-        raise ValueError(f"{folder} has no {FILE_NAME}: runs with model.moe and logging.expert_load_interval write it")
+    path = file_of_run(folder, FILE_NAME, "runs with model.moe and logging.expert_load_interval write it")
     loads = read_expert_load(path)
     if not loads:
         raise ValueError(f"{path} is empty: no step has been recorded yet")

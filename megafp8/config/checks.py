@@ -23,7 +23,6 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
     rules = (
         _model,
         _windows,
-        moe_checks.model,
         moe_checks.layout,
         _tensor,
         _stages,
@@ -152,6 +151,7 @@ def _windows(config: Config) -> Iterator[Problem]:
 def _model(config: Config) -> Iterator[Problem]:
     m, s = config.model, config.training.seq_length
     yield from attention_heads(m)
+    yield from moe_checks.experts(m)
     rows = m.max_position_embeddings
     if m.position_embedding == "learned" and rows is not None and rows < s:
         rule = f"fewer positions than training.seq_length ({s})"

@@ -18,11 +18,6 @@ def widths(m: ModelConfig) -> dict[str, int]:
     return found
 
 
-def model(config: Config) -> Iterator[Problem]:
-    """Rules that hold in any layout."""
-    return experts(config.model)
-
-
 def experts(m: ModelConfig) -> Iterator[Problem]:
     """Rules about a model's experts that hold in any run."""
     if m.moe is None:

@@ -67,27 +67,25 @@ _MIXTRAL = _LLAMA | {
     "layers.*.mlp.experts.*.up": Place("model.layers.*.block_sparse_moe.experts.*.w3"),
     "layers.*.mlp.experts.*.down": Place("model.layers.*.block_sparse_moe.experts.*.w2"),
 }
-_QWEN_MOE = _LLAMA | {
+_LLAMA_EXPERTS = _LLAMA | {
     "layers.*.mlp.router": Place("model.layers.*.mlp.gate"),
     "layers.*.mlp.experts.*.gate": Place("model.layers.*.mlp.experts.*.gate_proj"),
     "layers.*.mlp.experts.*.up": Place("model.layers.*.mlp.experts.*.up_proj"),
     "layers.*.mlp.experts.*.down": Place("model.layers.*.mlp.experts.*.down_proj"),
+}
+_QWEN_MOE = _LLAMA_EXPERTS | {
     "layers.*.mlp.shared.gate": Place("model.layers.*.mlp.shared_expert.gate_proj"),
     "layers.*.mlp.shared.up": Place("model.layers.*.mlp.shared_expert.up_proj"),
     "layers.*.mlp.shared.down": Place("model.layers.*.mlp.shared_expert.down_proj"),
     "layers.*.mlp.shared_gate": Place("model.layers.*.mlp.shared_expert_gate"),
 }
-_DEEPSEEK_V3 = _LLAMA | {
+_DEEPSEEK_V3 = _LLAMA_EXPERTS | {
     "layers.*.attention.q_down": Place("model.layers.*.self_attn.q_a_proj"),
     "layers.*.attention.q_norm": Place("model.layers.*.self_attn.q_a_layernorm"),
     "layers.*.attention.q_up": Place("model.layers.*.self_attn.q_b_proj"),
     "layers.*.attention.kv_down": Place("model.layers.*.self_attn.kv_a_proj_with_mqa"),
     "layers.*.attention.kv_norm": Place("model.layers.*.self_attn.kv_a_layernorm"),
     "layers.*.attention.kv_up": Place("model.layers.*.self_attn.kv_b_proj"),
-    "layers.*.mlp.router": Place("model.layers.*.mlp.gate"),
-    "layers.*.mlp.experts.*.gate": Place("model.layers.*.mlp.experts.*.gate_proj"),
-    "layers.*.mlp.experts.*.up": Place("model.layers.*.mlp.experts.*.up_proj"),
-    "layers.*.mlp.experts.*.down": Place("model.layers.*.mlp.experts.*.down_proj"),
     "layers.*.mlp.shared.gate": Place("model.layers.*.mlp.shared_experts.gate_proj"),
     "layers.*.mlp.shared.up": Place("model.layers.*.mlp.shared_experts.up_proj"),
     "layers.*.mlp.shared.down": Place("model.layers.*.mlp.shared_experts.down_proj"),

@@ -21,31 +21,31 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_to_all, all_to_all_rows
 from megafp8.ops.autograd import once_differentiable
-from megafp8.ops.permute import inverse_of, reorder
+from megafp8.ops.permute import Permutation, by_expert, permute
 
 
 @dataclass(frozen=True)
 class Exchange:
     """How many rows this rank sends to each rank of `group` and receives from it, and where these belong.
 
-    `order`: which received row is in each place, by expert. `ends_e`: int32 `[e]`, where the rows of each expert end.
+    `received_by_expert`: received rows to the order of experts. `ends_e`: int32 `[e]`, where those of each expert end.
     """
 
     group: ProcessGroup
     sent: list[int]
     received: list[int]
-    order: Tensor
-    inverse: Tensor
+    received_by_expert: Permutation
     ends_e: Tensor
 
     def to_experts(self, rows_mh: Tensor) -> Tensor:
         """`[m', h]`, by expert of this rank."""
         arrived = _AllToAll.apply(rows_mh, self.group, self.sent, self.received)
-        return reorder(arrived, self.order, self.inverse)
+        return permute(arrived, self.received_by_expert)
 
     def to_tokens(self, rows_mh: Tensor) -> Tensor:
         """`[m, h]`: back to where they came from."""
-        return _AllToAll.apply(reorder(rows_mh, self.inverse, self.order), self.group, self.received, self.sent)
+        as_received = permute(rows_mh, self.received_by_expert.reverse)
+        return _AllToAll.apply(as_received, self.group, self.received, self.sent)
 
 
 def exchange(counts: Tensor, group: ProcessGroup) -> Exchange:
@@ -55,9 +55,8 @@ def exchange(counts: Tensor, group: ProcessGroup) -> Exchange:
     sent, received = torch.stack([counts_re.sum(dim=1), arriving_re.sum(dim=1)]).tolist()
     experts = torch.arange(arriving_re.shape[1], device=counts.device).repeat(group.size())
     of_rows = experts.repeat_interleave(arriving_re.flatten(), output_size=sum(received))
-    order = of_rows.sort(stable=True).indices
     ends_e = arriving_re.sum(dim=0).cumsum(0, dtype=torch.int32)
-    return Exchange(group, sent, received, order, inverse_of(order), ends_e)
+    return Exchange(group, sent, received, by_expert(of_rows.unsqueeze(1)), ends_e)
 
 
 class _AllToAll(Function):

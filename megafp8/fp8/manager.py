@@ -140,15 +140,17 @@ class Fp8Manager:
 
     def _groups(self, state: LinearState) -> dict[str, ProcessGroup | None]:
         """By operand, the ranks over which a layer's tensors are sharded; None where a rank has a whole one."""
-        site, sharded = state.site, state.sharded_group
-        if site.expert:
-            return dict.fromkeys(OPERANDS)
+        site, sharded, tokens = state.site, state.sharded_group, self._token_group_of(state)
         several = site.tensor_parallel > 1
         return {
-            "input": sharded if several and site.parallel == "row" else self.token_group,
+            "input": sharded if several and site.parallel == "row" else tokens,
             "weight": state.group,
-            "grad_output": sharded if several and site.parallel == "column" else self.token_group,
+            "grad_output": sharded if several and site.parallel == "column" else tokens,
         }
+
+    def _token_group_of(self, state: LinearState) -> ProcessGroup | None:
+        """`token_group`, but for experts, whose tokens are whole on this rank."""
+        return None if state.site.expert else self.token_group
 
     @property
     def token_group(self) -> ProcessGroup | None:
@@ -208,7 +210,7 @@ class Fp8Manager:
                     layer,
                     operand,
                     groups[layer][operand],
-                    None if operand == "weight" or self._layers[layer].site.expert else self.token_group,
+                    None if operand == "weight" else self._token_group_of(self._layers[layer]),
                     self._amax_groups.get(layer),
                 )
                 for layer, operand in operands

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm
-from megafp8.models.recompute import KEEP_ALL, BlockMemory
+from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import apply_rotary
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.fusion import LinearInput
@@ -100,9 +99,7 @@ class Attention(nn.Module):
         return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core).flatten(-2))
 
     def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        if not self.recompute:
-            return function(*inputs)
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return recomputed(function, *inputs) if self.recompute else function(*inputs)
 
     def _attend(self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
         """Attention of packed heads [q | k | v], normed and turned where the model has that."""

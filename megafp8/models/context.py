@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from megafp8.config import Config
+from megafp8.distributed.sharding import Init, ParamShard, ParamSpec, set_spec, stack_rows
 from megafp8.distributed.tp_overlap import TPOverlap
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.plan import LinearSite, WeightStorage
@@ -74,6 +77,20 @@ class BuildContext:
             "sequence_parallel": self.sequence_parallel,
             "tp_overlap": self.tp_overlap,
         }
+
+
+def new_parameter(context: BuildContext, shards: Sequence[ParamShard], init: Init, **spec: Any) -> nn.Parameter:
+    """A parameter of `shards` one after the other along dim 0, not initialised; `spec`: fields of `ParamSpec`."""
+    pieces = stack_rows(shards)
+    shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+    return set_spec(
+        nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device)), ParamSpec(pieces, init, **spec)
+    )
+
+
+def replicated_parameter(context: BuildContext, shards: Sequence[ParamShard], init: Init) -> nn.Parameter:
+    """One that all tensor-parallel ranks hold, and use on their own slices of the sequence if it is sharded."""
+    return new_parameter(context, shards, init, replicated_over_tp=True, reduce_over_tp=context.sequence_sharded)
 
 
 def tokens_per_rank(config: Config) -> int:

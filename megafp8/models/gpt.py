@@ -21,20 +21,19 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.context_parallel.attention import ContextAttention, plan
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
 from megafp8.models.attention import Attention, CoreAttention
-from megafp8.models.context import BuildContext
+from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.latent_attention import LatentAttention
 from megafp8.models.mlp import MLP
 from megafp8.models.moe import MoE
 from megafp8.models.norms import Norm
 from megafp8.models.offload import ActivationOffload
-from megafp8.models.recompute import KEEP_ALL, BlockMemory
+from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.models.router import Router
 from megafp8.ops.attention import SelfAttention, fastest_backends
@@ -118,15 +117,8 @@ class Embedding(nn.Module):
         )
         self.position: nn.Parameter | None = None
         if config.position_embedding == "learned":
-            shape = (positions, config.hidden_size)
-            self.position = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device))
-            spec = ParamSpec(
-                unsharded("embedding.position.weight", shape),
-                init,
-                replicated_over_tp=True,
-                reduce_over_tp=context.sequence_sharded,
-            )
-            set_spec(self.position, spec)
+            shards = unsharded("embedding.position.weight", (positions, config.hidden_size))
+            self.position = replicated_parameter(context, shards, init)
 
     def forward(self, tokens_bs: Tensor, position_ids_bs: Tensor | None) -> Tensor:
         x_sbh = self.word(tokens_bs)
@@ -275,9 +267,7 @@ class GPTStage(nn.Module):
                 if memory.full and trains:
                     if branch_sbh is not None:  # one tensor is kept for a block, not two
                         x_sbh = x_sbh + branch_sbh
-                    x_sbh, branch_sbh = checkpoint(
-                        block, x_sbh, None, inputs, use_reentrant=False, preserve_rng_state=False
-                    )
+                    x_sbh, branch_sbh = recomputed(block, x_sbh, None, inputs)
                 else:
                     x_sbh, branch_sbh = block(x_sbh, branch_sbh, inputs)
         return x_sbh, branch_sbh

@@ -24,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ModelConfig
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, stack_rows, unsharded
+from megafp8.distributed.sharding import Init, unsharded
 from megafp8.models.attention import ATTENTION
-from megafp8.models.context import BuildContext
+from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.norms import Norm
-from megafp8.models.recompute import KEEP_ALL, BlockMemory
+from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import apply_rotary
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.fusion import LinearInput
@@ -58,9 +57,7 @@ class LatentAttention(nn.Module):
         init, common = Init("normal", config.init_std), context.linear_options()
         down = {"q_down": latent.q_rank, "kv_down": latent.kv_rank + self.r}
         shards = [x for part, n in down.items() for x in unsharded(f"{name}.{part}.weight", (n, config.hidden_size))]
-        shape = (sum(self.ranks), config.hidden_size)
-        spec = ParamSpec(stack_rows(shards), init, replicated_over_tp=True, reduce_over_tp=context.sequence_sharded)
-        self.down = set_spec(nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device)), spec)
+        self.down = replicated_parameter(context, shards, init)
         self.down_state = context.fp8.linear(
             LinearSite(f"{name}.down"), high_precision="latents are few and stay in training.precision"
         )
@@ -98,9 +95,7 @@ class LatentAttention(nn.Module):
         return up(normed)
 
     def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        if not self.recompute:
-            return function(*inputs)
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return recomputed(function, *inputs) if self.recompute else function(*inputs)
 
     def _attend(
         self, q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor], core: CoreAttention

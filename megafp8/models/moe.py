@@ -14,7 +14,6 @@ experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -24,10 +23,10 @@ from torch import Tensor, nn
 from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed import collectives
-from megafp8.distributed.sharding import Init, ParamShard, ParamSpec, set_spec, stack_rows, unsharded
+from megafp8.distributed.sharding import Init, unsharded
 from megafp8.expert_parallel.exchange import exchange
 from megafp8.fp8.linear_state import LinearState
-from megafp8.models.context import BuildContext
+from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.models.mlp import MLP, exact_gelu
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.router import Router
@@ -55,21 +54,15 @@ class Experts(nn.Module):
         self.up_states = [self._state(f"{name}.{e}.{self.activation.up_layer}", context) for e in own]
         self.down_states = [self._state(f"{name}.{e}.down", context) for e in own]
         out_std = config.init_std / math.sqrt(2 * config.num_layers)
-        self.up = self._weight(into, Init("normal", config.init_std), context)
-        self.down = self._weight(out_of, Init("normal", out_std), context)
+        of_experts = {"replicated_over_tp": False, "expert": True}
+        self.up = new_parameter(context, into, Init("normal", config.init_std), **of_experts)
+        self.down = new_parameter(context, out_of, Init("normal", out_std), **of_experts)
 
     @staticmethod
     def _state(name: str, context: BuildContext) -> LinearState:
         """How an expert's linear layer runs; amaxes are those of all ranks that hold the expert."""
         site = replace(context.site(), name=name, tokens=None, expert=True)
         return context.fp8.linear(site, amax_group=context.expert_data)
-
-    @staticmethod
-    def _weight(shards: Sequence[ParamShard], init: Init, context: BuildContext) -> nn.Parameter:
-        pieces = stack_rows(shards)
-        shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
-        weight = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device))
-        return set_spec(weight, ParamSpec(pieces, init, replicated_over_tp=False, expert=True))
 
     def forward(self, rows_mh: Tensor, ends_e: Tensor) -> Tensor:
         """`ends_e`: int32, where the rows of each expert end."""
@@ -95,11 +88,8 @@ class SharedExpert(nn.Module):
         self.mlp = MLP(name, as_mlp, context, input=before, memory=replace(memory, norms=False))
         self.gate: nn.Parameter | None = None
         if config.moe.shared_gate:
-            shape = (1, config.hidden_size)
-            self.gate = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device))
-            pieces, init = unsharded(f"{name}_gate.weight", shape), Init("normal", config.init_std)
-            spec = ParamSpec(pieces, init, replicated_over_tp=True, reduce_over_tp=context.sequence_sharded)
-            set_spec(self.gate, spec)
+            shards = unsharded(f"{name}_gate.weight", (1, config.hidden_size))
+            self.gate = replicated_parameter(context, shards, Init("normal", config.init_std))
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         y_sbh = self.mlp(x_sbh)
@@ -130,8 +120,7 @@ class MoE(nn.Module):
         x_nh = x_sbh.flatten(0, 1)
         routing = self.router(x_nh, sequences=x_sbh.shape[1])
         permutation = by_expert(routing.experts)
-        chosen = routing.experts.flatten()
-        counts_e = chosen.new_zeros(self.router.moe.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts_e = routing.tokens.sum(dim=0)
         rows_mh = permute(x_nh, permutation)
         if self.group is None or self.group.size() == 1:
             results_mh = self.experts(rows_mh, counts_e.cumsum(0, dtype=torch.int32))

@@ -28,9 +28,15 @@ dropout, so nothing depends on random numbers but nvfp4's rounding of gradients,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import ParallelConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,11 @@ class BlockMemory:
 
 
 KEEP_ALL = BlockMemory()
+
+
+def recomputed(function: Callable[..., T], *inputs: Any) -> T:
+    """`function(*inputs)`, of which only the inputs are kept; it runs again in backward."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def block_memory(parallel: ParallelConfig, blocks: int) -> list[BlockMemory]:

@@ -26,8 +26,8 @@ from torch.distributed import ProcessGroup
 
 from megafp8.config import MoeConfig
 from megafp8.distributed import collectives
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
-from megafp8.models.context import BuildContext
+from megafp8.distributed.sharding import Init, unsharded
+from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.ops.linear import high_precision_linear
 
 
@@ -47,10 +47,12 @@ class RouterLoad:
 
 
 class Routing(NamedTuple):
-    """`experts`: int64 `[n, k]`, the best first; `weights`: `[n, k]`, fp32 or fp64."""
+    """`experts`: int64 `[n, k]`, the best first; `weights`: `[n, k]`, fp32 or fp64; `tokens`: int64 `[b, e]`, how many
+    tokens of each sequence chose each expert."""
 
     experts: Tensor
     weights: Tensor
+    tokens: Tensor
 
 
 class _AddLoss(Function):
@@ -70,7 +72,7 @@ class _AddLoss(Function):
         return dx, None if ctx.dtype is None else torch.ones((), dtype=ctx.dtype, device=dx.device), None, None
 
 
-def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> Routing:
+def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> tuple[Tensor, Tensor]:
     """The experts of each token and their weights, from the router's scores."""
     ranked_ne = scores_ne.detach() if bias_e is None else scores_ne.detach() + bias_e
     if moe.top_groups is not None and moe.top_groups < moe.num_groups:
@@ -84,15 +86,14 @@ def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> Routing:
     weights_nk = scores_ne.gather(1, experts_nk)
     if moe.normalize:
         weights_nk = weights_nk / (weights_nk.sum(dim=1, keepdim=True) + 1e-20)
-    return Routing(experts_nk, weights_nk * moe.scaling_factor)
+    return experts_nk, weights_nk * moe.scaling_factor
 
 
-def _count(experts_nk: Tensor, b: int, like: Tensor) -> Tensor:
-    """How many tokens of each of b sequences chose each expert, `[b, e]` in the dtype of `like` `[n, e]`."""
-    n, k = experts_nk.shape
-    sequences = torch.arange(n, device=like.device).remainder(b).repeat_interleave(k)
-    counts_be = like.new_zeros(b, like.shape[1])
-    return counts_be.index_put_((sequences, experts_nk.flatten()), like.new_ones(()).expand(n * k), accumulate=True)
+def _count(experts_nk: Tensor, b: int, experts: int) -> Tensor:
+    """How many tokens of each of b sequences chose each expert, int64 `[b, e]`."""
+    sequences_n1 = torch.arange(len(experts_nk), device=experts_nk.device).remainder(b).unsqueeze(1)
+    cells = (sequences_n1 * experts + experts_nk).flatten()
+    return cells.new_zeros(b * experts).scatter_add_(0, cells, torch.ones_like(cells)).view(b, experts)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
@@ -112,43 +113,39 @@ class Router(nn.Module):
         self.name, self.moe = name, moe
         self.group: ProcessGroup | None = context.sequence_group
         self.global_batch, self.global_tokens = context.global_batch, context.global_tokens
-        shape = (moe.num_experts, hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device))
-        spec = ParamSpec(
-            unsharded(f"{name}.weight", shape), init, replicated_over_tp=True, reduce_over_tp=context.sequence_sharded
-        )
-        set_spec(self.weight, spec)
+        shards = unsharded(f"{name}.weight", (moe.num_experts, hidden_size))
+        self.weight = replicated_parameter(context, shards, init)
         device = context.buffer_device
         self.bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if moe.selection_bias else None
         self.load = RouterLoad(moe.num_experts, device)
 
     def forward(self, x_nh: Tensor, sequences: int) -> Routing:
-        """`sequences`: how many are in x, whose tokens take turns: token i is of sequence i mod b."""
+        """`sequences`: number of sequences in x; token i belongs to sequence i mod `sequences`."""
         compute = torch.float64 if x_nh.dtype == torch.float64 else torch.float32
         logits_ne = high_precision_linear(x_nh.to(compute), self.weight)
         sigmoid = self.moe.score == "sigmoid"
         scores_ne = logits_ne.sigmoid() if sigmoid else logits_ne.softmax(dim=1)
-        routing = choose(scores_ne, self.moe, self.bias)
+        experts_nk, weights_nk = choose(scores_ne, self.moe, self.bias)
+        routing = Routing(experts_nk, weights_nk, _count(experts_nk, sequences, self.moe.num_experts))
         if not torch.is_grad_enabled():
             return routing
         shares_ne = scores_ne / scores_ne.sum(dim=1, keepdim=True) if sigmoid else scores_ne
-        weights_nk = self._with_losses(routing, logits_ne, shares_ne, sequences)
-        return Routing(routing.experts, weights_nk)
+        return routing._replace(weights=self._with_losses(routing, logits_ne, shares_ne))
 
-    def _with_losses(self, routing: Routing, logits_ne: Tensor, shares_ne: Tensor, b: int) -> Tensor:
+    def _with_losses(self, routing: Routing, logits_ne: Tensor, shares_ne: Tensor) -> Tensor:
         """The weights, through which the router's losses reach its gradient."""
         moe, zero = self.moe, logits_ne.new_zeros(())
-        counts_be = _count(routing.experts, b, shares_ne)
+        counts_be = routing.tokens.to(shares_ne.dtype)
         sums = [counts_be.sum(dim=0), shares_ne.detach().sum(dim=0)]
-        aux = self._aux_loss(counts_be, shares_ne, b) if moe.aux_loss else zero
+        aux = self._aux_loss(counts_be, shares_ne) if moe.aux_loss else zero
         z = logits_ne.logsumexp(dim=1).square().sum() * (moe.z_loss / self.global_tokens) if moe.z_loss else zero
         sums.append(torch.stack([aux, z]).detach())
         loss = aux + z if moe.aux_loss or moe.z_loss else None
         return _AddLoss.apply(routing.weights, loss, self.load, torch.cat(sums).double())
 
-    def _aux_loss(self, counts_be: Tensor, shares_ne: Tensor, b: int) -> Tensor:
+    def _aux_loss(self, counts_be: Tensor, shares_ne: Tensor) -> Tensor:
         """This rank's part of the load-balancing loss of its sequences."""
-        experts, k = shares_ne.shape[1], self.moe.top_k
+        (b, experts), k = counts_be.shape, self.moe.top_k
         counts_be = collectives.all_reduce(counts_be.clone(), self.group)  # other ranks hold slices of the sequences
         s = counts_be.sum(dim=1, keepdim=True) / k
         mean_be = shares_ne.unflatten(0, (-1, b)).sum(dim=0) / s  # this rank's part of the mean

@@ -28,27 +28,28 @@ class Permutation(NamedTuple):
     @property
     def tokens(self) -> Tensor:
         """The token of each row."""
-        return self.order // self.top_k
+        return self.order if self.top_k == 1 else self.order // self.top_k
 
-
-def inverse_of(order: Tensor) -> Tensor:
-    """The inverse of a permutation `[m]`."""
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    return inverse
+    @property
+    def reverse(self) -> Permutation:
+        """What undoes it; of rows that each stand for one token."""
+        assert self.top_k == 1
+        return Permutation(self.inverse, self.order, 1)
 
 
 def by_expert(experts_nk: Tensor) -> Permutation:
     """Rows by expert, and by token within each, of the experts chosen for each token."""
     order = experts_nk.flatten().sort(stable=True).indices
-    return Permutation(order, inverse_of(order), experts_nk.shape[1])
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return Permutation(order, inverse, experts_nk.shape[1])
 
 
 def _sum_of_choices(rows_mh: Tensor, permutation: Permutation, weights_nk: Tensor | None = None) -> Tensor:
     """`[n, h]`: each token's k rows added up, in float32 or wider, and rounded once to the rows' dtype."""
     rows_nkh = rows_mh[permutation.inverse].view(-1, permutation.top_k, rows_mh.shape[1])
     if weights_nk is None:
-        return rows_nkh.sum(dim=1)
+        return rows_nkh.squeeze(1) if permutation.top_k == 1 else rows_nkh.sum(dim=1)
     return (rows_nkh * weights_nk.unsqueeze(-1)).sum(dim=1).to(rows_mh.dtype)
 
 
@@ -92,21 +93,3 @@ def permute(x_nh: Tensor, permutation: Permutation) -> Tensor:
 def combine(rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> Tensor:
     """`[n, h]`: the sum of each token's k rows, times their weights (float32 or wider)."""
     return _Combine.apply(rows_mh, weights_nk, permutation)
-
-
-class _Reorder(Function):
-    @staticmethod
-    def forward(ctx: Any, x_mh: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x_mh[order]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_mh: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return dy_mh[inverse], None, None
-
-
-def reorder(x_mh: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """`x_mh[order]` for a permutation; `inverse` is its inverse."""
-    return _Reorder.apply(x_mh, order, inverse)

@@ -18,6 +18,7 @@ from torch import Tensor
 from megafp8.distributed.collectives import all_reduce
 from megafp8.models.router import Router
 from megafp8.parallel_state import ParallelState
+from megafp8.training.metrics import open_to_append, read_steps
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class ExpertLoadWriter:
     """Appends the load of every `interval`th step to `path`. A resumed run repeats steps that a crash lost."""
 
     def __init__(self, path: Path, interval: int) -> None:
-        self._interval, self._file = interval, path.open("a", encoding="utf-8")
+        self._interval, self._file = interval, open_to_append(path)
 
     def write(self, step: int, load: ExpertLoad) -> None:
         if step % self._interval == 0:
@@ -106,12 +107,7 @@ def read_expert_load(path: Path) -> dict[int, dict[int, list[int]]]:
 
     Lines that are not complete, as a kill leaves them, are ignored.
     """
-    found: dict[int, dict[int, list[int]]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        found = {step: tokens for step, tokens in found.items() if step < record["step"]}
-        found[record["step"]] = {int(layer): tokens for layer, tokens in record["tokens"].items()}
-    return found
+    return {
+        record["step"]: {int(layer): tokens for layer, tokens in record["tokens"].items()}
+        for record in read_steps(path, "tokens")
+    }

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import torch
 from tqdm import tqdm
@@ -82,7 +82,12 @@ def utc_now() -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl in order, each once.
+    """The steps of a metrics.jsonl in order, each once."""
+    return read_steps(path, "loss")
+
+
+def read_steps(path: Path, required: str) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines, one a step, that have the key `required`; in order, each step once.
 
     After a crash a run repeats the steps since its checkpoint: of these the later record counts, and steps that came
     after them before the crash are left out until they are repeated too.
@@ -95,7 +100,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int) and "loss" in record:
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and required in record:
             while steps and steps[-1]["step"] >= record["step"]:
                 steps.pop()
             steps.append(record)
@@ -131,14 +136,20 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
+def open_to_append(path: Path) -> TextIO:
+    """Open a file of JSON lines to append to."""
+    torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    file = path.open("a", encoding="utf-8")
+    if torn:  # a kill truncated the last line: do not append the next object to it
+        file.write("\n")
+    return file
+
+
 class JsonlWriter:
     """Appends every step to metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-        self.file = path.open("a", encoding="utf-8")
-        if torn:  # a kill truncated the last line: do not append the next object to it
-            self.file.write("\n")
+        self.file = open_to_append(path)
 
     def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
         record = {

@@ -124,6 +124,9 @@ class Trainer:
         self.model = nn.ModuleList(self.stages)
         self.fp8.materialize(parallel.device)
         self.params = list(self.model.parameters())
+        # Gradients of experts are summed over other ranks than those of the rest of the model.
+        other_ranks = parallel.expert_data.ranks != parallel.data_context.ranks
+        self.has_expert_buffer = other_ranks and any(spec_of(param).expert for param in self.params)
         self.load_collector = self._load_collector()
         self.expert_load: ExpertLoad | None = None
         tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
@@ -181,12 +184,6 @@ class Trainer:
     def _shard_fp8_weights(self, shards: Sequence[WeightShard]) -> None:
         """Quantize the weights of `shards` by rank from here on."""
         self.weight_shards = WeightShards(shards, self.parallel.amax.group, self.parallel.device)
-
-    @property
-    def has_expert_buffer(self) -> bool:
-        """Whether the gradients of experts are summed over other ranks than those of the rest of the model."""
-        has_experts = any(spec_of(param).expert for param in self.params)
-        return has_experts and self.parallel.expert_data.ranks != self.parallel.data_context.ranks
 
     def _build_buffers(
         self, wgrads: WgradStore

@@ -38,12 +38,12 @@ def test_experts_are_chosen_as_token_by_token(kind: dict[str, Any], data: st.Dat
     scores = [[data.draw(st.sampled_from([0.0, 0.25, 0.5])) for _ in range(8)] for _ in range(3)]
     bias = [data.draw(st.sampled_from([0.0, 0.25])) for _ in range(8)] if data.draw(st.booleans()) else None
     scores_ne = torch.tensor(scores)
-    routing = choose(scores_ne, moe, None if bias is None else torch.tensor(bias))
-    assert routing.experts.tolist() == [chosen_experts(row, config, bias or [0.0] * 8) for row in scores]
-    weights = scores_ne.gather(1, routing.experts)  # without the bias
+    experts, chosen_weights = choose(scores_ne, moe, None if bias is None else torch.tensor(bias))
+    assert experts.tolist() == [chosen_experts(row, config, bias or [0.0] * 8) for row in scores]
+    weights = scores_ne.gather(1, experts)  # without the bias
     if moe.normalize:
         weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-20)
-    torch.testing.assert_close(routing.weights, weights * moe.scaling_factor)
+    torch.testing.assert_close(chosen_weights, weights * moe.scaling_factor)
 
 
 def _router(**keys: Any) -> Router:
