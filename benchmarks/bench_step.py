@@ -4,7 +4,7 @@
         --layouts "tensor=1 pipeline=1 zero=1" "tensor=2 pipeline=2 schedule=zb-h1" --variants bf16,delayed,delayed+fast
 
 A layout is a list of keys of `parallel`; others are as in the config. A variant is bf16, fp32 or an FP8 recipe, with
-+fast (fast accumulation in all three GEMMs), +graphs (training.cuda_graphs=auto), +documents (of random lengths, 1,000
++fast (fast accumulation in all three GEMMs), +eager (training.cuda_graphs=false), +documents (of random lengths, 1,000
 tokens on average, attention within them: data.reset_at_documents) and +deterministic. Either all variants are
 deterministic or none, since libraries read that setting once per process. The variant `compiled` is a baseline: the
 same model in plain torch, bf16 autocast, torch.compile and fused AdamW (`benchmarks.compiled_step`), each rank alone.
@@ -67,7 +67,7 @@ DOCUMENT_LENGTH = 1000
 COMPILED = "compiled"
 OPTIONS = {
     "fast": "fp8.fast_accumulation=[true,true,true]",
-    "graphs": "training.cuda_graphs=auto",
+    "eager": "training.cuda_graphs=false",
     "deterministic": "deterministic=true",
     "documents": None,
 }

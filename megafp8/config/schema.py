@@ -440,11 +440,11 @@ class TrainingConfig(Section):
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Dtype of weights and activations outside FP8. Master weights, gradients and Adam state are always fp32 (see
     optimizer.moments_dtype). fp64 is for comparing layouts without rounding noise."""
-    cuda_graphs: bool | Literal["auto"] = False
+    cuda_graphs: bool | Literal["auto"] = "auto"
     """Record the forward and backward passes of a step, with their communication, as a CUDA graph and replay it, so
     that the GPU never waits for the host. The loss is the same. auto: wherever a graph can hold them; not on a CPU, nor
-    with parallel.offload or nvfp4 gradients. true: an error there. Off by default until jobs, not only
-    benchmarks, have run with it on GPUs (docs/decisions/0008-cuda-graphs.md)."""
+    with parallel.offload, nvfp4 gradients or experts whose sizes the host reads. true: an error there
+    (docs/decisions/0008-cuda-graphs.md)."""
     gc_interval: Count = 100
     """Steps between runs of Python's garbage collector, which all ranks run after the same step so that none waits for
     another. 0: automatic collection."""

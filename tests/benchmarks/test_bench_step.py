@@ -55,7 +55,7 @@ def test_layouts_and_variants() -> None:
     assert variant_overrides("fp32") == ["training.precision=fp32", "fp8.recipe=none"]
     assert variant_overrides("current+fast")[1:] == ["fp8.recipe=current", "fp8.fast_accumulation=[true,true,true]"]
     assert variant_overrides("bf16+deterministic")[2:] == ["deterministic=true"]
-    with pytest.raises(ValueError, match=r"'bf16\+slow' has the option 'slow', which is none of fast, graphs, determ"):
+    with pytest.raises(ValueError, match=r"'bf16\+slow' has the option 'slow', which is none of fast, eager, determ"):
         variant_overrides("bf16+slow")
 
 

@@ -148,7 +148,7 @@ def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, u
         b_scale_inv,
         _SCALING[b_nk.granularity],
         output_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
+        use_fast_accum=use_fast_accum and a_mk.granularity in (TENSOR, ROW),  # torch refuses it for blocks
     )
     return y_mn[:, :n].contiguous() if pad_n else y_mn
 
