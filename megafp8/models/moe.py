@@ -119,8 +119,8 @@ class MoE(nn.Module):
         assert isinstance(x_sbh, Tensor)
         x_nh = x_sbh.flatten(0, 1)
         routing = self.router(x_nh, sequences=x_sbh.shape[1])
-        permutation = by_expert(routing.experts)
         counts_e = routing.tokens.sum(dim=0)
+        permutation = by_expert(routing.experts, len(counts_e))
         rows_mh = permute(x_nh, permutation)
         if self.group is None or self.group.size() == 1:
             results_mh = self.experts(rows_mh, counts_e.cumsum(0, dtype=torch.int32))

@@ -37,9 +37,11 @@ class Permutation(NamedTuple):
         return Permutation(self.inverse, self.order, 1)
 
 
-def by_expert(experts_nk: Tensor) -> Permutation:
-    """Rows by expert, and by token within each, of the experts chosen for each token."""
-    order = experts_nk.flatten().sort(stable=True).indices
+def by_expert(experts_nk: Tensor, num_experts: int) -> Permutation:
+    """Rows by expert, and by token within each, of the experts `0 <= e < num_experts` chosen for each token."""
+    # CUDA sorts integers by their digits: 8 passes for int64, one for each byte.
+    narrow = torch.uint8 if num_experts <= 2**8 else torch.int16 if num_experts <= 2**15 else torch.int32
+    order = experts_nk.flatten().to(narrow).sort(stable=True).indices
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return Permutation(order, inverse, experts_nk.shape[1])

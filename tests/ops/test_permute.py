@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ def test_rows_are_in_the_order_of_experts_and_add_up_to_tokens(tokens: int, expe
     generator = torch.Generator().manual_seed(0)
     x, weights = torch.randn(tokens, 5, generator=generator), torch.randn(tokens, k, generator=generator)
     x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
-    permutation = by_expert(torch.tensor(chosen))
+    permutation = by_expert(torch.tensor(chosen), experts)
     rows = permute(x, permutation)
     by_hand = [(e, i, chosen[i].index(e)) for e in range(experts) for i in range(tokens) if e in chosen[i]]
     assert torch.equal(rows, x[[i for _, i, _ in by_hand]])
@@ -31,8 +32,15 @@ def test_rows_are_in_the_order_of_experts_and_add_up_to_tokens(tokens: int, expe
     torch.testing.assert_close(actual, torch.autograd.grad(expected, (x, weights), dy))
 
 
+@pytest.mark.parametrize("experts", [2**8, 2**8 + 1, 2**15, 2**15 + 1])
+def test_experts_of_any_number(experts: int) -> None:
+    """Their ids are sorted in integers that hold the last one."""
+    experts_nk = torch.tensor([[experts - 1, 0], [experts // 2, experts - 1], [0, 1]])
+    assert by_expert(experts_nk, experts).order.tolist() == [1, 4, 5, 2, 0, 3]
+
+
 def test_sums_of_bf16_rows_are_rounded_once() -> None:
     x = torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16)
-    permutation = by_expert(torch.tensor([[0, 1, 2]]))
+    permutation = by_expert(torch.tensor([[0, 1, 2]]), 3)
     rows = torch.cat([x[:1], x[1:], x[1:]])  # 256 + 1 + 1; each sum alone would be rounded to 256
     assert combine(rows, torch.ones(1, 3), permutation).item() == 258.0
