@@ -1,8 +1,8 @@
 """Rows of tokens in the order of their experts, and the weighted sum that brings them back.
 
 Each token goes to k experts. `permute` copies its row k times, to where the rows of each expert are next to each other;
-`combine` adds the k results of each token, weighted. Forward and backward read rows by index and add k of them in a
-fixed order, so both are deterministic.
+`combine` adds the k results of each token, weighted. Forward and backward read rows by index and add k of them one
+after the other, in the order of the token's choices, so both are deterministic.
 
 Shapes: n tokens, k experts of each, h hidden, m = n·k rows.
 """
@@ -31,6 +31,11 @@ class Permutation(NamedTuple):
         return self.order if self.top_k == 1 else self.order // self.top_k
 
     @property
+    def inverse_nk(self) -> Tensor:
+        """The rows of each token."""
+        return self.inverse.view(-1, self.top_k)
+
+    @property
     def reverse(self) -> Permutation:
         """What undoes it; of rows that each stand for one token."""
         assert self.top_k == 1
@@ -47,44 +52,54 @@ def by_expert(experts_nk: Tensor, num_experts: int) -> Permutation:
     return Permutation(order, inverse, experts_nk.shape[1])
 
 
-def _sum_of_choices(rows_mh: Tensor, permutation: Permutation, weights_nk: Tensor | None = None) -> Tensor:
-    """`[n, h]`: each token's k rows added up, in float32 or wider, and rounded once to the rows' dtype."""
-    rows_nkh = rows_mh[permutation.inverse].view(-1, permutation.top_k, rows_mh.shape[1])
-    if weights_nk is None:
-        return rows_nkh.squeeze(1) if permutation.top_k == 1 else rows_nkh.sum(dim=1)
-    return (rows_nkh * weights_nk.unsqueeze(-1)).sum(dim=1).to(rows_mh.dtype)
+def sum_choices(rows_mh: Tensor, inverse_nk: Tensor, weights_nk: Tensor | None = None) -> Tensor:
+    """`[n, h]`: each token's k rows, times their weights if there are any, added up and rounded once to their dtype.
+
+    Products and sums are in float32 or wider, in the order of choices.
+    """
+    wide = torch.promote_types(rows_mh.dtype, torch.float32)
+    total_nh: Tensor | None = None
+    for choice, row_n in enumerate(inverse_nk.unbind(dim=1)):
+        x_nh = rows_mh[row_n].to(wide)
+        if weights_nk is not None:
+            x_nh = x_nh * weights_nk[:, choice : choice + 1]
+        total_nh = x_nh if total_nh is None else total_nh + x_nh
+    assert total_nh is not None
+    return total_nh.to(rows_mh.dtype)
+
+
+def combine_backward(dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows, in their dtype, and of the weights, of `sum_choices` of them."""
+    dy_n1h = dy_nh.unsqueeze(1)
+    drows_mh = torch.empty_like(rows_mh)
+    drows_mh[inverse_nk] = (dy_n1h * weights_nk.unsqueeze(-1)).to(rows_mh.dtype)
+    return drows_mh, (rows_mh[inverse_nk].to(weights_nk.dtype) * dy_n1h).sum(dim=-1)
 
 
 class _Permute(Function):
     @staticmethod
     def forward(ctx: Any, x_nh: Tensor, permutation: Permutation) -> Tensor:
-        ctx.save_for_backward(permutation.order, permutation.inverse)
-        ctx.top_k = permutation.top_k
+        ctx.save_for_backward(permutation.inverse_nk)
         return x_nh[permutation.tokens]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows_mh: Tensor) -> tuple[Tensor, None]:
-        order, inverse = ctx.saved_tensors
-        return _sum_of_choices(drows_mh, Permutation(order, inverse, ctx.top_k)), None
+        (inverse_nk,) = ctx.saved_tensors
+        return sum_choices(drows_mh, inverse_nk), None
 
 
 class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> Tensor:
-        ctx.save_for_backward(rows_mh, weights_nk, permutation.order, permutation.inverse)
-        return _sum_of_choices(rows_mh, permutation, weights_nk)
+        ctx.save_for_backward(rows_mh, weights_nk, permutation.inverse_nk)
+        return sum_choices(rows_mh, permutation.inverse_nk, weights_nk)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_nh: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows_mh, weights_nk, order, inverse = ctx.saved_tensors
-        permutation = Permutation(order, inverse, weights_nk.shape[1])
-        dy_mh = dy_nh[permutation.tokens]
-        weights_m = weights_nk.flatten()[permutation.order]
-        drows_mh = (dy_mh * weights_m.unsqueeze(-1)).to(rows_mh.dtype)
-        dweights_m = (rows_mh.to(weights_nk.dtype) * dy_mh).sum(dim=-1)
-        return drows_mh, dweights_m[permutation.inverse].view_as(weights_nk), None
+        rows_mh, weights_nk, inverse_nk = ctx.saved_tensors
+        return *combine_backward(dy_nh, rows_mh, weights_nk, inverse_nk), None
 
 
 def permute(x_nh: Tensor, permutation: Permutation) -> Tensor:
