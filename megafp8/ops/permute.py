@@ -4,11 +4,15 @@ Each token goes to k experts. `permute` copies its row k times, to where the row
 `combine` adds the k results of each token, weighted. Forward and backward read rows by index and add k of them one
 after the other, in the order of the token's choices, so both are deterministic.
 
+`sum_choices` and `combine_backward` are in plain PyTorch here; for bf16 and fp32 on CUDA they are kernels.
+
 Shapes: n tokens, k experts of each, h hidden, m = n·k rows.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +80,17 @@ def combine_backward(dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse
     return drows_mh, (rows_mh[inverse_nk].to(weights_nk.dtype) * dy_n1h).sum(dim=-1)
 
 
+@cache
+def _kernels() -> ModuleType:
+    from megafp8.kernels import permute  # needs Triton, which comes with torch's CUDA builds
+
+    return permute
+
+
+def _has_kernel(rows_mh: Tensor) -> bool:
+    return rows_mh.is_cuda and rows_mh.dtype in (torch.bfloat16, torch.float32)
+
+
 class _Permute(Function):
     @staticmethod
     def forward(ctx: Any, x_nh: Tensor, permutation: Permutation) -> Tensor:
@@ -86,20 +101,23 @@ class _Permute(Function):
     @once_differentiable
     def backward(ctx: Any, drows_mh: Tensor) -> tuple[Tensor, None]:
         (inverse_nk,) = ctx.saved_tensors
-        return sum_choices(drows_mh, inverse_nk), None
+        add = _kernels().sum_choices if _has_kernel(drows_mh) else sum_choices
+        return add(drows_mh, inverse_nk), None
 
 
 class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> Tensor:
         ctx.save_for_backward(rows_mh, weights_nk, permutation.inverse_nk)
-        return sum_choices(rows_mh, permutation.inverse_nk, weights_nk)
+        add = _kernels().sum_choices if _has_kernel(rows_mh) else sum_choices
+        return add(rows_mh, permutation.inverse_nk, weights_nk)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_nh: Tensor) -> tuple[Tensor, Tensor, None]:
         rows_mh, weights_nk, inverse_nk = ctx.saved_tensors
-        return *combine_backward(dy_nh, rows_mh, weights_nk, inverse_nk), None
+        backward = _kernels().combine_backward if _has_kernel(rows_mh) else combine_backward
+        return *backward(dy_nh, rows_mh, weights_nk, inverse_nk), None
 
 
 def permute(x_nh: Tensor, permutation: Permutation) -> Tensor:

@@ -37,10 +37,3 @@ def test_experts_of_any_number(experts: int) -> None:
     """Their ids are sorted in integers that hold the last one."""
     experts_nk = torch.tensor([[experts - 1, 0], [experts // 2, experts - 1], [0, 1]])
     assert by_expert(experts_nk, experts).order.tolist() == [1, 4, 5, 2, 0, 3]
-
-
-def test_sums_of_bf16_rows_are_rounded_once() -> None:
-    x = torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16)
-    permutation = by_expert(torch.tensor([[0, 1, 2]]), 3)
-    rows = torch.cat([x[:1], x[1:], x[1:]])  # 256 + 1 + 1; each sum alone would be rounded to 256
-    assert combine(rows, torch.ones(1, 3), permutation).item() == 258.0
