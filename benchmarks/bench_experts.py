@@ -57,13 +57,13 @@ def linear_run(x: Tensor, ends: Tensor, n: int, recipe: str, *, backward: bool) 
     set_spec(weight, ParamSpec(unsharded("weight", (experts * n, k)), Init("zeros"), replicated_over_tp=False))
     GradBuffer([weight], data_parallel_group=None, bucket_elements=1 << 40, device=x.device)
     manager = Fp8Manager(None if recipe == "bf16" else RECIPES[recipe](), amax_group=None)
-    states = [manager.linear(LinearSite(f"expert.{e}", expert=True)) for e in range(experts)]
+    state = manager.group([manager.linear(LinearSite(f"expert.{e}", expert=True)) for e in range(experts)])
     manager.materialize(x.device)
     x = x.detach().requires_grad_()
     dy = torch.randn(len(x), n, device=x.device).to(x.dtype)
 
     def run() -> None:
-        y = grouped_linear(x, weight, ends, states)
+        y = grouped_linear(x, weight, ends, state)
         if backward:
             y.backward(dy)
 

@@ -188,12 +188,17 @@ class ObservedQuantizer:
     def shard_alignment(self) -> int:
         return self.quantizer.shard_alignment
 
+    @property
+    def wanted(self) -> bool:
+        """Whether the recorder wants what is cast next."""
+        return self.recorder.wants(self.layer_name, self.operand)
+
     def for_sharded_input(self, group: ProcessGroup) -> ObservedQuantizer | None:
         quantizer = self.quantizer.for_sharded_input(group)
         return None if quantizer is None else ObservedQuantizer(quantizer, self.recorder, self.layer_name, self.operand)
 
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        if not self.recorder.wants(self.layer_name, self.operand):
+        if not self.wanted:
             return self.quantizer(source, rowwise=rowwise, columnwise=columnwise)
         made = self.quantizer(source, rowwise=True, columnwise=columnwise)
         assert made.rowwise is not None

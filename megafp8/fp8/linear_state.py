@@ -155,6 +155,17 @@ class LinearState:
         return self._quantizers
 
     @property
+    def own_quantizers(self) -> Quantizers:
+        """The quantizers as the recipe made them, whoever looks on."""
+        assert self._own_quantizers is not None
+        return self._own_quantizers
+
+    @property
+    def observed(self) -> bool:
+        """Whether the recorder wants to see the next tensors that the layer quantizes."""
+        return any(isinstance(q, ObservedQuantizer) and q.wanted for q in self.quantizers)
+
+    @property
     def smoothing(self) -> ChannelScales | None:
         """What channels of the input are multiplied by, and columns of the weight divided by."""
         return self._smoothing

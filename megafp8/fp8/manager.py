@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.fp8.gemm.dispatch import Fp8Gemm, GemmBackend
+from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.health import Recorder
 from megafp8.fp8.linear_state import LinearState, Quantizers
 from megafp8.fp8.quantizers import AmaxRecording, Quantizer
@@ -86,6 +87,7 @@ class Fp8Manager:
         self._state_type = state_type
         self._all_layers: dict[str, LinearState] = {}
         self._layers: dict[str, LinearState] = {}  # those in FP8
+        self._groups_of_layers: list[GroupState] = []
         self._amax_groups: dict[str, ProcessGroup] = {}  # of layers that other ranks run than those of `amax_group`
         self._states: list[State] | None = None
         self._recording: list[AmaxRecording] = []  # quantizers of activations and gradients
@@ -123,6 +125,11 @@ class Fp8Manager:
         if precision is not None:
             self._layers[site.name] = state
         return state
+
+    def group(self, states: Sequence[LinearState]) -> GroupState:
+        """The state of equal layers whose weights are one parameter, from that of each."""
+        self._groups_of_layers.append(GroupState(states))
+        return self._groups_of_layers[-1]
 
     @property
     def plans(self) -> list[LinearPlan]:
@@ -280,6 +287,8 @@ class Fp8Manager:
         """Forget the weights' FP8 copies: whoever needs them next quantizes anew."""
         for state in self._layers.values():
             state.invalidate_weight()
+        for group in self._groups_of_layers:
+            group.invalidate_weight()
 
     @contextmanager
     def recording(self, flag: bool) -> Iterator[None]:

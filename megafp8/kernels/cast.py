@@ -92,11 +92,14 @@ def _columnwise_block_scales(y, scale, i0, j0, j, end, c, eps, FP8_MAX: tl.const
 
 
 @triton.jit
-def _cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, q, j0, j, r, quads, end,
-          c, eps, SCALES: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, RECORD: tl.constexpr,
-          WORDS: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-          INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
-    """Cast four interleaved tiles of one part, at columns j0 + j below `end` of the matrix, which is c wide."""
+def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, place, q, j0, j, r, quads,
+         end, c, eps, SCALES: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, RECORD: tl.constexpr,
+         WORDS: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+         INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
+    """Cast four interleaved tiles of one part, at columns j0 + j below `end` of the matrix, which is c wide.
+
+    Their rows, from i0 on, lie from `place` on in the columnwise copy.
+    """
     i = 4 * q
     if RECORD:
         atomic_amax(amax, tl.max(quad_amax(y)), None)
@@ -126,7 +129,7 @@ def _cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, column
             t = _vector_scales(columnwise_scale, columnwise_amax, j0 + j, end, i0 == 0, eps, FP8_MAX,
                                POWER_OF_TWO)[None, :]  # fmt: skip
         word = to_fp8_words(y[0] * t, y[1] * t, y[2] * t, y[3] * t, FORMAT, FP8_MAX, INTERPRETED)
-        store_columnwise(columnwise, word, i0, q, j0, j, r, quads, end, WORDS)
+        store_columnwise(columnwise, word, place, q, j0, j, r, quads, end, WORDS)
 
 
 @Kernel
@@ -148,6 +151,6 @@ def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, colu
     for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
         at, end, width = part_columns(j0, c, part, SOURCE, HALF)
         partner = parts[1 - part if SOURCE == "qkv_grad" else part]
-        _cast(parts[part], partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, q, at, j,
-              r, quads, end, width, eps, SCALES, ROWWISE, COLUMNWISE, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO,
-              INTERPRETED, TILE_R, TILE_C)  # fmt: skip
+        cast(parts[part], partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, i0, q, at,
+             j, r, quads, end, width, eps, SCALES, ROWWISE, COLUMNWISE, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO,
+             INTERPRETED, TILE_R, TILE_C)  # fmt: skip

@@ -75,7 +75,7 @@ def _tile_group(source: type[Source]) -> str:
     return "activation" if issubclass(source, Activation) else "matrix"
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
     """Arguments of kernels for a source.
 
     `tensors`: the six pointers, any tensor where one is not read, None for what is left out of the computation.
@@ -90,7 +90,7 @@ class _Inputs(NamedTuple):
     half_head: int = 0
 
 
-def _inputs(source: Source) -> _Inputs:
+def inputs_of(source: Source) -> Inputs:
     if isinstance(source, QKVGrad):
         cos, sin = source.cos, source.sin
         a, d = source.dq_sbad.shape[2:]
@@ -99,23 +99,23 @@ def _inputs(source: Source) -> _Inputs:
         dq, dk, dv = kernel_input(source.dq_sbad), kernel_input(source.dk_sbgd), kernel_input(source.dv_sbgd)
         g, b = dk.shape[2], dk.shape[1]
         heads = (a, g, b, cos.stride(0), cos.stride(1) if cos.shape[1] == b else 0)
-        return _Inputs("qkv_grad", (dq, dk, cos, sin, dv, dv), (a + 2 * g) * d // 2, heads=heads, half_head=d // 2)
+        return Inputs("qkv_grad", (dq, dk, cos, sin, dv, dv), (a + 2 * g) * d // 2, heads=heads, half_head=d // 2)
     assert isinstance(source, Plain)
     x = kernel_input(source.x_rc)
     c = x.shape[1]
     if isinstance(source, Normalized):
         weight = kernel_input(source.weight_c)
         if source.mean_r is None:
-            return _Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, None), c)
+            return Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, None), c)
         assert source.bias_c is not None
-        return _Inputs("layernorm", (x, x, source.rstd_r, source.mean_r, weight, kernel_input(source.bias_c)), c)
+        return Inputs("layernorm", (x, x, source.rstd_r, source.mean_r, weight, kernel_input(source.bias_c)), c)
     dy, suffix = (kernel_input(source.dy_rf), "_grad") if isinstance(source, (GELUGrad, GatedGrad)) else (x, "")
     if isinstance(source, (Gated, GatedGrad)):
-        return _Inputs(f"gated{suffix}", (x, dy, x, x, source.scale_f, None), c // 2, source.function)
+        return Inputs(f"gated{suffix}", (x, dy, x, x, source.scale_f, None), c // 2, source.function)
     if isinstance(source, (GELU, GELUGrad)):
         bias = None if source.bias_f is None else kernel_input(source.bias_f)
-        return _Inputs(f"activation{suffix}", (x, dy, x, x, x, bias), c, source.function)
-    return _Inputs("plain", (x, x, x, x, source.scale_c if isinstance(source, ScaledColumns) else None, None), c)
+        return Inputs(f"activation{suffix}", (x, dy, x, x, x, bias), c, source.function)
+    return Inputs("plain", (x, x, x, x, source.scale_c if isinstance(source, ScaledColumns) else None, None), c)
 
 
 class _CastConstants(NamedTuple):
@@ -170,7 +170,7 @@ def _launch(
     """
     if isinstance(source, QKVGrad) and source.dq_sbad.shape[3] & (source.dq_sbad.shape[3] - 1):
         source = Plain(source.values())  # tiles are powers of two wide, and this head is not
-    kind, inputs, width, function, heads, half = _inputs(source)
+    kind, inputs, width, function, heads, half = inputs_of(source)
     bound, rows, columns = _bound(kernel, TILES[what][tile_group(source)], kind, function, half, constants)
     r = source.shape[0]
     bound.launch((ceil_div(width, columns), ceil_div(r, rows)), (*inputs, *outputs), (r, width, *heads, *numbers))

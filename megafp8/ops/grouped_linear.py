@@ -1,15 +1,14 @@
 """Linear layers of many experts at once: consecutive rows of the input are multiplied with weights of their own.
 
 The weights of all experts are one parameter, so that a single kernel can multiply them. How many rows an expert has is
-known on the device only; on CUDA the kernels read it there (`torch.nn.functional.grouped_mm`), so the host does not
-wait. An expert may have no rows: its weight gradient is then zero.
+known on the device only. On CUDA kernels read it there, so the host does not wait: in bf16, and in FP8 with one scale
+per tensor. An expert may have no rows: its weight gradient is then zero.
 
 *In FP8* each expert is a layer of its own: its input, weight and gradient are quantized as the recipe says, with scales
-that no other expert shares. The host reads how many rows each has, and starts the casts and GEMMs of one expert after
-the other.
+that no other expert shares. Where kernels do not compute all experts at once (`GroupState.joint_quantizers`), the host
+reads how many rows each has, and starts the casts and GEMMs of one expert after the other.
 
-The weight gradient goes where `megafp8.ops.wgrad` says; on CUDA, where torch computes it in bf16, it is rounded once a
-micro-batch before it is added to the fp32 sum. FP8 GEMMs add to that sum themselves.
+The weight gradient goes where `megafp8.ops.wgrad` says; on CUDA kernels add to the fp32 sum themselves.
 
 Shapes: m rows, e experts, k inputs, n outputs.
 """
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import grouped_mm
 
+from megafp8.fp8 import group_state
 from megafp8.fp8.gemm.dispatch import gemm
+from megafp8.fp8.group_state import GroupQuantizers, GroupState
+from megafp8.fp8.groups import GroupedTensor, RowGroups
 from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import Granularity, QuantizedTensor, ScaledTensor
@@ -33,20 +36,24 @@ from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.wgrad import deliver, open_store, summed_in_place, wgrad_dtype
 
 
-def grouped_linear(x_mk: Tensor, weight: nn.Parameter, ends_e: Tensor, states: Sequence[LinearState] = ()) -> Tensor:
-    """`[m, n]` in x's dtype: the rows of expert i times the transpose of its weight, as `states[i].plan` says.
+def grouped_linear(x_mk: Tensor, weight: nn.Parameter, ends_e: Tensor, state: GroupState | None = None) -> Tensor:
+    """`[m, n]` in x's dtype: the rows of each expert times the transpose of its weight, as `state` has it planned.
 
     `weight`: `[e·n, k]`, one expert after the other. `ends_e`: int32 `[e]`, where the rows of each expert end; they
-    begin where those of the expert before end, and the last ends at m. Without `states` all is in high precision.
+    begin where those of the expert before end, and the last ends at m. Without a `state` all is in high precision.
     """
-    if any(state.plan.fp8 or state.plan.calibrating for state in states):
-        return _GroupedFp8Linear.apply(x_mk, weight, ends_e, states, torch.is_grad_enabled())
-    return _GroupedLinear.apply(x_mk, weight, ends_e)
+    if state is None or state.high_precision:
+        return _GroupedLinear.apply(x_mk, weight, ends_e)
+    quantizers = state.joint_quantizers(x_mk, weight)
+    if quantizers is None:
+        return _OneByOneFp8Linear.apply(x_mk, weight, ends_e, state.states, torch.is_grad_enabled())
+    return _JointFp8Linear.apply(x_mk, weight, ends_e, state, quantizers, torch.is_grad_enabled())
 
 
-def _in_torch(x: Tensor) -> bool:
-    """Whether torch has a kernel that reads `ends_e` on the device."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+def _kernels() -> ModuleType:
+    from megafp8.kernels import grouped_gemm  # needs Triton, which comes with torch's CUDA builds
+
+    return grouped_gemm
 
 
 def _slices(ends_e: Tensor) -> Iterator[slice]:
@@ -59,7 +66,7 @@ def _slices(ends_e: Tensor) -> Iterator[slice]:
 
 def _product(a_mk: Tensor, b_ekn: Tensor, ends_e: Tensor) -> Tensor:
     """`[m, n]`: rows of `a` times the matrix of their expert."""
-    if _in_torch(a_mk):
+    if group_state.has_kernels(a_mk, *b_ekn.shape[1:]):
         return grouped_mm(a_mk, b_ekn, offs=ends_e)
     out = a_mk.new_empty(len(a_mk), b_ekn.shape[2])
     for rows, b_kn in zip(_slices(ends_e), b_ekn, strict=True):
@@ -69,14 +76,27 @@ def _product(a_mk: Tensor, b_ekn: Tensor, ends_e: Tensor) -> Tensor:
 
 def _wgrad(weight: Tensor, dy_mn: Tensor, x_mk: Tensor, ends_e: Tensor) -> Tensor | None:
     """dw `[e·n, k]` to the weight's sink or back."""
-    if _in_torch(x_mk):
-        return deliver(weight, grouped_mm(dy_mn.t(), x_mk, offs=ends_e).flatten(0, 1))
+    if group_state.has_kernels(x_mk, dy_mn.shape[1], x_mk.shape[1]):
+        kernels = _kernels()
+        sums = partial(kernels.sums_over_rows, kernels.Operand(dy_mn), kernels.Operand(x_mk), ends_e)
+        return _wgrad_by_kernel(weight, sums, len(ends_e))
     dtype = wgrad_dtype(weight)
     dw_enk = torch.zeros(len(ends_e), dy_mn.shape[1], x_mk.shape[1], dtype=dtype, device=x_mk.device)
     for rows, dw_nk in zip(_slices(ends_e), dw_enk, strict=True):
         if rows.start < rows.stop:
             dw_nk.copy_(gemm(dy_mn[rows].t(), x_mk[rows], dtype))
     return deliver(weight, dw_enk.flatten(0, 1))
+
+
+def _wgrad_by_kernel(weight: Tensor, sums: Callable[..., None], experts: int) -> Tensor | None:
+    """dw `[e·n, k]` to the weight's sink, by a kernel that adds to its fp32 sum, or back."""
+    main_grad = summed_in_place(weight)
+    dw = torch.empty(weight.shape, dtype=wgrad_dtype(weight), device=weight.device) if main_grad is None else main_grad
+    sums(dw.view(experts, -1, weight.shape[1]), accumulate=main_grad is not None)
+    if main_grad is None:
+        return deliver(weight, dw)
+    weight.grad_sink.added()  # type: ignore[attr-defined]
+    return None
 
 
 class _GroupedLinear(Function):
@@ -123,7 +143,7 @@ class _Operand(NamedTuple):
         return self.data
 
 
-class _GroupedFp8Linear(Function):
+class _OneByOneFp8Linear(Function):
     @staticmethod
     def forward(
         ctx: Any, x_mk: Tensor, weight: Tensor, ends_e: Tensor, states: Sequence[LinearState], grad_enabled: bool
@@ -133,9 +153,13 @@ class _GroupedFp8Linear(Function):
         y_mn = x_mk.new_empty(len(x_mk), w_enk.shape[1])
         ctx.weight, ctx.states = weight, states
         ctx.rows = [(e, rows) for e, rows in enumerate(_slices(ends_e)) if rows.start < rows.stop]
-        for state, w_nk in zip(states, w_enk, strict=True):
+        with_rows = {e for e, _ in ctx.rows}
+        for e, (state, w_nk) in enumerate(zip(states, w_enk, strict=True)):
             if state.plan.calibrating:
                 state.record_amax("weight", w_nk)
+            high = state.high_precision
+            if e not in with_rows and state.plan.fp8 and not (high.fprop and high.dgrad):
+                state.fp8_weight(w_nk, columnwise=False)  # its amax is recorded whether or not tokens come
         kept: list[Tensor | None] = []
         ctx.granularity = []
         for e, rows in ctx.rows:
@@ -232,3 +256,64 @@ def _fp8_wgrad(weight: Tensor, experts: int, wgrads: Sequence[_Wgrad]) -> Tensor
         return deliver(weight, dw)
     weight.grad_sink.added()  # type: ignore[attr-defined]
     return None
+
+
+class _JointFp8Linear(Function):
+    """All experts at once; `state.states` are alike."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_mk: Tensor, weight: Tensor, ends_e: Tensor, state: GroupState, quantizers: GroupQuantizers,
+        grad_enabled: bool,
+    ) -> Tensor:  # fmt: skip
+        needs_dx, needs_dw, *_ = (needed and grad_enabled for needed in ctx.needs_input_grad)
+        kernels, high, fast = _kernels(), state.states[0].high_precision, state.states[0].fast_accum
+        experts, n = len(ends_e), len(weight) // len(ends_e)
+        groups = RowGroups.of(ends_e, len(x_mk))
+        columnwise = needs_dw and not high.wgrad
+        x8 = None
+        if not high.fprop or columnwise:
+            x8 = quantizers.input(Plain(x_mk), groups, rowwise=not high.fprop, columnwise=columnwise)
+        if high.fprop or x8 is None:
+            y_mn = grouped_mm(x_mk, weight.to(x_mk.dtype).view(experts, n, -1).transpose(1, 2), offs=ends_e)
+        else:
+            w8 = state.fp8_weight(weight, columnwise=needs_dx and not high.dgrad)
+            operands = (kernels.Operand(x8.rowwise, x8.scale_inv_e), kernels.Operand(w8.rowwise, w8.scale_inv_e))
+            y_mn = kernels.rows_times_matrices(*operands, ends_e, n, x_mk.dtype, columnwise=False, fast=fast.fprop)
+        ctx.weight, ctx.state, ctx.quantizers, ctx.groups = weight, state, quantizers, groups
+        if columnwise:
+            assert x8 is not None
+            ctx.save_for_backward(x8.columnwise, x8.scale_inv_e)
+        else:
+            ctx.save_for_backward(x_mk if needs_dw else None, None)
+        return y_mn
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor | None, ...]:
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        kernels, state, groups, weight = _kernels(), ctx.state, ctx.groups, ctx.weight
+        high, fast = state.states[0].high_precision, state.states[0].fast_accum
+        experts, k = len(groups.ends_e), weight.shape[1]
+        dy_mn = dy_mn.contiguous()
+        rowwise, columnwise = needs_dx and not high.dgrad, needs_dw and not high.wgrad
+        dy8 = GroupedTensor()
+        if rowwise or columnwise:
+            dy8 = ctx.quantizers.grad_output(Plain(dy_mn), groups, rowwise=rowwise, columnwise=columnwise)
+        dx = dw = None
+        if rowwise:
+            w8 = state.dgrad_weight(weight)
+            operands = (kernels.Operand(dy8.rowwise, dy8.scale_inv_e), kernels.Operand(w8.columnwise, w8.scale_inv_e))
+            dx = kernels.rows_times_matrices(*operands, groups.ends_e, k, dy_mn.dtype, columnwise=True, fast=fast.dgrad)
+        elif needs_dx:
+            dx = grouped_mm(dy_mn, weight.to(dy_mn.dtype).view(experts, -1, k), offs=groups.ends_e)
+        if needs_dw:
+            x, scale_inv_e = ctx.saved_tensors
+            if columnwise:
+                operands = (kernels.Operand(dy8.columnwise, dy8.scale_inv_e), kernels.Operand(x, scale_inv_e))
+                sums = partial(kernels.sums_over_rows, *operands, groups.places_e, fast=fast.wgrad)
+            else:
+                operands = (kernels.Operand(dy_mn.detach()), kernels.Operand(x))
+                sums = partial(kernels.sums_over_rows, *operands, groups.ends_e)
+            dw = _now_or_later(weight, partial(_wgrad_by_kernel, weight, sums, experts))
+        return dx, dw, None, None, None, None

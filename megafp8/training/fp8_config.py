@@ -6,11 +6,21 @@ section are in `megafp8.config.checks`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 
 from megafp8.config import Config, ConfigError, Fp8Config, Problem
-from megafp8.fp8 import RECIPES, ContextGroups, CustomScaling, Fp8Manager, Fp8Recipe
+from megafp8.fp8 import (
+    RECIPES,
+    ContextGroups,
+    CurrentScaling,
+    CustomScaling,
+    DelayedScaling,
+    Fp8Manager,
+    Fp8Recipe,
+)
+from megafp8.fp8.group_state import ALIGNMENT
 from megafp8.fp8.health import Recorder
 from megafp8.fp8.recipes.base import OPERANDS, OperandName, config_key
 from megafp8.fp8.tensor import TENSOR
@@ -101,17 +111,41 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     if unfit:
         rule = f"a graph would round the gradients of {', '.join(unfit)} with the same noise in every step"
         yield Problem("training.cuda_graphs", True, rule, "try training.cuda_graphs=auto, or another fp8.recipe")
-    if config.model.moe is not None and any(map(build_fp8(config, None).selects, _expert_layers(config))):
-        rule = "the host reads how many tokens each expert has before it starts its FP8 GEMMs, which a graph cannot"
+    one_by_one = "" if config.model.moe is None else _experts_one_by_one(config)
+    if one_by_one:
+        rule = f"the host reads how many tokens each expert has before it starts its FP8 GEMMs, as {one_by_one}"
         yield Problem(
             "training.cuda_graphs", True, rule, 'try training.cuda_graphs=auto, or fp8.exclude=["*.experts.*"]'
         )
 
 
-def _expert_layers(config: Config) -> Iterator[str]:
-    """Names of the linear layers of all experts."""
+def _experts_one_by_one(config: Config) -> str:
+    """Why FP8 GEMMs of experts are started one by one; empty where kernels compute all at once, or none is FP8.
+
+    That is `GroupState.joint_quantizers`, as far as it follows from the config.
+    """
+    selects, sizes = build_fp8(config, None).selects, dict(_expert_layers(config))
+    kinds: dict[str, set[bool]] = {}
+    for name in sizes:
+        kinds.setdefault(re.sub(r"(?<=\.experts\.)\d+", "", name), set()).add(selects(name))
+    if not any(True in found for found in kinds.values()):
+        return ""
+    if any(len(found) > 1 for found in kinds.values()):
+        return "some experts of a layer are not FP8"
+    if config.fp8.recipe not in (DelayedScaling.name, CurrentScaling.name):
+        return f"fp8.recipe {config.fp8.recipe} is not delayed or current"
+    if config.fp8.report_interval:
+        return "fp8.report_interval looks at what each expert quantizes"
+    if config.fp8.param_gather:
+        return "fp8.param_gather gathers each expert's weights in FP8"
+    narrow = [width for size in sizes.values() for width in size if width % ALIGNMENT]
+    return f"a width of experts, {narrow[0]}, is no multiple of {ALIGNMENT}" if narrow else ""
+
+
+def _expert_layers(config: Config) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Names and sizes of the linear layers of all experts."""
     for layer in range(config.model.num_layers):
-        yield from expert_layer_sizes(config.model, layer)
+        yield from expert_layer_sizes(config.model, layer).items()
 
 
 def _kept_blocks(config: Config) -> list[str]:

@@ -210,8 +210,8 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
     for module in trainer.model.modules():
         layers = [(module.state, module.weight)] if getattr(module, "state", None) is not None else []
         if isinstance(module, Experts):
-            for states, weight in ((module.up_states, module.up), (module.down_states, module.down)):
-                layers += zip(states, weight.detach().chunk(len(states)))
+            for group, weight in ((module.up_state, module.up), (module.down_state, module.down)):
+                layers += zip(group.states, weight.detach().chunk(len(group.states)))
         for state, weight in layers:
             if state.plan.fp8:
                 kept = state.fp8_weight(weight, columnwise=not state.high_precision.dgrad)

@@ -1,0 +1,102 @@
+"""State of the same linear layer in each expert of a rank, whose weights are one parameter.
+
+Each expert's layer has a `LinearState` of its own: its plan, scales, histories and name. Where all are alike, kernels
+compute them at once with a `GroupQuantizer` for each operand and one FP8 copy of all weights.
+
+Shapes: e experts, n outputs, k inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megafp8.fp8.group_quantizer import GroupQuantizer
+from megafp8.fp8.groups import GroupedTensor, RowGroups
+from megafp8.fp8.linear_state import LinearState
+from megafp8.fp8.sources import Plain
+
+ALIGNMENT = 16
+"""Kernels want widths that are multiples of this many elements."""
+
+
+def has_kernels(x: Tensor, *widths: int) -> bool:
+    """Whether there are kernels that compute all experts at once, for matrices of these widths."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and not any(width % ALIGNMENT for width in widths)
+
+
+class GroupQuantizers(NamedTuple):
+    """How each operand of all experts is quantized."""
+
+    input: GroupQuantizer
+    weight: GroupQuantizer
+    grad_output: GroupQuantizer
+
+
+class GroupState:
+    """State of the linear layers `states`, one for each expert; made by `Fp8Manager.group`."""
+
+    def __init__(self, states: Sequence[LinearState]) -> None:
+        self.states = tuple(states)
+        self._quantizers: GroupQuantizers | None = None
+        self._weight: GroupedTensor | None = None
+
+    @property
+    def high_precision(self) -> bool:
+        """Whether no expert quantizes anything, nor calibrates the scale of anything."""
+        return not any(state.plan.fp8 or state.plan.calibrating for state in self.states)
+
+    def joint_quantizers(self, x: Tensor, weight: Tensor) -> GroupQuantizers | None:
+        """Quantizers for all experts at once; None where kernels cannot compute them so.
+
+        They can on CUDA in bf16, with one scale per tensor, if all experts' GEMMs have the same precision and nobody
+        looks at what an expert quantizes.
+        """
+        if not has_kernels(x, weight.shape[0] // len(self.states), weight.shape[1]):
+            return None
+        first = self.states[0]
+        alike = all(
+            state.plan.gemms == first.plan.gemms and state.plan.fp8 and not state.plan.calibrating
+            for state in self.states
+        )
+        if not alike or first.gathered_weight is not None or any(state.observed for state in self.states):
+            return None
+        if self._quantizers is None:
+            joined = map(GroupQuantizer.join, zip(*(state.own_quantizers for state in self.states), strict=True))
+            x_quantizer, w_quantizer, dy_quantizer = joined
+            if x_quantizer is None or w_quantizer is None or dy_quantizer is None:
+                return None
+            self._quantizers = GroupQuantizers(x_quantizer, w_quantizer, dy_quantizer)
+        return self._quantizers
+
+    def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> GroupedTensor:
+        """The FP8 copies of all weights, made at the first call since the last `invalidate_weight`.
+
+        Rowwise alone until a call that wants `columnwise` too, as the first one that a backward will follow does.
+        """
+        if self.states[0].transient_weight:
+            return self.quantize_weight(weight, rowwise=True, columnwise=False)
+        if self._weight is None or (columnwise and self._weight.columnwise is None):
+            self._weight = self.quantize_weight(weight, rowwise=True, columnwise=columnwise)
+        return self._weight
+
+    def dgrad_weight(self, weight: Tensor) -> GroupedTensor:
+        """All weights columnwise, in backward."""
+        if self.states[0].transient_weight:
+            return self.quantize_weight(weight, rowwise=False, columnwise=True)
+        return self.fp8_weight(weight, columnwise=True)
+
+    def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> GroupedTensor:
+        """Casts of `weight` `[e·n, k]`: `[e·n, k]` and `[k, places]`."""
+        assert self._quantizers is not None
+        experts = len(self.states)
+        groups = RowGroups.equal(experts, len(weight) // experts, weight.device)
+        source = Plain(weight.detach())
+        return self._quantizers.weight(source, groups, rowwise=rowwise, columnwise=columnwise)
+
+    def invalidate_weight(self) -> None:
+        """Forget the FP8 copies: the weight has changed."""
+        self._weight = None
