@@ -36,7 +36,8 @@ SMALL = [
     *("optimizer.warmup_steps=0", "deterministic=true", "fp8.gemm_autotune=false", "parallel.bucket_mib=1"),
     *("parallel.tensor=1", "parallel.pipeline=1", "parallel.layers_per_stage=null"),
 ]
-ONE_GPU = ["", "recompute=full", "model.tie_embeddings=true", "fp8.report_interval=3", "zero=1"]
+EXPERTS = "model.moe.num_experts=8 model.moe.top_k=2 model.moe.aux_loss=0.01"
+ONE_GPU = ["", "recompute=full", "model.tie_embeddings=true", "fp8.report_interval=3", "zero=1", EXPERTS]
 TWO_GPUS = [
     *(
         "tensor=2",
@@ -49,6 +50,7 @@ TWO_GPUS = [
     *("zero=1 fp8.param_gather=true", "zero=1 optimizer.reduce_dtype=bf16"),
     *("fsdp=true", "fsdp=true recompute=full", "fsdp=true fp8.param_gather=true", "fsdp=true fsdp_replicas=2"),
     *("context=2", "pipeline=2 model.tie_embeddings=true", "pipeline=2 schedule=zb-h1"),
+    *(f"pipeline=2 schedule=zb-h1 {EXPERTS}", f"zero=1 {EXPERTS}"),
     "pipeline=2 schedule=interleaved virtual_pipeline=2",
     *(f"pipeline=2 virtual_pipeline=2 schedule={name}" for name in ("zb-v", "dualpipev", "zb-v recompute=full")),
 ]

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Validation loss of a small mixture of experts on real text, FP8 recipes against bf16: two GPUs.
+#   [STEPS=800] docs/measurements/2026-11-22-experts/train.sh OUTPUT_FOLDER
+# All runs see the same data in the same order from the same initial weights, but bf16-seed: other weights, another order.
+# 6 layers of 512, 8 experts of 1,024 in each, 2 for each token: 65,536 tokens a step.
+set -uo pipefail
+out=$1 steps=${STEPS:-800}
+export OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD PYTORCH_ALLOC_CONF=expandable_segments:True
+
+# A corpus: the Python sources of the machine, and a vocabulary of 8,192.
+if [[ ! -e data/corpus/text.idx ]]; then
+    python3 - <<'PY'
+import pathlib, random, site, sysconfig
+folders = [sysconfig.get_path("stdlib"), *site.getsitepackages()]
+files = sorted({str(p) for f in folders for p in pathlib.Path(f).rglob("*.py") if p.stat().st_size > 200})
+random.Random(0).shuffle(files)
+pathlib.Path("data/corpus").mkdir(parents=True, exist_ok=True)
+pathlib.Path("data/corpus/files.txt").write_text("\n".join(files) + "\n")
+pathlib.Path("data/corpus/some.txt").write_text("\n".join(files[:1500]) + "\n")
+PY
+    python3 tools/train_tokenizer.py --text-files --input-list data/corpus/some.txt --output data/corpus/tokenizer.model --vocab-size 8192 --overwrite >"$out/data.log" 2>&1
+    python3 tools/preprocess_data.py --text-files --input-list data/corpus/files.txt --tokenizer sentencepiece --tokenizer-path data/corpus/tokenizer.model \
+        --output-prefix data/corpus/text --workers 32 --skip-errors --overwrite >>"$out/data.log" 2>&1 || tail -n 5 "$out/data.log"
+    grep -a "tokens" "$out/data.log" | tail -n 1 | tr '\r' '\n' | tail -n 1
+fi
+
+common="model.num_layers=6 model.hidden_size=512 model.num_attention_heads=8 model.num_query_groups=4 model.vocab_size=8192
+model.moe.num_experts=8 model.moe.top_k=2 model.moe.ffn_hidden_size=1024 logging.expert_load_interval=20
+training.seq_length=2048 training.precision=bf16 training.steps=$steps training.micro_batch_size=32 training.global_batch_size=32
+training.eval_interval=$((steps / 2)) training.eval_steps=38 optimizer.learning_rate=6e-4 optimizer.min_learning_rate=6e-5 optimizer.warmup_steps=100
+data.train=[data/corpus/text] data.tokenizer.path=data/corpus/tokenizer.model data.split=980,20,0 checkpoint.interval=0 logging.tensorboard=false
+logging.progress=false logging.interval=100 parallel.tensor=1 parallel.pipeline=1 run_dir=runs/experts"
+aux="model.moe.aux_loss=0.01"
+bias="model.moe.score=sigmoid model.moe.selection_bias=true model.moe.bias_update_rate=0.001"
+none="model.moe.score=sigmoid"
+
+train() { # gpu name recipe overrides...
+    local gpu=$1 name=$2 recipe=$3 start=$SECONDS
+    shift 3
+    CUDA_VISIBLE_DEVICES=$gpu timeout ${LIMIT:-200} python3 pretrain_gpt.py --config configs/quickstart.yaml $common name="$name" fp8.recipe="$recipe" "$@" \
+        >"$out/$name.log" 2>&1 || { echo "$name failed"; tail -n 25 "$out/$name.log"; }
+    echo "$name: $((SECONDS - start)) s, $(tail -n 1 "runs/experts/$name/metrics.jsonl" | cut -c1-300)"
+}
+
+(train 0 bf16 none $aux; train 0 delayed delayed $aux; train 0 current current $aux; train 0 bias none $bias) &
+(train 1 bf16-seed none $aux seed=77; train 1 blockwise blockwise $aux; train 1 rowwise rowwise $aux; train 1 no-balance none $none) &
+wait
+tar -C runs --exclude=checkpoints -czf "$out/experts.tgz" experts
