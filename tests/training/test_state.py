@@ -142,6 +142,16 @@ def test_what_a_run_may_change_when_it_resumes(world2: World, tmp_path: Path) ->
         check_resume(config, tmp_path, None)
 
 
+def test_another_number_of_experts(world2: World, tmp_path: Path) -> None:
+    config = config_of("moe", seed=1)
+    assert config.model.moe is not None
+    world2.run(_save, config, str(tmp_path), ranks=1)
+    check_resume(config, tmp_path, "abc")
+    more = config.model.moe.model_copy(update={"num_experts": 2 * config.model.moe.num_experts})
+    with pytest.raises(IncompatibleCheckpoint, match=r"another model \(model.moe.num_experts \d+ -> \d+\)(?!.*allow)"):
+        check_resume(changed(config, model={"moe": more.model_dump(mode="json")}), tmp_path, "abc")
+
+
 def test_moments_may_change_between_bf16_and_fp8(world2: World, tmp_path: Path) -> None:
     for moments, other in (("bf16", "fp8"), ("fp8", "bf16")):
         config = changed(config_of("bf16", seed=1), optimizer={"moments_dtype": moments})
