@@ -21,6 +21,8 @@ h hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from megafp8.distributed.collectives import Work, all_to_all, all_to_all_rows_as
 from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.permute import Permutation, by_expert, permute
 
-MOST_PARTS = 4
+MOST_PARTS = 2
 
 
 def parts_of(experts: int, ranks: int) -> int:
@@ -97,14 +99,28 @@ class _Transfer:
 class Exchange:
     """Where the rows of this rank's tokens go, part by part.
 
-    `received_by_expert`: a part's received rows to the order of experts. `ends_e`: of a part, int32 `[e]`, where the
-    rows of each expert end.
+    `arriving`: int64 `[p, r, e]`, how many rows each rank sends for each expert. `ends_pe`: int32, where the rows of
+    each expert of a part end.
     """
 
     there: _Transfer
     back: _Transfer
-    received_by_expert: list[Permutation]
-    ends_e: list[Tensor]
+    arriving: Tensor
+    ends_pe: Tensor
+
+    @cached_property
+    def received_by_expert(self) -> list[Permutation]:
+        """Of each part, from the order of senders to that of experts. Computed when the first rows are on their way."""
+        parts, _, experts = self.arriving.shape
+        rows = [sum(of_ranks) for of_ranks in self.there.received]
+        numbers = torch.arange(parts * experts, device=self.arriving.device).view(parts, 1, experts)
+        of_rows = numbers.expand_as(self.arriving).reshape(-1)
+        of_rows = of_rows.repeat_interleave(self.arriving.reshape(-1), output_size=sum(rows))
+        whole = by_expert(of_rows.unsqueeze(1), parts * experts)  # one sort for all parts
+        return [
+            Permutation(whole.order[first:end] - first, whole.inverse[first:end] - first, 1)
+            for first, end in pairwise(accumulate(rows, initial=0))
+        ]
 
     def dispatch(self, rows_mh: Tensor) -> tuple[Tensor, ...]:
         """Send `rows_mh`; for each part what `arrived` makes its rows of."""
@@ -125,16 +141,10 @@ class Exchange:
 
 def exchange(counts: Tensor, group: ProcessGroup) -> Exchange:
     """The exchange of rows, of which this rank has `counts` for each expert, int64 `[p, r, e]`. Collective."""
-    parts, ranks, experts = counts.shape
     arriving = all_to_all(counts.transpose(0, 1).contiguous(), group).transpose(0, 1)
+    ends_pe = arriving.sum(dim=1).cumsum(dim=1, dtype=torch.int32)
     sent, received = torch.stack([counts.sum(dim=2), arriving.sum(dim=2)]).tolist()
-    of_experts = torch.arange(experts, device=counts.device).repeat(ranks)
-    by_experts, ends = [], []
-    for part in range(parts):
-        of_rows = of_experts.repeat_interleave(arriving[part].flatten(), output_size=sum(received[part]))
-        by_experts.append(by_expert(of_rows.unsqueeze(1), experts))
-        ends.append(arriving[part].sum(dim=0).cumsum(0, dtype=torch.int32))
-    return Exchange(_Transfer(group, sent, received), _Transfer(group, sent, received), by_experts, ends)
+    return Exchange(_Transfer(group, sent, received), _Transfer(group, sent, received), arriving, ends_pe)
 
 
 def _placeholder(x: Tensor) -> Tensor:

@@ -142,6 +142,6 @@ class MoE(nn.Module):
         """`[m, h]`: rows are computed on the ranks of their experts, part by part."""
         returned = []
         for part, arriving_mh in enumerate(with_ranks.dispatch(rows_mh)):
-            y_mh = self.experts[part](with_ranks.arrived(arriving_mh, part), with_ranks.ends_e[part])
+            y_mh = self.experts[part](with_ranks.arrived(arriving_mh, part), with_ranks.ends_pe[part])
             returned.append(with_ranks.return_part(y_mh, part))
         return with_ranks.collect(returned)

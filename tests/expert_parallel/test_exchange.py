@@ -36,7 +36,7 @@ def _exchanged(case: str, parts: int) -> None:
         arrived, first = plan.arrived(arriving, part), own * rank + 2 * part
         expected = [[r, e, i] for e in (first, first + 1) for r in range(ranks) for i in range(everyone[r][e])]
         assert arrived.tolist() == expected  # by expert, then by sender
-        assert plan.ends_e[part].tolist() == [sum(row[1] <= e for row in expected) for e in (first, first + 1)]
+        assert plan.ends_pe[part].tolist() == [sum(row[1] <= e for row in expected) for e in (first, first + 1)]
         returned.append(plan.return_part(arrived * 10, part))
     back = plan.collect(returned)
     assert torch.equal(back, rows * 10)
