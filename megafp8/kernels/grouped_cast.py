@@ -58,7 +58,7 @@ def groups_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, co
         for part in tl.static_range(2 if SOURCE == "gated_grad" else 1):
             at, end, width = part_columns(j0, c, part, SOURCE, 0)
             cast(parts[part], parts[part], rowwise, columnwise, scale, scale, amax, amax, i0, place, q, at, j, end_r,
-                 quads, end, width, 0.0, "tensor", ROWWISE, COLUMNWISE, RECORD, True, FORMAT, FP8_MAX, False,
+                 quads, end, width, end_r, 0.0, "tensor", ROWWISE, COLUMNWISE, RECORD, True, FORMAT, FP8_MAX, False,
                  INTERPRETED, TILE_R, TILE_C)  # fmt: skip
 
 
