@@ -1,7 +1,7 @@
 """Quantizers of an operand of all experts at once.
 
 A `GroupQuantizer` casts the rows of all experts as each expert's own quantizer would: the same bits, without the host
-knowing where they end. It is for recipes with one scale per tensor.
+knowing where they end. It is for recipes with one scale per tensor, and with blocks of 128 elements.
 
 Shapes: e experts.
 """
@@ -16,10 +16,14 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8 import groups
-from megafp8.fp8.groups import GroupedTensor, RowGroups
+from megafp8.fp8.groups import RowGroups
 from megafp8.fp8.quantizers import AmaxRecording, Quantizer
 from megafp8.fp8.recipes.base import RecipeQuantizer
 from megafp8.fp8.sources import Source
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, TENSOR, Granularity, QuantizedTensor
+
+ALIGNMENTS: dict[Granularity, int] = {TENSOR: 16, BLOCK_1X128: 128, BLOCK_128X128: 128}
+"""Granularities that kernels cast and multiply for all experts at once, if widths are multiples of this."""
 
 
 def together(tensors: Sequence[Tensor]) -> Tensor:
@@ -43,11 +47,16 @@ class GroupQuantizer:
 
     @classmethod
     def join(cls, quantizers: Sequence[Quantizer]) -> GroupQuantizer | None:
-        """None unless they are alike, have one scale per tensor, and this rank has the whole of each tensor."""
+        """None unless they are alike, of a granularity in `ALIGNMENTS`, and this rank has the whole of each tensor."""
         own = [q for q in quantizers if isinstance(q, RecipeQuantizer)]
         alike = len(own) == len(quantizers) and len({(type(q), q.recipe) for q in own}) == 1
-        joins = alike and own[0].per_tensor and all(q.tensor.group is None for q in own)
+        joins = alike and own[0].granularity in ALIGNMENTS and all(q.tensor.group is None for q in own)
         return cls(own) if joins else None
+
+    @property
+    def alignment(self) -> int:
+        """What rows and columns of weights must be multiples of."""
+        return ALIGNMENTS[self._first.granularity]
 
     @cached_property
     def _known_scales(self) -> tuple[Tensor, Tensor]:
@@ -58,8 +67,16 @@ class GroupQuantizer:
     def _recorded_amaxes(self) -> Tensor:
         return together([q.recorded_amax for q in self._quantizers if q.recorded_amax is not None])
 
-    def __call__(self, source: Source, row_groups: RowGroups, *, rowwise: bool, columnwise: bool) -> GroupedTensor:
+    def __call__(self, source: Source, row_groups: RowGroups, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         first, module = self._first, _implementation(source)
+        if first.granularity is BLOCK_128X128:  # of weights, whose rows are multiples of 128: no block has two experts
+            return first(source, rowwise=rowwise, columnwise=columnwise)
+        if first.granularity is BLOCK_1X128:
+            rule = first.rule
+            return module.cast_groups_1x128(
+                source, first.fmt, row_groups, rowwise=rowwise, columnwise=columnwise, power_of_two=rule.power_of_two,
+                eps=rule.eps,
+            )  # fmt: skip
         recording = first.recorded_amax is not None and isinstance(first, AmaxRecording) and first.recording
         newest_amax_e = self._recorded_amaxes if recording else None
         if first.known_scale is None:
@@ -71,10 +88,10 @@ class GroupQuantizer:
             scale_inv_e = scale_e.reciprocal()
         else:
             scale_e, scale_inv_e = self._known_scales
-        data, transposed = module.cast_groups(
-            source, scale_e, first.fmt, row_groups, rowwise=rowwise, columnwise=columnwise, newest_amax_e=newest_amax_e
-        )
-        return GroupedTensor(data, transposed, scale_inv_e)
+        return module.cast_groups(
+            source, scale_e, scale_inv_e, first.fmt, row_groups, rowwise=rowwise, columnwise=columnwise,
+            newest_amax_e=newest_amax_e,
+        )  # fmt: skip
 
 
 def _implementation(source: Source) -> Any:

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8.group_quantizer import GroupQuantizer
-from megafp8.fp8.groups import GroupedTensor, RowGroups
+from megafp8.fp8.groups import RowGroups
 from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.sources import Plain
+from megafp8.fp8.tensor import QuantizedTensor
 
-ALIGNMENT = 16
-"""Kernels want widths that are multiples of this many elements."""
+_ALIGNMENT = 16
 
 
 def has_kernels(x: Tensor, *widths: int) -> bool:
-    """Whether there are kernels that compute all experts at once, for matrices of these widths."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and not any(width % ALIGNMENT for width in widths)
+    """Whether there are kernels that compute all experts at once, for bf16 matrices of these widths."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and not any(width % _ALIGNMENT for width in widths)
 
 
 class GroupQuantizers(NamedTuple):
@@ -42,7 +42,7 @@ class GroupState:
     def __init__(self, states: Sequence[LinearState]) -> None:
         self.states = tuple(states)
         self._quantizers: GroupQuantizers | None = None
-        self._weight: GroupedTensor | None = None
+        self._weight: QuantizedTensor | None = None
 
     @property
     def high_precision(self) -> bool:
@@ -52,10 +52,11 @@ class GroupState:
     def joint_quantizers(self, x: Tensor, weight: Tensor) -> GroupQuantizers | None:
         """Quantizers for all experts at once; None where kernels cannot compute them so.
 
-        They can on CUDA in bf16, with one scale per tensor, if all experts' GEMMs have the same precision and nobody
-        looks at what an expert quantizes.
+        They can on CUDA in bf16, with one scale per tensor or blocks of 128, if all experts' GEMMs have the same
+        precision, widths are multiples of the quantizers' `alignment`, and nobody looks at what an expert quantizes.
         """
-        if not has_kernels(x, weight.shape[0] // len(self.states), weight.shape[1]):
+        widths = weight.shape[0] // len(self.states), weight.shape[1]
+        if not has_kernels(x, *widths):
             return None
         first = self.states[0]
         alike = all(
@@ -69,10 +70,13 @@ class GroupState:
             x_quantizer, w_quantizer, dy_quantizer = joined
             if x_quantizer is None or w_quantizer is None or dy_quantizer is None:
                 return None
-            self._quantizers = GroupQuantizers(x_quantizer, w_quantizer, dy_quantizer)
+            quantizers = GroupQuantizers(x_quantizer, w_quantizer, dy_quantizer)
+            if any(width % quantizer.alignment for width in widths for quantizer in quantizers):
+                return None
+            self._quantizers = quantizers
         return self._quantizers
 
-    def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> GroupedTensor:
+    def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
         """The FP8 copies of all weights, made at the first call since the last `invalidate_weight`.
 
         Rowwise alone until a call that wants `columnwise` too, as the first one that a backward will follow does.
@@ -83,13 +87,13 @@ class GroupState:
             self._weight = self.quantize_weight(weight, rowwise=True, columnwise=columnwise)
         return self._weight
 
-    def dgrad_weight(self, weight: Tensor) -> GroupedTensor:
+    def dgrad_weight(self, weight: Tensor) -> QuantizedTensor:
         """All weights columnwise, in backward."""
         if self.states[0].transient_weight:
             return self.quantize_weight(weight, rowwise=False, columnwise=True)
         return self.fp8_weight(weight, columnwise=True)
 
-    def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> GroupedTensor:
+    def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         """Casts of `weight` `[e·n, k]`: `[e·n, k]` and `[k, places]`."""
         assert self._quantizers is not None
         experts = len(self.states)

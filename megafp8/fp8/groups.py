@@ -1,25 +1,30 @@
-"""Casts of consecutive rows that belong to different experts, with one scale for each expert, in plain PyTorch.
+"""Casts of consecutive rows that belong to different experts, each expert's as if alone, in plain PyTorch.
 
 How many rows an expert has is known on the device only. `megafp8.kernels.grouped_cast` does the same without the host
 knowing it.
+
+The FP8 data of all experts is one `QuantizedTensor`: rowwise `[r, c]`, columnwise `[c, capacity]` (`RowGroups`). With
+one scale per tensor `scale_inv` is `[e]`, otherwise as its granularity says.
 
 Shapes: e experts, r rows of all of them, c columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megafp8.fp8.formats import Format
-from megafp8.fp8.quantize import amax, quantize
+from megafp8.fp8.quantize import amax, quantize, quantize_blocks
 from megafp8.fp8.sources import Source
+from megafp8.fp8.tensor import BLOCK_1X128, QuantizedTensor, ScaledTensor
 
 PLACES = 128
-"""In columnwise copies the rows of each expert begin at multiples of this."""
+"""In columnwise copies the rows of each expert begin at multiples of this, as do blocks of scales."""
 
 
 class RowGroups(NamedTuple):
@@ -47,14 +52,6 @@ class RowGroups(NamedTuple):
         return cls(counts * rows, counts * padded, experts * padded)
 
 
-class GroupedTensor(NamedTuple):
-    """FP8 data of all experts, `[r, c]` and `[c, capacity]`, whichever were asked for; `scale_inv_e`: fp32 `[e]`."""
-
-    rowwise: Tensor | None = None
-    columnwise: Tensor | None = None
-    scale_inv_e: Tensor | None = None
-
-
 def _rows_of(values_rc: Tensor, groups: RowGroups) -> Iterator[Tensor]:
     start = 0
     for end in groups.ends_e.tolist():
@@ -68,21 +65,51 @@ def amax_of_groups(source: Source, groups: RowGroups) -> Tensor:
 
 
 def cast_groups(
-    source: Source, scale_e: Tensor, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool,
-    newest_amax_e: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """`[r, c]` and `[c, groups.capacity]` in FP8, each expert's rows by its scale; raises `newest_amax_e` to amaxes.
+    source: Source, scale_e: Tensor, scale_inv_e: Tensor, fmt: Format, groups: RowGroups, *, rowwise: bool,
+    columnwise: bool, newest_amax_e: Tensor | None,
+) -> QuantizedTensor:  # fmt: skip
+    """Each expert's rows by its scale; raises `newest_amax_e` to their amaxes.
 
-    `scale_e`, `newest_amax_e`: fp32 `[e]` of any stride.
+    `scale_e`, `scale_inv_e` its reciprocal, `newest_amax_e`: fp32 `[e]` of any stride.
     """
     values = source.values()
     if newest_amax_e is not None:
         newest_amax_e.copy_(torch.maximum(newest_amax_e, amax_of_groups(source, groups)))
     data = [quantize(rows, scale, fmt) for rows, scale in zip(_rows_of(values, groups), scale_e, strict=True)]
-    transposed = torch.zeros(values.shape[1], groups.capacity, dtype=torch.uint8, device=values.device)
-    place = 0
-    for rows, end in zip(data, groups.places_e.tolist(), strict=True):
-        transposed[:, place : place + len(rows)] = rows.view(torch.uint8).t()
-        place = end
-    whole = torch.cat([rows.view(torch.uint8) for rows in data]).view(fmt.dtype)
-    return whole if rowwise else None, transposed.view(fmt.dtype) if columnwise else None
+    transposed = _placed([rows.view(torch.uint8).t() for rows in data], 1, groups).view(fmt.dtype)
+    return QuantizedTensor(
+        ScaledTensor(_joined(data), scale_inv_e) if rowwise else None,
+        ScaledTensor(transposed, scale_inv_e) if columnwise else None,
+    )
+
+
+def cast_groups_1x128(
+    source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+) -> QuantizedTensor:
+    """Each expert's rows by blocks of 128 neighbours, and its columns by blocks that begin at its first row.
+
+    The scales are column-major in memory.
+    """
+    cast = partial(quantize_blocks, fmt=fmt, granularity=BLOCK_1X128, power_of_two=power_of_two, eps=eps)
+    by_rows = [cast(rows) for rows in _rows_of(source.values(), groups)]
+    by_columns = [cast(rows.t()) for rows in _rows_of(source.values(), groups)]
+    data = _joined([scaled.data for scaled in by_rows])
+    scale_inv = torch.cat([scaled.scale_inv for scaled in by_rows])
+    transposed = _placed([scaled.data.view(torch.uint8) for scaled in by_columns], 1, groups).view(fmt.dtype)
+    columnwise_scale_inv = _placed([scaled.scale_inv for scaled in by_columns], PLACES, groups)
+    return QuantizedTensor(
+        ScaledTensor(data, scale_inv.t().contiguous().t(), BLOCK_1X128) if rowwise else None,
+        ScaledTensor(transposed, columnwise_scale_inv.t().contiguous().t(), BLOCK_1X128) if columnwise else None,
+    )
+
+
+def _joined(data: Sequence[Tensor]) -> Tensor:
+    return torch.cat([rows.view(torch.uint8) for rows in data]).view(data[0].dtype)
+
+
+def _placed(parts: Sequence[Tensor], width: int, groups: RowGroups) -> Tensor:
+    """`[c, capacity / width]`: each expert's part where its places begin, zeros behind; `width`: places a column."""
+    whole = parts[0].new_zeros(len(parts[0]), groups.capacity // width)
+    for part, place in zip(parts, [0, *groups.places_e.tolist()], strict=False):
+        whole[:, place // width :][:, : part.shape[1]] = part
+    return whole

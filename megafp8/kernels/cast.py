@@ -63,11 +63,11 @@ def _vector_scales(scale, amax, at, end, first, eps, FP8_MAX: tl.constexpr, POWE
 
 
 @triton.jit
-def _rowwise_block_scales(y, partner, scale, i0, i, j0, r, eps, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-                          TILE_R: tl.constexpr):  # fmt: skip
+def _rowwise_block_scales(y, partner, scale, scale_stride, i0, i, j0, r, eps, FP8_MAX: tl.constexpr,
+                          POWER_OF_TWO: tl.constexpr, TILE_R: tl.constexpr):  # fmt: skip
     """Scales of the rows of four tiles, from the tiles and `partner`, the other half of their blocks or themselves.
 
-    The reciprocals of a block column are contiguous.
+    The reciprocals of a block column are contiguous, `scale_stride` from those of the next.
     """
     s0 = scale_from_amax(_row_amax(y[0], partner[0]), FP8_MAX, eps, POWER_OF_TWO)
     s1 = scale_from_amax(_row_amax(y[1], partner[1]), FP8_MAX, eps, POWER_OF_TWO)
@@ -75,7 +75,7 @@ def _rowwise_block_scales(y, partner, scale, i0, i, j0, r, eps, FP8_MAX: tl.cons
     s3 = scale_from_amax(_row_amax(y[3], partner[3]), FP8_MAX, eps, POWER_OF_TWO)
     s = tl.join(tl.join(s0, s2), tl.join(s1, s3)).reshape(TILE_R)
     ii = tl.arange(0, TILE_R)
-    tl.store(scale + (j0 // 128) * r + i0 + ii, inverse(s, POWER_OF_TWO), mask=i0 + ii < r)
+    tl.store(scale + (j0 // 128) * scale_stride + i0 + ii, inverse(s, POWER_OF_TWO), mask=i0 + ii < r)
     return s0[:, None], s1[:, None], s2[:, None], s3[:, None]
 
 
@@ -85,20 +85,22 @@ def _row_amax(y, partner):
 
 
 @triton.jit
-def _columnwise_block_scales(y, scale, i0, j0, j, end, c, eps, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def _columnwise_block_scales(y, scale, place, j0, j, end, c, eps, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     s = scale_from_amax(column_amax(quad_amax(y), 16), FP8_MAX, eps, POWER_OF_TWO)
-    tl.store(scale + (i0 // 128) * c + j0 + j, inverse(s, POWER_OF_TWO), mask=j0 + j < end)
+    tl.store(scale + (place // 128) * c + j0 + j, inverse(s, POWER_OF_TWO), mask=j0 + j < end)
     return s[None, :]
 
 
 @triton.jit
 def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, place, q, j0, j, r, quads,
-         end, c, eps, SCALES: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, RECORD: tl.constexpr,
-         WORDS: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-         INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
+         end, c, scale_stride, eps, SCALES: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+         RECORD: tl.constexpr, WORDS: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr,
+         POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr, TILE_R: tl.constexpr,
+         TILE_C: tl.constexpr):  # fmt: skip
     """Cast four interleaved tiles of one part, at columns j0 + j below `end` of the matrix, which is c wide.
 
-    Their rows, from i0 on, lie from `place` on in the columnwise copy.
+    Their rows, from i0 on and below r, lie from `place` on in the columnwise copy. `scale_stride`: from the rowwise
+    scales of a column of 1×128 blocks to the next.
     """
     i = 4 * q
     if RECORD:
@@ -112,7 +114,7 @@ def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnw
         s = (t, t, t, t)
     if SCALES != "none" and ROWWISE:
         if SCALES == "1x128":
-            s = _rowwise_block_scales(y, partner, scale, i0, i, j0, r, eps, FP8_MAX, POWER_OF_TWO, TILE_R)
+            s = _rowwise_block_scales(y, partner, scale, scale_stride, i0, i, j0, r, eps, FP8_MAX, POWER_OF_TWO, TILE_R)
         elif SCALES == "vectors":
             s = (
                 _vector_scales(scale, amax, i0 + i, r, j0 == 0, eps, FP8_MAX, POWER_OF_TWO)[:, None],
@@ -124,7 +126,7 @@ def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnw
             store_rowwise(rowwise, to_fp8(y[k] * s[k], FORMAT, FP8_MAX, INTERPRETED), i0, i + k, j0, j, r, end, c)
     if SCALES != "none" and COLUMNWISE:
         if SCALES == "1x128":
-            t = _columnwise_block_scales(y, columnwise_scale, i0, j0, j, end, c, eps, FP8_MAX, POWER_OF_TWO)
+            t = _columnwise_block_scales(y, columnwise_scale, place, j0, j, end, c, eps, FP8_MAX, POWER_OF_TWO)
         elif SCALES == "vectors":
             t = _vector_scales(columnwise_scale, columnwise_amax, j0 + j, end, i0 == 0, eps, FP8_MAX,
                                POWER_OF_TWO)[None, :]  # fmt: skip
@@ -152,5 +154,5 @@ def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, colu
         at, end, width = part_columns(j0, c, part, SOURCE, HALF)
         partner = parts[1 - part if SOURCE == "qkv_grad" else part]
         cast(parts[part], partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, i0, q, at,
-             j, r, quads, end, width, eps, SCALES, ROWWISE, COLUMNWISE, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO,
+             j, r, quads, end, width, r, eps, SCALES, ROWWISE, COLUMNWISE, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO,
              INTERPRETED, TILE_R, TILE_C)  # fmt: skip

@@ -2,20 +2,23 @@
 
 The rows of one operand are those of the experts, one expert after the other. There are two products: FP8 rows times the
 matrix of their expert (fprop, dgrad), for which bf16 has `torch.nn.functional.grouped_mm`; and for each expert the sum
-over its rows of outer products (wgrad), added to fp32 in place. FP8 operands have one scale an expert; sums are fp32.
+over its rows of outer products (wgrad), added to fp32 in place. Sums are fp32. FP8 operands have one scale an expert,
+by which finished sums are multiplied; or blocks of 128 summands have scales, by which each block's product is before it
+is added.
 
 Operands are read through tensor descriptors, by the GPU's copy engine for tiles (TMA); a descriptor covers the rows of
 all experts. A tile that reaches beyond the rows of its expert therefore reads those of the next. In products of rows
 these are computed and not stored. In sums over rows of bf16 they are set to zero, in those of FP8 there are none: each
 expert's rows begin at a multiple of TILE_K and zeros follow them (`megafp8.fp8.groups`).
 
-Two programs of four warps share a multiprocessor: while one reads and writes results, the other multiplies. Products of
+Two programs of four warps share a multiprocessor: while one reads and writes results, the other multiplies. With blocks
+registers hold sums and a block's product, so a program has eight warps, and a multiprocessor one program. Products of
 rows have no more programs than fit, each of which takes tile after tile (docs/decisions/0033-grouped-gemms.md).
 
 Reference: `megafp8.ops.grouped_linear`, one expert after the other; sums are taken in another order.
 
 Shapes: e experts, m rows of all of them; n columns and k summands of a product of rows; a sum over rows is `[p, q]` for
-each expert. A tile is TILE_M × TILE_N, and TILE_K summands are read at once.
+each expert. A tile is TILE_M × TILE_N, and TILE_K summands are read at once: a block, where BLOCKS have scales.
 """
 
 from __future__ import annotations
@@ -29,22 +32,38 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, TENSOR, Granularity, ScaledTensor
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, next_power_of_2
 
-TILE = 128
-"""Rows and columns of a tile of results."""
-_TILE_K = {torch.bfloat16: 64, torch.float8_e4m3fn: 128, torch.float8_e5m2: 128}
-_PROGRAMS_PER_SM = 2
-_CONSTANTS: dict[str, Any] = {
-    "INTERPRETED": INTERPRETED, "GROUP": 16, "TILE_M": TILE, "TILE_N": TILE, "num_warps": 4, "num_stages": 3,
-}  # fmt: skip
+
+class Tile(NamedTuple):
+    """Rows and columns of a program's results, its warps and stages; programs that fit on a multiprocessor."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+
+
+_TILE, _BLOCKS_TILE = Tile(128, 128, 4, 3, 2), Tile(128, 128, 8, 4, 1)
+_BLOCK = 128
+_TILE_K = {torch.bfloat16: 64, torch.float8_e4m3fn: _BLOCK, torch.float8_e5m2: _BLOCK}
+
+
+@triton.jit
+def _product(a, b, INTERPRETED: tl.constexpr):
+    """a·b in fp32."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    return tl.dot(a, b)
 
 
 @triton.jit
 def _dot(a, b, sums, FAST: tl.constexpr, INTERPRETED: tl.constexpr):
     """sums + a·b. Hopper's FP8 sums have 14 bits; where not FAST they are added up in fp32 every 128."""
     if INTERPRETED:
-        return sums + tl.dot(a.to(tl.float32), b.to(tl.float32))
+        return sums + _product(a, b, INTERPRETED)
     if FAST:
         return tl.dot(a, b, sums)
     return tl.dot(a, b, sums, max_num_imprecise_acc=128)
@@ -60,12 +79,14 @@ def _tile_at(index, down, across, GROUP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["m", "e", "a_stride", "b_stride"])
-def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv_e, b_scale_inv_e, m, n, k, e, a_stride, b_stride, row_step,
-                column_step, EXPERTS: tl.constexpr, FAST: tl.constexpr, INTERPRETED: tl.constexpr, GROUP: tl.constexpr,
-                TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
+def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv, b_scale_inv, m, n, k, e, a_stride, b_stride, row_step,
+                column_step, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, FAST: tl.constexpr,
+                INTERPRETED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+                TILE_K: tl.constexpr):  # fmt: skip
     """Tiles of rows times matrices; that of expert i, `[n, k]`, begins at row i·row_step and column i·column_step of b.
 
-    EXPERTS: e rounded up to a power of two.
+    EXPERTS: e rounded up to a power of two. `a_stride`, `b_stride`: from the scale of an expert to the next; with
+    BLOCKS, which are 1 × TILE_K in a and square in b, from a block of k to the next in a, of rows in b.
     """
     index = tl.arange(0, EXPERTS)
     ends = tl.load(ends_e + index, mask=index < e, other=m)
@@ -82,22 +103,31 @@ def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv_e, b_scale_inv_e, m, n, k, 
         i0, j0 = start + down * TILE_M, right * TILE_N
         sums = tl.zeros([TILE_M, TILE_N], tl.float32)
         for k0 in range(0, k, TILE_K):
-            b_tile = b.load([expert * row_step + j0, expert * column_step + k0])
-            sums = _dot(a_mk.load([i0, k0]), b_tile.T, sums, FAST, INTERPRETED)
-        sums = sums * tl.load(a_scale_inv_e + expert * a_stride) * tl.load(b_scale_inv_e + expert * b_stride)
+            row, column = expert * row_step + j0, expert * column_step + k0
+            if BLOCKS:
+                i = i0 + tl.arange(0, TILE_M)
+                a_scale = tl.load(a_scale_inv + k0 // TILE_K * a_stride + i, mask=i < m, other=0.0)
+                b_scale = tl.load(b_scale_inv + row // TILE_K * b_stride + column // TILE_K)
+                product = _product(a_mk.load([i0, k0]), b.load([row, column]).T, INTERPRETED)
+                sums += product * (a_scale * b_scale)[:, None]
+            else:
+                sums = _dot(a_mk.load([i0, k0]), b.load([row, column]).T, sums, FAST, INTERPRETED)
+        if not BLOCKS:
+            sums = sums * tl.load(a_scale_inv + expert * a_stride) * tl.load(b_scale_inv + expert * b_stride)
         i, j = i0 + tl.arange(0, TILE_M), j0 + tl.arange(0, TILE_N)
         at = i.to(tl.int64)[:, None] * n + j[None, :]
         tl.store(out_mn + at, sums.to(out_mn.dtype.element_ty), mask=(i < end)[:, None] & (j < n)[None, :])
 
 
 @triton.jit(do_not_specialize=["a_stride", "b_stride"])
-def sums_kernel(a, b, out_epq, ends_e, a_scale_inv_e, b_scale_inv_e, p, q, a_stride, b_stride,
-                TRANSPOSED: tl.constexpr, ACCUMULATE: tl.constexpr, FAST: tl.constexpr, INTERPRETED: tl.constexpr,
+def sums_kernel(a, b, out_epq, ends_e, a_scale_inv, b_scale_inv, p, q, a_stride, b_stride, TRANSPOSED: tl.constexpr,
+                BLOCKS: tl.constexpr, ACCUMULATE: tl.constexpr, FAST: tl.constexpr, INTERPRETED: tl.constexpr,
                 GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
     """A tile of one expert's sum over its rows of a's row times b's: into `out_epq`, or added to it (ACCUMULATE).
 
     TRANSPOSED: the operands are `[p, places]` and `[q, places]`, where every expert's places end at multiples of
-    TILE_K; else `[m, p]` and `[m, q]`.
+    TILE_K; else `[m, p]` and `[m, q]`. `a_stride`, `b_stride`: from the scale of an expert to the next; with BLOCKS,
+    which are 1 × TILE_K, from a block of places to the next. Tiles then divide p and q.
     """
     down, across = tl.cdiv(p, TILE_M), tl.cdiv(q, TILE_N)
     expert = tl.program_id(0) // (down * across)
@@ -106,7 +136,15 @@ def sums_kernel(a, b, out_epq, ends_e, a_scale_inv_e, b_scale_inv_e, p, q, a_str
     start = tl.load(ends_e + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_e + expert)
     sums = tl.zeros([TILE_M, TILE_N], tl.float32)
-    if TRANSPOSED:
+    if BLOCKS:
+        a_scale_inv += i0 + tl.arange(0, TILE_M)
+        b_scale_inv += j0 + tl.arange(0, TILE_N)
+        for k0 in range(start, end, TILE_K):
+            a_scale = tl.load(a_scale_inv + k0 // TILE_K * a_stride)
+            b_scale = tl.load(b_scale_inv + k0 // TILE_K * b_stride)
+            product = _product(a.load([i0, k0]), b.load([j0, k0]).T, INTERPRETED)
+            sums += product * a_scale[:, None] * b_scale[None, :]
+    elif TRANSPOSED:
         for k0 in range(start, end, TILE_K):
             sums = _dot(a.load([i0, k0]), b.load([j0, k0]).T, sums, FAST, INTERPRETED)
     else:
@@ -117,8 +155,8 @@ def sums_kernel(a, b, out_epq, ends_e, a_scale_inv_e, b_scale_inv_e, p, q, a_str
             inside = (whole + tl.arange(0, TILE_K) < end)[:, None]
             x, y = tl.where(inside, a.load([whole, i0]), 0.0), tl.where(inside, b.load([whole, j0]), 0.0)
             sums = _dot(x.T, y, sums, FAST, INTERPRETED)
-    if a_scale_inv_e is not None:
-        sums = sums * tl.load(a_scale_inv_e + expert * a_stride) * tl.load(b_scale_inv_e + expert * b_stride)
+    if TRANSPOSED and not BLOCKS:
+        sums = sums * tl.load(a_scale_inv + expert * a_stride) * tl.load(b_scale_inv + expert * b_stride)
     if (not ACCUMULATE) or start < end:
         total = sums.reshape(1, TILE_M, TILE_N)
         if ACCUMULATE:
@@ -126,65 +164,88 @@ def sums_kernel(a, b, out_epq, ends_e, a_scale_inv_e, b_scale_inv_e, p, q, a_str
         out_epq.store([expert, i0, j0], total.to(out_epq.dtype))
 
 
-class Operand(NamedTuple):
-    """bf16 data, or FP8 with the inverse of each expert's scale, fp32 `[e]` of any stride."""
-
-    data: Tensor
-    scale_inv_e: Tensor | None = None
-
-    @property
-    def stride(self) -> int:
-        return 0 if self.scale_inv_e is None else self.scale_inv_e.stride(0)
-
-
 @cache
-def _programs(device: torch.device) -> int:
+def _programs(device: torch.device, tile: Tile) -> int:
     if device.type == "cpu":
         return 3
-    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    return tile.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _constants(tile: Tile, tile_k: int, *, blocks: bool, fast: bool) -> dict[str, Any]:
+    """Those of both kernels. Sums of blocks are never fast."""
+    return {
+        "BLOCKS": blocks, "FAST": fast and not blocks, "INTERPRETED": INTERPRETED, "GROUP": 16, "TILE_M": tile.rows,
+        "TILE_N": tile.columns, "TILE_K": tile_k, "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
 
 
 def rows_times_matrices(
-    a_mk: Operand, b: Operand, ends_e: Tensor, n: int, out_dtype: torch.dtype, *, columnwise: bool, fast: bool
+    a_mk: ScaledTensor, b: ScaledTensor, ends_e: Tensor, n: int, out_dtype: torch.dtype, *, columnwise: bool, fast: bool
 ) -> Tensor:
     """`[m, n]` in `out_dtype`: FP8 rows `[m, k]` times the transpose of their expert's matrix `[n, k]`.
 
     `b`: the matrices one below the other, `[e·n, k]`; or `columnwise` beside each other, `[n, places]`, as
-    `megafp8.fp8.groups` casts weights whose gradients are to flow on. `ends_e`: int32, where the rows of each expert
-    end. `fast`: sums stay in the tensor core. Widths are multiples of 16.
+    `megafp8.fp8.groups` casts weights whose gradients are to flow on. `scale_inv`: one per tensor, fp32 `[e]` of any
+    stride, where widths are multiples of 16; or of 1×128 blocks in a and 128×128 in b, where they are multiples of 128.
+    `ends_e`: int32, where the rows of each expert end. `fast`: sums stay in the tensor core; never those of blocks.
     """
     (m, k), experts = a_mk.data.shape, len(ends_e)
     out_mn = torch.empty(m, n, dtype=out_dtype, device=a_mk.data.device)
     if not out_mn.numel():
         return out_mn
-    tile_k = _TILE_K[a_mk.data.dtype]
+    blocks = _has_blocks(a_mk, b, BLOCK_128X128, n, k)
+    tile, tile_k = _BLOCKS_TILE if blocks else _TILE, _TILE_K[a_mk.data.dtype]
     row_step, column_step = (0, b.data.shape[1] // experts) if columnwise else (n, 0)
-    most = (m // TILE + experts) * ceil_div(n, TILE)
-    rows_kernel[(min(most, _programs(out_mn.device)),)](
-        TensorDescriptor.from_tensor(a_mk.data, [TILE, tile_k]), TensorDescriptor.from_tensor(b.data, [TILE, tile_k]),
-        out_mn, ends_e, a_mk.scale_inv_e, b.scale_inv_e, m, n, k, experts, a_mk.stride, b.stride, row_step,
-        column_step, EXPERTS=next_power_of_2(experts), FAST=fast, TILE_K=tile_k, **_CONSTANTS,
+    most = (m // tile.rows + experts) * ceil_div(n, tile.columns)
+    rows_kernel[(min(most, _programs(out_mn.device, tile)),)](
+        TensorDescriptor.from_tensor(a_mk.data, [tile.rows, tile_k]),
+        TensorDescriptor.from_tensor(b.data, [tile.columns, tile_k]), out_mn, ends_e, a_mk.scale_inv, b.scale_inv, m, n,
+        k, experts, a_mk.scale_inv.stride(-1), b.scale_inv.stride(0), row_step, column_step,
+        EXPERTS=next_power_of_2(experts), **_constants(tile, tile_k, blocks=blocks, fast=fast),
     )  # fmt: skip
     return out_mn
 
 
 def sums_over_rows(
-    a: Operand, b: Operand, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool, fast: bool = False
-) -> None:
+    a: Tensor | ScaledTensor, b: Tensor | ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool,
+    fast: bool = False,
+) -> None:  # fmt: skip
     """Each expert's sum over its rows of outer products, into `out_epq` or added to it (fp32).
 
     bf16 operands are `[m, p]` and `[m, q]`, and `ends_e` where the rows of each expert end; FP8 ones are `[p, places]`
-    and `[q, places]` as `megafp8.fp8.groups` casts them, with where its places end.
+    and `[q, places]` as `megafp8.fp8.groups` casts them, with where its places end. Their scales: one per tensor, fp32
+    `[e]` of any stride, or 1×128, where p and q are multiples of 128.
     """
     experts, p, q = out_epq.shape
-    if not a.data.numel():
+    a_data, a_scale_inv, a_stride = _parts(a)
+    b_data, b_scale_inv, b_stride = _parts(b)
+    if not a_data.numel():
         if not accumulate:
             out_epq.zero_()
         return
-    tile_k, transposed = _TILE_K[a.data.dtype], a.scale_inv_e is not None
-    shape = [TILE, tile_k] if transposed else [tile_k, TILE]
-    sums_kernel[(experts * ceil_div(p, TILE) * ceil_div(q, TILE),)](
-        TensorDescriptor.from_tensor(a.data, shape), TensorDescriptor.from_tensor(b.data, shape),
-        TensorDescriptor.from_tensor(out_epq, [1, TILE, TILE]), ends_e, a.scale_inv_e, b.scale_inv_e, p, q, a.stride,
-        b.stride, TRANSPOSED=transposed, ACCUMULATE=accumulate, FAST=fast, TILE_K=tile_k, **_CONSTANTS,
+    scaled = blocks = False
+    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
+        scaled, blocks = True, _has_blocks(a, b, BLOCK_1X128, p, q)
+    tile, tile_k = _BLOCKS_TILE if blocks else _TILE, _TILE_K[a_data.dtype]
+    shapes = ([size, tile_k] if scaled else [tile_k, size] for size in tile[:2])
+    operands = map(TensorDescriptor.from_tensor, (a_data, b_data), shapes)
+    sums_kernel[(experts * ceil_div(p, tile.rows) * ceil_div(q, tile.columns),)](
+        *operands, TensorDescriptor.from_tensor(out_epq, [1, tile.rows, tile.columns]), ends_e, a_scale_inv,
+        b_scale_inv, p, q, a_stride, b_stride, TRANSPOSED=scaled, ACCUMULATE=accumulate,
+        **_constants(tile, tile_k, blocks=blocks, fast=fast),
     )  # fmt: skip
+
+
+def _parts(x: Tensor | ScaledTensor) -> tuple[Tensor, Tensor | None, int]:
+    """Data, scales, and the stride of these along summands or experts."""
+    return (x.data, x.scale_inv, x.scale_inv.stride(-1)) if isinstance(x, ScaledTensor) else (x, None, 0)
+
+
+def _has_blocks(a: ScaledTensor, b: ScaledTensor, b_blocks: Granularity, *widths: int) -> bool:
+    """Whether the operands have block scales, those of b `b_blocks`, rather than one scale per tensor."""
+    if a.granularity is TENSOR and b.granularity is TENSOR:
+        return False
+    assert (a.granularity, b.granularity) == (BLOCK_1X128, b_blocks)
+    assert not any(width % _BLOCK for width in widths)
+    assert a.scale_inv.stride(0) == b.scale_inv.stride(1 if b_blocks is BLOCK_128X128 else 0) == 1
+    return True

@@ -2,7 +2,7 @@
 
 The weights of all experts are one parameter, so that a single kernel can multiply them. How many rows an expert has is
 known on the device only. On CUDA kernels read it there, so the host does not wait: in bf16, and in FP8 with one scale
-per tensor. An expert may have no rows: its weight gradient is then zero.
+per tensor or blocks of 128. An expert may have no rows: its weight gradient is then zero.
 
 *In FP8* each expert is a layer of its own: its input, weight and gradient are quantized as the recipe says, with scales
 that no other expert shares. Where kernels do not compute all experts at once (`GroupState.joint_quantizers`), the host
@@ -28,7 +28,7 @@ from torch.nn.functional import grouped_mm
 from megafp8.fp8 import group_state
 from megafp8.fp8.gemm.dispatch import gemm
 from megafp8.fp8.group_state import GroupQuantizers, GroupState
-from megafp8.fp8.groups import GroupedTensor, RowGroups
+from megafp8.fp8.groups import RowGroups
 from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import Granularity, QuantizedTensor, ScaledTensor
@@ -78,7 +78,7 @@ def _wgrad(weight: Tensor, dy_mn: Tensor, x_mk: Tensor, ends_e: Tensor) -> Tenso
     """dw `[e·n, k]` to the weight's sink or back."""
     if group_state.has_kernels(x_mk, dy_mn.shape[1], x_mk.shape[1]):
         kernels = _kernels()
-        sums = partial(kernels.sums_over_rows, kernels.Operand(dy_mn), kernels.Operand(x_mk), ends_e)
+        sums = partial(kernels.sums_over_rows, dy_mn, x_mk, ends_e)
         return _wgrad_by_kernel(weight, sums, len(ends_e))
     dtype = wgrad_dtype(weight)
     dw_enk = torch.zeros(len(ends_e), dy_mn.shape[1], x_mk.shape[1], dtype=dtype, device=x_mk.device)
@@ -278,12 +278,13 @@ class _JointFp8Linear(Function):
             y_mn = grouped_mm(x_mk, weight.to(x_mk.dtype).view(experts, n, -1).transpose(1, 2), offs=ends_e)
         else:
             w8 = state.fp8_weight(weight, columnwise=needs_dx and not high.dgrad)
-            operands = (kernels.Operand(x8.rowwise, x8.scale_inv_e), kernels.Operand(w8.rowwise, w8.scale_inv_e))
+            operands = (x8.required_rowwise, w8.required_rowwise)
             y_mn = kernels.rows_times_matrices(*operands, ends_e, n, x_mk.dtype, columnwise=False, fast=fast.fprop)
         ctx.weight, ctx.state, ctx.quantizers, ctx.groups = weight, state, quantizers, groups
-        if columnwise:
-            assert x8 is not None
-            ctx.save_for_backward(x8.columnwise, x8.scale_inv_e)
+        if columnwise and x8 is not None:
+            kept = x8.required_columnwise
+            ctx.save_for_backward(kept.data, kept.scale_inv)
+            ctx.granularity = kept.granularity
         else:
             ctx.save_for_backward(x_mk if needs_dw else None, None)
         return y_mn
@@ -297,23 +298,21 @@ class _JointFp8Linear(Function):
         experts, k = len(groups.ends_e), weight.shape[1]
         dy_mn = dy_mn.contiguous()
         rowwise, columnwise = needs_dx and not high.dgrad, needs_dw and not high.wgrad
-        dy8 = GroupedTensor()
+        dy8 = QuantizedTensor(None, None)
         if rowwise or columnwise:
             dy8 = ctx.quantizers.grad_output(Plain(dy_mn), groups, rowwise=rowwise, columnwise=columnwise)
         dx = dw = None
         if rowwise:
-            w8 = state.dgrad_weight(weight)
-            operands = (kernels.Operand(dy8.rowwise, dy8.scale_inv_e), kernels.Operand(w8.columnwise, w8.scale_inv_e))
+            operands = (dy8.required_rowwise, state.dgrad_weight(weight).required_columnwise)
             dx = kernels.rows_times_matrices(*operands, groups.ends_e, k, dy_mn.dtype, columnwise=True, fast=fast.dgrad)
         elif needs_dx:
             dx = grouped_mm(dy_mn, weight.to(dy_mn.dtype).view(experts, -1, k), offs=groups.ends_e)
         if needs_dw:
-            x, scale_inv_e = ctx.saved_tensors
+            x, scale_inv = ctx.saved_tensors
             if columnwise:
-                operands = (kernels.Operand(dy8.columnwise, dy8.scale_inv_e), kernels.Operand(x, scale_inv_e))
+                operands = (dy8.required_columnwise, ScaledTensor(x, scale_inv, ctx.granularity))
                 sums = partial(kernels.sums_over_rows, *operands, groups.places_e, fast=fast.wgrad)
             else:
-                operands = (kernels.Operand(dy_mn.detach()), kernels.Operand(x))
-                sums = partial(kernels.sums_over_rows, *operands, groups.ends_e)
+                sums = partial(kernels.sums_over_rows, dy_mn.detach(), x, groups.ends_e)
             dw = _now_or_later(weight, partial(_wgrad_by_kernel, weight, sums, experts))
         return dx, dw, None, None, None, None

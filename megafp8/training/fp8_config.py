@@ -13,6 +13,7 @@ from dataclasses import fields
 from megafp8.config import Config, ConfigError, Fp8Config, Problem
 from megafp8.fp8 import (
     RECIPES,
+    BlockwiseScaling,
     ContextGroups,
     CurrentScaling,
     CustomScaling,
@@ -20,7 +21,7 @@ from megafp8.fp8 import (
     Fp8Manager,
     Fp8Recipe,
 )
-from megafp8.fp8.group_state import ALIGNMENT
+from megafp8.fp8.group_quantizer import ALIGNMENTS
 from megafp8.fp8.health import Recorder
 from megafp8.fp8.recipes.base import OPERANDS, OperandName, config_key
 from megafp8.fp8.tensor import TENSOR
@@ -132,14 +133,16 @@ def _experts_one_by_one(config: Config) -> str:
         return ""
     if any(len(found) > 1 for found in kinds.values()):
         return "some experts of a layer are not FP8"
-    if config.fp8.recipe not in (DelayedScaling.name, CurrentScaling.name):
-        return f"fp8.recipe {config.fp8.recipe} is not delayed or current"
+    recipe = config.fp8.recipe
+    if recipe not in (DelayedScaling.name, CurrentScaling.name, BlockwiseScaling.name):
+        return f"fp8.recipe {recipe} is not delayed, current or blockwise"
     if config.fp8.report_interval:
         return "fp8.report_interval looks at what each expert quantizes"
     if config.fp8.param_gather:
         return "fp8.param_gather gathers each expert's weights in FP8"
-    narrow = [width for size in sizes.values() for width in size if width % ALIGNMENT]
-    return f"a width of experts, {narrow[0]}, is no multiple of {ALIGNMENT}" if narrow else ""
+    alignment = ALIGNMENTS[RECIPES[recipe].capabilities.granularity.weight]
+    narrow = [width for size in sizes.values() for width in size if width % alignment]
+    return f"fp8.recipe {recipe} wants widths of {alignment}, and experts have {narrow[0]}" if narrow else ""
 
 
 def _expert_layers(config: Config) -> Iterator[tuple[str, tuple[int, int]]]:

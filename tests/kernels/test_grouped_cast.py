@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 
 from megafp8.fp8 import groups as reference
-from megafp8.fp8.formats import E4M3, E5M2
+from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.groups import PLACES, RowGroups
+from megafp8.fp8.recipes.blockwise import cast_1x128
 from megafp8.fp8.sources import Plain, Source, SwiGLU, SwiGLUGrad
 from megafp8.kernels import grouped_cast as kernels
 
@@ -40,17 +44,41 @@ def test_casts_and_amaxes(kind: str, sizes: list[int]) -> None:
         found = []
         for module in (reference, kernels):
             newest_e = torch.zeros(experts, 2)[:, 0] + 0.5 if recorded else None
-            data, transposed = module.cast_groups(
-                source, scale_e, fmt, groups, rowwise=True, columnwise=True, newest_amax_e=newest_e
+            cast = module.cast_groups(
+                source, scale_e, 1 / scale_e, fmt, groups, rowwise=True, columnwise=True, newest_amax_e=newest_e
             )
-            assert data is not None
-            assert transposed is not None
-            used = transposed.view(torch.uint8)[:, : int(groups.places_e[-1])]
-            found.append((data.view(torch.uint8), used, newest_e))
+            used = cast.required_columnwise.data.view(torch.uint8)[:, : int(groups.places_e[-1])]
+            found.append((cast.required_rowwise.data.view(torch.uint8), used, newest_e))
         for expected, actual in zip(*found, strict=True):
             assert (expected is None) == (actual is None)
             if expected is not None and actual is not None:
                 assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("module", [reference, kernels])
+@pytest.mark.parametrize(("fmt", "power_of_two"), [(E4M3, True), (E5M2, False)])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_casts_by_blocks(sizes: list[int], fmt: Format, power_of_two: bool, module: ModuleType) -> None:
+    """Data and scales are those of each expert's rows alone."""
+    x = torch.randn(sum(sizes), 200, generator=torch.Generator().manual_seed(5)) * 3
+    groups = RowGroups.of(torch.tensor(sizes).cumsum(0, dtype=torch.int32), len(x))
+    options: dict[str, Any] = {"power_of_two": power_of_two, "eps": 1e-4, "rowwise": True, "columnwise": True}
+    rowwise, columnwise = module.cast_groups_1x128(Plain(x), fmt, groups, **options)
+    assert rowwise.scale_inv.stride(0) == columnwise.scale_inv.stride(0) == 1
+    start = place = 0
+    for size, end in zip(sizes, groups.places_e.tolist(), strict=True):
+        expected = cast_1x128(Plain(x[start : start + size]), fmt, **options)
+        for whole, alone in (
+            ((rowwise.data[start : start + size], rowwise.scale_inv[start : start + size]), expected.required_rowwise),
+            (
+                (columnwise.data[:, place : place + size], columnwise.scale_inv[:, place // 128 : end // 128]),
+                expected.required_columnwise,
+            ),
+        ):
+            assert torch.equal(whole[0].view(torch.uint8), alone.data.view(torch.uint8))
+            assert torch.equal(whole[1], alone.scale_inv)
+        assert not columnwise.data[:, place + size : end].view(torch.uint8).any()
+        start, place = start + size, end
 
 
 def test_places_of_weights() -> None:

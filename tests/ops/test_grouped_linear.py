@@ -156,6 +156,8 @@ JOINT: dict[str, Fp8Recipe | None] = {
     **{name: RECIPES[name] for name in ("delayed", "current", "static")},
     "fprop and wgrad high": DelayedScaling(override_linear_precision=(True, False, True)),
     "dgrad high": DelayedScaling(override_linear_precision=(False, True, False)),
+    "blockwise": BlockwiseScaling(),
+    "blockwise, wgrad high": BlockwiseScaling(power_of_two=False, override_linear_precision=(False, False, True)),
 }
 
 
@@ -164,15 +166,14 @@ JOINT: dict[str, Fp8Recipe | None] = {
 @pytest.mark.parametrize("recipe", JOINT)
 def test_all_experts_at_once(recipe: str, sink: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scales of one `linear` an expert, and its results but for the order of sums; the host does not wait."""
-    widths = {"k": 144, "n": 160}  # more than a tile
+    widths = {"k": 256, "n": 256} if recipe.startswith("blockwise") else {"k": 144, "n": 160}  # more than a tile
     one_by_one, joint = (_Steps(JOINT[recipe], sink, device, **widths) for _ in range(2))
     for step, sizes in enumerate([[3, 0, 5, 1], [0, 40, 1, 2], [130, 1, 0, 3], [0, 0, 0, 0]]):
+        monkeypatch.setattr(group_state, "has_kernels", lambda *_: False)
         expected = one_by_one(sizes)
-        with monkeypatch.context() as patch:
-            patch.setattr(group_state, "has_kernels", lambda x, *_: x.dtype == torch.bfloat16)
-            if recipe == "static" and step == 0:
-                patch.undo()  # calibrates, one expert after the other
-            found = joint(sizes, host_waits=recipe == "static" and step == 0)
+        calibrates = recipe == "static" and step == 0  # one expert after the other
+        monkeypatch.setattr(group_state, "has_kernels", lambda *_, at_once=not calibrates: at_once)
+        found = joint(sizes, host_waits=calibrates)
         for name, actual in found.items():
             if name.startswith("fp8"):
                 assert torch.equal(actual, expected[name]), (step, name)
@@ -189,12 +190,16 @@ class _Steps:
         self.manager, self.state = _manager(recipe, device)
         self.generator = torch.Generator().manual_seed(1)
 
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.device, torch.bfloat16)
+    def _random(self, rows: int, columns: int, height: int = 1) -> Tensor:
+        """Blocks of `height` × 128 have magnitudes of their own."""
+        powers = torch.randint(-2, 3, (-(-rows // height), -(-columns // 128)), generator=self.generator)
+        powers = powers.repeat_interleave(height, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        values = torch.randn(rows, columns, generator=self.generator)
+        return torch.ldexp(values, powers).to(self.device, torch.bfloat16)
 
     def __call__(self, sizes: list[int], host_waits: bool = True) -> dict[str, Tensor]:
         x, dy = self._random(sum(sizes), self.k).requires_grad_(), self._random(sum(sizes), self.n)
-        weight = nn.Parameter(self._random(len(sizes) * self.n, self.k))
+        weight = nn.Parameter(self._random(len(sizes) * self.n, self.k, height=128))
         if self.sink:
             set_spec(weight, ParamSpec(unsharded("w", tuple(weight.shape)), Init("zeros"), replicated_over_tp=False))
             GradBuffer([weight], data_parallel_group=None, bucket_elements=1000, device=self.device)
@@ -208,6 +213,8 @@ class _Steps:
         finally:
             if self.device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
+        at_once = not host_waits and not self.state.high_precision
+        assert (self.state.joint_quantizers(x, weight) is not None) == at_once
         self.manager.end_step()
         dw = main_grad_of(weight) if self.sink else weight.grad
         assert x.grad is not None

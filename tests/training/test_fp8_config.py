@@ -156,21 +156,24 @@ def test_what_a_recipe_cannot_do_is_refused(switch: str, fp8: dict[str, Any], me
         check_recipe(config, "run.yaml")
 
 
-ONE_BY_ONE: list[tuple[dict[str, Any], str]] = [
-    ({"recipe": "delayed"}, ""),
-    ({"recipe": "current"}, ""),
-    ({"recipe": "blockwise", "exclude": ["*.experts.*"]}, ""),
-    ({"recipe": "delayed", "exclude": ["*.experts.1.down"]}, "some experts of a layer are not FP8"),
-    ({"recipe": "blockwise"}, "fp8.recipe blockwise is not delayed or current"),
-    ({"recipe": "delayed", "report_interval": 10}, "fp8.report_interval looks at"),
-    ({"recipe": "delayed", "param_gather": True}, "fp8.param_gather gathers"),
+ONE_BY_ONE: list[tuple[dict[str, Any], int, str]] = [
+    ({"recipe": "delayed"}, 32, ""),
+    ({"recipe": "current"}, 32, ""),
+    ({"recipe": "blockwise"}, 384, ""),
+    ({"recipe": "rowwise", "exclude": ["*.experts.*"]}, 32, ""),
+    ({"recipe": "delayed", "exclude": ["*.experts.1.down"]}, 32, "some experts of a layer are not FP8"),
+    ({"recipe": "rowwise"}, 32, "fp8.recipe rowwise is not delayed, current or blockwise"),
+    ({"recipe": "blockwise"}, 32, "fp8.recipe blockwise wants widths of 128, and experts have 64"),
+    ({"recipe": "current"}, 40, "fp8.recipe current wants widths of 16, and experts have 40"),
+    ({"recipe": "delayed", "report_interval": 10}, 32, "fp8.report_interval looks at"),
+    ({"recipe": "delayed", "param_gather": True}, 32, "fp8.param_gather gathers"),
 ]
 
 
-@pytest.mark.parametrize(("fp8", "reason"), ONE_BY_ONE, ids=str)
-def test_a_graph_holds_fp8_experts_that_kernels_compute_at_once(fp8: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize(("fp8", "width", "reason"), ONE_BY_ONE, ids=str)
+def test_a_graph_holds_fp8_experts_that_kernels_compute_at_once(fp8: dict[str, Any], width: int, reason: str) -> None:
     tree = {**MINIMAL, "fp8": fp8}
-    tree["model"] = {**tree["model"], "moe": {"num_experts": 4, "ffn_hidden_size": 32}}
+    tree["model"] = {**tree["model"], "hidden_size": 256, "moe": {"num_experts": 4, "ffn_hidden_size": width}}
     why = why_not(Config.model_validate(tree), "cuda")
     assert (reason in why) if reason else not why
     if reason:

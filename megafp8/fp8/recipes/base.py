@@ -250,6 +250,10 @@ class RecipeQuantizer:
         return self.recipe.format_of(self.tensor.operand)
 
     @property
+    def granularity(self) -> Granularity:
+        return self.recipe.granularity(self.tensor.operand)
+
+    @property
     def per_tensor(self) -> bool:
         return self.recipe.capabilities.per_tensor
 
