@@ -42,12 +42,23 @@ class GroupState:
     def __init__(self, states: Sequence[LinearState]) -> None:
         self.states = tuple(states)
         self._quantizers: GroupQuantizers | None = None
+        self._high_precision: bool | None = None  # until the plans have been looked at, once a step
+        self._alike = False
         self._weight: QuantizedTensor | None = None
+
+    def _look_at_plans(self) -> None:
+        first = self.states[0].plan
+        self._high_precision = not any(state.plan.fp8 or state.plan.calibrating for state in self.states)
+        self._alike = all(
+            state.plan.gemms == first.gemms and state.plan.fp8 and not state.plan.calibrating for state in self.states
+        )
 
     @property
     def high_precision(self) -> bool:
         """Whether no expert quantizes anything, nor calibrates the scale of anything."""
-        return not any(state.plan.fp8 or state.plan.calibrating for state in self.states)
+        if self._high_precision is None:
+            self._look_at_plans()
+        return bool(self._high_precision)
 
     def joint_quantizers(self, x: Tensor, weight: Tensor) -> GroupQuantizers | None:
         """Quantizers for all experts at once; None where kernels cannot compute them so.
@@ -55,26 +66,23 @@ class GroupState:
         They can on CUDA in bf16, with one scale per tensor or blocks of 128, if all experts' GEMMs have the same
         precision, widths are multiples of the quantizers' `alignment`, and nobody looks at what an expert quantizes.
         """
-        widths = weight.shape[0] // len(self.states), weight.shape[1]
-        if not has_kernels(x, *widths):
+        first, widths = self.states[0], (weight.shape[0] // len(self.states), weight.shape[1])
+        if self.high_precision or not self._alike or not has_kernels(x, *widths):
             return None
-        first = self.states[0]
-        alike = all(
-            state.plan.gemms == first.plan.gemms and state.plan.fp8 and not state.plan.calibrating
-            for state in self.states
-        )
-        if not alike or first.gathered_weight is not None or any(state.observed for state in self.states):
+        if first.gathered_weight is not None or (first.has_observer and any(state.observed for state in self.states)):
             return None
         if self._quantizers is None:
-            joined = map(GroupQuantizer.join, zip(*(state.own_quantizers for state in self.states), strict=True))
-            x_quantizer, w_quantizer, dy_quantizer = joined
-            if x_quantizer is None or w_quantizer is None or dy_quantizer is None:
-                return None
-            quantizers = GroupQuantizers(x_quantizer, w_quantizer, dy_quantizer)
-            if any(width % quantizer.alignment for width in widths for quantizer in quantizers):
-                return None
-            self._quantizers = quantizers
+            self._quantizers = self._joined(widths)
         return self._quantizers
+
+    def _joined(self, widths: tuple[int, int]) -> GroupQuantizers | None:
+        joined = map(GroupQuantizer.join, zip(*(state.own_quantizers for state in self.states), strict=True))
+        x_quantizer, w_quantizer, dy_quantizer = joined
+        if x_quantizer is None or w_quantizer is None or dy_quantizer is None:
+            return None
+        quantizers = GroupQuantizers(x_quantizer, w_quantizer, dy_quantizer)
+        fits = not any(width % quantizer.alignment for width in widths for quantizer in quantizers)
+        return quantizers if fits else None
 
     def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
         """The FP8 copies of all weights, made at the first call since the last `invalidate_weight`.
@@ -102,5 +110,5 @@ class GroupState:
         return self._quantizers.weight(source, groups, rowwise=rowwise, columnwise=columnwise)
 
     def invalidate_weight(self) -> None:
-        """Forget the FP8 copies: the weight has changed."""
-        self._weight = None
+        """Forget the FP8 copies: the weight has changed. Plans may have changed too."""
+        self._weight = self._high_precision = None

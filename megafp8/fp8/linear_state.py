@@ -161,6 +161,11 @@ class LinearState:
         return self._own_quantizers
 
     @property
+    def has_observer(self) -> bool:
+        """Whether there is a recorder, which may want to see tensors that the layer quantizes."""
+        return self._quantizers is not self._own_quantizers
+
+    @property
     def observed(self) -> bool:
         """Whether the recorder wants to see the next tensors that the layer quantizes."""
         return any(isinstance(q, ObservedQuantizer) and q.wanted for q in self.quantizers)
