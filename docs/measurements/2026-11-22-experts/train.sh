@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Validation loss of a small mixture of experts on real text, FP8 recipes against bf16: two GPUs.
-#   [STEPS=800] docs/measurements/2026-11-22-experts/train.sh OUTPUT_FOLDER
+#   [STEPS=770] docs/measurements/2026-11-22-experts/train.sh OUTPUT_FOLDER
 # All runs see the same data in the same order from the same initial weights, but bf16-seed: other weights, another order.
 # 6 layers of 512, 8 experts of 1,024 in each, 2 for each token: 65,536 tokens a step.
 set -uo pipefail
-out=$1 steps=${STEPS:-800}
+out=$1 steps=${STEPS:-770}
 export OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD PYTORCH_ALLOC_CONF=expandable_segments:True
 
 # A corpus: the Python sources of the machine, and a vocabulary of 8,192.
@@ -20,9 +20,11 @@ pathlib.Path("data/corpus/some.txt").write_text("\n".join(files[:1500]) + "\n")
 PY
     python3 tools/train_tokenizer.py --text-files --input-list data/corpus/some.txt --output data/corpus/tokenizer.model --vocab-size 8192 --overwrite >"$out/data.log" 2>&1
     python3 tools/preprocess_data.py --text-files --input-list data/corpus/files.txt --tokenizer sentencepiece --tokenizer-path data/corpus/tokenizer.model \
-        --output-prefix data/corpus/text --workers 32 --skip-errors --overwrite >>"$out/data.log" 2>&1 || tail -n 5 "$out/data.log"
+        --output-prefix data/corpus/text --workers ${WORKERS:-32} --skip-errors --overwrite >>"$out/data.log" 2>&1 || tail -n 5 "$out/data.log"
     grep -a "tokens" "$out/data.log" | tail -n 1 | tr '\r' '\n' | tail -n 1
 fi
+
+[[ -z ${PREPARE:-} ]] || exit 0 # the corpus alone
 
 common="model.num_layers=6 model.hidden_size=512 model.num_attention_heads=8 model.num_query_groups=4 model.vocab_size=8192
 model.moe.num_experts=8 model.moe.top_k=2 model.moe.ffn_hidden_size=1024 logging.expert_load_interval=20
@@ -43,6 +45,6 @@ train() { # gpu name recipe overrides...
 }
 
 (train 0 bf16 none $aux; train 0 delayed delayed $aux; train 0 current current $aux; train 0 bias none $bias) &
-(train 1 bf16-seed none $aux seed=77; train 1 blockwise blockwise $aux; train 1 rowwise rowwise $aux; train 1 no-balance none $none) &
+(train 1 bf16-seed none $aux seed=77; train 1 blockwise blockwise $aux; train 1 no-balance none $none; train 1 rowwise rowwise $aux) &
 wait
 tar -C runs --exclude=checkpoints -czf "$out/experts.tgz" experts
