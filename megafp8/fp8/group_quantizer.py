@@ -1,7 +1,7 @@
 """Quantizers of an operand of all experts at once.
 
 A `GroupQuantizer` casts the rows of all experts as each expert's own quantizer would: the same bits, without the host
-knowing where they end. It is for recipes with one scale per tensor, and with blocks of 128 elements.
+knowing where they end. It is for recipes with one scale per tensor or row, or with blocks of 128.
 
 Shapes: e experts.
 """
@@ -20,9 +20,9 @@ from megafp8.fp8.groups import RowGroups
 from megafp8.fp8.quantizers import AmaxRecording, Quantizer
 from megafp8.fp8.recipes.base import RecipeQuantizer
 from megafp8.fp8.sources import Source
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, TENSOR, Granularity, QuantizedTensor
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor
 
-ALIGNMENTS: dict[Granularity, int] = {TENSOR: 16, BLOCK_1X128: 128, BLOCK_128X128: 128}
+ALIGNMENTS: dict[Granularity, int] = {TENSOR: 16, ROW: 16, BLOCK_1X128: 128, BLOCK_128X128: 128}
 """Granularities that kernels cast and multiply for all experts at once, if widths are multiples of this."""
 
 
@@ -71,9 +71,11 @@ class GroupQuantizer:
         first, module = self._first, _implementation(source)
         if first.granularity is BLOCK_128X128:  # of weights, whose rows are multiples of 128: no block has two experts
             return first(source, rowwise=rowwise, columnwise=columnwise)
-        if first.granularity is BLOCK_1X128:
-            rule = first.rule
-            return module.cast_groups_1x128(
+        if first.granularity is not TENSOR:
+            cast, rule = module.cast_groups_rows, first.rule
+            if first.granularity is BLOCK_1X128:
+                cast = module.cast_groups_1x128
+            return cast(
                 source, first.fmt, row_groups, rowwise=rowwise, columnwise=columnwise, power_of_two=rule.power_of_two,
                 eps=rule.eps,
             )  # fmt: skip

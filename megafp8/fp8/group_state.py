@@ -63,7 +63,7 @@ class GroupState:
     def joint_quantizers(self, x: Tensor, weight: Tensor) -> GroupQuantizers | None:
         """Quantizers for all experts at once; None where kernels cannot compute them so.
 
-        They can on CUDA in bf16, with one scale per tensor or blocks of 128, if all experts' GEMMs have the same
+        They can on CUDA in bf16, with one scale per tensor or row or blocks of 128, if all experts' GEMMs have the same
         precision, widths are multiples of the quantizers' `alignment`, and nobody looks at what an expert quantizes.
         """
         first, widths = self.states[0], (weight.shape[0] // len(self.states), weight.shape[1])

@@ -3,8 +3,9 @@
 How many rows an expert has is known on the device only. `megafp8.kernels.grouped_cast` does the same without the host
 knowing it.
 
-The FP8 data of all experts is one `QuantizedTensor`: rowwise `[r, c]`, columnwise `[c, capacity]` (`RowGroups`). With
-one scale per tensor `scale_inv` is `[e]`, otherwise as its granularity says.
+The FP8 data of all experts is one `QuantizedTensor`: rowwise `[r, c]`, columnwise `[c, capacity]` (`RowGroups`).
+`scale_inv` is as its granularity says, but fp32 `[e]` with one scale per tensor; and columnwise with one per row
+`[e·c, 1]`, one expert after the other.
 
 Shapes: e experts, r rows of all of them, c columns.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 from megafp8.fp8.formats import Format
 from megafp8.fp8.quantize import amax, quantize, quantize_blocks
 from megafp8.fp8.sources import Source
-from megafp8.fp8.tensor import BLOCK_1X128, QuantizedTensor, ScaledTensor
+from megafp8.fp8.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
 
 PLACES = 128
 """In columnwise copies the rows of each expert begin at multiples of this, as do blocks of scales."""
@@ -80,6 +81,19 @@ def cast_groups(
     return QuantizedTensor(
         ScaledTensor(_joined(data), scale_inv_e) if rowwise else None,
         ScaledTensor(transposed, scale_inv_e) if columnwise else None,
+    )
+
+
+def cast_groups_rows(
+    source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+) -> QuantizedTensor:
+    """Each row by a scale of its own, and each column of an expert's rows; that of an expert without rows is any."""
+    cast = partial(quantize_blocks, fmt=fmt, granularity=ROW, power_of_two=power_of_two, eps=eps)
+    by_columns = [cast(rows.t()) for rows in _rows_of(source.values(), groups)]
+    transposed = _placed([scaled.data.view(torch.uint8) for scaled in by_columns], 1, groups).view(fmt.dtype)
+    return QuantizedTensor(
+        cast(source.values()) if rowwise else None,
+        ScaledTensor(transposed, torch.cat([scaled.scale_inv for scaled in by_columns]), ROW) if columnwise else None,
     )
 
 

@@ -93,14 +93,14 @@ def _columnwise_block_scales(y, scale, place, j0, j, end, c, eps, FP8_MAX: tl.co
 
 @triton.jit
 def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, place, q, j0, j, r, quads,
-         end, c, scale_stride, eps, SCALES: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+         end, c, scale_stride, first, eps, SCALES: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
          RECORD: tl.constexpr, WORDS: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr,
          POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr, TILE_R: tl.constexpr,
          TILE_C: tl.constexpr):  # fmt: skip
     """Cast four interleaved tiles of one part, at columns j0 + j below `end` of the matrix, which is c wide.
 
     Their rows, from i0 on and below r, lie from `place` on in the columnwise copy. `scale_stride`: from the rowwise
-    scales of a column of 1×128 blocks to the next.
+    scales of a column of 1×128 blocks to the next. `first`: no rows are above the tile's.
     """
     i = 4 * q
     if RECORD:
@@ -128,7 +128,7 @@ def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnw
         if SCALES == "1x128":
             t = _columnwise_block_scales(y, columnwise_scale, place, j0, j, end, c, eps, FP8_MAX, POWER_OF_TWO)
         elif SCALES == "vectors":
-            t = _vector_scales(columnwise_scale, columnwise_amax, j0 + j, end, i0 == 0, eps, FP8_MAX,
+            t = _vector_scales(columnwise_scale, columnwise_amax, j0 + j, end, first, eps, FP8_MAX,
                                POWER_OF_TWO)[None, :]  # fmt: skip
         word = to_fp8_words(y[0] * t, y[1] * t, y[2] * t, y[3] * t, FORMAT, FP8_MAX, INTERPRETED)
         store_columnwise(columnwise, word, place, q, j0, j, r, quads, end, WORDS)
@@ -154,5 +154,5 @@ def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, colu
         at, end, width = part_columns(j0, c, part, SOURCE, HALF)
         partner = parts[1 - part if SOURCE == "qkv_grad" else part]
         cast(parts[part], partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, i0, q, at,
-             j, r, quads, end, width, r, eps, SCALES, ROWWISE, COLUMNWISE, RECORD, WORDS, FORMAT, FP8_MAX, POWER_OF_TWO,
-             INTERPRETED, TILE_R, TILE_C)  # fmt: skip
+             j, r, quads, end, width, r, i0 == 0, eps, SCALES, ROWWISE, COLUMNWISE, RECORD, WORDS, FORMAT, FP8_MAX,
+             POWER_OF_TWO, INTERPRETED, TILE_R, TILE_C)  # fmt: skip

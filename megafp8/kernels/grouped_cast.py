@@ -1,4 +1,4 @@
-"""Quantize the rows of many experts in one launch, with a scale for each expert, or for each 1×128 block.
+"""Quantize the rows of many experts in one launch, with a scale for each expert, row and column, or 1×128 block.
 
 Rowwise copies have the rows where the source has them. In the columnwise copy, which sums over rows read, the rows of
 each expert begin at a multiple of 128 (`RowGroups.places_e`) and zeros follow them up to the next: so no product
@@ -23,60 +23,68 @@ from torch import Tensor
 from megafp8.fp8.formats import Format
 from megafp8.fp8.groups import PLACES, RowGroups
 from megafp8.fp8.sources import Source
-from megafp8.fp8.tensor import BLOCK_1X128, QuantizedTensor, ScaledTensor
+from megafp8.fp8.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
 from megafp8.kernels.arithmetic import INTERPRETED, atomic_amax, ceil_div, magnitude_bits, next_power_of_2
 from megafp8.kernels.cast import cast
 from megafp8.kernels.launch import Kernel
 from megafp8.kernels.quantize import TILES, Inputs, Tile, inputs_of, tile_group
-from megafp8.kernels.tiles import compute, compute_quads, part_columns
+from megafp8.kernels.tiles import column_amax, compute, compute_quads, part_columns
 
 
 @triton.jit
 def _rows_at(place, ends_e, places_e, e, EXPERTS: tl.constexpr):
-    """The expert whose rows lie at `place` of the columnwise copy, e if nobody's do; that row, and its expert's end."""
+    """The expert whose rows lie at `place` of the columnwise copy, e if nobody's do; that row, where its expert's end.
+
+    Last, whether it is the expert's first row.
+    """
     index = tl.arange(0, EXPERTS)
     places = tl.load(places_e + index, mask=index < e, other=2147483647)
     expert = tl.sum((places <= place).to(tl.int32), axis=0)
     follows = (expert > 0) & (expert < e)
     row = tl.load(ends_e + expert - 1, mask=follows, other=0)
-    row += place - tl.load(places_e + expert - 1, mask=follows, other=0)
-    return expert, row, tl.load(ends_e + expert, mask=expert < e, other=0)
+    before = place - tl.load(places_e + expert - 1, mask=follows, other=0)
+    return expert, row + before, tl.load(ends_e + expert, mask=expert < e, other=0), before == 0
 
 
 @Kernel
-def groups_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, columnwise, scale, columnwise_scale,
-                  amax_e, ends_e, places_e, c, e, scale_stride, amax_stride, quads, SOURCE: tl.constexpr,
+def groups_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, columnwise, scale, columnwise_scale, amax,
+                  columnwise_amax, ends_e, places_e, c, e, scale_stride, amax_stride, quads, SOURCE: tl.constexpr,
                   FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr, EXPERTS: tl.constexpr, TILE_R: tl.constexpr,
                   TILE_C: tl.constexpr, SCALES: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
                   RECORD: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
                   EPS: tl.constexpr):  # fmt: skip
     """One tile of each part of the source, from one expert's rows.
 
-    `scale`: of each expert, `scale_stride` apart; or where SCALES is "1x128" of each block, as `cast` has them.
+    SCALES is "tensor": scales and amaxes of experts, `scale_stride` and `amax_stride` apart. "vectors": of rows, and of
+    the columns of one expert after the other. "1x128": scales of blocks, as `cast` has them.
     """
     place, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
-    expert, i0, end_r = _rows_at(place, ends_e, places_e, e, EXPERTS)
+    expert, i0, end_r, first = _rows_at(place, ends_e, places_e, e, EXPERTS)
     if expert < e:
         q, j = tl.arange(0, TILE_R // 4), tl.arange(0, TILE_C)
         inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
         parts = compute_quads(inputs, i0, q, j0, j, end_r, c, (0, 0, 1, 0, 0), SOURCE, FUNCTION, 0, INTERPRETED)
-        amax = amax_e + expert * amax_stride
         if SCALES == "tensor":
             scale += expert * scale_stride
+            amax += expert * amax_stride
+        elif SCALES == "vectors":
+            columnwise_scale += expert * c
+            columnwise_amax += expert * c
         for part in tl.static_range(2 if SOURCE == "gated_grad" else 1):
             at, end, width = part_columns(j0, c, part, SOURCE, 0)
-            cast(parts[part], parts[part], rowwise, columnwise, scale, columnwise_scale, amax, amax, i0, place, q, at,
-                 j, end_r, quads, end, width, scale_stride, EPS, SCALES, ROWWISE, COLUMNWISE, RECORD, True, FORMAT,
-                 FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R, TILE_C)  # fmt: skip
+            cast(parts[part], parts[part], rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0,
+                 place, q, at, j, end_r, quads, end, width, scale_stride, first, EPS, SCALES, ROWWISE, COLUMNWISE,
+                 RECORD, True, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R, TILE_C)  # fmt: skip
 
 
 @Kernel
-def groups_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, amax_e, ends_e, places_e, c, e,
-                       SOURCE: tl.constexpr, FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr, EXPERTS: tl.constexpr,
-                       TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
+def groups_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, of_experts, of_rows, of_columns, ends_e,
+                       places_e, c, e, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr,
+                       EXPERTS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, WHOLE: tl.constexpr,
+                       ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """One tile of each part of the source, from one expert's rows."""
     place, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
-    expert, i0, end_r = _rows_at(place, ends_e, places_e, e, EXPERTS)
+    expert, i0, end_r, _ = _rows_at(place, ends_e, places_e, e, EXPERTS)
     if expert < e:
         inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
         i, j = tl.arange(0, TILE_R), tl.arange(0, TILE_C)
@@ -84,7 +92,12 @@ def groups_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, amax_e
         bits = magnitude_bits(y)
         if SOURCE == "gated_grad":
             bits = tl.maximum(bits, magnitude_bits(y2))
-        atomic_amax(amax_e + expert, tl.max(bits), None)
+        if WHOLE:
+            atomic_amax(of_experts + expert, tl.max(bits), None)
+        if ROWS:
+            atomic_amax(of_rows + i0 + i, tl.max(bits, axis=1), i0 + i < end_r)
+        if COLUMNS:
+            atomic_amax(of_columns + expert * c + j0 + j, column_amax(bits, 8), j0 + j < c)
 
 
 def _launch(source: Source, what: str, groups: RowGroups) -> tuple[Inputs, Tile, dict[str, Any]]:
@@ -105,13 +118,32 @@ def cast_groups(
     source: Source, scale_e: Tensor, scale_inv_e: Tensor, fmt: Format, groups: RowGroups, *, rowwise: bool,
     columnwise: bool, newest_amax_e: Tensor | None,
 ) -> QuantizedTensor:  # fmt: skip
+    amax_e = scale_e if newest_amax_e is None else newest_amax_e
     data, transposed = _cast(
-        source, "tensor", fmt, groups, (scale_e, scale_e), scale_e.stride(0), newest_amax_e, rowwise=rowwise,
-        columnwise=columnwise,
+        source, "tensor", fmt, groups, (scale_e, scale_e, amax_e, amax_e), scale_e.stride(0), rowwise=rowwise,
+        columnwise=columnwise, record=newest_amax_e is not None,
     )  # fmt: skip
     return QuantizedTensor(
         None if data is None else ScaledTensor(data, scale_inv_e),
         None if transposed is None else ScaledTensor(transposed, scale_inv_e),
+    )
+
+
+def cast_groups_rows(
+    source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+) -> QuantizedTensor:
+    r, c = source.shape
+    start, columns = r + -r % 4, len(groups.ends_e) * c  # each part begins at a multiple of 16 bytes
+    amaxes = torch.zeros(start + columns, dtype=torch.float32, device=source.device)
+    scale_inv = torch.ones_like(amaxes)  # those of experts without rows are read, too
+    _amaxes(source, groups, (amaxes, amaxes, amaxes[start:]), rows=rowwise, columns=columnwise)
+    data, transposed = _cast(
+        source, "vectors", fmt, groups, (scale_inv, scale_inv[start:], amaxes, amaxes[start:]), 0, rowwise=rowwise,
+        columnwise=columnwise, power_of_two=power_of_two, eps=eps,
+    )  # fmt: skip
+    return QuantizedTensor(
+        None if data is None else ScaledTensor(data, scale_inv[:r].unsqueeze(-1), ROW),
+        None if transposed is None else ScaledTensor(transposed, scale_inv[start:].unsqueeze(-1), ROW),
     )
 
 
@@ -122,7 +154,7 @@ def cast_groups_1x128(
     scale_inv = torch.empty(ceil_div(c, PLACES), r, dtype=torch.float32, device=device)
     columnwise_scale_inv = torch.empty(groups.capacity // PLACES, c, dtype=torch.float32, device=device)
     data, transposed = _cast(
-        source, "1x128", fmt, groups, (scale_inv, columnwise_scale_inv), r, None, rowwise=rowwise,
+        source, "1x128", fmt, groups, (scale_inv, columnwise_scale_inv, scale_inv, scale_inv), r, rowwise=rowwise,
         columnwise=columnwise, power_of_two=power_of_two, eps=eps,
     )  # fmt: skip
     return QuantizedTensor(
@@ -132,42 +164,51 @@ def cast_groups_1x128(
 
 
 def _cast(
-    source: Source, scales: str, fmt: Format, groups: RowGroups, arguments: tuple[Tensor, Tensor], scale_stride: int,
-    newest_amax_e: Tensor | None, *, rowwise: bool, columnwise: bool, power_of_two: bool = False, eps: float = 0.0,
+    source: Source, scales: str, fmt: Format, groups: RowGroups, arguments: tuple[Tensor, Tensor, Tensor, Tensor],
+    scale_stride: int, *, rowwise: bool, columnwise: bool, record: bool = False, power_of_two: bool = False,
+    eps: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Allocate data and launch. `arguments`: scale and columnwise scale of `groups_kernel`."""
-    (r, c), device, unused = source.shape, source.device, arguments[0]
+    """Allocate data and launch. `arguments`: scale, columnwise scale, amax, columnwise amax of `groups_kernel`."""
+    (r, c), device = source.shape, source.device
+    scale, columnwise_scale, amax, columnwise_amax = arguments
     data = torch.empty(r, c, dtype=fmt.dtype, device=device) if rowwise else None
     transposed = torch.empty(c, groups.capacity, dtype=fmt.dtype, device=device) if columnwise else None
     if r * c:
-        amax_e = unused if newest_amax_e is None else newest_amax_e
         inputs, tile, constants = _launch(source, "per_tensor" if scales == "tensor" else scales, groups)
-        assert scales == "tensor" or inputs.kind != "gated_grad", "its parts may share a block"
+        assert scales == "tensor" or inputs.kind != "gated_grad", "its parts are apart in a row"
         bound = groups_kernel.bind(
-            **constants, SCALES=scales, ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=newest_amax_e is not None,
-            FORMAT=fmt.name, FP8_MAX=fmt.max, POWER_OF_TWO=power_of_two, EPS=eps,
+            **constants, SCALES=scales, ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record, FORMAT=fmt.name,
+            FP8_MAX=fmt.max, POWER_OF_TWO=power_of_two, EPS=eps,
         )  # fmt: skip
         bound.launch(
             (ceil_div(inputs.width, tile.columns), groups.capacity // tile.rows),
             (
-                *inputs.tensors, unused if data is None else data.view(torch.uint8),
-                unused if transposed is None else transposed.view(torch.int32), *arguments, amax_e.view(torch.int32),
-                groups.ends_e, groups.places_e,
+                *inputs.tensors, scale if data is None else data.view(torch.uint8),
+                scale if transposed is None else transposed.view(torch.int32), scale, columnwise_scale,
+                amax.view(torch.int32), columnwise_amax.view(torch.int32), groups.ends_e, groups.places_e,
             ),
-            (inputs.width, len(groups.ends_e), scale_stride, amax_e.stride(0), groups.capacity // 4),
+            (inputs.width, len(groups.ends_e), scale_stride, amax.stride(0), groups.capacity // 4),
         )  # fmt: skip
     return data, transposed
 
 
 def amax_of_groups(source: Source, groups: RowGroups) -> Tensor:
-    """Largest magnitude of each expert's rows, fp32 `[e]`: 0 without rows, infinite where one is not finite."""
-    experts = len(groups.ends_e)
-    amax_e = torch.zeros(experts, dtype=torch.float32, device=source.device)
+    amax_e = torch.zeros(len(groups.ends_e), dtype=torch.float32, device=source.device)
+    _amaxes(source, groups, (amax_e,) * 3)
+    return amax_e
+
+
+def _amaxes(
+    source: Source, groups: RowGroups, outputs: tuple[Tensor, ...], *, rows: bool = False, columns: bool = False
+) -> None:
+    """Raise `outputs`, fp32, to the amaxes of rows, and columns of one expert after the other; or else of experts."""
     if 0 not in source.shape:
-        inputs, tile, constants = _launch(source, "amax", groups)
-        bound = groups_amax_kernel.bind(**constants)
+        whole = not (rows or columns)
+        inputs, tile, constants = _launch(source, "amax" if whole else "vector_amax", groups)
+        assert whole or inputs.kind != "gated_grad", "its parts are apart in a row"
+        bound = groups_amax_kernel.bind(**constants, WHOLE=whole, ROWS=rows, COLUMNS=columns)
         bound.launch(
             (ceil_div(inputs.width, tile.columns), groups.capacity // tile.rows),
-            (*inputs.tensors, amax_e.view(torch.int32), groups.ends_e, groups.places_e), (inputs.width, experts),
+            (*inputs.tensors, *(x.view(torch.int32) for x in outputs), groups.ends_e, groups.places_e),
+            (inputs.width, len(groups.ends_e)),
         )  # fmt: skip
-    return amax_e

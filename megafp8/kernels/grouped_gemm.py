@@ -3,8 +3,8 @@
 The rows of one operand are those of the experts, one expert after the other. There are two products: FP8 rows times the
 matrix of their expert (fprop, dgrad), for which bf16 has `torch.nn.functional.grouped_mm`; and for each expert the sum
 over its rows of outer products (wgrad), added to fp32 in place. Sums are fp32. FP8 operands have one scale an expert,
-by which finished sums are multiplied; or blocks of 128 summands have scales, by which each block's product is before it
-is added.
+or one for each row of the operand and expert, by which finished sums are multiplied; or blocks of 128 summands have
+scales, by which each block's product is multiplied before it is added.
 
 Operands are read through tensor descriptors, by the GPU's copy engine for tiles (TMA); a descriptor covers the rows of
 all experts. A tile that reaches beyond the rows of its expert therefore reads those of the next. In products of rows
@@ -18,7 +18,8 @@ rows have no more programs than fit, each of which takes tile after tile (docs/d
 Reference: `megafp8.ops.grouped_linear`, one expert after the other; sums are taken in another order.
 
 Shapes: e experts, m rows of all of them; n columns and k summands of a product of rows; a sum over rows is `[p, q]` for
-each expert. A tile is TILE_M × TILE_N, and TILE_K summands are read at once: a block, where BLOCKS have scales.
+each expert. A tile is TILE_M × TILE_N, and TILE_K summands are read at once: a block, where blocks have scales. SCALES
+is the name of the granularity of a.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, TENSOR, Granularity, ScaledTensor
+from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, ScaledTensor
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, next_power_of_2
 
 
@@ -48,6 +49,7 @@ class Tile(NamedTuple):
 
 _TILE, _BLOCKS_TILE = Tile(128, 128, 4, 3, 2), Tile(128, 128, 8, 4, 1)
 _BLOCK = 128
+_PAIRS = ((TENSOR, TENSOR), (ROW, ROW), (BLOCK_1X128, BLOCK_128X128), (BLOCK_1X128, BLOCK_1X128))
 _TILE_K = {torch.bfloat16: 64, torch.float8_e4m3fn: _BLOCK, torch.float8_e5m2: _BLOCK}
 
 
@@ -70,6 +72,14 @@ def _dot(a, b, sums, FAST: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _scaled(sums, a_scale_inv, b_scale_inv, i, j, p, q):
+    """Sums of rows i of a and j of b, times their scales; a has p rows, b has q."""
+    a_scale = tl.load(a_scale_inv + i, mask=i < p, other=0.0)
+    b_scale = tl.load(b_scale_inv + j, mask=j < q, other=0.0)
+    return sums * a_scale[:, None] * b_scale[None, :]
+
+
+@triton.jit
 def _tile_at(index, down, across, GROUP: tl.constexpr):
     """Row and column of a tile: GROUP tiles down, then the next column of them."""
     group = index // (GROUP * across)
@@ -80,13 +90,14 @@ def _tile_at(index, down, across, GROUP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["m", "e", "a_stride", "b_stride"])
 def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv, b_scale_inv, m, n, k, e, a_stride, b_stride, row_step,
-                column_step, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, FAST: tl.constexpr,
+                column_step, EXPERTS: tl.constexpr, SCALES: tl.constexpr, FAST: tl.constexpr,
                 INTERPRETED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
                 TILE_K: tl.constexpr):  # fmt: skip
     """Tiles of rows times matrices; that of expert i, `[n, k]`, begins at row i·row_step and column i·column_step of b.
 
     EXPERTS: e rounded up to a power of two. `a_stride`, `b_stride`: from the scale of an expert to the next; with
-    BLOCKS, which are 1 × TILE_K in a and square in b, from a block of k to the next in a, of rows in b.
+    blocks, which are 1 × TILE_K in a and square in b, from a block of k to the next in a, of rows in b. Scales of rows
+    are contiguous.
     """
     index = tl.arange(0, EXPERTS)
     ends = tl.load(ends_e + index, mask=index < e, other=m)
@@ -104,7 +115,7 @@ def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv, b_scale_inv, m, n, k, e, a
         sums = tl.zeros([TILE_M, TILE_N], tl.float32)
         for k0 in range(0, k, TILE_K):
             row, column = expert * row_step + j0, expert * column_step + k0
-            if BLOCKS:
+            if SCALES == "1x128":
                 i = i0 + tl.arange(0, TILE_M)
                 a_scale = tl.load(a_scale_inv + k0 // TILE_K * a_stride + i, mask=i < m, other=0.0)
                 b_scale = tl.load(b_scale_inv + row // TILE_K * b_stride + column // TILE_K)
@@ -112,22 +123,25 @@ def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv, b_scale_inv, m, n, k, e, a
                 sums += product * (a_scale * b_scale)[:, None]
             else:
                 sums = _dot(a_mk.load([i0, k0]), b.load([row, column]).T, sums, FAST, INTERPRETED)
-        if not BLOCKS:
-            sums = sums * tl.load(a_scale_inv + expert * a_stride) * tl.load(b_scale_inv + expert * b_stride)
         i, j = i0 + tl.arange(0, TILE_M), j0 + tl.arange(0, TILE_N)
+        if SCALES == "tensor":
+            sums = sums * tl.load(a_scale_inv + expert * a_stride) * tl.load(b_scale_inv + expert * b_stride)
+        elif SCALES == "row":
+            sums = _scaled(sums, a_scale_inv, b_scale_inv + expert * n, i, j, m, n)
         at = i.to(tl.int64)[:, None] * n + j[None, :]
         tl.store(out_mn + at, sums.to(out_mn.dtype.element_ty), mask=(i < end)[:, None] & (j < n)[None, :])
 
 
 @triton.jit(do_not_specialize=["a_stride", "b_stride"])
-def sums_kernel(a, b, out_epq, ends_e, a_scale_inv, b_scale_inv, p, q, a_stride, b_stride, TRANSPOSED: tl.constexpr,
-                BLOCKS: tl.constexpr, ACCUMULATE: tl.constexpr, FAST: tl.constexpr, INTERPRETED: tl.constexpr,
-                GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
+def sums_kernel(a, b, out_epq, ends_e, a_scale_inv, b_scale_inv, p, q, a_stride, b_stride, SCALES: tl.constexpr,
+                ACCUMULATE: tl.constexpr, FAST: tl.constexpr, INTERPRETED: tl.constexpr, GROUP: tl.constexpr,
+                TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
     """A tile of one expert's sum over its rows of a's row times b's: into `out_epq`, or added to it (ACCUMULATE).
 
-    TRANSPOSED: the operands are `[p, places]` and `[q, places]`, where every expert's places end at multiples of
-    TILE_K; else `[m, p]` and `[m, q]`. `a_stride`, `b_stride`: from the scale of an expert to the next; with BLOCKS,
-    which are 1 × TILE_K, from a block of places to the next. Tiles then divide p and q.
+    The operands are `[p, places]` and `[q, places]`, where every expert's places end at multiples of TILE_K; or
+    `[m, p]` and `[m, q]` where SCALES is "none". `a_stride`, `b_stride`: from the scale of an expert to the next; with
+    blocks, which are 1 × TILE_K, from a block of places to the next, and tiles divide p and q. Scales of rows are
+    contiguous.
     """
     down, across = tl.cdiv(p, TILE_M), tl.cdiv(q, TILE_N)
     expert = tl.program_id(0) // (down * across)
@@ -136,7 +150,7 @@ def sums_kernel(a, b, out_epq, ends_e, a_scale_inv, b_scale_inv, p, q, a_stride,
     start = tl.load(ends_e + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_e + expert)
     sums = tl.zeros([TILE_M, TILE_N], tl.float32)
-    if BLOCKS:
+    if SCALES == "1x128":
         a_scale_inv += i0 + tl.arange(0, TILE_M)
         b_scale_inv += j0 + tl.arange(0, TILE_N)
         for k0 in range(start, end, TILE_K):
@@ -144,7 +158,7 @@ def sums_kernel(a, b, out_epq, ends_e, a_scale_inv, b_scale_inv, p, q, a_stride,
             b_scale = tl.load(b_scale_inv + k0 // TILE_K * b_stride)
             product = _product(a.load([i0, k0]), b.load([j0, k0]).T, INTERPRETED)
             sums += product * a_scale[:, None] * b_scale[None, :]
-    elif TRANSPOSED:
+    elif SCALES != "none":
         for k0 in range(start, end, TILE_K):
             sums = _dot(a.load([i0, k0]), b.load([j0, k0]).T, sums, FAST, INTERPRETED)
     else:
@@ -155,8 +169,11 @@ def sums_kernel(a, b, out_epq, ends_e, a_scale_inv, b_scale_inv, p, q, a_stride,
             inside = (whole + tl.arange(0, TILE_K) < end)[:, None]
             x, y = tl.where(inside, a.load([whole, i0]), 0.0), tl.where(inside, b.load([whole, j0]), 0.0)
             sums = _dot(x.T, y, sums, FAST, INTERPRETED)
-    if TRANSPOSED and not BLOCKS:
+    if SCALES == "tensor":
         sums = sums * tl.load(a_scale_inv + expert * a_stride) * tl.load(b_scale_inv + expert * b_stride)
+    elif SCALES == "row":
+        i, j = i0 + tl.arange(0, TILE_M), j0 + tl.arange(0, TILE_N)
+        sums = _scaled(sums, a_scale_inv + expert * p, b_scale_inv + expert * q, i, j, p, q)
     if (not ACCUMULATE) or start < end:
         total = sums.reshape(1, TILE_M, TILE_N)
         if ACCUMULATE:
@@ -171,12 +188,23 @@ def _programs(device: torch.device, tile: Tile) -> int:
     return tile.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _constants(tile: Tile, tile_k: int, *, blocks: bool, fast: bool) -> dict[str, Any]:
-    """Those of both kernels. Sums of blocks are never fast."""
-    return {
-        "BLOCKS": blocks, "FAST": fast and not blocks, "INTERPRETED": INTERPRETED, "GROUP": 16, "TILE_M": tile.rows,
+def _launched(dtype: torch.dtype, scales: str, *, fast: bool) -> tuple[Tile, int, dict[str, Any]]:
+    """The tile of either kernel, summands that are read at once, and constants. Sums of blocks are never fast."""
+    blocks = scales == BLOCK_1X128.name
+    tile, tile_k = _BLOCKS_TILE if blocks else _TILE, _TILE_K[dtype]
+    return tile, tile_k, {
+        "SCALES": scales, "FAST": fast and not blocks, "INTERPRETED": INTERPRETED, "GROUP": 16, "TILE_M": tile.rows,
         "TILE_N": tile.columns, "TILE_K": tile_k, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
+
+
+def _check(a: ScaledTensor, b: ScaledTensor, *widths: int) -> None:
+    """Granularities fit together, and scales lie in memory as the kernels read them."""
+    assert (a.granularity, b.granularity) in _PAIRS
+    if a.granularity is not TENSOR:
+        assert a.scale_inv.stride(0) == b.scale_inv.stride(1 if b.granularity is BLOCK_128X128 else 0) == 1
+    if a.granularity is BLOCK_1X128:
+        assert not any(width % _BLOCK for width in widths)
 
 
 def rows_times_matrices(
@@ -185,23 +213,23 @@ def rows_times_matrices(
     """`[m, n]` in `out_dtype`: FP8 rows `[m, k]` times the transpose of their expert's matrix `[n, k]`.
 
     `b`: the matrices one below the other, `[e·n, k]`; or `columnwise` beside each other, `[n, places]`, as
-    `megafp8.fp8.groups` casts weights whose gradients are to flow on. `scale_inv`: one per tensor, fp32 `[e]` of any
-    stride, where widths are multiples of 16; or of 1×128 blocks in a and 128×128 in b, where they are multiples of 128.
-    `ends_e`: int32, where the rows of each expert end. `fast`: sums stay in the tensor core; never those of blocks.
+    `megafp8.fp8.groups` casts weights whose gradients are to flow on. Widths are multiples of 16; of 128 where a has
+    scales of 1×128 blocks and b of 128×128. `ends_e`: int32, where the rows of each expert end. `fast`: sums stay in
+    the tensor core; never those of blocks.
     """
     (m, k), experts = a_mk.data.shape, len(ends_e)
     out_mn = torch.empty(m, n, dtype=out_dtype, device=a_mk.data.device)
     if not out_mn.numel():
         return out_mn
-    blocks = _has_blocks(a_mk, b, BLOCK_128X128, n, k)
-    tile, tile_k = _BLOCKS_TILE if blocks else _TILE, _TILE_K[a_mk.data.dtype]
+    _check(a_mk, b, n, k)
+    tile, tile_k, constants = _launched(a_mk.data.dtype, a_mk.granularity.name, fast=fast)
     row_step, column_step = (0, b.data.shape[1] // experts) if columnwise else (n, 0)
     most = (m // tile.rows + experts) * ceil_div(n, tile.columns)
     rows_kernel[(min(most, _programs(out_mn.device, tile)),)](
         TensorDescriptor.from_tensor(a_mk.data, [tile.rows, tile_k]),
         TensorDescriptor.from_tensor(b.data, [tile.columns, tile_k]), out_mn, ends_e, a_mk.scale_inv, b.scale_inv, m, n,
         k, experts, a_mk.scale_inv.stride(-1), b.scale_inv.stride(0), row_step, column_step,
-        EXPERTS=next_power_of_2(experts), **_constants(tile, tile_k, blocks=blocks, fast=fast),
+        EXPERTS=next_power_of_2(experts), **constants,
     )  # fmt: skip
     return out_mn
 
@@ -213,39 +241,29 @@ def sums_over_rows(
     """Each expert's sum over its rows of outer products, into `out_epq` or added to it (fp32).
 
     bf16 operands are `[m, p]` and `[m, q]`, and `ends_e` where the rows of each expert end; FP8 ones are `[p, places]`
-    and `[q, places]` as `megafp8.fp8.groups` casts them, with where its places end. Their scales: one per tensor, fp32
-    `[e]` of any stride, or 1×128, where p and q are multiples of 128.
+    and `[q, places]` as `megafp8.fp8.groups` casts them, with where its places end; p and q are multiples of 128 where
+    they have scales of 1×128 blocks.
     """
     experts, p, q = out_epq.shape
-    a_data, a_scale_inv, a_stride = _parts(a)
-    b_data, b_scale_inv, b_stride = _parts(b)
+    a_data, a_scale_inv, a_stride, scales = _parts(a)
+    b_data, b_scale_inv, b_stride, _ = _parts(b)
     if not a_data.numel():
         if not accumulate:
             out_epq.zero_()
         return
-    scaled = blocks = False
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
-        scaled, blocks = True, _has_blocks(a, b, BLOCK_1X128, p, q)
-    tile, tile_k = _BLOCKS_TILE if blocks else _TILE, _TILE_K[a_data.dtype]
-    shapes = ([size, tile_k] if scaled else [tile_k, size] for size in tile[:2])
+        _check(a, b, p, q)
+    tile, tile_k, constants = _launched(a_data.dtype, scales, fast=fast)
+    shapes = ([tile_k, size] if scales == "none" else [size, tile_k] for size in tile[:2])
     operands = map(TensorDescriptor.from_tensor, (a_data, b_data), shapes)
     sums_kernel[(experts * ceil_div(p, tile.rows) * ceil_div(q, tile.columns),)](
         *operands, TensorDescriptor.from_tensor(out_epq, [1, tile.rows, tile.columns]), ends_e, a_scale_inv,
-        b_scale_inv, p, q, a_stride, b_stride, TRANSPOSED=scaled, ACCUMULATE=accumulate,
-        **_constants(tile, tile_k, blocks=blocks, fast=fast),
+        b_scale_inv, p, q, a_stride, b_stride, ACCUMULATE=accumulate, **constants,
     )  # fmt: skip
 
 
-def _parts(x: Tensor | ScaledTensor) -> tuple[Tensor, Tensor | None, int]:
-    """Data, scales, and the stride of these along summands or experts."""
-    return (x.data, x.scale_inv, x.scale_inv.stride(-1)) if isinstance(x, ScaledTensor) else (x, None, 0)
-
-
-def _has_blocks(a: ScaledTensor, b: ScaledTensor, b_blocks: Granularity, *widths: int) -> bool:
-    """Whether the operands have block scales, those of b `b_blocks`, rather than one scale per tensor."""
-    if a.granularity is TENSOR and b.granularity is TENSOR:
-        return False
-    assert (a.granularity, b.granularity) == (BLOCK_1X128, b_blocks)
-    assert not any(width % _BLOCK for width in widths)
-    assert a.scale_inv.stride(0) == b.scale_inv.stride(1 if b_blocks is BLOCK_128X128 else 0) == 1
-    return True
+def _parts(x: Tensor | ScaledTensor) -> tuple[Tensor, Tensor | None, int, str]:
+    """Data, scales, the stride of these along summands or experts, their granularity."""
+    if isinstance(x, ScaledTensor):
+        return x.data, x.scale_inv, x.scale_inv.stride(-1), x.granularity.name
+    return x, None, 0, "none"

@@ -2,7 +2,7 @@
 
 The weights of all experts are one parameter, so that a single kernel can multiply them. How many rows an expert has is
 known on the device only. On CUDA kernels read it there, so the host does not wait: in bf16, and in FP8 with one scale
-per tensor or blocks of 128. An expert may have no rows: its weight gradient is then zero.
+per tensor or row or blocks of 128. An expert may have no rows: its weight gradient is then zero.
 
 *In FP8* each expert is a layer of its own: its input, weight and gradient are quantized as the recipe says, with scales
 that no other expert shares. Where kernels do not compute all experts at once (`GroupState.joint_quantizers`), the host

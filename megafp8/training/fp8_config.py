@@ -20,6 +20,7 @@ from megafp8.fp8 import (
     DelayedScaling,
     Fp8Manager,
     Fp8Recipe,
+    RowwiseScaling,
 )
 from megafp8.fp8.group_quantizer import ALIGNMENTS
 from megafp8.fp8.health import Recorder
@@ -134,8 +135,8 @@ def _experts_one_by_one(config: Config) -> str:
     if any(len(found) > 1 for found in kinds.values()):
         return "some experts of a layer are not FP8"
     recipe = config.fp8.recipe
-    if recipe not in (DelayedScaling.name, CurrentScaling.name, BlockwiseScaling.name):
-        return f"fp8.recipe {recipe} is not delayed, current or blockwise"
+    if recipe not in (DelayedScaling.name, CurrentScaling.name, RowwiseScaling.name, BlockwiseScaling.name):
+        return f"fp8.recipe {recipe} is not delayed, current, rowwise or blockwise"
     if config.fp8.report_interval:
         return "fp8.report_interval looks at what each expert quantizes"
     if config.fp8.param_gather:

@@ -12,6 +12,7 @@ from megafp8.fp8 import groups as reference
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.groups import PLACES, RowGroups
 from megafp8.fp8.recipes.blockwise import cast_1x128
+from megafp8.fp8.recipes.rowwise import cast_rows
 from megafp8.fp8.sources import Plain, Source, SwiGLU, SwiGLUGrad
 from megafp8.kernels import grouped_cast as kernels
 
@@ -77,6 +78,33 @@ def test_casts_by_blocks(sizes: list[int], fmt: Format, power_of_two: bool, modu
         ):
             assert torch.equal(whole[0].view(torch.uint8), alone.data.view(torch.uint8))
             assert torch.equal(whole[1], alone.scale_inv)
+        assert not columnwise.data[:, place + size : end].view(torch.uint8).any()
+        start, place = start + size, end
+
+
+@pytest.mark.parametrize("module", [reference, kernels])
+@pytest.mark.parametrize(("fmt", "power_of_two"), [(E4M3, True), (E5M2, False)])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_casts_by_rows(sizes: list[int], fmt: Format, power_of_two: bool, module: ModuleType) -> None:
+    """Data and scales are those of each expert's rows alone."""
+    x = torch.randn(sum(sizes), 72, generator=torch.Generator().manual_seed(5)) * 3
+    groups = RowGroups.of(torch.tensor(sizes).cumsum(0, dtype=torch.int32), len(x))
+    options: dict[str, Any] = {"power_of_two": power_of_two, "eps": 1e-4, "rowwise": True, "columnwise": True}
+    rowwise, columnwise = module.cast_groups_rows(Plain(x), fmt, groups, **options)
+    start = place = 0
+    for expert, (size, end) in enumerate(zip(sizes, groups.places_e.tolist(), strict=True)):
+        alone = cast_rows(Plain(x[start : start + size]), fmt, **options)
+        for data, scale_inv, expected in (
+            (rowwise.data[start : start + size], rowwise.scale_inv[start : start + size], alone.required_rowwise),
+            (
+                columnwise.data[:, place : place + size],
+                columnwise.scale_inv.view(-1, 72, 1)[expert],
+                alone.required_columnwise,
+            ),
+        ):
+            assert torch.equal(data.view(torch.uint8), expected.data.view(torch.uint8))
+            assert torch.equal(scale_inv, expected.scale_inv) or not size
+        assert columnwise.scale_inv.isfinite().all()
         assert not columnwise.data[:, place + size : end].view(torch.uint8).any()
         start, place = start + size, end
 

@@ -156,6 +156,7 @@ JOINT: dict[str, Fp8Recipe | None] = {
     **{name: RECIPES[name] for name in ("delayed", "current", "static")},
     "fprop and wgrad high": DelayedScaling(override_linear_precision=(True, False, True)),
     "dgrad high": DelayedScaling(override_linear_precision=(False, True, False)),
+    "rowwise": RowwiseScaling(),
     "blockwise": BlockwiseScaling(),
     "blockwise, wgrad high": BlockwiseScaling(power_of_two=False, override_linear_precision=(False, False, True)),
 }
