@@ -180,20 +180,18 @@ def all_to_all_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Wor
 
 def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     """Row i of the result is what rank i of `group` has as the row of this rank: `[ranks, ...]` -> the same shape."""
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=group)
-    return out
+    return all_to_all_rows(x, [1] * group.size(), [1] * group.size(), group)
 
 
-def all_to_all_rows_async(
-    out: Tensor, x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup
-) -> Work:
-    """Start sending the first `sent[0]` rows of `x` `[m, ...]` to rank 0 of `group`, the next `sent[1]` to rank 1, ...
+def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Send the first `sent[0]` rows of `x` `[m, ...]` to rank 0 of `group`, the next `sent[1]` to rank 1, and so on.
 
-    `out` gets the rows that arrive, first the `received[0]` of rank 0.
+    Returns the rows that arrive, first the `received[0]` of rank 0.
     """
-    rows, to = x.view(torch.uint8), out.view(torch.uint8)
-    return _started(dist.all_to_all_single(to, rows, list(received), list(sent), group=group, async_op=True))
+    out = torch.empty((sum(received), *x.shape[1:]), dtype=x.dtype, device=x.device)
+    to, source = out.view(torch.uint8), x.contiguous().view(torch.uint8)
+    dist.all_to_all_single(to, source, list(received), list(sent), group=group)
+    return out
 
 
 def broadcast(x: Tensor, group: ProcessGroup | None, group_src: int) -> Tensor:

@@ -20,7 +20,7 @@ from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor
 
-_ALIGNMENT = 16
+_ALIGNMENT = 8  # rows of 16 bytes
 
 
 def has_kernels(x: Tensor, *widths: int) -> bool:

@@ -2,8 +2,7 @@
 
     router -> rows by expert -> to the experts' ranks -> up, activation, down -> back -> weighted sum
 
-The experts of a rank are two parameters: the first linear layers of all of them, and the second; or two for each part,
-where tokens travel to experts of other ranks, part by part (`megafp8.expert_parallel.exchange`). In a checkpoint each
+The experts of a rank are two parameters: the first linear layers of all of them, and the second. In a checkpoint each
 expert's weights have names of their own (`layers.0.mlp.experts.3.up.weight`), so they fit every layout.
 
 In FP8 each expert's layers have scales of their own. A shared expert is an MLP like that of a layer without experts.
@@ -26,7 +25,7 @@ from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, unsharded
-from megafp8.expert_parallel.exchange import Exchange, exchange, in_parts, parts_of
+from megafp8.expert_parallel.exchange import exchange
 from megafp8.fp8.group_state import GroupState
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.models.mlp import MLP, exact_gelu
@@ -41,12 +40,15 @@ from megafp8.plan import Neighbor
 
 
 class Experts(nn.Module):
-    """The experts `own` of this rank: rows `[m, h]`, by expert, -> `[m, h]`."""
+    """The experts of this rank: rows `[m, h]`, by expert, -> `[m, h]`."""
 
-    def __init__(self, name: str, own: range, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
-        h, f = config.hidden_size, config.expert_size
+        assert config.moe is not None
+        ranks, rank = collectives.size(context.expert), 0 if context.expert is None else context.expert.rank()
+        count, h, f = config.moe.num_experts // ranks, config.hidden_size, config.expert_size
         self.kind, self.activation = config.activation, ACTIVATIONS[config.activation]
+        own = range(rank * count, (rank + 1) * count)
         first = ("gate", "up") if self.activation.gated else ("up",)
         into = [shard for e in own for part in first for shard in unsharded(f"{name}.{e}.{part}.weight", (f, h))]
         out_of = [shard for e in own for shard in unsharded(f"{name}.{e}.down.weight", (h, f))]
@@ -104,15 +106,9 @@ class MoE(nn.Module):
         super().__init__()
         assert config.moe is not None
         self.group = context.expert
-        ranks, rank = collectives.size(self.group), 0 if self.group is None else self.group.rank()
-        count = config.moe.num_experts // ranks
-        self.parts = parts_of(count, ranks)
         init = Init("normal", config.init_std)
         self.router = Router(f"{name}.router", config.hidden_size, config.moe, context, init)
-        of_part = count // self.parts
-        firsts = range(rank * count, (rank + 1) * count, of_part)
-        parts = [Experts(f"{name}.experts", range(first, first + of_part), config, context) for first in firsts]
-        self.experts = nn.ModuleList(parts)
+        self.experts = Experts(f"{name}.experts", config, context)
         self.shared: SharedExpert | None = None
         if config.moe.shared_ffn_hidden_size is not None:
             self.shared = SharedExpert(f"{name}.shared", config, context, memory)
@@ -125,23 +121,13 @@ class MoE(nn.Module):
         x_nh = x_sbh.flatten(0, 1)
         routing = self.router(x_nh, sequences=x_sbh.shape[1])
         counts_e = routing.tokens.sum(dim=0)
+        permutation = by_expert(routing.experts, len(counts_e))
+        rows_mh = permute(x_nh, permutation)
         if self.group is None or self.group.size() == 1:
-            permutation = by_expert(routing.experts, len(counts_e))
-            (experts,) = self.experts
-            results_mh = experts(permute(x_nh, permutation), counts_e.cumsum(0, dtype=torch.int32))
+            results_mh = self.experts(rows_mh, counts_e.cumsum(0, dtype=torch.int32))
         else:
-            ranks = self.group.size()
-            places_e = in_parts(len(counts_e), ranks, self.parts, x_nh.device)
-            permutation = by_expert(places_e[routing.experts], len(counts_e))
-            counts = counts_e.view(ranks, self.parts, -1).transpose(0, 1)
-            results_mh = self._on_their_ranks(permute(x_nh, permutation), exchange(counts, self.group))
+            with_ranks = exchange(counts_e, self.group)
+            arrived_mh = with_ranks.to_experts(rows_mh)
+            results_mh = with_ranks.to_tokens(self.experts(arrived_mh, with_ranks.ends_e))
         y_sbh = combine(results_mh, routing.weights, permutation).view_as(x_sbh)
         return y_sbh if self.shared is None else y_sbh + self.shared(x_sbh)
-
-    def _on_their_ranks(self, rows_mh: Tensor, with_ranks: Exchange) -> Tensor:
-        """`[m, h]`: rows are computed on the ranks of their experts, part by part."""
-        returned = []
-        for part, arriving_mh in enumerate(with_ranks.dispatch(rows_mh)):
-            y_mh = self.experts[part](with_ranks.arrived(arriving_mh, part), with_ranks.ends_pe[part])
-            returned.append(with_ranks.return_part(y_mh, part))
-        return with_ranks.collect(returned)

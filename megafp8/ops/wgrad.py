@@ -10,6 +10,7 @@ Shapes: m tokens, k inputs, n outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -74,6 +75,15 @@ def wgrad_now_or_later(weight: Tensor, dy_mn: Tensor, x_mk: Tensor) -> Tensor | 
         return wgrad(weight, dy_mn, x_mk)
     finish = partial(wgrad, weight, dy_mn.detach(), x_mk.detach())  # detached: the graph need not live on
     store.put(lambda: finish)
+    return None
+
+
+def now_or_later(weight: Tensor, wgrad: Callable[[], Tensor | None]) -> Tensor | None:
+    """What `wgrad` returns; or None, and `wgrad` in the weight's open store."""
+    store = open_store(weight)
+    if store is None:
+        return wgrad()
+    store.put(lambda: wgrad)
     return None
 
 

@@ -29,7 +29,6 @@ from typing import NamedTuple
 from megafp8.config import Config
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.data_parallel.buckets import bucket_layout
-from megafp8.expert_parallel.exchange import parts_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.gpt import fp8_layer_sizes
 from megafp8.models.recompute import block_memory
@@ -195,8 +194,7 @@ def _experts(config: Config) -> list[_Parameter]:
     model, moe, f = config.model, config.model.moe, config.model.expert_size
     assert moe is not None
     count, h, up = moe.num_experts // config.parallel.expert, model.hidden_size, ACTIVATIONS[model.activation].up_width
-    parts = parts_of(count, config.parallel.expert)
-    experts = parts * [_Parameter(count // parts * h * n, expert=True) for n in (up(f), f)]
+    experts = [_Parameter(count * h * n, expert=True) for n in (up(f), f)]
     return [_Parameter(moe.num_experts * h), *experts, *[_Parameter(h)] * moe.shared_gate]
 
 

@@ -138,8 +138,8 @@ def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, u
     b_scale_inv = b_nk.scale_inv
     if b_nk.granularity is ROW:
         b_scale_inv = F.pad(b_scale_inv, (0, 0, 0, pad_n)).t()
-    elif b_nk.granularity is BLOCK_128X128:
-        b_scale_inv = b_scale_inv.t()
+    elif b_nk.granularity is BLOCK_128X128:  # its scales have room for a multiple of four blocks of k
+        b_scale_inv = F.pad(b_scale_inv, (0, -b_scale_inv.shape[1] % 4)).t()
     y_mn = F.scaled_mm(
         zero_pad(a_mk.data, 0, pad_k),
         zero_pad(b_nk.data, pad_n, pad_k).t(),

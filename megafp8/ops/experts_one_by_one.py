@@ -1,0 +1,160 @@
+"""FP8 linear layers of experts, one after the other, each computed as a layer of its own.
+
+The host reads how many rows each expert has, and starts the casts and GEMMs of one expert after the other. It is what
+`megafp8.ops.grouped_linear` is held to where kernels compute all experts at once, and runs where they cannot.
+
+Shapes: m rows, e experts, k inputs, n outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megafp8.fp8.gemm.dispatch import gemm
+from megafp8.fp8.linear_state import LinearState
+from megafp8.fp8.sources import Plain
+from megafp8.fp8.tensor import Granularity, QuantizedTensor, ScaledTensor
+from megafp8.ops.autograd import once_differentiable
+from megafp8.ops.wgrad import deliver, now_or_later, summed_in_place, wgrad_dtype
+
+
+def row_slices(ends_e: Tensor) -> Iterator[slice]:
+    """The rows of each expert; synchronizes with the device."""
+    start = 0
+    for end in ends_e.tolist():
+        yield slice(start, end)
+        start = end
+
+
+class _Operand(NamedTuple):
+    """What a GEMM multiplies: FP8 data with its scales, or values."""
+
+    data: Tensor | None
+    scale_inv: Tensor | None = None
+    tensor_scale: Tensor | None = None
+
+    @property
+    def values(self) -> Tensor:
+        assert self.data is not None
+        return self.data
+
+
+class OneByOneFp8Linear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_mk: Tensor, weight: Tensor, ends_e: Tensor, states: Sequence[LinearState], grad_enabled: bool
+    ) -> Tensor:
+        needs_dx, needs_dw, *_ = (needed and grad_enabled for needed in ctx.needs_input_grad)
+        w_enk = weight.detach().view(len(states), -1, weight.shape[1])
+        y_mn = x_mk.new_empty(len(x_mk), w_enk.shape[1])
+        ctx.weight, ctx.states = weight, states
+        ctx.rows = [(e, rows) for e, rows in enumerate(row_slices(ends_e)) if rows.start < rows.stop]
+        with_rows = {e for e, _ in ctx.rows}
+        for e, (state, w_nk) in enumerate(zip(states, w_enk, strict=True)):
+            if state.plan.calibrating:
+                state.record_amax("weight", w_nk)
+            high = state.high_precision
+            if e not in with_rows and state.plan.fp8 and not (high.fprop and high.dgrad):
+                state.fp8_weight(w_nk, columnwise=False)  # its amax is recorded whether or not tokens come
+        kept: list[Tensor | None] = []
+        ctx.granularity = []
+        for e, rows in ctx.rows:
+            y_mn[rows], x, granularity = _forward(states[e], x_mk[rows], w_enk[e], needs_dx, needs_dw)
+            kept += x
+            ctx.granularity.append(granularity)
+        ctx.save_for_backward(*kept)
+        return y_mn
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor | None, ...]:
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        dy_mn, saved, weight = dy_mn.contiguous(), ctx.saved_tensors, ctx.weight
+        w_enk = weight.detach().view(len(ctx.states), -1, weight.shape[1])
+        dx_mk = dy_mn.new_empty(len(dy_mn), weight.shape[1]) if needs_dx else None
+        wgrads: list[_Wgrad] = []
+        for i, (e, rows) in enumerate(ctx.rows):
+            state, dy = ctx.states[e], dy_mn[rows]
+            high = state.high_precision
+            if state.plan.calibrating:
+                state.record_amax("grad_output", dy)
+            rowwise, columnwise = needs_dx and not high.dgrad, needs_dw and not high.wgrad
+            dy8 = None
+            if rowwise or columnwise:
+                dy8 = state.quantizers.grad_output(Plain(dy), rowwise=rowwise, columnwise=columnwise)
+            if dx_mk is not None:
+                dx_mk[rows] = _dgrad(state, dy, dy8, w_enk[e])
+            if needs_dw:
+                x = _Operand(*saved[3 * i : 3 * i + 3])
+                wgrads.append(_Wgrad(e, state, dy if high.wgrad else dy8, x, ctx.granularity[i]))
+        dw = now_or_later(weight, partial(_fp8_wgrad, weight, len(ctx.states), wgrads)) if needs_dw else None
+        return dx_mk, dw, None, None, None
+
+
+def _forward(
+    state: LinearState, x: Tensor, w_nk: Tensor, needs_dx: bool, needs_dw: bool
+) -> tuple[Tensor, _Operand, Granularity | None]:
+    """An expert's output; what wgrad needs of its input, with its granularity where it is FP8."""
+    high = state.high_precision
+    if state.plan.calibrating:
+        state.record_amax("input", x)
+    columnwise = needs_dw and not high.wgrad
+    x8 = None
+    if not high.fprop or columnwise:
+        x8 = state.quantizers.input(Plain(x), rowwise=not high.fprop, columnwise=columnwise)
+    if high.fprop or x8 is None:
+        y = gemm(x, w_nk.to(x.dtype).t(), x.dtype)
+    else:
+        w8 = state.fp8_weight(w_nk, columnwise=needs_dx and not high.dgrad and not state.transient_weight)
+        fast = state.fast_accum.fprop
+        y = state.gemm.tn(x8.required_rowwise, w8.required_rowwise, x.dtype, use_fast_accum=fast)
+    if columnwise and x8 is not None:
+        kept = x8.required_columnwise
+        return y, _Operand(kept.data, kept.scale_inv, kept.tensor_scale), kept.granularity
+    return y, _Operand(x.clone() if needs_dw else None), None  # not a view, which would keep the rows of all experts
+
+
+def _dgrad(state: LinearState, dy: Tensor, dy8: QuantizedTensor | None, w_nk: Tensor) -> Tensor:
+    """The gradient of an expert's input."""
+    if dy8 is None or state.high_precision.dgrad:
+        return gemm(dy, w_nk.to(dy.dtype), dy.dtype)
+    kept = None if state.transient_weight else state.fp8_weight(w_nk, columnwise=True)
+    w_kn = state.dgrad_weight(w_nk, kept)
+    return state.gemm.tn(dy8.required_rowwise, w_kn, dy.dtype, use_fast_accum=state.fast_accum.dgrad)
+
+
+class _Wgrad(NamedTuple):
+    """The operands of an expert's weight gradient; `granularity`: of x where both are FP8."""
+
+    expert: int
+    state: LinearState
+    dy: Tensor | QuantizedTensor | None
+    x: _Operand
+    granularity: Granularity | None
+
+
+def _fp8_wgrad(weight: Tensor, experts: int, wgrads: Sequence[_Wgrad]) -> Tensor | None:
+    """dw `[e·n, k]` to the weight's sink or back; zero for experts without rows."""
+    main_grad, dtype = summed_in_place(weight), wgrad_dtype(weight)
+    dw = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if main_grad is None else main_grad
+    dw_enk = dw.view(experts, -1, weight.shape[1])
+    for expert, state, dy, x, granularity in wgrads:
+        if isinstance(dy, QuantizedTensor):
+            assert granularity is not None
+            assert x.scale_inv is not None
+            x_km = ScaledTensor(x.values, x.scale_inv, granularity, x.tensor_scale)
+            fast = state.fast_accum.wgrad
+            state.gemm.accumulate_tn(dy.required_columnwise, x_km, dw_enk[expert], use_fast_accum=fast)
+        else:
+            assert dy is not None
+            dw_enk[expert] += gemm(dy.t(), x.values, dw.dtype)
+    if main_grad is None:
+        return deliver(weight, dw)
+    weight.grad_sink.added()  # type: ignore[attr-defined]
+    return None
