@@ -25,6 +25,7 @@ from benchmarks.common import Table, add_device_flag, chosen_device, machine, ne
 from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 from megafp8.fp8 import RECIPES, Fp8Manager
+from megafp8.fp8.groups import RowGroups
 from megafp8.fp8.speed_measurement import time_round_robin
 from megafp8.ops.grouped_linear import grouped_linear
 from megafp8.ops.permute import Permutation, by_expert, combine, permute
@@ -63,7 +64,7 @@ def linear_run(x: Tensor, ends: Tensor, n: int, recipe: str, *, backward: bool) 
     dy = torch.randn(len(x), n, device=x.device).to(x.dtype)
 
     def run() -> None:
-        y = grouped_linear(x, weight, ends, state)
+        y = grouped_linear(x, weight, RowGroups.of(ends, len(x)), state)
         if backward:
             y.backward(dy)
 

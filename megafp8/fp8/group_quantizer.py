@@ -9,11 +9,13 @@ Shapes: e experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megafp8.fp8 import groups
 from megafp8.fp8.groups import RowGroups
@@ -94,6 +96,22 @@ class GroupQuantizer:
             source, scale_e, scale_inv_e, first.fmt, row_groups, rowwise=rowwise, columnwise=columnwise,
             newest_amax_e=newest_amax_e,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowsQuantizer:
+    """`of_groups` for the rows of `row_groups`, as a `Quantizer`: for the operation before or after a layer."""
+
+    of_groups: GroupQuantizer
+    row_groups: RowGroups
+    per_tensor: ClassVar[bool] = False
+    shard_alignment: ClassVar[int] = 1
+
+    def for_sharded_input(self, group: ProcessGroup) -> None:
+        """Experts' rows are whole on their rank."""
+
+    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        return self.of_groups(source, self.row_groups, rowwise=rowwise, columnwise=columnwise)
 
 
 def _implementation(source: Source) -> Any:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megafp8.fp8.group_quantizer import GroupQuantizer
+from megafp8.fp8.group_quantizer import GroupQuantizer, RowsQuantizer
 from megafp8.fp8.groups import RowGroups
-from megafp8.fp8.linear_state import LinearState
+from megafp8.fp8.linear_state import InputFormat, LinearState, QuantizedGradHandoff
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor
 
@@ -83,6 +83,19 @@ class GroupState:
         quantizers = GroupQuantizers(x_quantizer, w_quantizer, dy_quantizer)
         fits = not any(width % quantizer.alignment for width in widths for quantizer in quantizers)
         return quantizers if fits else None
+
+    def input_format(self, x: Tensor, weight: Tensor, groups: RowGroups) -> InputFormat | None:
+        """In which form the layer takes the rows of `groups` from the operation before it; None for values.
+
+        `x`: of the rows' device and dtype.
+        """
+        quantizers = self.joint_quantizers(x, weight) if self.states[0].plan.input == "fused" else None
+        return None if quantizers is None else InputFormat(RowsQuantizer(quantizers.input, groups))
+
+    def grad_handoff(self, x: Tensor, weight: Tensor, groups: RowGroups) -> QuantizedGradHandoff | None:
+        """Where the operation after the layer leaves the output's gradient; None where the layer quantizes it."""
+        quantizers = self.joint_quantizers(x, weight) if self.states[0].plan.grad_output == "fused" else None
+        return None if quantizers is None else QuantizedGradHandoff(RowsQuantizer(quantizers.grad_output, groups))
 
     def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
         """The FP8 copies of all weights, made at the first call since the last `invalidate_weight`.

@@ -13,8 +13,8 @@ Shapes: e experts, r rows of all of them, c columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -28,29 +28,32 @@ PLACES = 128
 """In columnwise copies the rows of each expert begin at multiples of this, as do blocks of scales."""
 
 
-class RowGroups(NamedTuple):
-    """Where the rows of each expert end, int32 `[e]`: in the source, and in columnwise copies, rounded up to `PLACES`.
+@dataclass(frozen=True, eq=False)
+class RowGroups:
+    """Where the rows of each expert end: in the source, `ends_e`, int32 `[e]`; and in columnwise copies, `places_e`.
 
     `capacity`: columns of a columnwise copy, enough for any sizes; what is behind the last expert's is not written.
     """
 
     ends_e: Tensor
-    places_e: Tensor
     capacity: int
+
+    @cached_property
+    def places_e(self) -> Tensor:
+        """int32 `[e]`, multiples of `PLACES`. Not needed without FP8, so computed when asked for."""
+        sizes_e = torch.diff(self.ends_e, prepend=self.ends_e.new_zeros(1))
+        return ((sizes_e + (PLACES - 1)) // PLACES * PLACES).cumsum(0, dtype=torch.int32)
 
     @classmethod
     def of(cls, ends_e: Tensor, rows: int) -> RowGroups:
         """`rows`: how many there are."""
-        sizes_e = torch.diff(ends_e, prepend=ends_e.new_zeros(1))
-        places_e = ((sizes_e + (PLACES - 1)) // PLACES * PLACES).cumsum(0, dtype=torch.int32)
-        return cls(ends_e, places_e, (rows // PLACES + len(ends_e)) * PLACES)
+        return cls(ends_e, (rows // PLACES + len(ends_e)) * PLACES)
 
     @classmethod
     def equal(cls, experts: int, rows: int, device: torch.device) -> RowGroups:
         """Each expert has `rows`, as those of a weight."""
         counts = torch.arange(1, experts + 1, dtype=torch.int32, device=device)
-        padded = -(-rows // PLACES) * PLACES
-        return cls(counts * rows, counts * padded, experts * padded)
+        return cls(counts * rows, experts * -(-rows // PLACES) * PLACES)
 
 
 def _rows_of(values_rc: Tensor, groups: RowGroups) -> Iterator[Tensor]:

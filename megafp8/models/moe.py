@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.expert_parallel.exchange import exchange
 from megafp8.fp8.group_state import GroupState
+from megafp8.fp8.groups import RowGroups
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.models.mlp import MLP, exact_gelu
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
@@ -52,29 +52,35 @@ class Experts(nn.Module):
         first = ("gate", "up") if self.activation.gated else ("up",)
         into = [shard for e in own for part in first for shard in unsharded(f"{name}.{e}.{part}.weight", (f, h))]
         out_of = [shard for e in own for shard in unsharded(f"{name}.{e}.down.weight", (h, f))]
-        self.up_state = self._state([f"{name}.{e}.{self.activation.up_layer}" for e in own], context)
-        self.down_state = self._state([f"{name}.{e}.down" for e in own], context)
+        between = Neighbor(
+            self.kind, "per_tensor" if self.activation.fused else "none", "exact GELU has no fused kernel"
+        )
+        self.up_state = self._state([f"{name}.{e}.{self.activation.up_layer}" for e in own], context, after=between)
+        self.down_state = self._state([f"{name}.{e}.down" for e in own], context, before=between)
         out_std = config.init_std / math.sqrt(2 * config.num_layers)
         of_experts = {"replicated_over_tp": False, "expert": True}
         self.up = new_parameter(context, into, Init("normal", config.init_std), **of_experts)
         self.down = new_parameter(context, out_of, Init("normal", out_std), **of_experts)
 
     @staticmethod
-    def _state(names: Sequence[str], context: BuildContext) -> GroupState:
+    def _state(names: Sequence[str], context: BuildContext, **neighbors: Neighbor) -> GroupState:
         """How a linear layer of each expert runs; amaxes are those of all ranks that hold the expert."""
-        sites = [replace(context.site(), name=name, tokens=None, expert=True) for name in names]
+        sites = [replace(context.site(**neighbors), name=name, tokens=None, expert=True) for name in names]
         return context.fp8.group([context.fp8.linear(site, amax_group=context.expert_data) for site in sites])
 
     def forward(self, rows_mh: Tensor, ends_e: Tensor) -> Tensor:
         """`ends_e`: int32, where the rows of each expert end."""
-        y = grouped_linear(rows_mh, self.up, ends_e, self.up_state)
+        groups = RowGroups.of(ends_e, len(rows_mh))
+        handoff = self.up_state.grad_handoff(rows_mh, self.up, groups)
+        y = grouped_linear(rows_mh, self.up, groups, self.up_state, handoff)
         if not len(y):  # kernels are not launched for no rows
-            activated = y[:, : self.down.shape[1]]
+            activated: Tensor | LinearInput = y[:, : self.down.shape[1]]
         elif self.activation.fused:
-            activated = cast(Tensor, activation(self.kind, y, None, None, None))
+            form = self.down_state.input_format(rows_mh, self.down, groups)
+            activated = activation(self.kind, y, None, form, handoff)
         else:
             activated = exact_gelu(y, self.activation.gated)
-        return grouped_linear(activated, self.down, ends_e, self.down_state)
+        return grouped_linear(activated, self.down, groups, self.down_state)
 
 
 class SharedExpert(nn.Module):

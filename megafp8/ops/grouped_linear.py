@@ -29,25 +29,35 @@ from megafp8.fp8 import group_state
 from megafp8.fp8.gemm.dispatch import gemm
 from megafp8.fp8.group_state import GroupQuantizers, GroupState
 from megafp8.fp8.groups import RowGroups
+from megafp8.fp8.linear_state import QuantizedGradHandoff
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
 from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.experts_one_by_one import OneByOneFp8Linear, row_slices
+from megafp8.ops.fusion import LinearInput
 from megafp8.ops.wgrad import deliver, now_or_later, summed_in_place, wgrad_dtype
 
 
-def grouped_linear(x_mk: Tensor, weight: nn.Parameter, ends_e: Tensor, state: GroupState | None = None) -> Tensor:
+def grouped_linear(
+    x_mk: Tensor | LinearInput,
+    weight: nn.Parameter,
+    groups: RowGroups,
+    state: GroupState | None = None,
+    handoff: QuantizedGradHandoff | None = None,
+) -> Tensor:
     """`[m, n]` in x's dtype: the rows of each expert times the transpose of its weight, as `state` has it planned.
 
-    `weight`: `[e·n, k]`, one expert after the other. `ends_e`: int32 `[e]`, where the rows of each expert end; they
-    begin where those of the expert before end, and the last ends at m. Without a `state` all is in high precision.
+    `weight`: `[e·n, k]`, one expert after the other. `groups`: where the rows of each expert end; they begin where
+    those of the expert before end, and the last ends at m. Without a `state` all is in high precision. `handoff`:
+    `state.grad_handoff`, given to the operation after the layer too.
     """
+    values, quantized = (x_mk, None) if isinstance(x_mk, Tensor) else (x_mk.tensor, x_mk.quantized)
     if state is None or state.high_precision:
-        return _GroupedLinear.apply(x_mk, weight, ends_e)
-    quantizers = state.joint_quantizers(x_mk, weight)
+        return _GroupedLinear.apply(values, weight, groups.ends_e)
+    quantizers, grad_enabled = state.joint_quantizers(values, weight), torch.is_grad_enabled()
     if quantizers is None:
-        return OneByOneFp8Linear.apply(x_mk, weight, ends_e, state.states, torch.is_grad_enabled())
-    return _JointFp8Linear.apply(x_mk, weight, ends_e, state, quantizers, torch.is_grad_enabled())
+        return OneByOneFp8Linear.apply(values, weight, groups.ends_e, state.states, grad_enabled)
+    return _JointFp8Linear.apply(values, weight, quantized, groups, state, quantizers, handoff, grad_enabled)
 
 
 def _kernels() -> ModuleType:
@@ -114,20 +124,19 @@ class _GroupedLinear(Function):
 
 
 class _JointFp8Linear(Function):
-    """All experts at once; `state.states` are alike."""
+    """All experts at once; `state.states` are alike. With `x8` the values of `x_mk` are not read."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_mk: Tensor, weight: Tensor, ends_e: Tensor, state: GroupState, quantizers: GroupQuantizers,
-        grad_enabled: bool,
+        ctx: Any, x_mk: Tensor, weight: Tensor, x8: QuantizedTensor | None, groups: RowGroups, state: GroupState,
+        quantizers: GroupQuantizers, handoff: QuantizedGradHandoff | None, grad_enabled: bool,
     ) -> Tensor:  # fmt: skip
         needs_dx, needs_dw, *_ = (needed and grad_enabled for needed in ctx.needs_input_grad)
+        ends_e = groups.ends_e
         kernels, high, fast = _kernels(), state.states[0].high_precision, state.states[0].fast_accum
         experts, n = len(ends_e), len(weight) // len(ends_e)
-        groups = RowGroups.of(ends_e, len(x_mk))
         columnwise = needs_dw and not high.wgrad
-        x8 = None
-        if not high.fprop or columnwise:
+        if x8 is None and (not high.fprop or columnwise):
             x8 = quantizers.input(Plain(x_mk), groups, rowwise=not high.fprop, columnwise=columnwise)
         if high.fprop or x8 is None:
             y_mn = grouped_mm(x_mk, weight.to(x_mk.dtype).view(experts, n, -1).transpose(1, 2), offs=ends_e)
@@ -135,7 +144,7 @@ class _JointFp8Linear(Function):
             w8 = state.fp8_weight(weight, columnwise=needs_dx and not high.dgrad)
             operands = (x8.required_rowwise, w8.required_rowwise)
             y_mn = kernels.rows_times_matrices(*operands, ends_e, n, x_mk.dtype, columnwise=False, fast=fast.fprop)
-        ctx.weight, ctx.state, ctx.quantizers, ctx.groups = weight, state, quantizers, groups
+        ctx.weight, ctx.state, ctx.quantizers, ctx.groups, ctx.handoff = weight, state, quantizers, groups, handoff
         if columnwise and x8 is not None:
             kept = x8.required_columnwise
             ctx.save_for_backward(kept.data, kept.scale_inv)
@@ -151,11 +160,12 @@ class _JointFp8Linear(Function):
         kernels, state, groups, weight = _kernels(), ctx.state, ctx.groups, ctx.weight
         high, fast = state.states[0].high_precision, state.states[0].fast_accum
         experts, k = len(groups.ends_e), weight.shape[1]
-        dy_mn = dy_mn.contiguous()
         rowwise, columnwise = needs_dx and not high.dgrad, needs_dw and not high.wgrad
-        dy8 = QuantizedTensor(None, None)
-        if rowwise or columnwise:
-            dy8 = ctx.quantizers.grad_output(Plain(dy_mn), groups, rowwise=rowwise, columnwise=columnwise)
+        dy8 = None if ctx.handoff is None else ctx.handoff.take()
+        if dy8 is None:
+            dy_mn, dy8 = dy_mn.contiguous(), QuantizedTensor(None, None)
+            if rowwise or columnwise:
+                dy8 = ctx.quantizers.grad_output(Plain(dy_mn), groups, rowwise=rowwise, columnwise=columnwise)
         dx = dw = None
         if rowwise:
             operands = (dy8.required_rowwise, state.dgrad_weight(weight).required_columnwise)
@@ -170,4 +180,4 @@ class _JointFp8Linear(Function):
             else:
                 sums = partial(kernels.sums_over_rows, dy_mn.detach(), x, groups.ends_e)
             dw = now_or_later(weight, partial(_wgrad_by_kernel, weight, sums, experts))
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None, None
