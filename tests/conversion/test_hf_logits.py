@@ -29,14 +29,19 @@ from tests.conversion.families import OURS, SMALL, THEIRS, RandomSource, make_th
 from tests.world import World
 
 LAYOUTS = {"tp1": (1, 1), "tp2-sp": (2, 1), "pp2": (1, 2)}
+EXPERTS = {"tp2-ep2": (2, 1, 2)}
+"""Tensor, pipeline, expert: for models with experts."""
 
 
 @torch.no_grad()
-def our_logits(source: Source, tp: int, pp: int) -> Tensor | None:
+def our_logits(source: Source, tp: int, pp: int, ep: int = 1) -> Tensor | None:
     """Logits `[b, s, v]` of `tokens()` by the model in `source` over the ranks of this job; on the last stage."""
-    state = initialize_model_parallel(tp, pp)
+    state = initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     model, ids_bs = source.model, tokens()
-    context = BuildContext(state.tensor.group, Fp8Manager(None, amax_group=None), torch.float32, state.device, True)
+    context = BuildContext(
+        state.tensor.group, Fp8Manager(None, amax_group=None), torch.float32, state.device, True,
+        expert=state.expert.group, expert_data=state.expert_data.group, sequence_group=state.tensor.group,
+    )  # fmt: skip
     middle = model.num_layers // 2 + 1
     stages = [range(model.num_layers)] if pp == 1 else [range(middle), range(middle, model.num_layers)]
     layers, positions = stages[state.pipeline.rank], model.max_position_embeddings or 1
@@ -58,12 +63,16 @@ def our_logits(source: Source, tp: int, pp: int) -> Tensor | None:
     return logits_sbv.transpose(0, 1)[..., : model.vocab_size].contiguous()
 
 
-def _from_folder(path: Path, tp: int, pp: int) -> Tensor | None:
-    return our_logits(HfSource(path, vocab_multiple=8), tp, pp)
+def _from_folder(path: Path, *layout: int) -> Tensor | None:
+    return our_logits(HfSource(path, vocab_multiple=8), *layout)
 
 
-def _from_random(model: ModelConfig, path: Path, tp: int, pp: int) -> Tensor | None:
-    return our_logits(RandomSource(model, path), tp, pp)
+def _from_random(model: ModelConfig, path: Path, *layout: int) -> Tensor | None:
+    return our_logits(RandomSource(model, path), *layout)
+
+
+def _layouts(model: ModelConfig) -> list[tuple[int, ...]]:
+    return [*LAYOUTS.values(), *(EXPERTS.values() if model.moe is not None else ())]
 
 
 def _hold(ours: Tensor, theirs: Tensor) -> None:
@@ -77,8 +86,8 @@ def test_theirs_to_ours(world2: World, tmp_path: Path, name: str) -> None:
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         theirs = model(tokens()).logits
-    for tp, pp in LAYOUTS.values():
-        _hold(world2.run(_from_folder, tmp_path, tp, pp, ranks=tp * pp)[-1], theirs)
+    for layout in _layouts(HfSource(tmp_path, vocab_multiple=8).model):
+        _hold(world2.run(_from_folder, tmp_path, *layout, ranks=layout[0] * layout[1])[-1], theirs)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -95,8 +104,8 @@ def test_ours_to_theirs(world2: World, tmp_path: Path, name: str) -> None:
     with torch.no_grad():
         theirs = loaded(tokens()).logits
     assert theirs.shape[-1] == SMALL["vocab_size"]
-    for tp, pp in LAYOUTS.values():
-        _hold(world2.run(_from_random, model, tmp_path, tp, pp, ranks=tp * pp)[-1], theirs)
+    for layout in _layouts(model):
+        _hold(world2.run(_from_random, model, tmp_path, *layout, ranks=layout[0] * layout[1])[-1], theirs)
     generated = loaded.generate(tokens()[:1, :4], max_new_tokens=3, min_new_tokens=3, do_sample=False)
     assert generated[0, 4] == theirs[0, 3].argmax()
     assert generated.shape == (1, 7)
