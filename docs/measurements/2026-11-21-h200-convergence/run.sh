@@ -7,22 +7,7 @@ set -uo pipefail
 size=$1 out=$2
 export OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD
 
-# A corpus: the Python sources of the machine (133M tokens on the one used), and a vocabulary of 8,192.
-if [[ ! -e data/corpus/text.idx ]]; then
-    python3 - <<'PY'
-import pathlib, random, site, sysconfig
-folders = [sysconfig.get_path("stdlib"), *site.getsitepackages()]
-files = sorted({str(p) for f in folders for p in pathlib.Path(f).rglob("*.py") if p.stat().st_size > 200})
-random.Random(0).shuffle(files)
-pathlib.Path("data/corpus").mkdir(parents=True, exist_ok=True)
-pathlib.Path("data/corpus/files.txt").write_text("\n".join(files) + "\n")
-pathlib.Path("data/corpus/some.txt").write_text("\n".join(files[:1500]) + "\n")
-PY
-    python3 tools/train_tokenizer.py --text-files --input-list data/corpus/some.txt --output data/corpus/tokenizer.model --vocab-size 8192 --overwrite >"$out/data.log" 2>&1
-    python3 tools/preprocess_data.py --text-files --input-list data/corpus/files.txt --tokenizer sentencepiece --tokenizer-path data/corpus/tokenizer.model \
-        --output-prefix data/corpus/text --workers 32 --skip-errors --overwrite >>"$out/data.log" 2>&1 || tail -n 5 "$out/data.log"
-    grep -a "tokens" "$out/data.log" | tail -n 1 | tr '\r' '\n' | tail -n 1
-fi
+docs/measurements/python_corpus.sh "$out/data.log"
 
 common="model.vocab_size=8192 training.seq_length=2048 training.precision=bf16 data.train=[data/corpus/text] data.tokenizer.path=data/corpus/tokenizer.model
 data.split=980,20,0 checkpoint.interval=0 logging.tensorboard=false logging.progress=false logging.interval=400 parallel.tensor=1 parallel.pipeline=1

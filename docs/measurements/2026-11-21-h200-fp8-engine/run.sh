@@ -15,21 +15,9 @@ if [[ $part == layers ]]; then
     exit
 fi
 
-# A corpus: the Python sources of the machine, a vocabulary of 8,192, and a Llama-shaped model of 124M parameters.
-python3 - <<'PY'
-import pathlib, random, site, sysconfig
-folders = [sysconfig.get_path("stdlib"), *site.getsitepackages()]
-files = sorted({str(p) for f in folders for p in pathlib.Path(f).rglob("*.py") if p.stat().st_size > 200})
-random.Random(0).shuffle(files)
-pathlib.Path("data/corpus").mkdir(parents=True, exist_ok=True)
-pathlib.Path("data/corpus/files.txt").write_text("\n".join(files) + "\n")
-pathlib.Path("data/corpus/some.txt").write_text("\n".join(files[:1500]) + "\n")
-PY
-python3 tools/train_tokenizer.py --text-files --input-list data/corpus/some.txt --output data/corpus/tokenizer.model --vocab-size 8192 --overwrite >"$out/data.log" 2>&1
-python3 tools/preprocess_data.py --text-files --input-list data/corpus/files.txt --tokenizer sentencepiece --tokenizer-path data/corpus/tokenizer.model \
-    --output-prefix data/corpus/text --workers 32 --skip-errors --overwrite >>"$out/data.log" 2>&1 || tail -n 5 "$out/data.log"
-tail -n 2 "$out/data.log"
+docs/measurements/python_corpus.sh "$out/data.log"
 
+# A Llama-shaped model of 124M parameters.
 model="model.num_layers=12 model.hidden_size=768 model.num_attention_heads=12 model.num_query_groups=4 model.ffn_hidden_size=3072 model.vocab_size=8192
 training.seq_length=2048 training.precision=bf16 data.train=[data/corpus/text] data.tokenizer.path=data/corpus/tokenizer.model data.split=980,20,0
 checkpoint.interval=0 logging.tensorboard=false logging.progress=false parallel.tensor=1 parallel.pipeline=1"

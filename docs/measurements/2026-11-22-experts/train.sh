@@ -7,24 +7,7 @@ set -uo pipefail
 out=$1 steps=${STEPS:-770}
 export OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD PYTORCH_ALLOC_CONF=expandable_segments:True
 
-# A corpus: the Python sources of the machine, and a vocabulary of 8,192.
-if [[ ! -e data/corpus/text.idx ]]; then
-    python3 - <<'PY'
-import pathlib, random, site, sysconfig
-folders = [sysconfig.get_path("stdlib"), *site.getsitepackages()]
-files = sorted({str(p) for f in folders for p in pathlib.Path(f).rglob("*.py") if p.stat().st_size > 200})
-random.Random(0).shuffle(files)
-pathlib.Path("data/corpus").mkdir(parents=True, exist_ok=True)
-pathlib.Path("data/corpus/files.txt").write_text("\n".join(files) + "\n")
-pathlib.Path("data/corpus/some.txt").write_text("\n".join(files[:1500]) + "\n")
-PY
-    python3 tools/train_tokenizer.py --text-files --input-list data/corpus/some.txt --output data/corpus/tokenizer.model --vocab-size 8192 --overwrite >"$out/data.log" 2>&1
-    python3 tools/preprocess_data.py --text-files --input-list data/corpus/files.txt --tokenizer sentencepiece --tokenizer-path data/corpus/tokenizer.model \
-        --output-prefix data/corpus/text --workers ${WORKERS:-32} --skip-errors --overwrite >>"$out/data.log" 2>&1 || tail -n 5 "$out/data.log"
-    grep -a "tokens" "$out/data.log" | tail -n 1 | tr '\r' '\n' | tail -n 1
-fi
-
-[[ -z ${PREPARE:-} ]] || exit 0 # the corpus alone
+docs/measurements/python_corpus.sh "$out/data.log"
 
 common="model.num_layers=6 model.hidden_size=512 model.num_attention_heads=8 model.num_query_groups=4 model.vocab_size=8192
 model.moe.num_experts=8 model.moe.top_k=2 model.moe.ffn_hidden_size=1024 logging.expert_load_interval=20
