@@ -64,7 +64,7 @@ class GroupState:
         """Quantizers for all experts at once; None where kernels cannot compute them so.
 
         They can on CUDA in bf16, with one scale per tensor or row or blocks of 128, if all experts' GEMMs have the same
-        precision, widths are multiples of the quantizers' `alignment`, and nobody looks at what an expert quantizes.
+        precision, widths are multiples of the quantizers' `alignment`, and the recorder samples none of their tensors.
         """
         first, widths = self.states[0], (weight.shape[0] // len(self.states), weight.shape[1])
         if self.high_precision or not self._alike or not has_kernels(x, *widths):
@@ -115,7 +115,7 @@ class GroupState:
         return self.fp8_weight(weight, columnwise=True)
 
     def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        """Casts of `weight` `[e·n, k]`: `[e·n, k]` and `[k, places]`."""
+        """Casts of `weight` `[e·n, k]`: `[e·n, k]` and `[k, padded]`."""
         assert self._quantizers is not None
         experts = len(self.states)
         groups = RowGroups.equal(experts, len(weight) // experts, weight.device)

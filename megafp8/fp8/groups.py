@@ -24,13 +24,13 @@ from megafp8.fp8.quantize import amax, quantize, quantize_blocks
 from megafp8.fp8.sources import Source
 from megafp8.fp8.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
 
-PLACES = 128
-"""In columnwise copies the rows of each expert begin at multiples of this, as do blocks of scales."""
+ALIGNMENT = 128
+"""In columnwise copies the rows of each expert are padded with zeros to a multiple of this, a block of scales."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowGroups:
-    """Where the rows of each expert end: in the source, `ends_e`, int32 `[e]`; and in columnwise copies, `places_e`.
+    """Where the rows of each expert end, int32 `[e]`: in the source `ends_e`, in columnwise copies `padded_ends_e`.
 
     `capacity`: columns of a columnwise copy, enough for any sizes; what is behind the last expert's is not written.
     """
@@ -39,28 +39,33 @@ class RowGroups:
     capacity: int
 
     @cached_property
-    def places_e(self) -> Tensor:
-        """int32 `[e]`, multiples of `PLACES`. Not needed without FP8, so computed when asked for."""
+    def padded_ends_e(self) -> Tensor:
+        """Multiples of `ALIGNMENT`. Not needed without FP8, so computed when asked for."""
         sizes_e = torch.diff(self.ends_e, prepend=self.ends_e.new_zeros(1))
-        return ((sizes_e + (PLACES - 1)) // PLACES * PLACES).cumsum(0, dtype=torch.int32)
+        return ((sizes_e + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).cumsum(0, dtype=torch.int32)
 
     @classmethod
     def of(cls, ends_e: Tensor, rows: int) -> RowGroups:
         """`rows`: how many there are."""
-        return cls(ends_e, (rows // PLACES + len(ends_e)) * PLACES)
+        return cls(ends_e, (rows // ALIGNMENT + len(ends_e)) * ALIGNMENT)
 
     @classmethod
     def equal(cls, experts: int, rows: int, device: torch.device) -> RowGroups:
         """Each expert has `rows`, as those of a weight."""
         counts = torch.arange(1, experts + 1, dtype=torch.int32, device=device)
-        return cls(counts * rows, experts * -(-rows // PLACES) * PLACES)
+        return cls(counts * rows, experts * -(-rows // ALIGNMENT) * ALIGNMENT)
+
+
+def row_slices(ends_e: Tensor) -> Iterator[slice]:
+    """The rows of each expert; synchronizes with the device."""
+    start = 0
+    for end in ends_e.tolist():
+        yield slice(start, end)
+        start = end
 
 
 def _rows_of(values_rc: Tensor, groups: RowGroups) -> Iterator[Tensor]:
-    start = 0
-    for end in groups.ends_e.tolist():
-        yield values_rc[start:end]
-        start = end
+    return (values_rc[rows] for rows in row_slices(groups.ends_e))
 
 
 def amax_of_groups(source: Source, groups: RowGroups) -> Tensor:
@@ -80,7 +85,7 @@ def cast_groups(
     if newest_amax_e is not None:
         newest_amax_e.copy_(torch.maximum(newest_amax_e, amax_of_groups(source, groups)))
     data = [quantize(rows, scale, fmt) for rows, scale in zip(_rows_of(values, groups), scale_e, strict=True)]
-    transposed = _placed([rows.view(torch.uint8).t() for rows in data], 1, groups).view(fmt.dtype)
+    transposed = _padded([rows.view(torch.uint8).t() for rows in data], 1, groups).view(fmt.dtype)
     return QuantizedTensor(
         ScaledTensor(_joined(data), scale_inv_e) if rowwise else None,
         ScaledTensor(transposed, scale_inv_e) if columnwise else None,
@@ -93,7 +98,7 @@ def cast_groups_rows(
     """Each row by a scale of its own, and each column of an expert's rows; that of an expert without rows is any."""
     cast = partial(quantize_blocks, fmt=fmt, granularity=ROW, power_of_two=power_of_two, eps=eps)
     by_columns = [cast(rows.t()) for rows in _rows_of(source.values(), groups)]
-    transposed = _placed([scaled.data.view(torch.uint8) for scaled in by_columns], 1, groups).view(fmt.dtype)
+    transposed = _padded([scaled.data.view(torch.uint8) for scaled in by_columns], 1, groups).view(fmt.dtype)
     return QuantizedTensor(
         cast(source.values()) if rowwise else None,
         ScaledTensor(transposed, torch.cat([scaled.scale_inv for scaled in by_columns]), ROW) if columnwise else None,
@@ -112,8 +117,8 @@ def cast_groups_1x128(
     by_columns = [cast(rows.t()) for rows in _rows_of(source.values(), groups)]
     data = _joined([scaled.data for scaled in by_rows])
     scale_inv = torch.cat([scaled.scale_inv for scaled in by_rows])
-    transposed = _placed([scaled.data.view(torch.uint8) for scaled in by_columns], 1, groups).view(fmt.dtype)
-    columnwise_scale_inv = _placed([scaled.scale_inv for scaled in by_columns], PLACES, groups)
+    transposed = _padded([scaled.data.view(torch.uint8) for scaled in by_columns], 1, groups).view(fmt.dtype)
+    columnwise_scale_inv = _padded([scaled.scale_inv for scaled in by_columns], ALIGNMENT, groups)
     return QuantizedTensor(
         ScaledTensor(data, scale_inv.t().contiguous().t(), BLOCK_1X128) if rowwise else None,
         ScaledTensor(transposed, columnwise_scale_inv.t().contiguous().t(), BLOCK_1X128) if columnwise else None,
@@ -124,9 +129,9 @@ def _joined(data: Sequence[Tensor]) -> Tensor:
     return torch.cat([rows.view(torch.uint8) for rows in data]).view(data[0].dtype)
 
 
-def _placed(parts: Sequence[Tensor], width: int, groups: RowGroups) -> Tensor:
-    """`[c, capacity / width]`: each expert's part where its places begin, zeros behind; `width`: places a column."""
+def _padded(parts: Sequence[Tensor], width: int, groups: RowGroups) -> Tensor:
+    """`[c, capacity / width]`: each expert's part, padded with zeros; `width`: padded rows in a column."""
     whole = parts[0].new_zeros(len(parts[0]), groups.capacity // width)
-    for part, place in zip(parts, [0, *groups.places_e.tolist()], strict=False):
-        whole[:, place // width :][:, : part.shape[1]] = part
+    for part, start in zip(parts, [0, *groups.padded_ends_e.tolist()], strict=False):
+        whole[:, start // width :][:, : part.shape[1]] = part
     return whole

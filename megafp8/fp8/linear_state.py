@@ -156,7 +156,7 @@ class LinearState:
 
     @property
     def own_quantizers(self) -> Quantizers:
-        """The quantizers as the recipe made them, whoever looks on."""
+        """The quantizers as the recipe made them, without the recorder's `ObservedQuantizer`s."""
         assert self._own_quantizers is not None
         return self._own_quantizers
 

@@ -85,21 +85,21 @@ def _row_amax(y, partner):
 
 
 @triton.jit
-def _columnwise_block_scales(y, scale, place, j0, j, end, c, eps, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def _columnwise_block_scales(y, scale, p0, j0, j, end, c, eps, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     s = scale_from_amax(column_amax(quad_amax(y), 16), FP8_MAX, eps, POWER_OF_TWO)
-    tl.store(scale + (place // 128) * c + j0 + j, inverse(s, POWER_OF_TWO), mask=j0 + j < end)
+    tl.store(scale + (p0 // 128) * c + j0 + j, inverse(s, POWER_OF_TWO), mask=j0 + j < end)
     return s[None, :]
 
 
 @triton.jit
-def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, place, q, j0, j, r, quads,
+def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0, p0, q, j0, j, r, quads,
          end, c, scale_stride, first, eps, SCALES: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
          RECORD: tl.constexpr, WORDS: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr,
          POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr, TILE_R: tl.constexpr,
          TILE_C: tl.constexpr):  # fmt: skip
     """Cast four interleaved tiles of one part, at columns j0 + j below `end` of the matrix, which is c wide.
 
-    Their rows, from i0 on and below r, lie from `place` on in the columnwise copy. `scale_stride`: from the rowwise
+    Their rows, from i0 on and below r, lie from `p0` on in the columnwise copy. `scale_stride`: from the rowwise
     scales of a column of 1×128 blocks to the next. `first`: no rows are above the tile's.
     """
     i = 4 * q
@@ -126,12 +126,12 @@ def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnw
             store_rowwise(rowwise, to_fp8(y[k] * s[k], FORMAT, FP8_MAX, INTERPRETED), i0, i + k, j0, j, r, end, c)
     if SCALES != "none" and COLUMNWISE:
         if SCALES == "1x128":
-            t = _columnwise_block_scales(y, columnwise_scale, place, j0, j, end, c, eps, FP8_MAX, POWER_OF_TWO)
+            t = _columnwise_block_scales(y, columnwise_scale, p0, j0, j, end, c, eps, FP8_MAX, POWER_OF_TWO)
         elif SCALES == "vectors":
             t = _vector_scales(columnwise_scale, columnwise_amax, j0 + j, end, first, eps, FP8_MAX,
                                POWER_OF_TWO)[None, :]  # fmt: skip
         word = to_fp8_words(y[0] * t, y[1] * t, y[2] * t, y[3] * t, FORMAT, FP8_MAX, INTERPRETED)
-        store_columnwise(columnwise, word, place, q, j0, j, r, quads, end, WORDS)
+        store_columnwise(columnwise, word, p0, q, j0, j, r, quads, end, WORDS)
 
 
 @Kernel

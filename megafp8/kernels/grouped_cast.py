@@ -1,8 +1,8 @@
 """Quantize the rows of many experts in one launch, with a scale for each expert, row and column, or 1×128 block.
 
 Rowwise copies have the rows where the source has them. In the columnwise copy, which sums over rows read, the rows of
-each expert begin at a multiple of 128 (`RowGroups.places_e`) and zeros follow them up to the next: so no product
-reaches the rows of another expert, and addresses are aligned whatever the sizes. A program casts a tile of one expert,
+each expert are padded with zeros to a multiple of 128 (`RowGroups.padded_ends_e`): so no product reaches the rows of
+another expert, and addresses are aligned whatever the sizes. A program casts a tile of one expert,
 as `cast` does it for one matrix; how many rows the experts have is read on the device. Blocks of 128 rows begin where
 the expert's rows begin, as those of a matrix do.
 
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.fp8.formats import Format
-from megafp8.fp8.groups import PLACES, RowGroups
+from megafp8.fp8.groups import ALIGNMENT, RowGroups
 from megafp8.fp8.sources import Source
 from megafp8.fp8.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
 from megafp8.kernels.arithmetic import INTERPRETED, atomic_amax, ceil_div, magnitude_bits, next_power_of_2
@@ -32,23 +32,22 @@ from megafp8.kernels.tiles import column_amax, compute, compute_quads, part_colu
 
 
 @triton.jit
-def _rows_at(place, ends_e, places_e, e, EXPERTS: tl.constexpr):
-    """The expert whose rows lie at `place` of the columnwise copy, e if nobody's do; that row, where its expert's end.
-
-    Last, whether it is the expert's first row.
+def _rows_at(p0, ends_e, padded_ends_e, e, EXPERTS: tl.constexpr):
+    """Of row `p0` of the columnwise copy: its expert, e behind the last; its row in the source, and where those of the
+    expert end there; whether it is the expert's first.
     """
     index = tl.arange(0, EXPERTS)
-    places = tl.load(places_e + index, mask=index < e, other=2147483647)
-    expert = tl.sum((places <= place).to(tl.int32), axis=0)
+    padded_ends = tl.load(padded_ends_e + index, mask=index < e, other=2147483647)
+    expert = tl.sum((padded_ends <= p0).to(tl.int32), axis=0)
     follows = (expert > 0) & (expert < e)
     row = tl.load(ends_e + expert - 1, mask=follows, other=0)
-    before = place - tl.load(places_e + expert - 1, mask=follows, other=0)
+    before = p0 - tl.load(padded_ends_e + expert - 1, mask=follows, other=0)
     return expert, row + before, tl.load(ends_e + expert, mask=expert < e, other=0), before == 0
 
 
 @Kernel
 def groups_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, columnwise, scale, columnwise_scale, amax,
-                  columnwise_amax, ends_e, places_e, c, e, scale_stride, amax_stride, quads, SOURCE: tl.constexpr,
+                  columnwise_amax, ends_e, padded_ends_e, c, e, scale_stride, amax_stride, quads, SOURCE: tl.constexpr,
                   FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr, EXPERTS: tl.constexpr, TILE_R: tl.constexpr,
                   TILE_C: tl.constexpr, SCALES: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
                   RECORD: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
@@ -58,8 +57,8 @@ def groups_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, co
     SCALES is "tensor": scales and amaxes of experts, `scale_stride` and `amax_stride` apart. "vectors": of rows, and of
     the columns of one expert after the other. "1x128": scales of blocks, as `cast` has them.
     """
-    place, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
-    expert, i0, end_r, first = _rows_at(place, ends_e, places_e, e, EXPERTS)
+    p0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
+    expert, i0, end_r, first = _rows_at(p0, ends_e, padded_ends_e, e, EXPERTS)
     if expert < e:
         q, j = tl.arange(0, TILE_R // 4), tl.arange(0, TILE_C)
         inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
@@ -73,18 +72,18 @@ def groups_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, co
         for part in tl.static_range(2 if SOURCE == "gated_grad" else 1):
             at, end, width = part_columns(j0, c, part, SOURCE, 0)
             cast(parts[part], parts[part], rowwise, columnwise, scale, columnwise_scale, amax, columnwise_amax, i0,
-                 place, q, at, j, end_r, quads, end, width, scale_stride, first, EPS, SCALES, ROWWISE, COLUMNWISE,
+                 p0, q, at, j, end_r, quads, end, width, scale_stride, first, EPS, SCALES, ROWWISE, COLUMNWISE,
                  RECORD, True, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R, TILE_C)  # fmt: skip
 
 
 @Kernel
 def groups_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, of_experts, of_rows, of_columns, ends_e,
-                       places_e, c, e, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr,
+                       padded_ends_e, c, e, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr,
                        EXPERTS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, WHOLE: tl.constexpr,
                        ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """One tile of each part of the source, from one expert's rows."""
-    place, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
-    expert, i0, end_r, _ = _rows_at(place, ends_e, places_e, e, EXPERTS)
+    p0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
+    expert, i0, end_r, _ = _rows_at(p0, ends_e, padded_ends_e, e, EXPERTS)
     if expert < e:
         inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
         i, j = tl.arange(0, TILE_R), tl.arange(0, TILE_C)
@@ -151,8 +150,8 @@ def cast_groups_1x128(
     source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
 ) -> QuantizedTensor:
     (r, c), device = source.shape, source.device
-    scale_inv = torch.empty(ceil_div(c, PLACES), r, dtype=torch.float32, device=device)
-    columnwise_scale_inv = torch.empty(groups.capacity // PLACES, c, dtype=torch.float32, device=device)
+    scale_inv = torch.empty(ceil_div(c, ALIGNMENT), r, dtype=torch.float32, device=device)
+    columnwise_scale_inv = torch.empty(groups.capacity // ALIGNMENT, c, dtype=torch.float32, device=device)
     data, transposed = _cast(
         source, "1x128", fmt, groups, (scale_inv, columnwise_scale_inv, scale_inv, scale_inv), r, rowwise=rowwise,
         columnwise=columnwise, power_of_two=power_of_two, eps=eps,
@@ -185,7 +184,7 @@ def _cast(
             (
                 *inputs.tensors, scale if data is None else data.view(torch.uint8),
                 scale if transposed is None else transposed.view(torch.int32), scale, columnwise_scale,
-                amax.view(torch.int32), columnwise_amax.view(torch.int32), groups.ends_e, groups.places_e,
+                amax.view(torch.int32), columnwise_amax.view(torch.int32), groups.ends_e, groups.padded_ends_e,
             ),
             (inputs.width, len(groups.ends_e), scale_stride, amax.stride(0), groups.capacity // 4),
         )  # fmt: skip
@@ -209,6 +208,6 @@ def _amaxes(
         bound = groups_amax_kernel.bind(**constants, WHOLE=whole, ROWS=rows, COLUMNS=columns)
         bound.launch(
             (ceil_div(inputs.width, tile.columns), groups.capacity // tile.rows),
-            (*inputs.tensors, *(x.view(torch.int32) for x in outputs), groups.ends_e, groups.places_e),
+            (*inputs.tensors, *(x.view(torch.int32) for x in outputs), groups.ends_e, groups.padded_ends_e),
             (inputs.width, len(groups.ends_e)),
         )  # fmt: skip

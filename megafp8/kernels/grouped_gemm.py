@@ -138,9 +138,9 @@ def sums_kernel(a, b, out_epq, ends_e, a_scale_inv, b_scale_inv, p, q, a_stride,
                 TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
     """A tile of one expert's sum over its rows of a's row times b's: into `out_epq`, or added to it (ACCUMULATE).
 
-    The operands are `[p, places]` and `[q, places]`, where every expert's places end at multiples of TILE_K; or
+    The operands are `[p, padded]` and `[q, padded]`, rows of an expert padded to a multiple of TILE_K; or
     `[m, p]` and `[m, q]` where SCALES is "none". `a_stride`, `b_stride`: from the scale of an expert to the next; with
-    blocks, which are 1 × TILE_K, from a block of places to the next, and tiles divide p and q. Scales of rows are
+    blocks, which are 1 × TILE_K, from a block of padded rows to the next, and tiles divide p and q. Scales of rows are
     contiguous.
     """
     down, across = tl.cdiv(p, TILE_M), tl.cdiv(q, TILE_N)
@@ -212,7 +212,7 @@ def rows_times_matrices(
 ) -> Tensor:
     """`[m, n]` in `out_dtype`: FP8 rows `[m, k]` times the transpose of their expert's matrix `[n, k]`.
 
-    `b`: the matrices one below the other, `[e·n, k]`; or `columnwise` beside each other, `[n, places]`, as
+    `b`: the matrices one below the other, `[e·n, k]`; or `columnwise` beside each other, `[n, padded]`, as
     `megafp8.fp8.groups` casts weights whose gradients are to flow on. Widths are multiples of 16; of 128 where a has
     scales of 1×128 blocks and b of 128×128. `ends_e`: int32, where the rows of each expert end. `fast`: sums stay in
     the tensor core; never those of blocks.
@@ -240,8 +240,8 @@ def sums_over_rows(
 ) -> None:  # fmt: skip
     """Each expert's sum over its rows of outer products, into `out_epq` or added to it (fp32).
 
-    bf16 operands are `[m, p]` and `[m, q]`, and `ends_e` where the rows of each expert end; FP8 ones are `[p, places]`
-    and `[q, places]` as `megafp8.fp8.groups` casts them, with where its places end; p and q are multiples of 128 where
+    bf16 operands are `[m, p]` and `[m, q]`, and `ends_e` where the rows of each expert end; FP8 ones are `[p, padded]`
+    and `[q, padded]` as `megafp8.fp8.groups` casts them, with its padded ends; p and q are multiples of 128 where
     they have scales of 1×128 blocks.
     """
     experts, p, q = out_epq.shape

@@ -8,28 +8,20 @@ Shapes: m rows, e experts, k inputs, n outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from megafp8.fp8.gemm.dispatch import gemm
+from megafp8.fp8.groups import row_slices
 from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import Granularity, QuantizedTensor, ScaledTensor
 from megafp8.ops.autograd import once_differentiable
-from megafp8.ops.wgrad import deliver, now_or_later, summed_in_place, wgrad_dtype
-
-
-def row_slices(ends_e: Tensor) -> Iterator[slice]:
-    """The rows of each expert; synchronizes with the device."""
-    start = 0
-    for end in ends_e.tolist():
-        yield slice(start, end)
-        start = end
+from megafp8.ops.wgrad import now_or_later, wgrad_by
 
 
 class _Operand(NamedTuple):
@@ -46,6 +38,8 @@ class _Operand(NamedTuple):
 
 
 class OneByOneFp8Linear(Function):
+    """`megafp8.ops.grouped_linear` in FP8, each expert as its own `LinearState` says."""
+
     @staticmethod
     def forward(
         ctx: Any, x_mk: Tensor, weight: Tensor, ends_e: Tensor, states: Sequence[LinearState], grad_enabled: bool
@@ -93,7 +87,9 @@ class OneByOneFp8Linear(Function):
             if needs_dw:
                 x = _Operand(*saved[3 * i : 3 * i + 3])
                 wgrads.append(_Wgrad(e, state, dy if high.wgrad else dy8, x, ctx.granularity[i]))
-        dw = now_or_later(weight, partial(_fp8_wgrad, weight, len(ctx.states), wgrads)) if needs_dw else None
+        dw = None
+        if needs_dw:
+            dw = now_or_later(weight, partial(wgrad_by, weight, len(ctx.states), partial(_add_wgrads, wgrads)))
         return dx_mk, dw, None, None, None
 
 
@@ -139,11 +135,10 @@ class _Wgrad(NamedTuple):
     granularity: Granularity | None
 
 
-def _fp8_wgrad(weight: Tensor, experts: int, wgrads: Sequence[_Wgrad]) -> Tensor | None:
-    """dw `[e·n, k]` to the weight's sink or back; zero for experts without rows."""
-    main_grad, dtype = summed_in_place(weight), wgrad_dtype(weight)
-    dw = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if main_grad is None else main_grad
-    dw_enk = dw.view(experts, -1, weight.shape[1])
+def _add_wgrads(wgrads: Sequence[_Wgrad], dw_enk: Tensor, *, accumulate: bool) -> None:
+    """Write dw to `dw_enk`, zero for experts without rows, or add it."""
+    if not accumulate:
+        dw_enk.zero_()
     for expert, state, dy, x, granularity in wgrads:
         if isinstance(dy, QuantizedTensor):
             assert granularity is not None
@@ -153,8 +148,4 @@ def _fp8_wgrad(weight: Tensor, experts: int, wgrads: Sequence[_Wgrad]) -> Tensor
             state.gemm.accumulate_tn(dy.required_columnwise, x_km, dw_enk[expert], use_fast_accum=fast)
         else:
             assert dy is not None
-            dw_enk[expert] += gemm(dy.t(), x.values, dw.dtype)
-    if main_grad is None:
-        return deliver(weight, dw)
-    weight.grad_sink.added()  # type: ignore[attr-defined]
-    return None
+            dw_enk[expert] += gemm(dy.t(), x.values, dw_enk.dtype)

@@ -15,7 +15,6 @@ Shapes: m rows, e experts, k inputs, n outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -28,14 +27,14 @@ from torch.nn.functional import grouped_mm
 from megafp8.fp8 import group_state
 from megafp8.fp8.gemm.dispatch import gemm
 from megafp8.fp8.group_state import GroupQuantizers, GroupState
-from megafp8.fp8.groups import RowGroups
+from megafp8.fp8.groups import RowGroups, row_slices
 from megafp8.fp8.linear_state import QuantizedGradHandoff
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
 from megafp8.ops.autograd import once_differentiable
-from megafp8.ops.experts_one_by_one import OneByOneFp8Linear, row_slices
+from megafp8.ops.experts_one_by_one import OneByOneFp8Linear
 from megafp8.ops.fusion import LinearInput
-from megafp8.ops.wgrad import deliver, now_or_later, summed_in_place, wgrad_dtype
+from megafp8.ops.wgrad import deliver, now_or_later, wgrad_by, wgrad_dtype
 
 
 def grouped_linear(
@@ -81,24 +80,13 @@ def _wgrad(weight: Tensor, dy_mn: Tensor, x_mk: Tensor, ends_e: Tensor) -> Tenso
     if group_state.has_kernels(x_mk, dy_mn.shape[1], x_mk.shape[1]):
         kernels = _kernels()
         sums = partial(kernels.sums_over_rows, dy_mn, x_mk, ends_e)
-        return _wgrad_by_kernel(weight, sums, len(ends_e))
+        return wgrad_by(weight, len(ends_e), sums)
     dtype = wgrad_dtype(weight)
     dw_enk = torch.zeros(len(ends_e), dy_mn.shape[1], x_mk.shape[1], dtype=dtype, device=x_mk.device)
     for rows, dw_nk in zip(row_slices(ends_e), dw_enk, strict=True):
         if rows.start < rows.stop:
             dw_nk.copy_(gemm(dy_mn[rows].t(), x_mk[rows], dtype))
     return deliver(weight, dw_enk.flatten(0, 1))
-
-
-def _wgrad_by_kernel(weight: Tensor, sums: Callable[..., None], experts: int) -> Tensor | None:
-    """dw `[e·n, k]` to the weight's sink, by a kernel that adds to its fp32 sum, or back."""
-    main_grad = summed_in_place(weight)
-    dw = torch.empty(weight.shape, dtype=wgrad_dtype(weight), device=weight.device) if main_grad is None else main_grad
-    sums(dw.view(experts, -1, weight.shape[1]), accumulate=main_grad is not None)
-    if main_grad is None:
-        return deliver(weight, dw)
-    weight.grad_sink.added()  # type: ignore[attr-defined]
-    return None
 
 
 class _GroupedLinear(Function):
@@ -176,8 +164,8 @@ class _JointFp8Linear(Function):
             x, scale_inv = ctx.saved_tensors
             if columnwise:
                 operands = (dy8.required_columnwise, ScaledTensor(x, scale_inv, ctx.granularity))
-                sums = partial(kernels.sums_over_rows, *operands, groups.places_e, fast=fast.wgrad)
+                sums = partial(kernels.sums_over_rows, *operands, groups.padded_ends_e, fast=fast.wgrad)
             else:
                 sums = partial(kernels.sums_over_rows, dy_mn.detach(), x, groups.ends_e)
-            dw = now_or_later(weight, partial(_wgrad_by_kernel, weight, sums, experts))
+            dw = now_or_later(weight, partial(wgrad_by, weight, experts, sums))
         return dx, dw, None, None, None, None, None, None

@@ -78,6 +78,20 @@ def wgrad_now_or_later(weight: Tensor, dy_mn: Tensor, x_mk: Tensor) -> Tensor | 
     return None
 
 
+def wgrad_by(weight: Tensor, experts: int, compute: Callable[..., None]) -> Tensor | None:
+    """dw `[e·n, k]` of experts to the weight's sink, or back.
+
+    `compute(dw_enk, accumulate=...)` writes it to `dw_enk` `[e, n, k]`, or adds it to the sink's fp32 sum.
+    """
+    main_grad = summed_in_place(weight)
+    dw = torch.empty(weight.shape, dtype=wgrad_dtype(weight), device=weight.device) if main_grad is None else main_grad
+    compute(dw.view(experts, -1, weight.shape[1]), accumulate=main_grad is not None)
+    if main_grad is None:
+        return deliver(weight, dw)
+    weight.grad_sink.added()  # type: ignore[attr-defined]
+    return None
+
+
 def now_or_later(weight: Tensor, wgrad: Callable[[], Tensor | None]) -> Tensor | None:
     """What `wgrad` returns; or None, and `wgrad` in the weight's open store."""
     store = open_store(weight)

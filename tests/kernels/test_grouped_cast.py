@@ -10,7 +10,7 @@ import torch
 
 from megafp8.fp8 import groups as reference
 from megafp8.fp8.formats import E4M3, E5M2, Format
-from megafp8.fp8.groups import PLACES, RowGroups
+from megafp8.fp8.groups import ALIGNMENT, RowGroups
 from megafp8.fp8.recipes.blockwise import cast_1x128
 from megafp8.fp8.recipes.rowwise import cast_rows
 from megafp8.fp8.sources import Plain, Source, SwiGLU, SwiGLUGrad
@@ -37,7 +37,7 @@ def test_casts_and_amaxes(kind: str, sizes: list[int]) -> None:
         _source(kind, sum(sizes)),
         RowGroups.of(torch.tensor(sizes).cumsum(0, dtype=torch.int32), sum(sizes)),
     )
-    assert groups.places_e[-1] <= groups.capacity
+    assert groups.padded_ends_e[-1] <= groups.capacity
     amax_e = reference.amax_of_groups(source, groups)
     assert torch.equal(kernels.amax_of_groups(source, groups), amax_e)
     scale_e = (torch.rand(experts, 3) * 40 + 1)[:, 1]  # of any stride, as delayed scaling's
@@ -48,7 +48,7 @@ def test_casts_and_amaxes(kind: str, sizes: list[int]) -> None:
             cast = module.cast_groups(
                 source, scale_e, 1 / scale_e, fmt, groups, rowwise=True, columnwise=True, newest_amax_e=newest_e
             )
-            used = cast.required_columnwise.data.view(torch.uint8)[:, : int(groups.places_e[-1])]
+            used = cast.required_columnwise.data.view(torch.uint8)[:, : int(groups.padded_ends_e[-1])]
             found.append((cast.required_rowwise.data.view(torch.uint8), used, newest_e))
         for expected, actual in zip(*found, strict=True):
             assert (expected is None) == (actual is None)
@@ -67,7 +67,7 @@ def test_casts_by_blocks(sizes: list[int], fmt: Format, power_of_two: bool, modu
     rowwise, columnwise = module.cast_groups_1x128(Plain(x), fmt, groups, **options)
     assert rowwise.scale_inv.stride(0) == columnwise.scale_inv.stride(0) == 1
     start = place = 0
-    for size, end in zip(sizes, groups.places_e.tolist(), strict=True):
+    for size, end in zip(sizes, groups.padded_ends_e.tolist(), strict=True):
         expected = cast_1x128(Plain(x[start : start + size]), fmt, **options)
         for whole, alone in (
             ((rowwise.data[start : start + size], rowwise.scale_inv[start : start + size]), expected.required_rowwise),
@@ -92,7 +92,7 @@ def test_casts_by_rows(sizes: list[int], fmt: Format, power_of_two: bool, module
     options: dict[str, Any] = {"power_of_two": power_of_two, "eps": 1e-4, "rowwise": True, "columnwise": True}
     rowwise, columnwise = module.cast_groups_rows(Plain(x), fmt, groups, **options)
     start = place = 0
-    for expert, (size, end) in enumerate(zip(sizes, groups.places_e.tolist(), strict=True)):
+    for expert, (size, end) in enumerate(zip(sizes, groups.padded_ends_e.tolist(), strict=True)):
         alone = cast_rows(Plain(x[start : start + size]), fmt, **options)
         for data, scale_inv, expected in (
             (rowwise.data[start : start + size], rowwise.scale_inv[start : start + size], alone.required_rowwise),
@@ -109,8 +109,8 @@ def test_casts_by_rows(sizes: list[int], fmt: Format, power_of_two: bool, module
         start, place = start + size, end
 
 
-def test_places_of_weights() -> None:
+def test_padded_rows_of_weights() -> None:
     groups = RowGroups.equal(3, 130, torch.device("cpu"))
     assert groups.ends_e.tolist() == [130, 260, 390]
-    assert groups.places_e.tolist() == [2 * PLACES, 4 * PLACES, 6 * PLACES]
-    assert groups.capacity == 6 * PLACES
+    assert groups.padded_ends_e.tolist() == [2 * ALIGNMENT, 4 * ALIGNMENT, 6 * ALIGNMENT]
+    assert groups.capacity == 6 * ALIGNMENT
