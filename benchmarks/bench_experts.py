@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     experts_nk = chosen_experts(given.tokens, given.experts, given.top_k, given.concentration, given.seed).to(device)
-    permutation = by_expert(experts_nk, given.experts)
+    permutation, _ = by_expert(experts_nk, given.experts)
     counts = torch.bincount(experts_nk.flatten(), minlength=given.experts)
     ends = counts.cumsum(0, dtype=torch.int32)
     x = torch.randn(given.tokens, given.hidden, device=device)

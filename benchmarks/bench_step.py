@@ -209,13 +209,14 @@ class Groups:
     def of(self, config: Config) -> ParallelState:
         """Collective."""
         p = config.parallel
-        sizes = (p.tensor, p.pipeline, p.context, p.expert, p.fsdp_replicas)
+        sizes = (p.tensor, p.pipeline, p.context, p.expert, p.expert_tensor, p.fsdp_replicas)
         if sizes not in self._built:
             self._built[sizes] = initialize_model_parallel(
                 p.tensor,
                 p.pipeline,
                 context_parallel_size=p.context,
                 expert_model_parallel_size=p.expert,
+                expert_tensor_parallel_size=p.expert_tensor,
                 fsdp_replicas=p.fsdp_replicas,
                 device=self._device,
                 timeout_seconds=config.timeout_seconds,

@@ -51,6 +51,7 @@ def rank_groups(
     context_parallel_size: int = 1,
     fsdp_replicas: int = 1,
     expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int = 1,
 ) -> dict[str, list[list[int]]]:
     """Every group of a layout as lists of global ranks, in group order. Builds no process group.
 
@@ -58,11 +59,12 @@ def rank_groups(
     `tensor_context`, `amax` (data × context × tensor), `embedding` (first and last stage of each pipeline),
     `fsdp_shard` (consecutive ranks of `data_context`, which is split into `fsdp_replicas` of these) and
     `fsdp_replicate` (ranks at the same place of each `fsdp_shard`), `expert` (consecutive ranks of data × context ×
-    tensor) and `expert_data` (ranks at the same place of each `expert`). The data-parallel size is the rest of the
-    world. Raises ValueError where the sizes do not multiply up to the world, or do not divide the ranks they divide.
+    tensor), which is `expert_model` × `expert_tensor` (neighbours), `expert_data` (ranks at the same place of each
+    `expert`) and `expert_amax` (`expert_data` × `expert_tensor`). The data-parallel size is the rest of the world.
+    Raises ValueError where the sizes do not multiply up to the world, or do not divide the ranks they divide.
     """
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    groups = _groups(grid, fsdp_replicas, expert_model_parallel_size)
+    groups = _groups(grid, fsdp_replicas, expert_model_parallel_size, expert_tensor_parallel_size)
     return {name: ranks.tolist() for name, ranks in groups.items()}
 
 
@@ -82,7 +84,7 @@ def _grid(world_size: int, tensor: int, pipeline: int, context: int) -> Ranks:
     return np.arange(world_size).reshape(pipeline, world_size // model_size, context, tensor)
 
 
-def _groups(grid: Ranks, fsdp_replicas: int, expert: int) -> dict[str, Ranks]:
+def _groups(grid: Ranks, fsdp_replicas: int, expert_model: int, expert_tensor: int) -> dict[str, Ranks]:
     """The groups of each name, `[groups, members]`. Raises ValueError where a size does not divide its ranks."""
 
     def along(*axes: str) -> Ranks:
@@ -101,10 +103,16 @@ def _groups(grid: Ranks, fsdp_replicas: int, expert: int) -> dict[str, Ranks]:
             raise ValueError(f"{name} is {value}; it must divide the {ranks} ranks of {axes}")
 
     divided("fsdp_replicas", fsdp_replicas, "data_context", "data × context")
-    divided("expert_model_parallel_size", expert, "amax", "data × context × tensor")
+    divided("expert_model_parallel_size", expert_model, "amax", "data × context × tensor")
+    divided("expert_tensor_parallel_size", expert_tensor, "amax", "data × context × tensor")
+    expert = expert_model * expert_tensor
+    divided("expert_model_parallel_size × expert_tensor_parallel_size", expert, "amax", "data × context × tensor")
     shards = groups["data_context"].shape[1] // fsdp_replicas
     groups["fsdp_shard"], groups["fsdp_replicate"] = _split(groups["data_context"], shards)
     groups["expert"], groups["expert_data"] = _split(groups["amax"], expert)
+    groups["expert_tensor"], groups["expert_model"] = _split(groups["expert"], expert_tensor)
+    replicas = groups["amax"].reshape(len(groups["amax"]), -1, expert_model, expert_tensor)
+    groups["expert_amax"] = replicas.swapaxes(1, 2).reshape(-1, replicas.shape[1] * expert_tensor)
     return groups
 
 
@@ -153,8 +161,9 @@ class ParallelState:
     `fsdp_shard` and `fsdp_replicate` are the dims of torch's mesh for HSDP: FSDP shards over the one, and the ranks of
     the other hold the same shards. Together they are `data_context`.
 
-    `expert`: the experts of a layer are divided over its ranks, and tokens travel between them. `expert_data`: ranks
-    that hold the same experts. Together they are data × context × tensor.
+    `expert`: the experts of a layer are divided over its ranks, and tokens travel between them: over `expert_model`
+    by number, and each over `expert_tensor`. `expert_data`: ranks that hold the same parts of experts; with `expert`
+    they are data × context × tensor. `expert_amax`: ranks that hold the same experts, whole or in parts.
     """
 
     mesh: DeviceMesh
@@ -175,7 +184,10 @@ class ParallelState:
     tensor_context: Group
     amax: Group
     expert: Group
+    expert_model: Group
+    expert_tensor: Group
     expert_data: Group
+    expert_amax: Group
     embedding: Group | None
     virtual_pipeline_size: int
 
@@ -248,6 +260,7 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     *,
     expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int = 1,
     fsdp_replicas: int = 1,
     device: torch.device | None = None,
     timeout_seconds: float = 600.0,
@@ -256,7 +269,8 @@ def initialize_model_parallel(
     """Build the groups of the running job. Call after `torch.distributed` is initialized, once, on every rank.
 
     `fsdp_replicas`: number of replicas of the shards of FSDP (Megatron-LM's `num_distributed_optimizer_instances`).
-    `expert_model_parallel_size`: number of ranks of data × context × tensor over which experts are divided.
+    `expert_model_parallel_size`, `expert_tensor_parallel_size`: over so many ranks of data × context × tensor the
+    experts of a layer are divided, and each expert.
     `backend`: of the groups; None: gloo on CPU, NCCL on CUDA. Raises ValueError, on every rank alike and before any
     group is built, where the sizes do not fit the world.
     """
@@ -264,7 +278,7 @@ def initialize_model_parallel(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = device or torch.device("cpu")
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    all_groups = _groups(grid, fsdp_replicas, expert_model_parallel_size)
+    all_groups = _groups(grid, fsdp_replicas, expert_model_parallel_size, expert_tensor_parallel_size)
     mine = {name: _group_of(rank, groups) for name, groups in all_groups.items()}
     world = dist.group.WORLD
     assert world is not None
@@ -289,6 +303,9 @@ def initialize_model_parallel(
         return next((g for g in (*axes.values(), *more) if g.ranks == mine[name]), None) or group(name)
 
     data_context, amax = joint("data_context"), joint("amax")
+    # One of its own: tokens do not wait for gradients, which are reduced meanwhile.
+    expert = group("expert") if expert_model_parallel_size * expert_tensor_parallel_size > 1 else joint("expert")
+    expert_data = joint("expert_data", data_context, amax)
     _STATE = ParallelState(
         mesh=mesh,
         device=device,
@@ -304,9 +321,11 @@ def initialize_model_parallel(
         model=joint("model"),
         tensor_context=joint("tensor_context"),
         amax=amax,
-        # One of its own: tokens do not wait for gradients, which are reduced meanwhile.
-        expert=group("expert") if expert_model_parallel_size > 1 else joint("expert"),
-        expert_data=joint("expert_data", data_context, amax),
+        expert=expert,
+        expert_model=joint("expert_model", expert),
+        expert_tensor=joint("expert_tensor", expert),
+        expert_data=expert_data,
+        expert_amax=joint("expert_amax", data_context, amax, expert_data),
         # Last: torch numbers a rank's groups in their names, and not every rank has this one.
         embedding=group("embedding") if mine["embedding"] else None,
         virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,
@@ -407,15 +426,31 @@ def get_context_parallel_world_size() -> int:
 
 
 def get_expert_model_parallel_group() -> ProcessGroup:
-    return get_parallel_state().expert.group
+    return get_parallel_state().expert_model.group
 
 
 def get_expert_model_parallel_rank() -> int:
-    return get_parallel_state().expert.rank
+    return get_parallel_state().expert_model.rank
 
 
 def get_expert_model_parallel_world_size() -> int:
-    return get_parallel_state().expert.size
+    return get_parallel_state().expert_model.size
+
+
+def get_expert_tensor_parallel_group() -> ProcessGroup:
+    return get_parallel_state().expert_tensor.group
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    return get_parallel_state().expert_tensor.rank
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    return get_parallel_state().expert_tensor.size
+
+
+def get_expert_tensor_and_model_parallel_group() -> ProcessGroup:
+    return get_parallel_state().expert.group
 
 
 def get_expert_data_parallel_group() -> ProcessGroup:

@@ -56,6 +56,11 @@ def test_groups_of_experts_by_hand() -> None:
     assert groups["expert"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert groups["expert_data"] == [[i, i + 4] for i in (0, 1, 2, 3, 8, 9, 10, 11)]
     assert rank_groups(8, 2)["expert_data"] == rank_groups(8, 2)["amax"]
+    cut = rank_groups(16, 2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=2)
+    assert cut["expert"] == groups["expert"]
+    assert cut["expert_tensor"] == [[i, i + 1] for i in range(0, 16, 2)]
+    assert cut["expert_model"] == [[i, i + 2] for i in (0, 1, 4, 5, 8, 9, 12, 13)]
+    assert cut["expert_amax"] == [[i, i + 1, i + 4, i + 5] for i in (0, 2, 8, 10)]
     with pytest.raises(ValueError, match="expert_model_parallel_size is 3; it must divide the 8 ranks of data × cont"):
         rank_groups(8, 2, expert_model_parallel_size=3)
 
@@ -63,18 +68,20 @@ def test_groups_of_experts_by_hand() -> None:
 sizes = st.integers(1, 3)
 
 
-@given(tp=sizes, pp=sizes, cp=sizes, dp=sizes, replicas=sizes, ep=st.sampled_from([1, 2, 4]))
-def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int, replicas: int, ep: int) -> None:
+@given(tp=sizes, pp=sizes, cp=sizes, dp=sizes, replicas=sizes, ep=st.sampled_from([1, 2, 4]), etp=sizes)
+def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int, replicas: int, ep: int, etp: int) -> None:
     world = tp * pp * cp * dp * replicas
-    ep = math.gcd(ep, world // pp)
-    groups = rank_groups(world, tp, pp, cp, replicas, ep)
+    etp = math.gcd(etp, world // pp)
+    ep = math.gcd(ep, world // pp // etp)
+    groups = rank_groups(world, tp, pp, cp, replicas, ep, etp)
     for name, lists in groups.items():
         flat = [rank for ranks in lists for rank in ranks]
         assert len(flat) == len(set(flat)), name
         if name != "embedding":
             assert sorted(flat) == list(range(world)), name
     # The axes are orthogonal: their groups share at most one rank.
-    for a, b in [*itertools.combinations(AXES, 2), ("fsdp_shard", "fsdp_replicate"), ("expert", "expert_data")]:
+    of_experts = itertools.combinations(("expert_model", "expert_tensor", "expert_data"), 2)
+    for a, b in [*itertools.combinations(AXES, 2), ("fsdp_shard", "fsdp_replicate"), *of_experts]:
         assert all(len(set(x) & set(y)) <= 1 for x in groups[a] for y in groups[b])
 
 

@@ -451,14 +451,14 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     Recipes have one more reason, in `megafp8.training.fp8_config`.
     """
     p = config.parallel
-    exchange = "with parallel.expert the host reads how many tokens go to each rank, which a graph cannot"
+    exchange = "tokens get to experts by all_to_all, and the host reads how many go to each rank, which a graph cannot"
     reads = "the host reads how many tokens each expert has, which a graph cannot,"
     slow_experts = config.model.moe is not None and config.training.precision != "bf16"
     offload = "parallel.offload copies activations to memory of the host, which a graph cannot allocate"
     rules = (
         (config.device == "cpu", "device is cpu, which has no CUDA graphs", "device=cuda"),
         (bool(p.offload), offload, "parallel.offload=false"),
-        (p.expert > 1, exchange, "parallel.expert=1"),
+        (not config.gathers_tokens, exchange, "parallel.expert_dispatch=all_gather"),
         (slow_experts, f"{reads} but in bf16", "training.precision=bf16"),
     )
     for applies, rule, works in rules:

@@ -55,16 +55,25 @@ def layout(config: Config) -> Iterator[Problem]:
     """Rules between experts and the layout."""
     m, p = config.model, config.parallel
     if m.moe is None:
-        if p.expert > 1:
-            yield Problem("parallel.expert", p.expert, "the model has no experts", "try 1, or set model.moe")
+        for key in ("expert", "expert_tensor"):
+            if getattr(p, key) > 1:
+                works = "try 1, or set model.moe"
+                yield Problem(f"parallel.{key}", getattr(p, key), "the model has no experts", works)
         return
     if m.moe.num_experts % p.expert:
         rule = f"model.moe.num_experts ({m.moe.num_experts}) is not a multiple of it"
         yield Problem("parallel.expert", p.expert, rule, divisors(m.moe.num_experts, p.expert))
+    if m.expert_size % p.expert_tensor:
+        rule = f"the width of an expert ({m.expert_size}) is not a multiple of it"
+        yield Problem("parallel.expert_tensor", p.expert_tensor, rule, divisors(m.expert_size, p.expert_tensor))
+    if p.expert_tensor > 1 and p.expert_dispatch == "all_to_all":
+        rule = "it sends a token to one rank for each of its experts, and parallel.expert_tensor splits experts"
+        yield Problem("parallel.expert_dispatch", "all_to_all", rule, "try all_gather, or parallel.expert_tensor=1")
     if p.tensor > 1 and not p.sequence_parallel:
         rule = f"parallel.tensor is {p.tensor}, and without it each rank would send the same tokens to experts"
         yield Problem("parallel.sequence_parallel", False, rule, "try true, or parallel.tensor=1")
-    for key, width in (("model.hidden_size", m.hidden_size), ("model.moe.ffn_hidden_size", m.expert_size)):
+    of_rank = m.expert_size // p.expert_tensor
+    for key, width in (("model.hidden_size", m.hidden_size), ("model.moe.ffn_hidden_size", of_rank)):
         if config.device != "cpu" and config.training.precision == "bf16" and width % 8:
             rule = "GEMMs of all experts at once take bf16 matrices of a multiple of 8 columns"
             yield Problem(key, width, rule, f"try {-(-width // 8) * 8}")
@@ -78,7 +87,14 @@ def ranks(config: Config, world_size: int) -> Iterator[Problem]:
     """Rules between experts and the number of ranks."""
     p = config.parallel
     of_stage, rest = divmod(world_size, p.pipeline)
-    if rest or of_stage % (p.tensor * p.context) or of_stage % p.expert == 0:
+    if rest or of_stage % (p.tensor * p.context):
         return
-    rule = f"it must divide the {of_stage} data-, context- and tensor-parallel ranks of a pipeline stage"
-    yield Problem("parallel.expert", p.expert, rule, divisors(of_stage, p.expert))
+    cut = f" over parallel.expert_tensor ({p.expert_tensor})" if p.expert_tensor > 1 else ""
+    for key, size, count, over in (
+        ("expert_tensor", p.expert_tensor, of_stage, ""),
+        ("expert", p.expert, of_stage // p.expert_tensor, cut),
+    ):
+        if count % size:
+            rule = f"it must divide the {count} data-, context- and tensor-parallel ranks of a pipeline stage{over}"
+            yield Problem(f"parallel.{key}", size, rule, divisors(count, size))
+            return

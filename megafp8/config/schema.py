@@ -274,6 +274,15 @@ class ParallelConfig(Section):
     ranks of their experts and back. These are neighbours among the data-, context- and tensor-parallel ranks of a
     pipeline stage, whose number it must divide (Megatron-Core's parallel folding): attention and experts have layouts
     of their own over the same ranks. Experts are not split over parallel.tensor."""
+    expert_tensor: PositiveInt = 1
+    """Expert tensor-parallel size: number of neighbouring ranks over which each expert is split. The experts of a layer
+    are on expert × expert_tensor ranks, and tokens are gathered. For experts so wide, or so few, that expert alone does
+    not fit the memory."""
+    expert_dispatch: Literal["auto", "all_gather", "all_to_all"] = "auto"
+    """How tokens get to the ranks of their experts (Megatron-LM's moe_token_dispatcher_type). all_gather: each rank
+    gets all tokens of the expert × expert_tensor ranks, and their results are summed; CUDA graphs can hold it.
+    all_to_all: a token is sent once for each of its experts. auto: all_gather for up to model.moe.top_k ranks, where it
+    moves no more bytes."""
     sequence_parallel: bool = True
     """Split activations along the sequence between tensor-parallel regions. Saves memory at no cost. No effect if
     tensor is 1."""
@@ -628,6 +637,14 @@ class Config(Section):
     data: DataConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def gathers_tokens(self) -> bool:
+        """Whether tokens get to their experts by parallel.expert_dispatch all_gather."""
+        p, moe = self.parallel, self.model.moe
+        if p.expert_dispatch == "auto":
+            return moe is None or p.expert_tensor > 1 or p.expert <= moe.top_k
+        return p.expert_dispatch == "all_gather"
 
     @property
     def position_rows(self) -> int:

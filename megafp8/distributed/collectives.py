@@ -62,6 +62,11 @@ def size(group: ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
+def rank(group: ProcessGroup | None) -> int:
+    """This rank's index in `group`; 0 for None."""
+    return 0 if group is None else group.rank()
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """FP8 tensors as uint8 (no backend moves FP8); every other tensor unchanged."""
     return x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x

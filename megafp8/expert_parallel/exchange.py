@@ -55,8 +55,8 @@ def exchange(counts: Tensor, group: ProcessGroup) -> Exchange:
     sent, received = torch.stack([counts_re.sum(dim=1), arriving_re.sum(dim=1)]).tolist()
     experts = torch.arange(arriving_re.shape[1], device=counts.device).repeat(group.size())
     of_rows = experts.repeat_interleave(arriving_re.flatten(), output_size=sum(received))
-    ends_e = arriving_re.sum(dim=0).cumsum(0, dtype=torch.int32)
-    return Exchange(group, sent, received, by_expert(of_rows.unsqueeze(1), arriving_re.shape[1]), ends_e)
+    received_by_expert, ends_e = by_expert(of_rows.unsqueeze(1), arriving_re.shape[1])
+    return Exchange(group, sent, received, received_by_expert, ends_e)
 
 
 class _AllToAll(Function):

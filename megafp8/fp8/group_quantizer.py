@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8 import groups
 from megafp8.fp8.groups import RowGroups
 from megafp8.fp8.quantizers import AmaxRecording, Quantizer
@@ -49,11 +50,10 @@ class GroupQuantizer:
 
     @classmethod
     def join(cls, quantizers: Sequence[Quantizer]) -> GroupQuantizer | None:
-        """None unless they are alike, of a granularity in `ALIGNMENTS`, and this rank has the whole of each tensor."""
+        """None unless they are alike, and of a granularity in `ALIGNMENTS`."""
         own = [q for q in quantizers if isinstance(q, RecipeQuantizer)]
-        alike = len(own) == len(quantizers) and len({(type(q), q.recipe) for q in own}) == 1
-        joins = alike and own[0].granularity in ALIGNMENTS and all(q.tensor.group is None for q in own)
-        return cls(own) if joins else None
+        alike = len(own) == len(quantizers) and len({(type(q), q.recipe, q.tensor.group) for q in own}) == 1
+        return cls(own) if alike and own[0].granularity in ALIGNMENTS else None
 
     @property
     def alignment(self) -> int:
@@ -84,7 +84,7 @@ class GroupQuantizer:
         recording = first.recorded_amax is not None and isinstance(first, AmaxRecording) and first.recording
         newest_amax_e = self._recorded_amaxes if recording else None
         if first.known_scale is None:
-            amax_e = module.amax_of_groups(source, row_groups)
+            amax_e = all_reduce(module.amax_of_groups(source, row_groups), first.tensor.group, "max")
             if newest_amax_e is not None:
                 newest_amax_e.copy_(torch.maximum(newest_amax_e, amax_e))
                 newest_amax_e = None

@@ -110,7 +110,7 @@ class Fp8Manager:
         assert site.name not in self._all_layers, f"layer {site.name} has its state already"
         reason = high_precision or self.why_not(site.name)
         precision = None if reason else self._precision(site.name)
-        sharded = None if tp_group is None else self.sharded_group(tp_group)
+        sharded = tp_group if tp_group is None or site.expert else self.sharded_group(tp_group)
         state = self._state_type(
             site,
             precision,

@@ -14,7 +14,10 @@ reference in rounding.
 
 Copying tokens to rows has no kernel: of aligned rows, torch's indexing copies 16 bytes a thread itself.
 
-Shapes: n tokens, k experts of each, h hidden, m = n·k rows. `inverse_nk`: int64, the rows of each token.
+Where a rank has rows for some choices alone, programs look at `num_rows` and leave out the others.
+
+Shapes: n tokens, k experts of each, h hidden, m rows. `inverse_nk`: int64, the rows of each token. `num_rows`: int32
+`[1]`, rows from there on are not this rank's; None: all are.
 """
 
 from __future__ import annotations
@@ -30,14 +33,15 @@ _BYTES, _WARPS = 2048, 4  # of a row, for a program of the sum: 16 bytes a threa
 
 
 @Kernel
-def sum_kernel(rows_mh, inverse_nk, weights_nk, sum_nh, h, K: tl.constexpr, WEIGHTED: tl.constexpr,
-               COLUMNS: tl.constexpr):  # fmt: skip
+def sum_kernel(rows_mh, inverse_nk, weights_nk, sum_nh, num_rows, h, K: tl.constexpr, WEIGHTED: tl.constexpr,
+               COUNTED: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Some columns of a token."""
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     for choice in tl.static_range(K):
         row = tl.load(inverse_nk + token * K + choice)
-        x = tl.load(rows_mh + row * h + j, mask=j < h, other=0.0).to(tl.float32)
+        width = tl.where(row < tl.load(num_rows), h, 0) if COUNTED else h
+        x = tl.load(rows_mh + row * h + j, mask=j < width, other=0.0).to(tl.float32)
         if WEIGHTED:
             x = x * tl.load(weights_nk + token * K + choice)
         if choice == 0:
@@ -48,20 +52,23 @@ def sum_kernel(rows_mh, inverse_nk, weights_nk, sum_nh, h, K: tl.constexpr, WEIG
 
 
 @Kernel
-def backward_kernel(dy_nh, rows_mh, weights_nk, inverse_nk, drows_mh, dweights_nk, h, K: tl.constexpr,
-                    WIDTH: tl.constexpr):  # fmt: skip
+def backward_kernel(dy_nh, rows_mh, weights_nk, inverse_nk, drows_mh, dweights_nk, num_rows, h, K: tl.constexpr,
+                    COUNTED: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """The row of one choice of a token."""
     choice = tl.program_id(0).to(tl.int64)
     row = tl.load(inverse_nk + choice)
     weight = tl.load(weights_nk + choice)
     j = tl.arange(0, WIDTH)
-    dy = tl.load(dy_nh + choice // K * h + j, mask=j < h, other=0.0).to(tl.float32)
-    x = tl.load(rows_mh + row * h + j, mask=j < h, other=0.0).to(tl.float32)
-    tl.store(drows_mh + row * h + j, (dy * weight).to(drows_mh.dtype.element_ty), mask=j < h)
+    width = tl.where(row < tl.load(num_rows), h, 0) if COUNTED else h
+    dy = tl.load(dy_nh + choice // K * h + j, mask=j < width, other=0.0).to(tl.float32)
+    x = tl.load(rows_mh + row * h + j, mask=j < width, other=0.0).to(tl.float32)
+    tl.store(drows_mh + row * h + j, (dy * weight).to(drows_mh.dtype.element_ty), mask=j < width)
     tl.store(dweights_nk + choice, tl.sum(x * dy))
 
 
-def sum_choices(rows_mh: Tensor, inverse_nk: Tensor, weights_nk: Tensor | None = None) -> Tensor:
+def sum_choices(
+    rows_mh: Tensor, inverse_nk: Tensor, weights_nk: Tensor | None = None, num_rows: Tensor | None = None
+) -> Tensor:
     """`[n, h]`: each token's rows, bf16 or fp32, times their weights (fp32) if there are any, added up in fp32."""
     (n, k), h = inverse_nk.shape, rows_mh.shape[1]
     assert weights_nk is None or weights_nk.dtype == torch.float32
@@ -70,14 +77,17 @@ def sum_choices(rows_mh: Tensor, inverse_nk: Tensor, weights_nk: Tensor | None =
     if n:
         columns = min(_BYTES // rows.element_size(), next_power_of_2(h))
         kernel = sum_kernel.bind(
-            K=k, WEIGHTED=weights_nk is not None, COLUMNS=columns, num_warps=_WARPS, enable_fp_fusion=False
-        )
+            K=k, WEIGHTED=weights_nk is not None, COUNTED=num_rows is not None, COLUMNS=columns, num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
         weights = None if weights_nk is None else weights_nk.contiguous()
-        kernel.launch((n, ceil_div(h, columns)), (rows, inverse_nk.contiguous(), weights, sum_nh), (h,))
+        kernel.launch((n, ceil_div(h, columns)), (rows, inverse_nk.contiguous(), weights, sum_nh, num_rows), (h,))
     return sum_nh.to(rows_mh.dtype)
 
 
-def combine_backward(dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor) -> tuple[Tensor, Tensor]:
+def combine_backward(
+    dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Gradients of the rows, bf16 or fp32 like `dy_nh`, and of the weights, fp32, of a weighted sum."""
     (n, k), h = inverse_nk.shape, rows_mh.shape[1]
     assert weights_nk.dtype == torch.float32
@@ -87,7 +97,9 @@ def combine_backward(dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse
     if n:
         width = next_power_of_2(h)
         warps = min(16, max(4, width // 512))
-        kernel = backward_kernel.bind(K=k, WIDTH=width, num_warps=warps, enable_fp_fusion=False)
-        tensors = (dy, rows, weights_nk.contiguous(), inverse_nk.contiguous(), drows_mh, dweights_nk)
+        kernel = backward_kernel.bind(
+            K=k, COUNTED=num_rows is not None, WIDTH=width, num_warps=warps, enable_fp_fusion=False
+        )
+        tensors = (dy, rows, weights_nk.contiguous(), inverse_nk.contiguous(), drows_mh, dweights_nk, num_rows)
         kernel.launch((n * k, 1), tensors, (h,))
     return drows_mh.to(rows_mh.dtype), dweights_nk

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from megafp8.config import Config
 from megafp8.distributed.sharding import Init, ParamShard, ParamSpec, set_spec, stack_rows
 from megafp8.distributed.tp_overlap import TPOverlap
+from megafp8.expert_parallel.own_rows import RowBound
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.plan import LinearSite, WeightStorage
 
@@ -27,10 +28,10 @@ class BuildContext:
     allocated later (FSDP). `tokens`: of a micro-batch on this rank between tensor-parallel regions; None where they
     vary. `weight_storage`, `param_gather`: see `megafp8.plan.LinearSite`.
 
-    For experts: `expert`: the ranks over which a layer's are divided; None where this rank has all. `expert_data`: the
-    ranks that hold the same ones. `sequence_group`:
-    the ranks that hold slices of the same sequences between tensor-parallel regions. `global_batch`, `global_tokens`:
-    sequences and tokens of a step.
+    For experts: `expert`: the ranks over which a layer's are divided; None where this rank has all. `expert_tensor`:
+    those of them over which each expert is cut. `expert_amax`: the ranks that hold the same ones. `gathers_tokens`,
+    `row_bound`: how tokens get to them. `sequence_group`: the ranks that hold slices of the same sequences between
+    tensor-parallel regions. `global_batch`, `global_tokens`: sequences and tokens of a step.
     """
 
     tensor: ProcessGroup
@@ -46,7 +47,10 @@ class BuildContext:
     param_gather: bool = False
     real_device: torch.device | None = None
     expert: ProcessGroup | None = None
-    expert_data: ProcessGroup | None = None
+    expert_tensor: ProcessGroup | None = None
+    expert_amax: ProcessGroup | None = None
+    gathers_tokens: bool = True
+    row_bound: RowBound | None = None
     sequence_group: ProcessGroup | None = None
     global_batch: int = 1
     global_tokens: int = 1
@@ -129,5 +133,6 @@ def planning_context(config: Config, fp8: Fp8Manager) -> BuildContext:
         tokens=tokens_per_rank(config),
         weight_storage=weight_storage(config),
         param_gather=config.fp8.param_gather,
-        expert=cast(ProcessGroup, PlannedGroup(config.parallel.expert)),
+        expert=cast(ProcessGroup, PlannedGroup(config.parallel.expert * config.parallel.expert_tensor)),
+        expert_tensor=cast(ProcessGroup, PlannedGroup(config.parallel.expert_tensor)),
     )

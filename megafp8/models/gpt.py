@@ -299,7 +299,7 @@ def fp8_layer_names(config: ModelConfig, blocks: range | None = None) -> Iterato
     """Names of all linear layers of `blocks`, by default the whole model's, that an FP8 pattern can select."""
     for index in range(config.num_layers) if blocks is None else blocks:
         yield from fp8_layer_sizes(config, 1, range(index, index + 1))
-        yield from expert_layer_sizes(config, index)
+        yield from expert_layer_sizes(config, 1, index)
 
 
 def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) -> dict[str, tuple[int, int]]:
@@ -326,9 +326,13 @@ def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) ->
     return sizes
 
 
-def expert_layer_sizes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """Inputs k and outputs n of the linear layers of all experts of `layer`, by name."""
-    h, f, kind, moe = config.hidden_size, config.expert_size, ACTIVATIONS[config.activation], config.moe_of(layer)
+def expert_layer_sizes(config: ModelConfig, parts: int, layer: int) -> dict[str, tuple[int, int]]:
+    """Inputs k and outputs n of a rank's slice of the linear layers of all experts of `layer`, by name.
+
+    Each is split over `parts` ranks.
+    """
+    h, f, moe = config.hidden_size, config.expert_size // parts, config.moe_of(layer)
+    kind = ACTIVATIONS[config.activation]
     experts = [f"layers.{layer}.mlp.experts.{e}" for e in range(0 if moe is None else moe.num_experts)]
     up = {f"{name}.{kind.up_layer}": (h, kind.up_width(f)) for name in experts}
     return up | {f"{name}.down": (f, h) for name in experts}

@@ -1,6 +1,12 @@
 """A layer's mixture of experts, divided over expert-parallel ranks, and its shared expert.
 
-    router -> rows by expert -> to the experts' ranks -> up, activation, down -> back -> weighted sum
+    all-gather   tokens of all ranks -> rows by expert -> up, activation, down -> weighted sum -> reduce-scatter
+    all-to-all   rows by expert -> to the experts' ranks -> up, activation, down -> back -> weighted sum
+
+*All-gather*: each rank has all tokens, computes what its own experts add to them, and the ranks' sums are added up. A
+token travels once to each rank, however many experts it has there, and the sizes of messages are known without looking
+at the choices: with no more ranks than experts of a token this moves fewer bytes. Experts may be cut, too (expert
+tensor parallelism): their parts are more summands. *All-to-all*: a token travels once for each of its experts.
 
 The experts of a rank are two parameters: the first linear layers of all of them, and the second. In a checkpoint each
 expert's weights have names of their own (`layers.0.mlp.experts.3.up.weight`), so they fit every layout.
@@ -16,27 +22,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed import collectives
-from megafp8.distributed.sharding import Init, unsharded
+from megafp8.distributed.sharding import Init, shard_dim, unsharded
 from megafp8.expert_parallel.exchange import exchange
+from megafp8.expert_parallel.own_rows import RowBound, own_rows
 from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.groups import RowGroups
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.models.mlp import MLP, exact_gelu
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
-from megafp8.models.router import Router
+from megafp8.models.router import Router, Routing
 from megafp8.ops.activation import activation
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.grouped_linear import grouped_linear
 from megafp8.ops.linear import high_precision_linear
 from megafp8.ops.permute import by_expert, combine, permute
 from megafp8.plan import Neighbor
+from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel, reduce_scatter_to_sequence_parallel
 
 
 class Experts(nn.Module):
@@ -45,28 +53,33 @@ class Experts(nn.Module):
     def __init__(self, name: str, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         assert config.moe is not None
-        ranks, rank = collectives.size(context.expert), 0 if context.expert is None else context.expert.rank()
+        parts, part = collectives.size(context.expert_tensor), collectives.rank(context.expert_tensor)
+        ranks, rank = collectives.size(context.expert) // parts, collectives.rank(context.expert) // parts
         count, h, f = config.moe.num_experts // ranks, config.hidden_size, config.expert_size
         self.kind, self.activation = config.activation, ACTIVATIONS[config.activation]
-        own = range(rank * count, (rank + 1) * count)
+        self.own = own = range(rank * count, (rank + 1) * count)
         first = ("gate", "up") if self.activation.gated else ("up",)
-        into = [shard for e in own for part in first for shard in unsharded(f"{name}.{e}.{part}.weight", (f, h))]
-        out_of = [shard for e in own for shard in unsharded(f"{name}.{e}.down.weight", (h, f))]
+        into = [shard_dim(f"{name}.{e}.{layer}.weight", (f, h), 0, part, parts) for e in own for layer in first]
+        out_of = [shard_dim(f"{name}.{e}.down.weight", (h, f), 1, part, parts) for e in own]
         between = Neighbor(
             self.kind, "per_tensor" if self.activation.fused else "none", "exact GELU has no fused kernel"
         )
-        self.up_state = self._state([f"{name}.{e}.{self.activation.up_layer}" for e in own], context, after=between)
-        self.down_state = self._state([f"{name}.{e}.down" for e in own], context, before=between)
+        up_names, down_names = ([f"{name}.{e}.{layer}" for e in own] for layer in (self.activation.up_layer, "down"))
+        self.up_state = self._state(up_names, context, parallel="column", after=between)
+        self.down_state = self._state(down_names, context, parallel="row", before=between)
         out_std = config.init_std / math.sqrt(2 * config.num_layers)
         of_experts = {"replicated_over_tp": False, "expert": True}
         self.up = new_parameter(context, into, Init("normal", config.init_std), **of_experts)
         self.down = new_parameter(context, out_of, Init("normal", out_std), **of_experts)
 
     @staticmethod
-    def _state(names: Sequence[str], context: BuildContext, **neighbors: Neighbor) -> GroupState:
+    def _state(names: Sequence[str], context: BuildContext, **site: Any) -> GroupState:
         """How a linear layer of each expert runs; amaxes are those of all ranks that hold the expert."""
-        sites = [replace(context.site(**neighbors), name=name, tokens=None, expert=True) for name in names]
-        return context.fp8.group([context.fp8.linear(site, amax_group=context.expert_data) for site in sites])
+        parts, fp8 = collectives.size(context.expert_tensor), context.fp8
+        group = context.expert_tensor if parts > 1 else None
+        site |= {"tokens": None, "expert": True, "tensor_parallel": parts}
+        sites = [replace(context.site(), name=name, **site) for name in names]
+        return fp8.group([fp8.linear(x, tp_group=group, amax_group=context.expert_amax) for x in sites])
 
     def forward(self, rows_mh: Tensor, ends_e: Tensor) -> Tensor:
         """`ends_e`: int32, where the rows of each expert end."""
@@ -111,7 +124,12 @@ class MoE(nn.Module):
     def __init__(self, name: str, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__()
         assert config.moe is not None
-        self.group = context.expert
+        self.num_experts, self.group, self.gathers_tokens = (
+            config.moe.num_experts,
+            context.expert,
+            context.gathers_tokens,
+        )
+        self.row_bound = context.row_bound or RowBound(context.buffer_device)
         init = Init("normal", config.init_std)
         self.router = Router(f"{name}.router", config.hidden_size, config.moe, context, init)
         self.experts = Experts(f"{name}.experts", config, context)
@@ -126,14 +144,23 @@ class MoE(nn.Module):
         assert isinstance(x_sbh, Tensor)
         x_nh = x_sbh.flatten(0, 1)
         routing = self.router(x_nh, sequences=x_sbh.shape[1])
-        counts_e = routing.tokens.sum(dim=0)
-        permutation = by_expert(routing.experts, len(counts_e))
-        rows_mh = permute(x_nh, permutation)
-        if self.group is None or self.group.size() == 1:
-            results_mh = self.experts(rows_mh, counts_e.cumsum(0, dtype=torch.int32))
-        else:
-            with_ranks = exchange(counts_e, self.group)
-            arrived_mh = with_ranks.to_experts(rows_mh)
-            results_mh = with_ranks.to_tokens(self.experts(arrived_mh, with_ranks.ends_e))
-        y_sbh = combine(results_mh, routing.weights, permutation).view_as(x_sbh)
+        y_nh = (self._all_gather if self.gathers_tokens else self._all_to_all)(x_nh, routing)
+        y_sbh = y_nh.view_as(x_sbh)
         return y_sbh if self.shared is None else y_sbh + self.shared(x_sbh)
+
+    def _all_gather(self, x_nh: Tensor, routing: Routing) -> Tensor:
+        """What the experts of all ranks add to this rank's tokens: each computes its part for the tokens of all."""
+        x, weights = (gather_from_sequence_parallel(own, self.group) for own in (x_nh, routing.weights))
+        chosen = collectives.all_gather(routing.experts, self.group)
+        permutation, ends_e = own_rows(chosen, self.num_experts, self.experts.own, self.row_bound)
+        results_mh = self.experts(permute(x, permutation), ends_e)
+        return reduce_scatter_to_sequence_parallel(combine(results_mh, weights, permutation), self.group)
+
+    def _all_to_all(self, x_nh: Tensor, routing: Routing) -> Tensor:
+        """The same, with tokens sent to the ranks of their experts."""
+        assert self.group is not None
+        permutation, _ = by_expert(routing.experts, self.num_experts)
+        between = exchange(routing.tokens.sum(dim=0), self.group)
+        arrived_mh = between.to_experts(permute(x_nh, permutation))
+        results_mh = between.to_tokens(self.experts(arrived_mh, between.ends_e))
+        return combine(results_mh, routing.weights, permutation)

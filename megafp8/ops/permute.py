@@ -4,9 +4,12 @@ Each token goes to k experts. `permute` copies its row k times, to where the row
 `combine` adds the k results of each token, weighted. Forward and backward read rows by index and add k of them one
 after the other, in the order of the token's choices, so both are deterministic.
 
+A rank that has some of the experts has rows for them alone, and `combine` adds those. How many these are is known on
+the device only: there may be room for more, whose rows have no meaning.
+
 `sum_choices` and `combine_backward` are in plain PyTorch here; for bf16 and fp32 on CUDA they are kernels.
 
-Shapes: n tokens, k experts of each, h hidden, m = n·k rows.
+Shapes: n tokens, k experts of each, h hidden, m rows: n·k, or as many as there is room for.
 """
 
 from __future__ import annotations
@@ -23,11 +26,16 @@ from megafp8.ops.autograd import once_differentiable
 
 
 class Permutation(NamedTuple):
-    """`order[i]`: which of the n·k choices, token by token, is row i; `inverse`: its inverse; both int64 `[m]`."""
+    """`order[i]`: which of the n·k choices, token by token, is row i, int64 `[m]`; `inverse`: its inverse, `[n·k]`.
+
+    `num_rows`: how many rows are of this rank's experts, int32 `[1]` on the device, at most m; None: all. The others,
+    and what `inverse` has from there on, have no meaning.
+    """
 
     order: Tensor
     inverse: Tensor
     top_k: int
+    num_rows: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -46,25 +54,32 @@ class Permutation(NamedTuple):
         return Permutation(self.inverse, self.order, 1)
 
 
-def by_expert(experts_nk: Tensor, num_experts: int) -> Permutation:
-    """Rows by expert, and by token within each, of the experts `0 <= e < num_experts` chosen for each token."""
+def by_expert(experts_nk: Tensor, num_experts: int) -> tuple[Permutation, Tensor]:
+    """Rows by expert, and by token within each, of the experts `0 <= e < num_experts` chosen for each token.
+
+    Also where the rows of each expert end, int32 `[num_experts]`. Choices of `num_experts` come last.
+    """
     # CUDA sorts integers by their digits: 8 passes for int64, one for each byte.
-    narrow = torch.uint8 if num_experts <= 2**8 else torch.int16 if num_experts <= 2**15 else torch.int32
-    order = experts_nk.flatten().to(narrow).sort(stable=True).indices
+    narrow = torch.uint8 if num_experts < 2**8 else torch.int16 if num_experts < 2**15 else torch.int32
+    experts, order = experts_nk.flatten().to(narrow).sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    return Permutation(order, inverse, experts_nk.shape[1])
+    ids = torch.arange(num_experts, device=order.device).to(narrow)
+    ends_e = torch.searchsorted(experts, ids, right=True, out_int32=True)
+    return Permutation(order, inverse, experts_nk.shape[1]), ends_e
 
 
-def sum_choices(rows_mh: Tensor, inverse_nk: Tensor, weights_nk: Tensor | None = None) -> Tensor:
-    """`[n, h]`: each token's k rows, times their weights if there are any, added up and rounded once to their dtype.
+def sum_choices(
+    rows_mh: Tensor, inverse_nk: Tensor, weights_nk: Tensor | None = None, num_rows: Tensor | None = None
+) -> Tensor:
+    """`[n, h]`: each token's rows, times their weights if there are any, added up and rounded once to their dtype.
 
-    Products and sums are in float32 or wider, in the order of choices.
+    Products and sums are in float32 or wider, in the order of choices. Rows from `num_rows` on are left out.
     """
     wide = torch.promote_types(rows_mh.dtype, torch.float32)
     total_nh: Tensor | None = None
     for choice, row_n in enumerate(inverse_nk.unbind(dim=1)):
-        x_nh = rows_mh[row_n].to(wide)
+        x_nh = _rows(rows_mh, row_n, num_rows).to(wide)
         if weights_nk is not None:
             x_nh = x_nh * weights_nk[:, choice : choice + 1]
         total_nh = x_nh if total_nh is None else total_nh + x_nh
@@ -72,12 +87,27 @@ def sum_choices(rows_mh: Tensor, inverse_nk: Tensor, weights_nk: Tensor | None =
     return total_nh.to(rows_mh.dtype)
 
 
-def combine_backward(dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(rows_mh: Tensor, index: Tensor, num_rows: Tensor | None) -> Tensor:
+    """`rows_mh[index]`, with zeros instead of rows from `num_rows` on."""
+    if num_rows is None:
+        return rows_mh[index]
+    padded = torch.cat([rows_mh, rows_mh.new_zeros(1, rows_mh.shape[1])])
+    return padded[torch.where(index < num_rows, index, len(rows_mh))]
+
+
+def combine_backward(
+    dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Gradients of the rows, in their dtype, and of the weights, of `sum_choices` of them."""
     dy_n1h = dy_nh.unsqueeze(1)
+    drows_nkh = (dy_n1h * weights_nk.unsqueeze(-1)).to(rows_mh.dtype)
     drows_mh = torch.empty_like(rows_mh)
-    drows_mh[inverse_nk] = (dy_n1h * weights_nk.unsqueeze(-1)).to(rows_mh.dtype)
-    return drows_mh, (rows_mh[inverse_nk].to(weights_nk.dtype) * dy_n1h).sum(dim=-1)
+    if num_rows is None:
+        drows_mh[inverse_nk] = drows_nkh
+    else:
+        present_nk = inverse_nk < num_rows
+        drows_mh[inverse_nk[present_nk]] = drows_nkh[present_nk]
+    return drows_mh, (_rows(rows_mh, inverse_nk, num_rows).to(weights_nk.dtype) * dy_n1h).sum(dim=-1)
 
 
 @cache
@@ -94,30 +124,30 @@ def _has_kernel(rows_mh: Tensor) -> bool:
 class _Permute(Function):
     @staticmethod
     def forward(ctx: Any, x_nh: Tensor, permutation: Permutation) -> Tensor:
-        ctx.save_for_backward(permutation.inverse_nk)
+        ctx.save_for_backward(permutation.inverse_nk, permutation.num_rows)
         return x_nh[permutation.tokens]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows_mh: Tensor) -> tuple[Tensor, None]:
-        (inverse_nk,) = ctx.saved_tensors
+        inverse_nk, num_rows = ctx.saved_tensors
         add = _kernels().sum_choices if _has_kernel(drows_mh) else sum_choices
-        return add(drows_mh, inverse_nk), None
+        return add(drows_mh, inverse_nk, None, num_rows), None
 
 
 class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> Tensor:
-        ctx.save_for_backward(rows_mh, weights_nk, permutation.inverse_nk)
+        ctx.save_for_backward(rows_mh, weights_nk, permutation.inverse_nk, permutation.num_rows)
         add = _kernels().sum_choices if _has_kernel(rows_mh) else sum_choices
-        return add(rows_mh, permutation.inverse_nk, weights_nk)
+        return add(rows_mh, permutation.inverse_nk, weights_nk, permutation.num_rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_nh: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows_mh, weights_nk, inverse_nk = ctx.saved_tensors
+        rows_mh, weights_nk, inverse_nk, num_rows = ctx.saved_tensors
         backward = _kernels().combine_backward if _has_kernel(rows_mh) else combine_backward
-        return *backward(dy_nh, rows_mh, weights_nk, inverse_nk), None
+        return *backward(dy_nh, rows_mh, weights_nk, inverse_nk, num_rows), None
 
 
 def permute(x_nh: Tensor, permutation: Permutation) -> Tensor:
@@ -126,5 +156,5 @@ def permute(x_nh: Tensor, permutation: Permutation) -> Tensor:
 
 
 def combine(rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> Tensor:
-    """`[n, h]`: the sum of each token's k rows, times their weights (float32 or wider)."""
+    """`[n, h]`: the sum of each token's rows, times their weights `[n, k]` (float32 or wider)."""
     return _Combine.apply(rows_mh, weights_nk, permutation)

@@ -77,17 +77,16 @@ class OptimizerStep:
     data_group: ProcessGroup | None = None
     expert_group: ProcessGroup | None = None
 
-    def __call__(self, lr: float, *, grad_scale: Tensor | float | None = None) -> StepResult:
+    def __call__(self, lr: float, *, grad_scale: Tensor | None = None) -> StepResult:
         """Update the weights with learning rate `lr`; call when gradients are summed over data parallelism.
 
-        `grad_scale`, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where masks
-        made them differ. The caller must `zero` the buffer before the next backward pass. A skipped step changes
-        neither the weights nor the optimizer's state.
+        `grad_scale`, fp32, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where
+        masks made them differ; NaN for a step to be skipped. The caller must `zero` the buffer before the next backward
+        pass. A skipped step changes neither the weights nor the optimizer's state.
         """
         self.reduce_shared_gradients()
         if grad_scale is not None:
-            for gradient in self.buffer.owned:
-                gradient.mul_(grad_scale)
+            multiply_(self.buffer.owned, grad_scale)
         norm = self.global_norm()
         on_host = _OnHost(norm)
         on_device = self.optimizer.skips_on_device

@@ -203,9 +203,10 @@ def expert_layers(config: Config, fp8: Fp8Manager, index: int) -> ExpertLayers |
     moe, plans = config.model.moe_of(index), layer_plans(config, fp8)
     if moe is None:
         return None
-    sizes_of_all = expert_layer_sizes(config.model, index)
+    p = config.parallel
+    sizes_of_all = expert_layer_sizes(config.model, p.expert_tensor, index)
     up, down = (name for name in sizes_of_all if ".experts.0." in name)
-    experts, rows = moe.num_experts // config.parallel.expert, sizes(config).m_own * moe.top_k
+    experts, rows = moe.num_experts // p.expert, sizes(config).m_own * moe.top_k * p.expert_tensor
     return ExpertLayers(experts, rows, sizes_of_all[up], plans[up], sizes_of_all[down], plans[down])
 
 

@@ -97,7 +97,7 @@ def state_memory(
     data, and of the weights of experts. The gradients of these are summed over as many ranks as hold the same experts.
     """
     p = config.parallel
-    expert_data = data * p.tensor // p.expert
+    expert_data = data * p.tensor // (p.expert * p.expert_tensor)
     if not experts or expert_data == data or p.fsdp:
         return _state_memory(config, numels, data, own_bucket, fp8)
     others = [i for i in range(len(numels)) if i not in experts]
@@ -191,7 +191,7 @@ def _layer_weights(config: Config, index: int) -> list[_Parameter]:
 
 def _experts(config: Config) -> list[_Parameter]:
     """The parameters of a layer's router and experts, and the gate of its shared expert."""
-    model, moe, f = config.model, config.model.moe, config.model.expert_size
+    model, moe, f = config.model, config.model.moe, config.model.expert_size // config.parallel.expert_tensor
     assert moe is not None
     count, h, up = moe.num_experts // config.parallel.expert, model.hidden_size, ACTIVATIONS[model.activation].up_width
     experts = [_Parameter(count * h * n, expert=True) for n in (up(f), f)]

@@ -76,8 +76,8 @@ class _Mapping(Function):
         return ctx.backward_collective(dy, ctx.group), None, None, None
 
 
-def _map(x: Tensor, group: ProcessGroup, forward: _Collective, backward: _Collective) -> Tensor:
-    return _Mapping.apply(x, group, forward, backward) if group.size() > 1 else x
+def _map(x: Tensor, group: ProcessGroup | None, forward: _Collective, backward: _Collective) -> Tensor:
+    return _Mapping.apply(x, group, forward, backward) if collectives.size(group) > 1 else x
 
 
 def copy_to_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -90,12 +90,12 @@ def reduce_from_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
     return _map(x, group, _all_reduce, _identity)
 
 
-def gather_from_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
+def gather_from_sequence_parallel(x_sbh: Tensor, group: ProcessGroup | None) -> Tensor:
     """`[s/t, b, h]` -> `[s, b, h]`; backward sums and scatters."""
     return _map(x_sbh, group, collectives.all_gather, collectives.reduce_scatter)
 
 
-def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
+def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum the ranks' partial sums `[s, b, h]` and keep `[s/t, b, h]`; backward gathers."""
     return _map(x_sbh, group, collectives.reduce_scatter, collectives.all_gather)
 

@@ -22,6 +22,8 @@ in a graph, so without one a rank that hangs would never be noticed.
   evaluation
 - while static scaling calibrates, in high precision, everything is eager
 - stochastic rounding is keyed by numbers of the host: such recipes train without graphs
+- how many rows the experts of a rank have differs in every step: a graph has room for some more than were seen before
+  it was recorded, and where there are still more its results are discarded (`megafp8.expert_parallel.own_rows`)
 - dropout, which would need random numbers of torch's generator, does not exist here
 - exchanges through symmetric memory alternate between two buffers and assume that consecutive ones differ. The last of
   a replay and the first of the next may share one: the all-reduce of losses over the ranks of a model, for which each
@@ -43,6 +45,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -124,12 +127,13 @@ class Graphs:
         *,
         eager_runs: int = 1,
         before_capture: Callable[[], None] = lambda: None,
+        capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> T:
         """`work` on the device, of micro-batches in host memory, without waiting for the device.
 
         `work`, the same for one `name` at every call, returns tensors, in any structure. In a replay these lie in
         memory of the graph: use or copy them before the next call. The first `eager_runs` are eager. `before_capture`
-        ends what other threads are doing with the device, which could break a capture.
+        ends what other threads are doing with the device, which could break a capture, which runs within `capturing`.
         """
         kind = (name, tuple(x.shape for batch in microbatches for x in batch.tensors))
         if self._eager_runs.setdefault(kind, 0) < eager_runs:
@@ -144,7 +148,8 @@ class Graphs:
                 buffer.copy_(x, non_blocking=True)
         if kind not in self._replays:
             before_capture()
-            self._replays[kind] = self._record(name, work, self._inputs[kind])
+            with capturing():
+                self._replays[kind] = self._record(name, work, self._inputs[kind])
         return self._replays[kind]()
 
     def drop(self) -> None:
@@ -152,6 +157,11 @@ class Graphs:
         self._replays.clear()
         self._inputs.clear()
         self._capture = None
+
+    def restart(self) -> None:
+        """Free all graphs, and run everything eagerly first again."""
+        self.drop()
+        self._eager_runs.clear()
 
     def _record(self, name: str, work: Callable[[Sequence[Batch]], T], inputs: Sequence[Batch]) -> Callable[[], T]:
         if self._capture is None:

@@ -68,7 +68,7 @@ def _stage_size(config: Config, layers: range) -> _StageSize:
 def _slices(config: Config, param: nn.Parameter) -> int:
     """Over how many ranks a parameter is divided."""
     spec, p = spec_of(param), config.parallel
-    return p.expert if spec.expert else 1 if spec.replicated_over_tp else p.tensor
+    return p.expert * p.expert_tensor if spec.expert else 1 if spec.replicated_over_tp else p.tensor
 
 
 def memory_under(plan: PipelinePlan, world_size: int) -> Callable[[Config], Sequence[RankMemory]]:
@@ -120,7 +120,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     """Config, layout, parameters and their state, groups. `fp8`: which layers are FP8 according to the config."""
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline * p.context)
-    groups = rank_groups(world_size, p.tensor, p.pipeline, p.context, p.fsdp_replicas, p.expert)
+    groups = rank_groups(world_size, p.tensor, p.pipeline, p.context, p.fsdp_replicas, p.expert, p.expert_tensor)
     alike: dict[tuple[int, int, bool, bool], _StageSize] = {}  # stages with as many layers have as many parameters
     sizes = []
     for span in plan.layers:
@@ -165,7 +165,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     embedding = () if plan.placement == v_placement(p.pipeline) else ("embedding",)
     context = ("context",) if p.context > 1 else ()
     replicas = ("fsdp_shard", "fsdp_replicate") if p.fsdp_replicas > 1 else ()
-    experts = ("expert", "expert_data") if p.expert > 1 else ()
+    experts = ("expert", "expert_data") if p.expert * p.expert_tensor > 1 else ()
     names = ("tensor", *context, "data", *experts, *replicas, "pipeline", "amax", "model", *embedding)
     width = max(10, *map(len, names))
     for name in names:
@@ -185,11 +185,13 @@ def _describe_experts(config: Config, world_size: int) -> str:
     """The layout of the experts."""
     moe, p = config.model.moe, config.parallel
     assert moe is not None
+    ranks = p.expert * p.expert_tensor
+    parts = f", each cut over {p.expert_tensor} ranks" if p.expert_tensor > 1 else ""
     on_ranks = f"; {moe.num_experts // p.expert} on each of {p.expert} expert-parallel ranks" if p.expert > 1 else ""
-    replicas = world_size // p.pipeline // p.expert
+    how = f"; tokens by {'all-gather' if config.gathers_tokens else 'all-to-all'}" if ranks > 1 else ""
     return (
-        f"experts: {moe.num_experts} a layer, {moe.top_k} for each token{on_ranks}; each {replicas} times; "
-        "memory below is that of an even load"
+        f"experts: {moe.num_experts} a layer, {moe.top_k} for each token{on_ranks}{parts}; each "
+        f"{world_size // p.pipeline // ranks} times{how}; memory below is that of an even load"
     )
 
 

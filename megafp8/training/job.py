@@ -83,6 +83,7 @@ def train(inputs: Inputs) -> None:
             config.parallel.virtual_pipeline,
             context_parallel_size=config.parallel.context,
             expert_model_parallel_size=config.parallel.expert,
+            expert_tensor_parallel_size=config.parallel.expert_tensor,
             fsdp_replicas=config.parallel.fsdp_replicas,
             device=device,
             timeout_seconds=config.timeout_seconds,

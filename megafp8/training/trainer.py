@@ -30,6 +30,7 @@ from megafp8.data_parallel.grad_buffer import GradBuffer, JointGradBuffer
 from megafp8.data_parallel.param_buffer import JointParamBuffer, ParamBuffer
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
 from megafp8.distributed.sharding import spec_of
+from megafp8.expert_parallel.own_rows import RowBound
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.health import Record, Statistics
 from megafp8.models.context import BuildContext, tokens_per_rank, weight_storage
@@ -59,8 +60,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, 
 
 
 class _Passes(NamedTuple):
-    """What the forward and backward passes of a step leave beside gradients: this rank's `[sum of losses, tokens]`,
-    float64, and what the FP8 report recorded."""
+    """What the forward and backward passes of a step leave beside gradients: this rank's `[sum of losses, tokens,
+    layers without room for all rows of experts]`, float64, and what the FP8 report recorded."""
 
     report: Tensor
     statistics: Statistics
@@ -100,6 +101,7 @@ class Trainer:
         self.auto_filter = choose(config, self.fp8, parallel, dtype) if choice is None else choice
         self.fp8.leave_out(self.auto_filter.layers)
         self.fp8_records: list[Record] = []
+        self.row_bound = RowBound(parallel.device)
         context = BuildContext(
             parallel.tensor.group,
             self.fp8,
@@ -113,7 +115,10 @@ class Trainer:
             weight_storage=weight_storage(config),
             param_gather=config.fp8.param_gather,
             expert=parallel.expert.group,
-            expert_data=parallel.expert_data.group,
+            expert_tensor=parallel.expert_tensor.group,
+            expert_amax=parallel.expert_amax.group,
+            gathers_tokens=config.gathers_tokens,
+            row_bound=self.row_bound,
             sequence_group=parallel.tensor_context.group,
             global_batch=t.global_batch_size,
             global_tokens=t.global_batch_size * t.seq_length,
@@ -330,12 +335,14 @@ class Trainer:
         return StageOutput(loss / self.nominal_tokens, report)
 
     def _total(self, report: Tensor) -> Tensor:
-        """`[sum of losses, tokens]` of the global batch on every rank, from each rank's own. Does not wait.
+        """The sum of all ranks' reports: `[sum of losses, tokens, ...]` of the global batch. Does not wait.
 
         All ranks of a model take part: on none of them does later work begin before all have finished earlier work,
         which replayed graphs rely on (`cuda_graphs`).
         """
-        total = report.clone() if self.parallel.tensor.is_first else torch.zeros_like(report)
+        total = report.clone()
+        if not self.parallel.tensor.is_first:
+            total[:2] = 0
         all_reduce(total, self.parallel.data_context.group)
         return all_reduce(total, self.parallel.model.group)
 
@@ -359,10 +366,14 @@ class Trainer:
         report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
         masked = batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
+        if self.graphs is not None and self.load_collector is not None:  # what is not finite is skipped
+            scale = torch.where(total[2] > 0, torch.nan, 1.0 if scale is None else scale)
         load = None if self.load_collector is None else self.load_collector.sum()
         load_on_host = None if load is None else load.to("cpu", non_blocking=True)
         before_update()
         result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
+        if self._exceeded(report):
+            return self.train_step(step, batches, before_update=before_update)
         if self.weight_shards is not None:
             self.weight_shards.record_amaxes()
         self.fp8.end_step()
@@ -396,11 +407,22 @@ class Trainer:
             batches,
             eager_runs=1 if sampled else EAGER_STEPS,
             before_capture=before_capture,
+            capturing=self.row_bound.fixed,
         )
+
+    def _exceeded(self, report: Tensor) -> bool:
+        """Whether a replayed graph had no room for all rows of experts; drops all graphs then. `report`: on host."""
+        if not report[2]:
+            return False
+        assert self.graphs is not None
+        logger.info("CUDA graphs: experts had more rows than there was room for; computed again, with room for more")
+        self.graphs.restart()
+        return True
 
     def _forward_and_backward(self, batches: Sequence[Batch], stopwatch: Stopwatch | None = None) -> _Passes:
         """From zeroed gradients to their sums over data parallelism; batches `[b, s]` are on the device."""
         self.gradients.zero()
+        self.row_bound.exceeded.zero_()
         if self.load_collector is not None:
             self.load_collector.zero()
         if self._updated:
@@ -423,10 +445,12 @@ class Trainer:
         return [batch.shard(context.rank, context.size) for batch in batches]
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
-        """`[sum of losses, tokens]` of this rank's micro-batches, float64; zeros where no stage has a loss."""
+        """The report of this rank's micro-batches; zeros for losses and tokens where no stage has a loss."""
+        total = torch.zeros(3, dtype=torch.float64, device=self.parallel.device)
         if self._has_loss:
-            return torch.stack(list(reports)).sum(dim=0)
-        return torch.zeros(2, dtype=torch.float64, device=self.parallel.device)
+            torch.sum(torch.stack(list(reports)), dim=0, out=total[:2])
+        total[2] = self.row_bound.exceeded
+        return total
 
     def _stage_functions(self) -> list[StageFunction]:
         return [partial(self._forward, stage) for stage in self.stages]
@@ -451,17 +475,21 @@ class Trainer:
         else:
             self.wait_for_weights()  # a graph cannot wait for a gather that began outside it
             self.fp8.forget_weights()  # a graph makes FP8 copies of its own, and leaves them in its memory
-            report = self.graphs.run("evaluation", self._forward_only, self._with_room(batches))
+            report = self.graphs.run(
+                "evaluation", self._forward_only, self._with_room(batches), capturing=self.row_bound.fixed
+            )
             self.fp8.forget_weights()
-        return self._loss(self._total(report))
+        total = self._total(report).cpu()
+        return self.evaluate(batches) if self._exceeded(total) else self._loss(total)
 
     def _forward_only(self, batches: Sequence[Batch]) -> Tensor:
         """The report of forward passes; batches `[b, s]` are on the device."""
+        self.row_bound.exceeded.zero_()
         actions, shards = self.plan.evaluate[self.parallel.pipeline.rank], self._own_tokens(batches)
         with self.fp8.recording(False):
             return self._sum(self.engine.run(actions, self._stage_functions(), shards, backward=False))
 
     @staticmethod
     def _loss(total: Tensor) -> Loss:
-        loss, tokens = total.tolist()
+        loss, tokens, _ = total.tolist()
         return Loss(loss / max(tokens, 1.0), int(tokens))

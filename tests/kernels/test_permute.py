@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -20,12 +21,20 @@ def check(n: int, k: int, h: int, dtype: torch.dtype) -> None:
     rows_mh[::3] *= 1000  # so that the order of additions matters
     weights_nk = noise(n, k, seed=2)
     inverse_nk = torch.randperm(n * k, generator=torch.Generator().manual_seed(3)).view(n, k).to(DEVICE)
-    for weights in (None, weights_nk):
-        found_nh = kernels.sum_choices(rows_mh, inverse_nk, weights)
-        torch.testing.assert_close(found_nh, reference.sum_choices(rows_mh, inverse_nk, weights), rtol=0, atol=0)
+    own = n * k // 2  # rows of a rank that has some experts
+    num_rows = torch.tensor([own], dtype=torch.int32, device=DEVICE)
+    for weights, counted in itertools.product((None, weights_nk), (None, num_rows)):
+        rows = rows_mh if counted is None else torch.cat([rows_mh[:own], torch.full_like(rows_mh[:1], torch.nan)])
+        found_nh = kernels.sum_choices(rows, inverse_nk, weights, counted)
+        expected_nh = reference.sum_choices(rows, inverse_nk, weights, counted)
+        torch.testing.assert_close(found_nh, expected_nh, rtol=0, atol=0)
+        assert not found_nh.isnan().any()
+    of_own = kernels.combine_backward(dy_nh, rows_mh, weights_nk, inverse_nk, num_rows)
     drows_mh, dweights_nk = kernels.combine_backward(dy_nh, rows_mh, weights_nk, inverse_nk)
     expected_mh, _ = reference.combine_backward(dy_nh, rows_mh, weights_nk, inverse_nk)
     torch.testing.assert_close(drows_mh, expected_mh, rtol=0, atol=0)
+    assert torch.equal(of_own[0][:own], drows_mh[:own])
+    assert torch.equal(of_own[1], dweights_nk.where(inverse_nk < own, 0))
     products_nkh = rows_mh.double()[inverse_nk] * dy_nh.double().unsqueeze(1)
     error_nk = (dweights_nk.double() - products_nkh.sum(dim=-1)).abs()
     assert dweights_nk.dtype == torch.float32
@@ -60,7 +69,7 @@ def test_on_a_gpu(k: int, h: int, dtype: torch.dtype) -> None:
     weights_nk = noise(n, k, seed=3)
 
     def found() -> tuple[Tensor, ...]:
-        permutation = reference.by_expert(experts_nk, experts)
+        permutation, _ = reference.by_expert(experts_nk, experts)
         x, weights = x_nh.clone().requires_grad_(), weights_nk.clone().requires_grad_()
         y_nh = reference.combine(reference.permute(x, permutation), weights, permutation)
         return y_nh.detach(), *torch.autograd.grad(y_nh, (x, weights), dy_nh)
@@ -72,7 +81,7 @@ def test_on_a_gpu(k: int, h: int, dtype: torch.dtype) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    permutation = reference.by_expert(experts_nk, experts)
+    permutation, _ = reference.by_expert(experts_nk, experts)
     rows_mh, inverse_nk = x_nh[permutation.tokens], permutation.inverse_nk
     drows_mh, _ = reference.combine_backward(dy_nh, rows_mh, weights_nk, inverse_nk)
     assert torch.equal(first[0], reference.sum_choices(rows_mh, inverse_nk, weights_nk))

@@ -84,14 +84,17 @@ MEMORY = {
 
 def _compare(
     model: dict[str, Any], tp: int, sequence_parallel: bool, recompute: str = "none", documents: bool = False,
-    z_loss: float = 0.0, cp: int = 1, ep: int = 1,
+    z_loss: float = 0.0, cp: int = 1, ep: int = 1, etp: int = 1, gathers_tokens: bool = True,
 ) -> int:  # fmt: skip
     config, s = ModelConfig(**model), 8 if cp == 1 else 16
-    state = initialize_model_parallel(tp, context_parallel_size=cp, expert_model_parallel_size=ep)
+    state = initialize_model_parallel(
+        tp, context_parallel_size=cp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+    )
     context = BuildContext(
         state.tensor.group, Fp8Manager(None, amax_group=None), torch.float64, state.device, sequence_parallel,
-        state.context.group if cp > 1 else None, expert=state.expert.group, sequence_group=state.tensor_context.group,
-        global_batch=B, global_tokens=B * s,
+        state.context.group if cp > 1 else None, expert=state.expert.group,
+        expert_tensor=state.expert_tensor.group, gathers_tokens=gathers_tokens,
+        sequence_group=state.tensor_context.group, global_batch=B, global_tokens=B * s,
     )  # fmt: skip
     stage = GPTStage(
         config, context, layers=range(config.num_layers), positions=s, memory=MEMORY[recompute], z_loss=z_loss
@@ -165,17 +168,19 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "cp", "ep", "recompute"),
+    ("name", "tp", "cp", "ep", "etp", "dispatch", "recompute"),
     [
-        *((name, 1, 1, 1, "none") for name in MOE_MODELS),
-        ("mixtral", 2, 1, 1, "none"),
-        ("mixtral", 1, 2, 2, "none"),
-        ("mixtral", 2, 2, 4, "full"),
-        ("qwen-moe", 2, 1, 2, "selective"),
-        ("deepseek", 4, 1, 4, "none"),
-        ("deepseek", 2, 2, 2, "selective"),
-        ("groups-softmax", 1, 4, 2, "none"),
+        *((name, 1, 1, 1, 1, "all_gather", "none") for name in MOE_MODELS),
+        ("mixtral", 2, 1, 1, 1, "all_gather", "none"),
+        ("mixtral", 1, 2, 2, 1, "all_to_all", "none"),
+        ("mixtral", 2, 2, 4, 1, "all_to_all", "full"),
+        ("qwen-moe", 2, 1, 2, 1, "all_gather", "selective"),
+        ("ungated", 1, 2, 1, 2, "all_gather", "none"),
+        ("deepseek", 4, 1, 4, 1, "all_gather", "none"),
+        ("deepseek", 2, 2, 2, 2, "all_gather", "selective"),
+        ("groups-softmax", 1, 4, 2, 1, "all_to_all", "none"),
     ],
 )
-def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, recompute: str) -> None:
-    world4.run(_compare, MOE_MODELS[name], tp, tp > 1, recompute, False, 0.01, cp, ep, ranks=tp * cp)
+def test_experts(world4: World, name: str, tp: int, cp: int, ep: int, etp: int, dispatch: str, recompute: str) -> None:
+    gathers = dispatch == "all_gather"
+    world4.run(_compare, MOE_MODELS[name], tp, tp > 1, recompute, False, 0.01, cp, ep, etp, gathers, ranks=tp * cp)

@@ -17,10 +17,11 @@ def test_rows_are_in_the_order_of_experts_and_add_up_to_tokens(tokens: int, expe
     generator = torch.Generator().manual_seed(0)
     x, weights = torch.randn(tokens, 5, generator=generator), torch.randn(tokens, k, generator=generator)
     x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
-    permutation = by_expert(torch.tensor(chosen), experts)
+    permutation, ends_e = by_expert(torch.tensor(chosen), experts)
     rows = permute(x, permutation)
     by_hand = [(e, i, chosen[i].index(e)) for e in range(experts) for i in range(tokens) if e in chosen[i]]
     assert torch.equal(rows, x[[i for _, i, _ in by_hand]])
+    assert ends_e.tolist() == [sum(expert <= e for expert, _, _ in by_hand) for e in range(experts)]
     factors = torch.tensor([[float(e + 1)] for e, _, _ in by_hand], dtype=torch.float64)
     y = combine(rows * factors, weights, permutation)
     expected = torch.stack(
@@ -36,4 +37,4 @@ def test_rows_are_in_the_order_of_experts_and_add_up_to_tokens(tokens: int, expe
 def test_experts_of_any_number(experts: int) -> None:
     """Their ids are sorted in integers that hold the last one."""
     experts_nk = torch.tensor([[experts - 1, 0], [experts // 2, experts - 1], [0, 1]])
-    assert by_expert(experts_nk, experts).order.tolist() == [1, 4, 5, 2, 0, 3]
+    assert by_expert(experts_nk, experts)[0].order.tolist() == [1, 4, 5, 2, 0, 3]

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -157,6 +158,8 @@ WORDS: dict[str, Sections] = {
     "ring": {"parallel": {"overlap_tensor": "chunked"}},
     "ep2": {"parallel": {"expert": 2}},
     "ep4": {"parallel": {"expert": 4}},
+    "etp2": {"parallel": {"expert_tensor": 2}},
+    "all-to-all": {"parallel": {"expert_dispatch": "all_to_all"}},
     "cp2": {"parallel": {"context": 2}},
     "cp4": {"parallel": {"context": 4}},
     "pp2": {"parallel": {"pipeline": 2}},
@@ -232,10 +235,11 @@ T = TypeVar("T")
 
 class RerunCapture:
     """Stands in for a CUDA graph's capture: a replay runs the work again, on the memory that it was captured with, and
-    leaves the result in the memory that it had at first. Counts captures and replays."""
+    leaves the result in the memory that it had at first. Counts captures and replays. `capturing`: as for a capture."""
 
     def __init__(self) -> None:
         self.captures = self.replays = 0
+        self.capturing: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __call__(self, work: Callable[[], T]) -> Callable[[], T]:
         self.captures += 1
@@ -243,7 +247,8 @@ class RerunCapture:
 
         def replay() -> T:
             self.replays += 1
-            results.append(work())
+            with self.capturing():
+                results.append(work())
             if len(results) > 1:
                 tree_map_(lambda old, new: old.copy_(new), results[0], results.pop())
             return results[0]
@@ -275,6 +280,7 @@ class RerunGraphs(Graphs):
         super().__init__(torch.device("cpu"), new_capture=lambda: self.rerun)
 
     def run(self, *args: Any, **options: Any) -> Any:
+        self.rerun.capturing = options.pop("capturing")
         return super().run(*args, **options | {"eager_runs": 1})
 
 
@@ -304,6 +310,7 @@ def start(config: Config) -> tuple[Trainer, ParallelState]:
         p.virtual_pipeline,
         p.context,
         expert_model_parallel_size=p.expert,
+        expert_tensor_parallel_size=p.expert_tensor,
         fsdp_replicas=p.fsdp_replicas,
         device=device,
     )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megafp8.config import Config, ConfigError
 from megafp8.data.samples import Batch
+from megafp8.expert_parallel import own_rows
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import (
     ParallelState,
@@ -73,6 +74,29 @@ def test_replayed_and_eager_steps_are_the_same(runs: Runs, words: str) -> None:
     assert replayed.state == eager.state
     assert len(set(eager.curve)) == len(eager.curve), "the batches of two steps were the same"
     assert all((rank["captures"], rank["replays"]) == CASES[words] for rank in replayed.elements)
+
+
+def _with_too_little_room(words: str) -> tuple[list[Any], int, int]:
+    """Results of steps and an evaluation with graphs that have room for half of the rows of experts that they meet."""
+    own_rows.MARGIN, own_rows._MULTIPLE, margins = 0.5, 1, (own_rows.MARGIN, own_rows._MULTIPLE)
+    try:
+        settings = config_of(words)
+        trainer, parallel = start(settings)
+        results = [trainer.train_step(step, batches(step, settings, parallel)) for step in range(3)]
+        results += [trainer.evaluate(batches(step, settings, parallel)) for step in range(2)]
+    finally:
+        own_rows.MARGIN, own_rows._MULTIPLE = margins
+    rerun = trainer.graphs.rerun if isinstance(trainer.graphs, RerunGraphs) else None
+    return results, *((rerun.captures, rerun.replays) if rerun is not None else (0, 0))
+
+
+def test_a_graph_without_room_for_all_rows_of_experts_is_discarded(world4: World) -> None:
+    """Whatever it computed, results are those of eager steps."""
+    words = "moe bf16 dp2 ep2"
+    expected = world4.run(_with_too_little_room, words, ranks=2)
+    found = world4.run(_with_too_little_room, f"{words} graphs", ranks=2)
+    assert [results for results, *_ in found] == [results for results, *_ in expected]
+    assert [counts for _, *counts in found] == [[3, 3]] * 2  # steps 1 and 2, and the second evaluation
 
 
 def _leaves_left(settings: Config) -> int:

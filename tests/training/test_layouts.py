@@ -83,7 +83,8 @@ QUICK_CASES = [
     "dp2 fsdp", "tp2 cp2", "cp4 window",
     *product(["tp2", "dp2 pp2", "tp2 cp2"], ["documents"]), "dp2 masked", "pp2 cp2 masked",
     "dp2 cp2 text", "dp2 cp2 best-fit",
-    "moe tp2", "moe fp64 delayed tp2 ep2", "deepseek tp2 cp2 ep4", "4-layers deepseek pp2 dp2 ep2 zb-v",  # experts
+    "moe tp2", "moe fp64 delayed tp2 cp2 ep2 etp2", "deepseek tp2 cp2 ep4",  # experts
+    "4-layers deepseek pp2 dp2 ep2 zb-v",
     "moe dp4 ep2 zero",
     "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "moe dp2 fsdp", "4-layers moe pp2 tp2 ep2 dualpipev",
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
@@ -96,7 +97,8 @@ SLOW_CASES = [
     "moe cp2 dp2 ep4 full", "4-layers moe pp2 dp2 ep2 zb-h1 selective", "moe dp2 ep2 zero masked documents",
     "moe bf16 dp2 ep2", "moe offload dp2 ep2", "moe bf16 graphs", "deepseek tp2 cp2 ep4 fp64",
     "moe dp2 ep2 bf16-reduce", "4-layers moe pp2 dp4 ep4 interleaved", "moe dp2 ep2 fp8-moments", "moe dp4 hsdp",
-    "moe cp2 ep2 fp64 current",
+    "moe cp2 ep2 fp64 current", "moe cp2 etp2 fp64 current", "moe dp2 ep2 all-to-all", "moe fp64 delayed tp2 ep2",
+    "deepseek dp4 ep2 etp2 zero", "deepseek tp2 etp2", "4-layers moe pp2 dp2 etp2 zb-v",
     *product([*LAYOUTS[:3], *LAYOUTS[4:], *UNEVEN], [""]), *product(LAYOUTS, ["tied", "gpt2"]),
     *product(["tp2", "pp2", "4-layers pp4 4-samples", "dp2", "dp2 fsdp", "tp2 dp2 fsdp"], ["gpt2 tied"]),
     "tp2 dp2 fsdp", *product(CONTEXT, ["gpt2 tied"]), "cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "pp2 cp2",
