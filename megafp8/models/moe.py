@@ -20,7 +20,7 @@ experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,14 +37,18 @@ from megafp8.fp8.groups import RowGroups
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.models.mlp import MLP, exact_gelu
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
-from megafp8.models.router import Router, Routing
+from megafp8.models.router import Router
 from megafp8.ops.activation import activation
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.grouped_linear import grouped_linear
 from megafp8.ops.linear import high_precision_linear
 from megafp8.ops.permute import by_expert, combine, permute
 from megafp8.plan import Neighbor
-from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel, reduce_scatter_to_sequence_parallel
+from megafp8.tensor_parallel.mappings import (
+    gather_from_sequence_parallel,
+    start_gather_from_sequence_parallel,
+    start_reduce_scatter_to_sequence_parallel,
+)
 
 
 class Experts(nn.Module):
@@ -124,11 +128,8 @@ class MoE(nn.Module):
     def __init__(self, name: str, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__()
         assert config.moe is not None
-        self.num_experts, self.group, self.gathers_tokens = (
-            config.moe.num_experts,
-            context.expert,
-            context.gathers_tokens,
-        )
+        self.name, self.num_experts = name, config.moe.num_experts
+        self.group, self.gathers_tokens = context.expert, context.gathers_tokens
         self.row_bound = context.row_bound or RowBound(context.buffer_device)
         init = Init("normal", config.init_std)
         self.router = Router(f"{name}.router", config.hidden_size, config.moe, context, init)
@@ -143,24 +144,33 @@ class MoE(nn.Module):
     def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
         assert isinstance(x_sbh, Tensor)
         x_nh = x_sbh.flatten(0, 1)
-        routing = self.router(x_nh, sequences=x_sbh.shape[1])
-        y_nh = (self._all_gather if self.gathers_tokens else self._all_to_all)(x_nh, routing)
-        y_sbh = y_nh.view_as(x_sbh)
-        return y_sbh if self.shared is None else y_sbh + self.shared(x_sbh)
+        finish = (self._all_gather if self.gathers_tokens else self._all_to_all)(x_nh, sequences=x_sbh.shape[1])
+        shared = None if self.shared is None else self.shared(x_sbh)
+        y_sbh = finish().view_as(x_sbh)
+        return y_sbh if shared is None else y_sbh + shared
 
-    def _all_gather(self, x_nh: Tensor, routing: Routing) -> Tensor:
-        """What the experts of all ranks add to this rank's tokens: each computes its part for the tokens of all."""
-        x, weights = (gather_from_sequence_parallel(own, self.group) for own in (x_nh, routing.weights))
+    def _all_gather(self, x_nh: Tensor, sequences: int) -> Callable[[], Tensor]:
+        """Start what the experts of all ranks add to this rank's tokens: each computes its part for the tokens of all.
+
+        The gather of tokens overlaps with the router, the sum of results with what runs before it is waited for.
+        """
+        gathered = start_gather_from_sequence_parallel(x_nh, self.group)
+        routing = self.router(x_nh, sequences)
         chosen = collectives.all_gather(routing.experts, self.group)
-        permutation, ends_e = own_rows(chosen, self.num_experts, self.experts.own, self.row_bound)
+        x = gathered()
+        # After the tokens, so that backward reduces the weights' gradients, which the router waits for, before theirs.
+        weights = gather_from_sequence_parallel(routing.weights, self.group)
+        permutation, ends_e = own_rows(chosen, self.num_experts, self.experts.own, self.row_bound, self.name)
         results_mh = self.experts(permute(x, permutation), ends_e)
-        return reduce_scatter_to_sequence_parallel(combine(results_mh, weights, permutation), self.group)
+        return start_reduce_scatter_to_sequence_parallel(combine(results_mh, weights, permutation), self.group)
 
-    def _all_to_all(self, x_nh: Tensor, routing: Routing) -> Tensor:
+    def _all_to_all(self, x_nh: Tensor, sequences: int) -> Callable[[], Tensor]:
         """The same, with tokens sent to the ranks of their experts."""
         assert self.group is not None
+        routing = self.router(x_nh, sequences)
         permutation, _ = by_expert(routing.experts, self.num_experts)
         between = exchange(routing.tokens.sum(dim=0), self.group)
         arrived_mh = between.to_experts(permute(x_nh, permutation))
         results_mh = between.to_tokens(self.experts(arrived_mh, between.ends_e))
-        return combine(results_mh, routing.weights, permutation)
+        y_nh = combine(results_mh, routing.weights, permutation)
+        return lambda: y_nh

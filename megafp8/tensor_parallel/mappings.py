@@ -13,7 +13,9 @@ arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198):
     scatter_to_tensor_parallel            slice of last     all-gather last   every rank has the whole tensor
 
 The layers of `megafp8.tensor_parallel.layers` overlap the first four with their GEMMs
-(`megafp8.distributed.tp_overlap`); these functions are for everything else.
+(`megafp8.distributed.tp_overlap`); these functions are for everything else. Those named `start_...` return a function
+that waits for the result. What runs in between overlaps with the collective, and its backward with that of the
+collective, which autograd runs in the reverse order.
 
 The sequence is dim 0 (`[s, b, h]`), so its collectives need no copy. `scatter_to_sequence_parallel` is right only where
 every rank computed the same whole tensor and its gradient is the union of the slices.
@@ -24,6 +26,8 @@ Shapes: s sequence, b micro-batch, h hidden; `t` is the tensor-parallel size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -32,8 +36,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed import collectives
+from megafp8.distributed.collectives import Work
 
 _Collective = Callable[[Tensor, ProcessGroup], Tensor]
+_Start = Callable[[Tensor, ProcessGroup], tuple[Tensor, Work]]
 
 
 def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -80,6 +86,86 @@ def _map(x: Tensor, group: ProcessGroup | None, forward: _Collective, backward: 
     return _Mapping.apply(x, group, forward, backward) if collectives.size(group) > 1 else x
 
 
+@dataclass
+class _Pending:
+    """A running collective between the two halves of a mapping, in forward or in backward."""
+
+    result: Tensor
+    work: Work
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.result
+
+
+class _Split:
+    """A mapping in two halves, `forward_start` and `backward_start` being what starts its collectives."""
+
+    def __init__(self, group: ProcessGroup, forward_start: _Start, backward_start: _Start) -> None:
+        self.group, self.forward_start, self.backward_start = group, forward_start, backward_start
+        self.pending: _Pending | None = None
+
+    def take(self) -> Tensor:
+        """Wait for the collective that is running."""
+        assert self.pending is not None
+        result, self.pending = self.pending.wait(), None
+        return result
+
+
+class _Started(Function):
+    """Starts the collective, and gives autograd a number in place of its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: _Split) -> Tensor:
+        ctx.split = split
+        split.pending = _Pending(*split.forward_start(x, split.group))
+        return x.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.split.take(), None
+
+
+class _Finished(Function):
+    """Waits for the collective; in backward, starts that of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, split: _Split) -> Tensor:
+        ctx.split = split
+        ctx.save_for_backward(started)
+        return split.take()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.split.pending = _Pending(*ctx.split.backward_start(dy.contiguous(), ctx.split.group))
+        return ctx.saved_tensors[0], None
+
+
+def _start(x: Tensor, group: ProcessGroup | None, forward: _Start, backward: _Start) -> Callable[[], Tensor]:
+    if group is None or group.size() == 1:
+        return lambda: x
+    split = _Split(group, forward, backward)
+    started = _Started.apply(x, split)
+    return partial(_Finished.apply, started, split)
+
+
+def _start_all_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
+    (gathered,), work = collectives.all_gather_async([x], group)
+    return gathered, work
+
+
+def start_gather_from_sequence_parallel(x_sbh: Tensor, group: ProcessGroup | None) -> Callable[[], Tensor]:
+    """Start `gather_from_sequence_parallel`."""
+    return _start(x_sbh, group, _start_all_gather, collectives.reduce_scatter_async)
+
+
+def start_reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup | None) -> Callable[[], Tensor]:
+    """Start `reduce_scatter_to_sequence_parallel`."""
+    return _start(x_sbh, group, collectives.reduce_scatter_async, _start_all_gather)
+
+
 def copy_to_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
     """Enter a region with the whole `x` on every rank: identity forward, all-reduce of dx backward."""
     return _map(x, group, _identity, _all_reduce)
@@ -95,7 +181,7 @@ def gather_from_sequence_parallel(x_sbh: Tensor, group: ProcessGroup | None) -> 
     return _map(x_sbh, group, collectives.all_gather, collectives.reduce_scatter)
 
 
-def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup | None) -> Tensor:
+def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
     """Sum the ranks' partial sums `[s, b, h]` and keep `[s/t, b, h]`; backward gathers."""
     return _map(x_sbh, group, collectives.reduce_scatter, collectives.all_gather)
 

@@ -17,6 +17,8 @@ CASES = {
     "gather_from_sequence_parallel": (False, False),
     "reduce_scatter_to_sequence_parallel": (False, False),
     "scatter_to_sequence_parallel": (True, False),
+    "start_gather_from_sequence_parallel": (False, False),
+    "start_reduce_scatter_to_sequence_parallel": (False, False),
     "gather_from_tensor_parallel": (False, True),
     "scatter_to_tensor_parallel": (True, False),
 }
@@ -39,6 +41,7 @@ def _case(name: str) -> None:
         x = draw((4, 2, 8), same, 10).requires_grad_()
         of_ranks = all_gather(x.detach().unsqueeze(0), group.group)  # [ranks, 4, 2, 8]
         y = getattr(mappings, name)(x, group.group)
+        y = y() if name.startswith("start_") else y
         expected = {
             "copy_to_tensor_parallel": x,
             "reduce_from_tensor_parallel": of_ranks.sum(0),
@@ -47,7 +50,7 @@ def _case(name: str) -> None:
             "scatter_to_sequence_parallel": x.chunk(group.size)[group.rank],
             "gather_from_tensor_parallel": torch.cat(list(of_ranks), -1),
             "scatter_to_tensor_parallel": x.chunk(group.size, -1)[group.rank],
-        }[name]
+        }[name.removeprefix("start_")]
         torch.testing.assert_close(y, expected, rtol=1e-14, atol=1e-14)
     dy = draw(tuple(y.shape), same_out, 20)
     y.backward(dy)

@@ -44,6 +44,8 @@ _SCALING = {
     BLOCK_1X128: F.ScalingType.BlockWise1x128,
     BLOCK_128X128: F.ScalingType.BlockWise128x128,
 }
+_BLOCK_SCALED_ROWS = 4
+"""cuBLASLt multiplies rows with scales of 1×128 blocks in multiples of this."""
 
 
 def algorithm_file() -> Path:
@@ -119,7 +121,7 @@ def _fits(a_mk: ScaledTensor, b_nk: ScaledTensor) -> bool:
         (a_mk.granularity, b_nk.granularity) in HOPPER_PAIRS
         and n % ALIGNMENT == 0
         and k % ALIGNMENT == 0
-        and (a_mk.granularity is not BLOCK_1X128 or a_mk.data.shape[0] % 4 == 0)
+        and (a_mk.granularity is not BLOCK_1X128 or a_mk.data.shape[0] % _BLOCK_SCALED_ROWS == 0)
     )
 
 
@@ -132,25 +134,28 @@ def _emulated(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype) ->
 
 
 def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
-    n, k = b_nk.data.shape
+    m, (n, k) = a_mk.data.shape[0], b_nk.data.shape
+    pad_m = -m % _BLOCK_SCALED_ROWS if a_mk.granularity is BLOCK_1X128 else 0
     pad_n, pad_k = -n % ALIGNMENT, -k % ALIGNMENT
     a_mk, b_nk = arranged(a_mk), arranged(b_nk)
-    b_scale_inv = b_nk.scale_inv
+    a_scale_inv, b_scale_inv = a_mk.scale_inv, b_nk.scale_inv
+    if pad_m:
+        a_scale_inv = F.pad(a_scale_inv.t(), (0, pad_m)).t()
     if b_nk.granularity is ROW:
         b_scale_inv = F.pad(b_scale_inv, (0, 0, 0, pad_n)).t()
     elif b_nk.granularity is BLOCK_128X128:  # its scales have room for a multiple of four blocks of k
         b_scale_inv = F.pad(b_scale_inv, (0, -b_scale_inv.shape[1] % 4)).t()
     y_mn = F.scaled_mm(
-        zero_pad(a_mk.data, 0, pad_k),
+        zero_pad(a_mk.data, pad_m, pad_k),
         zero_pad(b_nk.data, pad_n, pad_k).t(),
-        a_mk.scale_inv,
+        a_scale_inv,
         _SCALING[a_mk.granularity],
         b_scale_inv,
         _SCALING[b_nk.granularity],
         output_dtype=out_dtype,
         use_fast_accum=use_fast_accum and a_mk.granularity in (TENSOR, ROW),  # torch refuses it for blocks
     )
-    return y_mn[:, :n].contiguous() if pad_n else y_mn
+    return y_mn[:m, :n].contiguous() if pad_m or pad_n else y_mn
 
 
 def gemm(a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
