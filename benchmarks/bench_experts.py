@@ -1,8 +1,9 @@
 """Speed of the linear layers of many experts, and of the rows around them: `python -m benchmarks.bench_experts`.
 
-The first linear layer of all experts of a rank, forward and backward with weight gradients in an fp32 buffer, in bf16
-and with FP8 recipes; then what brings rows to their experts and back. Rows are uneven: shares of experts are drawn from
-a Dirichlet distribution. TFLOP/s count 2·m·n·k for each of the three GEMMs. Default: Qwen3-30B-A3B with 8,192 tokens.
+The first linear layer of all experts of a rank, forward and backward in bf16 and with FP8 recipes; then what brings
+rows to their experts and back. Weight gradients are added to an fp32 buffer, as in training, or given to autograd in
+bf16 (`--gradients returned`), as by a layer of a user's own model. Rows are uneven: shares of experts are drawn from a
+Dirichlet distribution. TFLOP/s count 2·m·n·k for each of the three GEMMs. Default: Qwen3-30B-A3B with 8,192 tokens.
 
     --experts 8 --top-k 2 --hidden 4096 --width 14336          Mixtral-8x7B
     --experts 8 --tokens 32768 --top-k 1 --hidden 7168 --width 2048   a rank of DeepSeek-V3 with 8 local experts
@@ -51,12 +52,13 @@ def chosen_experts(tokens: int, experts: int, top_k: int, concentration: float, 
     return torch.multinomial(popularity.expand(tokens, -1), top_k, generator=generator)
 
 
-def linear_run(x: Tensor, ends: Tensor, n: int, recipe: str, *, backward: bool) -> Callable[[], object]:
-    """The linear layer of all experts on rows `x`, `[k]` to `[n]` channels."""
+def linear_run(x: Tensor, ends: Tensor, n: int, recipe: str, *, backward: bool, returned: bool) -> Callable[[], object]:
+    """The linear layer of all experts on rows `x`, `[k]` to `[n]` channels; `returned`: autograd gets dw."""
     experts, k = len(ends), x.shape[1]
     weight = nn.Parameter(torch.randn(experts * n, k, device=x.device).mul_(0.02).to(x.dtype))
     set_spec(weight, ParamSpec(unsharded("weight", (experts * n, k)), Init("zeros"), replicated_over_tp=False))
-    GradBuffer([weight], data_parallel_group=None, bucket_elements=1 << 40, device=x.device)
+    if not returned:
+        GradBuffer([weight], data_parallel_group=None, bucket_elements=1 << 40, device=x.device)
     manager = Fp8Manager(None if recipe == "bf16" else RECIPES[recipe](), amax_group=None)
     state = manager.group([manager.linear(LinearSite(f"expert.{e}", expert=True)) for e in range(experts)])
     manager.materialize(x.device)
@@ -66,6 +68,7 @@ def linear_run(x: Tensor, ends: Tensor, n: int, recipe: str, *, backward: bool) 
     def run() -> None:
         y = grouped_linear(x, weight, RowGroups.of(ends, len(x)), state)
         if backward:
+            weight.grad = None
             y.backward(dy)
 
     for _ in range(2):  # the second step of delayed scaling has scales
@@ -111,6 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=768, help="inner width of an expert")
     parser.add_argument("--concentration", type=float, default=8.0, help="of the Dirichlet distribution; large is even")
     parser.add_argument("--recipes", nargs="*", default=["delayed", "blockwise"], choices=[*RECIPES])
+    parser.add_argument("--gradients", choices=["added", "returned"], default="added", help="of weights")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
@@ -133,12 +137,13 @@ def main(arguments: list[str] | None = None) -> int:
     runs: dict[str, tuple[Callable[[], object], float]] = {}
     for recipe in ("bf16", *given.recipes):
         for name, backward in (("forward", False), ("forward and backward", True)):
-            run = linear_run(rows, ends, n, recipe, backward=backward)
+            run = linear_run(rows, ends, n, recipe, backward=backward, returned=given.gradients == "returned")
             runs[f"{recipe}, {name}"] = run, gemm * (3 if backward else 1)
     runs["rows to experts and back"] = rows_run(x, permutation), 0.0
     print(
         f"{machine(device)}, torch {torch.__version__}; {given.tokens:,} tokens to {given.top_k} of {given.experts} "
-        f"experts, {given.hidden} -> {n}; rows of an expert: {counts.min():,} to {counts.max():,}"
+        f"experts, {given.hidden} -> {n}; rows of an expert: {counts.min():,} to {counts.max():,}; weight gradients "
+        f"{given.gradients}"
     )
     print(TABLE.heading())
     records = measure(runs, device, given.rounds)

@@ -1,4 +1,4 @@
-"""Rotary embedding of the packed qkv, in place. Reference: `rotate` in `megafp8.fp8.sources`.
+"""Rotary embedding of the packed qkv in place, or of some heads. Reference: `rotate` in `megafp8.fp8.sources`.
 
 PyTorch rotates q and k through nine fp32 temporaries, some sixty bytes an element. Four would suffice: each element of
 a q or k head is read and written once. So one kernel rotates both in the output of the qkv linear layer, whose backward
@@ -30,9 +30,9 @@ _PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
 
 
 @Kernel
-def rotary_kernel(x_sbc, cos, sin, cos_stride_s, cos_stride_b, rows, b, c, heads, D: tl.constexpr,
+def rotary_kernel(x_sbc, out_sbc, cos, sin, cos_stride_s, cos_stride_b, rows, b, c, heads, D: tl.constexpr,
                   ROWS: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """Rotate some rows of the first `heads` heads of each token."""
+    """Rotate some rows of the first `heads` heads of each token; `out_sbc` may be `x_sbc`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = row // heads
     j = tl.arange(0, HALF)
@@ -43,8 +43,8 @@ def rotary_kernel(x_sbc, cos, sin, cos_stride_s, cos_stride_b, rows, b, c, heads
     second = tl.load(x_sbc + D // 2 + at, mask=inside, other=0.0).to(tl.float32)
     cosine = tl.load(cos + angle, mask=inside, other=1.0)
     sine = tl.load(sin + angle, mask=inside, other=0.0)
-    tl.store(x_sbc + at, (first * cosine - second * sine).to(x_sbc.dtype.element_ty), mask=inside)
-    tl.store(x_sbc + D // 2 + at, (second * cosine + first * sine).to(x_sbc.dtype.element_ty), mask=inside)
+    tl.store(out_sbc + at, (first * cosine - second * sine).to(out_sbc.dtype.element_ty), mask=inside)
+    tl.store(out_sbc + D // 2 + at, (second * cosine + first * sine).to(out_sbc.dtype.element_ty), mask=inside)
 
 
 @cache
@@ -61,27 +61,38 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
     `qkv_sbc` `[s, b, (a + 2g)·d]`, contiguous bf16 or fp32, is [q heads | k heads | v heads]; `num_heads` is a. `cos`
     and `sin` are fp32 `[s, 1 or b, 1, d/2]` in one layout, contiguous in the last dim. Autograd does not notice.
     """
-    s, b, c = qkv_sbc.shape
-    half = cos.shape[-1]
-    d = 2 * half
-    groups = (c // d - num_heads) // 2
+    d = 2 * cos.shape[-1]
+    groups = (qkv_sbc.shape[2] // d - num_heads) // 2
     heads = num_heads + groups
-    assert c == (heads + groups) * d, f"{c} channels are not {num_heads} q heads of {d}, and k and v heads"
+    assert qkv_sbc.shape[2] == (heads + groups) * d, f"not {num_heads} q heads of {d}, and k and v heads"
+    target = kernel_input(qkv_sbc)
+    _launch(target, target, heads, cos, sin)
+    if target is not qkv_sbc:
+        qkv_sbc.copy_(target)
+    return qkv_sbc
+
+
+def rotate_heads(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The heads `x_sbad`, contiguous bf16 or fp32, rotated. `cos`, `sin`: as of `rotate_qkv_`."""
+    x_sbc = kernel_input(x_sbad.flatten(2))
+    out_sbc = torch.empty_like(x_sbc)
+    _launch(x_sbc, out_sbc, x_sbad.shape[2], cos, sin)
+    return out_sbc.to(x_sbad.dtype).view_as(x_sbad)
+
+
+def _launch(x_sbc: Tensor, out_sbc: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the first `heads` heads."""
+    (s, b, c), half = x_sbc.shape, cos.shape[-1]
     assert cos.dtype == sin.dtype == torch.float32
-    assert qkv_sbc.dtype in (torch.bfloat16, torch.float32)
-    assert qkv_sbc.is_contiguous()
+    assert x_sbc.dtype in (torch.bfloat16, torch.float32)
+    assert x_sbc.is_contiguous()
     stride_s, stride_b, _, stride_d = cos.stride()
     assert cos.stride() == sin.stride()
     assert stride_d == 1
     assert cos.shape == sin.shape == (s, cos.shape[1], 1, half)
     assert cos.shape[1] in (1, b)
-    if not qkv_sbc.numel():
-        return qkv_sbc
-    rows = s * b * heads
-    target = kernel_input(qkv_sbc)
-    kernel, tile = _bound(half)
-    numbers = (stride_s, stride_b if cos.shape[1] == b else 0, rows, b, c, heads)  # 0: one angle for all samples
-    kernel.launch((ceil_div(rows, tile), 1), (target, cos, sin), numbers)
-    if target is not qkv_sbc:
-        qkv_sbc.copy_(target)
-    return qkv_sbc
+    if x_sbc.numel():
+        rows = s * b * heads
+        kernel, tile = _bound(half)
+        numbers = (stride_s, stride_b if cos.shape[1] == b else 0, rows, b, c, heads)  # 0: one angle for all samples
+        kernel.launch((ceil_div(rows, tile), 1), (x_sbc, out_sbc, cos, sin), numbers)

@@ -24,10 +24,9 @@ from megafp8.fp8.linear_state import InputFormat
 from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
-from megafp8.models.rotary import apply_rotary
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.fusion import LinearInput
-from megafp8.ops.rotary import rotate_and_split
+from megafp8.ops.rotary import rotate_and_split, rotate_heads
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -107,5 +106,5 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
-            q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+            q, k = rotate_heads(q, *rotary), rotate_heads(k, *rotary)
         return core(q, k, v, self.sink)

@@ -31,10 +31,10 @@ from megafp8.models.attention import ATTENTION
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.norms import Norm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
-from megafp8.models.rotary import apply_rotary
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.linear import linear
+from megafp8.ops.rotary import rotate_heads
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
@@ -110,4 +110,4 @@ class LatentAttention(nn.Module):
 
 def _rotated(x_sbar: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Pairs of neighbouring channels rotated; the first channels of all pairs come first."""
-    return apply_rotary(x_sbar.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), rotary)
+    return rotate_heads(x_sbar.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *rotary)

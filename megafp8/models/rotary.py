@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megafp8.config import RopeScaling
-from megafp8.fp8.sources import rotate
 
 
 def inverse_frequencies(d: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
@@ -43,8 +42,3 @@ def rotary_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> 
     angles = positions_sb[:, :, None, None].double() * frequencies
     table = torch.promote_types(dtype, torch.float32)
     return angles.cos().to(table), angles.sin().to(table)
-
-
-def apply_rotary(x_sbad: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs of `x_sbad` by their positions' angles; computed in fp32 (or x's dtype if wider)."""
-    return rotate(x_sbad, *table).to(x_sbad.dtype)

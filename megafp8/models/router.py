@@ -28,7 +28,7 @@ from megafp8.config import MoeConfig
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.models.context import BuildContext, replicated_parameter
-from megafp8.ops.linear import high_precision_linear
+from megafp8.ops.fp32_linear import fp32_linear
 
 
 class RouterLoad:
@@ -121,8 +121,7 @@ class Router(nn.Module):
 
     def forward(self, x_nh: Tensor, sequences: int) -> Routing:
         """`sequences`: number of sequences in x; token i belongs to sequence i mod `sequences`."""
-        compute = torch.float64 if x_nh.dtype == torch.float64 else torch.float32
-        logits_ne = high_precision_linear(x_nh.to(compute), self.weight)
+        logits_ne = fp32_linear(x_nh, self.weight)
         sigmoid = self.moe.score == "sigmoid"
         scores_ne = logits_ne.sigmoid() if sigmoid else logits_ne.softmax(dim=1)
         experts_nk, weights_nk = choose(scores_ne, self.moe, self.bias)

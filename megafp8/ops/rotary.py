@@ -1,4 +1,4 @@
-"""Rotary embedding of the packed q, k and v, in place; in backward fused with the cast of their gradient.
+"""Rotary embedding: of the packed q, k and v in place, in backward fused with the cast of their gradient; or of heads.
 
 Shapes: s sequence, b micro-batch, a query heads, g key-value heads of width d; c = (a + 2g)·d.
 """
@@ -62,3 +62,29 @@ def rotate_and_split(
     `swiglu`.
     """
     return _RotateAndSplit.apply(qkv_sbc, heads, groups, cos, sin, handoff)
+
+
+class _RotateHeads(Function):
+    @staticmethod
+    def forward(ctx: Any, x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x_sbad, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_sbad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(dy_sbad, cos, -sin), None, None
+
+
+def _rotated(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if x_sbad.is_cuda and x_sbad.dtype in (torch.bfloat16, torch.float32) and cos.dtype == torch.float32:
+        from megafp8.kernels import rotary  # needs Triton, which comes with torch's CUDA builds
+
+        return rotary.rotate_heads(x_sbad.contiguous(), cos, sin)
+    return rotate(x_sbad, cos, sin).to(x_sbad.dtype)
+
+
+def rotate_heads(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads `[s, b, a, d]`, rotated; computed in fp32, or x's dtype if wider. cos and sin are `[s, 1 or b, 1, d/2]`."""
+    return _RotateHeads.apply(x_sbad, cos, sin)

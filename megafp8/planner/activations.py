@@ -140,8 +140,8 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
         saved |= _saved_by_mlp(config, fp8, mlp, _mlp_width(config, index))
     experts = expert_layers(config, fp8, index)
     if experts is not None:
-        # The router's input is the norm's output in fp32, which a shared expert may save too.
-        shares_input = bool(mlp) and mlp[0].saved == "high" and x.e == x.w and x.m == x.m_own
+        # The router's input is the norm's output, which a shared expert may save too.
+        shares_input = bool(mlp) and mlp[0].saved == "high" and x.m == x.m_own
         saved |= _saved_by_experts(config, fp8, experts, shares_input=shares_input)
     return saved
 
@@ -221,7 +221,7 @@ def _saved_by_experts(config: Config, fp8: Fp8Manager, own: ExpertLayers, *, sha
     x, rows, moe = sizes(config), own.rows, config.model.moe
     assert moe is not None
     e, b = moe.num_experts, config.training.micro_batch_size
-    of_token = (x.h * (not shares_input) + e + (e + 1) * (moe.z_loss > 0)) * x.w  # input, scores, logits
+    of_token = x.h * x.e * (not shares_input) + (e + (e + 1) * (moe.z_loss > 0)) * x.w  # input, scores, logits
     of_token += moe.top_k * (8 + x.w)  # indices and weights of experts
     of_token += (1 + moe.top_k) * x.w * moe.normalize
     return {

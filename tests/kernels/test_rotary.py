@@ -1,4 +1,4 @@
-"""Rotating the packed qkv in place against `apply_rotary` on its parts, bit for bit."""
+"""Rotating the packed qkv in place, and heads, against the reference on its parts, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.kernels.rotary import rotate_qkv_
-from megafp8.models.rotary import apply_rotary, inverse_frequencies, rotary_table
+from megafp8.fp8.sources import rotate
+from megafp8.kernels.rotary import rotate_heads, rotate_qkv_
+from megafp8.models.rotary import inverse_frequencies, rotary_table
 from tests.kernels import DEVICE, every_bf16, noise
 
 
@@ -25,7 +26,10 @@ def check(qkv: Tensor, heads: int, d: int, own_positions: bool = False) -> None:
     cos, sin = rotary_table(positions.to(DEVICE), frequencies, torch.float32)
     groups = (qkv.shape[-1] // d - heads) // 2
     q, k, v = qkv.split([heads * d, groups * d, groups * d], dim=-1)
-    rotated = [apply_rotary(x.unflatten(-1, (-1, d)), (cos, sin)).flatten(-2) for x in (q, k)]
+    of_heads = [x.unflatten(-1, (-1, d)).contiguous() for x in (q, k)]
+    rotated = [rotate(x, cos, sin).to(qkv.dtype).flatten(-2) for x in of_heads]
+    for x, y in zip(of_heads, rotated, strict=True):
+        assert torch.equal(bits(rotate_heads(x, cos, sin).flatten(-2)), bits(y))
     expected = torch.cat([*rotated, v], dim=-1)
     assert rotate_qkv_(qkv, heads, cos, sin) is qkv
     assert torch.equal(bits(qkv), bits(expected))
