@@ -291,7 +291,8 @@ class ParallelConfig(Section):
     only the reduction of input gradients with weight gradients. symmetric: overlap everything; GEMMs are split into up
     to four parts, which the GPUs' copy engines transfer. It needs GPUs of one host, falls back to none with a log
     message if it cannot be set up, and uses no NVLink multicast. chunked: the same through NCCL (gloo on CPU); measured
-    slower than none on H200. auto: symmetric on CUDA. No effect if tensor is 1."""
+    slower than none on H200. auto: symmetric on CUDA. No effect if tensor is 1. Tokens that are gathered for
+    experts travel likewise."""
     layers_per_stage: list[Integer] | Literal["balanced"] | None = None
     """Number of blocks in each of the pipeline × virtual_pipeline stages, first to last, e.g. [7, 8, 8, 7]. balanced:
     fewer blocks on the rank with the output layer, so that all ranks have equal work. Default: as even as possible."""

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.config import Config
 from megafp8.distributed.sharding import Init, ParamShard, ParamSpec, set_spec, stack_rows
-from megafp8.distributed.tp_overlap import TPOverlap
+from megafp8.distributed.tp_overlap import NO_COMM, TPOverlap
 from megafp8.expert_parallel.own_rows import RowBound
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.plan import LinearSite, WeightStorage
@@ -30,8 +30,8 @@ class BuildContext:
 
     For experts: `expert`: the ranks over which a layer's are divided; None where this rank has all. `expert_tensor`:
     those of them over which each expert is cut. `expert_amax`: the ranks that hold the same ones. `gathers_tokens`,
-    `row_bound`: how tokens get to them. `sequence_group`: the ranks that hold slices of the same sequences between
-    tensor-parallel regions. `global_batch`, `global_tokens`: sequences and tokens of a step.
+    `expert_overlap`, `row_bound`: how tokens get to them. `sequence_group`: the ranks that hold slices of the same
+    sequences between tensor-parallel regions. `global_batch`, `global_tokens`: sequences and tokens of a step.
     """
 
     tensor: ProcessGroup
@@ -50,6 +50,7 @@ class BuildContext:
     expert_tensor: ProcessGroup | None = None
     expert_amax: ProcessGroup | None = None
     gathers_tokens: bool = True
+    expert_overlap: TPOverlap = NO_COMM
     row_bound: RowBound | None = None
     sequence_group: ProcessGroup | None = None
     global_batch: int = 1

@@ -130,6 +130,7 @@ class MoE(nn.Module):
         assert config.moe is not None
         self.name, self.num_experts = name, config.moe.num_experts
         self.group, self.gathers_tokens = context.expert, context.gathers_tokens
+        self.overlap = context.expert_overlap
         self.row_bound = context.row_bound or RowBound(context.buffer_device)
         init = Init("normal", config.init_std)
         self.router = Router(f"{name}.router", config.hidden_size, config.moe, context, init)
@@ -154,7 +155,7 @@ class MoE(nn.Module):
 
         The gather of tokens overlaps with the router, the sum of results with what runs before it is waited for.
         """
-        gathered = start_gather_from_sequence_parallel(x_nh, self.group)
+        gathered = start_gather_from_sequence_parallel(x_nh, self.overlap)
         routing = self.router(x_nh, sequences)
         chosen = collectives.all_gather(routing.experts, self.group)
         x = gathered()
@@ -162,7 +163,7 @@ class MoE(nn.Module):
         weights = gather_from_sequence_parallel(routing.weights, self.group)
         permutation, ends_e = own_rows(chosen, self.num_experts, self.experts.own, self.row_bound, self.name)
         results_mh = self.experts(permute(x, permutation), ends_e)
-        return start_reduce_scatter_to_sequence_parallel(combine(results_mh, weights, permutation), self.group)
+        return start_reduce_scatter_to_sequence_parallel(combine(results_mh, weights, permutation), self.overlap)
 
     def _all_to_all(self, x_nh: Tensor, sequences: int) -> Callable[[], Tensor]:
         """The same, with tokens sent to the ranks of their experts."""

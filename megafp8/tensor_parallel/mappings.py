@@ -26,7 +26,6 @@ Shapes: s sequence, b micro-batch, h hidden; `t` is the tensor-parallel size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,10 +35,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed import collectives
-from megafp8.distributed.collectives import Work
+from megafp8.distributed.collectives import DONE
+from megafp8.distributed.tp_overlap import AllGatherHandle, Product, TPOverlap
 
 _Collective = Callable[[Tensor, ProcessGroup], Tensor]
-_Start = Callable[[Tensor, ProcessGroup], tuple[Tensor, Work]]
+_Start = Callable[[Tensor], Callable[[], Tensor]]
+"""Starts a collective and returns what waits for its result."""
 
 
 def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -86,30 +87,20 @@ def _map(x: Tensor, group: ProcessGroup | None, forward: _Collective, backward: 
     return _Mapping.apply(x, group, forward, backward) if collectives.size(group) > 1 else x
 
 
-@dataclass
-class _Pending:
-    """A running collective between the two halves of a mapping, in forward or in backward."""
+class _Split:
+    """A mapping in two halves. `forward`, `backward`: what starts its collectives."""
 
-    result: Tensor
-    work: Work
+    def __init__(self, forward: _Start, backward: _Start) -> None:
+        self.forward, self.backward = forward, backward
+        self._wait: Callable[[], Tensor] | None = None  # for the collective that is running
+
+    def start(self, start: _Start, x: Tensor) -> None:
+        self._wait = start(x.contiguous())
 
     def wait(self) -> Tensor:
-        self.work.wait()
-        return self.result
-
-
-class _Split:
-    """A mapping in two halves, `forward_start` and `backward_start` being what starts its collectives."""
-
-    def __init__(self, group: ProcessGroup, forward_start: _Start, backward_start: _Start) -> None:
-        self.group, self.forward_start, self.backward_start = group, forward_start, backward_start
-        self.pending: _Pending | None = None
-
-    def take(self) -> Tensor:
-        """Wait for the collective that is running."""
-        assert self.pending is not None
-        result, self.pending = self.pending.wait(), None
-        return result
+        assert self._wait is not None
+        wait, self._wait = self._wait, None
+        return wait()
 
 
 class _Started(Function):
@@ -118,13 +109,13 @@ class _Started(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: _Split) -> Tensor:
         ctx.split = split
-        split.pending = _Pending(*split.forward_start(x, split.group))
+        split.start(split.forward, x)
         return x.new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.split.take(), None
+        return ctx.split.wait(), None
 
 
 class _Finished(Function):
@@ -134,36 +125,46 @@ class _Finished(Function):
     def forward(ctx: Any, started: Tensor, split: _Split) -> Tensor:
         ctx.split = split
         ctx.save_for_backward(started)
-        return split.take()
+        return split.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        ctx.split.pending = _Pending(*ctx.split.backward_start(dy.contiguous(), ctx.split.group))
+        ctx.split.start(ctx.split.backward, dy)
         return ctx.saved_tensors[0], None
 
 
-def _start(x: Tensor, group: ProcessGroup | None, forward: _Start, backward: _Start) -> Callable[[], Tensor]:
-    if group is None or group.size() == 1:
-        return lambda: x
-    split = _Split(group, forward, backward)
+def _start(x: Tensor, forward: _Start, backward: _Start) -> Callable[[], Tensor]:
+    split = _Split(forward, backward)
     started = _Started.apply(x, split)
     return partial(_Finished.apply, started, split)
 
 
-def _start_all_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
-    (gathered,), work = collectives.all_gather_async([x], group)
-    return gathered, work
+def _start_gather(overlap: TPOverlap, x: Tensor) -> Callable[[], Tensor]:
+    handle = overlap.gather([x])
+    return lambda: handle.wait()[0]
 
 
-def start_gather_from_sequence_parallel(x_sbh: Tensor, group: ProcessGroup | None) -> Callable[[], Tensor]:
-    """Start `gather_from_sequence_parallel`."""
-    return _start(x_sbh, group, _start_all_gather, collectives.reduce_scatter_async)
+def _start_sum(overlap: TPOverlap, x: Tensor) -> Callable[[], Tensor]:
+    def rows(chunk: slice, out: Tensor | None) -> Tensor:
+        return x[chunk] if out is None else out.copy_(x[chunk])
+
+    whole = AllGatherHandle([x], [(slice(0, len(x)), DONE.wait)])
+    return overlap.sum(Product(whole, x.shape[1], x.dtype, rows)).wait
 
 
-def start_reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup | None) -> Callable[[], Tensor]:
-    """Start `reduce_scatter_to_sequence_parallel`."""
-    return _start(x_sbh, group, collectives.reduce_scatter_async, _start_all_gather)
+def start_gather_from_sequence_parallel(x_mn: Tensor, overlap: TPOverlap) -> Callable[[], Tensor]:
+    """Start `gather_from_sequence_parallel` of a matrix, as `overlap` does it."""
+    if overlap.group is None:
+        return lambda: x_mn
+    return _start(x_mn, partial(_start_gather, overlap), partial(_start_sum, overlap))
+
+
+def start_reduce_scatter_to_sequence_parallel(x_mn: Tensor, overlap: TPOverlap) -> Callable[[], Tensor]:
+    """Start `reduce_scatter_to_sequence_parallel` of a matrix, as `overlap` does it."""
+    if overlap.group is None:
+        return lambda: x_mn
+    return _start(x_mn, partial(_start_sum, overlap), partial(_start_gather, overlap))
 
 
 def copy_to_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:

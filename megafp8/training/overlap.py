@@ -1,4 +1,4 @@
-"""Choice of the overlap of tensor-parallel communication with GEMMs (`parallel.overlap_tensor`)."""
+"""Choice of how tokens are gathered and partial sums are reduced, beside computation (`parallel.overlap_tensor`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megafp8.config import ParallelConfig
-from megafp8.distributed.tp_overlap import P2PRing, TPOverlap, default_overlap, sum_partials
+from megafp8.config import Config, ParallelConfig
+from megafp8.distributed.tp_overlap import NO_COMM, P2PRing, TPOverlap, default_overlap, sum_partials
 from megafp8.parallel_state import Group, ParallelState
 
 logger = logging.getLogger(__name__)
@@ -31,22 +31,35 @@ def sum_partials_on(device: torch.device) -> Callable[[Tensor], Tensor]:
 
 
 def build_tp_overlap(config: ParallelConfig, parallel: ParallelState, environment: Mapping[str, str]) -> TPOverlap:
-    """The `TPOverlap` of all layers. Collective over the tensor group; logs when the requested one is unavailable."""
-    mode, group = config.overlap_tensor, parallel.tensor.group
-    default = default_overlap(group, sequence_parallel=config.sequence_parallel)
-    if not config.sequence_parallel or group.size() == 1:
+    """The `TPOverlap` of all tensor-parallel layers. Collective; logs when the requested one is unavailable."""
+    if config.sequence_parallel:
+        return _build(config.overlap_tensor, parallel.tensor, "a tensor-parallel group", parallel.device, environment)
+    return default_overlap(parallel.tensor.group, sequence_parallel=False)
+
+
+def build_expert_overlap(config: Config, parallel: ParallelState, environment: Mapping[str, str]) -> TPOverlap:
+    """The `TPOverlap` of the tokens that all ranks of the experts gather. Likewise."""
+    if config.model.moe is None or not config.gathers_tokens:
+        return NO_COMM
+    mode = config.parallel.overlap_tensor
+    return _build(mode, parallel.expert, "an expert-parallel group", parallel.device, environment)
+
+
+def _build(mode: str, group: Group, name: str, device: torch.device, environment: Mapping[str, str]) -> TPOverlap:
+    default = default_overlap(group.group, sequence_parallel=True)
+    if group.size == 1:
         return default
     if mode == "chunked":
-        return P2PRing(group, sum_partials=sum_partials_on(parallel.device))
-    if mode == "none" or (mode == "auto" and parallel.device.type != "cuda"):
+        return P2PRing(group.group, sum_partials=sum_partials_on(device))
+    if mode == "none" or (mode == "auto" and device.type != "cuda"):
         return default
-    if not on_one_host(parallel.tensor, environment):
-        logger.info(f"parallel.overlap_tensor = {mode}: a tensor-parallel group spans hosts; continuing with none")
+    if not on_one_host(group, environment):
+        logger.info(f"parallel.overlap_tensor = {mode}: {name} spans hosts; continuing with none")
         return default
     from megafp8.distributed.tp_symmetric import SymmetricMemory  # imports parts of torch that cost start-up time
 
     try:
-        return SymmetricMemory(group, parallel.device, sum_partials_on(parallel.device))
+        return SymmetricMemory(group.group, device, sum_partials_on(device))
     except RuntimeError as error:
         logger.info(f"parallel.overlap_tensor = {mode}: {error}; continuing with none")
         return default

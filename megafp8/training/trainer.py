@@ -51,7 +51,7 @@ from megafp8.training.fp8_config import build_fp8
 from megafp8.training.fp8_param_gather import fp8_weights, weight_shards
 from megafp8.training.fsdp import gather_in_fp8, shard
 from megafp8.training.learning_rate import schedule_of
-from megafp8.training.overlap import build_tp_overlap
+from megafp8.training.overlap import build_expert_overlap, build_tp_overlap
 from megafp8.training.pipeline import plan_pipeline
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,7 @@ class Trainer:
             expert_tensor=parallel.expert_tensor.group,
             expert_amax=parallel.expert_amax.group,
             gathers_tokens=config.gathers_tokens,
+            expert_overlap=build_expert_overlap(config, parallel, os.environ),
             row_bound=self.row_bound,
             sequence_group=parallel.tensor_context.group,
             global_batch=t.global_batch_size,

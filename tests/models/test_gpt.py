@@ -10,6 +10,7 @@ import torch
 from megafp8.config import ModelConfig, RopeScaling
 from megafp8.data.samples import Batch
 from megafp8.distributed.collectives import all_reduce
+from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
@@ -94,6 +95,7 @@ def _compare(
         state.tensor.group, Fp8Manager(None, amax_group=None), torch.float64, state.device, sequence_parallel,
         state.context.group if cp > 1 else None, expert=state.expert.group,
         expert_tensor=state.expert_tensor.group, gathers_tokens=gathers_tokens,
+        expert_overlap=default_overlap(state.expert.group, sequence_parallel=True),
         sequence_group=state.tensor_context.group, global_batch=B, global_tokens=B * s,
     )  # fmt: skip
     stage = GPTStage(

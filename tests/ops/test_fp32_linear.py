@@ -31,9 +31,11 @@ def test_as_exact_as_in_fp32(dtype: torch.dtype, device: str) -> None:
     assert y.dtype == torch.float32
     assert x.grad is not None
     assert x.grad.dtype == dtype
-    for found, (a, b), rounding in (
-        (y, (x.detach(), w.t()), 0.0), (x.grad, (dy, w), torch.finfo(dtype).eps), (weight.grad, (dy.t(), x.detach()), 0.0)
-    ):  # fmt: skip
+    for found, a, b, rounding in (
+        (y, x.detach(), w.t(), 0.0),
+        (x.grad, dy, w, torch.finfo(dtype).eps),
+        (weight.grad, dy.t(), x.detach(), 0.0),
+    ):
         a64, b64 = a.double(), b.double()
         exact, magnitude = a64 @ b64, a64.abs() @ b64.abs()
         assert torch.all((found.double() - exact).abs() <= 2**-18 * magnitude + rounding * exact.abs())

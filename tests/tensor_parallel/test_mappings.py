@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megafp8.distributed.collectives import all_gather, all_reduce
+from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.tensor_parallel import mappings
 from tests.world import World
@@ -40,8 +41,11 @@ def _case(name: str) -> None:
     for same in (False, same_in):
         x = draw((4, 2, 8), same, 10).requires_grad_()
         of_ranks = all_gather(x.detach().unsqueeze(0), group.group)  # [ranks, 4, 2, 8]
-        y = getattr(mappings, name)(x, group.group)
-        y = y() if name.startswith("start_") else y
+        if name.startswith("start_"):
+            overlap = default_overlap(group.group, sequence_parallel=True)
+            y = getattr(mappings, name)(x.flatten(1), overlap)().unflatten(1, (2, 8))
+        else:
+            y = getattr(mappings, name)(x, group.group)
         expected = {
             "copy_to_tensor_parallel": x,
             "reduce_from_tensor_parallel": of_ranks.sum(0),
