@@ -58,7 +58,8 @@ def rank_groups(
     `tensor_context`, `amax` (data × context × tensor), `embedding` (first and last stage of each pipeline),
     `fsdp_shard` (consecutive ranks of `data_context`, which is split into `fsdp_replicas` of these) and
     `fsdp_replicate` (ranks at the same place of each `fsdp_shard`), `expert` (consecutive ranks of data × context ×
-    tensor) and `expert_data` (ranks at the same place of each `expert`). The data-parallel size is the rest of the
+    tensor) and `expert_data` (ranks at the same place of each `expert`), of which `expert_shard` and `expert_replicate`
+    are parts as `fsdp_shard` and `fsdp_replicate` are of `data_context`. The data-parallel size is the rest of the
     world. Raises ValueError where the sizes do not multiply up to the world, or do not divide the ranks they divide.
     """
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
@@ -102,9 +103,11 @@ def _groups(grid: Ranks, fsdp_replicas: int, expert: int) -> dict[str, Ranks]:
 
     divided("fsdp_replicas", fsdp_replicas, "data_context", "data × context")
     divided("expert_model_parallel_size", expert, "amax", "data × context × tensor")
-    shards = groups["data_context"].shape[1] // fsdp_replicas
-    groups["fsdp_shard"], groups["fsdp_replicate"] = _split(groups["data_context"], shards)
     groups["expert"], groups["expert_data"] = _split(groups["amax"], expert)
+    divided("fsdp_replicas", fsdp_replicas, "expert_data", "data × context × tensor that hold the same experts")
+    for name, whole in (("fsdp", "data_context"), ("expert", "expert_data")):
+        shards = groups[whole].shape[1] // fsdp_replicas
+        groups[f"{name}_shard"], groups[f"{name}_replicate"] = _split(groups[whole], shards)
     return groups
 
 
@@ -154,7 +157,8 @@ class ParallelState:
     the other hold the same shards. Together they are `data_context`.
 
     `expert`: the experts of a layer are divided over its ranks, and tokens travel between them. `expert_data`: ranks
-    that hold the same experts. Together they are data × context × tensor.
+    that hold the same experts. Together they are data × context × tensor. `expert_shard`, `expert_shard_backward` and
+    `expert_replicate` are to `expert_data` what those of `fsdp` are to `data_context`.
     """
 
     mesh: DeviceMesh
@@ -176,6 +180,9 @@ class ParallelState:
     amax: Group
     expert: Group
     expert_data: Group
+    expert_shard: Group
+    expert_shard_backward: Group
+    expert_replicate: Group
     embedding: Group | None
     virtual_pipeline_size: int
 
@@ -289,6 +296,10 @@ def initialize_model_parallel(
         return next((g for g in (*axes.values(), *more) if g.ranks == mine[name]), None) or group(name)
 
     data_context, amax = joint("data_context"), joint("amax")
+    fsdp_shard, fsdp_replicate = joint("fsdp_shard", data_context), joint("fsdp_replicate", data_context)
+    fsdp_shard_backward = group("fsdp_shard")
+    expert_data = joint("expert_data", data_context, amax)
+    with_fsdp = mine["expert_shard"] == fsdp_shard.ranks
     _STATE = ParallelState(
         mesh=mesh,
         device=device,
@@ -298,15 +309,18 @@ def initialize_model_parallel(
         **axes,
         pipeline_backward=group("pipeline"),
         data_context=data_context,
-        fsdp_shard=joint("fsdp_shard", data_context),
-        fsdp_shard_backward=group("fsdp_shard"),
-        fsdp_replicate=joint("fsdp_replicate", data_context),
+        fsdp_shard=fsdp_shard,
+        fsdp_shard_backward=fsdp_shard_backward,
+        fsdp_replicate=fsdp_replicate,
         model=joint("model"),
         tensor_context=joint("tensor_context"),
         amax=amax,
         # One of its own: tokens do not wait for gradients, which are reduced meanwhile.
         expert=group("expert") if expert_model_parallel_size > 1 else joint("expert"),
-        expert_data=joint("expert_data", data_context, amax),
+        expert_data=expert_data,
+        expert_shard=joint("expert_shard", fsdp_shard, expert_data),
+        expert_shard_backward=fsdp_shard_backward if with_fsdp else group("expert_shard"),
+        expert_replicate=joint("expert_replicate", fsdp_replicate, expert_data),
         # Last: torch numbers a rank's groups in their names, and not every rank has this one.
         embedding=group("embedding") if mine["embedding"] else None,
         virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,

@@ -56,6 +56,12 @@ def test_groups_of_experts_by_hand() -> None:
     assert groups["expert"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert groups["expert_data"] == [[i, i + 4] for i in (0, 1, 2, 3, 8, 9, 10, 11)]
     assert rank_groups(8, 2)["expert_data"] == rank_groups(8, 2)["amax"]
+    sharded = rank_groups(8, fsdp_replicas=2, expert_model_parallel_size=2)
+    assert sharded["expert_data"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert sharded["expert_shard"] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert sharded["expert_replicate"] == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    with pytest.raises(ValueError, match="fsdp_replicas is 2; it must divide the 1 ranks of data × context × tensor t"):
+        rank_groups(2, fsdp_replicas=2, expert_model_parallel_size=2)
     with pytest.raises(ValueError, match="expert_model_parallel_size is 3; it must divide the 8 ranks of data × cont"):
         rank_groups(8, 2, expert_model_parallel_size=3)
 
@@ -66,7 +72,7 @@ sizes = st.integers(1, 3)
 @given(tp=sizes, pp=sizes, cp=sizes, dp=sizes, replicas=sizes, ep=st.sampled_from([1, 2, 4]))
 def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int, replicas: int, ep: int) -> None:
     world = tp * pp * cp * dp * replicas
-    ep = math.gcd(ep, world // pp)
+    ep = math.gcd(ep, tp * cp * dp)
     groups = rank_groups(world, tp, pp, cp, replicas, ep)
     for name, lists in groups.items():
         flat = [rank for ranks in lists for rank in ranks]
@@ -74,7 +80,8 @@ def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int, re
         if name != "embedding":
             assert sorted(flat) == list(range(world)), name
     # The axes are orthogonal: their groups share at most one rank.
-    for a, b in [*itertools.combinations(AXES, 2), ("fsdp_shard", "fsdp_replicate"), ("expert", "expert_data")]:
+    pairs = [("fsdp_shard", "fsdp_replicate"), ("expert", "expert_data"), ("expert_shard", "expert_replicate")]
+    for a, b in [*itertools.combinations(AXES, 2), *pairs]:
         assert all(len(set(x) & set(y)) <= 1 for x in groups[a] for y in groups[b])
 
 

@@ -98,7 +98,7 @@ def state_memory(
     """
     p = config.parallel
     expert_data = data * p.tensor // p.expert
-    if not experts or expert_data == data or p.fsdp:
+    if not experts or expert_data == data:
         return _state_memory(config, numels, data, own_bucket, fp8)
     others = [i for i in range(len(numels)) if i not in experts]
     place = {index: at for at, index in enumerate(others)}

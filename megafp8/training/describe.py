@@ -136,7 +136,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
         f"{' with sequence parallelism' if p.sequence_parallel and p.tensor > 1 else ''}",
         *([_describe_experts(config, world_size)] if config.model.moe is not None else []),
-        *([_describe_shards(p.fsdp_replicas, data * p.context)] if p.fsdp else []),
+        *([_describe_shards(config, world_size)] if p.fsdp else []),
         f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
@@ -166,7 +166,8 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     context = ("context",) if p.context > 1 else ()
     replicas = ("fsdp_shard", "fsdp_replicate") if p.fsdp_replicas > 1 else ()
     experts = ("expert", "expert_data") if p.expert > 1 else ()
-    names = ("tensor", *context, "data", *experts, *replicas, "pipeline", "amax", "model", *embedding)
+    of_experts = ("expert_shard", "expert_replicate") if experts and replicas else ()
+    names = ("tensor", *context, "data", *experts, *replicas, *of_experts, "pipeline", "amax", "model", *embedding)
     width = max(10, *map(len, names))
     for name in names:
         members = next(g for g in groups[name] if 0 in g)
@@ -175,10 +176,13 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     return "\n".join(lines)
 
 
-def _describe_shards(replicas: int, ranks: int) -> str:
-    """Over how many of `ranks`, data- and context-parallel, FSDP shards."""
+def _describe_shards(config: Config, world_size: int) -> str:
+    """Over how many ranks FSDP shards."""
+    p = config.parallel
+    replicas, ranks = p.fsdp_replicas, world_size // p.pipeline // p.fsdp_replicas
+    experts = f", experts over {ranks // p.expert}" if config.model.moe is not None and p.expert != p.tensor else ""
     copies = f", in {replicas} replicas" if replicas > 1 else ""
-    return f"fsdp: weights, gradients and optimizer state sharded over {ranks // replicas} ranks{copies}"
+    return f"fsdp: weights, gradients and optimizer state sharded over {ranks // p.tensor} ranks{experts}{copies}"
 
 
 def _describe_experts(config: Config, world_size: int) -> str:

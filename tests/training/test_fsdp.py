@@ -70,8 +70,11 @@ def test_the_log_says_what_is_held_and_received(world2: World) -> None:
 
 @pytest.mark.slow
 def test_the_log_says_where_replicas_are(world4: World) -> None:
-    for found in world4.run(_report, config_of("dp4 hsdp")):
-        assert found.endswith("\nparallel.fsdp_replicas: 2 replicas of the shards, each on 2 ranks of one host")
+    for found in world4.run(_report, config_of("moe dp4 ep2 hsdp")):
+        assert found.endswith(
+            "\nweights of experts are sharded over 1 ranks"
+            "\nparallel.fsdp_replicas: 2 replicas of the shards, each on 2 ranks of one host"
+        )
 
 
 @pytest.mark.parametrize(
