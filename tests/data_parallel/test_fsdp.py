@@ -29,6 +29,13 @@ INNER = "1.1.weight"
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+def param_groups(module: Any) -> list[Any]:
+    """torch's, of what is gathered together."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] if groups is None else groups
+
+
 class _Block(nn.Sequential):
     """A layer and an inner unit. Notes whether the inner unit is gathered by the time that the block is needed."""
 
@@ -39,7 +46,7 @@ class _Block(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         def note(_: Any = None) -> None:
             if isinstance(self[1], FSDPModule):
-                (group,) = self[1]._get_fsdp_state()._fsdp_param_groups
+                (group,) = param_groups(self[1])
                 self.in_time.append(group.is_unsharded or group._all_gather_result is not None)
 
         note()
