@@ -58,9 +58,9 @@ def rank_groups(
     `tensor_context`, `amax` (data × context × tensor), `embedding` (first and last stage of each pipeline),
     `fsdp_shard` (consecutive ranks of `data_context`, which is split into `fsdp_replicas` of these) and
     `fsdp_replicate` (ranks at the same place of each `fsdp_shard`), `expert` (consecutive ranks of data × context ×
-    tensor) and `expert_data` (ranks at the same place of each `expert`), of which `expert_shard` and `expert_replicate`
-    are parts as `fsdp_shard` and `fsdp_replicate` are of `data_context`. The data-parallel size is the rest of the
-    world. Raises ValueError where the sizes do not multiply up to the world, or do not divide the ranks they divide.
+    tensor), `expert_data` (ranks at the same place of each `expert`) and `expert_shard` (consecutive ranks of
+    `expert_data`, in the same replica). The data-parallel size is the rest of the world. Raises ValueError where the
+    sizes do not multiply up to the world, or do not divide the ranks they divide.
     """
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
     groups = _groups(grid, fsdp_replicas, expert_model_parallel_size)
@@ -105,9 +105,9 @@ def _groups(grid: Ranks, fsdp_replicas: int, expert: int) -> dict[str, Ranks]:
     divided("expert_model_parallel_size", expert, "amax", "data × context × tensor")
     groups["expert"], groups["expert_data"] = _split(groups["amax"], expert)
     divided("fsdp_replicas", fsdp_replicas, "expert_data", "data × context × tensor that hold the same experts")
-    for name, whole in (("fsdp", "data_context"), ("expert", "expert_data")):
-        shards = groups[whole].shape[1] // fsdp_replicas
-        groups[f"{name}_shard"], groups[f"{name}_replicate"] = _split(groups[whole], shards)
+    shards, of_experts = (groups[name].shape[1] // fsdp_replicas for name in ("data_context", "expert_data"))
+    groups["fsdp_shard"], groups["fsdp_replicate"] = _split(groups["data_context"], shards)
+    groups["expert_shard"], _ = _split(groups["expert_data"], of_experts)
     return groups
 
 
@@ -157,8 +157,8 @@ class ParallelState:
     the other hold the same shards. Together they are `data_context`.
 
     `expert`: the experts of a layer are divided over its ranks, and tokens travel between them. `expert_data`: ranks
-    that hold the same experts. Together they are data × context × tensor. `expert_shard`, `expert_shard_backward` and
-    `expert_replicate` are to `expert_data` what those of `fsdp` are to `data_context`.
+    that hold the same experts. Together they are data × context × tensor. `expert_shard`, `expert_shard_backward`: what
+    `fsdp_shard` and `fsdp_shard_backward` are for the rest of the model, for experts.
     """
 
     mesh: DeviceMesh
@@ -182,7 +182,6 @@ class ParallelState:
     expert_data: Group
     expert_shard: Group
     expert_shard_backward: Group
-    expert_replicate: Group
     embedding: Group | None
     virtual_pipeline_size: int
 
@@ -296,10 +295,9 @@ def initialize_model_parallel(
         return next((g for g in (*axes.values(), *more) if g.ranks == mine[name]), None) or group(name)
 
     data_context, amax = joint("data_context"), joint("amax")
-    fsdp_shard, fsdp_replicate = joint("fsdp_shard", data_context), joint("fsdp_replicate", data_context)
-    fsdp_shard_backward = group("fsdp_shard")
+    fsdp_shard, fsdp_shard_backward = joint("fsdp_shard", data_context), group("fsdp_shard")
     expert_data = joint("expert_data", data_context, amax)
-    with_fsdp = mine["expert_shard"] == fsdp_shard.ranks
+    expert_shard = joint("expert_shard", fsdp_shard, expert_data)
     _STATE = ParallelState(
         mesh=mesh,
         device=device,
@@ -311,16 +309,15 @@ def initialize_model_parallel(
         data_context=data_context,
         fsdp_shard=fsdp_shard,
         fsdp_shard_backward=fsdp_shard_backward,
-        fsdp_replicate=fsdp_replicate,
+        fsdp_replicate=joint("fsdp_replicate", data_context),
         model=joint("model"),
         tensor_context=joint("tensor_context"),
         amax=amax,
         # One of its own: tokens do not wait for gradients, which are reduced meanwhile.
         expert=group("expert") if expert_model_parallel_size > 1 else joint("expert"),
         expert_data=expert_data,
-        expert_shard=joint("expert_shard", fsdp_shard, expert_data),
-        expert_shard_backward=fsdp_shard_backward if with_fsdp else group("expert_shard"),
-        expert_replicate=joint("expert_replicate", fsdp_replicate, expert_data),
+        expert_shard=expert_shard,
+        expert_shard_backward=fsdp_shard_backward if expert_shard is fsdp_shard else group("expert_shard"),
         # Last: torch numbers a rank's groups in their names, and not every rank has this one.
         embedding=group("embedding") if mine["embedding"] else None,
         virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,

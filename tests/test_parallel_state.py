@@ -59,7 +59,7 @@ def test_groups_of_experts_by_hand() -> None:
     sharded = rank_groups(8, fsdp_replicas=2, expert_model_parallel_size=2)
     assert sharded["expert_data"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert sharded["expert_shard"] == [[0, 2], [4, 6], [1, 3], [5, 7]]
-    assert sharded["expert_replicate"] == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert sharded["fsdp_replicate"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     with pytest.raises(ValueError, match="fsdp_replicas is 2; it must divide the 1 ranks of data × context × tensor t"):
         rank_groups(2, fsdp_replicas=2, expert_model_parallel_size=2)
     with pytest.raises(ValueError, match="expert_model_parallel_size is 3; it must divide the 8 ranks of data × cont"):
@@ -80,7 +80,7 @@ def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int, re
         if name != "embedding":
             assert sorted(flat) == list(range(world)), name
     # The axes are orthogonal: their groups share at most one rank.
-    pairs = [("fsdp_shard", "fsdp_replicate"), ("expert", "expert_data"), ("expert_shard", "expert_replicate")]
+    pairs = [("fsdp_shard", "fsdp_replicate"), ("expert", "expert_data"), ("expert_shard", "fsdp_replicate")]
     for a, b in [*itertools.combinations(AXES, 2), *pairs]:
         assert all(len(set(x) & set(y)) <= 1 for x in groups[a] for y in groups[b])
 

@@ -83,14 +83,10 @@ class RowShard(NamedTuple):
 
 
 class ShardGroups(NamedTuple):
-    """The ranks over which a unit is sharded: for its gathers, and with another communicator for its reductions.
-
-    `replicate`: the ranks that hold the same shards.
-    """
+    """The ranks over which a unit is sharded: for its gathers, and with another communicator for its reductions."""
 
     gather: ProcessGroup
     reduce: ProcessGroup
-    replicate: ProcessGroup | None = None
 
 
 class Unit(NamedTuple):
@@ -115,7 +111,8 @@ class FullySharded:
     A stage is a list of units in the order of their calls. The last one has the module that is called, which contains
     the others: its weights that are not theirs stay gathered from the beginning of a forward pass to the end of its
     backward. Parameters on the meta device are allocated on `device`, uninitialized. `dtype`: of gathered weights and
-    computation; `reduce_dtype`: of gradients sent to other ranks.
+    computation; `reduce_dtype`: of gradients sent to other ranks. `replicate_group`: the ranks that hold the same
+    shards.
 
     `row_shards`: by the parameter that the module had; `units`: these by what one all-gather gathers; `params`: their
     `RowShard.param`s in order; `flat`: all gradients.
@@ -125,6 +122,7 @@ class FullySharded:
         self,
         stages: Sequence[Sequence[Unit]],
         *,
+        replicate_group: ProcessGroup | None = None,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         device: torch.device,
@@ -133,7 +131,6 @@ class FullySharded:
         self.units: list[list[nn.Parameter]] = []
         self._modules: list[FSDPModule] = []
         self._roots: dict[FSDPModule, int] = {}  # forward passes to come before `finish`
-        replicate: list[ProcessGroup | None] = []
         sharded: dict[nn.Parameter, DTensor] = {}
         for stage in stages:
             root = stage[-1].module
@@ -143,7 +140,6 @@ class FullySharded:
             for part in (part for unit in stage for part in unit.parts):
                 self.units.append([param for param in part.module.parameters() if not isinstance(param, DTensor)])
                 self._modules.append(_shard(part, dtype, reduce_dtype, device))
-                replicate.append(part.groups.replicate)
             _gather_inner_too(stage)
             self._roots[self._modules[-1]] = 0
             root.register_forward_pre_hook(self._count)
@@ -157,7 +153,7 @@ class FullySharded:
         self.flat = torch.zeros(sum(map(sum, sizes)), dtype=torch.float32, device=device)
         self.owned = [self.flat]
         buffers = self.flat.split([sum(unit) for unit in sizes])
-        self._replicas = ReplicaReduction(buffers, [len(unit) for unit in self.units], replicate, reduce_dtype)
+        self._replicas = ReplicaReduction(buffers, [len(unit) for unit in self.units], replicate_group, reduce_dtype)
         for unit, params in enumerate(self.units):
             for buffer, param in zip(buffers[unit].split(sizes[unit]), params, strict=True):
                 rows, weight = self.row_shards[param], sharded[param]
@@ -212,21 +208,17 @@ class FullySharded:
 
 
 class ReplicaReduction:
-    """Sums gradient shards over the ranks that hold the same shards, in place and once a step.
+    """Sums gradient shards over `group`, the ranks that hold the same shards, in place and once a step.
 
-    `units`: the fp32 gradients of each unit, flat; `params`: how many parameters each has; `groups`: these ranks. They
-    are sent in `dtype`; if that is not fp32 the copies live until `finish`. Units are sent in the order in which
-    backward completes them, which is that of the model and so the same on all ranks.
+    `units`: the fp32 gradients of each unit, flat; `params`: how many parameters each has. They are sent in `dtype`; if
+    that is not fp32 the copies live until `finish`. Units are sent in the order in which backward completes them, which
+    is that of the model and so the same on all ranks.
     """
 
     def __init__(
-        self,
-        units: Sequence[Tensor],
-        params: Sequence[int],
-        groups: Sequence[ProcessGroup | None],
-        dtype: torch.dtype,
+        self, units: Sequence[Tensor], params: Sequence[int], group: ProcessGroup | None, dtype: torch.dtype
     ) -> None:
-        self._units, self._params, self._groups, self._dtype = units, params, groups, dtype
+        self._units, self._params, self._group, self._dtype = units, params, group, dtype
         self._expected: list[int] = []  # per unit: gradients of parameters still to come
         self._works: dict[int, collectives.Work] = {}
 
@@ -255,12 +247,12 @@ class ReplicaReduction:
         self._works, self._expected = {}, []
 
     def _start(self, unit: int) -> None:
-        gradients, group = self._units[unit], self._groups[unit]
-        if collectives.size(group) == 1 or not gradients.numel():
+        gradients = self._units[unit]
+        if collectives.size(self._group) == 1 or not gradients.numel():
             self._works[unit] = collectives.DONE
             return
         sent = gradients.to(self._dtype)
-        work = collectives.all_reduce_async(sent, group)
+        work = collectives.all_reduce_async(sent, self._group)
 
         def wait() -> None:
             work.wait()

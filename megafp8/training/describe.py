@@ -166,7 +166,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     context = ("context",) if p.context > 1 else ()
     replicas = ("fsdp_shard", "fsdp_replicate") if p.fsdp_replicas > 1 else ()
     experts = ("expert", "expert_data") if p.expert > 1 else ()
-    of_experts = ("expert_shard", "expert_replicate") if experts and replicas else ()
+    of_experts = ("expert_shard",) if experts and replicas else ()
     names = ("tensor", *context, "data", *experts, *replicas, *of_experts, "pipeline", "amax", "model", *embedding)
     width = max(10, *map(len, names))
     for name in names:

@@ -44,7 +44,13 @@ def shard(
 ) -> FullySharded:
     """Shard the weights of `stages`, with blocks on the meta device, and give them initial values."""
     units = [_units(stage, parallel) for stage in stages]
-    sharded = FullySharded(units, dtype=dtype, reduce_dtype=reduce_dtype, device=parallel.device)
+    sharded = FullySharded(
+        units,
+        replicate_group=parallel.fsdp_replicate.group,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        device=parallel.device,
+    )
     for rows in sharded.row_shards.values():
         rounded = torch.empty(rows.values.shape, dtype=dtype, device=parallel.device)
         initialize(rows.param, rounded, seed)
@@ -60,9 +66,8 @@ def shard(
 
 def _units(stage: GPTStage, parallel: ParallelState) -> list[Unit]:
     """Embedding, blocks and output layer, and the stage; experts are inner units if they are on other ranks."""
-    p = parallel
-    groups = ShardGroups(p.fsdp_shard.group, p.fsdp_shard_backward.group, p.fsdp_replicate.group)
-    of_experts = ShardGroups(p.expert_shard.group, p.expert_shard_backward.group, p.expert_replicate.group)
+    groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
+    of_experts = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
 
     def unit(module: nn.Module) -> Unit:
         experts = [m for m in module.modules() if isinstance(m, Experts)] if of_experts != groups else []
@@ -141,7 +146,8 @@ def report(
     ]
     if any(spec_of(rows.param).expert for rows in sharded.row_shards.values()):
         as_values = ", and gathered in high precision" if in_fp8 else ""
-        lines.append(f"weights of experts are sharded over {parallel.expert_shard.size} ranks{as_values}")
+        shards = parallel.expert_shard.size
+        lines.append(f"parallel.fsdp: weights of experts have {shards} shard{'s' if shards > 1 else ''}{as_values}")
     if replicas > 1:
         hosts = "one host" if on_one_host(parallel.fsdp_shard, environment) else "several hosts"
         lines.append(f"parallel.fsdp_replicas: {replicas} replicas of the shards, each on {ranks} ranks of {hosts}")

@@ -10,7 +10,7 @@ What is replicated depends on the layout:
     over data and context parallelism   weights; without ZeRO masters and moments too; with fp8.param_gather the FP8
                                         data of weights and their scales; with FSDP no weights
     over ranks with the same experts    weights of experts, as others over data and context parallelism; their FP8 state
-    over replicas of FSDP's shards      optimizer state, masters among it, which are the weights; experts have their own
+    over replicas of FSDP's shards      optimizer state, masters among it, which are the weights
     over tensor parallelism             norms, biases of row-parallel layers, learned positions; their optimizer state
     over first and last pipeline stage  tied embeddings and their optimizer state
     over data, context and tensor       the state of FP8 scaling, the number of optimizer steps
@@ -58,7 +58,6 @@ from megafp8.training.trainer import Trainer
 
 _LISTED = 5  # tensors that a message names
 _CHUNK = 1 << 20  # words whose products are in memory at a time
-_OF_EXPERTS = {"data": "expert_data", "fsdp_replicate": "expert_replicate"}  # instead of others' groups
 
 
 def words_of(x: Tensor) -> Tensor:
@@ -122,7 +121,8 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
 
     def add(param: nn.Parameter, name: str, tensors: Iterable[Tensor], axis: str) -> None:
         spec = spec_of(param)
-        shared_over = {_OF_EXPERTS[axis] if spec.expert else axis} if axis else set()
+        axis = "expert_data" if axis == "data" and spec.expert and trainer.has_expert_buffer else axis
+        shared_over = {axis} if axis else set()
         shared_over |= {"tensor"} if spec.replicated_over_tp else set()
         shared_over |= {"embedding"} if any(param is tied for tied in trainer.tied) else set()
         holder = " (output layer)" if spec.is_copy else ""
@@ -159,7 +159,6 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         "data": parallel.data_context.size,
         "expert_data": parallel.expert_data.size,
         "fsdp_replicate": parallel.fsdp_replicate.size,
-        "expert_replicate": parallel.expert_replicate.size,
         "tensor": parallel.tensor.size,
         "embedding": parallel.pipeline.size,
     }
@@ -183,7 +182,6 @@ def check_replicas(trainer: Trainer, step: int) -> None:
         "data": parallel.data_context.group,
         "expert_data": parallel.expert_data.group,
         "fsdp_replicate": parallel.fsdp_replicate.group,
-        "expert_replicate": parallel.expert_replicate.group,
         "tensor": parallel.tensor.group,
         "embedding": embedding,
     }

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from megafp8.data_parallel.fsdp import FullySharded, ShardGroups, Unit
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import spec_of
-from megafp8.parallel_state import initialize_model_parallel
+from megafp8.parallel_state import ParallelState, initialize_model_parallel
 from tests.marks import slow_but
 from tests.tiny_model import CPU, set_specs
 from tests.world import World
@@ -79,13 +79,19 @@ def _unsharded(ranks: Sequence[int]) -> dict[str, Tensor]:
 
 
 def _sharded_model(
-    groups: ShardGroups, of_inner: ShardGroups, reduce_dtype: torch.dtype = torch.float32
+    parallel: ParallelState, reduce_dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Sequential, FullySharded]:
+    """The inner unit is that of experts, of which some ranks have others."""
     model = _model()
+    groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
+    of_inner = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
     values = dict(model.named_parameters())
     whole = {name: param.detach().clone() for name, param in values.items()}
     units = [Unit(model[1], groups, [Unit(model[1][1], of_inner)]), Unit(model[2], groups), Unit(model, groups)]
-    sharded = FullySharded([units], dtype=torch.float32, reduce_dtype=reduce_dtype, device=CPU)
+    sharded = FullySharded(
+        [units], replicate_group=parallel.fsdp_replicate.group, dtype=torch.float32, reduce_dtype=reduce_dtype,
+        device=CPU,
+    )  # fmt: skip
     with torch.no_grad():
         for name, param in values.items():
             rows = sharded.row_shards[param]
@@ -98,21 +104,17 @@ def _rows(shard: nn.Parameter, whole: Tensor) -> Tensor:
     return whole.narrow(0, piece.offset[0], piece.shape[0])
 
 
-def _assert_sums(sharded: FullySharded, expected: dict[str, Tensor], rtol: float = 1e-5, atol: float = 1e-6) -> None:
+def _assert_sums(sharded: FullySharded, parallel: ParallelState, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    expected = _unsharded(parallel.amax.ranks) | {INNER: _unsharded(parallel.expert_data.ranks)[INNER]}
     for param in sharded.params:
         (piece,) = spec_of(param).shards
         torch.testing.assert_close(param.main_grad, _rows(param, expected[piece.name]), rtol=rtol, atol=atol)
 
 
 def _sums(overlap: bool) -> list[bool]:
-    """Asserts that gradients are sums; after each pass, whether reductions were waited for. Each of two ranks has an
-    inner unit of its own."""
+    """Asserts that gradients are sums; after each pass, whether reductions were waited for."""
     parallel = initialize_model_parallel(expert_model_parallel_size=2)
-    groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
-    model, sharded = _sharded_model(
-        groups, ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
-    )
-    expected = _unsharded([0, 1]) | {INNER: _unsharded([parallel.rank])[INNER]}
+    model, sharded = _sharded_model(parallel)
     waited = []
     for _ in range(2):  # steps
         sharded.zero()
@@ -124,7 +126,7 @@ def _sums(overlap: bool) -> list[bool]:
             model(x).square().sum().backward()
             waited.append(bool(model._get_fsdp_state()._state_ctx.is_last_backward))  # type: ignore[operator]
         sharded.finish()
-        _assert_sums(sharded, expected)
+        _assert_sums(sharded, parallel)
     in_time = model[1].in_time
     assert len(in_time) == 2 * PASSES * 3
     assert all(in_time)
@@ -137,21 +139,18 @@ def test_gradient_shards_are_sums_over_passes_and_ranks(world2: World) -> None:
             assert waited == ([False, False, True] * 2 if overlap else [True] * 6)
 
 
-def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> list[list[str]]:
-    """As `_sums`, two replicas, and the other way round for the inner unit; whose gradients all-reduces sum, before
-    `finish` and in it."""
-    parallel = initialize_model_parallel(fsdp_replicas=2)
-    shard, replicate = parallel.fsdp_shard.group, parallel.fsdp_replicate.group
-    of_inner = ShardGroups(replicate, replicate, shard)
-    model, sharded = _sharded_model(ShardGroups(shard, shard, replicate), of_inner, reduce_dtype)
+def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> list[list[int]]:
+    """As `_sums`, two replicas; how many elements each all-reduce of a step sums, before and in `finish`."""
+    parallel = initialize_model_parallel(fsdp_replicas=2, expert_model_parallel_size=2)
+    model, sharded = _sharded_model(parallel, reduce_dtype)
     tolerance = (1e-5, 1e-6) if reduce_dtype == torch.float32 else (2e-2, 2e-2)
-    reduced: list[list[str]] = []
+    reduced: list[list[int]] = []
     all_reduce_async = collectives.all_reduce_async
 
     def counted(x: Tensor, group: ProcessGroup | None, *op: Any) -> collectives.Work:
-        assert group in (shard, replicate)
-        assert (x.dtype, x.numel()) == (reduce_dtype, 64)  # 3 × 6 elements, padded
-        reduced[-1].append("inner" if group is shard else "outer")
+        assert group is parallel.fsdp_replicate.group
+        assert x.dtype == reduce_dtype
+        reduced[-1].append(x.numel())
         return all_reduce_async(x, group, *op)
 
     with mock.patch.object(collectives, "all_reduce_async", counted):
@@ -164,7 +163,7 @@ def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> list[list[str]]:
                 model(x).square().sum().backward()
             reduced.append([])
             sharded.finish()
-            _assert_sums(sharded, _unsharded(range(4)), *tolerance)
+            _assert_sums(sharded, parallel, *tolerance)
     return reduced
 
 
@@ -173,7 +172,6 @@ def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> list[list[str]]:
 )
 def test_replicas_are_summed_once_a_step(world4: World, overlap: bool, dtype: torch.dtype) -> None:
     """A unit at a time, the last ones first, and in the last pass's backward where that is overlapped."""
-    late = ["inner", "outer", "outer", "outer"]
-    of_step = [[], [], ["outer", "inner", "outer", "outer"], []] if overlap else [[], [], [], late]
+    units = [64] * 4  # 3 × 6 elements, and all 36 of the inner unit, padded
     for reduced in world4.run(_replicated, overlap, dtype):
-        assert reduced == of_step * 2
+        assert reduced == [[], [], *([units, []] if overlap else [[], units])] * 2

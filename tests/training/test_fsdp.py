@@ -67,7 +67,7 @@ def test_the_log_says_what_is_held_and_received(world2: World) -> None:
 def test_the_log_says_where_replicas_are(world4: World) -> None:
     for found in world4.run(_report, config_of("moe dp4 ep2 hsdp")):
         assert found.endswith(
-            "\nweights of experts are sharded over 1 ranks"
+            "\nparallel.fsdp: weights of experts have 1 shard"
             "\nparallel.fsdp_replicas: 2 replicas of the shards, each on 2 ranks of one host"
         )
 
