@@ -60,8 +60,9 @@ def rank_groups(
     `fsdp_shard` (consecutive ranks of `data_context`, which is split into `fsdp_replicas` of these) and
     `fsdp_replicate` (ranks at the same place of each `fsdp_shard`), `expert` (consecutive ranks of data × context ×
     tensor), which is `expert_model` × `expert_tensor` (neighbours), `expert_data` (ranks at the same place of each
-    `expert`) and `expert_amax` (`expert_data` × `expert_tensor`). The data-parallel size is the rest of the world.
-    Raises ValueError where the sizes do not multiply up to the world, or do not divide the ranks they divide.
+    `expert`), `expert_shard` (consecutive ranks of `expert_data`, in the same replica) and `expert_amax` (`expert_data`
+    × `expert_tensor`). The data-parallel size is the rest of the world. Raises ValueError where the sizes do not
+    multiply up to the world, or do not divide the ranks they divide.
     """
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
     groups = _groups(grid, fsdp_replicas, expert_model_parallel_size, expert_tensor_parallel_size)
@@ -107,12 +108,14 @@ def _groups(grid: Ranks, fsdp_replicas: int, expert_model: int, expert_tensor: i
     divided("expert_tensor_parallel_size", expert_tensor, "amax", "data × context × tensor")
     expert = expert_model * expert_tensor
     divided("expert_model_parallel_size × expert_tensor_parallel_size", expert, "amax", "data × context × tensor")
-    shards = groups["data_context"].shape[1] // fsdp_replicas
-    groups["fsdp_shard"], groups["fsdp_replicate"] = _split(groups["data_context"], shards)
     groups["expert"], groups["expert_data"] = _split(groups["amax"], expert)
     groups["expert_tensor"], groups["expert_model"] = _split(groups["expert"], expert_tensor)
-    replicas = groups["amax"].reshape(len(groups["amax"]), -1, expert_model, expert_tensor)
-    groups["expert_amax"] = replicas.swapaxes(1, 2).reshape(-1, replicas.shape[1] * expert_tensor)
+    whole = groups["amax"].reshape(len(groups["amax"]), -1, expert_model, expert_tensor)
+    groups["expert_amax"] = whole.swapaxes(1, 2).reshape(-1, whole.shape[1] * expert_tensor)
+    divided("fsdp_replicas", fsdp_replicas, "expert_data", "data × context × tensor that hold the same experts")
+    shards, of_experts = (groups[name].shape[1] // fsdp_replicas for name in ("data_context", "expert_data"))
+    groups["fsdp_shard"], groups["fsdp_replicate"] = _split(groups["data_context"], shards)
+    groups["expert_shard"], _ = _split(groups["expert_data"], of_experts)
     return groups
 
 
@@ -164,6 +167,8 @@ class ParallelState:
     `expert`: the experts of a layer are divided over its ranks, and tokens travel between them: over `expert_model`
     by number, and each over `expert_tensor`. `expert_data`: ranks that hold the same parts of experts; with `expert`
     they are data × context × tensor. `expert_amax`: ranks that hold the same experts, whole or in parts.
+    `expert_shard`, `expert_shard_backward`: what `fsdp_shard` and `fsdp_shard_backward` are for the rest of the model,
+    for experts.
     """
 
     mesh: DeviceMesh
@@ -188,6 +193,8 @@ class ParallelState:
     expert_tensor: Group
     expert_data: Group
     expert_amax: Group
+    expert_shard: Group
+    expert_shard_backward: Group
     embedding: Group | None
     virtual_pipeline_size: int
 
@@ -306,6 +313,8 @@ def initialize_model_parallel(
     # One of its own: tokens do not wait for gradients, which are reduced meanwhile.
     expert = group("expert") if expert_model_parallel_size * expert_tensor_parallel_size > 1 else joint("expert")
     expert_data = joint("expert_data", data_context, amax)
+    fsdp_shard, fsdp_shard_backward = joint("fsdp_shard", data_context), group("fsdp_shard")
+    expert_shard = joint("expert_shard", fsdp_shard, expert_data)
     _STATE = ParallelState(
         mesh=mesh,
         device=device,
@@ -315,8 +324,8 @@ def initialize_model_parallel(
         **axes,
         pipeline_backward=group("pipeline"),
         data_context=data_context,
-        fsdp_shard=joint("fsdp_shard", data_context),
-        fsdp_shard_backward=group("fsdp_shard"),
+        fsdp_shard=fsdp_shard,
+        fsdp_shard_backward=fsdp_shard_backward,
         fsdp_replicate=joint("fsdp_replicate", data_context),
         model=joint("model"),
         tensor_context=joint("tensor_context"),
@@ -326,6 +335,8 @@ def initialize_model_parallel(
         expert_tensor=joint("expert_tensor", expert),
         expert_data=expert_data,
         expert_amax=joint("expert_amax", data_context, amax, expert_data),
+        expert_shard=expert_shard,
+        expert_shard_backward=fsdp_shard_backward if expert_shard is fsdp_shard else group("expert_shard"),
         # Last: torch numbers a rank's groups in their names, and not every rank has this one.
         embedding=group("embedding") if mine["embedding"] else None,
         virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,

@@ -61,6 +61,12 @@ def test_groups_of_experts_by_hand() -> None:
     assert cut["expert_tensor"] == [[i, i + 1] for i in range(0, 16, 2)]
     assert cut["expert_model"] == [[i, i + 2] for i in (0, 1, 4, 5, 8, 9, 12, 13)]
     assert cut["expert_amax"] == [[i, i + 1, i + 4, i + 5] for i in (0, 2, 8, 10)]
+    sharded = rank_groups(8, fsdp_replicas=2, expert_model_parallel_size=2)
+    assert sharded["expert_data"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert sharded["expert_shard"] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert sharded["fsdp_replicate"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    with pytest.raises(ValueError, match="fsdp_replicas is 2; it must divide the 1 ranks of data × context × tensor t"):
+        rank_groups(2, fsdp_replicas=2, expert_model_parallel_size=2)
     with pytest.raises(ValueError, match="expert_model_parallel_size is 3; it must divide the 8 ranks of data × cont"):
         rank_groups(8, 2, expert_model_parallel_size=3)
 
@@ -71,8 +77,8 @@ sizes = st.integers(1, 3)
 @given(tp=sizes, pp=sizes, cp=sizes, dp=sizes, replicas=sizes, ep=st.sampled_from([1, 2, 4]), etp=sizes)
 def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int, replicas: int, ep: int, etp: int) -> None:
     world = tp * pp * cp * dp * replicas
-    etp = math.gcd(etp, world // pp)
-    ep = math.gcd(ep, world // pp // etp)
+    etp = math.gcd(etp, tp * cp * dp)
+    ep = math.gcd(ep, tp * cp * dp // etp)
     groups = rank_groups(world, tp, pp, cp, replicas, ep, etp)
     for name, lists in groups.items():
         flat = [rank for ranks in lists for rank in ranks]
@@ -80,8 +86,11 @@ def test_every_group_partitions_the_world(tp: int, pp: int, cp: int, dp: int, re
         if name != "embedding":
             assert sorted(flat) == list(range(world)), name
     # The axes are orthogonal: their groups share at most one rank.
-    of_experts = itertools.combinations(("expert_model", "expert_tensor", "expert_data"), 2)
-    for a, b in [*itertools.combinations(AXES, 2), ("fsdp_shard", "fsdp_replicate"), *of_experts]:
+    pairs = [
+        *itertools.combinations(AXES, 2), *itertools.combinations(("expert_model", "expert_tensor", "expert_data"), 2),
+        ("fsdp_shard", "fsdp_replicate"), ("expert_shard", "fsdp_replicate"),
+    ]  # fmt: skip
+    for a, b in pairs:
         assert all(len(set(x) & set(y)) <= 1 for x in groups[a] for y in groups[b])
 
 

@@ -208,6 +208,10 @@ def test_dry_run_shows_shards_and_replicas() -> None:
     numel = int(parameters.replace(",", "")) / 8
     assert (gradients, optimizer) == (f"{numel * 4 / 2**30:.2f}", f"{numel * 12 / 2**30:.2f}")
     assert "sharded over 32 ranks\n" in dry_run("llama3-8b", 32, *layout)
+    experts = ["parallel.pipeline=1", "parallel.zero=0", "parallel.fsdp=true", "parallel.fsdp_replicas=2"]
+    said = dry_run("qwen3-30b-a3b", 64, *experts, "model.vocab_size=151936")
+    assert "optimizer state sharded over 32 ranks, experts over 4, in 2 replicas\n" in said
+    assert "  expert_shard       4 ranks: 0, 8, 16, 24  (16 such groups)" in said
     refused = dry_run("llama3-8b", 32, *layout, "parallel.fsdp_replicas=5", code=2)
     assert refused.splitlines()[-1] == (
         "  parallel.fsdp_replicas = 5: the shards of parallel.fsdp are replicated over equal parts of 32 data-parallel "

@@ -7,6 +7,7 @@ need neither torch, nor a device, nor a process group, so `--dry-run` checks a 1
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -434,11 +435,17 @@ def _batch(config: Config, world_size: int) -> Iterator[Problem]:
 def _fsdp_replicas(config: Config, world_size: int) -> Iterator[Problem]:
     p = config.parallel
     ranks, rest = divmod(world_size, p.tensor * p.pipeline)
-    if not p.fsdp or rest or ranks % p.context or ranks % p.fsdp_replicas == 0:
+    of_experts, uneven = divmod(ranks * p.tensor, p.expert_ranks)
+    if not p.fsdp or rest or ranks % p.context or uneven:
+        return
+    possible = math.gcd(ranks, of_experts)
+    if possible % p.fsdp_replicas == 0:
         return
     names = "data-parallel" if p.context == 1 else "data- and context-parallel"
     rule = f"the shards of parallel.fsdp are replicated over equal parts of {ranks} {names} ranks"
-    yield Problem("parallel.fsdp_replicas", p.fsdp_replicas, rule, divisors(ranks, p.fsdp_replicas))
+    if ranks % p.fsdp_replicas == 0:
+        rule += f", and those of experts over equal parts of the {of_experts} that hold the same experts"
+    yield Problem("parallel.fsdp_replicas", p.fsdp_replicas, rule, divisors(possible, p.fsdp_replicas))
 
 
 def _cuda_graphs(config: Config) -> Iterator[Problem]:

@@ -77,10 +77,6 @@ def layout(config: Config) -> Iterator[Problem]:
         if config.device != "cpu" and config.training.precision == "bf16" and width % 8:
             rule = "GEMMs of all experts at once take bf16 matrices of a multiple of 8 columns"
             yield Problem(key, width, rule, f"try {-(-width // 8) * 8}")
-    if p.fsdp and (p.expert > 1 or p.tensor > 1):
-        key = "expert" if p.expert > 1 else "tensor"
-        rule = "parallel.fsdp shards all weights over the same ranks, and experts would be on others"
-        yield Problem(f"parallel.{key}", getattr(p, key), rule, f"try parallel.{key}=1, or parallel.fsdp=false")
 
 
 def ranks(config: Config, world_size: int) -> Iterator[Problem]:

@@ -325,16 +325,21 @@ class ParallelConfig(Section):
     """ZeRO stage 3, by torch's fully_shard: weights and gradients are sharded over data-parallel ranks too. The weights
     of a block are gathered before its forward and its backward, in FP8 with fp8.param_gather, and freed afterwards.
     Replaces zero; bucket_mib and overlap_param_gather have no effect. Gradients are reduced after each micro-batch, so
-    prefer few large micro-batches. Not supported with CUDA graphs and schedules that split
-    backwards."""
+    prefer few large micro-batches. Experts are sharded over the ranks that hold the same ones. Not supported with CUDA
+    graphs and schedules that split backwards."""
     fsdp_replicas: PositiveInt = 1
     """With fsdp: number of replicas of the shards (HSDP; torchtitan's data_parallel_replicate_degree). Weights,
     gradients and optimizer state are sharded over data-parallel × context-parallel size / fsdp_replicas neighbouring
     ranks, best those of one host, which gather weights and reduce gradients in each micro-batch. Between replicas only
     the sums of gradient shards travel, once a step. A rank holds fsdp_replicas times as much. Must divide
-    data-parallel × context-parallel size."""
+    data-parallel × context-parallel size, and the number of ranks that hold the same experts."""
     overlap_param_gather: bool = True
     """With zero 1: gather updated parameters while the next forward pass already runs."""
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks over which the experts of a layer are divided, and each of them."""
+        return self.expert * self.expert_tensor
 
 
 OperandRecipe = Literal["delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4"]
@@ -420,7 +425,7 @@ class Fp8Config(Section):
     """With parallel.zero 1 or fsdp: each rank quantizes the shard of the weights that it updates, and ranks gather FP8
     data (Megatron-LM's fp8-param-gather). Halves the traffic and saves 2 bytes per parameter, with bit-identical
     losses. For recipes with one scale per weight: delayed, current, static; layers of custom with another recipe gather
-    bf16. The FP8 report then has no weights."""
+    bf16, and so do experts. The FP8 report then has no weights."""
     report_interval: Count = 0
     """Steps between samples for the FP8 health report (quantization error of each tensor), fp8_report.jsonl in the run
     folder; 100 is usual. 0: no report."""

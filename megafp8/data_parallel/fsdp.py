@@ -20,6 +20,10 @@ of a group's micro-batches are summed in its shards, and `ReplicaReduction` sums
 unit's after its last backward, beside the gathers and reductions of the units before it. torch's mesh of two dims would
 do it after every backward, or, with `set_requires_all_reduce`, sum micro-batches in a second buffer of `reduce_dtype`.
 
+*Experts* of expert parallelism are held by other ranks than the rest of their block. So a module of a unit may be an
+inner unit with groups of its own. torch gathers both at the same time (`_gather_inner_too`): an inner unit is called
+late, after tokens have been exchanged, and in a block's backward it is needed first.
+
 *Weights gathered in FP8* are in `megafp8.data_parallel.fp8_weight_gather`. torch asks the tensor that it shards what to
 send and how to convert the result (`fsdp_pre_all_gather`, `fsdp_post_all_gather`; it looks for them again right before
 the first forward, so they may be set later).
@@ -30,8 +34,9 @@ holds a whole block's values except while computing with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -39,7 +44,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import FlatShard, set_spec, slice_rows, spec_of
@@ -67,34 +72,56 @@ class Released(Tensor):
 class RowShard(NamedTuple):
     """This rank's rows of a weight. `param` represents them; `values` `[m, *rest]`, fp32, is what torch gathers from.
 
-    `global_shape`: of the whole weight. Each rank sends `padded_rows` rows; some of the last ranks' are padding.
+    `global_shape`: of the whole weight. Each of `ranks` sends `padded_rows` rows; some of the last ones' are padding.
     """
 
     param: nn.Parameter
     values: Tensor
     global_shape: torch.Size
+    ranks: int
     padded_rows: int
 
 
+class ShardGroups(NamedTuple):
+    """The ranks over which a unit is sharded: for its gathers, and with another communicator for its reductions."""
+
+    gather: ProcessGroup
+    reduce: ProcessGroup
+
+
+class Unit(NamedTuple):
+    """A module whose weights are gathered together, and freed together.
+
+    Modules of `inner` are parts of it that have groups of their own, and are gathered at the same time.
+    """
+
+    module: nn.Module
+    groups: ShardGroups
+    inner: Sequence[Unit] = ()
+
+    @property
+    def parts(self) -> list[Unit]:
+        """The inner units and the unit itself."""
+        return [*self.inner, self]
+
+
 class FullySharded:
-    """The parameters of `stages` sharded over `group`, and their gradients, as `OptimizerStep` expects them.
+    """The parameters of `stages` sharded, and their gradients, as `OptimizerStep` expects them.
 
-    A stage is a module that is called, with those of its modules, in the order of their calls, whose weights are
-    gathered and freed individually; the stage's other weights stay gathered from the beginning of a forward pass to the
-    end of its backward. Parameters on the meta device are allocated on `device`, uninitialized. `dtype`: of gathered
-    weights and computation; `reduce_dtype`: of the reduction of gradients, which runs over `reduce_group`, the same
-    ranks with another communicator, and over `replicate_group`, the ranks that hold the same shards.
+    A stage is a list of units in the order of their calls. The last one has the module that is called, which contains
+    the others: its weights that are not theirs stay gathered from the beginning of a forward pass to the end of its
+    backward. Parameters on the meta device are allocated on `device`, uninitialized. `dtype`: of gathered weights and
+    computation; `reduce_dtype`: of gradients sent to other ranks. `replicate_group`: the ranks that hold the same
+    shards.
 
-    `row_shards`: by the parameter that the module had; `units`: these by what is gathered together; `params`: their
+    `row_shards`: by the parameter that the module had; `units`: these by what one all-gather gathers; `params`: their
     `RowShard.param`s in order; `flat`: all gradients.
     """
 
     def __init__(
         self,
-        stages: Sequence[tuple[nn.Module, Iterable[nn.Module]]],
+        stages: Sequence[Sequence[Unit]],
         *,
-        group: ProcessGroup,
-        reduce_group: ProcessGroup,
         replicate_group: ProcessGroup | None = None,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
@@ -104,21 +131,21 @@ class FullySharded:
         self.units: list[list[nn.Parameter]] = []
         self._modules: list[FSDPModule] = []
         self._roots: dict[FSDPModule, int] = {}  # forward passes to come before `finish`
-        mesh = DeviceMesh.from_group(group, device.type)
-        policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
         sharded: dict[nn.Parameter, DTensor] = {}
-        for root, units in stages:
+        for stage in stages:
+            root = stage[-1].module
             whole = list(root.parameters())
             for param in whole:
                 param.data = param.data.float()
-            for module in (*units, root):
-                self.units.append([param for param in module.parameters() if not isinstance(param, DTensor)])
-                self._modules.append(_shard(module, mesh, policy, device, reduce_group))
+            for part in (part for unit in stage for part in unit.parts):
+                self.units.append([param for param in part.module.parameters() if not isinstance(param, DTensor)])
+                self._modules.append(_shard(part, dtype, reduce_dtype, device))
+            _gather_inner_too(stage)
             self._roots[self._modules[-1]] = 0
             root.register_forward_pre_hook(self._count)
             now = [cast(DTensor, param) for param in root.parameters()]
             for old, new in zip(whole, now, strict=True):
-                self.row_shards[old] = _row_shard(old, new, group, dtype)
+                self.row_shards[old] = _row_shard(old, new, dtype)
                 old.data = old.data.new_empty(0)  # only a key from here on; would keep its values alive
             sharded |= zip(whole, now, strict=True)
         self.params = [rows.param for rows in self.row_shards.values()]
@@ -133,7 +160,12 @@ class FullySharded:
                 gradient = buffer[: rows.values.numel()].view(rows.values.shape)
                 rows.param.main_grad = gradient  # type: ignore[attr-defined]
                 weight.grad = DTensor.from_local(
-                    gradient, mesh, (Shard(0),), run_check=False, shape=weight.shape, stride=weight.stride()
+                    gradient,
+                    weight.device_mesh,
+                    weight.placements,
+                    run_check=False,
+                    shape=weight.shape,
+                    stride=weight.stride(),
                 )
                 # torch calls it in the stream of the reduction, when that has been added to `grad`.
                 weight.register_post_accumulate_grad_hook(partial(self._replicas.count, unit))
@@ -247,25 +279,31 @@ class _ReduceScatter:
         collectives.reduce_scatter_into(output_tensor, input_tensor, self._group)
 
 
-def _shard(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-    device: torch.device,
-    reduce_group: ProcessGroup,
-) -> FSDPModule:
-    """`fully_shard` for those parameters of `module` that are not sharded yet; returns the module."""
+def _shard(unit: Unit, dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device) -> FSDPModule:
+    """`fully_shard` for those parameters of the unit's module that are not sharded yet; returns the module."""
+    module, groups = unit.module, unit.groups
     on_meta = any(param.is_meta for param in module.parameters())
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+    if groups.gather.size() == 1:
+        reduce_dtype = torch.float32  # nothing is sent
+    policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
+    fully_shard(module, mesh=DeviceMesh.from_group(groups.gather, device.type), mp_policy=policy)
     assert isinstance(module, FSDPModule)
     if on_meta:
         module.to_empty(device=device)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # else a multiplication by 1, which gloo lacks
-    module.set_custom_reduce_scatter(cast(Any, _ReduceScatter(reduce_group)))
-    assert policy.reduce_dtype is not None
-    _set_grad_dtype_before_forward(module, policy.reduce_dtype)
+    module.set_custom_reduce_scatter(cast(Any, _ReduceScatter(groups.reduce)))
+    _set_grad_dtype_before_forward(module, reduce_dtype)
     return module
+
+
+def _gather_inner_too(stage: Sequence[Unit]) -> None:
+    """Let torch gather inner units with the unit that they are in. By itself it gathers one unit ahead."""
+    for unit, following in pairwise(stage):
+        if unit.inner:
+            module, *inner = (cast(FSDPModule, part.module) for part in (unit, *unit.inner))
+            module.set_modules_to_forward_prefetch(inner)
+            cast(FSDPModule, following.module).set_modules_to_backward_prefetch([module, *inner])
 
 
 def _set_grad_dtype_before_forward(module: nn.Module, dtype: torch.dtype) -> None:
@@ -281,11 +319,12 @@ def _set_grad_dtype_before_forward(module: nn.Module, dtype: torch.dtype) -> Non
 
 
 @torch.no_grad()
-def _row_shard(old: nn.Parameter, new: DTensor, group: ProcessGroup, dtype: torch.dtype) -> RowShard:
+def _row_shard(old: nn.Parameter, new: DTensor, dtype: torch.dtype) -> RowShard:
     values = new._local_tensor  # the object that torch asks for hooks, which `to_local` may wrap
-    padded_rows = -(-old.shape[0] // group.size())
-    first = min(group.rank() * padded_rows, old.shape[0])
+    rank, ranks = new.device_mesh.get_local_rank(), new.device_mesh.size()
+    padded_rows = -(-old.shape[0] // ranks)
+    first = min(rank * padded_rows, old.shape[0])
     assert first + len(values) == min(first + padded_rows, old.shape[0]), "torch shards rows in another way than it did"
     param = nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=values.device).expand(values.shape))
     set_spec(param, slice_rows(spec_of(old), first, first + len(values)))
-    return RowShard(param, values, old.shape, padded_rows)
+    return RowShard(param, values, old.shape, ranks, padded_rows)

@@ -134,6 +134,6 @@ def planning_context(config: Config, fp8: Fp8Manager) -> BuildContext:
         tokens=tokens_per_rank(config),
         weight_storage=weight_storage(config),
         param_gather=config.fp8.param_gather,
-        expert=cast(ProcessGroup, PlannedGroup(config.parallel.expert * config.parallel.expert_tensor)),
+        expert=cast(ProcessGroup, PlannedGroup(config.parallel.expert_ranks)),
         expert_tensor=cast(ProcessGroup, PlannedGroup(config.parallel.expert_tensor)),
     )

@@ -97,8 +97,8 @@ def state_memory(
     data, and of the weights of experts. The gradients of these are summed over as many ranks as hold the same experts.
     """
     p = config.parallel
-    expert_data = data * p.tensor // (p.expert * p.expert_tensor)
-    if not experts or expert_data == data or p.fsdp:
+    expert_data = data * p.tensor // p.expert_ranks
+    if not experts or expert_data == data:
         return _state_memory(config, numels, data, own_bucket, fp8)
     others = [i for i in range(len(numels)) if i not in experts]
     place = {index: at for at, index in enumerate(others)}
@@ -352,6 +352,9 @@ def _gathered(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) ->
     buffers = 2 * max(in_fp8, default=0)  # of FP8 weights, from the first block's forward on
     plans = layer_plans(config, fp8)
     quantized = [[p.elements for p in b if p.layer and plans[p.layer].fp8] for b in parameters]
+    for counts, experts in zip(quantized, (expert_layers(config, fp8, index) for index in layers)):
+        if experts is not None:
+            counts += [experts.experts * k * n for (k, n), plan in experts.layers if plan.fp8]
     copies = [max(counts, default=0) for counts in quantized]
     first, last = layers.start == 0, layers.stop == config.model.num_layers
     stays = table * e * (tied and (first or last))

@@ -68,7 +68,7 @@ def _stage_size(config: Config, layers: range) -> _StageSize:
 def _slices(config: Config, param: nn.Parameter) -> int:
     """Over how many ranks a parameter is divided."""
     spec, p = spec_of(param), config.parallel
-    return p.expert * p.expert_tensor if spec.expert else 1 if spec.replicated_over_tp else p.tensor
+    return p.expert_ranks if spec.expert else 1 if spec.replicated_over_tp else p.tensor
 
 
 def memory_under(plan: PipelinePlan, world_size: int) -> Callable[[Config], Sequence[RankMemory]]:
@@ -136,7 +136,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f"{f' × context {p.context}' if p.context > 1 else ''} × tensor {p.tensor}"
         f"{' with sequence parallelism' if p.sequence_parallel and p.tensor > 1 else ''}",
         *([_describe_experts(config, world_size)] if config.model.moe is not None else []),
-        *([_describe_shards(p.fsdp_replicas, data * p.context)] if p.fsdp else []),
+        *([_describe_shards(config, world_size)] if p.fsdp else []),
         f"micro-batches per step and rank: {num_microbatches(config, world_size)}"
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
@@ -165,8 +165,9 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     embedding = () if plan.placement == v_placement(p.pipeline) else ("embedding",)
     context = ("context",) if p.context > 1 else ()
     replicas = ("fsdp_shard", "fsdp_replicate") if p.fsdp_replicas > 1 else ()
-    experts = ("expert", "expert_data") if p.expert * p.expert_tensor > 1 else ()
-    names = ("tensor", *context, "data", *experts, *replicas, "pipeline", "amax", "model", *embedding)
+    experts = ("expert", "expert_data") if p.expert_ranks > 1 else ()
+    of_experts = ("expert_shard",) if experts and replicas else ()
+    names = ("tensor", *context, "data", *experts, *replicas, *of_experts, "pipeline", "amax", "model", *embedding)
     width = max(10, *map(len, names))
     for name in names:
         members = next(g for g in groups[name] if 0 in g)
@@ -175,17 +176,24 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     return "\n".join(lines)
 
 
-def _describe_shards(replicas: int, ranks: int) -> str:
-    """Over how many of `ranks`, data- and context-parallel, FSDP shards."""
+def _describe_shards(config: Config, world_size: int) -> str:
+    """Over how many ranks FSDP shards."""
+    p = config.parallel
+    replicas, ranks = p.fsdp_replicas, world_size // p.pipeline // p.fsdp_replicas
+    experts = (
+        f", experts over {ranks // p.expert_ranks}"
+        if config.model.moe is not None and p.expert_ranks != p.tensor
+        else ""
+    )
     copies = f", in {replicas} replicas" if replicas > 1 else ""
-    return f"fsdp: weights, gradients and optimizer state sharded over {ranks // replicas} ranks{copies}"
+    return f"fsdp: weights, gradients and optimizer state sharded over {ranks // p.tensor} ranks{experts}{copies}"
 
 
 def _describe_experts(config: Config, world_size: int) -> str:
     """The layout of the experts."""
     moe, p = config.model.moe, config.parallel
     assert moe is not None
-    ranks = p.expert * p.expert_tensor
+    ranks = p.expert_ranks
     parts = f", each cut over {p.expert_tensor} ranks" if p.expert_tensor > 1 else ""
     on_ranks = f"; {moe.num_experts // p.expert} on each of {p.expert} expert-parallel ranks" if p.expert > 1 else ""
     how = f"; tokens by {'all-gather' if config.gathers_tokens else 'all-to-all'}" if ranks > 1 else ""

@@ -26,10 +26,12 @@ from megafp8.data_parallel.fp8_weight_gather import (
     Transport,
 )
 from megafp8.data_parallel.fp8_weight_shards import WeightShard
-from megafp8.data_parallel.fsdp import FullySharded
+from megafp8.data_parallel.fsdp import FullySharded, ShardGroups, Unit
+from megafp8.distributed.sharding import spec_of
 from megafp8.fp8.formats import Format
 from megafp8.fp8.linear_state import LinearState
 from megafp8.models.gpt import GPTStage
+from megafp8.models.moe import Experts
 from megafp8.parallel_state import ParallelState
 from megafp8.tensor_parallel.random import initialize
 from megafp8.training.overlap import on_one_host
@@ -41,11 +43,9 @@ def shard(
     stages: Sequence[GPTStage], parallel: ParallelState, *, dtype: torch.dtype, reduce_dtype: torch.dtype, seed: int
 ) -> FullySharded:
     """Shard the weights of `stages`, with blocks on the meta device, and give them initial values."""
-    tied = [stage.shared_weight is not None for stage in stages]
+    units = [_units(stage, parallel) for stage in stages]
     sharded = FullySharded(
-        [(stage, stage.blocks if is_tied else stage.units) for stage, is_tied in zip(stages, tied)],
-        group=parallel.fsdp_shard.group,
-        reduce_group=parallel.fsdp_shard_backward.group,
+        units,
         replicate_group=parallel.fsdp_replicate.group,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
@@ -62,6 +62,19 @@ def shard(
         if isinstance(stage.head, FSDPModule):
             stage.head.set_reshard_after_forward(False)
     return sharded
+
+
+def _units(stage: GPTStage, parallel: ParallelState) -> list[Unit]:
+    """Embedding, blocks and output layer, and the stage; experts are inner units if they are on other ranks."""
+    groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
+    of_experts = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
+
+    def unit(module: nn.Module) -> Unit:
+        experts = [m for m in module.modules() if isinstance(m, Experts)] if of_experts != groups else []
+        return Unit(module, groups, [Unit(m, of_experts) for m in experts])
+
+    modules = stage.units if stage.shared_weight is None else stage.blocks
+    return [*map(unit, modules), Unit(stage, groups)]
 
 
 class Fp8Gather(NamedTuple):
@@ -118,19 +131,23 @@ def report(
 
     `in_fp8`: those of `sharded.params` that are gathered in FP8.
     """
-    gib, held, values, gathered = 2**30, 0, 0, 0
+    gib, held, values, gathered = 2**30, 0, 0.0, 0.0
     ranks, replicas = parallel.fsdp_shard.size, parallel.fsdp_replicate.size
     for rows in sharded.row_shards.values():
-        elements, fp8 = rows.global_shape.numel(), rows.param in in_fp8
+        fp8, size = rows.param in in_fp8, rows.param.element_size()
+        received = rows.global_shape.numel() * (rows.ranks - 1) / rows.ranks
         held += rows.values.nbytes + rows.padded_rows * rows.global_shape[1:].numel() * fp8
-        values += elements * rows.param.element_size()
-        gathered += elements * (1 if fp8 else rows.param.element_size())
-    received, without = (size * (ranks - 1) / ranks / gib for size in (gathered, values))
-    instead = f", {len(in_fp8)} of them in FP8, instead of {without:.3f} without" if in_fp8 else ""
+        values += received * size
+        gathered += received * (1 if fp8 else size)
+    instead = f", {len(in_fp8)} of them in FP8, instead of {values / gib:.3f} without" if in_fp8 else ""
     lines = [
         f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(sharded.row_shards)} weights; all of them "
-        f"gathered are {received:.3f} GiB received{instead}"
+        f"gathered are {gathered / gib:.3f} GiB received{instead}"
     ]
+    if any(spec_of(rows.param).expert for rows in sharded.row_shards.values()):
+        as_values = ", and gathered in high precision" if in_fp8 else ""
+        shards = parallel.expert_shard.size
+        lines.append(f"parallel.fsdp: weights of experts have {shards} shard{'s' if shards > 1 else ''}{as_values}")
     if replicas > 1:
         hosts = "one host" if on_one_host(parallel.fsdp_shard, environment) else "several hosts"
         lines.append(f"parallel.fsdp_replicas: {replicas} replicas of the shards, each on {ranks} ranks of {hosts}")

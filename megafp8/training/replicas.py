@@ -9,7 +9,7 @@ What is replicated depends on the layout:
 
     over data and context parallelism   weights; without ZeRO masters and moments too; with fp8.param_gather the FP8
                                         data of weights and their scales; with FSDP no weights
-    over ranks with the same experts    weights of experts, as others over data and context parallelism
+    over ranks with the same experts    weights of experts, as others over data and context parallelism; their FP8 state
     over replicas of FSDP's shards      optimizer state, masters among it, which are the weights
     over tensor parallelism             norms, biases of row-parallel layers, learned positions; their optimizer state
     over first and last pipeline stage  tied embeddings and their optimizer state
@@ -52,6 +52,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
 from megafp8.distributed.sharding import spec_of
+from megafp8.models.moe import Experts
 from megafp8.training.errors import ReplicasDiffer
 from megafp8.training.trainer import Trainer
 
@@ -146,10 +147,13 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
             names = ", ".join(piece.name for piece in spec_of(param).shards)
             found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
     found += [Replica(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
+    experts = [module for module in trainer.model.modules() if isinstance(module, Experts)]
+    layers = [layer for module in experts for group in (module.up_state, module.down_state) for layer in group.states]
+    of_experts = tuple(f"fp8.{layer.site.name}." for layer in layers)
     for name, values in trainer.fp8.state_dict().items():
         # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
         done = values[1:] if name.endswith(".amax_history") else values
-        found.append(Replica(name, done, all_layers))
+        found.append(Replica(name, done, frozenset({"expert_data"}) if name.startswith(of_experts) else all_layers))
     found.append(Replica("number of optimizer steps", torch.tensor(trainer.optimizer.step_count), all_layers))
     sizes = {
         "data": parallel.data_context.size,

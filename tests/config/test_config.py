@@ -264,8 +264,9 @@ EXPERTS: list[tuple[list[str], int, str]] = [
     ([EIGHT, "model.linear_bias=true"], 1, "model.linear_bias = True: experts have no biases; try false, or leave"),
     (["model.moe={num_experts: 8, ffn_hidden_size: 33}"], 1,
      "model.moe.ffn_hidden_size = 33: GEMMs of all experts at once take bf16 matrices of a multiple of 8 columns; try"),
-    ([EIGHT, "parallel.expert=2", "parallel.fsdp=true"], 2,
-     "parallel.expert = 2: parallel.fsdp shards all weights over the same ranks, and experts would be on others; try"),
+    ([EIGHT, "parallel.expert=2", "parallel.fsdp=true", "parallel.fsdp_replicas=2"], 2,
+     "parallel.fsdp_replicas = 2: the shards of parallel.fsdp are replicated over equal parts of 2 data-parallel "
+     "ranks, and those of experts over equal parts of the 1 that hold the same experts; try 1"),
     ([EIGHT, "parallel.expert=4", "training.cuda_graphs=true"], 4,
      "tokens get to experts by all_to_all, and the host reads how many go to each rank, which a graph cannot"),
     ([EIGHT, "parallel.expert_tensor=3"], 3, "parallel.expert_tensor = 3: the width of an expert"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import group as groups
 
 from megafp8.data_parallel.fp8_weight_gather import Collective, Fp8Weight, Fp8WeightGather, SymmetricMemory
-from tests.data_parallel.test_fsdp import fully_sharded
+from megafp8.data_parallel.fsdp import FullySharded, ShardGroups, Unit
 from tests.distributed.test_symmetric_memory import map_files
 from tests.tiny_model import CPU, set_specs
 from tests.world import World
@@ -58,7 +58,8 @@ def _case(name: str, folder: str) -> tuple[list[Any], list[Any]]:
     seen: list[tuple[list[list[int]], int]] = []
     layers = [_Layer(seen) for _ in range(3)]
     model = nn.Sequential(*layers)
-    sharded = fully_sharded(model, layers)
+    stage = [Unit(module, ShardGroups(group, group)) for module in (*layers, model)]
+    sharded = FullySharded([stage], dtype=torch.float32, reduce_dtype=torch.float32, device=CPU)
     blocks = []
     for layer, unit in zip(layers, sharded.units):
 

@@ -5,6 +5,8 @@ Whole models are trained in tests/training/test_fsdp.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,38 +14,52 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed import group as groups
+from torch.distributed.fsdp import FSDPModule
 
-from megafp8.data_parallel.fsdp import FullySharded
+from megafp8.data_parallel.fsdp import FullySharded, ShardGroups, Unit
 from megafp8.distributed import collectives
-from megafp8.parallel_state import initialize_model_parallel
+from megafp8.distributed.sharding import spec_of
+from megafp8.parallel_state import ParallelState, initialize_model_parallel
 from tests.marks import slow_but
 from tests.tiny_model import CPU, set_specs
 from tests.world import World
 
 WIDTH, PASSES = 6, 3
+INNER = "1.1.weight"
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def fully_sharded(
-    model: nn.Module,
-    units: list[nn.Module],
-    group: ProcessGroup | None = None,
-    replicate_group: ProcessGroup | None = None,
-    reduce_dtype: torch.dtype = torch.float32,
-) -> FullySharded:
-    """`model` sharded over all ranks or those of `group`, in fp32."""
-    group = group or groups.WORLD
-    assert group is not None
-    return FullySharded(
-        [(model, units)], group=group, reduce_group=group, replicate_group=replicate_group, dtype=torch.float32,
-        reduce_dtype=reduce_dtype, device=CPU,
-    )  # fmt: skip
+def param_groups(module: Any) -> list[Any]:
+    """torch's, of what is gathered together."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] if groups is None else groups
+
+
+class _Block(nn.Sequential):
+    """A layer and an inner unit. Notes whether the inner unit is gathered by the time that the block is needed."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+        self.in_time: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        def note(_: Any = None) -> None:
+            if isinstance(self[1], FSDPModule):
+                (group,) = param_groups(self[1])
+                self.in_time.append(group.is_unsharded or group._all_gather_result is not None)
+
+        note()
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(note)
+        return y
 
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    layer = partial(nn.Linear, WIDTH, WIDTH, bias=False)
+    model = nn.Sequential(layer(), _Block(), layer())
     set_specs(model)
     return model
 
@@ -53,66 +69,86 @@ def _inputs(rank: int) -> list[Tensor]:
     return [torch.randn(2, WIDTH, generator=generator) for _ in range(PASSES)]
 
 
-def _unsharded(ranks: int) -> list[Tensor]:
-    """Gradients of all ranks' passes."""
+def _unsharded(ranks: Sequence[int]) -> dict[str, Tensor]:
+    """Gradients of the passes of `ranks`."""
     model = _model()
-    for rank in range(ranks):
+    for rank in ranks:
         for x in _inputs(rank):
             model(x).square().sum().backward()
-    return [param.grad for param in model.parameters() if param.grad is not None]
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-def _sharded(overlap: bool) -> tuple[list[tuple[int, int, Tensor]], list[bool]]:
-    """This rank's rows of each gradient, with first and last; after each pass, whether reductions were waited for."""
-    group = groups.WORLD
-    assert group is not None
+def _sharded_model(
+    parallel: ParallelState, reduce_dtype: torch.dtype = torch.float32
+) -> tuple[nn.Sequential, FullySharded]:
+    """The inner unit is that of experts, of which some ranks have others."""
     model = _model()
-    values = [param.detach().clone() for param in model.parameters()]
-    sharded = fully_sharded(model, list(model)[1:])
-    rows = torch.arange(WIDTH).tensor_split(group.size())[group.rank()]
+    groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
+    of_inner = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
+    values = dict(model.named_parameters())
+    whole = {name: param.detach().clone() for name, param in values.items()}
+    units = [Unit(model[1], groups, [Unit(model[1][1], of_inner)]), Unit(model[2], groups), Unit(model, groups)]
+    sharded = FullySharded(
+        [units], replicate_group=parallel.fsdp_replicate.group, dtype=torch.float32, reduce_dtype=reduce_dtype,
+        device=CPU,
+    )  # fmt: skip
     with torch.no_grad():
-        for shard, value in zip(sharded.row_shards.values(), values, strict=True):
-            shard.values.copy_(value[rows])
+        for name, param in values.items():
+            rows = sharded.row_shards[param]
+            rows.values.copy_(_rows(rows.param, whole[name]))
+    return model, sharded
+
+
+def _rows(shard: nn.Parameter, whole: Tensor) -> Tensor:
+    (piece,) = spec_of(shard).shards
+    return whole.narrow(0, piece.offset[0], piece.shape[0])
+
+
+def _assert_sums(sharded: FullySharded, parallel: ParallelState, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    expected = _unsharded(parallel.amax.ranks) | {INNER: _unsharded(parallel.expert_data.ranks)[INNER]}
+    for param in sharded.params:
+        (piece,) = spec_of(param).shards
+        torch.testing.assert_close(param.main_grad, _rows(param, expected[piece.name]), rtol=rtol, atol=atol)
+
+
+def _sums(overlap: bool) -> list[bool]:
+    """Asserts that gradients are sums; after each pass, whether reductions were waited for."""
+    parallel = initialize_model_parallel(expert_model_parallel_size=2)
+    model, sharded = _sharded_model(parallel)
     waited = []
     for _ in range(2):  # steps
         sharded.zero()
         if overlap:
             sharded.start_overlap(PASSES)
-        for x in _inputs(group.rank()):
+        for x in _inputs(parallel.rank):
             with torch.no_grad():
                 model(x)  # not counted: it has no backward
             model(x).square().sum().backward()
             waited.append(bool(model._get_fsdp_state()._state_ctx.is_last_backward))  # type: ignore[operator]
         sharded.finish()
-    gradients: list[Tensor] = [param.main_grad for param in sharded.params]  # type: ignore[misc]
-    return [(int(rows[0]), int(rows[-1]) + 1, gradient.clone()) for gradient in gradients], waited
+        _assert_sums(sharded, parallel)
+    in_time = model[1].in_time
+    assert len(in_time) == 2 * PASSES * 3
+    assert all(in_time)
+    return waited
 
 
 def test_gradient_shards_are_sums_over_passes_and_ranks(world2: World) -> None:
-    expected = _unsharded(2)
     for overlap in (False, True):
-        for found, waited in world2.run(_sharded, overlap):
-            for (first, last, shard), gradient in zip(found, expected, strict=True):
-                assert torch.allclose(shard, gradient[first:last], rtol=1e-5, atol=1e-6)
+        for waited in world2.run(_sums, overlap):
             assert waited == ([False, False, True] * 2 if overlap else [True] * 6)
 
 
-def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> tuple[list[tuple[int, int, Tensor]], list[list[int]]]:
-    """As `_sharded`, two replicas; and how many elements each all-reduce of a step sums, before and in `finish`."""
-    parallel = initialize_model_parallel(fsdp_replicas=2)
-    model = _model()
-    values = [param.detach().clone() for param in model.parameters()]
-    shard, replicate = parallel.fsdp_shard, parallel.fsdp_replicate
-    sharded = fully_sharded(model, list(model)[1:], shard.group, replicate.group, reduce_dtype)
-    rows = torch.arange(WIDTH).tensor_split(shard.size)[shard.rank]
-    with torch.no_grad():
-        for own, value in zip(sharded.row_shards.values(), values, strict=True):
-            own.values.copy_(value[rows])
+def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> list[list[int]]:
+    """As `_sums`, two replicas; how many elements each all-reduce of a step sums, before and in `finish`."""
+    parallel = initialize_model_parallel(fsdp_replicas=2, expert_model_parallel_size=2)
+    model, sharded = _sharded_model(parallel, reduce_dtype)
+    tolerance = (1e-5, 1e-6) if reduce_dtype == torch.float32 else (2e-2, 2e-2)
     reduced: list[list[int]] = []
     all_reduce_async = collectives.all_reduce_async
 
     def counted(x: Tensor, group: ProcessGroup | None, *op: Any) -> collectives.Work:
-        assert group is replicate.group
+        assert group is parallel.fsdp_replicate.group
         assert x.dtype == reduce_dtype
         reduced[-1].append(x.numel())
         return all_reduce_async(x, group, *op)
@@ -127,8 +163,8 @@ def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> tuple[list[tuple[in
                 model(x).square().sum().backward()
             reduced.append([])
             sharded.finish()
-    gradients: list[Tensor] = [param.main_grad for param in sharded.params]  # type: ignore[misc]
-    return [(int(rows[0]), int(rows[-1]) + 1, gradient.clone()) for gradient in gradients], reduced
+            _assert_sums(sharded, parallel, *tolerance)
+    return reduced
 
 
 @pytest.mark.parametrize(
@@ -136,9 +172,6 @@ def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> tuple[list[tuple[in
 )
 def test_replicas_are_summed_once_a_step(world4: World, overlap: bool, dtype: torch.dtype) -> None:
     """A unit at a time, the last ones first, and in the last pass's backward where that is overlapped."""
-    expected, units = _unsharded(4), [64] * 3  # 3 × 6 elements, padded
-    rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (2e-2, 2e-2)
-    for found, reduced in world4.run(_replicated, overlap, dtype):
-        for (first, last, shard), gradient in zip(found, expected, strict=True):
-            assert torch.allclose(shard, gradient[first:last], rtol=rtol, atol=atol)
+    units = [64] * 4  # 3 × 6 elements, and all 36 of the inner unit, padded
+    for reduced in world4.run(_replicated, overlap, dtype):
         assert reduced == [[], [], *([units, []] if overlap else [[], units])] * 2

@@ -255,7 +255,7 @@ def test_state_of_a_rank_under_fsdp(world4: World) -> None:
         ["training.precision=bf16", "fp8.recipe=delayed", "fp8.param_gather=true", "model.tie_embeddings=true"],
         ["parallel.tensor=2", "optimizer.moments_dtype=fp8", "fp8.recipe=current", *GPT2],
         ["parallel.fsdp_replicas=2", "fp8.recipe=current", "fp8.param_gather=true", "optimizer.moments_dtype=bf16"],
-        ["parallel.fsdp_replicas=2", "parallel.context=2", "model.tie_embeddings=true"],
+        ["parallel.fsdp_replicas=2", "parallel.context=2", "parallel.expert=2", "model.moe={num_experts: 8}"],
     ):
         for measured, planned in world4.run(_state, [*ALONE, *options, "parallel.fsdp=true"], ranks=4):
             assert measured == planned, options

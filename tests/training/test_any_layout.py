@@ -33,6 +33,9 @@ QUICK = [
 SLOW = [
     ("moe", "", "dp4 ep4"),
     ("moe bf16", "dp2 fsdp", "cp2 dp2 ep2 zero"),
+    ("moe", "dp4 ep2 fsdp", "dp4 ep2 zero"),
+    ("deepseek tied", "tp2 dp2 ep2 fsdp", "pp2 dp2 fsdp"),
+    ("moe delayed", "dp2 ep2 zero", "tp2 dp4 ep2 hsdp fp8-gather"),
     ("4-layers deepseek", "pp2 dp2 ep2 zb-v", "tp2 ep2"),
     ("", "", "tp2 pp2"),
     ("bf16 delayed", "dp2 fsdp fp8-gather", ""),

@@ -11,6 +11,7 @@ from torch import Tensor
 from megafp8.config import Config, ConfigError
 from megafp8.data_parallel.fsdp import FullySharded, Released
 from megafp8.training.fsdp import report
+from tests.data_parallel.test_fsdp import param_groups
 from tests.training.runs import check_config, config_of, start, steps_of
 from tests.world import World
 
@@ -26,7 +27,7 @@ def _held(config: Config) -> tuple[int, int, int, int]:
     total = sum(p.numel() for p in trainer.model.parameters())
     steps_of(trainer, parallel, [0])
     assert isinstance(trainer.gradients, FullySharded)
-    groups = [group for m in trainer.gradients._modules for group in _groups(m)]
+    groups = [group for m in trainer.gradients._modules for group in param_groups(m)]
     held = [p._sharded_param_data for g in groups for p in g.fsdp_params]
     held += [t for g in groups for p in g.fsdp_params for t in (*p.all_gather_outputs, p._unsharded_param)]
     held += [old.data for old in trainer.gradients.row_shards]
@@ -35,12 +36,6 @@ def _held(config: Config) -> tuple[int, int, int, int]:
         block.unshard()
     released = sum(isinstance(p, Released) for p in trainer.stages[0].parameters())
     return total, weights, trainer.gradients.flat.nbytes, released
-
-
-def _groups(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [state._fsdp_param_group] if groups is None else groups
 
 
 @pytest.mark.parametrize(("words", "expected"), [("", 0), ("current fp8-gather", 8)])
@@ -70,8 +65,11 @@ def test_the_log_says_what_is_held_and_received(world2: World) -> None:
 
 @pytest.mark.slow
 def test_the_log_says_where_replicas_are(world4: World) -> None:
-    for found in world4.run(_report, config_of("dp4 hsdp")):
-        assert found.endswith("\nparallel.fsdp_replicas: 2 replicas of the shards, each on 2 ranks of one host")
+    for found in world4.run(_report, config_of("moe dp4 ep2 hsdp")):
+        assert found.endswith(
+            "\nparallel.fsdp: weights of experts have 1 shard"
+            "\nparallel.fsdp_replicas: 2 replicas of the shards, each on 2 ranks of one host"
+        )
 
 
 @pytest.mark.parametrize(

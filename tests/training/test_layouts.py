@@ -84,9 +84,8 @@ QUICK_CASES = [
     *product(["tp2", "dp2 pp2", "tp2 cp2"], ["documents"]), "dp2 masked", "pp2 cp2 masked",
     "dp2 cp2 text", "dp2 cp2 best-fit",
     "moe tp2", "moe fp64 delayed tp2 cp2 ep2 etp2", "deepseek tp2 cp2 ep4",  # experts
-    "4-layers deepseek pp2 dp2 ep2 zb-v",
-    "moe dp4 ep2 zero",
-    "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "moe dp2 fsdp", "4-layers moe pp2 tp2 ep2 dualpipev",
+    "4-layers deepseek pp2 dp2 ep2 zb-v", "moe dp4 ep2 fsdp", "moe tp2 dp2 fsdp",
+    "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "4-layers moe pp2 tp2 ep2 dualpipev",
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
     "tp2 pp2 current", "dp2 pp2 delayed", "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
@@ -98,7 +97,12 @@ SLOW_CASES = [
     "moe bf16 dp2 ep2", "moe offload dp2 ep2", "moe bf16 graphs", "deepseek tp2 cp2 ep4 fp64",
     "moe dp2 ep2 bf16-reduce", "4-layers moe pp2 dp4 ep4 interleaved", "moe dp2 ep2 fp8-moments", "moe dp4 hsdp",
     "moe cp2 ep2 fp64 current", "moe cp2 etp2 fp64 current", "moe dp2 ep2 all-to-all", "moe fp64 delayed tp2 ep2",
-    "deepseek dp4 ep2 etp2 zero", "deepseek tp2 etp2", "4-layers moe pp2 dp2 etp2 zb-v",
+    "deepseek dp4 ep2 etp2 zero", "deepseek tp2 etp2", "4-layers moe pp2 dp2 etp2 zb-v", "moe dp4 etp2 fsdp",
+    *product(["moe", "deepseek"], ["dp2 ep2", "tp2 dp2 ep2", "tp2 dp2 ep4", "dp4 ep2 full"], ["fsdp"]), "moe dp2 fsdp",
+    "moe dp4 ep2 hsdp", "moe tp2 dp4 ep2 hsdp", "moe fp64 delayed tp2 ep2 fsdp", "moe dp4 ep2 delayed fsdp fp8-gather",
+    "4-layers moe pp2 dp2 ep2 interleaved fsdp", "4-layers moe pp2 dp2 ep2 tied fsdp", "moe bf16 dp4 ep2 fsdp",
+    "moe bf16 tp2 dp2 fsdp graphs", "moe dp4 ep2 zero",
+    "moe dp2 ep2 fsdp masked documents", "moe dp4 ep2 bf16-reduce fsdp", "moe dp4 ep2 fp8-moments fsdp late-reduce",
     *product([*LAYOUTS[:3], *LAYOUTS[4:], *UNEVEN], [""]), *product(LAYOUTS, ["tied", "gpt2"]),
     *product(["tp2", "pp2", "4-layers pp4 4-samples", "dp2", "dp2 fsdp", "tp2 dp2 fsdp"], ["gpt2 tied"]),
     "tp2 dp2 fsdp", *product(CONTEXT, ["gpt2 tied"]), "cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "pp2 cp2",
@@ -243,10 +247,13 @@ SLOW_BITS: dict[str, list[str]] = {
     ],
     # Two replicas on two ranks: each has all weights and sums its micro-batches, of which a tied weight has two terms.
     "hsdp": [f"dp2 {words}" for words in ("", "2-samples tied", "8-samples delayed", "bf16 current", "masked")],
-    "late-reduce": ["dp4 8-samples hsdp bf16-reduce", "pp2 dp4 8-samples hsdp tied", "tp2 dp4 hsdp gpt2 tied"],
+    "late-reduce": [
+        "dp4 8-samples hsdp bf16-reduce", "pp2 dp4 8-samples hsdp tied", "tp2 dp4 hsdp gpt2 tied",
+        "moe dp4 ep2 8-samples fsdp", "moe tp2 dp4 ep2 hsdp",
+    ],
     "fsdp": [f"dp2 2-samples {words}" for words in (
         "", "fp64", "bf16 bf16-reduce", "blockwise", "rowwise", "calibrated", "current selective",
-        "current fprop-bf16", "current dgrad-bf16", "current wgrad-bf16",
+        "current fprop-bf16", "current dgrad-bf16", "current wgrad-bf16", "moe ep2", "moe ep2 bf16 delayed",
     )],
     "fp8-gather": [
         "fsdp dp3 current", "zero current", "zero dp2 current tied", "zero dp2 delayed gpt2", "zero dp2 bf16 delayed",
@@ -255,6 +262,7 @@ SLOW_BITS: dict[str, list[str]] = {
         "pp2 dp4 8-samples hsdp delayed", "zero dp2 delayed-2", "zero dp2 static",
         "zero dp2 current wgrad-bf16 power-of-two", "zero dp2 current smooth", "zero dp2 delayed fp64",
         "zero dp2 bf16 current bf16-moments", "zero dp2 delayed full", "zero cp2 current", "zero pp2 dp2 delayed tied",
+        "fsdp moe dp4 ep2 current",
     ],
     "zb-h1": ["pp2 delayed smooth", "pp2 nvfp4"],
     "zb-v full": ["4-layers tp2 pp2 3-samples no-clip wide seq256 blockwise"],
@@ -279,7 +287,7 @@ MORE_BITS += itertools.product(["selective", "offload-1 selective"], QUICK_MODES
 MORE_BITS += itertools.product([*ONE_RANK_MODES, "offload-1 selective"], ["", "delayed", "current", "blockwise"])
 OTHER_PLACEMENT = {"interleaved", "zb-v", "dualpipev", "zb-v full"}
 """Options under which a rank has other layers, so that the norm is summed in another order."""
-NOT_GATHERED_IN_FP8 = {"custom": 2, "some-layers": 5}
+NOT_GATHERED_IN_FP8 = {"custom": 2, "some-layers": 5, "moe": 4}
 """Of 8 linear layers."""
 
 
@@ -320,11 +328,11 @@ SUMS = {
     "fsdp": [
         "dp2", "dp2 full", "dp3", "tp2 dp2", "pp2 dp2 tied",
         "tied", "dp2 tied", "dp2 gpt2", "dp2 8-samples", "tp2 no-sp dp2 tied", "cp2 dp2", "pp2 dp2",
-        "4-layers pp2 dp2 interleaved", "dp2 offload",
+        "4-layers pp2 dp2 interleaved", "dp2 offload", "moe dp4 ep2", "deepseek tp2 dp2 ep4", "moe tp2 dp2",
     ],
     "hsdp": [
         "dp4", "dp4 8-samples tied", "dp4 full", "tp2 dp4", "pp2 dp4 tied", "cp2 dp2 gpt2",
-        "4-layers pp2 dp4 8-samples interleaved",
+        "4-layers pp2 dp4 8-samples interleaved", "moe dp4 ep2", "moe tp2 dp4 ep2",
     ],
 }  # fmt: skip
 SUMS_CASES = [(option, words) for option, cases in SUMS.items() for words in cases]

@@ -53,8 +53,9 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     ),
     "pp2-dp4-hsdp-tied": (8, {"parallel": {"pipeline": 2, **HSDP}, **TIED}),
     "dp2-smooth": (2, {"fp8": {**DELAYED, "smooth_swiglu": True}}),
-    "tp2-dp2-ep2-experts": (4, {"parallel": {"tensor": 2, "expert": 2}, "model": {"moe": DEEPSEEK}}),
+    "tp2-dp2-ep2-experts": (4, {"parallel": {"tensor": 2, "expert": 2}, "model": {"moe": DEEPSEEK}, "fp8": DELAYED}),
     "dp4-ep2-zero-experts": (4, {"parallel": {"zero": 1, "expert": 2}, "model": {"moe": DEEPSEEK}}),
+    "dp4-ep2-hsdp-experts": (4, {"parallel": {"expert": 2, **HSDP}, "model": {"moe": DEEPSEEK}}),
     "dp2-zero-nvfp4": (2, {"parallel": {"zero": 1}, "fp8": {"recipe": "nvfp4"}}),
 }  # fmt: skip
 QUICK = ("dp4", "tp2-sp-gpt2", "tp2-pp2-tied", "pp2-v-tied", "tp2-dp2-zero-delayed", "dp2-zero-param-gather",
