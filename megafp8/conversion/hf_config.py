@@ -629,11 +629,11 @@ def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
         model = ModelConfig(**fields)
     except ValueError as error:  # pydantic's, of a value that is no number
         raise ValueError(" ".join(str(error).split())) from None
-    _check_model(model)
+    check_model(model)
     return family, model
 
 
-def _check_model(model: ModelConfig) -> None:
+def check_model(model: ModelConfig) -> None:
     """Raise ValueError for attention or experts that neither transformers nor megafp8 can build."""
     if problems := [str(problem) for rule in (attention_heads, moe_checks.experts) for problem in rule(model)]:
         raise ValueError("; ".join(problems))
@@ -649,7 +649,7 @@ def write_config(family: Family, model: ModelConfig) -> dict[str, Any]:
 
 def choose(model: ModelConfig) -> Family:
     """The first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
-    _check_model(model)
+    check_model(model)
     nearest: tuple[int, str] | None = None
     kind = model.moe is not None, model.latent_attention is not None
     for family in FAMILIES.values():
