@@ -180,8 +180,9 @@ class ModelConfig(Section):
     """Add biases to all linear layers of the blocks (GPT-2)."""
     qkv_bias: bool = False
     """Add biases to the query, key and value projections only (Qwen2)."""
-    qk_norm: bool = False
-    """Apply RMSNorm to each query and key head (Qwen3)."""
+    qk_norm: bool | Literal["projection"] = False
+    """Apply RMSNorm to each query and key head (Qwen3); projection: to all query heads at once, and all key heads
+    (OLMoE)."""
     attention_sinks: bool = False
     """Give each query head a learned score that takes part in its softmax and has no value, so that it can attend to
     nothing (gpt-oss; Megatron-LM's softmax_type: learnable)."""

@@ -344,6 +344,14 @@ def _check_llama(hf: HfConfig) -> dict[str, Any]:
     return {}
 
 
+def _check_head_dim(hf: HfConfig) -> dict[str, Any]:
+    """transformers norms hidden_size channels of olmoe's queries, whatever head_dim says."""
+    hidden, heads, width = hf.get("hidden_size"), hf.get("num_attention_heads"), hf.get("head_dim")
+    if width is not None and isinstance(hidden, int) and isinstance(heads, int) and width * heads != hidden:
+        refuse("head_dim", width, f"hidden_size / num_attention_heads ({hidden / heads:g}) in this family")
+    return {}
+
+
 _INIT_STD = Trait(
     ("initializer_range",),
     lambda hf: {"init_std": hf.get("initializer_range", 0.02)},
@@ -477,6 +485,8 @@ _QWEN_MOE = (
         lambda model: {"use_sliding_window": False},
     ),
 )
+_WIDTH_OF_EXPERTS = Trait((), lambda hf: {}, lambda model: {"intermediate_size": model.expert_size})
+"""Where all layers have experts, the width of an MLP is theirs."""
 _MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
@@ -484,8 +494,7 @@ _MIXTRAL = Family(
         *_llama_like(num_key_value_heads=8, norm_eps=1e-5, rope_theta=1e6),
         *_ROUTER,
         _num_experts("num_local_experts", "num_experts"),
-        # All layers have experts, so the width of an MLP is theirs.
-        Trait((), lambda hf: {}, lambda model: {"intermediate_size": model.expert_size}),
+        _WIDTH_OF_EXPERTS,
         _window_of_all(None),
     ),
     moe=True,
@@ -512,6 +521,23 @@ _QWEN2_MOE = Family(
         same("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 5632),
         always(**{"moe.shared_gate": True}),
         same("qkv_bias", "qkv_bias", True),
+    ),
+    moe=True,
+)
+_OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=None, norm_eps=1e-5),
+        *_ROUTER,
+        same("moe.normalize", "norm_topk_prob", False),
+        _num_experts("num_experts", "num_local_experts"),
+        _WIDTH_OF_EXPERTS,
+        always(qk_norm="projection"),
+        Trait((), _check_head_dim),
+        Trait(("layer_types",), _read_no_window),
+        only(attention_bias=False, clip_qkv=None),
+        only(written=False, sliding_window=None),
     ),
     moe=True,
 )
@@ -554,7 +580,7 @@ _DEEPSEEK_V3 = Family(
     moe=True,
     latent=True,
 )
-_ALL = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _DEEPSEEK_V3)
+_ALL = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V3)
 FAMILIES = {family.model_type: family for family in _ALL}
 """In order of preference where several can express a model."""
 

@@ -94,6 +94,7 @@ _MODULES: Mapping[str, Mapping[str, Place]] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "gpt2": _GPT2,
     "mixtral": _MIXTRAL,
+    "olmoe": _LLAMA_EXPERTS,
     "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
 }

@@ -227,6 +227,7 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
         "norm_epsilon": model.norm_eps,
         "layernorm_epsilon": model.norm_eps,
         "apply_layernorm_1p": False,
+        "qk_layernorm": model.qk_norm is True,
         **ACTIVATIONS[model.activation].megatron,
         "squared_relu": False,
         "untie_embeddings_and_output_weights": not model.tie_embeddings,

@@ -132,7 +132,9 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
         saved["attention output"] = x.m * x.a * x.d * x.e
     if not memory.attention:
         saved["attention log-sums"] = x.m * x.a * x.w
-        if model.qk_norm:
+        if model.qk_norm == "projection":
+            saved["q and k after their norms"] = x.m * ((x.a + x.g) * x.d * x.e + 2 * x.w)
+        elif model.qk_norm:
             saved["q and k before and after their norms"] = x.m * (x.a + x.g) * (2 * x.d * x.e + x.w)
     if proj.saved != "high" or narrower:
         saved["proj input"] = _saved_input(fp8, proj, x.a * model.value_channels, x)

@@ -91,6 +91,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         EXPERTS | {"shared_expert_intermediate_size": 8, "qkv_bias": False, "norm_topk_prob": True},
     ),
+    "olmoe": ("Olmoe", LLAMA | {"num_experts": 6, "num_experts_per_tok": 2}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK),
     "deepseek-v3-tied": (
         "DeepseekV3",
@@ -163,6 +164,10 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 6,
             "moe": {"num_experts": 6, "shared_ffn_hidden_size": 40, "shared_gate": True, "layer_interval": 2},
         },
+    ),
+    "olmoe": (
+        "olmoe",
+        SMALL | {"qk_norm": "projection", "moe": {"num_experts": 6, "top_k": 3, "ffn_hidden_size": 24}},
     ),
     "deepseek_v3": ("deepseek_v3", LATENT | {"rope_scaling": SCALING, "rope_theta": 500.0}),
     "gpt2": (

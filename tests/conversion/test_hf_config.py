@@ -17,6 +17,7 @@ L = LLAMA | {"model_type": "llama"}
 M, Q2, Q3 = ({**L, "model_type": kind} for kind in ("mistral", "qwen2", "qwen3"))
 X = {**L, "model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
 E2, E3 = ({**EXPERTS, "model_type": kind} for kind in ("qwen2_moe", "qwen3_moe"))
+E1 = {**L, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2}
 D = DEEPSEEK | {"model_type": "deepseek_v3"}
 G = GPT2 | {"model_type": "gpt2"}
 ORIGINAL = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -46,7 +47,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "groups of one expert": (D | {"n_group": 8}, r"n_group = 8: .*at least two of the n_routed_experts \(8\)"),
     "more choices than experts in groups": (D | {"num_experts_per_tok": 5}, "top_groups = 2: so many groups have 4"),
     "DeepSeek without experts": (D | {"first_k_dense_replace": 3}, "none of the 3 layers has experts"),
-    "a norm of all heads at once": (E3 | {"model_type": "olmoe"}, "model_type = 'olmoe': megafp8 has no such model"),
+    "clipped queries": (E1 | {"clip_qkv": 8.0}, "clip_qkv = 8.0: .*supported: None"),
+    "a norm of other channels": (E1 | {"head_dim": 16}, r"head_dim = 16: .*hidden_size / num_attention_heads \(8\)"),
     "no family": (LLAMA, "model_type = None"),
     "bias on attention alone": (L | {"attention_bias": True}, r"attention_bias = True: .*\(mlp_bias = true too\)"),
     "bias on the MLP alone": (L | {"mlp_bias": True}, "mlp_bias = True"),
@@ -384,7 +386,7 @@ def test_every_family_is_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2", "Mixtral", "Qwen3Moe", "Qwen2Moe", "DeepseekV3"]
+    "kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2", "Mixtral", "Qwen3Moe", "Qwen2Moe", "Olmoe", "DeepseekV3"]
 )
 def test_every_key_of_theirs_is_known(kind: str) -> None:
     """A release of `transformers` with a new key, which may change the model, is to be looked at."""

@@ -303,6 +303,8 @@ _EXPERTS: dict[str, list[Any]] = {
     "router_jitter_noise": [0.1],
     "output_router_logits": [True, False],
     "num_shared_experts": [1],
+    "clip_qkv": [None, 1.0],
+    "head_dim": [4, 8, None],
     "routed_scaling_factor": [2.0],
     "scoring_func": ["sigmoid"],
     **{key: values for key, values in _LLAMA_LIKE.items() if "window" in key or "rope" in key or key == "layer_types"},
@@ -361,7 +363,7 @@ _GPT2: dict[str, list[Any]] = {
 
 _KEYS = {
     **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3"), _ANY | _LLAMA_LIKE),
-    **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe"), _ANY | _EXPERTS),
+    **dict.fromkeys(("Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"), _ANY | _EXPERTS),
     "DeepseekV3": _ANY | _DEEPSEEK,
     "GPT2": _ANY | _GPT2,
 }

@@ -46,8 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "geglu": LLAMA | {"activation": "geglu"},
     "geglu-tanh": LLAMA | {"activation": "geglu_tanh", "linear_bias": True},
     "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True},
-    "sliding-window": LLAMA | {"sliding_window": 3, "full_attention_layers": [1]},
-    "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none"},
+    "sliding-window": LLAMA | {"sliding_window": 3, "full_attention_layers": [1], "qk_norm": "projection"},
+    "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none", "qk_norm": "projection"},
     "latent": LLAMA | {"latent_attention": LATENT},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}

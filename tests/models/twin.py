@@ -57,11 +57,13 @@ def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
 def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor) -> Tensor:
     d, heads, groups = config.channels, config.num_attention_heads, config.query_groups
     q, k, v = (_linear(x, w, f"{name}.{part}") for part in "qkv")
+    if config.qk_norm == "projection":
+        q, k = (_norm(y, w, f"{name}.{part}_norm", "rmsnorm", config.norm_eps) for y, part in ((q, "q"), (k, "k")))
     out = []
     for head in range(heads):
         group = head // (heads // groups)
         qh, kh, vh = q[..., head * d : (head + 1) * d], *(y[..., group * d : (group + 1) * d] for y in (k, v))
-        if config.qk_norm:
+        if config.qk_norm is True:
             qh = _norm(qh, w, f"{name}.q_norm", "rmsnorm", config.norm_eps)
             kh = _norm(kh, w, f"{name}.k_norm", "rmsnorm", config.norm_eps)
         if config.position_embedding == "rope":

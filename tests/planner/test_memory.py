@@ -79,7 +79,7 @@ MODELS: dict[str, list[str]] = {
     "gelu": [*GPT2, "model.activation=gelu"],
     "geglu": ["model.activation=geglu"],
     "geglu-tanh": ["model.activation=geglu_tanh"],
-    "parallel-block": ["model.parallel_block=true"],
+    "parallel-block": ["model.parallel_block=true", "model.qk_norm=projection"],
     "qk-norm-window": ["model.qk_norm=true", "model.sliding_window=8"],
     "latent": [
         "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
