@@ -160,12 +160,15 @@ def _saved_by_latents(
     latent: LatentAttentionConfig, fp8: Fp8Manager, ups: Sequence[LinearPlan], x: Sizes
 ) -> dict[str, int]:
     """Of the input and the latents, before attention itself."""
-    ranks = latent.q_rank, latent.kv_rank
+    ranks = [rank for rank in (latent.q_rank, latent.kv_rank) if rank is not None]
+    up_inputs = [_saved_input(fp8, plan, rank, x) for plan, rank in zip(ups[-len(ranks) :], ranks, strict=True)]
+    if latent.q_rank is None and not (ups[0].saved == "high" and x.m == x.m_own):  # else it is the latents' input
+        up_inputs.append(_saved_input(fp8, ups[0], x.h, x))
     return {
         "latents' input": x.m_own * x.h * x.e,
         "latents": x.m_own * sum(ranks) * x.e,
-        "statistics of their norms": 2 * x.m_own * x.w,
-        "up inputs": sum(_saved_input(fp8, plan, rank, x) for plan, rank in zip(ups, ranks, strict=True)),
+        "statistics of their norms": len(ranks) * x.m_own * x.w,
+        "up inputs": sum(up_inputs),
     }
 
 
