@@ -97,6 +97,11 @@ class MegatronSource(Source):
             self.model = read_args(args, vocab, args.get("make_vocab_size_divisible_by") or 128)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{first.path}: {error}") from error
+        experts = 1 if self.model.moe is None else self.model.moe.num_experts
+        if experts % self._layout.expert:
+            folders = f"{self.path} has folders for {self._layout.expert} expert ranks"
+            raise ValueError(f"{folders}, and num_experts = {args.get('num_experts')}")
+        self._experts_of_rank = experts // self._layout.expert
         about = {"step": first.content.get("iteration"), "consumed_samples": args.get("consumed_train_samples")}
         self.about = {key: value for key, value in about.items() if isinstance(value, int)}
         self._parts: dict[str, _Part] = {}
@@ -133,10 +138,6 @@ class MegatronSource(Source):
                     path = self._file(s, r, e).path
                     raise ValueError(f"{path} has {len(unknown)} tensors that no model of ours has: {unknown[:3]}")
         return tensors
-
-    @property
-    def _experts_of_rank(self) -> int:
-        return 1 if self.model.moe is None else self.model.moe.num_experts // self._layout.expert
 
     def _file(self, s: int, r: int, e: int) -> TorchFile:
         """The file of stage s on tensor rank r and expert rank e."""

@@ -83,7 +83,6 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-geglu": ("Llama", LLAMA | {"hidden_act": "gelu_pytorch_tanh"}),
     "qwen2-exact-geglu": ("Qwen2", LLAMA | {"hidden_act": "gelu", "rope_parameters": YARN_ROPE}),
     "mistral": ("Mistral", LLAMA | {"sliding_window": 5, "head_dim": 16}),
-    "mistral-no-window": ("Mistral", LLAMA | {"sliding_window": None}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen2-window-tied": (
         "Qwen2",

@@ -109,6 +109,26 @@ def test_missing_and_superfluous_ranks(folder: Path) -> None:
         MegatronSource(folder)
 
 
+def test_missing_expert_ranks(tmp_path: Path) -> None:
+    save(tmp_path, random_source("mixtral"), ARGS["mixtral"], (1, 2, 1, 4))
+    shutil.rmtree(file_of(tmp_path, "mp_rank_00_001_002").parent)
+    with pytest.raises(ValueError, match="iter_0000100 has no mp_rank_00_001_002 of 1 × 2 × 4 ranks"):
+        MegatronSource(tmp_path)
+    for rank in "012":
+        shutil.rmtree(file_of(tmp_path, f"mp_rank_00_000_00{rank}").parent)
+    for rank in "01":
+        shutil.rmtree(file_of(tmp_path, f"mp_rank_00_001_00{rank}").parent)
+    with pytest.raises(ValueError, match="has no mp_rank_00_000_000 of 1 × 2 × 4 ranks"):
+        MegatronSource(tmp_path)
+    shutil.rmtree(tmp_path / "iter_0000100")
+    save(tmp_path, random_source("mixtral"), ARGS["mixtral"] | {"num_experts": 3}, (1, 1, 1, 2))
+    with pytest.raises(ValueError, match="has folders for 2 expert ranks, and num_experts = 3"):
+        MegatronSource(tmp_path)
+    shutil.rmtree(file_of(tmp_path, "mp_rank_00_001").parent)
+    with pytest.raises(ValueError, match="says expert_model_parallel_size = 2, and there are folders for 1"):
+        MegatronSource(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
