@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megafp8.checkpoint.files import BLOCK_BYTES, sync, write_at
@@ -150,13 +151,14 @@ class MegatronSink(Sink):
         """Write the files where the conversion starts anew; the first byte of each tensor goes to `self._starts`."""
         self._starts: dict[tuple[int, _Target], int] = {}
         dtypes = {name: self._source.tensors[name].dtype for name in self._shapes}
-        infos = {
-            target: (self._their_shape(name), dtypes[name]) for name in self._shapes for target in self._targets(name)
-        }
+        infos: dict[tuple[int, int], dict[_Target, tuple[Shape, torch.dtype]]] = defaultdict(dict)
+        for name in self._shapes:
+            for target in self._targets(name):
+                infos[target[:2]][target] = self._their_shape(name), dtypes[name]
         for rank in self.layout.ranks:
             content: dict[str, Any] = dict(about)
             content |= {f"model{v}": {} for v in range(self.virtual)} if self.virtual > 1 else {"model": {}}
-            targets = [target for target in infos if target[:2] == (rank.pipeline, rank.expert)]
+            targets = infos[rank.pipeline, rank.expert]
             if self.implementation == "transformer_engine":
                 for target in targets:  # FP8 state that Transformer Engine expects, and that may be None
                     if _WITH_STATE.search(target.key):
@@ -164,7 +166,7 @@ class MegatronSink(Sink):
             file = self._file(rank)
             if fresh:
                 file.parent.mkdir(parents=True)
-                reserve(file, content, {(target.stage, target.key): infos[target] for target in targets})
+                reserve(file, content, {(target.stage, target.key): info for target, info in targets.items()})
                 sync(file.parent)
             starts = tensor_starts(file)
             self._starts |= {(rank.tensor, target): starts[target.stage, target.key] for target in targets}

@@ -4,9 +4,9 @@ Their weights are replicated over the tensor-parallel group, but their input may
 parallelism, by heads for q- and k-norms. Then each rank computes a partial gradient of the weights, and the group sums
 these once a step: the parameters say so in their spec (`reduce_over_tp`).
 
-RMSNorm of all query heads at once (`ProjectionNorms`) is over channels that the group has cut. Its weights are cut in
-the same way, and the ranks add up what each has of a token's sums: one all-reduce of two numbers a token each way, one
-of queries and one of keys.
+RMSNorm of all query heads at once (`ProjectionNorms`) is over channels that are sharded over the group, and so are its
+weights. Ranks add up their parts of a token's sums: one all-reduce forward and one backward, of two numbers a token,
+one for queries and one for keys.
 
 Shapes: s sequence, b micro-batch, a and g query and key heads of this rank, d head width.
 """
@@ -90,7 +90,7 @@ class ProjectionNorms(nn.Module):
 
 
 class _RMSNorms(Function):
-    """RMSNorm of q and of k over their last two dims, cut over `group`; in fp32 or wider. `sizes`: of all ranks."""
+    """RMSNorm of q and of k over their last two dims, sharded over `group`; in fp32 or wider. `sizes`: of all ranks."""
 
     @staticmethod
     def forward(

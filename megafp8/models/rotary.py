@@ -38,7 +38,8 @@ def inverse_frequencies(d: int, theta: float, scaling: RopeScaling | YarnConfig 
         first, last = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
         unscaled = 1 - (pairs - first) / (last - first if last != first else 0.001)
     else:
-        ratio = length * frequencies / (2 * math.pi)
+        wavelengths = 2 * math.pi / frequencies
+        ratio = length / wavelengths
         unscaled = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     unscaled = unscaled.clamp(0, 1)  # 1: high frequency; 0: low frequency, stretched
     return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
