@@ -32,7 +32,7 @@ CONDITIONS = {
     "`position_embedding: learned`": lambda m: m.position_embedding == "learned",
     "`normalization: layernorm`": lambda m: m.normalization == "layernorm",
     "`linear_bias` or `qkv_bias`": lambda m: m.linear_bias or m.qkv_bias,
-    "`qk_norm`": lambda m: m.qk_norm,
+    "`qk_norm: true`": lambda m: m.qk_norm,
     "`attention_sinks`": lambda m: m.attention_sinks,
     "`linear_bias`": lambda m: m.linear_bias,
     "gated `activation`": lambda m: m.activation in ("swiglu", "geglu_tanh"),

@@ -22,7 +22,10 @@ from megafp8.conversion.convert import Selected, convert, verify
 from megafp8.conversion.formats import FORMATS, recognize
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SOURCE_OPTIONS, SINK_OPTIONS = ("unsafe", "vocab_size"), ("tensor", "pipeline", "virtual_pipeline", "implementation")
+SOURCE_OPTIONS, SINK_OPTIONS = (
+    ("unsafe", "vocab_size"),
+    ("tensor", "pipeline", "virtual_pipeline", "expert", "implementation"),
+)
 """Keywords of Megatron-LM's source and sink."""
 
 
@@ -39,6 +42,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     to.add_argument("--tensor", type=int, metavar="N", help="tensor-parallel size")
     to.add_argument("--pipeline", type=int, metavar="N", help="pipeline-parallel size")
     to.add_argument("--virtual-pipeline", type=int, metavar="N", help="stages a pipeline rank")
+    to.add_argument("--expert", type=int, metavar="N", help="expert-parallel size")
     names = ("transformer_engine", "local")
     to.add_argument("--transformer-impl", dest="implementation", choices=names, help="default: transformer_engine")
     of = parser.add_argument_group("from Megatron-LM")

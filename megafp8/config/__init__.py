@@ -18,6 +18,7 @@ from megafp8.config.schema import (
     RopeScaling,
     TokenizerConfig,
     TrainingConfig,
+    YarnConfig,
 )
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "RopeScaling",
     "TokenizerConfig",
     "TrainingConfig",
+    "YarnConfig",
     "check_layout",
     "load_config",
 ]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from megafp8.config import moe_checks, optimizer_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
-from megafp8.config.schema import Config, LatentAttentionConfig, ModelConfig, MoeConfig, Section
+from megafp8.config.schema import Config, LatentAttentionConfig, ModelConfig, MoeConfig, Section, YarnConfig
 from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
 
 
@@ -95,6 +95,23 @@ def attention_heads(m: ModelConfig) -> Iterator[Problem]:
         path, low = "model.rope_scaling.high_freq_factor", scaling.low_freq_factor
         rule = f"not above low_freq_factor ({low}), so there is no band to interpolate in"
         yield Problem(path, scaling.high_freq_factor, rule, f"try {4 * low}")
+    if m.yarn is not None:
+        yield from _yarn(m, m.yarn)
+
+
+def _yarn(m: ModelConfig, yarn: YarnConfig) -> Iterator[Problem]:
+    if m.rope_scaling is not None:
+        rule = "model.rope_scaling scales the frequencies already"
+        yield Problem("model.yarn.factor", yarn.factor, rule, "leave model.yarn or model.rope_scaling out")
+    if yarn.beta_fast <= yarn.beta_slow:
+        rule = f"not above beta_slow ({yarn.beta_slow}), so there is no band to interpolate in"
+        yield Problem("model.yarn.beta_fast", yarn.beta_fast, rule, f"try {32 * yarn.beta_slow}")
+    if yarn.mscale_all_dim and m.latent_attention is None:
+        rule = "without model.latent_attention all channels of a head are rotated, and model.yarn.mscale is theirs"
+        yield Problem("model.yarn.mscale_all_dim", yarn.mscale_all_dim, rule, "try 0")
+    if m.rope_theta <= 1:
+        rule = "model.yarn is set, and it needs frequencies that fall"
+        yield Problem("model.rope_theta", m.rope_theta, rule, "try 10000")
 
 
 def _equal_heads(m: ModelConfig) -> Iterator[Problem]:

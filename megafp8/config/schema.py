@@ -6,6 +6,7 @@ Names are those of Megatron-LM, torchtitan and Hugging Face, as far as these agr
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Literal
 
@@ -77,11 +78,43 @@ class RopeScaling(Section):
     """Context length before the extension, in tokens."""
 
 
+class YarnConfig(Section):
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): frequency scaling of rotary embeddings for contexts longer than in
+    earlier training, with larger scores (Qwen, DeepSeek)."""
+
+    factor: Annotated[float, Field(ge=1), _FLOAT, _IN_FP32]
+    """Factor by which the context is extended."""
+    original_max_position_embeddings: PositiveInt = 4096
+    """Context length before the extension, in tokens."""
+    beta_fast: PositiveFloat = 32.0
+    """Frequencies with more turns than this in the original context are unchanged."""
+    beta_slow: PositiveFloat = 1.0
+    """Frequencies with fewer turns than this in the original context are divided by the factor; those between are
+    interpolated."""
+    mscale: NonNegative = 1.0
+    """Rotated channels of queries and keys are multiplied by (0.1 · mscale · ln factor + 1) / (0.1 · mscale_all_dim ·
+    ln factor + 1)."""
+    mscale_all_dim: NonNegative = 0.0
+    """Latent attention only: scores are multiplied by (0.1 · mscale_all_dim · ln factor + 1)², whose channels are not
+    all rotated."""
+
+    @property
+    def rotated_factor(self) -> float:
+        """Factor of rotated channels of queries and keys."""
+        return (0.1 * self.mscale * math.log(self.factor) + 1) / math.sqrt(self.score_factor)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores of latent attention."""
+        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
+
+
 class LatentAttentionConfig(Section):
     """Multi-head latent attention (DeepSeek-V2 and V3). Replaces head_dim and num_query_groups."""
 
-    q_rank: PositiveInt
-    """Width of the latent that queries are computed from (q_lora_rank)."""
+    q_rank: PositiveInt | None
+    """Width of the latent that queries are computed from (q_lora_rank). null: they are computed from the residual
+    stream (DeepSeek-V2-Lite)."""
     kv_rank: PositiveInt
     """Width of the latent that keys and values are computed from (kv_lora_rank)."""
     nope_head_dim: PositiveInt = 128
@@ -170,6 +203,8 @@ class ModelConfig(Section):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Frequency scaling as in Llama 3.1. Default: none."""
+    yarn: YarnConfig | None = None
+    """Frequency scaling by YaRN. Default: none."""
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """rmsnorm (Llama) or layernorm (GPT-2)."""
     norm_eps: PositiveFloat = 1e-5
@@ -180,8 +215,9 @@ class ModelConfig(Section):
     """Add biases to all linear layers of the blocks (GPT-2)."""
     qkv_bias: bool = False
     """Add biases to the query, key and value projections only (Qwen2)."""
-    qk_norm: bool = False
-    """Apply RMSNorm to each query and key head (Qwen3)."""
+    qk_norm: bool | Literal["projection"] = False
+    """Apply RMSNorm to each query and key head (Qwen3); projection: to all query heads at once, and all key heads
+    (OLMoE)."""
     attention_sinks: bool = False
     """Give each query head a learned score that takes part in its softmax and has no value, so that it can attend to
     nothing (gpt-oss; Megatron-LM's softmax_type: learnable)."""

@@ -85,7 +85,7 @@ def same(
     def write(model: ModelConfig) -> dict[str, Any]:
         value = canonical(model)[field]
         if values is None:
-            return {} if value is None else {key: value}
+            return {} if value is None and not nullable else {key: value}
         return {key: next((theirs for theirs, ours in values.items() if ours == value), next(iter(values)))}
 
     return Trait((key,), read, write)
@@ -133,8 +133,11 @@ def _flag(hf: HfConfig, key: str) -> bool:
 
 _ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
-_ROPE_TYPES: dict[str, tuple[str, ...]] = {"default": (), "llama3": tuple(RopeScaling.model_fields)}
+_YARN = ("factor", _ORIGINAL_LENGTH)
+_ROPE_TYPES: dict[str, tuple[str, ...]] = {"default": (), "llama3": tuple(RopeScaling.model_fields), "yarn": _YARN}
 """Supported values of rope_type, and the keys that each requires."""
+_OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
+"""Keys of yarn that need not be there."""
 
 
 def _read_rope(hf: HfConfig, default_theta: float) -> dict[str, Any]:
@@ -145,7 +148,7 @@ def _read_rope(hf: HfConfig, default_theta: float) -> dict[str, Any]:
         refuse("rope_parameters", hf["rope_parameters"], "the same as rope_scaling, or only one of the two")
     if hf.get("partial_rotary_factor") not in (None, 1, 1.0):
         refuse("partial_rotary_factor", hf["partial_rotary_factor"], "1.0")
-    return found[0] if found else {"rope_theta": hf.get("rope_theta", default_theta), "rope_scaling": None}
+    return found[0] if found else {"rope_theta": hf.get("rope_theta", default_theta)}
 
 
 def _read_rope_dict(key: str, rope: Any, hf: HfConfig, default_theta: float) -> dict[str, Any]:
@@ -164,23 +167,45 @@ def _read_rope_dict(key: str, rope: Any, hf: HfConfig, default_theta: float) -> 
     theta = rope.get("rope_theta", hf.get("rope_theta", default_theta))
     if hf.get("rope_theta", theta) != theta:
         refuse("rope_theta", hf["rope_theta"], f"the value of {key}.rope_theta ({theta!r}), or no second copy")
-    needed = _ROPE_TYPES[kind]
+    needed, others = _ROPE_TYPES[kind], _OF_YARN if kind == "yarn" else ()
     if missing := [name for name in needed if name not in rope]:
         raise ValueError(f"{key} has no key {missing[0]}")
-    if unknown := sorted(rope.keys() - {*needed, "rope_type", "type", "rope_theta", "partial_rotary_factor"}):
-        refuse(f"{key}.{unknown[0]}", rope[unknown[0]], f"with rope_type {kind!r} only {', '.join(needed) or 'none'}")
+    if unknown := sorted(rope.keys() - {*needed, *others, "rope_type", "type", "rope_theta", "partial_rotary_factor"}):
+        known = ", ".join((*needed, *others)) or "none"
+        refuse(f"{key}.{unknown[0]}", rope[unknown[0]], f"with rope_type {kind!r} only {known}")
     if not needed:
-        return {"rope_theta": theta, "rope_scaling": None}
+        return {"rope_theta": theta}
     if hf.get(_ORIGINAL_LENGTH, rope[_ORIGINAL_LENGTH]) != rope[_ORIGINAL_LENGTH]:
         copy = f"{key}.{_ORIGINAL_LENGTH} ({rope[_ORIGINAL_LENGTH]!r})"
         refuse(_ORIGINAL_LENGTH, hf[_ORIGINAL_LENGTH], f"the value of {copy}, or no second copy")
-    return {"rope_theta": theta, "rope_scaling": RopeScaling(**{name: rope[name] for name in needed})}
+    if kind == "yarn":
+        return {"rope_theta": theta, "yarn": _read_yarn(key, rope)}
+    return {"rope_theta": theta, "rope_scaling": {name: rope[name] for name in needed}}
+
+
+def _read_yarn(key: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The section model.yarn; absent keys and null are the defaults."""
+    if rope.get("attention_factor") is not None:
+        refuse(f"{key}.attention_factor", rope["attention_factor"], "null, or mscale and mscale_all_dim")
+    if rope.get("truncate", True) is not True:
+        refuse(f"{key}.truncate", rope["truncate"], "true")
+    given = {name: rope[name] for name in (*_YARN, *_OF_YARN[:4]) if rope.get(name) is not None}
+    if given.get("mscale", 1) != 1 and not given.get("mscale_all_dim"):
+        refuse(f"{key}.mscale", given["mscale"], "1 without mscale_all_dim, as transformers ignores it then")
+    if given.get("mscale_all_dim") and not given.get("mscale"):
+        refuse(f"{key}.mscale", rope.get("mscale"), "a number beside mscale_all_dim, as others differ in its default")
+    return given
 
 
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
     """Keys of transformers 4, which 5 and other engines read too."""
-    scaling = model.rope_scaling
-    written = None if scaling is None else {"rope_type": "llama3", **scaling.model_dump()}
+    written = None
+    if model.yarn is not None:
+        written = {"rope_type": "yarn", **model.yarn.model_dump()}
+        if model.yarn.mscale == 1 and not model.yarn.mscale_all_dim:
+            del written["mscale"], written["mscale_all_dim"]
+    elif model.rope_scaling is not None:
+        written = {"rope_type": "llama3", **model.rope_scaling.model_dump()}
     return {"rope_theta": model.rope_theta, "rope_scaling": written}
 
 
@@ -293,7 +318,7 @@ _DERIVED_WIDTHS: Mapping[str, tuple[str, ...]] = {
 
 
 def _check_derived_widths(hf: HfConfig) -> dict[str, Any]:
-    """Keys of deepseek_v3 that follow from others, but that transformers uses as they are in config.json."""
+    """Keys of DeepSeek's families that follow from others, but that transformers uses as they are in config.json."""
     for key, parts in _DERIVED_WIDTHS.items():
         values = [x for part in parts if isinstance(x := hf.get(part), int)]  # others are refused elsewhere
         if key in hf and len(values) == len(parts) and hf[key] != sum(values):
@@ -316,11 +341,34 @@ def _write_groups(model: ModelConfig) -> dict[str, Any]:
     return {"n_group": moe.num_groups, "topk_group": moe.top_groups}
 
 
-def _read_shared_experts(hf: HfConfig) -> dict[str, Any]:
-    count, width = hf.get("n_shared_experts", 1), hf.get("moe_intermediate_size")
-    if not isinstance(count, int) or count < 1:
-        refuse("n_shared_experts", count, "1 or more in this family")
-    return {"moe.shared_ffn_hidden_size": count * width if isinstance(width, int) else width}
+_GROUP_METHODS = ("greedy", "group_limited_greedy")
+
+
+def _read_group_method(hf: HfConfig) -> dict[str, Any]:
+    """deepseek_v2 has groups with one method, and ignores their number with the other."""
+    method = hf.get("topk_method", "greedy")
+    if method not in _GROUP_METHODS:
+        refuse("topk_method", method, ", ".join(_GROUP_METHODS))
+    if method == "greedy":
+        return {}
+    return {"moe.num_groups": hf.get("n_group"), "moe.top_groups": hf.get("topk_group")}
+
+
+def _write_group_method(model: ModelConfig) -> dict[str, Any]:
+    groups = _write_groups(model)
+    return {**groups, "topk_method": _GROUP_METHODS[groups["n_group"] > 1]}
+
+
+def _shared_experts(default: int) -> Trait:
+    """One MLP in place of `n_shared_experts` of the width of the others."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        count, width = hf.get("n_shared_experts", default), hf.get("moe_intermediate_size")
+        if not isinstance(count, int) or count < 1:
+            refuse("n_shared_experts", count, "1 or more in this family")
+        return {"moe.shared_ffn_hidden_size": count * width if isinstance(width, int) else width}
+
+    return Trait(("n_shared_experts",), read, _write_shared_experts)
 
 
 def _write_shared_experts(model: ModelConfig) -> dict[str, Any]:
@@ -337,10 +385,21 @@ def _read_llama_biases(hf: HfConfig) -> dict[str, Any]:
 
 
 def _check_llama(hf: HfConfig) -> dict[str, Any]:
-    """LlamaConfig of transformers refuses this, although its layers could; such a model is written as Mistral."""
+    """LlamaConfig of transformers refuses this, although its layers could; such a model is written as Mistral.
+
+    So does DeepseekV2Config.
+    """
     hidden, heads = hf.get("hidden_size"), hf.get("num_attention_heads")
     if isinstance(hidden, int) and isinstance(heads, int) and hidden % max(heads, 1):
         refuse("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}) in this family, even with head_dim")
+    return {}
+
+
+def _check_head_dim(hf: HfConfig) -> dict[str, Any]:
+    """transformers norms hidden_size channels of olmoe's queries, whatever head_dim says."""
+    hidden, heads, width = hf.get("hidden_size"), hf.get("num_attention_heads"), hf.get("head_dim")
+    if width is not None and isinstance(hidden, int) and isinstance(heads, int) and width * heads != hidden:
+        refuse("head_dim", width, f"hidden_size / num_attention_heads ({hidden / heads:g}) in this family")
     return {}
 
 
@@ -477,6 +536,8 @@ _QWEN_MOE = (
         lambda model: {"use_sliding_window": False},
     ),
 )
+_WIDTH_OF_EXPERTS = Trait((), lambda hf: {}, lambda model: {"intermediate_size": model.expert_size})
+"""Where all layers have experts, the width of an MLP is theirs."""
 _MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
@@ -484,8 +545,7 @@ _MIXTRAL = Family(
         *_llama_like(num_key_value_heads=8, norm_eps=1e-5, rope_theta=1e6),
         *_ROUTER,
         _num_experts("num_local_experts", "num_experts"),
-        # All layers have experts, so the width of an MLP is theirs.
-        Trait((), lambda hf: {}, lambda model: {"intermediate_size": model.expert_size}),
+        _WIDTH_OF_EXPERTS,
         _window_of_all(None),
     ),
     moe=True,
@@ -515,38 +575,80 @@ _QWEN2_MOE = Family(
     ),
     moe=True,
 )
+_OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=None, norm_eps=1e-5),
+        *_ROUTER,
+        same("moe.normalize", "norm_topk_prob", False),
+        _num_experts("num_experts", "num_local_experts"),
+        _WIDTH_OF_EXPERTS,
+        always(qk_norm="projection"),
+        Trait((), _check_head_dim),
+        Trait(("layer_types",), _read_no_window),
+        only(attention_bias=False, clip_qkv=None),
+        only(written=False, sliding_window=None),
+    ),
+    moe=True,
+)
+_DEEPSEEK = (
+    *_any_rope_model(rope_theta=1e4),
+    always(norm_eps=1e-6),
+    only(rms_norm_eps=1e-6, why="which transformers uses for the norms of the latents, whatever this key says"),
+    same("latent_attention.q_rank", "q_lora_rank", nullable=True),
+    same("latent_attention.kv_rank", "kv_lora_rank"),
+    same("latent_attention.nope_head_dim", "qk_nope_head_dim"),
+    same("latent_attention.rope_head_dim", "qk_rope_head_dim"),
+    same("latent_attention.value_head_dim", "v_head_dim"),
+    Trait(
+        tuple(_DERIVED_WIDTHS),
+        _check_derived_widths,
+        # The default of transformers is 128 in deepseek_v3, whatever the number of heads.
+        lambda model: {"num_key_value_heads": model.num_attention_heads},
+    ),
+    only(attention_bias=False),
+    same("moe.top_k", "num_experts_per_tok"),
+    same("moe.ffn_hidden_size", "moe_intermediate_size"),
+    # Not read by transformers, but by other engines.
+    only(moe_layer_freq=1),
+    # Of losses that ours is not, as router_aux_loss_coef.
+    Trait(("aux_loss_alpha", "seq_aux"), lambda hf: {}),
+)
+_DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    (
+        *_DEEPSEEK,
+        _num_experts("n_routed_experts", "num_experts"),
+        _shared_experts(2),
+        same("moe.first_dense_layers", "first_k_dense_replace", 0),
+        same("moe.scaling_factor", "routed_scaling_factor", 1.0),
+        Trait(("topk_method", "n_group", "topk_group"), _read_group_method, _write_group_method),
+        # transformers never normalizes; other engines do if the key says so.
+        always(**{"moe.normalize": False}),
+        only(norm_topk_prob=False, scoring_func="softmax"),
+        only(written=False, mlp_bias=False),
+        Trait((), _check_llama),
+    ),
+    moe=True,
+    latent=True,
+)
 _DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     (
-        *_any_rope_model(rope_theta=1e4),
-        always(norm_eps=1e-6),
-        only(rms_norm_eps=1e-6, why="which transformers uses for the norms of the latents, whatever this key says"),
-        same("latent_attention.q_rank", "q_lora_rank"),
-        same("latent_attention.kv_rank", "kv_lora_rank"),
-        same("latent_attention.nope_head_dim", "qk_nope_head_dim"),
-        same("latent_attention.rope_head_dim", "qk_rope_head_dim"),
-        same("latent_attention.value_head_dim", "v_head_dim"),
-        Trait(
-            tuple(_DERIVED_WIDTHS),
-            _check_derived_widths,
-            # The default of transformers is 128, whatever the number of heads.
-            lambda model: {"num_key_value_heads": model.num_attention_heads},
-        ),
-        only(rope_interleave=True, attention_bias=False),
-        same("moe.top_k", "num_experts_per_tok"),
+        *_DEEPSEEK,
+        only(rope_interleave=True),
         _num_experts("n_routed_experts", "num_local_experts"),
-        same("moe.ffn_hidden_size", "moe_intermediate_size"),
-        Trait(("n_shared_experts",), _read_shared_experts, _write_shared_experts),
+        _shared_experts(1),
         same("moe.first_dense_layers", "first_k_dense_replace", 3),
         same("moe.normalize", "norm_topk_prob", True),
         same("moe.scaling_factor", "routed_scaling_factor", 2.5),
         Trait(("n_group", "topk_group"), _read_groups, _write_groups),
         always(**{"moe.score": "sigmoid", "moe.selection_bias": True}),
         # Not read by transformers, but by other engines.
-        only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
-        # Of losses that ours is not, as router_aux_loss_coef.
-        Trait(("aux_loss_alpha", "seq_aux"), lambda hf: {}),
+        only(scoring_func="sigmoid", topk_method="noaux_tc"),
         # The number of layers after the last that predict further tokens, which are neither read (see hf_names) nor
         # written. They do not change the logits of the next token.
         Trait((MTP_LAYERS, "num_mtp_layers"), lambda hf: {}, lambda model: {MTP_LAYERS: 0}),
@@ -554,7 +656,7 @@ _DEEPSEEK_V3 = Family(
     moe=True,
     latent=True,
 )
-_ALL = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _DEEPSEEK_V3)
+_ALL = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3)
 FAMILIES = {family.model_type: family for family in _ALL}
 """In order of preference where several can express a model."""
 
@@ -629,11 +731,11 @@ def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
         model = ModelConfig(**fields)
     except ValueError as error:  # pydantic's, of a value that is no number
         raise ValueError(" ".join(str(error).split())) from None
-    _check_model(model)
+    check_model(model)
     return family, model
 
 
-def _check_model(model: ModelConfig) -> None:
+def check_model(model: ModelConfig) -> None:
     """Raise ValueError for attention or experts that neither transformers nor megafp8 can build."""
     if problems := [str(problem) for rule in (attention_heads, moe_checks.experts) for problem in rule(model)]:
         raise ValueError("; ".join(problems))
@@ -649,7 +751,7 @@ def write_config(family: Family, model: ModelConfig) -> dict[str, Any]:
 
 def choose(model: ModelConfig) -> Family:
     """The first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
-    _check_model(model)
+    check_model(model)
     nearest: tuple[int, str] | None = None
     kind = model.moe is not None, model.latent_attention is not None
     for family in FAMILIES.values():
@@ -699,7 +801,7 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
     ignored = {"vocab_multiple", "init_std"}
     if one.position_embedding == other.position_embedding:
         ignored |= set() if one.position_embedding == "learned" else {"max_position_embeddings"}
-        ignored |= set() if one.position_embedding == "rope" else {"rope_theta", "rope_scaling"}
+        ignored |= set() if one.position_embedding == "rope" else {"rope_theta", "rope_scaling", "yarn"}
     if one.linear_bias and other.linear_bias:
         ignored.add("qkv_bias")  # it adds nothing then
     for section in _SECTIONS:

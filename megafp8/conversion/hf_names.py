@@ -79,7 +79,7 @@ _QWEN_MOE = _LLAMA_EXPERTS | {
     "layers.*.mlp.shared.down": Place("model.layers.*.mlp.shared_expert.down_proj"),
     "layers.*.mlp.shared_gate": Place("model.layers.*.mlp.shared_expert_gate"),
 }
-_DEEPSEEK_V3 = _LLAMA_EXPERTS | {
+_DEEPSEEK = _LLAMA_EXPERTS | {
     "layers.*.attention.q_down": Place("model.layers.*.self_attn.q_a_proj"),
     "layers.*.attention.q_norm": Place("model.layers.*.self_attn.q_a_layernorm"),
     "layers.*.attention.q_up": Place("model.layers.*.self_attn.q_b_proj"),
@@ -91,9 +91,11 @@ _DEEPSEEK_V3 = _LLAMA_EXPERTS | {
     "layers.*.mlp.shared.down": Place("model.layers.*.mlp.shared_experts.down_proj"),
 }
 _MODULES: Mapping[str, Mapping[str, Place]] = {
-    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
     "gpt2": _GPT2,
     "mixtral": _MIXTRAL,
+    "olmoe": _LLAMA_EXPERTS,
     "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
 }

@@ -14,17 +14,16 @@ from typing import Any, Literal
 
 import torch
 
-from megafp8.config import ModelConfig, RopeScaling
+from megafp8.config import ModelConfig, MoeConfig, RopeScaling
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.conversion.base import refuse
-from megafp8.conversion.hf_config import canonical, differences
+from megafp8.conversion.hf_config import canonical, check_model, differences
 
 Args = Mapping[str, Any]
 Implementation = Literal["transformer_engine", "local"]
 
 _ROPE_SCALING = RopeScaling()  # Megatron-LM has these numbers in its code, all but the factor
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "num_experts": ("a mixture of experts", ()),
     "multi_latent_attention": ("latent attention", ()),
     "mtp_num_layers": ("multi-token prediction", ()),
     "hybrid_override_pattern": ("layers of several kinds", ()),
@@ -45,10 +44,21 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "glu_linear_offset": ("an offset in SwiGLU", ()),
     "activation_func_clamp_value": ("a clamped activation", ()),
     "use_mup": ("maximal-update scaling", ()),
+    "moe_extended_tp": ("experts sharded over tensor and expert parallelism", ()),
+    "moe_expert_capacity_factor": ("experts that drop tokens", (-1,)),
+    "moe_token_dropping": ("experts that drop tokens", ()),
+    "moe_router_topk_limited_devices": ("groups of experts by rank", ()),
+    "moe_apply_probs_on_input": ("scores applied to the input of experts", ()),
+    "moe_latent_size": ("experts of another width than the residual stream", ()),
+    "moe_single_grouped_weight": ("experts of one weight", ()),
+    "moe_router_force_load_balancing": ("random routing", ()),
+    "moe_n_hash_layers": ("routing by token", ()),
 }
 """What megafp8 does not have, by argument, with the true values that mean it is not used."""
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+_SCORES = {"softmax": "softmax", "sigmoid": "sigmoid"}
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 _REQUIRED: Any = object()
 _SAME: dict[str, tuple[str, Any]] = {
     "num_layers": ("num_layers", _REQUIRED),
@@ -99,7 +109,73 @@ def read_args(args: Args, vocab_size: int, vocab_multiple: int) -> ModelConfig:
         fields[field] = default if args.get(key) is None else args[key]
         if fields[field] is _REQUIRED:
             raise ValueError(f"the arguments have no {key}")
-    return ModelConfig.model_validate(fields)
+    model = ModelConfig.model_validate(fields | {"moe": _moe(args)})
+    check_model(model)
+    return model
+
+
+def _moe(args: Args) -> dict[str, Any] | None:
+    """The section model.moe."""
+    if not args.get("num_experts"):
+        return None
+    top_k, score = args.get("moe_router_topk") or 2, _word(args, "moe_router_score_function", "softmax", _SCORES)
+    before_choice = bool(args.get("moe_router_pre_softmax"))
+    if score == "softmax" and top_k == 1 and not before_choice:
+        raise ValueError("moe_router_topk = 1 without moe_router_pre_softmax: the only score would always be 1")
+    bias = bool(args.get("moe_router_enable_expert_bias"))
+    if score == "softmax" and bias:
+        raise ValueError("moe_router_enable_expert_bias = True with moe_router_score_function = 'softmax'")
+    balancing = args.get("moe_router_load_balancing_type") or "aux_loss"
+    for word in balancing if isinstance(balancing, list) else [balancing]:
+        if word not in _BALANCING:
+            refuse("moe_router_load_balancing_type", word, ", ".join(_BALANCING))
+    return {
+        "num_experts": args["num_experts"],
+        "top_k": top_k,
+        "ffn_hidden_size": args.get("moe_ffn_hidden_size"),
+        "shared_ffn_hidden_size": args.get("moe_shared_expert_intermediate_size"),
+        "shared_gate": bool(args.get("moe_shared_expert_gate")),
+        "score": score,
+        # Softmax of the chosen logits alone is what normalizing the scores gives.
+        "normalize": not before_choice if score == "softmax" else top_k > 1,
+        "scaling_factor": args.get("moe_router_topk_scaling_factor") or 1.0,
+        "selection_bias": bias,
+        "bias_update_rate": args.get("moe_router_bias_update_rate", 0.001),
+        # Of losses that ours is not, the weight is not read.
+        "aux_loss": (args.get("moe_aux_loss_coeff") or 0.0) if balancing == "seq_aux_loss" else 0.0,
+        "z_loss": args.get("moe_z_loss_coeff") or 0.0,
+        **_groups(args, top_k, score),
+        **_sparse_layers(args),
+    }
+
+
+def _groups(args: Args, top_k: int, score: str) -> dict[str, Any]:
+    """Groups of experts, which Megatron-LM ranks by the sum of their top_k / group_topk largest scores."""
+    groups, top = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
+    if not top:
+        return {}
+    ranked_by, ours = top_k // top, 2 if score == "sigmoid" else 1
+    if top != groups and ranked_by != ours:
+        raise ValueError(
+            f"moe_router_group_topk = {top} with moe_router_topk = {top_k} ranks groups by the sum of their "
+            f"{ranked_by} largest scores, and with the score function {score} megafp8 takes {ours}"
+        )
+    return {"num_groups": groups, "top_groups": top}
+
+
+def _sparse_layers(args: Args) -> dict[str, int]:
+    """Layers with experts: all at multiples of a number, or a list of 0 and 1."""
+    freq, layers = args.get("moe_layer_freq") or 1, args["num_layers"]
+    pattern = list(freq) if isinstance(freq, (list, tuple)) else [int(i % freq == 0) for i in range(layers)]
+    sparse = [layer for layer, has_experts in enumerate(pattern) if has_experts]
+    if not sparse or len(pattern) != layers:
+        refuse("moe_layer_freq", freq, f"experts in some of the {layers} layers")
+    interval = sparse[1] - sparse[0] if len(sparse) > 1 else sparse[0] + 1
+    found = {"first_dense_layers": 0 if sparse[0] < interval else sparse[0], "layer_interval": interval}
+    as_ours = MoeConfig.model_validate({"num_experts": 1, **found})
+    if sparse != [layer for layer in range(layers) if as_ours.is_sparse(layer)]:
+        refuse("moe_layer_freq", freq, "experts in every layer, or every n-th counted from the first n, from some on")
+    return found
 
 
 def _word(args: Args, key: str, default: str, words: Mapping[str, str]) -> str:
@@ -151,6 +227,7 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
         "norm_epsilon": model.norm_eps,
         "layernorm_epsilon": model.norm_eps,
         "apply_layernorm_1p": False,
+        "qk_layernorm": model.qk_norm is True,
         **ACTIVATIONS[model.activation].megatron,
         "squared_relu": False,
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
@@ -162,20 +239,52 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
         "apply_query_key_layer_scaling": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "num_experts": None,
+        **_moe_args(model),
         "vocab_size": model.vocab_size,
         "make_vocab_size_divisible_by": model.vocab_multiple,
     }
     differing = differences(model, read_args(args, model.vocab_size, model.vocab_multiple))
     if differing:
-        raise ValueError(
-            f"Megatron-LM has no model with {', '.join(f'{key} = {getattr(model, key)!r}' for key in differing)}"
-        )
+        raise ValueError(f"Megatron-LM has no model with {', '.join(f'{key} = {fields[key]!r}' for key in differing)}")
     return args
 
 
+def _moe_args(model: ModelConfig) -> dict[str, Any]:
+    moe = model.moe
+    if moe is None:
+        return {"num_experts": None}
+    sparse = [int(moe.is_sparse(layer)) for layer in range(model.num_layers)]
+    chooses = moe.top_groups is not None
+    return {
+        "num_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": model.expert_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
+        "moe_shared_expert_gate": moe.shared_gate,
+        "moe_layer_freq": 1 if all(sparse) else sparse,
+        "moe_router_score_function": moe.score,
+        "moe_router_pre_softmax": moe.score == "softmax" and not moe.normalize,
+        "moe_router_topk_scaling_factor": None if moe.scaling_factor == 1 else moe.scaling_factor,
+        "moe_router_num_groups": moe.num_groups if chooses else None,
+        "moe_router_group_topk": moe.top_groups if chooses else None,
+        "moe_router_enable_expert_bias": moe.selection_bias,
+        "moe_router_bias_update_rate": moe.bias_update_rate,
+        "moe_router_load_balancing_type": "seq_aux_loss" if moe.aux_loss else "none",
+        "moe_aux_loss_coeff": moe.aux_loss,
+        "moe_z_loss_coeff": moe.z_loss or None,
+        "moe_router_dtype": "fp32",
+    }
+
+
 def layout_args(
-    t: int, p: int, virtual: int, layers_per_stage: int, padded_vocab: int, dtype: torch.dtype, implementation: str
+    t: int,
+    p: int,
+    e: int,
+    virtual: int,
+    layers_per_stage: int,
+    padded_vocab: int,
+    dtype: torch.dtype,
+    implementation: Implementation,
 ) -> dict[str, Any]:
     """The arguments that describe how the checkpoint is sharded, and its dtype."""
     return {
@@ -183,9 +292,11 @@ def layout_args(
         "pipeline_model_parallel_size": p,
         "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
         "num_layers_per_virtual_pipeline_stage": layers_per_stage if virtual > 1 else None,
-        "expert_model_parallel_size": 1,
+        "expert_model_parallel_size": e,
+        "expert_tensor_parallel_size": t,
+        "moe_grouped_gemm": implementation == "transformer_engine",
         "context_parallel_size": 1,
-        "world_size": t * p,
+        "world_size": t * p * e,
         "padded_vocab_size": padded_vocab,
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

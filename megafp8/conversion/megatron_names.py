@@ -11,21 +11,28 @@ Megatron core's GPTModel, its layers counted from 0 on each pipeline stage:
     decoder.layers.0.pre_mlp_layernorm.weight         [h]
     decoder.layers.0.mlp.linear_fc1.weight            [f/t or 2f/t, h]
     decoder.layers.0.mlp.linear_fc2.weight            [h, f/t]
+    decoder.layers.0.mlp.router.weight                [e, h]
+    decoder.layers.0.mlp.router.expert_bias           [e]
+    decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight  as that of an MLP; experts count from 0 on each
+                                                      expert-parallel rank
+    decoder.layers.0.mlp.shared_experts.linear_fc1.weight           as that of an MLP
+    decoder.layers.0.mlp.shared_experts.gate_weight   [1, h]
     decoder.final_layernorm.weight                    [h]             last stage
     output_layer.weight                               [v/t, h]        last stage; of tied weights a copy
 
-With Transformer Engine the norms belong to the layers after them (`linear_qkv.layer_norm_weight`), and models from
-before Megatron core have other names for the same tensors; `canonical` turns both into the above.
+With Transformer Engine the norms belong to the layers after them (`linear_qkv.layer_norm_weight`), though not before
+experts, and its grouped GEMMs number the weights of the experts (`experts.linear_fc1.weight0`). Models from before
+Megatron core have other names for the same tensors. `canonical` turns all of these into the above.
 
 Three of these are sharded along dim 0 and hold several of our tensors, or padding. In the concatenation of all ranks'
 tensors along the sharded dim, each tensor of ours is a few `Run`s:
 
     linear_qkv   by query group: its query heads, its key head, its value head; then the next group
-    linear_fc1   by rank: this rank's rows of gate, then its rows of up
+    linear_fc1   by tensor-parallel rank: this rank's rows of gate, then its rows of up
     vocabulary   one run; rows past it are padding
 
-Shapes: v vocabulary, h hidden, a query heads, g query groups, d head width, f MLP width, t tensor-parallel size,
-n = (a + 2g)·d.
+Shapes: v vocabulary, h hidden, a query heads, g query groups, d head width, f MLP width, e experts, t tensor-parallel
+size, n = (a + 2g)·d.
 """
 
 from __future__ import annotations
@@ -57,7 +64,21 @@ _LAYER = {
     "mlp.gate": "mlp.linear_fc1",
     "mlp.up": "mlp.linear_fc1",
     "mlp.down": "mlp.linear_fc2",
+    "mlp.router": "mlp.router",
+    "mlp.experts.*.gate": "mlp.experts.local_experts.*.linear_fc1",
+    "mlp.experts.*.up": "mlp.experts.local_experts.*.linear_fc1",
+    "mlp.experts.*.down": "mlp.experts.local_experts.*.linear_fc2",
+    "mlp.shared.gate": "mlp.shared_experts.linear_fc1",
+    "mlp.shared.up": "mlp.shared_experts.linear_fc1",
+    "mlp.shared.down": "mlp.shared_experts.linear_fc2",
+    "mlp.shared_gate": "mlp.shared_experts",
 }
+_PARAMETERS = {
+    "self_attention.core_attention.weight": "self_attention.core_attention.softmax_offset",
+    "mlp.router.bias": "mlp.router.expert_bias",
+    "mlp.shared_experts.weight": "mlp.shared_experts.gate_weight",
+}
+"""Their names of parameters that are not called weight or bias."""
 OUTPUT = "output_layer.weight"
 _VOCABULARY = ("embedding.word_embeddings.weight", OUTPUT)
 _SINK = "core_attention.softmax_offset"
@@ -68,6 +89,8 @@ _TRANSFORMER_ENGINE = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
+_GROUPED = re.compile(r"\.experts\.(linear_fc\d)\.weight(\d+)$")
+_SEQUENTIAL = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight$")
 _LEGACY = (
     (r"^language_model\.embedding\.", "embedding."),
     (r"^language_model\.(encoder|transformer)\.", "decoder."),
@@ -83,14 +106,19 @@ _LEGACY = (
 
 
 class Place(NamedTuple):
-    """A tensor of theirs: its key within layer `layer` of the model, or outside of layers (None)."""
+    """A tensor of theirs: its key within layer `layer` of the model, or outside of layers (None).
+
+    `expert`: the expert of the layer that it belongs to, by whose number on its rank the * in the key is replaced.
+    """
 
     layer: int | None
     key: str
+    expert: int | None = None
 
-    def named(self, layer: int) -> str:
-        """The full key on a stage where the layer has number `layer`."""
-        return self.key if self.layer is None else f"decoder.layers.{layer}.{self.key}"
+    def named(self, layer: int, expert: int) -> str:
+        """The full key on a stage where the layer has number `layer`, and its expert `expert` on the rank."""
+        key = self.key.replace("*", str(expert))
+        return key if self.layer is None else f"decoder.layers.{layer}.{key}"
 
     @property
     def dim(self) -> int | None:
@@ -115,7 +143,11 @@ def place(name: str) -> Place:
     if module in _OUTER:
         return Place(None, f"{_OUTER[module]}.{kind}")
     _, index, module = module.split(".", 2)
-    return Place(int(index), f"{_LAYER[module]}.{kind}".replace("core_attention.weight", _SINK))
+    expert = re.search(r"(?<=^mlp\.experts\.)\d+", module)
+    if expert is not None:
+        module = f"mlp.experts.*.{module.rpartition('.')[2]}"
+    key = f"{_LAYER[module]}.{kind}"
+    return Place(int(index), _PARAMETERS.get(key, key), None if expert is None else int(expert[0]))
 
 
 def canonical(key: str) -> str:
@@ -124,14 +156,15 @@ def canonical(key: str) -> str:
         key = key.replace(fused, core)
     for pattern, core in _LEGACY:
         key = re.sub(pattern, core, key)
-    return key
+    return _GROUPED.sub(r".experts.local_experts.\2.\1.weight", key)
 
 
-def with_transformer_engine(key: str) -> str:
-    """A canonical key as a key of Transformer Engine's layers."""
+def with_transformer_engine(key: str, sparse: bool) -> str:
+    """A canonical key as a key of Transformer Engine's layers. `sparse`: of a layer with experts."""
     for core, fused in _TRANSFORMER_ENGINE:
-        key = key.replace(core, fused)
-    return key
+        if not (sparse and core == "pre_mlp_layernorm."):
+            key = key.replace(core, fused)
+    return _SEQUENTIAL.sub(r".experts.\2.weight\1", key)
 
 
 def their_shape(name: str, shape: Shape, model: ModelConfig, t: int, padded_vocab: int) -> Shape:
@@ -144,7 +177,7 @@ def their_shape(name: str, shape: Shape, model: ModelConfig, t: int, padded_voca
     elif "linear_qkv" in there.key:
         size = (model.num_attention_heads + 2 * model.query_groups) * model.channels
     elif "linear_fc1" in there.key:
-        size = ACTIVATIONS[model.activation].up_width(model.ffn_size)
+        size = ACTIVATIONS[model.activation].up_width(shape[0])
     else:
         size = shape[there.dim]
     return tuple(size // t if dim == there.dim else n for dim, n in enumerate(shape))
@@ -179,7 +212,7 @@ def _blocks(name: str, size: int, model: ModelConfig, t: int, padded_vocab: int)
         for group in range(model.query_groups):
             yield group * length, group * (queries + 2) * d + start, length
     elif "linear_fc1" in there.key and ACTIVATIONS[model.activation].gated:
-        length = model.ffn_size // t
+        length = size // t
         for rank in range(t):
             yield rank * length, (2 * rank + (part == "up")) * length, length
     elif there.key in _VOCABULARY:

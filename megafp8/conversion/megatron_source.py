@@ -1,14 +1,15 @@
-"""Megatron-LM's classic checkpoints (`--ckpt-format torch`) as a source: one file a rank, any TP, PP and virtual PP.
+"""Megatron-LM's classic checkpoints (`--ckpt-format torch`) as a source: one file a rank, any TP, PP, virtual PP, EP.
 
     <dir>/latest_checkpointed_iteration.txt             100, or release
     <dir>/iter_0000100/mp_rank_01/model_optim_rng.pt    tensor rank 1, where there are no pipeline stages
     <dir>/iter_0000100/mp_rank_01_002/...               tensor rank 1, pipeline rank 2
+    <dir>/iter_0000100/mp_rank_01_002_003/...           and expert rank 3; mp_rank_01_003 without pipeline stages
 
 A file has the run's arguments (`args`), its iteration, and the weights of its rank: `model`, or with a virtual pipeline
 `model0`, `model1`, ... in the order of the model. Layers of a stage count from 0, so a layer's number in the model
 follows from the number of layers on the stages before. The constructor opens all files, reads names and shapes, and
-checks that every tensor of the model is there on every rank and that no other would be left out. Optimizer state is
-not read: each version and mode of Megatron-LM shards it in another way.
+checks that every tensor of the model is there on every rank and that no other would be left out. Expert ranks share all
+but the experts. Optimizer state is not read: each version and mode of Megatron-LM shards it in another way.
 
 Files are read without running code in them (`torch_file`), replicated tensors from the first rank. A record's checksum
 is compared before it is used. Where neither the file nor the caller gives the size of the vocabulary before padding,
@@ -39,10 +40,28 @@ _NO_WEIGHTS = ("_extra_state", "inv_freq")  # FP8 state, and constants
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
-class _Stage(NamedTuple):
-    """A pipeline stage: its tensors on each tensor rank, by canonical key, and its number of layers."""
+class Rank(NamedTuple):
+    """Tensor-, pipeline- and expert-parallel rank of a file; of a layout, their sizes."""
 
-    tensors: list[dict[str, StoredTensor]]
+    tensor: int
+    pipeline: int = 0
+    expert: int = 0
+
+    def folder(self, layout: Rank) -> str:
+        """The name of the rank's folder in a checkpoint of `layout`."""
+        pipeline = f"_{self.pipeline:03d}" if layout.pipeline > 1 else ""
+        return f"mp_rank_{self.tensor:02d}{pipeline}" + (f"_{self.expert:03d}" if layout.expert > 1 else "")
+
+    @property
+    def ranks(self) -> Iterator[Rank]:
+        """All ranks of this layout."""
+        return (Rank(r, s, e) for s in range(self.pipeline) for r in range(self.tensor) for e in range(self.expert))
+
+
+class _Stage(NamedTuple):
+    """A pipeline stage: its tensors by tensor and expert rank and canonical key, and its number of layers."""
+
+    tensors: dict[tuple[int, int], dict[str, StoredTensor]]
     layers: int
 
 
@@ -63,13 +82,13 @@ class MegatronSource(Source):
 
     def __init__(self, path: str | Path, unsafe: bool = False, vocab_size: int | None = None) -> None:
         self.path = find_iteration(Path(path))
-        ranks = _rank_files(self.path)
-        self._t, p = max(ranks)[0] + 1, max(ranks)[1] + 1
-        self._files = {rank: TorchFile(file, unsafe=unsafe) for rank, file in ranks.items()}
-        args = _common_args(self._files, self._t, p)
-        self._stages = list(_stages(self._files, self._t, p))
-        first = self._files[0, 0]
-        rows = [tensors[_EMBEDDING].shape[0] for tensors in self._stages[0].tensors if _EMBEDDING in tensors]
+        self._files, self._layout = _rank_files(self.path, unsafe)
+        self._t = self._layout.tensor
+        args = _common_args(self._files, self._layout)
+        self._stages = list(_stages(self._files, self._layout))
+        first = self._files[Rank(0)]
+        of_tensor_ranks = [tensors for (_, e), tensors in self._stages[0].tensors.items() if e == 0]
+        rows = [tensors[_EMBEDDING].shape[0] for tensors in of_tensor_ranks if _EMBEDDING in tensors]
         if len(rows) != self._t:
             raise ValueError(f"{first.path} has no {_EMBEDDING}: it is not the first stage of a GPT model")
         self._padded_vocab = sum(rows)
@@ -78,6 +97,11 @@ class MegatronSource(Source):
             self.model = read_args(args, vocab, args.get("make_vocab_size_divisible_by") or 128)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{first.path}: {error}") from error
+        experts = 1 if self.model.moe is None else self.model.moe.num_experts
+        if experts % self._layout.expert:
+            folders = f"{self.path} has folders for {self._layout.expert} expert ranks"
+            raise ValueError(f"{folders}, and num_experts = {args.get('num_experts')}")
+        self._experts_of_rank = experts // self._layout.expert
         about = {"step": first.content.get("iteration"), "consumed_samples": args.get("consumed_train_samples")}
         self.about = {key: value for key, value in about.items() if isinstance(value, int)}
         self._parts: dict[str, _Part] = {}
@@ -89,36 +113,40 @@ class MegatronSource(Source):
         layers = [(s, i) for s, stage in enumerate(self._stages) for i in range(stage.layers)]
         if len(layers) != self.model.num_layers:
             raise ValueError(f"{self.path} has {len(layers)} layers, and num_layers = {self.model.num_layers}")
-        last = len(self._stages) - 1
-        used = {(last, OUTPUT)} if self.model.tie_embeddings else set()
+        last, experts = len(self._stages) - 1, range(self._layout.expert)
+        used = {(last, e, OUTPUT) for e in experts} if self.model.tie_embeddings else set()
         tensors = {}
         for name, shape in model_tensors(self.model).items():
             there = place(name)
             outer = 0 if there.key.startswith("embedding.") else last
             s, layer = (outer, 0) if there.layer is None else layers[there.layer]
-            key = there.named(layer)
-            used.add((s, key))
-            part = _Part(self._stage_files(s), [self._find(s, r, key) for r in range(self._t)], there)
+            of_rank, number = divmod(there.expert or 0, self._experts_of_rank)
+            key = there.named(layer, number)
             expected = their_shape(name, shape, self.model, self._t, self._padded_vocab)
-            for file, tensor in zip(part.files, part.tensors, strict=True):
-                _check_tensor(f"{file.path}: {key}", tensor, expected, part.tensors[0].dtype)
+            for e in reversed(experts if there.expert is None else [of_rank]):  # the first copy is the one that is read
+                used.add((s, e, key))
+                files = [self._file(s, r, e) for r in range(self._t)]
+                part = _Part(files, [self._find(s, r, e, key) for r in range(self._t)], there)
+                for file, tensor in zip(part.files, part.tensors, strict=True):
+                    _check_tensor(f"{file.path}: {key}", tensor, expected, part.tensors[0].dtype)
             self._parts[name] = part
             tensors[name] = TensorInfo(shape, part.tensors[0].dtype)
         for s, stage in enumerate(self._stages):
-            for file, found in zip(self._stage_files(s), stage.tensors, strict=True):
-                unknown = sorted(key for key in found if (s, key) not in used)
+            for (r, e), found in stage.tensors.items():
+                unknown = sorted(key for key in found if (s, e, key) not in used)
                 if unknown:
-                    raise ValueError(f"{file.path} has {len(unknown)} tensors that no model of ours has: {unknown[:3]}")
+                    path = self._file(s, r, e).path
+                    raise ValueError(f"{path} has {len(unknown)} tensors that no model of ours has: {unknown[:3]}")
         return tensors
 
-    def _stage_files(self, s: int) -> list[TorchFile]:
-        p = len(self._files) // self._t
-        return [self._files[rank, s % p] for rank in range(self._t)]
+    def _file(self, s: int, r: int, e: int) -> TorchFile:
+        """The file of stage s on tensor rank r and expert rank e."""
+        return self._files[Rank(r, s % self._layout.pipeline, e)]
 
-    def _find(self, s: int, rank: int, key: str) -> StoredTensor:
-        found = self._stages[s].tensors[rank].get(key)
+    def _find(self, s: int, r: int, e: int, key: str) -> StoredTensor:
+        found = self._stages[s].tensors[r, e].get(key)
         if found is None:
-            raise ValueError(f"{self._stage_files(s)[rank].path} has no tensor {key}, which its arguments promise")
+            raise ValueError(f"{self._file(s, r, e).path} has no tensor {key}, which its arguments promise")
         return found
 
     def read(self, name: str) -> Tensor:
@@ -160,34 +188,45 @@ def find_iteration(path: Path) -> Path:
     return folder
 
 
-def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """The file of each (tensor rank, pipeline rank), none of which is missing."""
-    ranks = {}
+def _rank_files(folder: Path, unsafe: bool) -> tuple[dict[Rank, TorchFile], Rank]:
+    """The file of each rank, none of which is missing, and the layout."""
+    numbers = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = _RANK.fullmatch(path.name)
-        if match is None or match[3] is not None:
-            raise ValueError(
-                f"{path}: expert parallelism, or an unknown name; megafp8 reads mp_rank_<tensor>_<pipeline>"
-            )
+        if match is None:
+            raise ValueError(f"{path}: an unknown name; megafp8 reads mp_rank_<tensor>_<pipeline>_<expert>")
         found = [path / name for name in FILES if (path / name).is_file()]
         if not found:
             raise ValueError(f"{path} has no {FILES[0]}")
-        ranks[int(match[1]), int(match[2] or 0)] = found[0]
-    t, p = (max(rank[axis] for rank in ranks) + 1 for axis in (0, 1))
-    missing = [(r, s) for r in range(t) for s in range(p) if (r, s) not in ranks]
-    if missing:
-        r, s = missing[0]
-        raise ValueError(f"{folder} has no mp_rank_{r:02d}" + (f"_{s:03d}" if p > 1 else "") + f" of {t} × {p} ranks")
-    return ranks
+        ranks = tuple(int(number) for number in match.groups() if number is not None)
+        numbers[ranks] = TorchFile(found[0], unsafe=unsafe)
+    if len({len(ranks) for ranks in numbers}) > 1:
+        names = ", ".join(numbers[ranks].path.parent.name for ranks in (min(numbers, key=len), max(numbers, key=len)))
+        raise ValueError(f"{folder} has folders of several layouts: {names}")
+    # Of two numbers the second is the expert rank where the arguments say so.
+    args = vars(_content(next(iter(numbers.values())))["args"])
+    without_stages = args.get("pipeline_model_parallel_size") == 1 and (args.get("expert_model_parallel_size") or 1) > 1
+    files = {Rank(n[0], 0, n[1]) if len(n) == 2 and without_stages else Rank(*n): x for n, x in numbers.items()}
+    layout = Rank(*(max(axis) + 1 for axis in zip(*files, strict=True)))
+    if missing := [rank for rank in layout.ranks if rank not in files]:
+        sizes = " × ".join(str(size) for size in (layout if layout.expert > 1 else layout[:2]))
+        raise ValueError(f"{folder} has no {missing[0].folder(layout)} of {sizes} ranks")
+    return files, layout
 
 
-def _common_args(files: Mapping[tuple[int, int], TorchFile], t: int, p: int) -> dict[str, Any]:
+def _content(file: TorchFile) -> Mapping[str, Any]:
+    """What a file holds. Raises ValueError where it has no arguments."""
+    content = file.content
+    if not isinstance(content, dict) or not isinstance(getattr(content.get("args"), "__dict__", None), dict):
+        raise ValueError(f"{file.path} has no arguments (args), so it does not say what model it is")
+    return content
+
+
+def _common_args(files: Mapping[Rank, TorchFile], layout: Rank) -> dict[str, Any]:
     """The arguments. Raises ValueError where a file has none, or belongs to another checkpoint than the first."""
     first: dict[str, Any] = {}
     for file in files.values():
-        content = file.content
-        if not isinstance(content, dict) or not isinstance(getattr(content.get("args"), "__dict__", None), dict):
-            raise ValueError(f"{file.path} has no arguments (args), so it does not say what model it is")
+        content = _content(file)
         version = content.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 3.0:
             raise ValueError(
@@ -195,9 +234,15 @@ def _common_args(files: Mapping[tuple[int, int], TorchFile], t: int, p: int) -> 
                 "another order. Load and save it with a newer Megatron-LM, which puts them right"
             )
         args = vars(content["args"])
-        for key, found in (("tensor_model_parallel_size", t), ("pipeline_model_parallel_size", p)):
+        for axis, found in layout._asdict().items():
+            key = f"{axis}_model_parallel_size"
             if args.get(key, found) != found:
                 raise ValueError(f"{file.path} says {key} = {args[key]}, and there are folders for {found}")
+        if (args.get("expert_tensor_parallel_size") or layout.tensor) != layout.tensor:
+            raise ValueError(
+                f"{file.path} says expert_tensor_parallel_size = {args['expert_tensor_parallel_size']}; megafp8 reads "
+                f"experts that are sharded as the other layers, over {layout.tensor}"
+            )
         first = first or args | {"iteration": content.get("iteration")}
         for key in ("num_layers", "hidden_size"):
             if args.get(key) != first.get(key):
@@ -207,15 +252,17 @@ def _common_args(files: Mapping[tuple[int, int], TorchFile], t: int, p: int) -> 
     return first
 
 
-def _stages(files: Mapping[tuple[int, int], TorchFile], t: int, p: int) -> Iterator[_Stage]:
+def _stages(files: Mapping[Rank, TorchFile], layout: Rank) -> Iterator[_Stage]:
     """The stages in the order of the model: virtual stage 0 of all pipeline ranks, then virtual stage 1, ..."""
     virtual = max(sum(re.fullmatch(r"model\d+", str(key)) is not None for key in f.content) for f in files.values())
     for v in range(max(virtual, 1)):
-        for s in range(p):
-            tensors = [_model(files[rank, s], f"model{v}" if virtual else "model", bool(virtual)) for rank in range(t)]
-            layers = {key.split(".")[2] for key in tensors[0] if key.startswith("decoder.layers.")}
+        key = f"model{v}" if virtual else "model"
+        for s in range(layout.pipeline):
+            here = {(rank.tensor, rank.expert): rank for rank in layout.ranks if rank.pipeline == s}
+            tensors = {at: _model(files[rank], key, bool(virtual)) for at, rank in here.items()}
+            layers = {key.split(".")[2] for key in tensors[0, 0] if key.startswith("decoder.layers.")}
             if layers != {str(i) for i in range(len(layers))}:
-                raise ValueError(f"{files[0, s].path} has layers {sorted(layers)} on one stage")
+                raise ValueError(f"{files[Rank(0, s)].path} has layers {sorted(layers)} on one stage")
             yield _Stage(tensors, len(layers))
 
 
@@ -229,6 +276,11 @@ def _model(file: TorchFile, key: str, may_lack: bool) -> dict[str, StoredTensor]
             continue
         if not isinstance(value, StoredTensor):
             raise ValueError(f"{file.path}: {name} is {value!r}, and no plain tensor")
+        if name.endswith("mlp.experts.weight1"):
+            raise ValueError(
+                f"{file.path}: {name} holds all experts of a layer (--moe-use-legacy-grouped-gemm); megafp8 reads "
+                "experts with weights of their own"
+            )
         found[canonical(name)] = value
     return found
 

@@ -22,7 +22,7 @@ from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.models.context import BuildContext
-from megafp8.models.norms import Norm
+from megafp8.models.norms import Norm, ProjectionNorms
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.fusion import LinearInput
@@ -79,7 +79,10 @@ class Attention(nn.Module):
             set_spec(self.sink, spec)
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
-        if config.qk_norm:
+        self.qk_norms: ProjectionNorms | None = None
+        if config.qk_norm == "projection":
+            self.qk_norms = ProjectionNorms(name, q_size, kv_size, context, config.norm_eps)
+        elif config.qk_norm:
             norm: dict[str, Any] = {"kind": "rmsnorm", "eps": config.norm_eps, "sees_a_slice": t > 1}
             self.q_norm = Norm(f"{name}.q_norm", d, context, **norm)
             self.k_norm = Norm(f"{name}.k_norm", d, context, **norm)
@@ -105,6 +108,8 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.d)) for part in qkv_sbc.split(self.split, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.qk_norms is not None:
+            q, k = self.qk_norms(q, k)
         if rotary is not None:
             q, k = rotate_heads(q, *rotary), rotate_heads(k, *rotary)
         return core(q, k, v, self.sink)

@@ -18,8 +18,8 @@ def matmul_parameters(config: ModelConfig) -> int:
     heads, latent = config.num_attention_heads, config.latent_attention
     attention = h * d * (2 * heads + 2 * config.query_groups)
     if latent is not None:
-        down = h * (latent.q_rank + latent.kv_rank + latent.rope_head_dim)
-        up = latent.q_rank * d + latent.kv_rank * (latent.nope_head_dim + latent.value_head_dim)
+        down = h * ((latent.q_rank or 0) + latent.kv_rank + latent.rope_head_dim)
+        up = (latent.q_rank or h) * d + latent.kv_rank * (latent.nope_head_dim + latent.value_head_dim)
         attention = down + heads * (up + latent.value_head_dim * h)
     mlps = sum(_mlp_parameters(config, layer) for layer in range(config.num_layers))
     return config.num_layers * attention + mlps + h * config.padded_vocab_size

@@ -238,10 +238,11 @@ class GPTStage(nn.Module):
         if config.position_embedding == "rope":
             if self._frequencies is None:
                 self._frequencies = inverse_frequencies(
-                    config.rotary_channels, config.rope_theta, config.rope_scaling, device
+                    config.rotary_channels, config.rope_theta, config.yarn or config.rope_scaling, device
                 )
             positions = torch.arange(s, device=device) if position_ids_bs is None else position_ids_bs
-            rotary = rotary_table(positions, self._frequencies, self.context.dtype)
+            factor = 1.0 if config.yarn is None else config.yarn.rotated_factor
+            rotary = rotary_table(positions, self._frequencies, self.context.dtype, factor)
         return LayerInputs(rotary, {window: self._core(s, window, cu_seqlens_bn) for window in self._windows})
 
     def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None) -> CoreAttention:
@@ -314,7 +315,8 @@ def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) ->
         if (latent := config.latent_attention) is None:
             sizes[f"{name}.attention.qkv"] = (h, (heads + 2 * groups) * d // t)
         else:
-            sizes[f"{name}.attention.q_up"] = (latent.q_rank, heads * d // t)
+            q = "q" if latent.q_rank is None else "q_up"
+            sizes[f"{name}.attention.{q}"] = (latent.q_rank or h, heads * d // t)
             kv_width = latent.nope_head_dim + latent.value_head_dim
             sizes[f"{name}.attention.kv_up"] = (latent.kv_rank, heads * kv_width // t)
         sizes[f"{name}.attention.proj"] = (heads * config.value_channels // t, h)

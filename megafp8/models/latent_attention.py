@@ -4,6 +4,8 @@
     q_up    norm of the query latent -> the heads' queries      column-parallel
     kv_up   norm of the key-value latent -> keys and values     column-parallel
 
+Without a query latent, q is a column-parallel product of the residual stream's norm, as in other attention.
+
 A head's query and key have two parts: one without positions, and a rotary one, whose key all heads share. As in
 DeepSeek's models, neighbouring channels are the pairs that are rotated. Values may be narrower than keys; kernels get
 them padded with zeros, whose results are cut off.
@@ -53,25 +55,32 @@ class LatentAttention(nn.Module):
         self.context, self.recompute = context, memory.attention
         self.heads = heads // context.tensor.size()
         self.n, self.r, self.v = latent.nope_head_dim, latent.rope_head_dim, latent.value_head_dim
-        self.ranks = [latent.q_rank, latent.kv_rank, self.r]
+        self.ranks = [latent.q_rank or 0, latent.kv_rank, self.r]
+        self.score_factor = 1.0 if config.yarn is None else config.yarn.score_factor
         init, common = Init("normal", config.init_std), context.linear_options()
-        down = {"q_down": latent.q_rank, "kv_down": latent.kv_rank + self.r}
+        down = {"kv_down": latent.kv_rank + self.r}
+        if latent.q_rank is not None:
+            down = {"q_down": latent.q_rank} | down
         shards = [x for part, n in down.items() for x in unsharded(f"{name}.{part}.weight", (n, config.hidden_size))]
         self.down = replicated_parameter(context, shards, init)
         self.down_state = context.fp8.linear(
             LinearSite(f"{name}.down"), high_precision="latents are few and stay in training.precision"
         )
         norm: dict[str, Any] = {"kind": "rmsnorm", "eps": config.norm_eps, "sees_a_slice": context.sequence_sharded}
-        self.q_norm = Norm(f"{name}.q_norm", latent.q_rank, context, **norm)
+        self.q_norm = None if latent.q_rank is None else Norm(f"{name}.q_norm", latent.q_rank, context, **norm)
         self.kv_norm = Norm(f"{name}.kv_norm", latent.kv_rank, context, **norm)
 
-        def up(part: str, rank: int, width: int) -> ColumnParallelLinear:
-            before = Neighbor(f"{part}_norm", "any")
-            site = context.site(before=before, after=ATTENTION, recompute_input=memory.norms)
-            return ColumnParallelLinear(f"{name}.{part}_up", rank, heads * width, init=init, site=site, **common)
+        def up(layer: str, norm: Neighbor, rank: int, width: int) -> ColumnParallelLinear:
+            fused = norm.fuses != "none"
+            site = context.site(before=norm, after=ATTENTION, recompute_input=memory.norms and fused)
+            return ColumnParallelLinear(f"{name}.{layer}", rank, heads * width, init=init, site=site, **common)
 
-        self.q_up = up("q", latent.q_rank, self.n + self.r)
-        self.kv_up = up("kv", latent.kv_rank, self.n + self.v)
+        if latent.q_rank is None:
+            before = Neighbor("attention_norm", "none", "the latents are computed from the norm's output too")
+            self.q_up = up("q", before, config.hidden_size, self.n + self.r)
+        else:
+            self.q_up = up("q_up", Neighbor("q_norm", "any"), latent.q_rank, self.n + self.r)
+        self.kv_up = up("kv_up", Neighbor("kv_norm", "any"), latent.kv_rank, self.n + self.v)
         self.proj = RowParallelLinear(
             f"{name}.proj",
             heads * self.v,
@@ -83,7 +92,8 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_sbh: Tensor | LinearInput, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
         q, kv, k_rotary = linear(x_sbh, self.down, self.down_state).split(self.ranks, dim=-1)
-        q_sbc, kv_sbc = self._up(q, self.q_norm, self.q_up), self._up(kv, self.kv_norm, self.kv_up)
+        q_sbc = self.q_up(x_sbh) if self.q_norm is None else self._up(q, self.q_norm, self.q_up)
+        kv_sbc = self._up(kv, self.kv_norm, self.kv_up)
         # Each rank's heads use it, so its gradient is their sum.
         share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
         k_rotary_sbr = share(k_rotary.contiguous(), self.context.tensor)
@@ -105,6 +115,8 @@ class LatentAttention(nn.Module):
         k, v = kv_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.v], dim=-1)
         k_rotary = _rotated(k_rotary_sbr.unsqueeze(2), rotary).expand(-1, -1, self.heads, -1)
         q, k = torch.cat([q, _rotated(q_rotary, rotary)], dim=-1), torch.cat([k, k_rotary], dim=-1)
+        if self.score_factor != 1:
+            q = q * self.score_factor
         return core(q, k, F.pad(v, (0, self.n + self.r - self.v)))[..., : self.v]
 
 

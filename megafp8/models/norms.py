@@ -3,17 +3,27 @@
 Their weights are replicated over the tensor-parallel group, but their input may be sharded: by sequence under sequence
 parallelism, by heads for q- and k-norms. Then each rank computes a partial gradient of the weights, and the group sums
 these once a step: the parameters say so in their spec (`reduce_over_tp`).
+
+RMSNorm of all query heads at once (`ProjectionNorms`) is over channels that are sharded over the group, and so are its
+weights. Ranks add up their parts of a token's sums: one all-reduce forward and one backward, of two numbers a token,
+one for queries and one for keys.
+
+Shapes: s sequence, b micro-batch, a and g query and key heads of this rank, d head width.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
+from megafp8.distributed import collectives
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.models.context import BuildContext
 from megafp8.ops.fusion import LinearInput
@@ -55,3 +65,61 @@ class Norm(nn.Module):
     ) -> tuple[Tensor, Tensor | LinearInput]:
         """`x + branch`, and its norm as the layer after it takes its input (`form`), in one pass each way."""
         return norm(x, branch, self.weight, self.bias, self.eps, form)
+
+
+class ProjectionNorms(nn.Module):
+    """RMSNorm of all query heads at once, and of all key heads: `[s, b, a, d]` and `[s, b, g, d]`."""
+
+    def __init__(self, name: str, query_size: int, key_size: int, context: BuildContext, eps: float) -> None:
+        super().__init__()
+        self.eps, self.sizes, self.group = eps, (query_size, key_size), context.tensor
+
+        def parameter(name: str, size: int) -> nn.Parameter:
+            piece = shard_dim(name, (size,), 0, context.tensor.rank(), context.tensor.size())
+            spec = ParamSpec((piece,), Init("ones"), replicated_over_tp=False, weight_decay=False)
+            return set_spec(nn.Parameter(torch.empty(piece.shape, dtype=context.dtype, device=context.device)), spec)
+
+        self.q_weight = parameter(f"{name}.q_norm.weight", query_size)
+        self.k_weight = parameter(f"{name}.k_norm.weight", key_size)
+
+    def forward(self, q_sbad: Tensor, k_sbgd: Tensor) -> tuple[Tensor, Tensor]:
+        normed: tuple[Tensor, Tensor] = _RMSNorms.apply(
+            q_sbad, k_sbgd, self.q_weight, self.k_weight, self.sizes, self.eps, self.group
+        )
+        return normed
+
+
+class _RMSNorms(Function):
+    """RMSNorm of q and of k over their last two dims, sharded over `group`; in fp32 or wider. `sizes`: of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, sizes: tuple[int, int], eps: float,
+        group: ProcessGroup,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.sizes, ctx.group, ctx.compute = sizes, group, torch.promote_types(q.dtype, torch.float32)
+        sums = _sums(ctx, [(x, x) for x in (q, k)])
+        inverse_rms = [(total / size + eps).rsqrt() for total, size in zip(sums, sizes, strict=True)]
+        ctx.save_for_backward(q, k, q_weight, k_weight, *inverse_rms)
+        pairs = ((q, q_weight, inverse_rms[0]), (k, k_weight, inverse_rms[1]))
+        return tuple((x.to(ctx.compute) * r * w.view(x.shape[-2:])).to(x.dtype) for x, w, r in pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, q_weight, k_weight, *inverse_rms = ctx.saved_tensors
+        xs, weights = (q, k), (q_weight, k_weight)
+        # Of y = r·x·w: the gradient of r reaches every channel of the token, on all ranks.
+        of_normed = [g.to(ctx.compute) * w.view(g.shape[-2:]) for g, w in zip(dy, weights, strict=True)]
+        sums = _sums(ctx, list(zip(of_normed, xs, strict=True)))
+        dx, dw = [], []
+        for x, g, dn, r, total, size, w in zip(xs, dy, of_normed, inverse_rms, sums, ctx.sizes, weights, strict=True):
+            dx.append((r * dn - r.pow(3) * (total / size) * x).to(x.dtype))
+            dw.append((g.to(ctx.compute) * x * r).flatten(0, -3).sum(dim=0).flatten().to(w.dtype))
+        return *dx, *dw, None, None, None
+
+
+def _sums(ctx: Any, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Sums of products over the last two dims, which stay as dims of size 1, and over all ranks: stacked."""
+    sums = [(x.to(ctx.compute) * y.to(ctx.compute)).sum(dim=(-2, -1), keepdim=True) for x, y in factors]
+    return collectives.all_reduce(torch.stack(sums), ctx.group)

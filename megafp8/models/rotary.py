@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama-3's frequency scaling.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama-3's frequency scaling or YaRN's.
 
 A head's first and second half are the pairs that are rotated (Hugging Face's "rotate half" layout), so Hugging Face
 weights need no permutation. Angles are computed in float64 and their cosines stored in fp32: at position 100,000 an
@@ -14,31 +14,44 @@ import math
 import torch
 from torch import Tensor
 
-from megafp8.config import RopeScaling
+from megafp8.config import RopeScaling, YarnConfig
 
 
-def inverse_frequencies(d: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+def inverse_frequencies(d: int, theta: float, scaling: RopeScaling | YarnConfig | None, device: torch.device) -> Tensor:
     """Radians per position of each pair, `[d/2]` float64.
 
-    With `scaling`, wavelengths above the original context are stretched by `factor`, short ones unchanged, and those
-    between interpolated (Llama 3.1's reference code).
+    With `scaling`, low frequencies are divided by `factor`, high ones unchanged, and those between interpolated: by
+    wavelength as in Llama 3.1's reference code, or by the number of the pair as in YaRN's.
     """
     frequencies = theta ** -(torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
     if scaling is None:
         return frequencies
-    wavelengths = 2 * math.pi / frequencies
-    ratio = scaling.original_max_position_embeddings / wavelengths
-    unscaled = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    length = scaling.original_max_position_embeddings
+    if isinstance(scaling, YarnConfig):
+        pairs = torch.arange(d // 2, dtype=torch.float64, device=device)
+        # The pairs, to whole numbers outwards, that turn beta_fast and beta_slow times in the original context.
+        fast, slow = (
+            d * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        first, last = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
+        unscaled = 1 - (pairs - first) / (last - first if last != first else 0.001)
+    else:
+        wavelengths = 2 * math.pi / frequencies
+        ratio = length / wavelengths
+        unscaled = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     unscaled = unscaled.clamp(0, 1)  # 1: high frequency; 0: low frequency, stretched
     return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
-def rotary_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle for `positions` `[s]` or `[b, s]`: each `[s, 1 or b, 1, d/2]`.
+def rotary_table(
+    positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """`factor` times cos and sin of every angle for `positions` `[s]` or `[b, s]`: each `[s, 1 or b, 1, d/2]`.
 
     In fp32, or float64 if `dtype` is.
     """
     positions_sb = positions.unsqueeze(-1) if positions.dim() == 1 else positions.transpose(0, 1)
     angles = positions_sb[:, :, None, None].double() * frequencies
     table = torch.promote_types(dtype, torch.float32)
-    return angles.cos().to(table), angles.sin().to(table)
+    return (factor * angles.cos()).to(table), (factor * angles.sin()).to(table)

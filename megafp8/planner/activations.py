@@ -132,7 +132,9 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
         saved["attention output"] = x.m * x.a * x.d * x.e
     if not memory.attention:
         saved["attention log-sums"] = x.m * x.a * x.w
-        if model.qk_norm:
+        if model.qk_norm == "projection":
+            saved["q and k after their norms"] = x.m * ((x.a + x.g) * x.d * x.e + 2 * x.w)
+        elif model.qk_norm:
             saved["q and k before and after their norms"] = x.m * (x.a + x.g) * (2 * x.d * x.e + x.w)
     if proj.saved != "high" or narrower:
         saved["proj input"] = _saved_input(fp8, proj, x.a * model.value_channels, x)
@@ -158,12 +160,15 @@ def _saved_by_latents(
     latent: LatentAttentionConfig, fp8: Fp8Manager, ups: Sequence[LinearPlan], x: Sizes
 ) -> dict[str, int]:
     """Of the input and the latents, before attention itself."""
-    ranks = latent.q_rank, latent.kv_rank
+    ranks = [rank for rank in (latent.q_rank, latent.kv_rank) if rank is not None]
+    up_inputs = [_saved_input(fp8, plan, rank, x) for plan, rank in zip(ups[-len(ranks) :], ranks, strict=True)]
+    if latent.q_rank is None and not (ups[0].saved == "high" and x.m == x.m_own):  # else it is the latents' input
+        up_inputs.append(_saved_input(fp8, ups[0], x.h, x))
     return {
         "latents' input": x.m_own * x.h * x.e,
         "latents": x.m_own * sum(ranks) * x.e,
-        "statistics of their norms": 2 * x.m_own * x.w,
-        "up inputs": sum(_saved_input(fp8, plan, rank, x) for plan, rank in zip(ups, ranks, strict=True)),
+        "statistics of their norms": len(ranks) * x.m_own * x.w,
+        "up inputs": sum(up_inputs),
     }
 
 

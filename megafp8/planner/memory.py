@@ -175,12 +175,15 @@ def _attention(config: Config, index: int) -> tuple[list[_Parameter], list[_Para
     model, x, latent = config.model, sizes(config), config.model.latent_attention
     weights = _layer_weights(config, index)
     if latent is not None:
-        down = _Parameter((latent.q_rank + latent.kv_rank + latent.rope_head_dim) * x.h)
-        return [down, _Parameter(latent.q_rank), _Parameter(latent.kv_rank), *weights[:3]], weights[3:]
+        ranks = [rank for rank in (latent.q_rank, latent.kv_rank) if rank is not None]
+        down = _Parameter((sum(ranks) + latent.rope_head_dim) * x.h)
+        return [down, *map(_Parameter, ranks), *weights[:3]], weights[3:]
     qkv, proj, *mlp = weights
-    bias, head_norms = [_Parameter(x.h)] * model.linear_bias, [_Parameter(x.d)] * (2 * model.qk_norm)
+    bias, qk_norms = [_Parameter(x.h)] * model.linear_bias, [_Parameter(x.d)] * 2 if model.qk_norm else []
+    if model.qk_norm == "projection":
+        qk_norms = [_Parameter(x.a * x.d), _Parameter(x.g * x.d)]
     qkv_bias = [_Parameter((x.a + 2 * x.g) * x.d)] * (model.linear_bias or model.qkv_bias)
-    return [*[_Parameter(x.a)] * model.attention_sinks, qkv, *qkv_bias, proj, *bias, *head_norms], mlp
+    return [*[_Parameter(x.a)] * model.attention_sinks, qkv, *qkv_bias, proj, *bias, *qk_norms], mlp
 
 
 def _layer_weights(config: Config, index: int) -> list[_Parameter]:

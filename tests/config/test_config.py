@@ -305,6 +305,10 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
      "model.latent_attention.nope_head_dim + rope_head_dim is 12; try parallel.context=1, or other widths"),
     ([LATENT, "model.rope_scaling={low_freq_factor: 4}"], 1,
      "model.rope_scaling.high_freq_factor = 4.0: not above low_freq_factor (4.0)"),
+    (["model.yarn={factor: 4}", "model.rope_scaling={}"], 1, "model.yarn.factor = 4.0: model.rope_scaling scales the"),
+    (["model.yarn={factor: 4, beta_slow: 32}"], 1, "model.yarn.beta_fast = 32.0: not above beta_slow (32.0)"),
+    (["model.yarn={factor: 4, mscale_all_dim: 1}"], 1, "model.yarn.mscale_all_dim = 1.0: without model.latent_att"),
+    (["model.yarn={factor: 4}", "model.rope_theta=1"], 1, "model.rope_theta = 1.0: model.yarn is set, and it needs"),
     (["checkpoint.allow_model_change=[latent_attention.qrank]"], 1, "did you mean latent_attention.q_rank?"),
 ]  # fmt: skip
 CASES: list[tuple[list[str], int, str]] = [

@@ -56,6 +56,16 @@ DEEPSEEK: dict[str, Any] = LLAMA | {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
+DEEPSEEK_V2: dict[str, Any] = {key: x for key, x in DEEPSEEK.items() if key != "num_nextn_predict_layers"}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+}
+YARN_OF_ALL = YARN_ROPE | {"mscale": 0.707, "mscale_all_dim": 1.5}
 GPT2: dict[str, Any] = {
     "vocab_size": V,
     "n_embd": 32,
@@ -71,9 +81,8 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),
     "llama-biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "llama-geglu": ("Llama", LLAMA | {"hidden_act": "gelu_pytorch_tanh"}),
-    "qwen2-exact-geglu": ("Qwen2", LLAMA | {"hidden_act": "gelu"}),
+    "qwen2-exact-geglu": ("Qwen2", LLAMA | {"hidden_act": "gelu", "rope_parameters": YARN_ROPE}),
     "mistral": ("Mistral", LLAMA | {"sliding_window": 5, "head_dim": 16}),
-    "mistral-no-window": ("Mistral", LLAMA | {"sliding_window": None}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen2-window-tied": (
         "Qwen2",
@@ -91,12 +100,19 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         EXPERTS | {"shared_expert_intermediate_size": 8, "qkv_bias": False, "norm_topk_prob": True},
     ),
+    "olmoe": ("Olmoe", LLAMA | {"num_experts": 6, "num_experts_per_tok": 2}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK),
     "deepseek-v3-tied": (
         "DeepseekV3",
         DEEPSEEK
-        | {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE, "norm_topk_prob": False, "v_head_dim": 12},
+        | {"tie_word_embeddings": True, "rope_parameters": YARN_OF_ALL, "norm_topk_prob": False, "v_head_dim": 12},
     ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        DEEPSEEK_V2
+        | {"topk_method": "group_limited_greedy", "rope_parameters": YARN_OF_ALL, "routed_scaling_factor": 16.0},
+    ),
+    "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK_V2 | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
 }
@@ -162,6 +178,19 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
             "qkv_bias": True,
             "head_dim": 6,
             "moe": {"num_experts": 6, "shared_ffn_hidden_size": 40, "shared_gate": True, "layer_interval": 2},
+        },
+    ),
+    "olmoe": (
+        "olmoe",
+        SMALL | {"qk_norm": "projection", "moe": {"num_experts": 6, "top_k": 3, "ffn_hidden_size": 24}},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        LATENT
+        | {
+            "latent_attention": LATENT["latent_attention"] | {"q_rank": None},
+            "moe": LATENT["moe"] | {"score": "softmax", "normalize": False, "selection_bias": False},
+            "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.0},
         },
     ),
     "deepseek_v3": ("deepseek_v3", LATENT | {"rope_scaling": SCALING, "rope_theta": 500.0}),

@@ -7,33 +7,65 @@ from typing import Any
 
 import pytest
 
-from megafp8.config import ModelConfig, MoeConfig, load_config
+from megafp8.config import ModelConfig, MoeConfig, YarnConfig, load_config
 from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
 from megafp8.conversion.model import model_tensors
-from tests.conversion.families import DEEPSEEK, EXPERTS, GPT2, LATENT, LLAMA, LLAMA3_ROPE, OURS, SMALL, THEIRS
+from tests.conversion.families import (
+    DEEPSEEK,
+    DEEPSEEK_V2,
+    EXPERTS,
+    GPT2,
+    LATENT,
+    LLAMA,
+    LLAMA3_ROPE,
+    OURS,
+    SMALL,
+    THEIRS,
+)
 from tests.quickstart_data import ROOT
 
 L = LLAMA | {"model_type": "llama"}
 M, Q2, Q3 = ({**L, "model_type": kind} for kind in ("mistral", "qwen2", "qwen3"))
 X = {**L, "model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
 E2, E3 = ({**EXPERTS, "model_type": kind} for kind in ("qwen2_moe", "qwen3_moe"))
+E1 = {**L, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2}
 D = DEEPSEEK | {"model_type": "deepseek_v3"}
+D2 = DEEPSEEK_V2 | {"model_type": "deepseek_v2"}
 G = GPT2 | {"model_type": "gpt2"}
 ORIGINAL = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
-YARN = {"rope_type": "yarn", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another family": (L | {"model_type": "phi"}, "model_type = 'phi': .*supported: deepseek_v3, gpt2, llama, mistral"),
-    "queries without a latent": (D | {"q_lora_rank": None}, "q_lora_rank = None: megafp8 has no such model"),
+    "another family": (
+        L | {"model_type": "phi"},
+        "model_type = 'phi': .*supported: deepseek_v2, deepseek_v3, gpt2, llama",
+    ),
     "pairs of channels that are apart": (D | {"rope_interleave": False}, "rope_interleave = False: .*supported: True"),
     "another epsilon in latents": (
         D | {"rms_norm_eps": 1e-5},
         "rms_norm_eps = 1e-05: .*supported: 1e-06, which transformers uses for the norms of the latents",
     ),
-    "yarn of DeepSeek-V3": (
-        D | {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "beta_fast": 32}},
-        "rope_scaling.rope_type = 'yarn': .*supported: default, llama3",
+    "scores scaled without rotated channels": (
+        D | {"rope_scaling": YARN | {"mscale_all_dim": 1.0}},
+        "rope_scaling.mscale = None: .*a number beside mscale_all_dim",
     ),
+    "rotated channels scaled alone": (
+        D | {"rope_scaling": YARN | {"mscale": 0.7}},
+        "mscale = 0.7: .*1 without mscale_",
+    ),
+    "scores scaled in Llama": (
+        L | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        "model.yarn.mscale_all_dim = 1.0: without model.latent_attention",
+    ),
+    "a given factor of rotated channels": (
+        L | {"rope_scaling": YARN | {"attention_factor": 1.2}},
+        "rope_scaling.attention_factor = 1.2: .*supported: null",
+    ),
+    "yarn to half pairs": (L | {"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate = False"),
+    "yarn backwards": (L | {"rope_scaling": YARN | {"beta_fast": 1}}, r"yarn.beta_fast = 1.0: not above beta_slow"),
+    "normalized scores in DeepSeek-V2": (D2 | {"norm_topk_prob": True}, "norm_topk_prob = True: .*supported: False"),
+    "sigmoid in DeepSeek-V2": (D2 | {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid': .*supported: 'softmax'"),
+    "a choice of groups in DeepSeek-V2": (D2 | {"topk_method": "noaux_tc"}, "supported: greedy, group_limited_greedy"),
     "a rotary width of another name": (D | {"head_dim": 8}, r"head_dim = 8: .*supported: qk_rope_head_dim \(4\)"),
     "an inferred rotary width": (D | {"head_dim": None}, r"head_dim = None: .*supported: qk_rope_head_dim \(4\)"),
     "another width of keys": (D | {"qk_head_dim": 8}, r"qk_nope_head_dim \+ qk_rope_head_dim \(12\)"),
@@ -46,13 +78,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "groups of one expert": (D | {"n_group": 8}, r"n_group = 8: .*at least two of the n_routed_experts \(8\)"),
     "more choices than experts in groups": (D | {"num_experts_per_tok": 5}, "top_groups = 2: so many groups have 4"),
     "DeepSeek without experts": (D | {"first_k_dense_replace": 3}, "none of the 3 layers has experts"),
-    "a norm of all heads at once": (E3 | {"model_type": "olmoe"}, "model_type = 'olmoe': megafp8 has no such model"),
+    "clipped queries": (E1 | {"clip_qkv": 8.0}, "clip_qkv = 8.0: .*supported: None"),
+    "a norm of other channels": (E1 | {"head_dim": 16}, r"head_dim = 16: .*hidden_size / num_attention_heads \(8\)"),
     "no family": (LLAMA, "model_type = None"),
     "bias on attention alone": (L | {"attention_bias": True}, r"attention_bias = True: .*\(mlp_bias = true too\)"),
     "bias on the MLP alone": (L | {"mlp_bias": True}, "mlp_bias = True"),
     "bias in Qwen3": (Q3 | {"attention_bias": True}, "attention_bias = True: .*supported: False"),
-    "yarn": (L | {"rope_scaling": YARN}, "rope_scaling.rope_type = 'yarn': .*supported: default, llama3"),
-    "yarn, version 5": (Q2 | {"rope_parameters": YARN}, "rope_parameters.rope_type = 'yarn'"),
+    "yarn without its original length": (
+        Q2 | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_parameters has no key original_max_position_embeddings",
+    ),
     "dynamic, old name": (L | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
     "linear": (L | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
     "a key of llama3": (L | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no key low_freq_factor"),
@@ -238,6 +273,27 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             ),
         },
     ),
+    "yarn as in DeepSeek-V3": (
+        D
+        | {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 40,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            "q_lora_rank": None,
+        },
+        {"yarn": YarnConfig(factor=40, mscale_all_dim=1), "rope_scaling": None},
+    ),
+    "yarn with defaults": (
+        Q3 | {"rope_scaling": YARN | {"beta_fast": None, "attention_factor": None}},
+        {"yarn": YarnConfig(factor=4, original_max_position_embeddings=16)},
+    ),
+    "DeepSeek-V2 chooses from all groups": (D2 | {"topk_method": "greedy", "n_group": 3}, {"query_groups": 4}),
     "DeepSeek's other keys": (
         D | {"ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "scoring_func": "sigmoid", "moe_layer_freq": 1},
         {"channels": 12, "rotary_channels": 4, "value_channels": 6, "norm_eps": 1e-6},
@@ -317,8 +373,8 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
         },
     ),
-    # The hub's also has auto_map, quantization_config (FP8) and rope_scaling (yarn, for contexts above 4096), which are
-    # refused. 14,848 of the parameters are biases of routers; those of multi-token prediction are not counted.
+    # The hub's also has auto_map and quantization_config (FP8), which are refused. 14,848 of the parameters are biases
+    # of routers; those of multi-token prediction are not counted.
     "deepseek-v3": (
         671_026_419_200,
         {
@@ -330,6 +386,8 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
             "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
             "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+            "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                             "original_max_position_embeddings": 4096, "type": "yarn"},
             "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
             "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
         },
@@ -342,7 +400,8 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_configs_are_the_published_models(name: str) -> None:
     parameters, config = PUBLISHED[name]
     model = load_config(ROOT / "configs" / f"{name}.yaml").model
-    assert differences(read_config(config)[1], model) == []
+    extended = ["yarn"] if config.get("rope_scaling") else []  # by a training on longer contexts, after this one
+    assert differences(read_config(config)[1], model) == extended
     assert sum(math.prod(shape) for shape in model_tensors(model).values()) == parameters
 
 
@@ -383,12 +442,14 @@ def test_every_family_is_tested() -> None:
     assert {family for family, _ in OURS.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize(
-    "kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2", "Mixtral", "Qwen3Moe", "Qwen2Moe", "DeepseekV3"]
-)
+_FAMILIES = "Llama Mistral Qwen2 Qwen3 GPT2 Mixtral Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3"
+
+
+@pytest.mark.parametrize("kind", _FAMILIES.split())
 def test_every_key_of_theirs_is_known(kind: str) -> None:
     """A release of `transformers` with a new key, which may change the model, is to be looked at."""
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")()
+    without_default = {"num_experts_per_tok": 6} if kind == "DeepseekV2" else {}
+    config = getattr(transformers, f"{kind}Config")(**without_default)
     read_config(config.to_dict() | {"model_type": config.model_type})

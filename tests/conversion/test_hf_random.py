@@ -81,6 +81,11 @@ def our_model(rng: Rng) -> ModelConfig:
     experts = Rng(str(fields))
     if style != "gpt2" and not fields["linear_bias"] and experts.random() < 0.4:
         fields["moe"] = _our_experts(experts, shared=style == "qwen2")
+    if "moe" in fields and fields["qk_norm"] and experts.random() < 0.5:
+        fields["qk_norm"] = "projection"
+    yarn = Rng(f"yarn {fields}")
+    if style != "gpt2" and fields["rope_scaling"] is None and yarn.random() < 0.3:
+        fields["yarn"] = {"factor": 4.0, "original_max_position_embeddings": yarn.choice([8, 32])}
     latent = Rng(f"latent {fields}")
     if style == "llama" and latent.random() < 0.3:
         fields |= _our_deepseek(latent)
@@ -117,12 +122,14 @@ def _our_deepseek(rng: Rng) -> dict[str, Any]:
         "top_groups": rng.choice([None, max(1, groups // 2), groups]),
     }
     latent = {
-        "q_rank": rng.choice([8, 20]),
+        "q_rank": rng.choice([8, 20, None]),
         "kv_rank": rng.choice([8, 12]),
         "nope_head_dim": rng.choice([4, 6]),
         "rope_head_dim": rng.choice([2, 6]),
         "value_head_dim": rng.choice([4, 6]),
     }
+    if rng.random() < 0.4:  # DeepSeek-V2
+        moe |= {"score": "softmax", "selection_bias": False, "normalize": rng.random() < 0.1}
     none = dict.fromkeys(("num_query_groups", "head_dim"))
     norm_eps = _pick(rng, 1e-6, 1e-5, rare=0.1)
     fields = {"moe": moe, "latent_attention": latent, "linear_bias": False, "qk_norm": False, "qkv_bias": False}
@@ -207,6 +214,7 @@ def test_a_model_that_cannot_be_built_is_not_exported(tmp_path: Path) -> None:
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_8 = LLAMA3 | {"original_max_position_embeddings": 8}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
 _ANY: dict[str, list[Any]] = {
     "is_causal": [True, False, None],
     "is_decoder": [True, False],
@@ -267,7 +275,11 @@ _LLAMA_LIKE: dict[str, list[Any]] = {
         {"type": "llama3", **LLAMA3_8},
         {"type": "linear", "factor": 2.0},
         {"rope_type": "dynamic", "factor": 2.0},
-        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8},
+        YARN,
+        YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+        YARN | {"mscale": 0.7},
+        YARN | {"attention_factor": 1.5},
+        YARN | {"beta_fast": 4, "beta_slow": 0.5, "mscale": 1},
         {"rope_type": "default", "type": "linear", "factor": 2.0},
     ],
     "rope_parameters": [
@@ -303,6 +315,8 @@ _EXPERTS: dict[str, list[Any]] = {
     "router_jitter_noise": [0.1],
     "output_router_logits": [True, False],
     "num_shared_experts": [1],
+    "clip_qkv": [None, 1.0],
+    "head_dim": [4, 8, None],
     "routed_scaling_factor": [2.0],
     "scoring_func": ["sigmoid"],
     **{key: values for key, values in _LLAMA_LIKE.items() if "window" in key or "rope" in key or key == "layer_types"},
@@ -327,7 +341,9 @@ _DEEPSEEK: dict[str, list[Any]] = {
     "norm_topk_prob": [True, False],
     "routed_scaling_factor": [1.0, 2.5, 3],
     "scoring_func": ["sigmoid", "softmax"],
-    "topk_method": ["noaux_tc", "greedy"],
+    "topk_method": ["noaux_tc", "greedy", "group_limited_greedy"],
+    "num_experts": [8, 9],
+    "mlp_bias": [False, True],
     "moe_layer_freq": [1, 2],
     "num_nextn_predict_layers": [0, 1, 2],
     "num_mtp_layers": [0, 1],
@@ -361,8 +377,8 @@ _GPT2: dict[str, list[Any]] = {
 
 _KEYS = {
     **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3"), _ANY | _LLAMA_LIKE),
-    **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe"), _ANY | _EXPERTS),
-    "DeepseekV3": _ANY | _DEEPSEEK,
+    **dict.fromkeys(("Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"), _ANY | _EXPERTS),
+    **dict.fromkeys(("DeepseekV2", "DeepseekV3"), _ANY | _DEEPSEEK),
     "GPT2": _ANY | _GPT2,
 }
 
@@ -378,7 +394,7 @@ def _their_config(rng: Rng, kind: str, keys: Collection[str]) -> dict[str, Any]:
                "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}  # fmt: skip
     return {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 4, "head_dim": 8,
-            "num_key_value_heads": 4 if kind == "DeepseekV3" else rng.choice([2, 4]),
+            "num_key_value_heads": 4 if kind.startswith("Deepseek") else rng.choice([2, 4]),
             "max_position_embeddings": 64, "tie_word_embeddings": rng.random() < 0.3,
             **{key: value for key, value in experts.items() if key in keys}}  # fmt: skip
 

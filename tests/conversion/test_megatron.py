@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from megafp8.config import ModelConfig
+from megafp8.conversion.megatron_args import read_args
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import MegatronSource, is_megatron
+from megafp8.models.router import choose
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import RandomSource
-from tests.conversion.megatron_reference import MODELS, TINY, rank, save
+from tests.conversion.megatron_reference import MODELS, TINY, chosen, folders, rank, save
 
 # Arguments as a user of Megatron-LM would give them for MODELS, and its defaults of those they would not.
 COMMON = {
@@ -56,13 +58,37 @@ ARGS: dict[str, dict[str, Any]] = {
     | {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False, "norm_epsilon": 1e-6},
     "qwen3": COMMON | LLAMA | GROUPS | {"qk_layernorm": True, "window_size": (7, 0), "window_attn_skip_freq": 2},
     "swiglu, biases, sinks": COMMON | LLAMA | {"add_bias_linear": True, "softmax_type": "learnable"},
+    "mixtral": COMMON | LLAMA | GROUPS | {"num_experts": 4, "moe_router_topk": 2, "moe_layer_freq": 1},
+    "all of experts": COMMON
+    | LLAMA
+    | {
+        "num_experts": 8,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_ffn_hidden_size": 20,
+        "moe_shared_expert_intermediate_size": 12,
+        "moe_shared_expert_gate": True,
+        "moe_router_topk": 4,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.01,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.02,
+        "moe_z_loss_coeff": 0.001,
+    },
     "exact gelu": COMMON
     | {"position_embedding_type": "none", "normalization": "RMSNorm", "bias_gelu_fusion": False}
     | {"untie_embeddings_and_output_weights": True},
 }
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 2)]
+LAYOUTS = [(1, 1, 1), (2, 2, 2)]
 MORE = [("llama", (1, 2, 1)), ("gpt2", (1, 2, 1)), ("llama", (1, 4, 1)), ("llama", (4, 1, 1)), ("gpt2", (4, 2, 2))]
-CASES = [*((name, layout) for name in MODELS for layout in LAYOUTS), *MORE]
+EXPERTS = [(1, 1, 1), (2, 1, 1, 4), (2, 2, 2, 2)]
+CASES: list[tuple[str, tuple[int, ...]]] = [
+    *((name, layout) for name in MODELS for layout in (EXPERTS if "moe" in MODELS[name] else LAYOUTS)),
+    *MORE,
+]
 
 
 def random_source(name: str, **options: Any) -> RandomSource:
@@ -81,37 +107,37 @@ def assert_same(read: MegatronSource, truth: RandomSource) -> None:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
-def test_each_rank_is_written_as_megatron_has_it(name: str, layout: tuple[int, int, int], tmp_path: Path) -> None:
+def test_each_rank_is_written_as_megatron_has_it(name: str, layout: tuple[int, ...], tmp_path: Path) -> None:
     source = random_source(name)
-    t, p, virtual = layout
-    te = name != "qwen2"
+    t, p, virtual, expert = *layout, *[1] * (4 - len(layout))
+    te = name not in ("qwen2", "mixtral")
     implementation: Any = "transformer_engine" if te else "local"
-    convert(source, MegatronSink(tmp_path / "out", t, p, virtual if virtual > 1 else None, implementation))
+    convert(source, MegatronSink(tmp_path / "out", t, p, virtual if virtual > 1 else None, implementation, expert))
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
     files = sorted((tmp_path / "out").rglob("*.pt"))
-    assert len(files) == t * p
-    for r in range(t):
-        for s in range(p):
-            folder = f"mp_rank_{r:02d}_{s:03d}" if p > 1 else f"mp_rank_{r:02d}"
-            content = torch.load(tmp_path / "out/release" / folder / "model_optim_rng.pt", weights_only=False)
-            expected = rank(source.whole, source.model, r, s, layout, te=te, multiple=8)
-            assert content.keys() == expected.keys() | {
-                "args",
-                "checkpoint_version",
-                "iteration",
-                "num_floating_point_operations_so_far",
-            }
-            for key, tensors in expected.items():
-                found = {n: x for n, x in content[key].items() if not n.endswith("_extra_state")}
-                assert found.keys() == tensors.keys()
-                for n, x in tensors.items():
-                    assert torch.equal(found[n], x), (folder, key, n)
+    assert len(files) == t * p * expert
+    for ranks, folder in folders(layout).items():
+        content = torch.load(tmp_path / "out/release" / folder / "model_optim_rng.pt", weights_only=False)
+        expected = rank(source.whole, source.model, *ranks, layout, te=te, multiple=8)
+        assert content.keys() == expected.keys() | {
+            "args",
+            "checkpoint_version",
+            "iteration",
+            "num_floating_point_operations_so_far",
+        }
+        args, of_experts = vars(content["args"]), {key for key in ARGS[name] if key.startswith("moe_")}
+        assert {key: args[key] for key in of_experts} == {key: ARGS[name][key] for key in of_experts}
+        for key, tensors in expected.items():
+            found = {n: x for n, x in content[key].items() if not n.endswith("_extra_state")}
+            assert found.keys() == tensors.keys()
+            for n, x in tensors.items():
+                assert torch.equal(found[n], x), (folder, key, n)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
-def test_each_tensor_is_read_from_what_megatron_writes(name: str, layout: tuple[int, int, int], tmp_path: Path) -> None:
+def test_each_tensor_is_read_from_what_megatron_writes(name: str, layout: tuple[int, ...], tmp_path: Path) -> None:
     truth = random_source(name, dtype=torch.bfloat16)
-    read = MegatronSource(save(tmp_path, truth, ARGS[name], layout, te=name != "gpt2"))
+    read = MegatronSource(save(tmp_path, truth, ARGS[name], layout, te=name not in ("gpt2", "mixtral")))
     assert read.path == tmp_path / "iter_0000100"
     assert read.model == truth.model.model_copy(update={"num_query_groups": read.model.num_query_groups})
     assert read.model.query_groups == truth.model.query_groups
@@ -213,10 +239,33 @@ def test_models_from_before_megatron_core(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5},
+        {"moe_router_group_topk": 4},
+        {"moe_router_score_function": "sigmoid", "moe_router_group_topk": 2},
+        {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
+    ],
+    ids=str,
+)
+def test_a_router_chooses_as_its_arguments_say(args: dict[str, Any]) -> None:
+    args = ARGS["mixtral"] | {"num_experts": 16, "moe_router_topk": 4, "moe_router_num_groups": 8} | args
+    sigmoid = args.get("moe_router_score_function") == "sigmoid"
+    moe = read_args(args | {"moe_router_enable_expert_bias": sigmoid}, 50, 8).moe
+    assert moe is not None
+    torch.manual_seed(1)
+    logits, bias = 2 * torch.randn(50, 16).double(), torch.randn(16).double() if sigmoid else None
+    experts, weights = choose(logits.sigmoid() if sigmoid else logits.softmax(1), moe, bias)
+    torch.testing.assert_close(torch.zeros_like(logits).scatter(1, experts, weights), chosen(logits, args, bias))
+
+
+@pytest.mark.parametrize(
     ("model", "layout", "message"),
     [
         ({"parallel_block": True}, (), "Megatron-LM has no model with parallel_block = True"),
         ({"activation": "gelu_tanh"}, (), "no model with activation = 'gelu_tanh'"),
+        ({"qk_norm": "projection"}, (), "no model with qk_norm = 'projection'"),
         ({"activation": "geglu_tanh"}, (), "no model with activation = 'geglu_tanh'"),
         ({"rope_scaling": {"low_freq_factor": 2.0}}, (), "no model with rope_scaling"),
         ({"normalization": "layernorm", "qk_norm": True}, (), "qk_layernorm with normalization = 'LayerNorm'"),
@@ -224,10 +273,18 @@ def test_models_from_before_megatron_core(tmp_path: Path) -> None:
         ({"num_query_groups": 2}, (4,), "TP 4 does not divide the model's num_query_groups = 2"),
         ({}, (1, 3), "do not divide 4 layers"),
         ({}, (1, 1, 2), "virtual PP 2 with PP 1"),
+        ({}, (1, 1, 1, "local", 2), "EP 2 does not divide the model's moe.num_experts = 1"),
+        ({"moe": {"num_experts": 4, "ffn_hidden_size": 6}}, (4,), "TP 4 does not divide the model's moe.ffn_hidden"),
+        ({"moe": {"num_experts": 4, "selection_bias": True}}, (), "moe_router_enable_expert_bias = True with"),
+        (
+            {"moe": {"num_experts": 4, "score": "sigmoid", "normalize": False}},
+            (),
+            "no model with moe.normalize = False",
+        ),
     ],
 )
 def test_what_the_format_cannot_hold_is_refused(
-    model: dict[str, Any], layout: tuple[int, ...], message: str, tmp_path: Path
+    model: dict[str, Any], layout: tuple[Any, ...], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
         MegatronSink(tmp_path / "out", *layout).begin(RandomSource(ModelConfig.model_validate(TINY | model)), {})

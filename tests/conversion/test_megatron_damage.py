@@ -20,6 +20,8 @@ from tests.conversion.families import RandomSource
 from tests.conversion.megatron_reference import save
 from tests.conversion.test_megatron import ARGS, assert_same, random_source
 
+E = {"num_experts": 8}
+
 
 class Payload:
     """A pickle of this makes the file `path` when it is read."""
@@ -107,6 +109,26 @@ def test_missing_and_superfluous_ranks(folder: Path) -> None:
         MegatronSource(folder)
 
 
+def test_missing_expert_ranks(tmp_path: Path) -> None:
+    save(tmp_path, random_source("mixtral"), ARGS["mixtral"], (1, 2, 1, 4))
+    shutil.rmtree(file_of(tmp_path, "mp_rank_00_001_002").parent)
+    with pytest.raises(ValueError, match="iter_0000100 has no mp_rank_00_001_002 of 1 × 2 × 4 ranks"):
+        MegatronSource(tmp_path)
+    for rank in "012":
+        shutil.rmtree(file_of(tmp_path, f"mp_rank_00_000_00{rank}").parent)
+    for rank in "01":
+        shutil.rmtree(file_of(tmp_path, f"mp_rank_00_001_00{rank}").parent)
+    with pytest.raises(ValueError, match="has no mp_rank_00_000_000 of 1 × 2 × 4 ranks"):
+        MegatronSource(tmp_path)
+    shutil.rmtree(tmp_path / "iter_0000100")
+    save(tmp_path, random_source("mixtral"), ARGS["mixtral"] | {"num_experts": 3}, (1, 1, 1, 2))
+    with pytest.raises(ValueError, match="has folders for 2 expert ranks, and num_experts = 3"):
+        MegatronSource(tmp_path)
+    shutil.rmtree(file_of(tmp_path, "mp_rank_00_001").parent)
+    with pytest.raises(ValueError, match="says expert_model_parallel_size = 2, and there are folders for 1"):
+        MegatronSource(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -123,6 +145,10 @@ def test_missing_and_superfluous_ranks(folder: Path) -> None:
         (
             lambda c: c["model"].update({"mtp.weight": torch.ones(1)}),
             "1 tensors that no model of ours has: .'mtp.weight",
+        ),
+        (
+            lambda c: c["model"].update({"decoder.layers.0.mlp.experts.weight1": torch.ones(1)}),
+            "experts.weight1 holds all experts of a layer",
         ),
         (
             lambda c: c["model"].update({"decoder.final_layernorm.weight": torch.ones(15)}),
@@ -149,7 +175,14 @@ def test_a_file_of_another_checkpoint(how: Callable[[dict[str, Any]], None], mes
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"num_experts": 8}, "num_experts = 8, a mixture of experts, which megafp8 does not have"),
+        (E | {"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type = 'sinkhorn'"),
+        (E | {"moe_router_topk": 1}, "moe_router_topk = 1 without moe_router_pre_softmax"),
+        (E | {"moe_router_num_groups": 4, "moe_router_group_topk": 1}, "sum of their 2 largest scores, and with the"),
+        (E | {"moe_layer_freq": 2}, "moe_layer_freq = 2: .*experts in every layer, or every n-th"),
+        (E | {"moe_expert_capacity_factor": 1.5}, "moe_expert_capacity_factor = 1.5, experts that drop tokens"),
+        (E | {"add_bias_linear": True}, "model.linear_bias = True: experts have no biases"),
+        (E | {"expert_tensor_parallel_size": 2}, "experts that are sharded as the other layers, over 1"),
+        (E, "has no tensor decoder.layers.0.mlp.router.weight"),
         ({"apply_layernorm_1p": True}, "norms whose weights are stored minus one"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn'"),
         ({"rotary_percent": 0.5}, "rotary embedding of a part of each head"),
@@ -172,8 +205,13 @@ def test_unsupported_models_are_refused(
 def test_other_formats_and_wrong_folders(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no latest_checkpointed_iteration.txt and no folders mp_rank_"):
         MegatronSource(tmp_path)
-    (folder / "iter_0000100" / "mp_rank_00_000_001").mkdir()
-    with pytest.raises(ValueError, match="mp_rank_00_000_001: expert parallelism"):
+    strange = folder / "iter_0000100" / "mp_rank_00_000_001_000"
+    strange.mkdir()
+    with pytest.raises(ValueError, match="mp_rank_00_000_001_000: an unknown name"):
+        MegatronSource(folder)
+    strange.rmdir()
+    shutil.copytree(file_of(folder).parent, folder / "iter_0000100" / "mp_rank_00_000_001")
+    with pytest.raises(ValueError, match="folders of several layouts: mp_rank_00_000, mp_rank_00_000_001"):
         MegatronSource(folder)
     (folder / "iter_0000100" / ".metadata").touch()
     with pytest.raises(ValueError, match=r"distributed checkpoint of Megatron-LM .* --ckpt-convert-format torch "):

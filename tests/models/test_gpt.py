@@ -37,19 +37,20 @@ GPT2: dict[str, Any] = LLAMA | {
     "tie_embeddings": True,
 }
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0}
 LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-gqa-rope-scaling": LLAMA | {"num_attention_heads": 8, "rope_scaling": SCALING, "head_dim": 6},
-    "llama-tied": LLAMA | {"tie_embeddings": True},
+    "llama-tied": LLAMA | {"tie_embeddings": True, "head_dim": 12, "yarn": YARN},
     "gpt2": GPT2,
     "gpt2-untied-gelu": GPT2 | {"tie_embeddings": False, "activation": "gelu"},
     "geglu": LLAMA | {"activation": "geglu"},
     "geglu-tanh": LLAMA | {"activation": "geglu_tanh", "linear_bias": True},
     "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True},
-    "sliding-window": LLAMA | {"sliding_window": 3, "full_attention_layers": [1]},
-    "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none"},
-    "latent": LLAMA | {"latent_attention": LATENT},
+    "sliding-window": LLAMA | {"sliding_window": 3, "full_attention_layers": [1], "qk_norm": "projection"},
+    "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none", "qk_norm": "projection"},
+    "latent": LLAMA | {"latent_attention": LATENT, "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
 QWEN_MOE: dict[str, Any] = {
@@ -63,7 +64,7 @@ DEEPSEEK: dict[str, Any] = {
 MOE_MODELS = {
     "mixtral": MIXTRAL,
     "qwen-moe": LLAMA | {"qk_norm": True, "moe": QWEN_MOE},
-    "deepseek": LLAMA | {"moe": DEEPSEEK, "latent_attention": LATENT},
+    "deepseek": LLAMA | {"moe": DEEPSEEK, "latent_attention": LATENT | {"q_rank": None}},
     "groups-softmax": LLAMA
     | {"moe": DEEPSEEK | {"score": "softmax", "first_dense_layers": 0, "selection_bias": False}},
     "ungated": LLAMA | {"activation": "gelu", "moe": {"num_experts": 5, "top_k": 1, "normalize": False}},

@@ -28,9 +28,20 @@ def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-def _frequency(pair: int, config: ModelConfig) -> float:
-    d = config.channels
+def _yarn_frequency(f: float, pair: int, d: int, config: ModelConfig) -> float:
+    y = config.yarn
+    assert y is not None
+    whole_context = y.original_max_position_embeddings / (2 * math.pi)
+    pair_of = [math.log(whole_context / turns, config.rope_theta) * d / 2 for turns in (y.beta_fast, y.beta_slow)]
+    low, high = max(math.floor(pair_of[0]), 0), min(math.ceil(pair_of[1]), d - 1)
+    stretched = min(max((pair - low) / (high - low), 0), 1)
+    return f * (1 - stretched) + f / y.factor * stretched
+
+
+def _frequency(pair: int, d: int, config: ModelConfig) -> float:
     f = config.rope_theta ** (-2 * pair / d)
+    if config.yarn is not None:
+        return _yarn_frequency(f, pair, d, config)
     r = config.rope_scaling
     if r is None:
         return f
@@ -45,11 +56,22 @@ def _frequency(pair: int, config: ModelConfig) -> float:
     return (1 - smooth) * f / r.factor + smooth * f
 
 
+def _yarn_factors(config: ModelConfig) -> tuple[float, float]:
+    """Of rotated channels, and of latent attention's scores."""
+    if config.yarn is None:
+        return 1, 1
+    rotated, all_channels = (0.1 * m * math.log(config.yarn.factor) + 1
+                             for m in (config.yarn.mscale, config.yarn.mscale_all_dim))  # fmt: skip
+    return rotated / all_channels, all_channels**2
+
+
 def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
     """The halves of a head as complex numbers, rotated by position × frequency."""
     half = x_bsd.shape[-1] // 2
-    frequencies = torch.tensor([_frequency(i, config) for i in range(half)], dtype=torch.float64)
-    rotations = torch.polar(torch.ones((), dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies)
+    frequencies = torch.tensor([_frequency(i, 2 * half, config) for i in range(half)], dtype=torch.float64)
+    rotations = torch.polar(
+        torch.tensor(_yarn_factors(config)[0], dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies
+    )
     rotated = torch.complex(x_bsd[..., :half], x_bsd[..., half:]) * rotations
     return torch.cat([rotated.real, rotated.imag], dim=-1)
 
@@ -57,11 +79,13 @@ def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
 def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor) -> Tensor:
     d, heads, groups = config.channels, config.num_attention_heads, config.query_groups
     q, k, v = (_linear(x, w, f"{name}.{part}") for part in "qkv")
+    if config.qk_norm == "projection":
+        q, k = (_norm(y, w, f"{name}.{part}_norm", "rmsnorm", config.norm_eps) for y, part in ((q, "q"), (k, "k")))
     out = []
     for head in range(heads):
         group = head // (heads // groups)
         qh, kh, vh = q[..., head * d : (head + 1) * d], *(y[..., group * d : (group + 1) * d] for y in (k, v))
-        if config.qk_norm:
+        if config.qk_norm is True:
             qh = _norm(qh, w, f"{name}.q_norm", "rmsnorm", config.norm_eps)
             kh = _norm(kh, w, f"{name}.k_norm", "rmsnorm", config.norm_eps)
         if config.position_embedding == "rope":
@@ -77,9 +101,11 @@ def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions:
 def _interleaved(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
     """Neighbouring channels as complex numbers, rotated by position × frequency."""
     d = x_bsd.shape[-1]
-    frequencies = torch.tensor([config.rope_theta ** (-2 * i / d) for i in range(d // 2)], dtype=torch.float64)
+    frequencies = torch.tensor([_frequency(i, d, config) for i in range(d // 2)], dtype=torch.float64)
     angles = positions_bs.double().unsqueeze(-1) * frequencies
-    rotated = torch.complex(x_bsd[..., 0::2], x_bsd[..., 1::2]) * torch.polar(torch.ones_like(angles), angles)
+    rotated = torch.complex(x_bsd[..., 0::2], x_bsd[..., 1::2]) * torch.polar(
+        _yarn_factors(config)[0] * torch.ones_like(angles), angles
+    )
     return torch.view_as_real(rotated).flatten(-2)
 
 
@@ -90,15 +116,18 @@ def _latent_attention(
     assert m is not None
     n, r, v = m.nope_head_dim, m.rope_head_dim, m.value_head_dim
     kv_latent, k_rotary = _linear(x, w, f"{name}.kv_down").split([m.kv_rank, r], dim=-1)
-    q = _linear(
-        _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", "rmsnorm", config.norm_eps), w, f"{name}.q_up"
-    )
+    if m.q_rank is None:
+        q = _linear(x, w, f"{name}.q")
+    else:
+        q_latent = _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", "rmsnorm", config.norm_eps)
+        q = _linear(q_latent, w, f"{name}.q_up")
     kv = _linear(_norm(kv_latent, w, f"{name}.kv_norm", "rmsnorm", config.norm_eps), w, f"{name}.kv_up")
     k_rotary, out = _interleaved(k_rotary, positions, config), []
     for head in range(config.num_attention_heads):
         qn, qr = q[..., head * (n + r) : (head + 1) * (n + r)].split([n, r], dim=-1)
         kn, vh = kv[..., head * (n + v) : (head + 1) * (n + v)].split([n, v], dim=-1)
         scores = qn @ kn.transpose(-1, -2) + _interleaved(qr, positions, config) @ k_rotary.transpose(-1, -2)
+        scores = scores * _yarn_factors(config)[1]
         out.append((scores / math.sqrt(n + r)).masked_fill(~allowed, -math.inf).softmax(-1) @ vh)
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
 

@@ -79,7 +79,7 @@ MODELS: dict[str, list[str]] = {
     "gelu": [*GPT2, "model.activation=gelu"],
     "geglu": ["model.activation=geglu"],
     "geglu-tanh": ["model.activation=geglu_tanh"],
-    "parallel-block": ["model.parallel_block=true"],
+    "parallel-block": ["model.parallel_block=true", "model.qk_norm=projection"],
     "qk-norm-window": ["model.qk_norm=true", "model.sliding_window=8"],
     "latent": [
         "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
@@ -87,7 +87,10 @@ MODELS: dict[str, list[str]] = {
     ],
     "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"],
     "shared-expert": [
-        "model.moe={num_experts: 8, normalize: false, shared_ffn_hidden_size: 32, first_dense_layers: 1}"
+        "model.moe={num_experts: 8, normalize: false, shared_ffn_hidden_size: 32, first_dense_layers: 1}",
+        "model.latent_attention={q_rank: null, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
+        "model.num_query_groups=null",
+        "model.yarn={factor: 4, mscale_all_dim: 1}",
     ],
 }
 

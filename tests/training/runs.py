@@ -100,7 +100,7 @@ WORDS: dict[str, Sections] = {
     "gelu": {"model": {"activation": "gelu"}},
     "qkv-bias": {"model": {"qkv_bias": True}},
     "qk-norm": {"model": {"qkv_bias": True, "qk_norm": True, "attention_sinks": True}},
-    "parallel-block": {"model": {"parallel_block": True}},
+    "parallel-block": {"model": {"parallel_block": True, "qk_norm": "projection"}},
     "window": {"model": {"sliding_window": 7}},
     "moe": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1, "z_loss": 0.01}}},
     "deepseek": {"model": {"moe": DEEPSEEK, "latent_attention": LATENT, "num_query_groups": None}},

@@ -196,7 +196,7 @@ CHANGES: dict[str, list[Any]] = {
     "activation": ["swiglu", "gelu", "gelu_tanh"],
     "linear_bias": [False, True],
     "qkv_bias": [False, True],
-    "qk_norm": [False, True],
+    "qk_norm": [False, True, "projection"],
     "tie_embeddings": [False, True],
     "sliding_window": [None, 1, 3, 8, 100],
     "parallel_block": [False, True],
