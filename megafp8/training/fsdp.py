@@ -4,8 +4,8 @@ With `fp8.param_gather` each rank quantizes its rows after the step and FP8 data
 bits, nothing to quantize in between. Without it, an FP8 layer quantizes what was gathered, rowwise in forward and
 columnwise in backward. Neither keeps copies: these would be as large as what sharding saves.
 
-The embedding is needed in forward only, and the output layer from its forward right to its backward. Where both share
-one weight, it stays gathered in between.
+The embedding is needed in forward only, and the output layer from its forward right to its backward. A weight that
+several layers of a stage share stays gathered in between.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def shard(
     stages: Sequence[GPTStage], parallel: ParallelState, *, dtype: torch.dtype, reduce_dtype: torch.dtype, seed: int
 ) -> FullySharded:
     """Shard the weights of `stages`, with blocks on the meta device, and give them initial values."""
-    tied = [stage.shared_weight is not None for stage in stages]
     sharded = FullySharded(
-        [(stage, stage.blocks if is_tied else stage.units) for stage, is_tied in zip(stages, tied)],
+        [(stage, [unit for unit in stage.units if not _has(unit, stage.shared_weight)]) for stage in stages],
         group=parallel.fsdp_shard.group,
         reduce_group=parallel.fsdp_shard_backward.group,
         replicate_group=parallel.fsdp_replicate.group,
@@ -62,6 +61,10 @@ def shard(
         if isinstance(stage.head, FSDPModule):
             stage.head.set_reshard_after_forward(False)
     return sharded
+
+
+def _has(module: nn.Module, weight: nn.Parameter | None) -> bool:
+    return any(param is weight for param in module.parameters())
 
 
 class Fp8Gather(NamedTuple):

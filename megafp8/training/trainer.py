@@ -5,7 +5,10 @@ batch. Gradients summed over micro-batches, data-parallel and context-parallel r
 whole batch, in any layout. If masks leave fewer tokens, the true number is known only after all ranks have counted, and
 the gradients are multiplied by nominal / true once, before clipping.
 
-Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
+The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), though the last tokens
+of a sample have none.
+
+Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size, d depths of multi-token prediction.
 """
 
 from __future__ import annotations
@@ -59,8 +62,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, 
 
 
 class _Passes(NamedTuple):
-    """What the forward and backward passes of a step leave beside gradients: this rank's `[sum of losses, tokens]`,
-    float64, and what the FP8 report recorded."""
+    """What the forward and backward passes of a step leave beside gradients: this rank's sums of losses and tokens,
+    float64 `[2, 1 + d]`, and what the FP8 report recorded."""
 
     report: Tensor
     statistics: Statistics
@@ -68,10 +71,14 @@ class _Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """Mean loss over the unmasked tokens of a global batch, and their number."""
+    """Mean loss over the unmasked tokens of a global batch, and their number.
+
+    `mtp`: mean loss of multi-token prediction over the tokens that have one to predict, averaged over depths.
+    """
 
     mean: float
     tokens: int
+    mtp: float | None = None
 
 
 class Trainer:
@@ -297,11 +304,12 @@ class Trainer:
         )
 
     def _load_collector(self) -> LoadCollector | None:
-        moe, layers = self.config.model.moe, range(self.config.model.num_layers)
-        if moe is None:
+        model = self.config.model
+        if model.moe is None:
             return None
         routers = {layer: router for stage in self.stages for layer, router in stage.routers.items()}
-        return LoadCollector(routers, [i for i in layers if moe.is_sparse(i)], moe.num_experts, self.parallel)
+        layers = [i for i in model.layers if model.moe_of(i) is not None]
+        return LoadCollector(routers, layers, model.moe.num_experts, self.parallel)
 
     @property
     def _has_loss(self) -> bool:
@@ -317,20 +325,22 @@ class Trainer:
         return self.schedule.at(step)
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
-        """Forward of one micro-batch through a stage; on the last stage the report is `[sum of losses, tokens]`."""
+        """Forward of one micro-batch through a stage; on the last stage the report is sums of losses and tokens."""
         y = stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.cu_seqlens)
         if stage.head is None:
             return StageOutput(y)
-        if microbatch.loss_mask is None:
-            loss, tokens = y.sum(), torch.full((), float(y.numel()), device=y.device)
-        else:
-            mask_sb = microbatch.loss_mask.transpose(0, 1)
-            loss, tokens = (y * mask_sb).sum(), mask_sb.sum()
-        report = torch.stack([loss.detach().double(), tokens.double()])
+        mask_sb = torch.ones_like(y) if microbatch.loss_mask is None else microbatch.loss_mask.transpose(0, 1)
+        of_depths = len(microbatch.tokens)
+        losses = [part.sum() for part in (y * mask_sb).split(of_depths, dim=1)]
+        tokens = [part.sum() for part in mask_sb.split(of_depths, dim=1)]
+        report = torch.stack([torch.stack(losses).detach(), torch.stack(tokens)]).double()
+        loss, *later = losses
+        if later:
+            loss = loss + self.config.model.mtp_loss_scaling_factor * torch.stack(later).mean()
         return StageOutput(loss / self.nominal_tokens, report)
 
     def _total(self, report: Tensor) -> Tensor:
-        """`[sum of losses, tokens]` of the global batch on every rank, from each rank's own. Does not wait.
+        """Sums of losses and tokens of the global batch on every rank, from each rank's own. Does not wait.
 
         All ranks of a model take part: on none of them does later work begin before all have finished earlier work,
         which replayed graphs rely on (`cuda_graphs`).
@@ -358,7 +368,7 @@ class Trainer:
         total = self._total(passes.report)
         report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
         masked = batches[0].loss_mask is not None
-        scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
+        scale = self.nominal_tokens / total[1, 0].clamp(min=1) if masked else None
         load = None if self.load_collector is None else self.load_collector.sum()
         load_on_host = None if load is None else load.to("cpu", non_blocking=True)
         before_update()
@@ -418,15 +428,16 @@ class Trainer:
         return [batch.to(self.parallel.device) for batch in batches]
 
     def _own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The tokens of this context-parallel rank."""
-        context = self.parallel.context
-        return [batch.shard(context.rank, context.size) for batch in batches]
+        """The tokens of this context-parallel rank, with the labels of all depths."""
+        context, depths = self.parallel.context, self.config.model.mtp_num_layers
+        return [batch.with_later_labels(depths).shard(context.rank, context.size) for batch in batches]
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
-        """`[sum of losses, tokens]` of this rank's micro-batches, float64; zeros where no stage has a loss."""
+        """Sums of losses and tokens of this rank's micro-batches, float64; zeros where no stage has a loss."""
         if self._has_loss:
             return torch.stack(list(reports)).sum(dim=0)
-        return torch.zeros(2, dtype=torch.float64, device=self.parallel.device)
+        shape = 2, 1 + self.config.model.mtp_num_layers
+        return torch.zeros(shape, dtype=torch.float64, device=self.parallel.device)
 
     def _stage_functions(self) -> list[StageFunction]:
         return [partial(self._forward, stage) for stage in self.stages]
@@ -463,5 +474,6 @@ class Trainer:
 
     @staticmethod
     def _loss(total: Tensor) -> Loss:
-        loss, tokens = total.tolist()
-        return Loss(loss / max(tokens, 1.0), int(tokens))
+        losses, tokens = total.tolist()
+        mean, *later = (loss / max(count, 1.0) for loss, count in zip(losses, tokens))
+        return Loss(mean, int(tokens[0]), sum(later) / len(later) if later else None)

@@ -6,6 +6,7 @@ The peak and workspaces, which need a GPU, are compared with measurements elsewh
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.config import Config, load_config
+from megafp8.models.gpt import GPTStage, LayerInputs
 from megafp8.models.moe import Experts
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.parallel_state import initialize_model_parallel
@@ -86,6 +88,7 @@ MODELS: dict[str, list[str]] = {
         "model.num_query_groups=null",
     ],
     "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"],
+    "mtp": ["model.mtp_num_layers=1"],
     "shared-expert": [
         "model.moe={num_experts: 8, normalize: false, shared_ffn_hidden_size: 32, first_dense_layers: 1}"
     ],
@@ -142,10 +145,19 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
         training = config.training
         shape = training.seq_length // t, training.micro_batch_size, config.model.hidden_size
         x = torch.randn(shape, dtype=trainer.params[0].dtype).requires_grad_()
-        memory = block_memory(config.parallel, len(trainer.stages[0].blocks))
+        memory = block_memory(config.parallel, len(config.model.layers))
         planned = sum(sum(saved_by_block(config, trainer.fp8, i, own).values()) for i, own in enumerate(memory))
-        found.append((_saved(trainer, lambda inputs, t=trainer, x=x: t.stages[0].run_blocks(x, inputs)), planned))
+        found.append((_saved(trainer, partial(_blocks, trainer.stages[0], x)), planned))
     return found
+
+
+def _blocks(stage: GPTStage, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, ...]:
+    """A stage without its ends."""
+    y_sbh, branch_sbh = stage.run_blocks(x_sbh, inputs)
+    if not stage.mtp:
+        return y_sbh, branch_sbh
+    labels_bs = torch.ones(2 * x_sbh.shape[1], len(x_sbh), dtype=torch.int64)
+    return (stage.look_ahead(labels_bs, inputs, None, y_sbh + branch_sbh),)
 
 
 @pytest.mark.parametrize("model", MODELS)
