@@ -73,6 +73,13 @@ def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
     )
 
 
+def _normalized(norm: Norm, x_sbh: Tensor, branch_sbh: Tensor | None = None) -> Tensor:
+    """The norm of `x + branch`, as values."""
+    _, normed = norm.residual(x_sbh, branch_sbh, None)
+    assert isinstance(normed, Tensor)
+    return normed
+
+
 class Block(nn.Module):
     """Pre-norm transformer block; `parallel_block` feeds attention and MLP the same input and adds both."""
 
@@ -127,11 +134,9 @@ class PredictionLayer(nn.Module):
         self.final_norm = _norm(f"{name}.final_norm", config, context)
 
     def forward(self, hidden_sbh: Tensor, embedded_sbh: Tensor, inputs: LayerInputs) -> Tensor:
-        _, embedded = self.embedding_norm.residual(embedded_sbh, None, None)
-        _, hidden = self.hidden_norm.residual(hidden_sbh, None, None)
-        x_sbh = linear(torch.cat([embedded, hidden], dim=-1), self.projection, self.projection_state)
-        _, normed = self.final_norm.residual(*self.block(x_sbh, None, inputs), None)
-        return normed
+        both = [_normalized(self.embedding_norm, embedded_sbh), _normalized(self.hidden_norm, hidden_sbh)]
+        x_sbh = linear(torch.cat(both, dim=-1), self.projection, self.projection_state)
+        return _normalized(self.final_norm, *self.block(x_sbh, None, inputs))
 
 
 def _word_embedding(
@@ -197,7 +202,7 @@ class Head(nn.Module):
         self, x_sbh: Tensor, branch_sbh: Tensor | None, look_ahead: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         """This rank's logits `[s, b, v/t]`."""
-        _, normed = self.norm.residual(x_sbh, branch_sbh, None)
+        normed = _normalized(self.norm, x_sbh, branch_sbh)
         return self.output(normed if look_ahead is None else look_ahead(normed))
 
     def forward(
@@ -324,9 +329,7 @@ class GPTStage(nn.Module):
         held = [x_sbh, *inputs.tensors] if x_sbh.is_leaf else inputs.tensors  # a leaf is what the engine received
         return self.offload.forward(held) if self.offload is not None and torch.is_grad_enabled() else None
 
-    def _run_blocks(
-        self, x_sbh: Tensor, inputs: LayerInputs, offload: Forward | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _run_blocks(self, x_sbh: Tensor, inputs: LayerInputs, offload: Forward | None) -> tuple[Tensor, Tensor | None]:
         branch_sbh: Tensor | None = None
         for block, memory in zip(self.blocks, self.memory):
             if memory.full and torch.is_grad_enabled() and branch_sbh is not None:
@@ -334,9 +337,7 @@ class GPTStage(nn.Module):
             x_sbh, branch_sbh = self._run(memory, offload, block, x_sbh, branch_sbh, inputs)
         return x_sbh, branch_sbh
 
-    def look_ahead(
-        self, labels_bs: Tensor, inputs: LayerInputs, offload: Forward | None, normed_sbh: Tensor
-    ) -> Tensor:
+    def look_ahead(self, labels_bs: Tensor, inputs: LayerInputs, offload: Forward | None, normed_sbh: Tensor) -> Tensor:
         """The output layer's input at all depths, one below the other along b. Each embeds the labels of the one
         before."""
         b = normed_sbh.shape[1]

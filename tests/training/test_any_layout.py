@@ -28,12 +28,13 @@ QUICK = [
     ("delayed tied", "dp2 fsdp fp8-gather", "tp2 dp2 fsdp"),
     ("delayed fp64", "tp2 cp2", "cp4"),
     ("4-layers no-clip delayed tied", "pp2 interleaved", "pp2 zb-v"),
-    ("deepseek delayed", "dp4 ep4 zero", "tp2 pp2 ep2"),
+    ("deepseek mtp delayed", "dp4 ep4 zero", "tp2 pp2 ep2"),
 ]
 SLOW = [
     ("moe", "", "dp4 ep4"),
     ("moe bf16", "dp2 fsdp", "cp2 dp2 ep2 zero"),
     ("4-layers deepseek", "pp2 dp2 ep2 zb-v", "tp2 ep2"),
+    ("4-layers tied mtp", "pp2 zb-v", "tp2 dp2 fsdp"),
     ("", "", "tp2 pp2"),
     ("bf16 delayed", "dp2 fsdp fp8-gather", ""),
     ("bf16 current", "dp2 zero", "dp2 zero fp8-gather"),

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from megafp8.config import ConfigError, check_layout
 from tests.marks import slow_but
-from tests.training.runs import Curve, Runs, check_config, config_of, ranks_of
+from tests.training.runs import VOCABULARY, Curve, Runs, check_config, config_of, ranks_of
 
 # --- against one rank ------------------------------------------------------------------------------------------------
 
@@ -89,6 +89,7 @@ QUICK_CASES = [
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
     "tp2 pp2 current", "dp2 pp2 delayed", "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
+    "mtp tp2 pp2 documents", "mtp tied pp2 dp2 zero", "mtp dp2 fsdp",
 ]  # fmt: skip
 SLOW_CASES = [
     *product(["dp2", "dp2 ep2", "tp2", "cp2 ep2", "cp2 dp2 ep4"], ["moe", "deepseek"]),
@@ -109,12 +110,26 @@ SLOW_CASES = [
     *product(["dp4 hsdp", "tp2 dp4 hsdp", "pp2 dp4 hsdp", "cp2 dp2 hsdp", "cp4 hsdp"], ["", "tied"]),
     "dp4 8-samples hsdp gpt2 tied", "dp4 hsdp fp8-gather current", "tp2 dp4 hsdp fp8-gather delayed",
     "pp2 dp4 8-samples hsdp fp8-gather current tied",
+    *product(["mtp"], ["pp2", "tp2 no-sp", "cp2 masked", "cp2 pp2 documents", "dp2 best-fit", "gpt2 tied tp2 pp2"]),
+    *product(["mtp 4-layers"], ["pp2 zb-h1", "pp2 zb-v", "pp2 dualpipev dp2 zero", "pp4 4-samples", "pp2 interleaved"]),
+    *product(["mtp"], ["tied dp2 fsdp", "pp2 dp2 fsdp", "dp4 hsdp", "moe dp2 fsdp", "dp2 fsdp fp8-gather current"]),
+    *product(["mtp"], ["full", "pp2 full", "offload", "pp2 offload", "graphs", "bf16 dp2", "pp2 dp2 zero late-gather"]),
+    "mtp deepseek tp2 cp2 ep4", "mtp 4-layers deepseek pp2 dp2 ep2 zb-v", "mtp tp2 ring fp64 delayed selective",
+    "mtp deepseek tp2 dp2 ep4 zero delayed fp8-gather", "mtp tp2 cp2 fp64 delayed", "mtp dp2 zero fp8-gather delayed",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", slow_but(QUICK_CASES + SLOW_CASES, *QUICK_CASES))
 def test_the_loss_is_that_of_one_rank(runs: Runs, words: str) -> None:
     assert_close_to_one_rank(runs, words)
+
+
+def test_multi_token_prediction_without_weight_changes_nothing(runs: Runs) -> None:
+    """It only has a loss of its own, at first that of a guess."""
+    expected, found = runs.of("no-clip"), runs.of("no-clip mtp", model={"mtp_loss_scaling_factor": 0.0})
+    assert {name: found.state[name] for name in expected.state} == expected.state
+    own_losses = [ours - loss for (ours, _), (loss, _) in zip(found.curve, expected.curve)]
+    assert own_losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.02)
 
 
 # --- options, alone and in pairs -------------------------------------------------------------------------------------
