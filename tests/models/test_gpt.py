@@ -41,17 +41,15 @@ LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "v
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-gqa-rope-scaling": LLAMA | {"num_attention_heads": 8, "rope_scaling": SCALING, "head_dim": 6},
-    "llama-tied": LLAMA | {"tie_embeddings": True},
+    "tied-mtp": LLAMA | {"tie_embeddings": True, "mtp_num_layers": 1},
     "gpt2": GPT2,
     "gpt2-untied-gelu": GPT2 | {"tie_embeddings": False, "activation": "gelu"},
     "geglu": LLAMA | {"activation": "geglu"},
     "geglu-tanh": LLAMA | {"activation": "geglu_tanh", "linear_bias": True},
     "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True},
-    "sliding-window": LLAMA | {"sliding_window": 3, "full_attention_layers": [1]},
+    "window-mtp": LLAMA | {"sliding_window": 3, "full_attention_layers": [1], "mtp_num_layers": 2},
     "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none"},
     "latent": LLAMA | {"latent_attention": LATENT},
-    "mtp": LLAMA | {"mtp_num_layers": 2},
-    "mtp-tied": GPT2 | {"mtp_num_layers": 1, "sliding_window": 3, "full_attention_layers": [1]},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
 QWEN_MOE: dict[str, Any] = {
@@ -153,19 +151,19 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
     world4.run(_compare, MODELS[name], tp, sequence_parallel, recompute, ranks=tp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mtp"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel, "full", True, 0.01, ranks=tp)
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "sliding-window", "latent"])
+@pytest.mark.parametrize("name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "window-mtp", "latent"])
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(_compare, MODELS[name], tp, True, "none", False, 0.0, cp, ranks=tp * cp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "sliding-window", "mtp-tied"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "window-mtp"])
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(_compare, MODELS[name], 2, True, "full", True, 0.0, 2, ranks=4)
 

@@ -81,14 +81,13 @@ MODELS: dict[str, list[str]] = {
     "gelu": [*GPT2, "model.activation=gelu"],
     "geglu": ["model.activation=geglu"],
     "geglu-tanh": ["model.activation=geglu_tanh"],
-    "parallel-block": ["model.parallel_block=true"],
+    "parallel-block-mtp": ["model.parallel_block=true", "model.mtp_num_layers=1"],
     "qk-norm-window": ["model.qk_norm=true", "model.sliding_window=8"],
     "latent": [
         "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
         "model.num_query_groups=null",
     ],
     "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"],
-    "mtp": ["model.mtp_num_layers=1"],
     "shared-expert": [
         "model.moe={num_experts: 8, normalize: false, shared_ffn_hidden_size: 32, first_dense_layers: 1}"
     ],
@@ -255,6 +254,7 @@ def test_state_of_a_rank(world4: World, ranks: int) -> None:
         [
             "fp8.recipe=current",
             "model.moe={num_experts: 8, shared_ffn_hidden_size: 32}",
+            "model.mtp_num_layers=1",
             f"parallel.expert={ranks // 2 or 1}",
         ],
     ):
@@ -267,7 +267,7 @@ def test_state_of_a_rank_under_fsdp(world4: World) -> None:
         ["training.precision=bf16", "fp8.recipe=delayed", "fp8.param_gather=true", "model.tie_embeddings=true"],
         ["parallel.tensor=2", "optimizer.moments_dtype=fp8", "fp8.recipe=current", *GPT2],
         ["parallel.fsdp_replicas=2", "fp8.recipe=current", "fp8.param_gather=true", "optimizer.moments_dtype=bf16"],
-        ["parallel.fsdp_replicas=2", "parallel.context=2", "model.tie_embeddings=true"],
+        ["parallel.fsdp_replicas=2", "parallel.context=2", "model.tie_embeddings=true", "model.mtp_num_layers=1"],
     ):
         for measured, planned in world4.run(_state, [*ALONE, *options, "parallel.fsdp=true"], ranks=4):
             assert measured == planned, options
