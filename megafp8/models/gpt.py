@@ -198,12 +198,9 @@ class Head(nn.Module):
             **context.linear_options(),
         )
 
-    def logits(
-        self, x_sbh: Tensor, branch_sbh: Tensor | None, look_ahead: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
+    def logits(self, x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
         """This rank's logits `[s, b, v/t]`."""
-        normed = _normalized(self.norm, x_sbh, branch_sbh)
-        return self.output(normed if look_ahead is None else look_ahead(normed))
+        return self.output(_normalized(self.norm, x_sbh, branch_sbh))
 
     def forward(
         self,
@@ -212,12 +209,12 @@ class Head(nn.Module):
         labels_bs: Tensor,
         look_ahead: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Loss of each token, `[s, b]` float32. `look_ahead`: adds what predicts later tokens to the output layer's
-        input, along b, as their labels are below those of the next ones."""
+        """Loss of each token, `[s, b]` float32. `look_ahead`: the output layer's input with that of all depths of
+        multi-token prediction, from that of the model."""
         assert self.vocab_size is not None
-        labels_sb = labels_bs.transpose(0, 1).contiguous()
+        labels_sb, normed = labels_bs.transpose(0, 1).contiguous(), _normalized(self.norm, x_sbh, branch_sbh)
         return vocab_parallel_cross_entropy(
-            self.logits(x_sbh, branch_sbh, look_ahead),
+            self.output(normed if look_ahead is None else look_ahead(normed)),
             labels_sb,
             self.context.tensor,
             vocab_size=self.vocab_size,

@@ -8,7 +8,7 @@ the gradients are multiplied by nominal / true once, before clipping.
 The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), though the last tokens
 of a sample have none.
 
-Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size, d depths of multi-token prediction.
+Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, 
 
 
 class _Passes(NamedTuple):
-    """What the forward and backward passes of a step leave beside gradients: this rank's sums of losses and tokens,
-    float64 `[2, 1 + d]`, and what the FP8 report recorded."""
+    """What the forward and backward passes of a step leave beside gradients: this rank's `[sum of losses, tokens]`,
+    float64, then those of each depth of multi-token prediction, and what the FP8 report recorded."""
 
     report: Tensor
     statistics: Statistics
@@ -325,22 +325,21 @@ class Trainer:
         return self.schedule.at(step)
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
-        """Forward of one micro-batch through a stage; on the last stage the report is sums of losses and tokens."""
+        """Forward of a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
         y = stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.cu_seqlens)
         if stage.head is None:
             return StageOutput(y)
         mask_sb = torch.ones_like(y) if microbatch.loss_mask is None else microbatch.loss_mask.transpose(0, 1)
-        of_depths = len(microbatch.tokens)
-        losses = [part.sum() for part in (y * mask_sb).split(of_depths, dim=1)]
-        tokens = [part.sum() for part in mask_sb.split(of_depths, dim=1)]
-        report = torch.stack([torch.stack(losses).detach(), torch.stack(tokens)]).double()
+        b = len(microbatch.tokens)
+        losses, tokens = ([part.sum() for part in x.split(b, dim=1)] for x in (y * mask_sb, mask_sb))
+        report = torch.stack([x.detach().double() for pair in zip(losses, tokens) for x in pair])
         loss, *later = losses
         if later:
             loss = loss + self.config.model.mtp_loss_scaling_factor * torch.stack(later).mean()
         return StageOutput(loss / self.nominal_tokens, report)
 
     def _total(self, report: Tensor) -> Tensor:
-        """Sums of losses and tokens of the global batch on every rank, from each rank's own. Does not wait.
+        """`[sum of losses, tokens, ...]` of the global batch on every rank, from each rank's own. Does not wait.
 
         All ranks of a model take part: on none of them does later work begin before all have finished earlier work,
         which replayed graphs rely on (`cuda_graphs`).
@@ -368,7 +367,7 @@ class Trainer:
         total = self._total(passes.report)
         report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
         masked = batches[0].loss_mask is not None
-        scale = self.nominal_tokens / total[1, 0].clamp(min=1) if masked else None
+        scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
         load = None if self.load_collector is None else self.load_collector.sum()
         load_on_host = None if load is None else load.to("cpu", non_blocking=True)
         before_update()
@@ -433,11 +432,11 @@ class Trainer:
         return [batch.with_later_labels(depths).shard(context.rank, context.size) for batch in batches]
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
-        """Sums of losses and tokens of this rank's micro-batches, float64; zeros where no stage has a loss."""
+        """The sum of the reports of this rank's micro-batches, float64; zeros where no stage has a loss."""
         if self._has_loss:
             return torch.stack(list(reports)).sum(dim=0)
-        shape = 2, 1 + self.config.model.mtp_num_layers
-        return torch.zeros(shape, dtype=torch.float64, device=self.parallel.device)
+        size = 2 * (1 + self.config.model.mtp_num_layers)
+        return torch.zeros(size, dtype=torch.float64, device=self.parallel.device)
 
     def _stage_functions(self) -> list[StageFunction]:
         return [partial(self._forward, stage) for stage in self.stages]
@@ -474,6 +473,6 @@ class Trainer:
 
     @staticmethod
     def _loss(total: Tensor) -> Loss:
-        losses, tokens = total.tolist()
-        mean, *later = (loss / max(count, 1.0) for loss, count in zip(losses, tokens))
-        return Loss(mean, int(tokens[0]), sum(later) / len(later) if later else None)
+        loss, tokens, *later = total.tolist()
+        means = [mtp / max(count, 1.0) for mtp, count in zip(later[::2], later[1::2])]
+        return Loss(loss / max(tokens, 1.0), int(tokens), sum(means) / len(means) if means else None)

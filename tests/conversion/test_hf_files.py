@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megafp8.config import ModelConfig
-from megafp8.conversion.convert import Selected
+from megafp8.conversion.convert import Selected, verify
 from megafp8.conversion.hf_config import differences
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
@@ -107,6 +107,8 @@ def test_layers_of_multi_token_prediction_are_read_and_not_written(
     with caplog.at_level("INFO", "megafp8"):
         convert(source, HfSink(tmp_path / "ours"))
     assert "mtp: the layers of multi-token prediction are left out" in caplog.text
+    main = Selected(source, weights_only=True, dtype=None, mtp=False)
+    assert verify(main, HfSource(tmp_path / "ours")).tensors == len(kept)
     assert config(tmp_path / "ours")["num_nextn_predict_layers"] == 0
     same_weights(theirs, tmp_path / "ours")
 

@@ -253,7 +253,7 @@ SLOW_BITS: dict[str, list[str]] = {
     "zero": [
         "dp2 tied", "dp2 gpt2", "dp2 delayed", "dp2 current", "dp2 fp64", "dp2 bf16-reduce bf16-moments", "tp2 dp2",
         "tp2 no-sp dp2 tied", "cp2", "4-layers pp2 dp2 zb-v tied", "pp2 dp2", "pp2 dp2 tied",
-        "pp2 dp2 tied large-buckets", "pp2 dp2 current",
+        "pp2 dp2 tied large-buckets", "pp2 dp2 current", "4-layers pp2 dp2 zb-v mtp",
     ],
     # Two replicas on two ranks: each has all weights and sums its micro-batches, of which a tied weight has two terms.
     "hsdp": [f"dp2 {words}" for words in ("", "2-samples tied", "8-samples delayed", "bf16 current", "masked")],
@@ -272,7 +272,7 @@ SLOW_BITS: dict[str, list[str]] = {
     ],
     "zb-h1": ["pp2 delayed smooth", "pp2 nvfp4"],
     "zb-v full": ["4-layers tp2 pp2 3-samples no-clip wide seq256 blockwise"],
-    **{mode: ["tp2", "pp2 delayed", "tp2 current", "tp2 blockwise", "pp2 current", "pp2 blockwise"]
+    **{mode: ["tp2", "pp2 delayed", "mtp pp2 delayed", "tp2 current", "tp2 blockwise", "pp2 current", "pp2 blockwise"]
        for mode in ("full", "norms", "activation", "offload", "offload-1 selective")},
 }  # fmt: skip
 QUICK_MODES = [
