@@ -81,7 +81,7 @@ EXACT_FP8 = ["fp64 current", "fp64 delayed"]
 QUICK_CASES = [
     "4-layers pp4 4-samples", *product(["tp2 no-sp", "tp2 pp2", "dp2 pp2", *UNEVEN], ["gpt2 tied"]),  # fp32
     "dp2 fsdp", "tp2 cp2", "cp4 window",
-    *product(["tp2", "dp2 pp2", "tp2 cp2"], ["documents"]), "dp2 masked", "pp2 cp2 masked",
+    *product(["dp2 pp2", "tp2 cp2", "mtp tp2 pp2"], ["documents"]), "dp2 masked", "pp2 cp2 masked",
     "dp2 cp2 text", "dp2 cp2 best-fit",
     "moe tp2", "moe fp64 delayed tp2 ep2", "deepseek tp2 cp2 ep4", "4-layers deepseek pp2 dp2 ep2 zb-v",  # experts
     "moe dp4 ep2 zero",
@@ -89,7 +89,7 @@ QUICK_CASES = [
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
     "tp2 pp2 current", "dp2 pp2 delayed", "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
-    "mtp tp2 pp2 documents", "mtp dp2 fsdp",
+    "mtp dp2 fsdp",
 ]  # fmt: skip
 SLOW_CASES = [
     *product(["dp2", "dp2 ep2", "tp2", "cp2 ep2", "cp2 dp2 ep4"], ["moe", "deepseek"]),
@@ -101,7 +101,7 @@ SLOW_CASES = [
     *product([*LAYOUTS[:3], *LAYOUTS[4:], *UNEVEN], [""]), *product(LAYOUTS, ["tied", "gpt2"]),
     *product(["tp2", "pp2", "4-layers pp4 4-samples", "dp2", "dp2 fsdp", "tp2 dp2 fsdp"], ["gpt2 tied"]),
     "tp2 dp2 fsdp", *product(CONTEXT, ["gpt2 tied"]), "cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "pp2 cp2",
-    "cp4 qk-norm", "cp4 full", *product(["cp4", "dp2 cp2", "pp2 cp2"], ["documents"]),
+    "cp4 qk-norm", "cp4 full", *product(["tp2", "cp4", "dp2 cp2", "pp2 cp2"], ["documents"]),
     "tp2 ring fp64", "tp4 ring fp64", "tp4 ring fp64 delayed selective",
     *product(["tp2 no-sp", "tp2", "pp2", "cp2", "cp4", "pp2 cp2"], EXACT_FP8), "dp2 fp64 current", "tp2 pp2 text",
     "tp2 pp2 delayed", "dp2 pp2 current", "tp2 cp2 fp64 current", "tp2 cp2 fp64 delayed",
