@@ -37,7 +37,15 @@ SMALL = [
     *("parallel.tensor=1", "parallel.pipeline=1", "parallel.layers_per_stage=null"),
 ]
 EXPERTS = "model.moe.num_experts=8 model.moe.top_k=2 model.moe.aux_loss=0.01"
-ONE_GPU = ["", "recompute=full", "model.tie_embeddings=true", "fp8.report_interval=3", "zero=1", EXPERTS]
+ONE_GPU = [
+    "",
+    "recompute=full",
+    "model.tie_embeddings=true",
+    "fp8.report_interval=3",
+    "zero=1",
+    EXPERTS,
+    "model.mtp_num_layers=2",
+]
 TWO_GPUS = [
     *(
         "tensor=2",

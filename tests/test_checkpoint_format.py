@@ -39,11 +39,21 @@ CONDITIONS = {
     "gated `activation` with `linear_bias`": lambda m: m.activation in ("swiglu", "geglu_tanh") and m.linear_bias,
     "unless `tie_embeddings`": lambda m: not m.tie_embeddings,
 }
+MTP_CONDITIONS = {
+    "multi-token prediction": lambda m: True,
+    "multi-token prediction with `layernorm`": lambda m: m.normalization == "layernorm",
+}
 MODELS = [
     {},
-    {"tie_embeddings": True, "qkv_bias": True},
+    {"tie_embeddings": True, "qkv_bias": True, "mtp_num_layers": 2},
     {"qk_norm": True, "num_query_groups": 6, "attention_sinks": True},
-    {"position_embedding": "learned", "normalization": "layernorm", "activation": "gelu_tanh", "linear_bias": True},
+    {
+        "position_embedding": "learned",
+        "normalization": "layernorm",
+        "activation": "gelu_tanh",
+        "linear_bias": True,
+        "mtp_num_layers": 1,
+    },
     {"activation": "geglu_tanh", "linear_bias": True, "tie_embeddings": True, "vocab_multiple": 64},
 ]
 
@@ -71,11 +81,12 @@ def test_the_table_of_weights(changes: dict[str, Any]) -> None:
     found = {piece.name: piece.global_shape for piece in pieces}
     dims = {
         "v": model.padded_vocab_size, "p": BASE["max_position_embeddings"], "h": model.hidden_size,
-        "a": model.num_attention_heads, "g": model.query_groups, "d": model.channels, "f": model.ffn_size,
+        "a": model.num_attention_heads, "g": model.query_groups, "d": model.channels, "f": model.ffn_size, "2": 2,
     }  # fmt: skip
     expected = {}
-    for (name, (shape, where)), i in itertools.product(WEIGHTS.items(), range(model.num_layers)):
-        if CONDITIONS[where](model):
+    for (name, (shape, where)), i in itertools.product(WEIGHTS.items(), model.layers):
+        conditions = CONDITIONS if i < model.num_layers else {**CONDITIONS, **MTP_CONDITIONS}
+        if where in conditions and conditions[where](model):
             sizes = tuple(math.prod(dims[letter] for letter in dim.split("·")) for dim in shape.split(", "))
             expected[name.replace("{i}", str(i))] = sizes
     assert found == expected

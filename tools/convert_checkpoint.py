@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
         FORMATS[format].source(arguments.load, **source_options),
         weights_only=arguments.weights_only or arguments.dtype is not None or to.weights_only,
         dtype=DTYPES.get(arguments.dtype),
+        mtp=to.mtp,
     )
     sink = to.sink(arguments.save, **given(arguments, SINK_OPTIONS))
     options = ("to", "dtype", "weights_only", *SINK_OPTIONS, *SOURCE_OPTIONS)

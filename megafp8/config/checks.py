@@ -251,7 +251,7 @@ def _recompute(config: Config) -> Iterator[Problem]:
     p, layers = config.parallel, config.model.num_layers
     stages, split = p.pipeline * p.virtual_pipeline, p.layers_per_stage
     most = layers - stages + 1 if split == "balanced" else -(-layers // stages)
-    largest = max(split) if isinstance(split, list) and split else most
+    largest = (max(split) if isinstance(split, list) and split else most) + config.model.mtp_num_layers
     if p.recompute == "none" and p.recompute_blocks is not None:
         rule = "parallel.recompute is none, so no block is computed again"
         yield Problem("parallel.recompute_blocks", p.recompute_blocks, rule, "try parallel.recompute=full")

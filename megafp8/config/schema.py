@@ -233,6 +233,11 @@ class ModelConfig(Section):
     """Multi-head latent attention. Default: none."""
     moe: MoeConfig | None = None
     """Experts instead of the MLP in some or all layers. Default: none."""
+    mtp_num_layers: Annotated[int, Field(ge=0, le=64), _INTEGER] = 0
+    """Depths of multi-token prediction (DeepSeek-V3): depth d is one more block, which predicts the token d + 1 places
+    ahead. They are the layers from num_layers on, like the last layer, and only train the model. 0: none."""
+    mtp_loss_scaling_factor: NonNegative = 0.1
+    """Weight of the mean of their losses in the loss that is differentiated."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights. The output projections of a block use init_std / sqrt(2 ·
     num_layers)."""
@@ -259,9 +264,19 @@ class ModelConfig(Section):
         """Width of one head's values."""
         return self.channels if self.latent_attention is None else self.latent_attention.value_head_dim
 
+    @property
+    def layers(self) -> range:
+        """All layers, those of multi-token prediction last."""
+        return range(self.num_layers + self.mtp_num_layers)
+
+    @property
+    def embeds_on_last_stage(self) -> bool:
+        """Whether the last pipeline stage needs the embedding's weight, too."""
+        return self.tie_embeddings or self.mtp_num_layers > 0
+
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer; None where it attends to all earlier tokens."""
-        return None if layer in self.full_attention_layers else self.sliding_window
+        return None if min(layer, self.num_layers - 1) in self.full_attention_layers else self.sliding_window
 
     @property
     def ffn_size(self) -> int:
@@ -269,7 +284,7 @@ class ModelConfig(Section):
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """The experts of a layer; None where it has an MLP."""
-        return self.moe if self.moe is not None and self.moe.is_sparse(layer) else None
+        return self.moe if self.moe is not None and self.moe.is_sparse(min(layer, self.num_layers - 1)) else None
 
     @property
     def expert_size(self) -> int:

@@ -24,22 +24,24 @@ from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo
 from megafp8.conversion.hf_config import canonical, differences
+from megafp8.conversion.model import is_mtp, without_mtp
 from megafp8.conversion.target import Sink, is_taken
 
 _SPARE_BYTES = 64 * 2**20  # indices, headers, journals
 
 
 class Selected(Source):
-    """Tensors of another source: its weights alone where `weights_only`, cast to `dtype` where that is given."""
+    """Tensors of another source: its weights alone where `weights_only`, cast to `dtype` where that is given; without
+    multi-token prediction unless `mtp`."""
 
-    def __init__(self, source: Source, *, weights_only: bool, dtype: torch.dtype | None) -> None:
+    def __init__(self, source: Source, *, weights_only: bool, dtype: torch.dtype | None, mtp: bool = True) -> None:
         self._source = source
-        self.path, self.model, self.about = source.path, source.model, source.about
+        self.path, self.model, self.about = source.path, source.model if mtp else without_mtp(source), source.about
         self.tokenizer_files = source.tokenizer_files
         self.tensors = {
             name: TensorInfo(info.shape, dtype or info.dtype)
             for name, info in source.tensors.items()
-            if is_weight(name) or not weights_only
+            if (is_weight(name) or not weights_only) and (mtp or not is_mtp(source.model, name))
         }
 
     def read(self, name: str) -> Tensor:

@@ -22,7 +22,8 @@ from megafp8.conversion.target import Sink
 class Format(NamedTuple):
     """A format: the files it is recognized by, as text and as a function, its source and its sink.
 
-    Source and sink take a path and options of the format. `weights_only`: it has no place for optimizer state.
+    Source and sink take a path and options of the format. `weights_only`: it has no place for optimizer state; `mtp`:
+    it has one for multi-token prediction.
     """
 
     sign: str
@@ -30,6 +31,7 @@ class Format(NamedTuple):
     source: Callable[..., Source]
     sink: Callable[..., Sink]
     weights_only: bool = True
+    mtp: bool = False
 
 
 def _is_native(path: Path) -> bool:
@@ -42,10 +44,10 @@ def _has(name: str) -> Callable[[Path], bool]:
 
 _NATIVE_SIGN = f"{METADATA_FILE} and {INDEX_FILE}, or folders step_<number> of these"
 FORMATS = {
-    "native": Format(_NATIVE_SIGN, _is_native, NativeSource, NativeSink, weights_only=False),
+    "native": Format(_NATIVE_SIGN, _is_native, NativeSource, NativeSink, weights_only=False, mtp=True),
     "hf": Format(CONFIG_FILE, _has(CONFIG_FILE), HfSource, HfSink),
     "megatron": Format(f"{TRACKER} or folders mp_rank_<number>", is_megatron, MegatronSource, MegatronSink),
-    "consolidated": Format(WEIGHTS_FILE, _has(WEIGHTS_FILE), ConsolidatedSource, ConsolidatedSink),
+    "consolidated": Format(WEIGHTS_FILE, _has(WEIGHTS_FILE), ConsolidatedSource, ConsolidatedSink, mtp=True),
 }
 
 

@@ -649,9 +649,12 @@ _DEEPSEEK_V3 = Family(
         always(**{"moe.score": "sigmoid", "moe.selection_bias": True}),
         # Not read by transformers, but by other engines.
         only(scoring_func="sigmoid", topk_method="noaux_tc"),
-        # The number of layers after the last that predict further tokens, which are neither read (see hf_names) nor
-        # written. They do not change the logits of the next token.
-        Trait((MTP_LAYERS, "num_mtp_layers"), lambda hf: {}, lambda model: {MTP_LAYERS: 0}),
+        # Not written: transformers has no such layers.
+        Trait(
+            (MTP_LAYERS, "num_mtp_layers"),
+            lambda hf: {"mtp_num_layers": hf.get(MTP_LAYERS) or 0},
+            lambda model: {MTP_LAYERS: 0},
+        ),
     ),
     moe=True,
     latent=True,
@@ -798,7 +801,7 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
     """The fields in which two models differ that change what a model computes from given weights."""
     a, b = canonical(one), canonical(other)
-    ignored = {"vocab_multiple", "init_std"}
+    ignored = {"vocab_multiple", "init_std", "mtp_num_layers", "mtp_loss_scaling_factor"}
     if one.position_embedding == other.position_embedding:
         ignored |= set() if one.position_embedding == "learned" else {"max_position_embeddings"}
         ignored |= set() if one.position_embedding == "rope" else {"rope_theta", "rope_scaling", "yarn"}

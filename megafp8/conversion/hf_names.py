@@ -89,6 +89,10 @@ _DEEPSEEK = _LLAMA_EXPERTS | {
     "layers.*.mlp.shared.gate": Place("model.layers.*.mlp.shared_experts.gate_proj"),
     "layers.*.mlp.shared.up": Place("model.layers.*.mlp.shared_experts.up_proj"),
     "layers.*.mlp.shared.down": Place("model.layers.*.mlp.shared_experts.down_proj"),
+    "layers.*.embedding_norm": Place("model.layers.*.enorm"),  # of multi-token prediction
+    "layers.*.hidden_norm": Place("model.layers.*.hnorm"),
+    "layers.*.projection": Place("model.layers.*.eh_proj"),
+    "layers.*.final_norm": Place("model.layers.*.shared_head.norm"),
 }
 _MODULES: Mapping[str, Mapping[str, Place]] = {
     "deepseek_v2": _DEEPSEEK,
@@ -127,7 +131,6 @@ def is_buffer(name: str) -> bool:
     return _BUFFERS.search(name) is not None
 
 
-def is_of_layers(name: str, layers: range) -> bool:
-    """Whether a tensor of theirs belongs to one of `layers`."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return found is not None and int(found[1]) in layers
+def is_copy(name: str) -> bool:
+    """Whether a tensor of theirs repeats the embedding or the output layer, for multi-token prediction."""
+    return re.fullmatch(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight", name) is not None

@@ -13,7 +13,9 @@ One check reads weights: where config.json has tie_word_embeddings = true, but t
 it equals the embedding it is left out. If it differs the folder is refused, because readers disagree: transformers 5
 uses both tensors and does not tie them, transformers 4 drops the output layer.
 
-Layers of multi-token prediction (deepseek_v3), which are numbered after the model's own, are left out with a log line.
+Layers of multi-token prediction (deepseek_v3) are numbered after the model's own. transformers neither reads nor writes
+them, so config.json may promise layers that are not there. Their copies of the embedding and the output layer are left
+out.
 
 A tensor is read when it is asked for, by rows where only some are wanted. q, k and v of GPT-2 are parts of one
 transposed tensor, which is read whole for each of them.
@@ -21,7 +23,6 @@ transposed tensor, which is read whole for each of them.
 
 from __future__ import annotations
 
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,11 @@ from torch import Tensor
 from megafp8.checkpoint.files import BLOCK_BYTES, parse_object, read_file
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
 from megafp8.conversion.hf_config import MTP_LAYERS, read_config
-from megafp8.conversion.hf_names import base_prefix, is_buffer, is_of_layers, place
-from megafp8.conversion.model import model_tensors
+from megafp8.conversion.hf_names import base_prefix, is_buffer, is_copy, place
+from megafp8.conversion.model import is_mtp, model_tensors
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
 from megafp8.conversion.target import TOKENIZER_NAMES
 from megafp8.distributed.sharding import Shape
-
-logger = logging.getLogger(__name__)
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
@@ -59,14 +58,13 @@ class HfSource(Source):
             family, model = read_config(config)
         except ValueError as error:
             raise ValueError(f"{self.path / CONFIG_FILE}: {error}") from None
-        self.model = model.model_copy(update={"vocab_multiple": vocab_multiple})
-        mtp = config.get(MTP_LAYERS)
-        self._left_out = range(model.num_layers, model.num_layers + mtp) if isinstance(mtp, int) else range(0)
-        self.about = {"huggingface": config | ({MTP_LAYERS: 0} if self._left_out else {})}
+        self.about = {"huggingface": config | ({MTP_LAYERS: 0} if MTP_LAYERS in config else {})}
         others = (self.path / name for name in (*TOKENIZER_NAMES, GENERATION_FILE))
         self.tokenizer_files = [file for file in others if file.is_file()]
         self._model_type = family.model_type
         self._entries = self._with_prefix(_entries(self.path))
+        depths = model.mtp_num_layers if any(is_mtp(model, name) for name in self._entries) else 0
+        self.model = model.model_copy(update={"vocab_multiple": vocab_multiple, "mtp_num_layers": depths})
         self.tensors = self._check()
 
     def _with_prefix(self, entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -96,14 +94,9 @@ class HfSource(Source):
         if self.model.tie_embeddings and _OUTPUT in self._entries:
             self._check_copy(self._entries[_OUTPUT])
             used.add(_OUTPUT)
-        unknown = sorted(self._entries.keys() - used)
-        if left_out := [name for name in unknown if is_of_layers(name, self._left_out)]:
-            logger.info(
-                f"{self.path}: {len(left_out)} tensors of the layers of multi-token prediction ({MTP_LAYERS} = "
-                f"{len(self._left_out)}, from layer {self._left_out[0]} on) are left out: megafp8 has no such layers"
-            )
-            unknown = [name for name in unknown if name not in left_out]
-        if unknown:
+        if self.model.mtp_num_layers:
+            used |= {name for name in self._entries if is_mtp(self.model, name) and is_copy(name)}
+        if unknown := sorted(self._entries.keys() - used):
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise ValueError(
                 f"{self._entries[unknown[0]].file} has a tensor {unknown[0]}{more}, which no {self._model_type} model "

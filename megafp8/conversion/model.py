@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import cast
 
 import torch
@@ -13,6 +15,21 @@ from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext, PlannedGroup
 from megafp8.models.gpt import GPTStage
+
+logger = logging.getLogger(__name__)
+
+
+def is_mtp(model: ModelConfig, name: str) -> bool:
+    """Whether the tensor `name` belongs to a layer of multi-token prediction."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= model.num_layers
+
+
+def without_mtp(source: Source) -> ModelConfig:
+    """The model of `source` for a format that has no multi-token prediction; logs what is left out."""
+    if source.model.mtp_num_layers:
+        logger.info(f"{source.path}: the layers of multi-token prediction are left out: the target has no such layers")
+    return source.model.model_copy(update={"mtp_num_layers": 0})
 
 
 def model_tensors(model: ModelConfig) -> dict[str, Shape]:
@@ -29,8 +46,7 @@ def model_tensors(model: ModelConfig) -> dict[str, Shape]:
         device=torch.device("meta"),
         sequence_parallel=False,
     )
-    layers = range(model.num_layers)
-    stage = GPTStage(model, context, layers=layers, positions=model.max_position_embeddings or 1)
+    stage = GPTStage(model, context, layers=model.layers, positions=model.max_position_embeddings or 1)
     weights = {piece.name: piece.global_shape for x in stage.parameters() for piece in spec_of(x).shards}
     weights |= {name: tuple(values.shape) for name, values in stage.constants.items()}
     return {f"model.{name}": shape for name, shape in weights.items()}
@@ -43,11 +59,12 @@ def seq_length(source: Source) -> int | None:
 
 
 def check_source(source: Source) -> tuple[ModelConfig, dict[str, Shape]]:
-    """The model to write, and its weights' global shapes by name. Its number of positions is known.
+    """The model to write, and its weights' global shapes by name. Its number of positions is known; multi-token
+    prediction, which no foreign format has, is left out.
 
     Raises ValueError where the size of the vocabulary is unknown, or a tensor is missing, or of another shape or dtype.
     """
-    model = source.model
+    model = without_mtp(source)
     if model.vocab_size is None:
         raise ValueError(f"{source.path} does not say model.vocab_size")
     if model.max_position_embeddings is None:  # ours may leave it to the run

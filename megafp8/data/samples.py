@@ -203,7 +203,7 @@ _FEWEST_DOCUMENTS = 64
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch, tensors `[b, s]`.
+    """A micro-batch, tensors `[b, s]`; after `with_later_labels`, labels and mask `[(1 + d) b, s]`.
 
     `loss_mask` float32: 0 for labels that do not count, None if all count. `position_ids` int64, and `cu_seqlens` int32
     `[b, n + 1]`: None unless attention and positions restart at documents. `cu_seqlens` holds the first token of each
@@ -237,6 +237,23 @@ class Batch:
         more = self.cu_seqlens[:, -1:].expand(-1, documents - self.room)
         return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, more], dim=1))
 
+    def with_later_labels(self, depths: int) -> Batch:
+        """With the labels of depths 1 to `depths` of multi-token prediction, d tokens later, below those of the model.
+
+        None counts for a token whose document, or sample, ends before it.
+        """
+        if not depths:
+            return self
+        labels, mask, positions = self.labels, self.loss_mask, self.position_ids
+        if mask is None:
+            mask = torch.ones_like(labels, dtype=torch.float32)
+        if positions is None:
+            positions = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+        shifts = range(1, depths + 1)
+        masks = [mask, *(mask.roll(-d, 1) * (positions.roll(-d, 1) == positions + d) for d in shifts)]
+        later = [labels, *(labels.roll(-d, 1) for d in shifts)]
+        return replace(self, labels=torch.cat(later), loss_mask=torch.cat(masks))
+
     def shard(self, rank: int, ranks: int) -> Batch:
         """The tokens of context-parallel `rank`, with their positions `[b, s/ranks]`, and `cu_seqlens` as it is.
 
@@ -247,7 +264,7 @@ class Batch:
         mine = shard_positions(self.cu_seqlens, self.tokens.shape[1], rank, ranks, self.tokens.device)
 
         def take(x: Tensor) -> Tensor:
-            return x.gather(1, mine.expand(x.shape[0], -1))
+            return x.gather(1, mine.repeat(x.shape[0] // mine.shape[0], 1))
 
         positions = mine if self.position_ids is None else take(self.position_ids)
         mask = None if self.loss_mask is None else take(self.loss_mask)

@@ -54,7 +54,7 @@ class ParamSpec:
 
     `reduce_over_tp`: each TP rank computes a partial gradient (a norm under sequence parallelism), which is summed over
     the TP group once a step. `replicated_over_tp`: all TP ranks hold the same values. `is_copy`: another pipeline stage
-    holds the original (tied output layer). `num_uses`: layers of this stage that contribute a gradient in one backward.
+    holds the original (shared embedding). `num_uses`: layers of this stage that contribute a gradient in one backward.
     `expert`: weights of experts, divided over expert parallelism; their gradients are summed over the ranks that hold
     the same experts, not over data parallelism.
     """

@@ -12,7 +12,7 @@ PEAK_FLOPS = {"bf16": 989e12, "fp8": 1979e12}
 def matmul_parameters(config: ModelConfig) -> int:
     """Weights that every token is multiplied with: the output layer is included, the embedding look-up is not.
 
-    Of experts, those that a token goes to.
+    Of experts, those that a token goes to. The output layer once more for each depth of multi-token prediction.
     """
     h, d = config.hidden_size, config.channels
     heads, latent = config.num_attention_heads, config.latent_attention
@@ -21,8 +21,9 @@ def matmul_parameters(config: ModelConfig) -> int:
         down = h * ((latent.q_rank or 0) + latent.kv_rank + latent.rope_head_dim)
         up = (latent.q_rank or h) * d + latent.kv_rank * (latent.nope_head_dim + latent.value_head_dim)
         attention = down + heads * (up + latent.value_head_dim * h)
-    mlps = sum(_mlp_parameters(config, layer) for layer in range(config.num_layers))
-    return config.num_layers * attention + mlps + h * config.padded_vocab_size
+    mlps, depths = sum(_mlp_parameters(config, layer) for layer in config.layers), config.mtp_num_layers
+    outputs = (1 + depths) * h * config.padded_vocab_size
+    return len(config.layers) * attention + mlps + depths * 2 * h * h + outputs
 
 
 def _mlp_parameters(config: ModelConfig, layer: int) -> int:
@@ -42,7 +43,7 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     document boundaries are not subtracted, and recompute is not added.
     """
     h_attn = config.num_attention_heads * (config.channels + config.value_channels) / 2
-    return 6.0 * matmul_parameters(config) + 6.0 * config.num_layers * seq_length * h_attn
+    return 6.0 * matmul_parameters(config) + 6.0 * len(config.layers) * seq_length * h_attn
 
 
 _RELATIVE_RATE = {False: 0.85, True: 1.3}
@@ -51,7 +52,9 @@ On H200 the output layer of Llama-3-8B takes as long as 1.74 blocks in bf16 or 2
 
 
 def output_layer_in_blocks(config: ModelConfig, seq_length: int, *, fp8: bool) -> float:
-    """Time of the output layer in units of a block's, approximately."""
-    block = flops_per_token(config.model_copy(update={"num_layers": 1}), seq_length)
+    """Time of the output layer, and of multi-token prediction, in units of a block's, approximately."""
+    block = flops_per_token(config.model_copy(update={"num_layers": 1, "mtp_num_layers": 0}), seq_length)
     output = 6.0 * config.hidden_size * config.padded_vocab_size
-    return output / (block - output) * _RELATIVE_RATE[fp8]
+    of_output, depths = output / (block - output) * _RELATIVE_RATE[fp8], config.mtp_num_layers
+    projection = 12.0 * config.hidden_size**2 / (block - output) * _RELATIVE_RATE[fp8]
+    return of_output + depths * (1 + projection + of_output)

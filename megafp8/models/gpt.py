@@ -4,7 +4,8 @@ A stage is a run of consecutive blocks; the first stage also has the embedding, 
 layer and the loss. What flows between stages is the residual stream `[s/t, b, h]`. A model of one stage has it all.
 
 With tied embeddings and more than one stage, the last stage holds a copy of the embedding: it starts from the same
-(seed, name), its gradient is summed with the first stage's, so the copies stay equal bit for bit (`is_copy`).
+(seed, name), its gradient is summed with the first stage's, so the copies stay equal bit for bit (`is_copy`). So it
+does for multi-token prediction, whose layers are on the last stage.
 
 What a block keeps for its backward pass is its `BlockMemory`. Recomputed in full it is wrapped in torch's checkpoint
 and only its input is kept. That is safe with FP8 because what a forward pass leaves behind, an amax maximum and a
@@ -15,9 +16,11 @@ Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel siz
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +35,19 @@ from megafp8.models.latent_attention import LatentAttention
 from megafp8.models.mlp import MLP
 from megafp8.models.moe import MoE
 from megafp8.models.norms import Norm
-from megafp8.models.offload import ActivationOffload
+from megafp8.models.offload import ActivationOffload, Forward
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.models.router import Router
 from megafp8.ops.attention import SelfAttention, fastest_backends
 from megafp8.ops.attention_mask import causal_mask
-from megafp8.plan import Neighbor
+from megafp8.ops.linear import linear
+from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megafp8.tensor_parallel.mappings import scatter_to_sequence_parallel
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,13 @@ def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
         eps=config.norm_eps,
         sees_a_slice=context.sequence_sharded,
     )
+
+
+def _normalized(norm: Norm, x_sbh: Tensor, branch_sbh: Tensor | None = None) -> Tensor:
+    """The norm of `x + branch`, as values."""
+    _, normed = norm.residual(x_sbh, branch_sbh, None)
+    assert isinstance(normed, Tensor)
+    return normed
 
 
 class Block(nn.Module):
@@ -98,27 +111,61 @@ class Block(nn.Module):
         return x_sbh, mlp + attention if self.parallel else mlp
 
 
+class PredictionLayer(nn.Module):
+    """A depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2; Megatron-Core's layout).
+
+    From the previous depth's hidden states, as the output layer reads them, and the embeddings of the tokens that many
+    places ahead: the hidden states that the output layer predicts the tokens after those from. `[s, b, h]` all (`[s/t,
+    b, h]` sequence-parallel).
+    """
+
+    def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory) -> None:
+        super().__init__()
+        name, h = f"layers.{index}", config.hidden_size
+        self.projection = replicated_parameter(
+            context, unsharded(f"{name}.projection.weight", (h, 2 * h)), Init("normal", config.init_std)
+        )
+        self.projection_state = context.fp8.linear(
+            LinearSite(f"{name}.projection"), high_precision="whole on each rank, it stays in training.precision"
+        )
+        self.embedding_norm = _norm(f"{name}.embedding_norm", config, context)
+        self.hidden_norm = _norm(f"{name}.hidden_norm", config, context)
+        self.block = Block(index, config, context, memory)
+        self.final_norm = _norm(f"{name}.final_norm", config, context)
+
+    def forward(self, hidden_sbh: Tensor, embedded_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        both = [_normalized(self.embedding_norm, embedded_sbh), _normalized(self.hidden_norm, hidden_sbh)]
+        x_sbh = linear(torch.cat(both, dim=-1), self.projection, self.projection_state)
+        return _normalized(self.final_norm, *self.block(x_sbh, None, inputs))
+
+
+def _word_embedding(
+    config: ModelConfig, context: BuildContext, weight: nn.Parameter | None = None
+) -> VocabParallelEmbedding:
+    return VocabParallelEmbedding(
+        "embedding.word",
+        config.padded_vocab_size,
+        config.hidden_size,
+        group=context.tensor,
+        init=Init("normal", config.init_std),
+        dtype=context.dtype,
+        device=context.device,
+        sequence_parallel=context.sequence_parallel,
+        weight=weight,
+    )
+
+
 class Embedding(nn.Module):
     """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel), learned positions added."""
 
     def __init__(self, config: ModelConfig, context: BuildContext, positions: int) -> None:
         super().__init__()
         self.context = context
-        init = Init("normal", config.init_std)
-        self.word = VocabParallelEmbedding(
-            "embedding.word",
-            config.padded_vocab_size,
-            config.hidden_size,
-            group=context.tensor,
-            init=init,
-            dtype=context.dtype,
-            device=context.device,
-            sequence_parallel=context.sequence_parallel,
-        )
+        self.word = _word_embedding(config, context)
         self.position: nn.Parameter | None = None
         if config.position_embedding == "learned":
             shards = unsharded("embedding.position.weight", (positions, config.hidden_size))
-            self.position = replicated_parameter(context, shards, init)
+            self.position = replicated_parameter(context, shards, Init("normal", config.init_std))
 
     def forward(self, tokens_bs: Tensor, position_ids_bs: Tensor | None) -> Tensor:
         x_sbh = self.word(tokens_bs)
@@ -153,15 +200,21 @@ class Head(nn.Module):
 
     def logits(self, x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
         """This rank's logits `[s, b, v/t]`."""
-        _, normed = self.norm.residual(x_sbh, branch_sbh, None)
-        return self.output(normed)
+        return self.output(_normalized(self.norm, x_sbh, branch_sbh))
 
-    def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, labels_bs: Tensor) -> Tensor:
-        """Loss of each token, `[s, b]` float32."""
+    def forward(
+        self,
+        x_sbh: Tensor,
+        branch_sbh: Tensor | None,
+        labels_bs: Tensor,
+        look_ahead: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Loss of each token, `[s, b]` float32. `look_ahead`: the output layer's input with that of all depths of
+        multi-token prediction, from that of the model."""
         assert self.vocab_size is not None
-        labels_sb = labels_bs.transpose(0, 1).contiguous()
+        labels_sb, normed = labels_bs.transpose(0, 1).contiguous(), _normalized(self.norm, x_sbh, branch_sbh)
         return vocab_parallel_cross_entropy(
-            self.logits(x_sbh, branch_sbh),
+            self.output(normed if look_ahead is None else look_ahead(normed)),
             labels_sb,
             self.context.tensor,
             vocab_size=self.vocab_size,
@@ -170,7 +223,7 @@ class Head(nn.Module):
 
 
 class GPTStage(nn.Module):
-    """The blocks `layers` of the model and what belongs to the first and last stage.
+    """The blocks `layers` of the model, of `config.layers`, and what belongs to the first and last stage.
 
     `positions` is the number of rows of a learned position table; `memory` is that of each block, by default all keep
     everything. Parameters are allocated, not initialised: `tensor_parallel.random.initialize_parameters` fills them.
@@ -189,36 +242,46 @@ class GPTStage(nn.Module):
         super().__init__()
         self.config, self.context, self.layers = config, context, layers
         self.memory = [KEEP_ALL] * len(layers) if memory is None else list(memory)
-        first, last = layers.start == 0, layers.stop == config.num_layers
+        first, last = layers.start == 0, layers.stop == config.layers.stop
         self.embedding = Embedding(config, context, positions) if first else None
         of_blocks = context
         if context.blocks_on_meta:
             of_blocks = replace(context, device=torch.device("meta"), real_device=context.device)
-        blocks = (Block(i, config, of_blocks, own) for i, own in zip(layers, self.memory, strict=True))
-        self.blocks = nn.ModuleList(blocks)
-        self.shared_weight = self._shared_weight() if config.tie_embeddings and (first or last) else None
-        self.head = Head(config, context, self.shared_weight, z_loss) if last else None
+        self.blocks, self.mtp = nn.ModuleList(), nn.ModuleList()
+        for i, own in zip(layers, self.memory, strict=True):
+            if i < config.num_layers:
+                self.blocks.append(Block(i, config, of_blocks, own))
+            else:
+                self.mtp.append(PredictionLayer(i, config, of_blocks, own))
+        embeds = config.embeds_on_last_stage and (first or last)
+        self.shared_weight = self._shared_weight(first=first, last=last) if embeds else None
+        self.mtp_embedding: VocabParallelEmbedding | None = None  # of another last stage
+        if len(self.mtp) and not first:
+            self.mtp_embedding = _word_embedding(config, context, self.shared_weight)
+        tied = self.shared_weight if config.tie_embeddings else None
+        self.head = Head(config, context, tied, z_loss) if last else None
         self.offload = ActivationOffload(context.device) if any(own.offload for own in self.memory) else None
         self._frequencies: Tensor | None = None
         self._windows = dict.fromkeys(config.window_of(i) for i in layers)
 
-    def _shared_weight(self) -> nn.Parameter:
-        """The tied weight of this stage: the embedding's own, or on another last stage a copy of it."""
+    def _shared_weight(self, *, first: bool, last: bool) -> nn.Parameter:
+        """The embedding's weight, shared by this stage's layers or with another stage; not on the first a copy."""
         config, group = self.config, self.context.tensor
         shape = (config.padded_vocab_size, config.hidden_size)
         piece = shard_dim("embedding.word.weight", shape, 0, group.rank(), group.size())
         if self.embedding is not None:
-            weight, spec = self.embedding.word.weight, {"num_uses": 2 if len(self.blocks) == config.num_layers else 1}
+            weight = self.embedding.word.weight
         else:
             weight = nn.Parameter(torch.empty(piece.shape, dtype=self.context.dtype, device=self.context.device))
-            spec = {"is_copy": True}
+        num_uses = first + last * (config.tie_embeddings + (config.mtp_num_layers > 0))
         init = Init("normal", config.init_std)
-        return set_spec(weight, ParamSpec((piece,), init, replicated_over_tp=False, **spec))  # type: ignore[arg-type]
+        spec = ParamSpec((piece,), init, replicated_over_tp=False, is_copy=not first, num_uses=num_uses)
+        return set_spec(weight, spec)
 
     @property
     def routers(self) -> dict[int, Router]:
         """By layer, those of the blocks with experts."""
-        blocks = zip(self.layers, self.blocks)
+        blocks = zip(self.layers, [*self.blocks, *(layer.block for layer in self.mtp)], strict=True)
         return {index: block.mlp.router for index, block in blocks if isinstance(block.mlp, MoE)}
 
     @property
@@ -229,7 +292,8 @@ class GPTStage(nn.Module):
     @property
     def units(self) -> list[nn.Module]:
         """The modules that a forward pass calls one after the other; together they have all parameters."""
-        return [m for m in (self.embedding, *self.blocks, self.head) if m is not None]
+        modules = (self.embedding, *self.blocks, self.mtp_embedding, *self.mtp, self.head)
+        return [module for module in modules if module is not None]
 
     def layer_inputs(self, s: int, position_ids_bs: Tensor | None, cu_seqlens_bn: Tensor | None) -> LayerInputs:
         """Rotary table and core attention of a micro-batch, of whose sequences this rank has s tokens."""
@@ -256,22 +320,38 @@ class GPTStage(nn.Module):
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after the blocks, and what is still to be added to it."""
         with fastest_backends():
-            return self._run_blocks(x_sbh, inputs)
+            return self._run_blocks(x_sbh, inputs, self._offload(x_sbh, inputs))
 
-    def _run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
-        branch_sbh: Tensor | None = None
-        trains = torch.is_grad_enabled()
+    def _offload(self, x_sbh: Tensor, inputs: LayerInputs) -> Forward | None:
+        """Begins a forward pass whose activations are offloaded; None where none are."""
         held = [x_sbh, *inputs.tensors] if x_sbh.is_leaf else inputs.tensors  # a leaf is what the engine received
-        offload = self.offload.forward(held) if self.offload is not None and trains else None
-        for block, memory in zip(self.blocks, self.memory, strict=True):
-            with offload.block() if offload is not None and memory.offload else nullcontext():
-                if memory.full and trains:
-                    if branch_sbh is not None:  # one tensor is kept for a block, not two
-                        x_sbh = x_sbh + branch_sbh
-                    x_sbh, branch_sbh = recomputed(block, x_sbh, None, inputs)
-                else:
-                    x_sbh, branch_sbh = block(x_sbh, branch_sbh, inputs)
+        return self.offload.forward(held) if self.offload is not None and torch.is_grad_enabled() else None
+
+    def _run_blocks(self, x_sbh: Tensor, inputs: LayerInputs, offload: Forward | None) -> tuple[Tensor, Tensor | None]:
+        branch_sbh: Tensor | None = None
+        for block, memory in zip(self.blocks, self.memory):
+            if memory.full and torch.is_grad_enabled() and branch_sbh is not None:
+                x_sbh, branch_sbh = x_sbh + branch_sbh, None  # one tensor is kept for a block, not two
+            x_sbh, branch_sbh = self._run(memory, offload, block, x_sbh, branch_sbh, inputs)
         return x_sbh, branch_sbh
+
+    def look_ahead(self, labels_bs: Tensor, inputs: LayerInputs, offload: Forward | None, normed_sbh: Tensor) -> Tensor:
+        """The output layer's input at all depths, one below the other along b. Each embeds the labels of the one
+        before."""
+        b = normed_sbh.shape[1]
+        embedding = self.embedding.word if self.embedding is not None else self.mtp_embedding
+        assert embedding is not None
+        hidden = [normed_sbh]
+        embedded = embedding(labels_bs[:-b]).split(b, dim=1)
+        for layer, memory, x_sbh in zip(self.mtp, self.memory[len(self.blocks) :], embedded, strict=True):
+            hidden.append(self._run(memory, offload, layer, hidden[-1], x_sbh, inputs))
+        return torch.cat(hidden, dim=1)
+
+    @staticmethod
+    def _run(memory: BlockMemory, offload: Forward | None, block: Callable[..., T], *inputs: object) -> T:
+        """`block(*inputs)`, recomputed and offloaded as its `memory` says."""
+        with offload.block() if offload is not None and memory.offload else nullcontext():
+            return recomputed(block, *inputs) if memory.full and torch.is_grad_enabled() else block(*inputs)
 
     def forward(
         self,
@@ -283,6 +363,9 @@ class GPTStage(nn.Module):
     ) -> Tensor:
         """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`.
 
+        With d depths of multi-token prediction labels are those of `Batch.with_later_labels`, and the losses of all
+        depths are side by side, `[s, (1 + d) b]`.
+
         `x_sbh` is None on the first stage. Where sequences are cut over ranks, tokens and labels are this rank's,
         `position_ids_bs` `[1 or b, s]` says where they stand, and `cu_seqlens_bn` is of the whole sequences.
         """
@@ -290,15 +373,18 @@ class GPTStage(nn.Module):
         if self.embedding is not None:
             x_sbh = self.embedding(tokens_bs, position_ids_bs)
         assert x_sbh is not None, "a later stage needs the previous stage's output"
-        x_sbh, branch_sbh = self.run_blocks(x_sbh, inputs)
-        if self.head is not None:
-            return self.head(x_sbh, branch_sbh, labels_bs)
+        with fastest_backends():
+            offload = self._offload(x_sbh, inputs)
+            x_sbh, branch_sbh = self._run_blocks(x_sbh, inputs, offload)
+            if self.head is not None:
+                look_ahead = partial(self.look_ahead, labels_bs, inputs, offload) if len(self.mtp) else None
+                return self.head(x_sbh, branch_sbh, labels_bs, look_ahead)
         return x_sbh if branch_sbh is None else x_sbh + branch_sbh
 
 
 def fp8_layer_names(config: ModelConfig, blocks: range | None = None) -> Iterator[str]:
     """Names of all linear layers of `blocks`, by default the whole model's, that an FP8 pattern can select."""
-    for index in range(config.num_layers) if blocks is None else blocks:
+    for index in config.layers if blocks is None else blocks:
         yield from fp8_layer_sizes(config, 1, range(index, index + 1))
         yield from expert_layer_sizes(config, 1, index)
 
@@ -310,7 +396,7 @@ def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) ->
     """
     h, heads, groups, d = config.hidden_size, config.num_attention_heads, config.query_groups, config.channels
     kind, sizes = ACTIVATIONS[config.activation], dict[str, tuple[int, int]]()
-    for index in range(config.num_layers) if blocks is None else blocks:
+    for index in config.layers if blocks is None else blocks:
         name, moe = f"layers.{index}", config.moe_of(index)
         if (latent := config.latent_attention) is None:
             sizes[f"{name}.attention.qkv"] = (h, (heads + 2 * groups) * d // t)

@@ -3,9 +3,10 @@
     complete shared gradients -> scale -> norm -> clip -> update
 
 *Shared gradients.* Two kinds of parameters are held by several ranks of one model, each of which has a part of their
-gradient: norms under sequence parallelism (a tensor-parallel rank has its slice of the sequence) and the tied embedding
-(the first stage looks words up in it, the last multiplies by it; where a rank holds both, still as two parameters, so
-that their gradients are summed in one order under every pipeline schedule). Their gradients are summed once a step.
+gradient: norms under sequence parallelism (a tensor-parallel rank has its slice of the sequence) and the shared
+embedding (the first stage looks words up in it, the last multiplies by it, or looks up further tokens; where a rank
+holds both, still as two parameters, so that their gradients are summed in one order under every pipeline schedule).
+Their gradients are summed once a step.
 
 *The norm* of the whole model's gradient counts each distinct parameter once. Parameters that this rank must not count
 still enter, times zero: zero times a non-finite number is NaN, so a non-finite gradient on any rank shows on all of

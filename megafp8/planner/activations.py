@@ -107,16 +107,21 @@ def _saved_input(fp8: Fp8Manager, plan: LinearPlan, k: int, x: Sizes) -> int:
 def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory) -> dict[str, int]:
     """Bytes that block `index` saves for its backward pass, offloaded or not."""
     x, model = sizes(config), config.model
-    stream = x.m_own * x.h * x.e
+    stream, ahead = x.m_own * x.h * x.e, index >= model.num_layers
+    tokens = {"tokens": 8 * x.m} if ahead else {}  # int64, of the embedding
     if memory.full:
-        return {"block input": stream}
+        return {"block input": stream * (2 if ahead else 1), **tokens}
     plans = layer_plans(config, fp8)
     layers = fp8_layer_sizes(model, config.parallel.tensor, range(index, index + 1))
     ups, proj, mlp = _by_place([plans[layer] for layer in layers], latent=model.latent_attention is not None)
+    statistics = x.m_own * x.w * (2 if model.normalization == "layernorm" else 1)
     saved = {
         "residual stream": stream * (1 if model.parallel_block else 2),
-        "norm statistics": 2 * x.m_own * x.w * (2 if model.normalization == "layernorm" else 1),
+        "norm statistics": 2 * statistics,
+        **tokens,
     }
+    if ahead:  # inputs of three more norms and of the projection
+        saved["multi-token prediction"] = 5 * stream + 3 * statistics
     if model.latent_attention is None:
         saved["qkv input"] = _saved_input(fp8, ups[0], x.h, x)
         saved["q, k, v"] = x.m * (x.a + 2 * x.g) * x.d * x.e

@@ -164,10 +164,12 @@ def _block(config: Config, index: int) -> list[_Parameter]:
     model, x, norm = config.model, sizes(config), _norm(config)
     attention, mlp = _attention(config, index)
     if model.moe_of(index) is not None:
-        return [*norm, *attention, *norm, *_experts(config), *mlp]
-    up, down = mlp
-    bias = [_Parameter(x.h)] * model.linear_bias
-    return [*norm, *attention, *norm, up, *[_Parameter(x.up)] * model.linear_bias, down, *bias]
+        block = [*norm, *attention, *norm, *_experts(config), *mlp]
+    else:
+        (up, down), bias = mlp, [_Parameter(x.h)] * model.linear_bias
+        block = [*norm, *attention, *norm, up, *[_Parameter(x.up)] * model.linear_bias, down, *bias]
+    ahead = index >= model.num_layers  # multi-token prediction
+    return [_Parameter(2 * x.h * x.h), *norm, *norm, *block, *norm] if ahead else block
 
 
 def _attention(config: Config, index: int) -> tuple[list[_Parameter], list[_Parameter]]:
@@ -205,9 +207,9 @@ def _stage(config: Config, layers: range) -> list[_Parameter]:
     """The parameters of a stage of `layers` on a rank, in the order of its constructor."""
     model, h = config.model, config.model.hidden_size
     table = [_Parameter(_table(config))]
-    first, last = layers.start == 0, layers.stop == model.num_layers
+    first, last = layers.start == 0, layers.stop == model.layers.stop
     positions = _Parameter((model.max_position_embeddings or config.training.seq_length) * h)
-    embedding = [*table * (first or (last and model.tie_embeddings))]
+    embedding = [*table * (first or (last and model.embeds_on_last_stage))]
     embedding += [positions] * (first and model.position_embedding == "learned")
     blocks = [parameter for index in layers for parameter in _block(config, index)]
     return [*embedding, *blocks, *_norm(config) * last, *table * (last and not model.tie_embeddings)]
@@ -283,8 +285,8 @@ def rank_memory(
     in_fp8: list[int] = []
     experts: list[int] = []
     for layers in stages:
-        at_an_end = layers.start == 0 or layers.stop == config.model.num_layers
-        if config.model.tie_embeddings and p.pipeline > 1 and at_an_end:
+        at_an_end = layers.start == 0 or layers.stop == config.model.layers.stop
+        if config.model.embeds_on_last_stage and p.pipeline > 1 and at_an_end:
             own_bucket.append(len(numels))
         in_fp8 += [len(numels) + i for i in fp8_parameters(config, fp8, layers)]
         experts += [len(numels) + i for i in expert_parameters(config, layers)]
@@ -359,9 +361,10 @@ def _gathered(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) ->
         if experts is not None:
             counts += [experts.experts * k * n for (k, n), plan in experts.layers if plan.fp8]
     copies = [max(counts, default=0) for counts in quantized]
-    first, last = layers.start == 0, layers.stop == config.model.num_layers
-    stays = table * e * (tied and (first or last))
-    summed = table * sent * (tied and last)  # from the output layer's backward to the end
+    first, last = layers.start == 0, layers.stop == config.model.layers.stop
+    shared = config.model.embeds_on_last_stage
+    stays = table * e * (shared and (first or last))
+    summed = table * sent * (shared and last)  # from the backward of its last use to the end
     blocks = []
     for at, own in enumerate(elements):
         following = elements[at + 1] if at + 1 < len(elements) else table * (last and not tied)
@@ -371,7 +374,7 @@ def _gathered(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) ->
     ends_with_table = first or bool(stays)
     late = table * sent * (overlaps and ends_with_table)
     blocks[-1] += late * (not last)
-    loss = last * (table * (e + sent) + values[-1] + late) + buffers
+    loss = last * (table * (e + sent) + values[-1] + late + stays * (not tied)) + buffers
     return _Gathered(blocks, loss, ends_with_table * end + stays + buffers)
 
 
@@ -381,8 +384,9 @@ def _chunk(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) -> _C
     saved = [sum(saved_by_block(config, fp8, i, own).values()) for i, own in zip(layers, memory)]
     on_device = [0 if own.offload else size for size, own in zip(saved, memory)]
     offloaded = [size if own.offload else 0 for size, own in zip(saved, memory)]
-    logits = x.m * (config.model.padded_vocab_size // config.parallel.tensor) * x.e
-    last = layers.stop == config.model.num_layers
+    predicted = (1 + config.model.mtp_num_layers) * x.m
+    logits = predicted * (config.model.padded_vocab_size // config.parallel.tensor) * x.e
+    last = layers.stop == config.model.layers.stop
     candidates = []
     for at, index in enumerate(layers):
         recomputed = 0
@@ -391,11 +395,11 @@ def _chunk(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) -> _C
         activations = sum(on_device[: at + 1]) + sum(offloaded[max(0, at - 1) : at + 1])
         candidates.append((activations, 0, recomputed + block_backward(config, fp8, index) + gathered.blocks[at]))
     if last:
-        ends = (x.m_own + 2 * x.m) * x.h * x.e  # the final norm's input; the output layer's, and its gradient
+        ends = (x.m_own + 2 * predicted) * x.h * x.e  # the final norm's input; the output layer's, and its gradient
         candidates.append((sum(on_device) + sum(offloaded[-1:]), logits + ends, gathered.loss))
     candidates.append((0, 0, gathered.end))
     deferred = sum(deferred_wgrad(config, fp8, index) for index in layers)
-    deferred += (x.m * x.h * x.e + logits) * last  # the output layer's input, and the logits' gradient
+    deferred += (predicted * x.h * x.e + logits) * last  # the output layer's input, and the logits' gradient
     return _Chunk(sum(on_device), sum(offloaded), deferred, max(candidates, key=sum))
 
 

@@ -10,6 +10,7 @@ from megafp8.pipeline_parallel.split import balanced, even, stage_layers
 
 
 def layers_of_stages(config: Config, placement: Placement) -> list[range]:
+    """The last stage also has the layers of multi-token prediction."""
     layers, counts = config.model.num_layers, config.parallel.layers_per_stage
     if counts is None:
         counts = even(layers, placement.num_stages)
@@ -17,7 +18,7 @@ def layers_of_stages(config: Config, placement: Placement) -> list[range]:
         work = output_layer_in_blocks(config.model, config.training.seq_length, fp8=config.fp8.recipe != "none")
         counts = balanced(layers, [rank for rank, _ in placement.homes], work)
     assert (len(counts), sum(counts)) == (placement.num_stages, layers), "the config was not checked"
-    return stage_layers(counts)
+    return stage_layers([*counts[:-1], counts[-1] + config.model.mtp_num_layers])
 
 
 def stages_of(config: Config) -> tuple[Placement, list[range]]:

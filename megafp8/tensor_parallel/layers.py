@@ -192,7 +192,7 @@ class VocabParallelEmbedding(nn.Module):
     sequence-parallel.
 
     A rank looks up the tokens it owns, leaves zeros for the others, and the shares are summed. The gradient goes to the
-    weight's sink, as that of a linear layer does.
+    weight's sink, as that of a linear layer does. `weight`: use this parameter rather than make one.
     """
 
     def __init__(
@@ -206,6 +206,7 @@ class VocabParallelEmbedding(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         sequence_parallel: bool = False,
+        weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         t, rank = group.size(), group.rank()
@@ -213,9 +214,11 @@ class VocabParallelEmbedding(nn.Module):
         self.sequence_parallel = sequence_parallel and t > 1
         rows = num_embeddings // t
         self.first = rank * rows
-        self.weight = _empty((rows, embedding_dim), dtype, device)
-        pieces = (shard_dim(f"{name}.weight", (num_embeddings, embedding_dim), 0, rank, t),)
-        set_spec(self.weight, ParamSpec(pieces, init, replicated_over_tp=False))
+        if weight is None:
+            weight = _empty((rows, embedding_dim), dtype, device)
+            pieces = (shard_dim(f"{name}.weight", (num_embeddings, embedding_dim), 0, rank, t),)
+            set_spec(weight, ParamSpec(pieces, init, replicated_over_tp=False))
+        self.weight = weight
 
     def forward(self, tokens_bs: Tensor) -> Tensor:
         x_sbh = look_up(self.weight, tokens_bs.t() - self.first, partial=self.group.size() > 1)

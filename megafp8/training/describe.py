@@ -125,7 +125,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     sizes = []
     for span in plan.layers:
         sparse = sum(config.model.moe_of(layer) is not None for layer in span)
-        key = len(span), sparse, span.start == 0, span.stop == config.model.num_layers
+        key = len(span), sparse, span.start == 0, span.stop == config.model.layers.stop
         if key not in alike:
             alike[key] = _stage_size(config, span)
         sizes.append(alike[key])

@@ -148,7 +148,7 @@ def _experts_one_by_one(config: Config) -> str:
 
 def _expert_layers(config: Config) -> Iterator[tuple[str, tuple[int, int]]]:
     """Names and sizes of the linear layers of all experts."""
-    for layer in range(config.model.num_layers):
+    for layer in config.model.layers:
         yield from expert_layer_sizes(config.model, config.parallel.expert_tensor, layer).items()
 
 

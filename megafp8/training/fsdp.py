@@ -4,8 +4,8 @@ With `fp8.param_gather` each rank quantizes its rows after the step and FP8 data
 bits, nothing to quantize in between. Without it, an FP8 layer quantizes what was gathered, rowwise in forward and
 columnwise in backward. Neither keeps copies: these would be as large as what sharding saves.
 
-The embedding is needed in forward only, and the output layer from its forward right to its backward. Where both share
-one weight, it stays gathered in between.
+The embedding is needed in forward only, and the output layer from its forward right to its backward. A weight that
+several layers of a stage share stays gathered in between.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def shard(
 
 
 def _units(stage: GPTStage, parallel: ParallelState) -> list[Unit]:
-    """Embedding, blocks and output layer, and the stage; experts are inner units if they are on other ranks."""
+    """Embedding, blocks and output layer but for those with a shared weight, and the stage; experts are inner units if
+    they are on other ranks."""
     groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
     of_experts = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
 
@@ -73,8 +74,12 @@ def _units(stage: GPTStage, parallel: ParallelState) -> list[Unit]:
         experts = [m for m in module.modules() if isinstance(m, Experts)] if of_experts != groups else []
         return Unit(module, groups, [Unit(m, of_experts) for m in experts])
 
-    modules = stage.units if stage.shared_weight is None else stage.blocks
+    modules = [module for module in stage.units if not _has(module, stage.shared_weight)]
     return [*map(unit, modules), Unit(stage, groups)]
+
+
+def _has(module: nn.Module, weight: nn.Parameter | None) -> bool:
+    return any(param is weight for param in module.parameters())
 
 
 class Fp8Gather(NamedTuple):

@@ -7,7 +7,8 @@ the run has checkpoints of its own, the newest of them replaces the folder, whic
 These checks need no process group. Then each rank reads its slices of the weights, under any layout. fp32 masters are
 read too, not converted from the weights, so no precision is lost if the folder is more precise than training.precision.
 
-With model.moe, a dense model becomes a mixture of experts (`megafp8.conversion.upcycle`).
+With model.moe, a dense model becomes a mixture of experts (`megafp8.conversion.upcycle`). Layers of multi-token
+prediction that the folder does not have keep their initial values.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_weights
+from megafp8.conversion.model import is_mtp
 from megafp8.conversion.upcycle import UpcycledSource, is_router
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
 from megafp8.training.state import checkpoint_folder, saved_model, weights
@@ -129,8 +131,12 @@ def load_init(trainer: Trainer, folder: str) -> None:
         upcycles = model.moe is not None and source.model.moe is None
         if upcycles:
             source = UpcycledSource(source, model)
+
+        def begins_anew(name: str) -> bool:
+            return (upcycles and is_router(name)) or (is_mtp(model, name) and name not in source.tensors)
+
         for wanted in (weights(trainer), collect_shards(state.get("master", []), "model.")):
-            load_weights(source, {name: x for name, x in wanted.items() if not (upcycles and is_router(name))})
+            load_weights(source, {name: x for name, x in wanted.items() if not begins_anew(name)})
     trainer.optimizer.restore(state, 0)
     trainer.fp8.invalidate_weights()
     trainer.publish_weights()

@@ -293,6 +293,7 @@ class Job:
             save_seconds=save_seconds,
             skipped_in_a_row=self.skipped_in_a_row,
             validation_loss=validation_loss,
+            mtp_loss=loss.mtp,
             router_aux_loss=None if load is None else load.aux_loss,
             router_z_loss=None if load is None else load.z_loss,
             expert_imbalance=None if load is None else load.imbalance,

@@ -125,7 +125,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
         shared_over = {axis} if axis else set()
         shared_over |= {"tensor"} if spec.replicated_over_tp else set()
         shared_over |= {"embedding"} if any(param is tied for tied in trainer.tied) else set()
-        holder = " (output layer)" if spec.is_copy else ""
+        holder = " (last stage)" if spec.is_copy else ""
         found.extend(
             Replica(f"{name}{f' ({i})' if i else ''}", values, frozenset(shared_over), holder)
             for i, values in enumerate(tensors)

@@ -5,6 +5,9 @@ batch. Gradients summed over micro-batches, data-parallel and context-parallel r
 whole batch, in any layout. If masks leave fewer tokens, the true number is known only after all ranks have counted, and
 the gradients are multiplied by nominal / true once, before clipping.
 
+The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), though the last tokens
+of a sample have none.
+
 Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
 
@@ -60,8 +63,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, 
 
 
 class _Passes(NamedTuple):
-    """What the forward and backward passes of a step leave beside gradients: this rank's `[sum of losses, tokens,
-    layers without room for all rows of experts]`, float64, and what the FP8 report recorded."""
+    """What the forward and backward passes of a step leave beside gradients: this rank's `[sum of losses, tokens]`,
+    float64, then those of each depth of multi-token prediction, last the number of layers without room for all rows of
+    experts; and what the FP8 report recorded."""
 
     report: Tensor
     statistics: Statistics
@@ -69,10 +73,14 @@ class _Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """Mean loss over the unmasked tokens of a global batch, and their number."""
+    """Mean loss over the unmasked tokens of a global batch, and their number.
+
+    `mtp`: mean loss of multi-token prediction over the tokens that have one to predict, averaged over depths.
+    """
 
     mean: float
     tokens: int
+    mtp: float | None = None
 
 
 class Trainer:
@@ -303,11 +311,12 @@ class Trainer:
         )
 
     def _load_collector(self) -> LoadCollector | None:
-        moe, layers = self.config.model.moe, range(self.config.model.num_layers)
-        if moe is None:
+        model = self.config.model
+        if model.moe is None:
             return None
         routers = {layer: router for stage in self.stages for layer, router in stage.routers.items()}
-        return LoadCollector(routers, [i for i in layers if moe.is_sparse(i)], moe.num_experts, self.parallel)
+        layers = [i for i in model.layers if model.moe_of(i) is not None]
+        return LoadCollector(routers, layers, model.moe.num_experts, self.parallel)
 
     @property
     def _has_loss(self) -> bool:
@@ -323,16 +332,17 @@ class Trainer:
         return self.schedule.at(step)
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
-        """Forward of one micro-batch through a stage; on the last stage the report is `[sum of losses, tokens]`."""
+        """Forward of a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
         y = stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.cu_seqlens)
         if stage.head is None:
             return StageOutput(y)
-        if microbatch.loss_mask is None:
-            loss, tokens = y.sum(), torch.full((), float(y.numel()), device=y.device)
-        else:
-            mask_sb = microbatch.loss_mask.transpose(0, 1)
-            loss, tokens = (y * mask_sb).sum(), mask_sb.sum()
-        report = torch.stack([loss.detach().double(), tokens.double()])
+        mask_sb = torch.ones_like(y) if microbatch.loss_mask is None else microbatch.loss_mask.transpose(0, 1)
+        b = len(microbatch.tokens)
+        losses, tokens = ([part.sum() for part in x.split(b, dim=1)] for x in (y * mask_sb, mask_sb))
+        report = torch.stack([x.detach().double() for pair in zip(losses, tokens) for x in pair])
+        loss, *later = losses
+        if later:
+            loss = loss + self.config.model.mtp_loss_scaling_factor * torch.stack(later).mean()
         return StageOutput(loss / self.nominal_tokens, report)
 
     def _total(self, report: Tensor) -> Tensor:
@@ -343,7 +353,7 @@ class Trainer:
         """
         total = report.clone()
         if not self.parallel.tensor.is_first:
-            total[:2] = 0
+            total[:-1] = 0
         all_reduce(total, self.parallel.data_context.group)
         return all_reduce(total, self.parallel.model.group)
 
@@ -368,7 +378,7 @@ class Trainer:
         masked = batches[0].loss_mask is not None
         scale = self.nominal_tokens / total[1].clamp(min=1) if masked else None
         if self.graphs is not None and self.load_collector is not None:  # what is not finite is skipped
-            scale = torch.where(total[2] > 0, torch.nan, 1.0 if scale is None else scale)
+            scale = torch.where(total[-1] > 0, torch.nan, 1.0 if scale is None else scale)
         load = None if self.load_collector is None else self.load_collector.sum()
         load_on_host = None if load is None else load.to("cpu", non_blocking=True)
         before_update()
@@ -413,7 +423,7 @@ class Trainer:
 
     def _exceeded(self, report: Tensor) -> bool:
         """Whether a replayed graph had no room for all rows of experts; drops all graphs then. `report`: on host."""
-        if not report[2]:
+        if not report[-1]:
             return False
         assert self.graphs is not None
         logger.info("CUDA graphs: experts had more rows than there was room for; computed again, with room for more")
@@ -441,16 +451,17 @@ class Trainer:
         return [batch.to(self.parallel.device) for batch in batches]
 
     def _own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The tokens of this context-parallel rank."""
-        context = self.parallel.context
-        return [batch.shard(context.rank, context.size) for batch in batches]
+        """The tokens of this context-parallel rank, with the labels of all depths."""
+        context, depths = self.parallel.context, self.config.model.mtp_num_layers
+        return [batch.with_later_labels(depths).shard(context.rank, context.size) for batch in batches]
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
-        """The report of this rank's micro-batches; zeros for losses and tokens where no stage has a loss."""
-        total = torch.zeros(3, dtype=torch.float64, device=self.parallel.device)
+        """The report of this rank's micro-batches, float64; zeros for losses and tokens where no stage has a loss."""
+        size = 2 * (1 + self.config.model.mtp_num_layers)
+        total = torch.zeros(size + 1, dtype=torch.float64, device=self.parallel.device)
         if self._has_loss:
-            torch.sum(torch.stack(list(reports)), dim=0, out=total[:2])
-        total[2] = self.row_bound.exceeded
+            torch.sum(torch.stack(list(reports)), dim=0, out=total[:-1])
+        total[-1] = self.row_bound.exceeded
         return total
 
     def _stage_functions(self) -> list[StageFunction]:
@@ -492,5 +503,6 @@ class Trainer:
 
     @staticmethod
     def _loss(total: Tensor) -> Loss:
-        loss, tokens, _ = total.tolist()
-        return Loss(loss / max(tokens, 1.0), int(tokens))
+        loss, tokens, *later, _ = total.tolist()
+        means = [mtp / max(count, 1.0) for mtp, count in zip(later[::2], later[1::2])]
+        return Loss(loss / max(tokens, 1.0), int(tokens), sum(means) / len(means) if means else None)

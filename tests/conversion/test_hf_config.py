@@ -9,7 +9,7 @@ import pytest
 
 from megafp8.config import ModelConfig, MoeConfig, YarnConfig, load_config
 from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
-from megafp8.conversion.model import model_tensors
+from megafp8.conversion.model import is_mtp, model_tensors
 from tests.conversion.families import (
     DEEPSEEK,
     DEEPSEEK_V2,
@@ -374,7 +374,8 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     # The hub's also has auto_map and quantization_config (FP8), which are refused. 14,848 of the parameters are biases
-    # of routers; those of multi-token prediction are not counted.
+    # of routers; those of multi-token prediction (14e9 on the hub with its copies of the embedding and the output
+    # layer) are not counted.
     "deepseek-v3": (
         671_026_419_200,
         {
@@ -402,7 +403,12 @@ def test_configs_are_the_published_models(name: str) -> None:
     model = load_config(ROOT / "configs" / f"{name}.yaml").model
     extended = ["yarn"] if config.get("rope_scaling") else []  # by a training on longer contexts, after this one
     assert differences(read_config(config)[1], model) == extended
-    assert sum(math.prod(shape) for shape in model_tensors(model).values()) == parameters
+    of_names = {name: math.prod(shape) for name, shape in model_tensors(model).items()}
+    ahead = sum(count for name, count in of_names.items() if is_mtp(model, name))
+    assert sum(of_names.values()) - ahead == parameters
+    copies = 2 * model.vocab_size * model.hidden_size
+    assert model.mtp_num_layers == config.get("num_nextn_predict_layers", 0)
+    assert not ahead or ahead + copies == pytest.approx(14e9, rel=0.05)
 
 
 @pytest.mark.parametrize(

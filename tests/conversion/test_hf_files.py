@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megafp8.config import ModelConfig
-from megafp8.conversion.convert import Selected
+from megafp8.conversion.convert import Selected, verify
 from megafp8.conversion.hf_config import differences
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
@@ -74,25 +74,41 @@ def test_round_trip_is_bit_identical(tmp_path: Path, name: str, known: bool) -> 
     assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "theirs"], "something was left behind"
 
 
-def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_of_multi_token_prediction_are_read_and_not_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     theirs, mtp = tmp_path / "theirs", tmp_path / "mtp"
     make_theirs("deepseek-v3", torch.bfloat16).save_pretrained(theirs)
     shutil.copytree(theirs, mtp)
     bias = "model.layers.2.mlp.gate.e_score_correction_bias"
     kept = weights(theirs) | {bias: torch.randn(8)}  # fp32, as in published files
-    layer = {"model.layers.3.eh_proj.weight": torch.ones(32, 64), "model.layers.3.embed_tokens.weight": torch.ones(1)}
+    block = {name.replace(".2.", ".3.", 1): x + 1 for name, x in kept.items() if name.startswith("model.layers.2.")}
+    norms = {f"model.layers.3.{name}.weight": torch.randn(32) for name in ("enorm", "hnorm", "shared_head.norm")}
+    layer = block | norms | {"model.layers.3.eh_proj.weight": torch.randn(32, 64)}
+    copies = {f"model.layers.3.{name}.weight": torch.ones(1) for name in ("embed_tokens", "shared_head.head")}
     save_file(kept, theirs / "model.safetensors")
-    save_file(kept | layer, mtp / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"has a tensor model\.layers\.3\.eh_proj\.weight and 1 more, which no deepseek"
-    ):
+    save_file(kept | layer | copies, mtp / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"has a tensor model\.layers\.3\.\S+ and {len(layer) + 1} more, which no"):
         HfSource(mtp)
-    (mtp / "config.json").write_text(json.dumps(config(mtp) | {"num_nextn_predict_layers": 1}))
+    for folder in (theirs, mtp):
+        (folder / "config.json").write_text(json.dumps(config(mtp) | {"num_nextn_predict_layers": 1}))
+    assert HfSource(theirs).model.mtp_num_layers == 0, "transformers does not write them"
+    source = HfSource(mtp)
+    assert source.tensors.keys() - HfSource(theirs).tensors.keys() == {
+        name for name in source.tensors if name.startswith("model.layers.3.")
+    }
+    assert len(source.tensors) == len(kept) + len(layer)
+    for name, there in {
+        "embedding_norm": "enorm",
+        "projection": "eh_proj",
+        "attention.q_up": "self_attn.q_b_proj",
+    }.items():
+        assert torch.equal(source.read(f"model.layers.3.{name}.weight"), layer[f"model.layers.3.{there}.weight"])
     with caplog.at_level("INFO", "megafp8"):
-        convert(HfSource(mtp), HfSink(tmp_path / "ours"))
-    assert (
-        "2 tensors of the layers of multi-token prediction (num_nextn_predict_layers = 1, from layer 3" in caplog.text
-    )
+        convert(source, HfSink(tmp_path / "ours"))
+    assert "mtp: the layers of multi-token prediction are left out" in caplog.text
+    main = Selected(source, weights_only=True, dtype=None, mtp=False)
+    assert verify(main, HfSource(tmp_path / "ours")).tensors == len(kept)
     assert config(tmp_path / "ours")["num_nextn_predict_layers"] == 0
     same_weights(theirs, tmp_path / "ours")
 

@@ -276,6 +276,32 @@ def test_each_document_option_adds_its_own_part_alone(reset: bool, mask: bool) -
     assert found == [part if asked else None for part, asked in zip(expected, (mask, reset, reset))]
 
 
+def test_labels_of_later_tokens_end_with_the_document_and_the_sample() -> None:
+    """Not counted: the end of the sample and, where attention restarts at documents, of these; and what has no loss."""
+    tokens = torch.tensor([[5, 6, 7, 0, 8, 9, 1, 2, 3], [4, 0, 5, 6, 7, 8, 9, 0, 4]])
+    of_masks = {
+        (False, False): [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0, 0]],
+        (False, True): [[1, 0, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]],
+        (True, False): [[1, 1, 0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 0, 0]],
+        (True, True): [[1, 0, 0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]],
+    }
+    for (reset, mask), expected in of_masks.items():
+        plain = next_token_batch(tokens, 0, reset_at_documents=reset, mask_eod_loss=mask)
+        batch = plain.with_later_labels(2)
+        labels, counted = batch.labels.view(3, 2, 8), batch.loss_mask.view(3, 2, 8)
+        assert torch.equal(labels[0], plain.labels)
+        assert torch.equal(counted[0], torch.ones(2, 8) if plain.loss_mask is None else plain.loss_mask)
+        assert counted[2].tolist() == expected
+        for row, i in counted[2].nonzero().tolist():
+            assert labels[2, row, i] == tokens[row, i + 3]
+        assert counted[1, :, :7].all() == (not reset and not mask)
+        assert not counted[1, :, 7].any()
+        halves = [batch.shard(rank, 2) for rank in range(2)]
+        assert all(torch.equal(half.labels[:2], plain.shard(rank, 2).labels) for rank, half in enumerate(halves))
+        assert sum(half.loss_mask[4:].sum() for half in halves) == sum(map(sum, expected))
+    assert plain.with_later_labels(0) is plain
+
+
 def test_windows_longer_than_every_document(tmp_path: Path) -> None:
     """Documents of one token, and a window that spans many: an epoch holds every token but the tail's, once."""
     samples = packed(write_dataset(tmp_path / "x", [[token] for token in range(20)]))

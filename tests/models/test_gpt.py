@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,13 +43,14 @@ LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "v
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-gqa-rope-scaling": LLAMA | {"num_attention_heads": 8, "rope_scaling": SCALING, "head_dim": 6},
-    "llama-tied": LLAMA | {"tie_embeddings": True, "head_dim": 12, "yarn": YARN},
+    "tied-mtp": LLAMA | {"tie_embeddings": True, "mtp_num_layers": 1, "head_dim": 12, "yarn": YARN},
     "gpt2": GPT2,
     "gpt2-untied-gelu": GPT2 | {"tie_embeddings": False, "activation": "gelu"},
     "geglu": LLAMA | {"activation": "geglu"},
     "geglu-tanh": LLAMA | {"activation": "geglu_tanh", "linear_bias": True},
     "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True},
-    "sliding-window": LLAMA | {"sliding_window": 3, "full_attention_layers": [1], "qk_norm": "projection"},
+    "window-mtp": LLAMA
+    | {"sliding_window": 3, "full_attention_layers": [1], "mtp_num_layers": 2, "qk_norm": "projection"},
     "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none", "qk_norm": "projection"},
     "latent": LLAMA | {"latent_attention": LATENT, "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
 }
@@ -64,7 +66,7 @@ DEEPSEEK: dict[str, Any] = {
 MOE_MODELS = {
     "mixtral": MIXTRAL,
     "qwen-moe": LLAMA | {"qk_norm": True, "moe": QWEN_MOE},
-    "deepseek": LLAMA | {"moe": DEEPSEEK, "latent_attention": LATENT | {"q_rank": None}},
+    "deepseek": LLAMA | {"moe": DEEPSEEK, "latent_attention": LATENT | {"q_rank": None}, "mtp_num_layers": 1},
     "groups-softmax": LLAMA
     | {"moe": DEEPSEEK | {"score": "softmax", "first_dense_layers": 0, "selection_bias": False}},
     "ungated": LLAMA | {"activation": "gelu", "moe": {"num_experts": 5, "top_k": 1, "normalize": False}},
@@ -99,21 +101,24 @@ def _compare(
         expert_overlap=default_overlap(state.expert.group, sequence_parallel=True),
         sequence_group=state.tensor_context.group, global_batch=B, global_tokens=B * s,
     )  # fmt: skip
-    stage = GPTStage(
-        config, context, layers=range(config.num_layers), positions=s, memory=MEMORY[recompute], z_loss=z_loss
-    )
+    memory = MEMORY[recompute]
+    if memory is not None:
+        memory = [*memory, *memory[:1] * config.mtp_num_layers]
+    stage = GPTStage(config, context, layers=config.layers, positions=s, memory=memory, z_loss=z_loss)
     whole = randomize(stage, lambda piece: 0.3, experts=config.moe.num_experts if config.moe else 0)
     for name, bias in stage.constants.items():
         bias.copy_(torch.linspace(-0.2, 0.2, len(bias)))
         whole[name] = bias.double()
     generator = torch.Generator().manual_seed(11)
     tokens, labels = (torch.randint(config.vocab_size, (B, s), generator=generator) for _ in range(2))
-    weight_bs = torch.rand(B, s, dtype=torch.float64, generator=generator)
     ids = torch.tensor(DOCUMENTS[s]) if documents else None
     starts = [[row.index(i) if i in row else s for i in range(4)] for row in DOCUMENTS[s]]
     cu_seqlens = torch.tensor(starts, dtype=torch.int32) if documents else None
     positions = torch.tensor([[row[:i].count(row[i]) for i in range(s)] for row in DOCUMENTS[s]]) if documents else None
-    shard = Batch(tokens, labels, weight_bs, positions, cu_seqlens).shard(state.context.rank, cp)
+    counted = torch.ones(B, s, dtype=torch.float64)
+    batch = Batch(tokens, labels, counted, positions, cu_seqlens).with_later_labels(config.mtp_num_layers)
+    weight_bs = torch.rand(batch.labels.shape, dtype=torch.float64, generator=generator)
+    shard = replace(batch, loss_mask=weight_bs * batch.loss_mask).shard(state.context.rank, cp)
     loss_sb = stage(None, shard.tokens, shard.labels, shard.position_ids, shard.cu_seqlens)
     (loss_sb * shard.loss_mask.T).sum().backward()
 
@@ -122,8 +127,8 @@ def _compare(
         whole, config, tokens, labels, positions=positions, documents=ids, z_loss=z_loss, router_losses=of_routers
     )
     ((expected * weight_bs).sum() + sum(of_routers)).backward()
-    expected_shard = Batch(tokens, labels, expected.detach(), None, cu_seqlens).shard(state.context.rank, cp).loss_mask
-    torch.testing.assert_close(loss_sb.T, expected_shard, rtol=1e-11, atol=1e-11)
+    expected_shard = replace(batch, loss_mask=expected.detach()).shard(state.context.rank, cp).loss_mask
+    torch.testing.assert_close(loss_sb.T * (shard.loss_mask > 0), expected_shard, rtol=1e-11, atol=1e-11)
     compared = 0
     for name, actual, grad in gradients(
         stage, whole, state.tensor.group, context.context_parallel, state.expert_data.group
@@ -160,12 +165,12 @@ def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: 
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "sliding-window", "latent"])
+@pytest.mark.parametrize("name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "window-mtp", "latent"])
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(_compare, MODELS[name], tp, True, "none", False, 0.0, cp, ranks=tp * cp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "sliding-window"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "window-mtp"])
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(_compare, MODELS[name], 2, True, "full", True, 0.0, 2, ranks=4)
 

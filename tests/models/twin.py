@@ -197,6 +197,28 @@ def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None) -> Te
     return allowed
 
 
+def _block(
+    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
+    *, sparse: bool,
+) -> Tensor:  # fmt: skip
+    kind, eps = config.normalization, config.norm_eps
+    normed = _norm(x, w, f"{name}.attention_norm", kind, eps)
+    attend = _attention if config.latent_attention is None else _latent_attention
+    a = attend(normed, w, f"{name}.attention", config, positions, allowed)
+    if config.parallel_block:
+        return x + a + mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
+    x = x + a
+    normed = _norm(x, w, f"{name}.mlp_norm", kind, eps)
+    return x + (moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config))
+
+
+def _cross_entropy(x: Tensor, w: Weights, config: ModelConfig, labels: Tensor, z_loss: float) -> Tensor:
+    output = w["embedding.word.weight"] if config.tie_embeddings else w["output.weight"]
+    logits = (x @ output.T)[..., : config.vocab_size]
+    log_z = logits.exp().sum(-1).log()
+    return log_z - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + z_loss * log_z**2
+
+
 def twin_loss(
     w: Weights,
     config: ModelConfig,
@@ -208,7 +230,10 @@ def twin_loss(
     z_loss: float = 0.0,
     router_losses: list[Tensor] | None = None,
 ) -> Tensor:
-    """Loss of each token `[b, s]` of the whole model, float64. Appends to `router_losses`."""
+    """Loss of each token `[b, s]` of the whole model, float64. Appends to `router_losses`.
+
+    With multi-token prediction the losses of all depths, one below the other; zero where a token has none to predict.
+    """
     windows = [None if i in config.full_attention_layers else config.sliding_window for i in range(config.num_layers)]
     allowed = {window: _allowed(tokens, documents, window) for window in set(windows)}
     if positions is None:
@@ -219,19 +244,23 @@ def twin_loss(
     kind, eps = config.normalization, config.norm_eps
     losses = [] if router_losses is None else router_losses
     for layer in range(config.num_layers):
-        name = f"layers.{layer}"
-        normed = _norm(x, w, f"{name}.attention_norm", kind, eps)
-        attend = _attention if config.latent_attention is None else _latent_attention
-        a = attend(normed, w, f"{name}.attention", config, positions, allowed[windows[layer]])
-        if config.parallel_block:
-            x = x + a + mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
-        else:
-            x = x + a
-            normed = _norm(x, w, f"{name}.mlp_norm", kind, eps)
-            sparse = config.moe_of(layer) is not None
-            x = x + (moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config))
+        sparse, seen = config.moe_of(layer) is not None, allowed[windows[layer]]
+        x = _block(x, w, f"layers.{layer}", config, positions, seen, losses, sparse=sparse)
     x = _norm(x, w, "final_norm", kind, eps)
-    output = w["embedding.word.weight"] if config.tie_embeddings else w["output.weight"]
-    logits = (x @ output.T)[..., : config.vocab_size]
-    log_z = logits.exp().sum(-1).log()
-    return log_z - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + z_loss * log_z**2
+    found = [_cross_entropy(x, w, config, labels, z_loss)]
+    b, s = tokens.shape
+    for depth in range(1, config.mtp_num_layers + 1):  # sparse and seen are the last layer's
+        name, target, wanted = f"layers.{config.num_layers + depth - 1}", torch.zeros_like(labels), torch.zeros(b, s)
+        for row in range(b):
+            for i in range(s - depth):
+                if documents is None or documents[row, i] == documents[row, i + depth]:
+                    target[row, i], wanted[row, i] = labels[row, i + depth], 1
+        # What a token sees after the end of its document or sample changes nothing that counts: it is the last one.
+        ahead = torch.stack([torch.stack([labels[row, (i + depth - 1) % s] for i in range(s)]) for row in range(b)])
+        embedded = _norm(w["embedding.word.weight"][ahead], w, f"{name}.embedding_norm", kind, eps)
+        hidden = _norm(x, w, f"{name}.hidden_norm", kind, eps)
+        x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
+        x = _block(x, w, name, config, positions, seen, losses, sparse=sparse)
+        x = _norm(x, w, f"{name}.final_norm", kind, eps)
+        found.append(_cross_entropy(x, w, config, target, z_loss) * wanted)
+    return torch.cat(found)

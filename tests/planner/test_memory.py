@@ -6,6 +6,7 @@ The peak and workspaces, which need a GPU, are compared with measurements elsewh
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.config import Config, load_config
+from megafp8.models.gpt import GPTStage, LayerInputs
 from megafp8.models.moe import Experts
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.parallel_state import initialize_model_parallel
@@ -79,7 +81,7 @@ MODELS: dict[str, list[str]] = {
     "gelu": [*GPT2, "model.activation=gelu"],
     "geglu": ["model.activation=geglu"],
     "geglu-tanh": ["model.activation=geglu_tanh"],
-    "parallel-block": ["model.parallel_block=true", "model.qk_norm=projection"],
+    "parallel-block-mtp": ["model.parallel_block=true", "model.qk_norm=projection", "model.mtp_num_layers=1"],
     "qk-norm-window": ["model.qk_norm=true", "model.sliding_window=8"],
     "latent": [
         "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
@@ -145,10 +147,19 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
         training = config.training
         shape = training.seq_length // t, training.micro_batch_size, config.model.hidden_size
         x = torch.randn(shape, dtype=trainer.params[0].dtype).requires_grad_()
-        memory = block_memory(config.parallel, len(trainer.stages[0].blocks))
+        memory = block_memory(config.parallel, len(config.model.layers))
         planned = sum(sum(saved_by_block(config, trainer.fp8, i, own).values()) for i, own in enumerate(memory))
-        found.append((_saved(trainer, lambda inputs, t=trainer, x=x: t.stages[0].run_blocks(x, inputs)), planned))
+        found.append((_saved(trainer, partial(_blocks, trainer.stages[0], x)), planned))
     return found
+
+
+def _blocks(stage: GPTStage, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, ...]:
+    """A stage without its ends."""
+    y_sbh, branch_sbh = stage.run_blocks(x_sbh, inputs)
+    if not stage.mtp:
+        return y_sbh, branch_sbh
+    labels_bs = torch.ones(2 * x_sbh.shape[1], len(x_sbh), dtype=torch.int64)
+    return (stage.look_ahead(labels_bs, inputs, None, y_sbh + branch_sbh),)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -246,6 +257,7 @@ def test_state_of_a_rank(world4: World, ranks: int) -> None:
         [
             "fp8.recipe=current",
             "model.moe={num_experts: 8, shared_ffn_hidden_size: 32}",
+            "model.mtp_num_layers=1",
             f"parallel.expert={ranks // 2 or 1}",
         ],
     ):
@@ -259,6 +271,7 @@ def test_state_of_a_rank_under_fsdp(world4: World) -> None:
         ["parallel.tensor=2", "optimizer.moments_dtype=fp8", "fp8.recipe=current", *GPT2],
         ["parallel.fsdp_replicas=2", "fp8.recipe=current", "fp8.param_gather=true", "optimizer.moments_dtype=bf16"],
         ["parallel.fsdp_replicas=2", "parallel.context=2", "parallel.expert=2", "model.moe={num_experts: 8}"],
+        ["parallel.fsdp_replicas=2", "parallel.context=2", "model.tie_embeddings=true", "model.mtp_num_layers=1"],
     ):
         for measured, planned in world4.run(_state, [*ALONE, *options, "parallel.fsdp=true"], ranks=4):
             assert measured == planned, options

@@ -29,6 +29,11 @@ def test_in_a_v_the_first_rank_has_the_output_layer() -> None:
     config = load_config(LLAMA, ["parallel.layers_per_stage=balanced", "parallel.pipeline=2"])
     first, second, third, last = map(len, layers_of_stages(config, v_placement(2)))
     assert first + last < second + third
+    mtp = config.model_copy(update={"model": config.model.model_copy(update={"mtp_num_layers": 1})})
+    *_, one_before, ends = layers_of_stages(mtp, v_placement(2))
+    assert ends.stop == 33
+    assert len(ends) < last
+    assert one_before.stop == ends.start
 
 
 def test_output_layer_in_blocks() -> None:

@@ -101,6 +101,7 @@ WORDS: dict[str, Sections] = {
     "qkv-bias": {"model": {"qkv_bias": True}},
     "qk-norm": {"model": {"qkv_bias": True, "qk_norm": True, "attention_sinks": True}},
     "parallel-block": {"model": {"parallel_block": True, "qk_norm": "projection"}},
+    "mtp": {"model": {"mtp_num_layers": 2}},
     "window": {"model": {"sliding_window": 7}},
     "moe": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1, "z_loss": 0.01}}},
     "deepseek": {"model": {"moe": DEEPSEEK, "latent_attention": LATENT, "num_query_groups": None}},
@@ -363,11 +364,12 @@ def _open(config: str) -> Any:
 
 
 def steps_of(trainer: Trainer, parallel: ParallelState, steps: Iterable[int]) -> Curve:
+    """Loss, with that of multi-token prediction, and gradient norm of each step."""
     curve = []
     for step in steps:
         loss, result = trainer.train_step(step, batches(step, trainer.config, parallel))
         assert not result.skipped
-        curve.append((loss.mean, result.grad_norm))
+        curve.append((loss.mean + (loss.mtp or 0.0), result.grad_norm))
     return curve
 
 

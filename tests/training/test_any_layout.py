@@ -21,7 +21,7 @@ from tests.training.runs import Curve, Runs, Saved, saved_tensors
 
 SAVED = 2  # the step
 QUICK = [
-    ("gpt2 tied", "tp2 pp2", "pp2 dp2 zero"),
+    ("gpt2 tied mtp", "tp2 pp2", "pp2 dp2 zero"),
     ("delayed smooth", "", "tp2 dp2 zero"),
     ("4-layers delayed gpt2 tied", "pp2 zb-v", "tp2"),
     ("delayed tied", "tp2 dp2 zero", "dp4 zero"),
@@ -31,12 +31,14 @@ QUICK = [
     ("deepseek delayed", "dp4 ep4 zero", "tp2 pp2 ep2"),
 ]
 SLOW = [
+    ("deepseek mtp delayed", "dp4 ep4 zero", "tp2 pp2 ep2"),
     ("moe", "", "dp4 ep4"),
     ("moe bf16", "dp2 fsdp", "cp2 dp2 ep2 zero"),
     ("moe", "dp4 ep2 fsdp", "dp4 ep2 zero"),
     ("deepseek tied", "tp2 dp2 ep2 fsdp", "pp2 dp2 fsdp"),
     ("moe delayed", "dp2 ep2 zero", "tp2 dp4 ep2 hsdp fp8-gather"),
     ("4-layers deepseek", "pp2 dp2 ep2 zb-v", "tp2 ep2"),
+    ("4-layers tied mtp", "pp2 zb-v", "tp2 dp2 fsdp"),
     ("", "", "tp2 pp2"),
     ("bf16 delayed", "dp2 fsdp fp8-gather", ""),
     ("bf16 current", "dp2 zero", "dp2 zero fp8-gather"),

@@ -127,11 +127,11 @@ def test_the_first_loss_is_theirs_in_any_layout(
 def test_a_dense_model_becomes_a_mixture_of_experts(
     world4: World, tmp_path: Path, quickstart_data: QuickstartData
 ) -> None:
-    """Its first loss is the dense model's, whatever the routers choose."""
+    """Its first loss is the dense model's, whatever the routers choose, and what else predicts further tokens."""
     save_model(tmp_path, "llama3")
     options = overrides(quickstart_data, tmp_path)
     dense = world4.run(_losses, [*options, *ALONE], ranks=1)[0]
-    options.append("model.moe={num_experts: 4, top_k: 2, first_dense_layers: 1}")
+    options += ["model.moe={num_experts: 4, top_k: 2, first_dense_layers: 1}", "model.mtp_num_layers=1"]
     alone = world4.run(_losses, [*options, *ALONE], ranks=1)[0]
     assert alone[0] == pytest.approx(dense[0], rel=1e-6)
     for losses in world4.run(_losses, [*options, *LAYOUTS["tp2-dp2-zero"][1], "parallel.expert=4"], ranks=4):

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from megafp8.config import ConfigError, check_layout
 from tests.marks import slow_but
-from tests.training.runs import Curve, Runs, check_config, config_of, ranks_of
+from tests.training.runs import VOCABULARY, Curve, Runs, check_config, config_of, ranks_of
 
 # --- against one rank ------------------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ EXACT_FP8 = ["fp64 current", "fp64 delayed"]
 QUICK_CASES = [
     "4-layers pp4 4-samples", *product(["tp2 no-sp", "tp2 pp2", "dp2 pp2", *UNEVEN], ["gpt2 tied"]),  # fp32
     "dp2 fsdp", "tp2 cp2", "cp4 window",
-    *product(["tp2", "dp2 pp2", "tp2 cp2"], ["documents"]), "dp2 masked", "pp2 cp2 masked",
+    *product(["dp2 pp2", "tp2 cp2", "mtp tp2 pp2"], ["documents"]), "dp2 masked", "pp2 cp2 masked",
     "dp2 cp2 text", "dp2 cp2 best-fit",
     "moe tp2", "moe fp64 delayed tp2 cp2 ep2 etp2", "deepseek tp2 cp2 ep4",  # experts
     "4-layers deepseek pp2 dp2 ep2 zb-v", "moe dp4 ep2 fsdp", "moe tp2 dp2 fsdp",
@@ -89,6 +89,7 @@ QUICK_CASES = [
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
     "tp2 pp2 current", "dp2 pp2 delayed", "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
+    "mtp dp2 fsdp",
 ]  # fmt: skip
 SLOW_CASES = [
     *product(["dp2", "dp2 ep2", "tp2", "cp2 ep2", "cp2 dp2 ep4"], ["moe", "deepseek"]),
@@ -106,7 +107,7 @@ SLOW_CASES = [
     *product([*LAYOUTS[:3], *LAYOUTS[4:], *UNEVEN], [""]), *product(LAYOUTS, ["tied", "gpt2"]),
     *product(["tp2", "pp2", "4-layers pp4 4-samples", "dp2", "dp2 fsdp", "tp2 dp2 fsdp"], ["gpt2 tied"]),
     "tp2 dp2 fsdp", *product(CONTEXT, ["gpt2 tied"]), "cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "pp2 cp2",
-    "cp4 qk-norm", "cp4 full", *product(["cp4", "dp2 cp2", "pp2 cp2"], ["documents"]),
+    "cp4 qk-norm", "cp4 full", *product(["tp2", "cp4", "dp2 cp2", "pp2 cp2"], ["documents"]),
     "tp2 ring fp64", "tp4 ring fp64", "tp4 ring fp64 delayed selective",
     *product(["tp2 no-sp", "tp2", "pp2", "cp2", "cp4", "pp2 cp2"], EXACT_FP8), "dp2 fp64 current", "tp2 pp2 text",
     "tp2 pp2 delayed", "dp2 pp2 current", "tp2 cp2 fp64 current", "tp2 cp2 fp64 delayed",
@@ -115,12 +116,27 @@ SLOW_CASES = [
     *product(["dp4 hsdp", "tp2 dp4 hsdp", "pp2 dp4 hsdp", "cp2 dp2 hsdp", "cp4 hsdp"], ["", "tied"]),
     "dp4 8-samples hsdp gpt2 tied", "dp4 hsdp fp8-gather current", "tp2 dp4 hsdp fp8-gather delayed",
     "pp2 dp4 8-samples hsdp fp8-gather current tied",
+    *product(["mtp"], ["pp2", "tied pp2 dp2 zero", "tp2 no-sp", "cp2 masked", "cp2 pp2 documents", "dp2 best-fit"]),
+    "mtp gpt2 tied tp2 pp2",
+    *product(["mtp 4-layers"], ["pp2 zb-h1", "pp2 zb-v", "pp2 dualpipev dp2 zero", "pp4 4-samples", "pp2 interleaved"]),
+    *product(["mtp"], ["tied dp2 fsdp", "pp2 dp2 fsdp", "dp4 hsdp", "moe dp2 fsdp", "dp2 fsdp fp8-gather current"]),
+    *product(["mtp"], ["full", "pp2 full", "offload", "pp2 offload", "graphs", "bf16 dp2", "pp2 dp2 zero late-gather"]),
+    "mtp deepseek tp2 cp2 ep4", "mtp 4-layers deepseek pp2 dp2 ep2 zb-v", "mtp tp2 ring fp64 delayed selective",
+    "mtp deepseek tp2 dp2 ep4 zero delayed fp8-gather", "mtp tp2 cp2 fp64 delayed", "mtp dp2 zero fp8-gather delayed",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", slow_but(QUICK_CASES + SLOW_CASES, *QUICK_CASES))
 def test_the_loss_is_that_of_one_rank(runs: Runs, words: str) -> None:
     assert_close_to_one_rank(runs, words)
+
+
+def test_multi_token_prediction_without_weight_changes_nothing(runs: Runs) -> None:
+    """It only has a loss of its own, at first that of a guess."""
+    expected, found = runs.of("no-clip"), runs.of("no-clip mtp", model={"mtp_loss_scaling_factor": 0.0})
+    assert {name: found.state[name] for name in expected.state} == expected.state
+    own_losses = [ours - loss for (ours, _), (loss, _) in zip(found.curve, expected.curve)]
+    assert own_losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.02)
 
 
 # --- options, alone and in pairs -------------------------------------------------------------------------------------
@@ -243,7 +259,7 @@ SLOW_BITS: dict[str, list[str]] = {
     "zero": [
         "dp2 tied", "dp2 gpt2", "dp2 delayed", "dp2 current", "dp2 fp64", "dp2 bf16-reduce bf16-moments", "tp2 dp2",
         "tp2 no-sp dp2 tied", "cp2", "4-layers pp2 dp2 zb-v tied", "pp2 dp2", "pp2 dp2 tied",
-        "pp2 dp2 tied large-buckets", "pp2 dp2 current",
+        "pp2 dp2 tied large-buckets", "pp2 dp2 current", "4-layers pp2 dp2 zb-v mtp",
     ],
     # Two replicas on two ranks: each has all weights and sums its micro-batches, of which a tied weight has two terms.
     "hsdp": [f"dp2 {words}" for words in ("", "2-samples tied", "8-samples delayed", "bf16 current", "masked")],
@@ -266,7 +282,7 @@ SLOW_BITS: dict[str, list[str]] = {
     ],
     "zb-h1": ["pp2 delayed smooth", "pp2 nvfp4"],
     "zb-v full": ["4-layers tp2 pp2 3-samples no-clip wide seq256 blockwise"],
-    **{mode: ["tp2", "pp2 delayed", "tp2 current", "tp2 blockwise", "pp2 current", "pp2 blockwise"]
+    **{mode: ["tp2", "pp2 delayed", "mtp pp2 delayed", "tp2 current", "tp2 blockwise", "pp2 current", "pp2 blockwise"]
        for mode in ("full", "norms", "activation", "offload", "offload-1 selective")},
 }  # fmt: skip
 QUICK_MODES = [

@@ -175,7 +175,11 @@ def test_flops_of_llama3_8b_by_hand() -> None:
     )  # fmt: skip
     block = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     assert matmul_parameters(llama) == 32 * block + 4096 * 128256
-    assert flops_per_token(llama, 8192) == 6 * (32 * block + 4096 * 128256) + 6 * 32 * 8192 * 4096
+    flops = flops_per_token(llama, 8192)
+    assert flops == 6 * (32 * block + 4096 * 128256) + 6 * 32 * 8192 * 4096
+    ahead = block + 2 * 4096**2 + 4096 * 128256
+    mtp = llama.model_copy(update={"mtp_num_layers": 1})
+    assert flops_per_token(mtp, 8192) == flops + 6 * ahead + 6 * 8192 * 4096
 
 
 def test_numbers_are_short() -> None:

@@ -149,10 +149,10 @@ FAULTS: dict[str, list[tuple[int, str, int, str, str]]] = {  # and what the mess
         (0, "model.embedding.position.weight", 300, "nan", "rank 0 on {h}, rank 1 on {h}: no majority "),
     ],
     "tp2-pp2-tied": [
-        (3, "model.embedding.word.weight[64, 0]", 9, "1", "rank 1 on {h}, rank 3 on {h} (output layer): no majority "),
-        (2, "optimizer.exp_avg.embedding.word.weight[0, 0]", 9, "1", "rank 0 on {h}, rank 2 on {h} (output layer): "),
+        (3, "model.embedding.word.weight[64, 0]", 9, "1", "rank 1 on {h}, rank 3 on {h} (last stage): no majority "),
+        (2, "optimizer.exp_avg.embedding.word.weight[0, 0]", 9, "1", "rank 0 on {h}, rank 2 on {h} (last stage): "),
     ],
-    "pp2-v-tied": [(0, "model.embedding.word.weight", 100, "5", "rank 0 on {h}, rank 0 on {h} (output layer): no ")],
+    "pp2-v-tied": [(0, "model.embedding.word.weight", 100, "5", "rank 0 on {h}, rank 0 on {h} (last stage): no ")],
     "tp2-dp2-zero-delayed": [  # four ranks hold it: a majority, though each group has two
         (3, "model.final_norm.weight", 3, "2", "rank 3 on {h}: other than ranks 1, 2 in "),
         (1, "fp8.layers.0.mlp.down.input.amax_history", 0, "0", "rank 1 on {h}: other than ranks 0, 3 in "),
