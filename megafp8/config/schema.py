@@ -161,6 +161,10 @@ class MoeConfig(Section):
     bias_update_rate: NonNegative = 0.001
     """After each step, the selection bias of experts with less than the mean number of tokens grows by this, and that
     of the others shrinks by it. No effect without selection_bias. 0: the bias is constant."""
+    capacity_factor: PositiveFloat | None = None
+    """An expert takes at most so many times the mean number of tokens of a rank's micro-batch, those with the highest
+    weights, and no output for the others (Megatron-LM's moe_expert_capacity_factor; token dropping). Which are dropped
+    depends on the layout. Default: no token is dropped."""
     aux_loss: NonNegative = 0.0
     """Weight of the load-balancing loss: for each sequence and layer, num_experts times the sum over experts of their
     share of the sequence's choices and their mean score (DeepSeek-V3's sequence-wise loss, eq. 17 to 20; Megatron-LM's

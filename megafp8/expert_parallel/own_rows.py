@@ -55,17 +55,20 @@ class RowBound:
 
 
 def own_rows(
-    experts_nk: Tensor, num_experts: int, own: range, bound: RowBound, layer: str
+    experts_nk: Tensor, num_experts: int, own: range, bound: RowBound, layer: str, *, drops: bool
 ) -> tuple[Permutation, Tensor]:
     """The choices of the experts `own`, by expert, and where those of each end, int32 `[len(own)]`.
 
-    `experts_nk`: int64 `[n, k]`, of `num_experts` of the layer of this name.
+    `experts_nk`: int64 `[n, k]`, of `num_experts` of the layer of this name; with `drops` also `num_experts`, which is
+    no expert.
     """
-    if len(own) == num_experts:
-        return by_expert(experts_nk, num_experts)
+    (n, k), count = experts_nk.shape, len(own)
+    if count == num_experts:
+        permutation, ends_e = by_expert(experts_nk, count)
+        return (permutation._replace(num_rows=ends_e[-1:]) if drops else permutation), ends_e
     is_own = (experts_nk >= own.start) & (experts_nk < own.stop)
-    permutation, ends_e = by_expert(torch.where(is_own, experts_nk - own.start, len(own)), len(own))
-    (n, k), rows = experts_nk.shape, ends_e[-1:]
-    room = bound.room(layer, rows, n * min(k, len(own)))
+    permutation, ends_e = by_expert(torch.where(is_own, experts_nk - own.start, count), count)
+    rows = ends_e[-1:]
+    room = bound.room(layer, rows, n * min(k, count))
     own_permutation = permutation._replace(order=permutation.order[:room], num_rows=rows.clamp(max=room))
     return own_permutation, ends_e.clamp(max=room)

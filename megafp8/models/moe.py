@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megafp8.config import ModelConfig
@@ -129,6 +130,7 @@ class MoE(nn.Module):
         super().__init__()
         assert config.moe is not None
         self.name, self.num_experts = name, config.moe.num_experts
+        self.drops = config.moe.capacity_factor is not None
         self.group, self.gathers_tokens = context.expert, context.gathers_tokens
         self.overlap = context.expert_overlap
         self.row_bound = context.row_bound or RowBound(context.buffer_device)
@@ -161,7 +163,9 @@ class MoE(nn.Module):
         x = gathered()
         # After the tokens, so that backward reduces the weights' gradients, which the router waits for, before theirs.
         weights = gather_from_sequence_parallel(routing.weights, self.group)
-        permutation, ends_e = own_rows(chosen, self.num_experts, self.experts.own, self.row_bound, self.name)
+        permutation, ends_e = own_rows(
+            chosen, self.num_experts, self.experts.own, self.row_bound, self.name, drops=self.drops
+        )
         results_mh = self.experts(permute(x, permutation), ends_e)
         return start_reduce_scatter_to_sequence_parallel(combine(results_mh, weights, permutation), self.overlap)
 
@@ -169,8 +173,10 @@ class MoE(nn.Module):
         """The same, with tokens sent to the ranks of their experts."""
         assert self.group is not None
         routing = self.router(x_nh, sequences)
-        permutation, _ = by_expert(routing.experts, self.num_experts)
-        between = exchange(routing.tokens.sum(dim=0), self.group)
+        permutation, ends_e = by_expert(routing.experts, self.num_experts)
+        between = exchange(torch.diff(ends_e, prepend=ends_e.new_zeros(1)).long(), self.group)
+        if self.drops:
+            permutation = permutation._replace(order=permutation.order[: sum(between.sent)], num_rows=ends_e[-1:])
         arrived_mh = between.to_experts(permute(x_nh, permutation))
         results_mh = between.to_tokens(self.experts(arrived_mh, between.ends_e))
         y_nh = combine(results_mh, routing.weights, permutation)

@@ -16,6 +16,7 @@ Shapes: n tokens, b sequences, e experts of the layer, k experts of a token, h h
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -35,20 +36,20 @@ class RouterLoad:
     """What a router's backward passes add up in a step, on this rank: float64 tensors.
 
     `tokens` `[e]`: choices of each expert. `scores` `[e]`: of all tokens, those of a token adding up to 1. `losses`:
-    the aux loss and the z-loss, as they enter the gradient.
+    the aux loss and the z-loss, as they enter the gradient. `dropped` `[1]`: choices beyond the capacity of experts.
     """
 
     def __init__(self, experts: int, device: torch.device) -> None:
-        self.sums = torch.zeros(2 * experts + 2, dtype=torch.float64, device=device)
-        self.tokens, self.scores, self.losses = self.sums.split([experts, experts, 2])
+        self.sums = torch.zeros(2 * experts + 3, dtype=torch.float64, device=device)
+        self.tokens, self.scores, self.losses, self.dropped = self.sums.split([experts, experts, 2, 1])
 
     def zero(self) -> None:
         self.sums.zero_()
 
 
 class Routing(NamedTuple):
-    """`experts`: int64 `[n, k]`, the best first; `weights`: `[n, k]`, fp32 or fp64; `tokens`: int64 `[b, e]`, how many
-    tokens of each sequence chose each expert."""
+    """`experts`: int64 `[n, k]`, the best first, e for a choice that is dropped; `weights`: `[n, k]`, fp32 or fp64;
+    `tokens`: int64 `[b, e]`, how many tokens of each sequence chose each expert."""
 
     experts: Tensor
     weights: Tensor
@@ -89,6 +90,17 @@ def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> tuple[Te
     return experts_nk, weights_nk * moe.scaling_factor
 
 
+def within_capacity(experts_nk: Tensor, weights_nk: Tensor, moe: MoeConfig) -> Tensor:
+    """`experts_nk` with e instead of choices beyond an expert's capacity, which keeps those of the largest weights."""
+    if moe.capacity_factor is None:
+        return experts_nk
+    n, k = experts_nk.shape
+    capacity = math.ceil(moe.capacity_factor * n * k / moe.num_experts)
+    weights_ne = weights_nk.new_full((n, moe.num_experts), -torch.inf).scatter(1, experts_nk, weights_nk.detach())
+    places_ne = weights_ne.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
+    return experts_nk.masked_fill(places_ne.gather(1, experts_nk) >= capacity, moe.num_experts)
+
+
 def _count(experts_nk: Tensor, b: int, experts: int) -> Tensor:
     """How many tokens of each of b sequences chose each expert, int64 `[b, e]`."""
     sequences_n1 = torch.arange(len(experts_nk), device=experts_nk.device).remainder(b).unsqueeze(1)
@@ -125,7 +137,8 @@ class Router(nn.Module):
         sigmoid = self.moe.score == "sigmoid"
         scores_ne = logits_ne.sigmoid() if sigmoid else logits_ne.softmax(dim=1)
         experts_nk, weights_nk = choose(scores_ne, self.moe, self.bias)
-        routing = Routing(experts_nk, weights_nk, _count(experts_nk, sequences, self.moe.num_experts))
+        tokens_be = _count(experts_nk, sequences, self.moe.num_experts)
+        routing = Routing(within_capacity(experts_nk, weights_nk, self.moe), weights_nk, tokens_be)
         if not torch.is_grad_enabled():
             return routing
         shares_ne = scores_ne / scores_ne.sum(dim=1, keepdim=True) if sigmoid else scores_ne
@@ -138,7 +151,8 @@ class Router(nn.Module):
         sums = [counts_be.sum(dim=0), shares_ne.detach().sum(dim=0)]
         aux = self._aux_loss(counts_be, shares_ne) if moe.aux_loss else zero
         z = logits_ne.logsumexp(dim=1).square().sum() * (moe.z_loss / self.global_tokens) if moe.z_loss else zero
-        sums.append(torch.stack([aux, z]).detach())
+        dropped = (routing.experts == moe.num_experts).sum().to(aux.dtype)
+        sums.append(torch.stack([aux, z, dropped]).detach())
         loss = aux + z if moe.aux_loss or moe.z_loss else None
         return _AddLoss.apply(routing.weights, loss, self.load, torch.cat(sums).double())
 

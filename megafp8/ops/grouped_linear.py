@@ -77,11 +77,11 @@ def _product(a_mk: Tensor, b_ekn: Tensor, ends_e: Tensor) -> Tensor:
 
 def _wgrad(weight: Tensor, dy_mn: Tensor, x_mk: Tensor, ends_e: Tensor) -> Tensor | None:
     """dw `[e·n, k]` to the weight's sink or back."""
-    if group_state.has_kernels(x_mk, dy_mn.shape[1], x_mk.shape[1]):
-        kernels = _kernels()
-        sums = partial(kernels.sums_over_rows, dy_mn, x_mk, ends_e)
-        return wgrad_by(weight, len(ends_e), sums)
     dtype = wgrad_dtype(weight)
+    if group_state.has_kernels(x_mk, dy_mn.shape[1], x_mk.shape[1]):
+        if dtype == x_mk.dtype:  # faster than ours, which can add to fp32
+            return deliver(weight, grouped_mm(dy_mn.t(), x_mk, offs=ends_e).flatten(0, 1))
+        return wgrad_by(weight, len(ends_e), partial(_kernels().sums_over_rows, dy_mn, x_mk, ends_e))
     dw_enk = torch.zeros(len(ends_e), dy_mn.shape[1], x_mk.shape[1], dtype=dtype, device=x_mk.device)
     for rows, dw_nk in zip(row_slices(ends_e), dw_enk, strict=True):
         if rows.start < rows.stop:

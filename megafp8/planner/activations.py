@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from megafp8.config import Config, LatentAttentionConfig
 from megafp8.config.activations import ACTIVATIONS
+from megafp8.expert_parallel.own_rows import MARGIN
 from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.recipes.base import OPERANDS, OperandName
 from megafp8.fp8.tensor import Granularity
@@ -193,8 +194,8 @@ def _saved_by_mlp(config: Config, fp8: Fp8Manager, mlp: Sequence[LinearPlan], f:
 
 
 class ExpertLayers(NamedTuple):
-    """The linear layers of a rank's experts, which are alike: `experts` of them, with `rows` in all in a micro-batch if
-    the load is even; inputs k and outputs n, and the plan, of the first layer of each and of the second."""
+    """The linear layers of a rank's experts, which are alike: `experts` of them, with room for `rows` in all of a
+    micro-batch if the load is even; inputs k, outputs n and plan of the first layer of each, and of the second."""
 
     experts: int
     rows: int
@@ -217,7 +218,14 @@ def expert_layers(config: Config, fp8: Fp8Manager, index: int) -> ExpertLayers |
     sizes_of_all = expert_layer_sizes(config.model, p.expert_tensor, index)
     up, down = (name for name in sizes_of_all if ".experts.0." in name)
     experts, rows = moe.num_experts // p.expert, sizes(config).m_own * moe.top_k * p.expert_tensor
+    if p.expert_ranks > 1 and config.gathers_tokens and _has_graphs(config):
+        rows = int(rows * MARGIN)
     return ExpertLayers(experts, rows, sizes_of_all[up], plans[up], sizes_of_all[down], plans[down])
+
+
+def _has_graphs(config: Config) -> bool:
+    """Whether steps of experts on CUDA are replayed, as far as is known without asking the recipe."""
+    return config.training.cuda_graphs is not False and config.training.precision == "bf16"
 
 
 def _saved_expert_input(config: Config, fp8: Fp8Manager, own: ExpertLayers, k: int, plan: LinearPlan) -> int:

@@ -26,13 +26,15 @@ class ExpertLoad:
     """The load of a step. `tokens`: by layer, the choices of each expert.
 
     `aux_loss`, `z_loss`: what the routers added to the loss that is differentiated. `entropy`: of the mean scores of
-    all tokens, averaged over layers; 1 if all experts have the same, 0 if one has all.
+    all tokens, averaged over layers; 1 if all experts have the same, 0 if one has all. `drop_rate`: the share of all
+    choices that were beyond the capacity of experts.
     """
 
     tokens: Mapping[int, Sequence[int]]
     aux_loss: float
     z_loss: float
     entropy: float
+    drop_rate: float = 0.0
 
     @property
     def imbalance(self) -> float:
@@ -58,11 +60,11 @@ class LoadCollector:
             router.load.zero()
 
     def sum(self) -> Tensor:
-        """What all routers added up, `[layers, 2 · experts + 2]` float64 on the device. Collective; does not wait.
+        """What all routers added up, `[layers, 2 · experts + 3]` float64 on the device. Collective; does not wait.
 
-        In a row the choices of each expert, the sums of its scores, aux loss and z-loss.
+        In a row the choices of each expert, the sums of its scores, aux loss, z-loss and dropped choices.
         """
-        shape = len(self._layers), 2 * self._experts + 2
+        shape = len(self._layers), 2 * self._experts + 3
         total = torch.zeros(shape, dtype=torch.float64, device=self._parallel.device)
         for row, router in self._routers:
             total[row] = router.load.sums
@@ -76,12 +78,12 @@ class LoadCollector:
 
     def load(self, total: Tensor) -> ExpertLoad:
         """`total`, on the host, as figures."""
-        tokens_le, scores_le, losses_l2 = total.split([self._experts, self._experts, 2], dim=1)
+        tokens_le, scores_le, losses_l2, dropped_l1 = total.split([self._experts, self._experts, 2, 1], dim=1)
         tokens = {layer: [int(x) for x in row] for layer, row in zip(self._layers, tokens_le.tolist())}
         mean_le = scores_le / scores_le.sum(dim=1, keepdim=True)
         entropy = torch.special.entr(mean_le).sum(dim=1).mean().item() / math.log(max(self._experts, 2))
         aux, z = losses_l2.sum(dim=0).tolist()
-        return ExpertLoad(tokens, aux, z, entropy)
+        return ExpertLoad(tokens, aux, z, entropy, (dropped_l1.sum() / tokens_le.sum().clamp(min=1)).item())
 
 
 FILE_NAME = "expert_load.jsonl"

@@ -298,6 +298,7 @@ class Job:
             router_z_loss=None if load is None else load.z_loss,
             expert_imbalance=None if load is None else load.imbalance,
             router_entropy=None if load is None else load.entropy,
+            expert_drop_rate=None if load is None else load.drop_rate,
         )
 
     def _stop_if_diverged(self, metrics: StepMetrics) -> None:

@@ -69,6 +69,7 @@ class StepMetrics:
     router_z_loss: float | None = None
     expert_imbalance: float | None = None
     router_entropy: float | None = None
+    expert_drop_rate: float | None = None
 
 
 def memory_gib(device: torch.device) -> float:

@@ -70,6 +70,7 @@ MOE_MODELS = {
     "groups-softmax": LLAMA
     | {"moe": DEEPSEEK | {"score": "softmax", "first_dense_layers": 0, "selection_bias": False}},
     "ungated": LLAMA | {"activation": "gelu", "moe": {"num_experts": 5, "top_k": 1, "normalize": False}},
+    "capacity": LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "capacity_factor": 0.75}},
     "all-experts": LLAMA | {"parallel_block": False, "moe": {"num_experts": 3, "top_k": 3, "aux_loss": 0.1}},
 }
 B = 2

@@ -162,6 +162,7 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
     assert m is not None
     b, s, experts = *x.shape[:2], m.num_experts
     out = []
+    weights: list[list[Tensor]] = []  # of each token by expert, 0 where it was not chosen
     for row in range(b):
         share, mean, log_z = torch.zeros(experts, dtype=torch.float64), [], []
         for i in range(s):
@@ -170,9 +171,8 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
             bias = w[f"{name}.router.bias"].tolist() if m.selection_bias else [0.0] * experts
             chosen = chosen_experts(scores.tolist(), config, bias)
             total = sum(scores[e] for e in chosen) if m.normalize else 1.0
-            y = sum(
-                scores[e] / total * m.scaling_factor * mlp(x[row, i], w, f"{name}.experts.{e}", config) for e in chosen
-            )
+            weights.append([scores[e] / total * m.scaling_factor * (e in chosen) for e in range(experts)])
+            y = torch.zeros_like(x[row, i])
             if m.shared_ffn_hidden_size is not None:
                 shared = mlp(x[row, i], w, f"{name}.shared", config)
                 y = y + (shared * (w[f"{name}.shared_gate.weight"] @ x[row, i]).sigmoid() if m.shared_gate else shared)
@@ -182,6 +182,13 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
             log_z.append(logits.logsumexp(0))
         losses.append(m.aux_loss / b * experts * (share * torch.stack(mean).mean(0)).sum())
         losses.append(m.z_loss / b * torch.stack(log_z).square().mean())
+    most = math.inf if m.capacity_factor is None else math.ceil(m.capacity_factor * b * s * m.top_k / experts)
+    for e in range(experts):
+        largest = sorted(range(b * s), key=lambda token: -weights[token][e].item())
+        for place, token in enumerate(largest):
+            if place < most and weights[token][e] != 0:
+                y = mlp(x.flatten(0, 1)[token], w, f"{name}.experts.{e}", config)
+                out[token] = out[token] + weights[token][e] * y
     return torch.stack(out).view_as(x)
 
 

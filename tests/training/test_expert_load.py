@@ -29,6 +29,7 @@ def _collected() -> ExpertLoad:
         load.tokens += torch.tensor([4.0, 2.0, 1.0, 1.0]) if layer == 1 else 2.0
         load.scores += torch.tensor([8.0, 0.0, 0.0, 0.0]) if layer == 1 else 2.0
         load.losses += torch.tensor([0.5, 0.25])
+        load.dropped += 2.0
     total = collector.sum()
     collector.update_biases(total)
     assert routers[1].bias.tolist() == [-0.5, 0.0, 0.5, 0.5]
@@ -41,6 +42,7 @@ def test_figures_by_hand(world2: World) -> None:
     assert load.tokens == {1: [4, 2, 1, 1], 2: [2, 2, 2, 2]}
     assert (load.aux_loss, load.z_loss) == (1.0, 0.5)
     assert load.imbalance == 2.0  # 4 of 2 on average
+    assert load.drop_rate == 0.25  # 4 of 16
     assert load.entropy == pytest.approx(0.5)  # none in one layer, all in the other
 
 
