@@ -141,10 +141,7 @@ class _BufferPool:
                     buffer.last_read.record()
 
     def record_reads(self) -> None:
-        """Let the next writers wait for all that has been queued on the current stream.
-
-        In a step that is captured in a CUDA graph they could not wait for events of an earlier step.
-        """
+        """Let the next writers wait for all that has been queued on the current stream."""
         self.release_unused()
         for buffer in self._buffers:
             if buffer.owner is None and buffer.last_read is not None:
@@ -227,4 +224,11 @@ class Fp8WeightGather:
     def synchronize(self) -> None:
         """Order, on the current stream: work that any rank queued before completes before work queued after."""
         self._transport.synchronize()
+        self.record_reads()
+
+    def record_reads(self) -> None:
+        """Let gathers that follow wait for all that is queued on the current stream instead of earlier events.
+
+        Work that is captured in a CUDA graph cannot wait for an event from before the capture.
+        """
         self._pool.record_reads()

@@ -497,6 +497,8 @@ class Trainer:
     def _forward_only(self, batches: Sequence[Batch]) -> Tensor:
         """The report of forward passes; batches `[b, s]` are on the device."""
         self.row_bound.exceeded.zero_()
+        if self.fp8_gather is not None:
+            self.fp8_gather.record_reads()
         actions, shards = self.plan.evaluate[self.parallel.pipeline.rank], self._own_tokens(batches)
         with self.fp8.recording(False):
             return self._sum(self.engine.run(actions, self._stage_functions(), shards, backward=False))

@@ -19,6 +19,7 @@ from megafp8.conversion.base import Source
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.load import load_weights
+from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
@@ -40,7 +41,8 @@ def our_logits(source: Source, tp: int, pp: int, ep: int = 1) -> Tensor | None:
     model, ids_bs = source.model, tokens()
     context = BuildContext(
         state.tensor.group, Fp8Manager(None, amax_group=None), torch.float32, state.device, True,
-        expert=state.expert.group, expert_data=state.expert_data.group, sequence_group=state.tensor.group,
+        expert=state.expert.group, expert_overlap=default_overlap(state.expert.group, sequence_parallel=True),
+        sequence_group=state.tensor.group,
     )  # fmt: skip
     middle = model.num_layers // 2 + 1
     stages = [range(model.num_layers)] if pp == 1 else [range(middle), range(middle, model.num_layers)]
