@@ -65,7 +65,7 @@ def outside(intervals: list[Interval], others: list[Interval]) -> float:
 def is_communication(kernel: str) -> bool:
     """Whether a device activity of this name moves data between GPUs."""
     name = kernel.lower()
-    return "nccl" in name or "ptop" in name or "symm_mem" in name
+    return "nccl" in name or "ptop" in name or "symmetric_memory" in name
 
 
 def step_profile(events: Iterable[Event], duration: float) -> StepProfile:

@@ -321,6 +321,7 @@ ON_GPUS = [
 GPU_LAYOUTS = {
     "one": (1, ""),
     "experts": (1, "model.moe.num_experts=8 model.moe.top_k=2 model.moe.aux_loss=0.01 fp8.report_interval=0"),
+    "experts of two": (2, "model.moe.num_experts=8 model.moe.top_k=2 parallel.expert=2 fp8.report_interval=0"),
     "tensor": (2, "parallel.tensor=2"),
     "1f1b": (2, "parallel.pipeline=2"),
     "zb-h1": (2, "parallel.pipeline=2 parallel.schedule=zb-h1"),
