@@ -290,6 +290,11 @@ class GPTStage(nn.Module):
         return {f"{r.name}.bias": r.bias for r in self.routers.values() if r.bias is not None}
 
     @property
+    def router_shares(self) -> dict[str, Tensor]:
+        """By global name, what routers remember of the step before."""
+        return {f"{r.name}.shares": r.shares for r in self.routers.values() if r.shares is not None}
+
+    @property
     def units(self) -> list[nn.Module]:
         """The modules that a forward pass calls one after the other; together they have all parameters."""
         modules = (self.embedding, *self.blocks, self.mtp_embedding, *self.mtp, self.head)

@@ -6,7 +6,8 @@ chosen by score, of equal scores the one with the lower index, so the choice dep
 *Losses of the router* are added to the gradient, not to the loss that is reported: `_AddLoss` passes its input through
 and in backward gives the router's loss the gradient 1. They are means over the sequences (aux_loss) or tokens (z_loss)
 of the global batch, and sums over layers. The aux loss of a sequence needs the choices of all its tokens; where ranks
-hold slices of it, their counts are summed. The mean scores need not be: the loss is linear in them.
+hold slices of it, their counts are summed. The mean scores need not be: the loss is linear in them. The aux loss of the
+global batch has the choices of the step before, which are summed over all ranks anyway.
 
 *Load.* Backward also adds up how many tokens chose each expert (`load`), in `RouterLoad`. Not forward, which runs twice
 where it is recomputed, and also in evaluations.
@@ -117,7 +118,8 @@ class Router(nn.Module):
     """Tokens `[n, h]` -> `Routing`.
 
     `load`: what training steps leave in it. `bias`: fp32 `[e]`, added to the scores where experts are chosen; None
-    without `moe.selection_bias`. It has no gradient: `update_bias` moves it.
+    without `moe.selection_bias`. `shares`: fp32 `[e]`, of the choices of the step before; None unless the aux loss is
+    that of the global batch. They have no gradient: `update` moves them.
     """
 
     def __init__(self, name: str, hidden_size: int, moe: MoeConfig, context: BuildContext, init: Init) -> None:
@@ -129,6 +131,9 @@ class Router(nn.Module):
         self.weight = replicated_parameter(context, shards, init)
         device = context.buffer_device
         self.bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if moe.selection_bias else None
+        self.shares: Tensor | None = None
+        if moe.aux_loss and moe.aux_loss_scope == "global_batch":
+            self.shares = torch.full((moe.num_experts,), 1 / moe.num_experts, dtype=torch.float32, device=device)
         self.load = RouterLoad(moe.num_experts, device)
 
     def forward(self, x_nh: Tensor, sequences: int) -> Routing:
@@ -157,15 +162,19 @@ class Router(nn.Module):
         return _AddLoss.apply(routing.weights, loss, self.load, torch.cat(sums).double())
 
     def _aux_loss(self, counts_be: Tensor, shares_ne: Tensor) -> Tensor:
-        """This rank's part of the load-balancing loss of its sequences."""
+        """This rank's part of the load-balancing loss."""
         (b, experts), k = counts_be.shape, self.moe.top_k
+        if self.shares is not None:
+            return (self.shares * shares_ne.sum(dim=0)).sum() * (self.moe.aux_loss * experts / self.global_tokens)
         counts_be = collectives.all_reduce(counts_be.clone(), self.group)  # other ranks hold slices of the sequences
         s = counts_be.sum(dim=1, keepdim=True) / k
         mean_be = shares_ne.unflatten(0, (-1, b)).sum(dim=0) / s  # this rank's part of the mean
         return (counts_be * (experts / (k * s)) * mean_be).sum() * (self.moe.aux_loss / self.global_batch)
 
     @torch.no_grad()
-    def update_bias(self, tokens_e: Tensor) -> None:
-        """Move the selection bias against the load of a step: `tokens_e` of all ranks."""
+    def update(self, tokens_e: Tensor) -> None:
+        """After a step: `tokens_e` of all ranks chose each expert. Moves the selection bias against the load."""
+        if self.shares is not None:
+            self.shares.copy_(tokens_e / tokens_e.sum())
         if self.bias is not None:
             self.bias += self.moe.bias_update_rate * (tokens_e.mean() - tokens_e).sign().to(self.bias.dtype)

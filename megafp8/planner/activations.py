@@ -243,7 +243,7 @@ def _saved_by_experts(config: Config, fp8: Fp8Manager, own: ExpertLayers, *, sha
     of_token += moe.top_k * (8 + x.w)  # indices and weights of experts
     of_token += (1 + moe.top_k) * x.w * moe.normalize
     return {
-        "router": x.m_own * of_token + b * (1 + e) * x.w * (moe.aux_loss > 0) + 8 * (2 * e + 2),
+        "router": x.m_own * of_token + b * (1 + e) * x.w * (moe.aux_loss > 0) + 8 * (2 * e + 3),
         "rows of experts": 8 * rows,  # int64 indices
         "expert input": _saved_expert_input(config, fp8, own, own.up[0], own.up_plan),
         "expert up output": rows * own.up[1] * x.e,

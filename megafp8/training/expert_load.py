@@ -71,10 +71,10 @@ class LoadCollector:
         all_reduce(total, self._parallel.amax.group)  # data × context × tensor: all tokens of a layer
         return all_reduce(total, self._parallel.pipeline.group)
 
-    def update_biases(self, total: Tensor) -> None:
-        """Move the selection biases of this rank's routers against the load of a step."""
+    def update_routers(self, total: Tensor) -> None:
+        """Let this rank's routers know the load of a step."""
         for row, router in self._routers:
-            router.update_bias(total[row, : self._experts])
+            router.update(total[row, : self._experts])
 
     def load(self, total: Tensor) -> ExpertLoad:
         """`total`, on the host, as figures."""

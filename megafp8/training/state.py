@@ -5,6 +5,7 @@
     optimizer.master.<name>                        fp32, only if the weight is not
     fp8.<layer>.<operand>.{amax_history,scale}     state of delayed scaling; {amax,calibrated_steps} of static scaling
     fp8.<layer>.input.channel_scale                of smooth SwiGLU, for all channels
+    <router>.shares                                of the choices of the step before (moe.aux_loss_scope: global_batch)
 
 The position in the data is a number of samples for each data set (`data.progress`). There is no random-number state:
 data order and initial values are functions of the seed (`data.samples`, `tensor_parallel.random`), which is in the
@@ -83,7 +84,7 @@ def tensors(trainer: Trainer, optimizer: State | None = None) -> dict[str, Recta
     state: dict[str, Rectangles | Tensor] = {**weights(trainer)}
     for key, shards in (optimizer or trainer.optimizer.state()).items():
         state |= collect_shards(shards, f"optimizer.{key}.")
-    return state | trainer.fp8.state_dict()
+    return state | trainer.router_shares | trainer.fp8.state_dict()
 
 
 def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -101,8 +102,9 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
     stages = [planned_stage(config, stage) for stage in range(len(stages_of(config)[1]))]
     pieces = [piece for stage in stages for param in stage.parameters() for piece in spec_of(param).shards]
     kinds = {f"{prefix}{p.name}": (p.global_shape, dtype) for p in pieces for prefix, dtype in dtypes.items()}
-    constants = [constant for stage in stages for constant in stage.constants.items()]
-    return kinds | {f"model.{name}": (tuple(values.shape), values.dtype) for name, values in constants}
+    constants = {f"model.{name}": values for stage in stages for name, values in stage.constants.items()}
+    constants |= {name: values for stage in stages for name, values in stage.router_shares.items()}
+    return kinds | {name: (tuple(values.shape), values.dtype) for name, values in constants.items()}
 
 
 def tokenizer_copy(config: Config) -> dict[str, bytes]:

@@ -327,6 +327,11 @@ class Trainer:
         """By global name, this rank's tensors that belong to the weights but have no gradient."""
         return {name: values for stage in self.stages for name, values in stage.constants.items()}
 
+    @property
+    def router_shares(self) -> dict[str, Tensor]:
+        """By global name, what routers remember of the step before (`Router.shares`)."""
+        return {name: values for stage in self.stages for name, values in stage.router_shares.items()}
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0."""
         return self.schedule.at(step)
@@ -392,7 +397,7 @@ class Trainer:
         if load is not None and load_on_host is not None and self.load_collector is not None:
             self.expert_load = self.load_collector.load(load_on_host)
             if not result.skipped:
-                self.load_collector.update_biases(load)
+                self.load_collector.update_routers(load)
         self.fp8_records = self._gather_fp8_records(passes.statistics) if sampled else []
         return self._loss(report), result
 

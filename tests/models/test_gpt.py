@@ -17,7 +17,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import BlockMemory
 from megafp8.parallel_state import initialize_model_parallel
-from tests.models.twin import twin_loss
+from tests.models.twin import shares_of_the_step_before, twin_loss
 from tests.models.weights import gradients, randomize
 from tests.world import World
 
@@ -71,7 +71,11 @@ MOE_MODELS = {
     | {"moe": DEEPSEEK | {"score": "softmax", "first_dense_layers": 0, "selection_bias": False}},
     "ungated": LLAMA | {"activation": "gelu", "moe": {"num_experts": 5, "top_k": 1, "normalize": False}},
     "capacity": LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "capacity_factor": 0.75}},
-    "all-experts": LLAMA | {"parallel_block": False, "moe": {"num_experts": 3, "top_k": 3, "aux_loss": 0.1}},
+    "all-experts": LLAMA
+    | {
+        "parallel_block": False,
+        "moe": {"num_experts": 3, "top_k": 3, "aux_loss": 0.1, "aux_loss_scope": "global_batch"},
+    },
 }
 B = 2
 DOCUMENTS = {  # ids of a sample's tokens, by length; a position counts from the start of its document
@@ -110,6 +114,8 @@ def _compare(
     for name, bias in stage.constants.items():
         bias.copy_(torch.linspace(-0.2, 0.2, len(bias)))
         whole[name] = bias.double()
+    for shares in stage.router_shares.values():
+        shares.copy_(shares_of_the_step_before(len(shares)))
     generator = torch.Generator().manual_seed(11)
     tokens, labels = (torch.randint(config.vocab_size, (B, s), generator=generator) for _ in range(2))
     ids = torch.tensor(DOCUMENTS[s]) if documents else None

@@ -62,11 +62,11 @@ def test_the_bias_moves_against_the_load_until_it_is_even() -> None:
         return torch.bincount(router(x, sequences=1).experts.flatten(), minlength=8).double()
 
     before = load()
-    router.update_bias(before)
+    router.update(before)
     assert router.bias is not None
     assert torch.equal(router.bias, 0.002 * (before.mean() - before).sign().float())
     for _ in range(300):
-        router.update_bias(load())
+        router.update(load())
     assert before.min() < 0.5 * before.mean()
     assert load().min() > 0.9 * before.mean()
 

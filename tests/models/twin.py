@@ -156,6 +156,11 @@ def chosen_experts(scores: list[float], config: ModelConfig, bias: list[float]) 
     return sorted((e for g in kept for e in groups[g]), key=lambda e: (-ranked[e], e))[: m.top_k]
 
 
+def shares_of_the_step_before(experts: int) -> Tensor:
+    """A half, a quarter and so on, the last one twice: exact in any dtype."""
+    return 0.5 ** torch.tensor([*range(1, experts), experts - 1], dtype=torch.float64)
+
+
 def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tensor]) -> Tensor:
     """One expert and one token at a time; appends the router's losses of the batch."""
     m = config.moe
@@ -180,6 +185,8 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
             share[chosen] += 1 / (s * m.top_k)
             mean.append(scores / scores.sum())
             log_z.append(logits.logsumexp(0))
+        if m.aux_loss_scope == "global_batch":
+            share = shares_of_the_step_before(experts)
         losses.append(m.aux_loss / b * experts * (share * torch.stack(mean).mean(0)).sum())
         losses.append(m.z_loss / b * torch.stack(log_z).square().mean())
     most = math.inf if m.capacity_factor is None else math.ceil(m.capacity_factor * b * s * m.top_k / experts)

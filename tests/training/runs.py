@@ -104,6 +104,8 @@ WORDS: dict[str, Sections] = {
     "mtp": {"model": {"mtp_num_layers": 2}},
     "window": {"model": {"sliding_window": 7}},
     "moe": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1, "z_loss": 0.01}}},
+    "global-balance": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1,
+                                         "aux_loss_scope": "global_batch"}}},
     "dropping": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "capacity_factor": 0.8}}},
     "deepseek": {"model": {"moe": DEEPSEEK, "latent_attention": LATENT, "num_query_groups": None}},
     # precision; a CPU is slow at bf16

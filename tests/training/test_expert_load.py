@@ -20,6 +20,7 @@ from tools import plot_expert_load
 
 def _collected() -> ExpertLoad:
     moe = {"num_experts": 4, "first_dense_layers": 1, "selection_bias": True, "bias_update_rate": 0.5}
+    moe |= {"aux_loss": 0.1, "aux_loss_scope": "global_batch"}
     trainer, parallel = start(tiny_config(model={"moe": moe, "num_layers": 3}))
     routers = {layer: router for stage in trainer.stages for layer, router in stage.routers.items()}
     collector = LoadCollector(routers, [1, 2], 4, parallel)
@@ -31,9 +32,10 @@ def _collected() -> ExpertLoad:
         load.losses += torch.tensor([0.5, 0.25])
         load.dropped += 2.0
     total = collector.sum()
-    collector.update_biases(total)
+    collector.update_routers(total)
     assert routers[1].bias.tolist() == [-0.5, 0.0, 0.5, 0.5]
     assert routers[2].bias.tolist() == [0.0] * 4
+    assert routers[1].shares.tolist() == [0.5, 0.25, 0.125, 0.125]
     return collector.load(total)
 
 

@@ -103,7 +103,7 @@ SLOW_CASES = [
     "moe dp4 ep2 hsdp", "moe tp2 dp4 ep2 hsdp", "moe fp64 delayed tp2 ep2 fsdp", "moe dp4 ep2 delayed fsdp fp8-gather",
     "4-layers moe pp2 dp2 ep2 interleaved fsdp", "4-layers moe pp2 dp2 ep2 tied fsdp", "moe bf16 dp4 ep2 fsdp",
     "moe bf16 tp2 dp2 fsdp graphs", "moe dp4 ep2 zero",
-    *product(["dropping dp2"], ["", "ep2", "ep2 all-to-all", "etp2"]),
+    *product(["dropping dp2"], ["", "ep2", "ep2 all-to-all", "etp2"]), *product(["global-balance"], ["dp2", "cp2 ep2"]),
     "moe dp2 ep2 fsdp masked documents", "moe dp4 ep2 bf16-reduce fsdp", "moe dp4 ep2 fp8-moments fsdp late-reduce",
     *product([*LAYOUTS[:3], *LAYOUTS[4:], *UNEVEN], [""]), *product(LAYOUTS, ["tied", "gpt2"]),
     *product(["tp2", "pp2", "4-layers pp4 4-samples", "dp2", "dp2 fsdp", "tp2 dp2 fsdp"], ["gpt2 tied"]),
