@@ -9,6 +9,7 @@ import pytest
 from benchmarks.bench_scale import costs, main
 
 
+@pytest.mark.slow
 def test_a_rank_does_not_notice_the_size_of_the_world() -> None:
     small, large = costs([8, 1024], steps=1)
     # With more ranks each owns fewer parameters of the optimizer's, so that calls become fewer.
