@@ -264,8 +264,8 @@ SLOW_BITS: dict[str, list[str]] = {
     # Two replicas on two ranks: each has all weights and sums its micro-batches, of which a tied weight has two terms.
     "hsdp": [f"dp2 {words}" for words in ("", "2-samples tied", "8-samples delayed", "bf16 current", "masked")],
     "late-reduce": [
-        "4-layers pp2 dp2 interleaved", "dp4 8-samples hsdp bf16-reduce", "pp2 dp4 8-samples hsdp tied", "tp2 dp4 hsdp gpt2 tied",
-        "moe dp4 ep2 8-samples fsdp", "moe tp2 dp4 ep2 hsdp",
+        "4-layers pp2 dp2 interleaved", "dp4 8-samples hsdp bf16-reduce", "pp2 dp4 8-samples hsdp tied",
+        "tp2 dp4 hsdp gpt2 tied", "moe dp4 ep2 8-samples fsdp", "moe tp2 dp4 ep2 hsdp",
     ],
     "fsdp": [f"dp2 2-samples {words}" for words in (
         "", "fp64", "bf16 bf16-reduce", "blockwise", "rowwise", "calibrated", "current selective",
