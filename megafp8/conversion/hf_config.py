@@ -815,7 +815,7 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
     if one.latent_attention is not None and other.latent_attention is not None:
         ignored.add("head_dim")  # the sum of two widths
     if one.moe is not None and other.moe is not None:
-        ignored |= {"moe.bias_update_rate", "moe.aux_loss", "moe.z_loss"}  # they concern training alone
+        ignored |= {f"moe.{key}" for key in ("bias_update_rate", "aux_loss", "aux_loss_scope", "z_loss")}  # of training
         dense = [[i for i in range(m.num_layers) if m.moe_of(i) is None] for m in (one, other)]
         ignored |= {"moe.first_dense_layers", "moe.layer_interval"} if dense[0] == dense[1] else set()
         ignored |= {"ffn_hidden_size"} if dense == [[], []] else set()

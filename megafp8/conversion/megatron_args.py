@@ -58,7 +58,8 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 _SCORES = {"softmax": "softmax", "sigmoid": "sigmoid"}
-_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+_BALANCING = {"seq_aux_loss": "sequence", "global_aux_loss": "global_batch", "aux_loss": None, "none": None}
+"""Their balancing losses, and the `moe.aux_loss_scope` of those that are ours."""
 _REQUIRED: Any = object()
 _SAME: dict[str, tuple[str, Any]] = {
     "num_layers": ("num_layers", _REQUIRED),
@@ -141,12 +142,17 @@ def _moe(args: Args) -> dict[str, Any] | None:
         "scaling_factor": args.get("moe_router_topk_scaling_factor") or 1.0,
         "selection_bias": bias,
         "bias_update_rate": args.get("moe_router_bias_update_rate", 0.001),
-        # Of losses that ours is not, the weight is not read.
-        "aux_loss": (args.get("moe_aux_loss_coeff") or 0.0) if balancing == "seq_aux_loss" else 0.0,
+        **_balance(args, balancing),
         "z_loss": args.get("moe_z_loss_coeff") or 0.0,
         **_groups(args, top_k, score),
         **_sparse_layers(args),
     }
+
+
+def _balance(args: Args, balancing: Any) -> dict[str, Any]:
+    """The balancing loss; of losses that ours is not, the weight is not read."""
+    scope = _BALANCING.get(balancing) if isinstance(balancing, str) else None
+    return {} if scope is None else {"aux_loss": args.get("moe_aux_loss_coeff") or 0.0, "aux_loss_scope": scope}
 
 
 def _groups(args: Args, top_k: int, score: str) -> dict[str, Any]:
@@ -254,7 +260,7 @@ def _moe_args(model: ModelConfig) -> dict[str, Any]:
     if moe is None:
         return {"num_experts": None}
     sparse = [int(moe.is_sparse(layer)) for layer in range(model.num_layers)]
-    chooses = moe.top_groups is not None
+    chooses, balancing = moe.top_groups is not None, {scope: name for name, scope in _BALANCING.items()}
     return {
         "num_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
@@ -269,7 +275,7 @@ def _moe_args(model: ModelConfig) -> dict[str, Any]:
         "moe_router_group_topk": moe.top_groups if chooses else None,
         "moe_router_enable_expert_bias": moe.selection_bias,
         "moe_router_bias_update_rate": moe.bias_update_rate,
-        "moe_router_load_balancing_type": "seq_aux_loss" if moe.aux_loss else "none",
+        "moe_router_load_balancing_type": balancing[moe.aux_loss_scope] if moe.aux_loss else "none",
         "moe_aux_loss_coeff": moe.aux_loss,
         "moe_z_loss_coeff": moe.z_loss or None,
         "moe_router_dtype": "fp32",

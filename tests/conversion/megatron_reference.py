@@ -44,7 +44,8 @@ MODELS = {
     "qwen2": TINY | {"num_query_groups": 2, "qkv_bias": True, "tie_embeddings": True, "norm_eps": 1e-6},
     "qwen3": TINY | {"num_query_groups": 2, "qk_norm": True, "sliding_window": 8, "full_attention_layers": [1, 3]},
     "swiglu, biases, sinks": TINY | {"linear_bias": True, "attention_sinks": True},
-    "mixtral": TINY | {"num_query_groups": 2, "moe": {"num_experts": 4}},
+    "mixtral": TINY
+    | {"num_query_groups": 2, "moe": {"num_experts": 4, "aux_loss": 0.01, "aux_loss_scope": "global_batch"}},
     "all of experts": TINY
     | {
         "moe": {

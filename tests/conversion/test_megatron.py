@@ -58,7 +58,11 @@ ARGS: dict[str, dict[str, Any]] = {
     | {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False, "norm_epsilon": 1e-6},
     "qwen3": COMMON | LLAMA | GROUPS | {"qk_layernorm": True, "window_size": (7, 0), "window_attn_skip_freq": 2},
     "swiglu, biases, sinks": COMMON | LLAMA | {"add_bias_linear": True, "softmax_type": "learnable"},
-    "mixtral": COMMON | LLAMA | GROUPS | {"num_experts": 4, "moe_router_topk": 2, "moe_layer_freq": 1},
+    "mixtral": COMMON
+    | LLAMA
+    | GROUPS
+    | {"num_experts": 4, "moe_router_topk": 2, "moe_layer_freq": 1}
+    | {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.01},
     "all of experts": COMMON
     | LLAMA
     | {
