@@ -46,7 +46,7 @@ from tests.world import World
 
 # --- with a stand-in for CUDA ----------------------------------------------------------------------------------------
 
-SLOW = ["dp2 late-reduce", "full", "documents gpt2", "tp2 delayed", "dp2 zero delayed"]
+SLOW = ["moe bf16 dp2 ep2", "dp2 late-reduce", "full", "documents gpt2", "tp2 delayed", "dp2 zero delayed"]
 CASES = {  # captures and replays, by hand: the first of five steps is eager, and an evaluation drops the graph
     "": (2, 4),
     "delayed": (2, 4),
@@ -56,6 +56,7 @@ CASES = {  # captures and replays, by hand: the first of five steps is eager, an
     "current report-3": (2, 3),  # the third step, the first that is sampled, is eager, and drops the graph
     "delayed report-2": (3, 3),  # as is the second here; the fourth has a graph, beside the ordinary one
     "dp2": (2, 4),
+    "moe bf16 dp2 ep2": (2, 4),
     "dp2 late-reduce": (2, 4),
     "dp2 zero delayed": (2, 4),
     "dp2 zero delayed fp8-gather": (2, 4),
