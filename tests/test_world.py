@@ -101,7 +101,7 @@ def test_a_fault_is_located_and_its_ranks_are_started_afresh(
     assert time.monotonic() - start < 30
     assert all(message in str(error.value) for message in messages), str(error.value)
     assert str(error.value).startswith("rank 1")
-    assert kind == "crashes" or "rank 0" not in str(error.value)
+    assert kind in ("dies", "crashes") or "rank 0" not in str(error.value)  # it may have been connecting to rank 1
     after = own_world.run(os.getpid)
     assert not {*before[:2]} & {*after}
     assert after[2] == before[2]
