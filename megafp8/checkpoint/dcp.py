@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megafp8.checkpoint.errors import DamagedCheckpoint, group_rank, join_first, on_all_ranks
+from megafp8.checkpoint.errors import DamagedCheckpoint, join_first, on_all_ranks
 from megafp8.checkpoint.files import Checksum, ChecksummedFiles
 from megafp8.checkpoint.rectangles import Rectangles
 from megafp8.checkpoint.torch_file import TorchFile
@@ -188,7 +188,7 @@ def plan_save(items: list[WriteItem], group: ProcessGroup | None) -> SavePlans:
         plans, index = _SavePlanner().create_global_plan(held)
         return FileSystemWriter(".").prepare_global_plan(plans), index
 
-    plans, index = on_all_ranks(lambda: plan() if group_rank(group) == 0 else (None, None), group)
+    plans, index = on_all_ranks(lambda: plan() if collectives.rank(group) == 0 else (None, None), group)
     return SavePlans(collectives.scatter_objects(plans, group), index)
 
 

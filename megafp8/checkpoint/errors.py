@@ -62,18 +62,13 @@ def on_all_ranks(action: Callable[[], T], group: ProcessGroup | None) -> T:
 
 def on_rank0(action: Callable[[], T], group: ProcessGroup | None) -> T:
     """Run `action` on rank 0 of `group` and return its value (picklable) on all; all raise where it raised."""
-    value = on_all_ranks(lambda: action() if group_rank(group) == 0 else None, group)
+    value = on_all_ranks(lambda: action() if collectives.rank(group) == 0 else None, group)
     return collectives.broadcast_object(value, group)
 
 
 def group_or_world(group: ProcessGroup | None) -> ProcessGroup | None:
     """`group`, or the world where it is None; None where torch.distributed is not initialised."""
     return dist.group.WORLD if group is None and dist.is_initialized() else group
-
-
-def group_rank(group: ProcessGroup | None) -> int:
-    """This rank's number in `group`; 0 for None, which is this process alone."""
-    return 0 if group is None else group.rank()
 
 
 def join_first(names: Sequence[str], separator: str = ", ") -> str:

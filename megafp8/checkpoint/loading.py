@@ -26,7 +26,6 @@ from megafp8.checkpoint.errors import (
     DamagedCheckpoint,
     IncompatibleCheckpoint,
     group_or_world,
-    group_rank,
     join_first,
     on_all_ranks,
     on_rank0,
@@ -109,7 +108,7 @@ def newest_good(
     opened, damaged = first_intact([path for _, path in reversed(found)], lambda path: _open(path, verify, group))
     if opened is not None:
         renamed = on_rank0(lambda: [store.set_aside(bad) for bad, _ in damaged], group)
-        for (bad, problem), new in zip(damaged, renamed if group_rank(group) == 0 else ()):
+        for (bad, problem), new in zip(damaged, renamed if collectives.rank(group) == 0 else ()):
             text = "%s is damaged: %s. It is kept as %s; %s is used instead"
             logger.warning(text, bad, problem, new.name, opened.path)
     return opened
@@ -117,7 +116,7 @@ def newest_good(
 
 def _open(path: Path, verify: bool, group: ProcessGroup | None) -> CheckpointReader:
     """Open a checkpoint on all ranks of `group`; `verify`: verify its data files too. Collective."""
-    rank = group_rank(group)
+    rank = collectives.rank(group)
     opened = on_all_ranks(lambda: CheckpointReader(path, check_sizes=rank == 0), group)
     if len(set(collectives.all_gather_objects(opened.identity, group))) > 1:
         raise ValueError(f"ranks see different files in {path}; all hosts must share the file system that it is on")

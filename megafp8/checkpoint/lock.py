@@ -38,8 +38,9 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from megafp8.checkpoint.errors import FolderInUse, group_or_world, group_rank, on_all_ranks
+from megafp8.checkpoint.errors import FolderInUse, group_or_world, on_all_ranks
 from megafp8.checkpoint.files import to_json
+from megafp8.distributed import collectives
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class FolderLock:
     def __init__(self, folder: str | Path, group: ProcessGroup | None = None) -> None:
         self.file = Path(folder) / LOCK_FILE
         self._group = group_or_world(group)
-        self._is_rank0 = group_rank(self._group) == 0
+        self._is_rank0 = collectives.rank(self._group) == 0
         self._us = describe_this_process()
         self._released = threading.Event()
 

@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from megafp8.checkpoint import dcp, store
-from megafp8.checkpoint.errors import group_or_world, group_rank, on_all_ranks, on_rank0
+from megafp8.checkpoint.errors import group_or_world, on_all_ranks, on_rank0
 from megafp8.checkpoint.files import Checksum
 from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
@@ -234,14 +234,14 @@ def _write(
     try:
         small = on_rank0(begin, group)
         if small is None:
-            if group_rank(group) == 0:
+            if collectives.rank(group) == 0:
                 logger.warning("%s exists already, from this same step; it was left as it is", final)
             return final
         own = on_all_ranks(lambda: dcp.write_data(hidden, state, plans.plan), group)
         written = collectives.gather_objects(own, group)
         on_rank0(publish, group)
     except RuntimeError as error:
-        if group_rank(group) == 0 and (to.lock is None or to.lock.is_ours()):
+        if collectives.rank(group) == 0 and (to.lock is None or to.lock.is_ours()):
             store.discard(folder, step)
         raise RuntimeError(f"saving {final} failed: {error}. Earlier checkpoints are untouched") from error
     on_rank0(lambda: store.remove_older(folder, step, to.keep_last, to.keep_every), group)

@@ -1,7 +1,7 @@
 """Writing a checkpoint tensor by tensor in one process; an interrupted writer can be continued.
 
 A converter has one whole tensor after the other, and may be killed in between. So data files are only appended to, and
-`add` returns a record of where a tensor lies. Whoever continues passes in the records of the tensors that are safe on
+`add` returns a record of where a tensor lies. To continue, pass in the records of the tensors that are safe on
 disk (the caller keeps a journal); all other data is truncated. The index, which torch.distributed.checkpoint writes in
 one piece, is made from the records at the end.
 

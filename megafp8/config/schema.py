@@ -87,9 +87,9 @@ class YarnConfig(Section):
     original_max_position_embeddings: PositiveInt = 4096
     """Context length before the extension, in tokens."""
     beta_fast: PositiveFloat = 32.0
-    """Frequencies with more turns than this in the original context are unchanged."""
+    """Frequencies with more rotations than this in the original context are unchanged."""
     beta_slow: PositiveFloat = 1.0
-    """Frequencies with fewer turns than this in the original context are divided by the factor; those between are
+    """Frequencies with fewer rotations than this in the original context are divided by the factor; those between are
     interpolated."""
     mscale: NonNegative = 1.0
     """Rotated channels of queries and keys are multiplied by (0.1 · mscale · ln factor + 1) / (0.1 · mscale_all_dim ·

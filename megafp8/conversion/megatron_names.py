@@ -22,7 +22,7 @@ Megatron core's GPTModel, its layers counted from 0 on each pipeline stage:
 
 With Transformer Engine the norms belong to the layers after them (`linear_qkv.layer_norm_weight`), though not before
 experts, and its grouped GEMMs number the weights of the experts (`experts.linear_fc1.weight0`). Models from before
-Megatron core have other names for the same tensors. `canonical` turns all of these into the above.
+Megatron core have other names for the same tensors. `canonical` translates all of these to the above.
 
 Three of these are sharded along dim 0 and hold several of our tensors, or padding. In the concatenation of all ranks'
 tensors along the sharded dim, each tensor of ours is a few `Run`s:

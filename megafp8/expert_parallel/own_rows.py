@@ -3,8 +3,8 @@
 How many choices fall on a rank's experts is known on the device only. Outside CUDA graphs the host reads it, and room
 is made for exactly so many. A graph cannot wait for the host: it has room for `MARGIN` times the most rows that a
 layer had before it was recorded, and kernels read on the device how many there are. If there are more, the surplus is
-left out, `RowBound.exceeded` says so, and whoever replays the graph must discard the results and compute them without
-it (`megafp8.training.trainer`). So no token is ever dropped, and no room need be configured.
+left out, `RowBound.exceeded` says so, and the caller that replays the graph must discard the results and compute them
+without it (`megafp8.training.trainer`). So no token is ever dropped, and no room need be configured.
 
 Shapes: n tokens of all ranks, k experts of each.
 """

@@ -284,7 +284,7 @@ class Fp8Manager:
         self.forget_weights()
 
     def forget_weights(self) -> None:
-        """Forget the weights' FP8 copies: whoever needs them next quantizes anew."""
+        """Forget the weights' FP8 copies: the next use quantizes them anew."""
         for state in self._layers.values():
             state.invalidate_weight()
         for group in self._groups_of_layers:
@@ -294,7 +294,7 @@ class Fp8Manager:
     def recording(self, flag: bool) -> Iterator[None]:
         """Within, amaxes of activations and gradients are noted for later scales (True) or not (False: evaluation).
 
-        A weight's amax is noted either way: whoever quantizes it first in a step sees the same weight.
+        A weight's amax is noted either way: the first use in a step quantizes it, and all see the same weight.
         """
         before = [quantizer.recording for quantizer in self._recording]
         for quantizer in self._recording:

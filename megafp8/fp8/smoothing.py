@@ -70,7 +70,7 @@ class SmoothingState:
         self.channel_scales: dict[str, ChannelScales] = {}
         for (name, group), row in zip(layers.items(), self.rows.values(), strict=True):
             f = channels // collectives.size(group)
-            first = 0 if group is None else group.rank() * f
+            first = collectives.rank(group) * f
             own = (x_lc[row, first : first + f] for x_lc in (self.scale_lc, self.scale_inv_lc, self.newest_amax_lc))
             self.channel_scales[name] = ChannelScales(*own)
 

@@ -104,7 +104,7 @@ class Attention(nn.Module):
         return recomputed(function, *inputs) if self.recompute else function(*inputs)
 
     def _attend(self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
-        """Attention of packed heads [q | k | v], normed and turned where the model has that."""
+        """Attention of packed heads [q | k | v], normed and rotated where the model has that."""
         q, k, v = (part.unflatten(-1, (-1, self.d)) for part in qkv_sbc.split(self.split, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -29,10 +29,10 @@ def inverse_frequencies(d: int, theta: float, scaling: RopeScaling | YarnConfig 
     length = scaling.original_max_position_embeddings
     if isinstance(scaling, YarnConfig):
         pairs = torch.arange(d // 2, dtype=torch.float64, device=device)
-        # The pairs, to whole numbers outwards, that turn beta_fast and beta_slow times in the original context.
+        # The pairs, to whole numbers outwards, of beta_fast and beta_slow rotations in the original context.
         fast, slow = (
-            d * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
-            for turns in (scaling.beta_fast, scaling.beta_slow)
+            d * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+            for rotations in (scaling.beta_fast, scaling.beta_slow)
         )
         first, last = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
         unscaled = 1 - (pairs - first) / (last - first if last != first else 0.001)

@@ -11,7 +11,7 @@ gradient buffer. Masters and moments exist before the first step, so a checkpoin
 The optimizer works on flat shards of the parameters and holds their state only. A shard is a whole parameter, or under
 ZeRO what this rank owns of it; Adam is elementwise, so this makes no difference.
 
-A parameter may be released: its values are in the masters only, and whoever needs them rounded takes them from there
+A parameter may be released: its values are in the masters only, and what needs them rounded takes them from there
 (FP8 parameters, `megafp8.data_parallel.fp8_weight_shards`; FSDP, `megafp8.data_parallel.fsdp`).
 
 State may be stored in less between steps (`StateStorage`): moments in bf16, as DeepSeek-V3 does (arXiv:2412.19437,

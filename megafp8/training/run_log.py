@@ -85,7 +85,7 @@ class RunLog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
-            if error is not None:  # whoever catches it writes it to the console
+            if error is not None:  # the caller that catches it writes it to the console
                 details = None if isinstance(error, TrainingError) else (type(error), error, trace)
                 record = self._logger.makeRecord(
                     self._logger.name, logging.ERROR, "", 0, "%s", (str(error) or type(error).__name__,), details

@@ -35,7 +35,7 @@ def flip(file: Path, byte: int, bit: int = 3) -> None:
 
 
 def make_old(path: Path) -> None:
-    """Turn the checkpoint `path` into one from before checksums."""
+    """Rewrite the checkpoint `path` as one from before checksums."""
     (path / "checksums.json").unlink()
     metadata = json.loads((path / "metadata.json").read_text())
     del metadata["has_checksums"]

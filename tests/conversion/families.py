@@ -128,22 +128,23 @@ SMALL: dict[str, Any] = {
     "vocab_multiple": 8,
 }
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
+GROUPED_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "top_k": 3,
+    "ffn_hidden_size": 24,
+    "shared_ffn_hidden_size": 48,
+    "first_dense_layers": 1,
+    "score": "sigmoid",
+    "scaling_factor": 2.5,
+    "num_groups": 4,
+    "top_groups": 2,
+    "selection_bias": True,
+}
 LATENT: dict[str, Any] = SMALL | {
     "num_query_groups": None,
     "norm_eps": 1e-6,
     "latent_attention": {"q_rank": 20, "kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 6, "value_head_dim": 8},
-    "moe": {
-        "num_experts": 8,
-        "top_k": 3,
-        "ffn_hidden_size": 24,
-        "shared_ffn_hidden_size": 48,
-        "first_dense_layers": 1,
-        "score": "sigmoid",
-        "scaling_factor": 2.5,
-        "num_groups": 4,
-        "top_groups": 2,
-        "selection_bias": True,
-    },
+    "moe": GROUPED_EXPERTS,
 }
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SMALL | {"rope_scaling": SCALING, "rope_theta": 500.0}),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import ModelConfig
-from tests.conversion.families import RandomSource
+from tests.conversion.families import GROUPED_EXPERTS, RandomSource
 
 TINY: dict[str, Any] = {
     "num_layers": 4,
@@ -48,18 +48,12 @@ MODELS = {
     | {"num_query_groups": 2, "moe": {"num_experts": 4, "aux_loss": 0.01, "aux_loss_scope": "global_batch"}},
     "all of experts": TINY
     | {
-        "moe": {
-            "num_experts": 8,
+        "moe": GROUPED_EXPERTS
+        | {
             "top_k": 4,
             "ffn_hidden_size": 20,
             "shared_ffn_hidden_size": 12,
             "shared_gate": True,
-            "first_dense_layers": 1,
-            "score": "sigmoid",
-            "scaling_factor": 2.5,
-            "num_groups": 4,
-            "top_groups": 2,
-            "selection_bias": True,
             "bias_update_rate": 0.01,
             "aux_loss": 0.02,
             "z_loss": 0.001,

@@ -32,7 +32,9 @@ def _yarn_frequency(f: float, pair: int, d: int, config: ModelConfig) -> float:
     y = config.yarn
     assert y is not None
     whole_context = y.original_max_position_embeddings / (2 * math.pi)
-    pair_of = [math.log(whole_context / turns, config.rope_theta) * d / 2 for turns in (y.beta_fast, y.beta_slow)]
+    pair_of = [
+        math.log(whole_context / rotations, config.rope_theta) * d / 2 for rotations in (y.beta_fast, y.beta_slow)
+    ]
     low, high = max(math.floor(pair_of[0]), 0), min(math.ceil(pair_of[1]), d - 1)
     stretched = min(max((pair - low) / (high - low), 0), 1)
     return f * (1 - stretched) + f / y.factor * stretched

@@ -2,7 +2,7 @@
 
 A run is described by words, each of which sets a few keys of the config: "tp2 pp2 zb-h1 delayed" (`WORDS`). `train` is
 what every run does: two steps, one that is skipped, an evaluation, and more steps. A run is computed once a session
-(`Runs.of`), whoever asks for it.
+(`Runs.of`) for all tests.
 """
 
 from __future__ import annotations
