@@ -276,6 +276,11 @@ class Fp8Manager:
         self._replan()
         self.forget_weights()
 
+    def discard_step(self) -> None:
+        """Forget what a training step has recorded, since it is computed again. Purely local."""
+        for state in self._states or ():
+            state.discard_step()
+
     def invalidate_weights(self) -> None:
         """Forget what was derived from weights and scales: call when they changed without a step, as on loading."""
         for state in self._states or ():

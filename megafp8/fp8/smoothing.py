@@ -82,6 +82,10 @@ class SmoothingState:
         self.newest_amax_lc.zero_()
         self.refresh()
 
+    def discard_step(self) -> None:
+        """Forget the step's amaxes."""
+        self.newest_amax_lc.zero_()
+
     def refresh(self) -> None:
         """Update the reciprocals; to be called after s was loaded from a checkpoint."""
         self.scale_inv_lc.copy_(self.scale_lc.reciprocal())

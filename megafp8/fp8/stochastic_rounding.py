@@ -75,6 +75,11 @@ class NoiseClock:
         for noise in self._tensors:
             noise.microbatch = 0
 
+    def discard_step(self) -> None:
+        """Begin the step again, with the same noise."""
+        for noise in self._tensors:
+            noise.microbatch = 0
+
     def refresh(self) -> None:
         """Nothing is derived from the step."""
 

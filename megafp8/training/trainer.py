@@ -389,6 +389,7 @@ class Trainer:
         before_update()
         result = self.update(self.learning_rate(step), grad_scale=None if scale is None else scale.float())
         if self._exceeded(report):
+            self.fp8.discard_step()
             return self.train_step(step, batches, before_update=before_update)
         if self.weight_shards is not None:
             self.weight_shards.record_amaxes()

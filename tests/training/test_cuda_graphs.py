@@ -83,7 +83,7 @@ def _with_too_little_room(words: str) -> tuple[list[Any], int, int]:
     try:
         settings = config_of(words)
         trainer, parallel = start(settings)
-        results = [trainer.train_step(step, batches(step, settings, parallel)) for step in range(3)]
+        results = [trainer.train_step(step, batches(step, settings, parallel)) for step in range(4)]
         results += [trainer.evaluate(batches(step, settings, parallel)) for step in range(2)]
     finally:
         own_rows.MARGIN, own_rows._MULTIPLE = margins
@@ -93,11 +93,11 @@ def _with_too_little_room(words: str) -> tuple[list[Any], int, int]:
 
 def test_a_graph_without_room_for_all_rows_of_experts_is_discarded(world4: World) -> None:
     """Whatever it computed, results are those of eager steps."""
-    words = "moe bf16 dp2 ep2"
+    words = "moe bf16 delayed dp2 ep2"
     expected = world4.run(_with_too_little_room, words, ranks=2)
     found = world4.run(_with_too_little_room, f"{words} graphs", ranks=2)
     assert [results for results, *_ in found] == [results for results, *_ in expected]
-    assert [counts for _, *counts in found] == [[3, 3]] * 2  # steps 1 and 2, and the second evaluation
+    assert [counts for _, *counts in found] == [[4, 4]] * 2  # steps 1 to 3, and the second evaluation
 
 
 def _leaves_left(settings: Config) -> int:

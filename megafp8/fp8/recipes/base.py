@@ -291,6 +291,9 @@ class State(Protocol):
     def end_step(self, group: ProcessGroup | None) -> None:
         """End a step; collective over `group`, the ranks that run the same layers, and the tensors' `amax_group`s."""
 
+    def discard_step(self) -> None:
+        """Forget what the step has recorded so far: it is computed again."""
+
     def refresh(self) -> None:
         """Recompute what is derived: the tensors of `state_dict` have been read into."""
 

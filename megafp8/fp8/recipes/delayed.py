@@ -190,6 +190,10 @@ class DelayedState:
         self.history_tl.copy_(self.history_tl.roll(1, dims=1))
         newest_t.zero_()
 
+    def discard_step(self) -> None:
+        """Forget the step's amaxes."""
+        self.history_tl[:, 0].zero_()
+
     def refresh(self) -> None:
         """Recompute what follows from histories and scales, after these were read from a checkpoint."""
         self.scale_inv_t.copy_(self.scale_t.reciprocal())

@@ -150,6 +150,10 @@ class StaticState:
         self.steps_t += calibrating_t
         self.refresh()
 
+    def discard_step(self) -> None:
+        """Forget the step's amaxes."""
+        self.newest_t.zero_()
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Recompute what follows from the amaxes and steps, after these were read from a checkpoint."""
