@@ -68,6 +68,26 @@ def test_torch_forgets_the_groups_of_a_case_before(own_world: World) -> None:
         assert own_world.run(_gathered, own_group, ranks=2) == [[1, 2]] * 2
 
 
+def _sleep() -> str:
+    time.sleep(30)
+    return "late"
+
+
+def test_a_case_that_is_interrupted_leaves_no_answers(own_world: World) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(TimeoutError):
+            own_world.run(_sleep, ranks=2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert own_world.run(dist.get_rank, ranks=2) == [0, 1]
+
+
 def _fault(kind: str) -> int:
     dist.barrier()
     time.sleep(0.5)  # until each rank has left it, so that none is still connecting

@@ -141,7 +141,11 @@ class Ranks:
             if i not in self._ranks:
                 self._ranks[i] = _Rank(self.folder / f"stack-{i}")
             self._ranks[i].send((function, args, i, ranks, store, timeout))
-        answers = self._answers(ranks, timeout)
+        try:
+            answers = self._answers(ranks, timeout)
+        except BaseException:  # the test's own time limit, or Ctrl-C: the next case must not get these answers
+            self._kill(ranks)
+            raise
         hung = sorted(set(range(ranks)) - answers.keys())
         failed = {i: value for i, (succeeded, value) in sorted(answers.items()) if not succeeded}
         if hung or failed:  # all ranks of the case may hang in a collective with these
@@ -149,10 +153,13 @@ class Ranks:
             for i in hung:
                 stack = self._ranks[i].stack_path.read_text()
                 report.append((1, f"rank {i} did not finish within {timeout} s; it stood at:\n{stack}"))
-            for i in range(ranks):
-                self._ranks.pop(i).kill()
+            self._kill(ranks)
             raise AssertionError("\n".join(text for _, text in sorted(report)))
         return [answers[i][1] for i in range(ranks)]
+
+    def _kill(self, ranks: int) -> None:
+        for i in range(ranks):
+            self._ranks.pop(i).kill()
 
     def _answers(self, ranks: int, timeout: float) -> dict[int, tuple[bool, Any]]:
         """Results by rank, of those that answer in time. After a failure the others have 2 more seconds."""
