@@ -1,6 +1,7 @@
 """FP8 linear layers: formats, scaling, casts, GEMMs, the recipe manager, and FP8 for any PyTorch model."""
 
-from megafp8.fp8.convert import autocast, convert, end_step, load_state_dict, state_dict
+from megafp8.fp8.autocast import autocast
+from megafp8.fp8.convert import convert, end_step, load_state_dict, state_dict
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.gemm.describe import describe_path
 from megafp8.fp8.manager import ContextGroups, Fp8Manager

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from megafp8.fp8.gemm.dispatch import Fp8Gemm
 from megafp8.fp8.health import ObservedQuantizer, Recorder
 from megafp8.fp8.quantizers import Calibrating, Quantizer
+from megafp8.fp8.recipes.base import RecipeQuantizer
 from megafp8.fp8.smoothing import ChannelScales
 from megafp8.fp8.sources import Plain, ScaledColumns
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
@@ -108,9 +109,9 @@ class LinearState:
             self._quantizers = Quantizers(*observed)
         self.replan()
 
-    def replan(self) -> None:
-        """Replace the plan: calibration has ended or begun."""
-        self.plan = self._planned(calibrating=self._calibrating)
+    def replan(self, *, calibrating: bool = False) -> None:
+        """Replace the plan: calibration has ended or begun; `calibrating`: it has whatever the recipe says."""
+        self.plan = self._planned(calibrating=calibrating or self._calibrating)
         self._follow_plan()
 
     def replan_if_calibrated(self) -> None:
@@ -181,10 +182,9 @@ class LinearState:
         return self._gemm
 
     def record_amax(self, operand: str, x: Tensor) -> None:
-        """Take the amax of an operand, of any shape, into its static scale while that is calibrated."""
-        assert self._own_quantizers is not None
-        quantizer = getattr(self._own_quantizers, operand)
-        if isinstance(quantizer, Calibrating):
+        """Take the amax of an operand, of any shape, for later scales, as calibration does."""
+        quantizer = getattr(self.own_quantizers, operand)
+        if isinstance(quantizer, RecipeQuantizer):
             quantizer.record(x)
 
     def grad_handoff(self) -> QuantizedGradHandoff | None:

@@ -24,8 +24,10 @@ from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.health import Recorder
 from megafp8.fp8.linear_state import LinearState, Quantizers
 from megafp8.fp8.quantizers import AmaxRecording, Quantizer
-from megafp8.fp8.recipes.base import OPERANDS, Fp8Recipe, Fp8Tensor, OperandName, State, by_recipe, no_match
+from megafp8.fp8.recipes.base import OPERANDS, Fp8Recipe, Fp8Tensor, OperandName, by_recipe, no_match
 from megafp8.fp8.smoothing import SmoothingState
+from megafp8.fp8.step import State
+from megafp8.fp8.step import end_step as end_step_of_states
 from megafp8.fp8.stochastic_rounding import NoiseClock
 from megafp8.fp8.tensor import TENSOR
 from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, Quantization
@@ -236,6 +238,11 @@ class Fp8Manager:
             layer.complete(Quantizers(x, w, dy), gemm, scales, self.recorder)
             self._recording += [q for q in (x, dy, scales) if isinstance(q, AmaxRecording)]
 
+    @property
+    def states(self) -> Sequence[State]:
+        """What recipes remember between steps."""
+        return self._states or ()
+
     def _smoothing(self, device: torch.device) -> SmoothingState | None:
         """The channel scales of the layers whose input is smoothed, all of equally many channels."""
         smoothed = {name: state for name, state in self._layers.items() if state.plan.smoothed}
@@ -245,7 +252,7 @@ class Fp8Manager:
         assert channels is not None
         return SmoothingState({name: state.group for name, state in smoothed.items()}, channels, device)
 
-    def _replan(self) -> None:
+    def replan(self) -> None:
         """Replace the plans of layers whose calibration has ended or begun."""
         for state in self._layers.values():
             state.replan_if_calibrated()
@@ -271,10 +278,7 @@ class Fp8Manager:
         Collective over `amax_group`: one all-reduce with delayed scaling, with static scaling while it calibrates, and
         for smoothing; purely local otherwise.
         """
-        for state in self._states or ():
-            state.end_step(self.amax_group)
-        self._replan()
-        self.forget_weights()
+        end_step([self])
 
     def discard_step(self) -> None:
         """Forget what a training step has recorded, since it is computed again. Purely local."""
@@ -283,9 +287,9 @@ class Fp8Manager:
 
     def invalidate_weights(self) -> None:
         """Forget what was derived from weights and scales: call when they changed without a step, as on loading."""
-        for state in self._states or ():
+        for state in self.states:
             state.refresh()
-        self._replan()
+        self.replan()
         self.forget_weights()
 
     def forget_weights(self) -> None:
@@ -319,7 +323,7 @@ class Fp8Manager:
         `DelayedState`, `StaticState` and `SmoothingState`; and `fp8.noise_step` with stochastic rounding. Save after
         `end_step`: the values are then the same on every rank of `amax_group`.
         """
-        return {name: tensor for state in self._states or () for name, tensor in state.state_dict().items()}
+        return {name: tensor for state in self.states for name, tensor in state.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy `state` into this state. ValueError, before anything is changed, unless names and shapes are ours."""
@@ -339,6 +343,14 @@ class Fp8Manager:
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.invalidate_weights()
+
+
+def end_step(managers: Sequence[Fp8Manager]) -> None:
+    """`Fp8Manager.end_step` of several, with one all-reduce for each group."""
+    end_step_of_states([(state, manager.amax_group) for manager in managers for state in manager.states])
+    for manager in managers:
+        manager.replan()
+        manager.forget_weights()
 
 
 def _some(names: list[str]) -> str:

@@ -29,6 +29,8 @@ Shapes: r rows, f channels of this rank; l layers, c channels of all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -37,6 +39,7 @@ from megafp8.distributed import collectives
 from megafp8.fp8.quantize import scale_from_amax
 from megafp8.fp8.quantizers import casts
 from megafp8.fp8.sources import Source
+from megafp8.fp8.step import NewestAmaxes
 
 MOST = 2.0**8
 """The largest s_k."""
@@ -74,10 +77,13 @@ class SmoothingState:
             own = (x_lc[row, first : first + f] for x_lc in (self.scale_lc, self.scale_inv_lc, self.newest_amax_lc))
             self.channel_scales[name] = ChannelScales(*own)
 
+    def newest_amaxes(self) -> list[NewestAmaxes]:
+        return [NewestAmaxes(self.newest_amax_lc)]
+
     @torch.no_grad()
-    def end_step(self, group: ProcessGroup | None) -> None:
-        """Update s from the step's amaxes, reduced over `group` (one collective)."""
-        amax_lc = collectives.all_reduce(self.newest_amax_lc, group, "max")
+    def end_step(self, reduced: Sequence[Tensor]) -> None:
+        """Update s from the step's amaxes."""
+        (amax_lc,) = reduced
         self.scale_lc.copy_(smooth(amax_lc, self.scale_lc))
         self.newest_amax_lc.zero_()
         self.refresh()

@@ -15,10 +15,13 @@ Shapes: r rows, c columns of a matrix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megafp8.fp8.step import NewestAmaxes
 from megafp8.philox import Key, key_of, philox
 
 
@@ -69,8 +72,11 @@ class NoiseClock:
         self._tensors.append(noise)
         return noise
 
-    def end_step(self, group: ProcessGroup | None) -> None:
-        """Begin the next step. Nothing is communicated."""
+    def newest_amaxes(self) -> list[NewestAmaxes]:
+        return []
+
+    def end_step(self, reduced: Sequence[Tensor]) -> None:
+        """Begin the next step."""
         self.step += 1
         for noise in self._tensors:
             noise.microbatch = 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup, group
 
+from megafp8.fp8.step import end_step
 from megafp8.fp8.stochastic_rounding import NoiseClock, noise_key, uniform
 from megafp8.philox import Key
 from tests.test_philox import philox_by_hand
@@ -58,7 +59,7 @@ def test_every_cast_has_keys_of_its_own() -> None:
             for _ in range(2):
                 for noise in [clock.tensor("a", None), clock.tensor("b", None)]:
                     keys += [key for _ in range(3) for key in noise.next_keys(advance=True)]
-                clock.end_step(None)
+                end_step([(clock, None)])
     assert len(set(keys)) == len(keys) == 2 * 2 * 2 * 2 * 3 * 2
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from megafp8.fp8 import DelayedScaling
 from megafp8.fp8.recipes.base import Fp8Tensor, OperandName
 from megafp8.fp8.recipes.delayed import DelayedState
+from megafp8.fp8.step import end_step
 from megafp8.kernels.scales import end_step_
 from tests.kernels import DEVICE
 
@@ -51,7 +52,7 @@ def test_steps_equal_the_reference(length: int, interval: int, margin: int, algo
     for step in range(4):
         reference.history_tl[:, 0] = newest(step)
         history[:, 0] = reference.history_tl[:, 0].to(DEVICE)
-        reference.end_step(None)
+        end_step([(reference, None)])
         end_step_(
             history, scale, fp8_max, margin=margin, power_of_two=power_of_two, algorithm=algorithm,
             update=step % interval == 0,

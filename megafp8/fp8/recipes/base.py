@@ -18,17 +18,17 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.quantize import ScaleRule
 from megafp8.fp8.quantizers import Quantizer
 from megafp8.fp8.sources import Source
+from megafp8.fp8.step import NewestAmaxes, State
 from megafp8.fp8.stochastic_rounding import NoiseClock
 from megafp8.fp8.tensor import TENSOR, Granularity, QuantizedTensor
 from megafp8.plan import PerGemm
@@ -155,6 +155,11 @@ class Fp8Recipe:
         return 0
 
     @property
+    def calibrates(self) -> bool:
+        """Whether a layer may run in high precision until its scales are known."""
+        return False
+
+    @property
     def combinations(self) -> Sequence[PerOperand[Fp8Recipe]]:
         """The recipes of the operands of a layer, for each kind of layer."""
         return (PerOperand(self, self, self),)
@@ -216,8 +221,8 @@ class Fp8Tensor:
         return f"{self.layer}.{self.operand}"
 
 
-class AmaxReduction:
-    """Maxima of the amaxes of `tensors` over ranks: one collective for each group that they name."""
+class AmaxGroups:
+    """The amaxes of `tensors` by the groups over which they are reduced."""
 
     def __init__(self, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
         rows: dict[ProcessGroup | None, list[int]] = {}
@@ -225,14 +230,20 @@ class AmaxReduction:
             rows.setdefault(tensor.amax_group, []).append(i)
         self._rows = {group: torch.tensor(own, device=device) for group, own in rows.items()}
 
-    def __call__(self, amax_t: Tensor, group: ProcessGroup | None) -> Tensor:
-        """`amax_t` `[t]` of all ranks, those of tensors that name no group over `group`."""
+    def split(self, amax_t: Tensor) -> list[NewestAmaxes]:
+        """`amax_t` `[t]` in parts, one for each group."""
         if list(self._rows) == [None]:
-            return all_reduce(amax_t.clone(), group, "max")
-        reduced_t = amax_t.clone()
-        for own_group, rows in self._rows.items():
-            reduced_t[rows] = all_reduce(amax_t[rows], own_group or group, "max")
-        return reduced_t
+            return [NewestAmaxes(amax_t)]
+        return [NewestAmaxes(amax_t[rows], group) for group, rows in self._rows.items()]
+
+    def joined(self, reduced: Sequence[Tensor]) -> Tensor:
+        """`[t]` of the parts."""
+        if list(self._rows) == [None]:
+            return reduced[0]
+        amax_t = reduced[0].new_empty(sum(map(len, reduced)))
+        for rows, part in zip(self._rows.values(), reduced, strict=True):
+            amax_t[rows] = part
+        return amax_t
 
 
 @dataclass(eq=False)
@@ -276,6 +287,9 @@ class RecipeQuantizer:
         """What is to be raised to the amax of what is cast, fp32 `[]`; None where nothing remembers it."""
         return None
 
+    def record(self, x: Tensor) -> None:
+        """Take the amax of x, of any shape, for later scales; nothing to do where none is remembered."""
+
     def for_sharded_input(self, group: ProcessGroup) -> Quantizer | None:
         if self.recipe.capabilities.shard_alignment is None:
             return None
@@ -283,23 +297,6 @@ class RecipeQuantizer:
 
     def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         return self.recipe.cast(source, self.tensor, rowwise=rowwise, columnwise=columnwise)
-
-
-class State(Protocol):
-    """What a recipe remembers between steps, of all its tensors together: so one collective a step serves them all."""
-
-    def end_step(self, group: ProcessGroup | None) -> None:
-        """End a step; collective over `group`, the ranks that run the same layers, and the tensors' `amax_group`s."""
-
-    def discard_step(self) -> None:
-        """Forget what the step has recorded so far: it is computed again."""
-
-    def refresh(self) -> None:
-        """Recompute what is derived: the tensors of `state_dict` have been read into."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What must be saved, as views, by global name."""
-        ...
 
 
 class Built(NamedTuple):

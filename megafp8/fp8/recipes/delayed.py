@@ -30,11 +30,11 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_reduce
 from megafp8.fp8.formats import Format
-from megafp8.fp8.quantize import ScaleRule, scale_from_amax
+from megafp8.fp8.quantize import ScaleRule, amax, scale_from_amax
 from megafp8.fp8.quantizers import casts
 from megafp8.fp8.recipes.base import (
     PER_TENSOR,
-    AmaxReduction,
+    AmaxGroups,
     Built,
     Capabilities,
     Fp8Recipe,
@@ -44,6 +44,7 @@ from megafp8.fp8.recipes.base import (
     option,
 )
 from megafp8.fp8.sources import Source
+from megafp8.fp8.step import NewestAmaxes
 from megafp8.fp8.stochastic_rounding import NoiseClock
 from megafp8.fp8.tensor import QuantizedTensor
 
@@ -72,6 +73,10 @@ class DelayedQuantizer(RecipeQuantizer):
     @property
     def recorded_amax(self) -> Tensor:
         return self.newest_amax
+
+    def record(self, x: Tensor) -> None:
+        if self.recording:
+            torch.maximum(self.newest_amax, amax(x), out=self.newest_amax)
 
     def for_sharded_input(self, group: ProcessGroup) -> DelayedShardQuantizer:
         return DelayedShardQuantizer(self.recipe, replace(self.tensor, group=group), self)
@@ -141,7 +146,7 @@ class DelayedState:
     """Histories `[t, l]` and scales `[t]`, fp32 on `device`, of `tensors` in their order."""
 
     def __init__(self, recipe: DelayedScaling, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
-        self.recipe, self._reduce = recipe, AmaxReduction(tensors, device)
+        self.recipe, self._groups = recipe, AmaxGroups(tensors, device)
         self.history_tl = torch.zeros(len(tensors), recipe.amax_history_len, device=device)
         self.scale_t = torch.ones(len(tensors), device=device)
         # Four apart: cuBLASLt reads a scale_inv at a multiple of 16 bytes.
@@ -158,16 +163,18 @@ class DelayedState:
         for quantizer in self.quantizers.values():
             quantizer.fresh = fresh
 
+    def newest_amaxes(self) -> list[NewestAmaxes]:
+        return self._groups.split(self.history_tl[:, 0]) if self.quantizers else []
+
     @torch.no_grad()
-    def end_step(self, group: ProcessGroup | None) -> None:
-        """Reduce the step's amaxes over `group` (one collective), update the scales where due, roll the histories.
+    def end_step(self, reduced: Sequence[Tensor]) -> None:
+        """Take the step's amaxes, update the scales where due, roll the histories.
 
         Scales are updated after the first step and every `interval` steps from there.
         """
         if not self.quantizers:
             return
-        newest_t = self._reduce(self.history_tl[:, 0], group)
-        self.history_tl[:, 0] = newest_t
+        self.history_tl[:, 0] = self._groups.joined(reduced)
         self._advance(update=self.step.item() % self.recipe.interval == 0)
         self.scale_inv_t.copy_(self.scale_t.reciprocal())
         self.step += 1

@@ -28,7 +28,7 @@ from megafp8.fp8.quantize import amax, scale_from_amax
 from megafp8.fp8.quantizers import casts
 from megafp8.fp8.recipes.base import (
     PER_TENSOR,
-    AmaxReduction,
+    AmaxGroups,
     Built,
     Capabilities,
     Fp8Recipe,
@@ -39,6 +39,7 @@ from megafp8.fp8.recipes.base import (
     option,
 )
 from megafp8.fp8.sources import Source
+from megafp8.fp8.step import NewestAmaxes
 from megafp8.fp8.stochastic_rounding import NoiseClock
 from megafp8.fp8.tensor import QuantizedTensor
 
@@ -98,6 +99,10 @@ class StaticScaling(Fp8Recipe):
     power_of_two: bool = option(False, key="power_of_two_scale")
     use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()
 
+    @property
+    def calibrates(self) -> bool:
+        return self.calibration_steps > 0
+
     def given_amax(self, tensor: str) -> float | None:
         """The amax of a tensor that needs no calibration."""
         return next((value for pattern, value in self.amax if fnmatchcase(tensor, pattern)), None)
@@ -122,7 +127,7 @@ class StaticState:
     """Amaxes and scales `[t]`, fp32 on `device`, of `tensors` in their order."""
 
     def __init__(self, recipe: StaticScaling, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
-        self.recipe, self._reduce = recipe, AmaxReduction(tensors, device)
+        self.recipe, self._groups = recipe, AmaxGroups(tensors, device)
         given = [recipe.given_amax(tensor.name) for tensor in tensors]
         self.amax_t = torch.tensor([amax or 0.0 for amax in given], dtype=torch.float32, device=device)
         self.newest_t = torch.zeros_like(self.amax_t)
@@ -138,13 +143,17 @@ class StaticState:
         self.quantizers = {t.name: StaticQuantizer(recipe, t, *own) for t, own in zip(tensors, views, strict=True)}
         self.refresh()
 
+    def newest_amaxes(self) -> list[NewestAmaxes]:
+        calibrating = bool((self.steps_t < self.recipe.calibration_steps).any())
+        return self._groups.split(self.newest_t) if calibrating else []
+
     @torch.no_grad()
-    def end_step(self, group: ProcessGroup | None) -> None:
-        """Take the step's amaxes, reduced over `group` (one collective), into those of tensors that calibrate."""
-        calibrating_t = self.steps_t < self.recipe.calibration_steps
-        if not calibrating_t.any():
+    def end_step(self, reduced: Sequence[Tensor]) -> None:
+        """Take the step's amaxes into those of tensors that calibrate."""
+        if not reduced:
             return
-        newest_t = self._reduce(self.newest_t, group)
+        calibrating_t = self.steps_t < self.recipe.calibration_steps
+        newest_t = self._groups.joined(reduced)
         torch.maximum(self.amax_t, newest_t.masked_fill(~newest_t.isfinite(), 0.0), out=self.amax_t)
         self.newest_t.zero_()
         self.steps_t += calibrating_t

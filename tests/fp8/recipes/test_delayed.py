@@ -13,6 +13,7 @@ from megafp8.fp8 import E4M3, E5M2, DelayedScaling
 from megafp8.fp8.recipes.base import Fp8Tensor
 from megafp8.fp8.recipes.delayed import DelayedQuantizer, DelayedState, amax_of_history
 from megafp8.fp8.sources import Plain
+from megafp8.fp8.step import end_step
 from tests.fp8.reference import scale_of
 from tests.world import World
 
@@ -70,7 +71,7 @@ def test_1030_steps_against_a_naive_list(recipe: DelayedScaling) -> None:
             for peak in peaks:  # two micro-batches
                 quantizers[name](Plain(torch.tensor([[-peak, peak / 2]])), rowwise=True, columnwise=False)
             naive[name].step(max(peaks, key=lambda a: math.inf if math.isnan(a) else a))
-        state.end_step(None)
+        end_step([(state, None)])
         assert state.scale_t.tolist() == [naive[name].scale for name in FORMATS], step
         assert state.history_tl[:, 0].tolist() == [0, 0, 0]
     length = recipe.amax_history_len
@@ -84,7 +85,7 @@ def test_one_bad_step_costs_one_update() -> None:
     scales = []
     for peak in (2.0, torch.nan, 4.0, 1.0, 1.0, 1.0, 1.0):
         quantizer(Plain(torch.tensor([[peak]])), rowwise=True, columnwise=False)
-        state.end_step(None)
+        end_step([(state, None)])
         scales.append(state.scale_t.item())
         assert state.history_tl.isfinite().all()
     assert scales == [224, 224, 112, 112, 112, 112, 448]
@@ -101,7 +102,7 @@ def test_the_first_step_scales_by_the_tensor_at_hand() -> None:
         expected = tiny.x_rc.double() * (57344 / 3e-7)
         assert torch.equal(operand.rowwise.data.double(), expected.float().to(torch.float8_e5m2).double())
         assert operand.rowwise.dequantize(torch.float32).allclose(tiny.x_rc, rtol=0.125)
-    state.end_step(None)
+    end_step([(state, None)])
     assert state.scale_t.item() == pytest.approx(57344 / 3e-7)
     grown = quantizer(Plain(torch.tensor([[1.0]])), rowwise=True, columnwise=False)
     assert grown.rowwise is not None
@@ -131,7 +132,7 @@ def test_a_callable_sees_the_newest_first() -> None:
     quantizer = state.quantizers["a.input"]
     for peak in (2.0, 7.0, 4.0):
         quantizer(Plain(torch.tensor([[peak]])), rowwise=True, columnwise=False)
-        state.end_step(None)
+        end_step([(state, None)])
     assert seen == [[2, 0, 0], [7, 2, 0], [4, 7, 2]]
     assert state.scale_t.item() == 64
 
@@ -150,7 +151,7 @@ def _ranks_agree() -> list[list[float]]:
             rowwise=True,
             columnwise=False,
         )
-        state.end_step(world)
+        end_step([(state, world)])
         scales.append(state.scale_t.tolist())
     assert state.history_tl[0, 1:5].tolist() == [1, 2, 3, 4]
     return scales
@@ -163,7 +164,7 @@ def test_ranks_share_the_largest_amax_and_a_bad_step(world2: World) -> None:
 
 
 def test_a_rank_without_fp8_layers_takes_no_part() -> None:
-    state_of(DelayedScaling()).end_step(None)
+    end_step([(state_of(DelayedScaling()), None)])
 
 
 def test_casts_with_the_given_scale_and_raises_the_amax() -> None:

@@ -1,0 +1,393 @@
+"""FP8 state of linear layers that no model of megafp8's own was built with: converted ones, and those of `megafp8.nn`.
+
+A model of our own plans its layers together, and its training loop calls `Fp8Manager.end_step`. A standalone layer does
+not know its model, and training code calls nothing between steps. So its state is made at the first forward in FP8,
+when device, recipe and group are known, and three events are detected here:
+
+- *A weight changed.* Its FP8 copies are valid while its version counter and address stay the same, and are dropped when
+  any torch optimizer steps: fused optimizers and writes to `.data` do not change the counter.
+- *FSDP2 freed or gathered a weight.* It writes to one tensor without changing its version counter, but also assigns
+  that tensor to the module each time; so an assignment to `weight` calls `StandaloneLinear.release_weight`. Backward
+  then quantizes the gathered weight again instead of holding the whole model in FP8 on every rank.
+- *A step ended.* Scales advance at the first training forward after an optimizer stepped: once per step, however many
+  micro-batches, optimizers or recomputed forwards it has. An evaluation in between neither communicates nor changes
+  any state.
+
+Layers that ran within the same `autocast` end their step together, with one all-reduce for each group, so all ranks of
+a group must run the same layers. Two models that are trained in turn, each within its own `autocast`, end their steps
+apart: the graph of one may still need scales when the other begins its next step.
+
+A forward within a backward pass is a recomputation (activation checkpointing). It runs as the layer's last forward did:
+backward usually runs outside `autocast`, and in another thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megafp8.fp8.autocast import OUTSIDE, Autocast, current
+from megafp8.fp8.gemm.dispatch import GemmBackend
+from megafp8.fp8.linear_state import LinearState
+from megafp8.fp8.manager import Fp8Manager, end_step
+from megafp8.fp8.quantizers import AmaxRecording, Quantizer
+from megafp8.fp8.recipes import DelayedScaling, Fp8Recipe
+from megafp8.fp8.recipes.base import RecipeQuantizer
+from megafp8.fp8.sources import Plain
+from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
+from megafp8.plan import LinearSite
+
+
+class StandaloneLinear:
+    """One linear layer of `layers`: an attribute of the module that has its weight.
+
+    `last`: the context of its last forward outside a backward pass; `last_state`: its state in its last one in FP8, or
+    calibrating. `handle`: a number `[]` by which `layer_of` finds it. `saved_format`: the granularity, by name, in
+    which a forward in FP8 keeps the input for the weight gradient, or `VALUES`; by `Autocast.recipe_key`, as far as
+    known.
+    """
+
+    def __init__(self, layers: StandaloneLayers, site: LinearSite) -> None:
+        self.layers, self.site = layers, site
+        self.saved_format = {"": _saved_format_under(layers.own_recipe, site.name)}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.last, self.last_state = OUTSIDE, cast(LinearState | None, None)
+        self.handle = torch.tensor(next(_handles), device="cpu")
+        _by_handle[int(self.handle)] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layers": self.layers, "site": self.site, "saved_format": dict(self.saved_format)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reset()
+
+    @contextmanager
+    def running(self, device: torch.device, *, training: bool) -> Iterator[LinearState | None]:
+        """Context of one forward of the layer, with its state; None where it is to run in high precision.
+
+        Ends the step first if it is over. Within an `autocast` that calibrates, the state's plan is to calibrate. In
+        evaluation (not `training`) amaxes are not recorded, unless it calibrates.
+        """
+        recomputing = torch._C._current_graph_task_id() != -1
+        if not recomputing:
+            self.last = current()
+        context = self.last
+        if not context.enabled and not context.calibrating:
+            yield None
+            return
+        if training and not recomputing:
+            self.layers.begin_forward(context)
+        state = self.layers.state_of(self.site.name, context, device)
+        self.saved_format[context.recipe_key] = _saved_format(state)
+        if state.precision is None:
+            self.last_state = None
+            yield None
+            return
+        self.last_state = state
+        calibrating = not context.enabled
+        off = [] if training or calibrating else _recording(state)
+        for quantizer in off:
+            quantizer.recording = False
+        if calibrating:
+            state.replan(calibrating=True)
+        try:
+            yield state
+        finally:
+            for quantizer in off:
+                quantizer.recording = True
+            if calibrating:
+                state.replan()
+
+    def release_weight(self) -> None:
+        """Free the FP8 copies of the weight, whose memory comes or goes."""
+        for state in self.layers.states_of(self.site.name):
+            state.release_weight()
+
+
+VALUES = "values"
+_handles = itertools.count()
+_by_handle: weakref.WeakValueDictionary[int, StandaloneLinear] = weakref.WeakValueDictionary()
+
+
+def layer_of(handle: Tensor) -> StandaloneLinear:
+    """The layer whose handle it is."""
+    return _by_handle[int(handle)]
+
+
+def _saved_format(state: LinearState) -> str:
+    """The granularity of the input that the layer keeps for the weight gradient, or `VALUES`."""
+    if not state.plan.fp8 or state.high_precision.wgrad:
+        return VALUES
+    return cast(RecipeQuantizer, state.own_quantizers.input).granularity.name
+
+
+def _saved_format_under(recipe: Fp8Recipe, name: str) -> str:
+    """`_saved_format` of the layer `name` at its first forward, as far as it is known before."""
+    operands = recipe.operands(name)
+    if operands is None or recipe.override_linear_precision[2] or any(own.calibrates for own in operands):
+        return VALUES
+    return operands.input.granularity("input").name
+
+
+def _recording(state: LinearState) -> list[AmaxRecording]:
+    """The quantizers of the layer's activations and gradients that remember amaxes, and are doing so."""
+    own = state.own_quantizers
+    return [q for q in (own.input, own.grad_output, state.smoothing) if isinstance(q, AmaxRecording) and q.recording]
+
+
+class _Part(NamedTuple):
+    """Layers under one recipe and group."""
+
+    manager: Fp8Manager
+    states: dict[str, LinearState]
+
+    @property
+    def fp8_states(self) -> list[LinearState]:
+        return [state for state in self.states.values() if state.precision is not None]
+
+
+class StandaloneLayers:
+    """Layers at `sites` whose state is allocated together. A deep or pickled copy has the same scales.
+
+    `recipe`: where `autocast` names none, by default delayed scaling. `tp_group`: the ranks over which each layer is
+    sharded, if any.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[LinearSite],
+        recipe: Fp8Recipe | None = None,
+        *,
+        gemm_backend: GemmBackend = "auto",
+        tp_group: ProcessGroup | None = None,
+    ) -> None:
+        self.recipe, self.gemm_backend, self.tp_group = recipe, gemm_backend, tp_group
+        self.own_recipe = recipe or DelayedScaling()
+        self.layers = {site.name: StandaloneLinear(self, site) for site in sites}
+        self._parts: dict[tuple[Fp8Recipe, ProcessGroup | None, str | None], _Part] = {}
+        self._loaded: dict[str, Tensor] = {}  # the initial state
+        self._step_is_over = False
+        self._ran_in = OUTSIDE
+        self._device: torch.device | None = None
+        _alive.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: tensor.clone() for name, tensor in self._state().items()}
+        return {**vars(self), "_parts": {}, "_loaded": state, "_ran_in": OUTSIDE, "_device": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _alive.add(self)
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, context: Autocast) -> None:
+        """Begin a layer's forward in training, which begins the next step if one is over."""
+        if self._step_is_over:
+            refs = self._ran_in.ran_together
+            end_steps([self, *(layers for ref in refs if (layers := ref()) is not None and layers._step_is_over)])
+        if self._ran_in.ran_together is not context.ran_together:
+            context.ran_together.append(weakref.ref(self))
+        self._ran_in = context
+
+    def state_of(self, name: str, context: Autocast, device: torch.device) -> LinearState:
+        """The state of the layer `name`, made at the first call for the context's recipe and group.
+
+        That of all layers is made at once under their own recipe, and each layer's when it runs under another.
+        """
+        if self._device is None:
+            self._device = device
+        if device != self._device:
+            raise ValueError(
+                f"{name or 'the layer'} runs on {device}, and ran on {self._device} before; all layers that share FP8 "
+                "state must be on one device, and be moved there before their first FP8 forward"
+            )
+        recipe, group = context.recipe or self.own_recipe, context.amax_group
+        key = (recipe, group, None if self.recipe is None or recipe == self.recipe else name)
+        part = self._parts.get(key)
+        if part is None:
+            names = list(self.layers) if key[2] is None else [name]
+            part = self._parts[key] = self._build(recipe, group, names, device)
+        return part.states[name]
+
+    def states_of(self, name: str) -> list[WatchingLinearState]:
+        """The states of the layer `name` under all recipes and groups that it has run with."""
+        return [cast(WatchingLinearState, part.states[name]) for part in self._parts.values() if name in part.states]
+
+    def _build(
+        self, recipe: Fp8Recipe, group: ProcessGroup | None, names: Sequence[str], device: torch.device
+    ) -> _Part:
+        manager = Fp8Manager(
+            recipe,
+            amax_group=group,
+            gemm_backend=self.gemm_backend,
+            data_parallel=(0, 1) if group is None else (group.rank(), group.size()),
+            state_type=WatchingLinearState,
+        )
+        states = {name: manager.linear(self.layers[name].site, tp_group=self.tp_group) for name in names}
+        manager.materialize(device)
+        part = _Part(manager, states)
+        if self._loaded:
+            self._load(part, self._loaded, strict=not self._parts and len(names) == len(self.layers))
+        _record_weights(part, not self._step_is_over)
+        return part
+
+    def _load(self, part: _Part, state: dict[str, Tensor], *, strict: bool) -> None:
+        """Load what is of this part, if all of it is there; `strict`: there must be nothing else."""
+        own = part.manager.state_dict()
+        if strict:
+            part.manager.load_state_dict(state)
+        elif own.keys() <= state.keys():
+            part.manager.load_state_dict({name: state[name] for name in own})
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def optimizer_stepped(self) -> None:
+        """Drop the FP8 copies. Amaxes of the new weights are recorded when the next step begins."""
+        self._step_is_over = True
+        for part in self._parts.values():
+            for state in part.fp8_states:
+                state.invalidate_weight()
+            _record_weights(part, False)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Tensor]:
+        if not self._parts:
+            return self._loaded
+        return {name: tensor for part in self._parts.values() for name, tensor in part.manager.state_dict().items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Amaxes and scales by name, where the recipe keeps them between steps; empty before the first FP8 forward.
+
+        The same on all ranks of a group. ValueError if an optimizer has stepped and the step has not ended.
+        """
+        state = self._state()
+        if state and self._step_is_over:
+            raise ValueError(
+                "the FP8 state is between two steps, as an optimizer has stepped; call megafp8.fp8.end_step(model) on "
+                "every rank before megafp8.fp8.state_dict(model)"
+            )
+        return dict(state)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what `state_dict` returned, on any device, before or after the first forward.
+
+        ValueError, at the first FP8 forward at the latest, unless names and shapes are those of the layers.
+        """
+        self._step_is_over = False
+        self._loaded = dict(state)
+        for part in self._parts.values():
+            self._load(part, state, strict=len(self._parts) == 1)
+            _record_weights(part, True)
+
+
+def end_steps(several: Sequence[StandaloneLayers]) -> None:
+    """End a step of all layers, with one all-reduce for each group."""
+    unique = list(dict.fromkeys(several))
+    for layers in unique:
+        layers._step_is_over = False
+    parts = [part for layers in unique for part in layers._parts.values()]
+    end_step([part.manager for part in parts])
+    for part in parts:
+        _record_weights(part, True)
+
+
+def layers_of(module: nn.Module) -> list[StandaloneLayers]:
+    """The FP8 layers of `module` and the modules in it."""
+    own = [value for m in module.modules() for value in vars(m).values() if isinstance(value, StandaloneLinear)]
+    return list(dict.fromkeys(linear.layers for linear in own))
+
+
+def _record_weights(part: _Part, flag: bool) -> None:
+    for state in part.fp8_states:
+        quantizer = state.own_quantizers.weight
+        if isinstance(quantizer, AmaxRecording):
+            quantizer.recording = flag
+
+
+_alive: weakref.WeakSet[StandaloneLayers] = weakref.WeakSet()
+
+
+def _optimizer_stepped(*_: Any) -> None:
+    for layers in _alive:
+        layers.optimizer_stepped()
+
+
+# One for all, which stays: torch iterates over its hooks, and must not find one gone when a model is collected then.
+register_optimizer_step_post_hook(_optimizer_stepped)
+
+
+class WatchingLinearState(LinearState):
+    """A `LinearState` that sees for itself whether its weight has changed."""
+
+    _copies: _WeightCopies | None = None
+
+    def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
+        if self._copies is None or not self._copies.are_of(weight):
+            self._copies = _WeightCopies(weight, self.quantizers.weight)
+        self._copies.make(columnwise=columnwise)
+        return cast(QuantizedTensor, self._copies)  # it has the same interface
+
+    def invalidate_weight(self) -> None:
+        self._copies = None
+
+    def release_weight(self) -> None:
+        """Free the FP8 copies, also for graphs that need them: these quantize the weight again."""
+        if self._copies is not None:
+            self._copies.release()
+
+
+class _WeightCopies:
+    """A weight in FP8 with the interface of `QuantizedTensor`, which can be released and is then quantized again.
+
+    Layer and graph share it while the weight is unchanged. When the weight changes, the layer gets a new one, and an
+    older graph keeps the values it was computed with. When FSDP2 frees the weight, this is released for both, and the
+    next access quantizes the weight as gathered by then.
+    """
+
+    def __init__(self, weight: Tensor, quantizer: Quantizer) -> None:
+        self._weight, self._quantizer = weight, quantizer
+        self._made: QuantizedTensor | None = None
+        self._made_from: tuple[int, int] | None = None
+
+    def are_of(self, weight: Tensor) -> bool:
+        return self._is(weight) and (self._made is None or self._made_from == _stamp(weight))
+
+    def _is(self, weight: Tensor) -> bool:
+        """Whether it is the tensor, or another view of its memory, as compiled code may pass."""
+        own = self._weight
+        return own is weight or (own.data_ptr() == weight.data_ptr() != 0 and own.shape == weight.shape)
+
+    def make(self, *, columnwise: bool) -> QuantizedTensor:
+        if self._made is None or (columnwise and self._made.columnwise is None):
+            self._made_from = _stamp(self._weight)
+            self._made = self._quantizer(Plain(self._weight.detach()), rowwise=True, columnwise=columnwise)
+        return self._made
+
+    def release(self) -> None:
+        self._made = None
+
+    @property
+    def required_rowwise(self) -> ScaledTensor:
+        return self.make(columnwise=False).required_rowwise
+
+    @property
+    def required_columnwise(self) -> ScaledTensor:
+        return self.make(columnwise=True).required_columnwise
+
+
+def _stamp(weight: Tensor) -> tuple[int, int]:
+    """A value that changes when the tensor is written to or its memory is replaced."""
+    return weight._version, weight.data_ptr()
