@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
@@ -48,15 +49,21 @@ class _Current(threading.local):
     context = OUTSIDE
 
 
-_current = _Current()
+class _Newest:
+    context = OUTSIDE
 
 
+_current, _newest = _Current(), _Newest()
 _recipe_keys: dict[Fp8Recipe, str] = {}
 
 
 def current() -> Autocast:
-    """The innermost context of this thread."""
-    return _current.context
+    """The innermost context of this thread.
+
+    In torch.compile the one that any thread entered or left last: the compiler of torch 2.11 does not see a thread's
+    own attributes, and would take the layer to be outside. The compiled layer checks that of its thread when it runs.
+    """
+    return _newest.context if torch.compiler.is_compiling() else _current.context
 
 
 @contextmanager
@@ -84,8 +91,8 @@ def autocast(
     before = _current.context
     key = "" if recipe is None else _recipe_keys.setdefault(recipe, str(len(_recipe_keys) + 1))
     ran_together = [] if before is OUTSIDE else before.ran_together
-    _current.context = Autocast(enabled, recipe, group, calibrating, key, ran_together)
+    _current.context = _newest.context = Autocast(enabled, recipe, group, calibrating, key, ran_together)
     try:
         yield
     finally:
-        _current.context = before
+        _current.context = _newest.context = before
