@@ -217,6 +217,12 @@ class ModelConfig(Section):
     """rmsnorm (Llama) or layernorm (GPT-2)."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance in norms."""
+    norm_position: Literal["pre", "output", "both"] = "pre"
+    """Where attention and MLP, f, have their norms. pre: x + f(norm(x)) (Llama, GPT-2). output: x + norm(f(x)), before
+    the addition (OLMo 2). both: x + norm(f(norm(x))), a sandwich (Gemma 2 and 3)."""
+    zero_centered_gamma: bool = False
+    """Norms multiply by 1 + weight instead of weight, so that weight decay and small dtypes see numbers around zero
+    (Gemma; Megatron-LM's apply_layernorm_1p)."""
     activation: ActivationName = "swiglu"
     """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), or geglu and geglu_tanh: gelu(gate) * up."""
     linear_bias: bool = False

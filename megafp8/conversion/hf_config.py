@@ -396,7 +396,7 @@ def _check_llama(hf: HfConfig) -> dict[str, Any]:
 
 
 def _check_head_dim(hf: HfConfig) -> dict[str, Any]:
-    """transformers norms hidden_size channels of olmoe's queries, whatever head_dim says."""
+    """transformers norms hidden_size channels of the queries of olmoe, whatever head_dim says."""
     hidden, heads, width = hf.get("hidden_size"), hf.get("num_attention_heads"), hf.get("head_dim")
     if width is not None and isinstance(hidden, int) and isinstance(heads, int) and width * heads != hidden:
         refuse("head_dim", width, f"hidden_size / num_attention_heads ({hidden / heads:g}) in this family")
@@ -592,6 +592,17 @@ _OLMOE = Family(
     ),
     moe=True,
 )
+_OLMO2 = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=None, norm_eps=1e-5),
+        always(norm_position="output", qk_norm="projection"),
+        Trait(("layer_types",), _read_no_window),
+        only(attention_bias=False),
+        only(written=False, clip_qkv=None, sliding_window=None),
+    ),
+)
 _DEEPSEEK = (
     *_any_rope_model(rope_theta=1e4),
     always(norm_eps=1e-6),
@@ -659,7 +670,10 @@ _DEEPSEEK_V3 = Family(
     moe=True,
     latent=True,
 )
-_ALL = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3)
+_ALL = (
+    _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _OLMO2,
+    _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3,
+)  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
 """In order of preference where several can express a model."""
 

@@ -46,8 +46,14 @@ class Source(Protocol):
         ...
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """`x` in fp32, or in its dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def norm_factor(weight_c: Tensor, zero_centered: bool) -> Tensor:
+    """What a norm multiplies by: its weight, or 1 + weight; fp32 or wider."""
+    return 1.0 + wide(weight_c) if zero_centered else wide(weight_c)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -86,7 +92,7 @@ def _with_derivative(function: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + d/2) of `x_sbad`; cos, sin `[s, 1 or b, 1, d/2]`. In fp32, or x's dtype if wider."""
-    first, second = _wide(x_sbad).chunk(2, dim=-1)
+    first, second = wide(x_sbad).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
@@ -110,7 +116,7 @@ class Plain:
         return self.x_rc.device
 
     def values(self) -> Tensor:
-        return _wide(self.x_rc)
+        return wide(self.x_rc)
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ class ScaledColumns(Plain):
     kind: ClassVar[str] = "scaled_columns"
 
     def values(self) -> Tensor:
-        return _wide(self.x_rc) * self.scale_c
+        return wide(self.x_rc) * self.scale_c
 
 
 @dataclass(frozen=True)
@@ -136,13 +142,20 @@ class Normalized(Plain):
     mean_r: Tensor | None = None
     bias_c: Tensor | None = None
     kind: ClassVar[str] = "normalized"
+    zero_centered: ClassVar[bool] = False
 
     def values(self) -> Tensor:
-        x = _wide(self.x_rc)
+        x = wide(self.x_rc)
         if self.mean_r is not None:
             x = x - self.mean_r.unsqueeze(-1)
-        y = x * self.rstd_r.unsqueeze(-1) * _wide(self.weight_c)
-        return y if self.bias_c is None else y + _wide(self.bias_c)
+        y = x * self.rstd_r.unsqueeze(-1) * norm_factor(self.weight_c, self.zero_centered)
+        return y if self.bias_c is None else y + wide(self.bias_c)
+
+
+class ZeroCenteredNormalized(Normalized):
+    """With 1 + weight instead of weight."""
+
+    zero_centered = True
 
 
 class Activation(Plain):
@@ -152,7 +165,7 @@ class Activation(Plain):
 
 
 def _biased(x_rf: Tensor, bias_f: Tensor | None) -> Tensor:
-    return _wide(x_rf) if bias_f is None else _wide(x_rf) + _wide(bias_f)
+    return wide(x_rf) if bias_f is None else wide(x_rf) + wide(bias_f)
 
 
 @dataclass(frozen=True)
@@ -178,7 +191,7 @@ class GELUGrad(Activation):
     function: ClassVar[str] = "gelu_tanh"
 
     def values(self) -> Tensor:
-        return _wide(self.dy_rf) * _with_derivative(self.function, _biased(self.x_rc, self.bias_f))[1]
+        return wide(self.dy_rf) * _with_derivative(self.function, _biased(self.x_rc, self.bias_f))[1]
 
 
 @dataclass(frozen=True)
@@ -195,7 +208,7 @@ class Gated(Activation):
         return self.x_rc.shape[0], self.x_rc.shape[1] // 2
 
     def values(self) -> Tensor:
-        gate, up = _wide(self.x_rc).chunk(2, dim=-1)
+        gate, up = wide(self.x_rc).chunk(2, dim=-1)
         y = gate * FUNCTIONS[self.function](gate)[0] * up
         return y if self.scale_f is None else y * self.scale_f
 
@@ -208,8 +221,8 @@ class GatedGrad(Activation):
     scale_f: Tensor | None = None
 
     def values(self) -> Tensor:
-        gate, up = _wide(self.x_rc).chunk(2, dim=-1)
-        dy = _wide(self.dy_rf)
+        gate, up = wide(self.x_rc).chunk(2, dim=-1)
+        dy = wide(self.dy_rf)
         if self.scale_f is not None:
             dy = dy * self.scale_f
         y, derivative = _with_derivative(self.function, gate)
@@ -275,4 +288,4 @@ class QKVGrad:
 
     def values(self) -> Tensor:
         dq, dk = (rotate(x, self.cos, -self.sin) for x in (self.dq_sbad, self.dk_sbgd))
-        return torch.cat([dq, dk, _wide(self.dv_sbgd)], dim=2).flatten(2).flatten(0, 1)
+        return torch.cat([dq, dk, wide(self.dv_sbgd)], dim=2).flatten(2).flatten(0, 1)

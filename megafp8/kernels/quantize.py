@@ -104,11 +104,12 @@ def inputs_of(source: Source) -> Inputs:
     x = kernel_input(source.x_rc)
     c = x.shape[1]
     if isinstance(source, Normalized):
-        weight = kernel_input(source.weight_c)
+        weight, form = kernel_input(source.weight_c), "zero_centered" if source.zero_centered else ""
         if source.mean_r is None:
-            return Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, None), c)
+            return Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, None), c, form)
         assert source.bias_c is not None
-        return Inputs("layernorm", (x, x, source.rstd_r, source.mean_r, weight, kernel_input(source.bias_c)), c)
+        tensors = (x, x, source.rstd_r, source.mean_r, weight, kernel_input(source.bias_c))
+        return Inputs("layernorm", tensors, c, form)
     dy, suffix = (kernel_input(source.dy_rf), "_grad") if isinstance(source, (GELUGrad, GatedGrad)) else (x, "")
     if isinstance(source, (Gated, GatedGrad)):
         return Inputs(f"gated{suffix}", (x, dy, x, x, source.scale_f, None), c // 2, source.function)

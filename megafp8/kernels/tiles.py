@@ -13,9 +13,9 @@ is None is left out of the computation, and what is not listed is not read:
     gated_grad        [gate | up], dy, and as weight the channels' scales
     qkv_grad          dq, dk, cos, sin, dv
 
-FUNCTION is the activation's. The last two have two parts, computed together, which are apart in memory: the halves of
-the matrix, or of each head. So kernels count the columns of one part, c, and `part_columns` says where they are in the
-matrix.
+FUNCTION is the activation's; of a norm "zero_centered" if it multiplies by 1 + weight. The last two have two parts,
+computed together, which are apart in memory: the halves of the matrix, or of each head. So kernels count the columns of
+one part, c, and `part_columns` says where they are in the matrix.
 
 The expensive step of a cast is the transpose. Byte by byte it takes a load from shared memory for each element. So a
 tile is held as four tiles, of the rows 0, 4, 8, ..., of the rows 1, 5, 9, ... and so on (a quad is four rows): one
@@ -88,7 +88,10 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
             if SOURCE == "layernorm":
                 y = y - tl.load(mean_r + i0 + i, mask=i0 + i < r, other=0.0)[:, None]
             y = y * tl.load(rstd_r + i0 + i, mask=i0 + i < r, other=0.0)[:, None]
-            y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
+            weight = tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
+            if FUNCTION == "zero_centered":
+                weight = 1.0 + weight
+            y = y * weight
             if SOURCE == "layernorm":
                 y = y + tl.load(bias_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
         elif SOURCE == "activation" or SOURCE == "activation_grad":

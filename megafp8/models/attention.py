@@ -81,9 +81,16 @@ class Attention(nn.Module):
         self.k_norm: Norm | None = None
         self.qk_norms: ProjectionNorms | None = None
         if config.qk_norm == "projection":
-            self.qk_norms = ProjectionNorms(name, q_size, kv_size, context, config.norm_eps)
+            self.qk_norms = ProjectionNorms(
+                name, q_size, kv_size, context, config.norm_eps, zero_centered=config.zero_centered_gamma
+            )
         elif config.qk_norm:
-            norm: dict[str, Any] = {"kind": "rmsnorm", "eps": config.norm_eps, "sees_a_slice": t > 1}
+            norm: dict[str, Any] = {
+                "kind": "rmsnorm",
+                "eps": config.norm_eps,
+                "sees_a_slice": t > 1,
+                "zero_centered": config.zero_centered_gamma,
+            }
             self.q_norm = Norm(f"{name}.q_norm", d, context, **norm)
             self.k_norm = Norm(f"{name}.k_norm", d, context, **norm)
 

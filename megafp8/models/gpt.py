@@ -29,6 +29,7 @@ from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.context_parallel.attention import ContextAttention, plan
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
+from megafp8.fp8.linear_state import InputFormat
 from megafp8.models.attention import Attention, CoreAttention
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.latent_attention import LatentAttention
@@ -41,6 +42,7 @@ from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.models.router import Router
 from megafp8.ops.attention import SelfAttention, fastest_backends
 from megafp8.ops.attention_mask import causal_mask
+from megafp8.ops.fusion import LinearInput
 from megafp8.ops.linear import linear
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -48,6 +50,8 @@ from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEm
 from megafp8.tensor_parallel.mappings import scatter_to_sequence_parallel
 
 T = TypeVar("T")
+
+_NO_NORM = Neighbor("residual stream", "none", "no norm is before the layer")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
         kind=config.normalization,
         eps=config.norm_eps,
         sees_a_slice=context.sequence_sharded,
+        zero_centered=config.zero_centered_gamma,
     )
 
 
@@ -80,35 +85,67 @@ def _normalized(norm: Norm, x_sbh: Tensor, branch_sbh: Tensor | None = None) -> 
     return normed
 
 
+def _input(
+    norm: Norm | None, x_sbh: Tensor, branch_sbh: Tensor | None, form: InputFormat | None
+) -> tuple[Tensor, Tensor | LinearInput]:
+    """`x + branch`, and what attention or MLP read of it: its norm, or where there is none the sum itself."""
+    if norm is not None:
+        return norm.residual(x_sbh, branch_sbh, form)
+    total_sbh = x_sbh if branch_sbh is None else x_sbh + branch_sbh
+    return total_sbh, total_sbh
+
+
 class Block(nn.Module):
-    """Pre-norm transformer block; `parallel_block` feeds attention and MLP the same input and adds both."""
+    """Transformer block; `parallel_block` feeds attention and MLP the same input and adds both.
+
+    `norm_position` says which norms there are: of the inputs of attention and MLP, of their outputs, or of both.
+    """
 
     def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__()
         name = f"layers.{index}"
         self.parallel, self.window = config.parallel_block, config.window_of(index)
-        self.attention_norm = _norm(f"{name}.attention_norm", config, context)
+        of_inputs, of_outputs = config.norm_position != "output", config.norm_position != "pre"
+
+        def norm(which: str, there: bool) -> Norm | None:
+            return _norm(f"{name}.{which}", config, context) if there else None
+
+        def before(which: str) -> Neighbor:
+            return Neighbor(which, "any") if of_inputs else _NO_NORM
+
+        if not of_inputs:
+            memory = replace(memory, norms=False)
+        self.attention_norm = norm("attention_norm", of_inputs)
         self.attention: Attention | LatentAttention
         if config.latent_attention is None:
-            norm = Neighbor("attention_norm", "any")
-            self.attention = Attention(f"{name}.attention", config, context, input=norm, memory=memory)
+            input = before("attention_norm")
+            self.attention = Attention(f"{name}.attention", config, context, input=input, memory=memory)
         else:
             self.attention = LatentAttention(f"{name}.attention", config, context, memory)
-        self.mlp_norm = _norm(f"{name}.mlp_norm", config, context)
+        self.attention_output_norm = norm("attention_output_norm", of_outputs)
+        self.mlp_norm = norm("mlp_norm", of_inputs)
         self.mlp: MLP | MoE
         if config.moe_of(index) is None:
-            self.mlp = MLP(f"{name}.mlp", config, context, input=Neighbor("mlp_norm", "any"), memory=memory)
+            self.mlp = MLP(f"{name}.mlp", config, context, input=before("mlp_norm"), memory=memory)
         else:
             self.mlp = MoE(f"{name}.mlp", config, context, memory)
+        self.mlp_output_norm = norm("mlp_output_norm", of_outputs)
 
     def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
-        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_format)
-        attention = self.attention(normed, inputs.rotary, inputs.cores[self.window])
+        x_sbh, normed = _input(self.attention_norm, x_sbh, branch_sbh, self.attention.input_format)
+        attention = self._output(
+            self.attention(normed, inputs.rotary, inputs.cores[self.window]), self.attention_output_norm
+        )
         between = None if self.parallel else attention
-        x_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.input_format)
-        mlp = self.mlp(normed)
+        x_sbh, normed = _input(self.mlp_norm, x_sbh, between, self.mlp.input_format)
+        mlp = self._output(self.mlp(normed), self.mlp_output_norm)
         return x_sbh, mlp + attention if self.parallel else mlp
+
+    @staticmethod
+    def _output(y_sbh: Tensor, norm: Norm | None) -> Tensor:
+        """What attention or MLP add to the residual stream."""
+        return y_sbh if norm is None else _normalized(norm, y_sbh)
 
 
 class PredictionLayer(nn.Module):

@@ -66,7 +66,12 @@ class LatentAttention(nn.Module):
         self.down_state = context.fp8.linear(
             LinearSite(f"{name}.down"), high_precision="latents are few and stay in training.precision"
         )
-        norm: dict[str, Any] = {"kind": "rmsnorm", "eps": config.norm_eps, "sees_a_slice": context.sequence_sharded}
+        norm: dict[str, Any] = {
+            "kind": "rmsnorm",
+            "eps": config.norm_eps,
+            "sees_a_slice": context.sequence_sharded,
+            "zero_centered": config.zero_centered_gamma,
+        }
         self.q_norm = None if latent.q_rank is None else Norm(f"{name}.q_norm", latent.q_rank, context, **norm)
         self.kv_norm = Norm(f"{name}.kv_norm", latent.kv_rank, context, **norm)
 

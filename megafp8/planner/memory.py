@@ -163,11 +163,13 @@ def _block(config: Config, index: int) -> list[_Parameter]:
     """The parameters of block `index`."""
     model, x, norm = config.model, sizes(config), _norm(config)
     attention, mlp = _attention(config, index)
+    before, after = norm * (model.norm_position != "output"), norm * (model.norm_position != "pre")
     if model.moe_of(index) is not None:
-        block = [*norm, *attention, *norm, *_experts(config), *mlp]
+        mlp = [*_experts(config), *mlp]
     else:
         (up, down), bias = mlp, [_Parameter(x.h)] * model.linear_bias
-        block = [*norm, *attention, *norm, up, *[_Parameter(x.up)] * model.linear_bias, down, *bias]
+        mlp = [up, *[_Parameter(x.up)] * model.linear_bias, down, *bias]
+    block = [*before, *attention, *after, *before, *mlp, *after]
     ahead = index >= model.num_layers  # multi-token prediction
     return [_Parameter(2 * x.h * x.h), *norm, *norm, *block, *norm] if ahead else block
 

@@ -101,6 +101,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | {"shared_expert_intermediate_size": 8, "qkv_bias": False, "norm_topk_prob": True},
     ),
     "olmoe": ("Olmoe", LLAMA | {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmo2": ("Olmo2", LLAMA),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK),
     "deepseek-v3-tied": (
         "DeepseekV3",
@@ -185,6 +186,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
         "olmoe",
         SMALL | {"qk_norm": "projection", "moe": {"num_experts": 6, "top_k": 3, "ffn_hidden_size": 24}},
     ),
+    "olmo2": ("olmo2", SMALL | {"norm_position": "output", "qk_norm": "projection"}),
     "deepseek_v2": (
         "deepseek_v2",
         LATENT

@@ -38,7 +38,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another family": (
         L | {"model_type": "phi"},
-        "model_type = 'phi': .*supported: deepseek_v2, deepseek_v3, gpt2, llama",
+        "model_type = 'phi': .*supported: deepseek_v2, .*gpt2, .*llama",
     ),
     "pairs of channels that are apart": (D | {"rope_interleave": False}, "rope_interleave = False: .*supported: True"),
     "another epsilon in latents": (
@@ -373,6 +373,17 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
         },
     ),
+    "olmo2-7b": (
+        7_298_617_344,
+        {
+            "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+            "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277,
+            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
+            "torch_dtype": "float32", "transformers_version": "4.47.0", "use_cache": True, "vocab_size": 100352,
+        },
+    ),
     # The hub's also has auto_map and quantization_config (FP8), which are refused. 14,848 of the parameters are biases
     # of routers; those of multi-token prediction (14e9 on the hub with its copies of the embedding and the output
     # layer) are not counted.
@@ -448,7 +459,7 @@ def test_every_family_is_tested() -> None:
     assert {family for family, _ in OURS.values()} == set(FAMILIES)
 
 
-_FAMILIES = "Llama Mistral Qwen2 Qwen3 GPT2 Mixtral Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3"
+_FAMILIES = "Llama Mistral Qwen2 Qwen3 GPT2 Olmo2 Mixtral Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3"
 
 
 @pytest.mark.parametrize("kind", _FAMILIES.split())

@@ -47,10 +47,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt2-untied-gelu": GPT2 | {"tie_embeddings": False, "activation": "gelu"},
     "geglu": LLAMA | {"activation": "geglu"},
-    "geglu-tanh": LLAMA | {"activation": "geglu_tanh", "linear_bias": True},
+    "gemma": LLAMA
+    | {"activation": "geglu_tanh", "linear_bias": True, "norm_position": "both", "zero_centered_gamma": True},
     "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True},
-    "window-mtp": LLAMA
-    | {"sliding_window": 3, "full_attention_layers": [1], "mtp_num_layers": 2, "qk_norm": "projection"},
+    "olmo-window-mtp": LLAMA
+    | {
+        "norm_position": "output",
+        "qk_norm": "projection",
+        "zero_centered_gamma": True,
+        "sliding_window": 3,
+        "full_attention_layers": [1],
+        "mtp_num_layers": 2,
+    },
     "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none", "qk_norm": "projection"},
     "latent": LLAMA | {"latent_attention": LATENT, "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
 }
@@ -159,7 +167,7 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
 @pytest.mark.parametrize("recompute", ["first", "selective"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "geglu-tanh", "qwen", "parallel-block", "latent"]
+    "name", ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent"]
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel, recompute, ranks=tp)
@@ -172,12 +180,12 @@ def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: 
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "window-mtp", "latent"])
+@pytest.mark.parametrize("name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent"])
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(_compare, MODELS[name], tp, True, "none", False, 0.0, cp, ranks=tp * cp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "window-mtp"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp"])
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(_compare, MODELS[name], 2, True, "full", True, 0.0, 2, ranks=4)
 

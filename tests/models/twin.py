@@ -16,11 +16,13 @@ from megafp8.config import ModelConfig
 Weights = dict[str, Tensor]
 
 
-def _norm(x: Tensor, w: Weights, name: str, kind: str, eps: float) -> Tensor:
+def _norm(x: Tensor, w: Weights, name: str, config: ModelConfig, kind: str = "rmsnorm") -> Tensor:
+    """By default that of latents, or of queries and keys."""
+    weight, eps = w[f"{name}.weight"] + config.zero_centered_gamma, config.norm_eps
     if kind == "rmsnorm":
-        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * w[f"{name}.weight"]
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
     centred = x - x.mean(-1, keepdim=True)
-    return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps) * w[f"{name}.weight"] + w[f"{name}.bias"]
+    return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps) * weight + w[f"{name}.bias"]
 
 
 def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
@@ -82,14 +84,14 @@ def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions:
     d, heads, groups = config.channels, config.num_attention_heads, config.query_groups
     q, k, v = (_linear(x, w, f"{name}.{part}") for part in "qkv")
     if config.qk_norm == "projection":
-        q, k = (_norm(y, w, f"{name}.{part}_norm", "rmsnorm", config.norm_eps) for y, part in ((q, "q"), (k, "k")))
+        q, k = (_norm(y, w, f"{name}.{part}_norm", config) for y, part in ((q, "q"), (k, "k")))
     out = []
     for head in range(heads):
         group = head // (heads // groups)
         qh, kh, vh = q[..., head * d : (head + 1) * d], *(y[..., group * d : (group + 1) * d] for y in (k, v))
         if config.qk_norm is True:
-            qh = _norm(qh, w, f"{name}.q_norm", "rmsnorm", config.norm_eps)
-            kh = _norm(kh, w, f"{name}.k_norm", "rmsnorm", config.norm_eps)
+            qh = _norm(qh, w, f"{name}.q_norm", config)
+            kh = _norm(kh, w, f"{name}.k_norm", config)
         if config.position_embedding == "rope":
             qh, kh = _rotate(qh, positions, config), _rotate(kh, positions, config)
         scores = (qh @ kh.transpose(-1, -2) / math.sqrt(d)).masked_fill(~allowed, -math.inf)
@@ -121,9 +123,9 @@ def _latent_attention(
     if m.q_rank is None:
         q = _linear(x, w, f"{name}.q")
     else:
-        q_latent = _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", "rmsnorm", config.norm_eps)
+        q_latent = _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", config)
         q = _linear(q_latent, w, f"{name}.q_up")
-    kv = _linear(_norm(kv_latent, w, f"{name}.kv_norm", "rmsnorm", config.norm_eps), w, f"{name}.kv_up")
+    kv = _linear(_norm(kv_latent, w, f"{name}.kv_norm", config), w, f"{name}.kv_up")
     k_rotary, out = _interleaved(k_rotary, positions, config), []
     for head in range(config.num_attention_heads):
         qn, qr = q[..., head * (n + r) : (head + 1) * (n + r)].split([n, r], dim=-1)
@@ -217,15 +219,26 @@ def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
     *, sparse: bool,
 ) -> Tensor:  # fmt: skip
-    kind, eps = config.normalization, config.norm_eps
-    normed = _norm(x, w, f"{name}.attention_norm", kind, eps)
-    attend = _attention if config.latent_attention is None else _latent_attention
-    a = attend(normed, w, f"{name}.attention", config, positions, allowed)
+    def norm(x: Tensor, which: str, there: bool) -> Tensor:
+        return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
+
+    of_inputs, of_outputs = config.norm_position in ("pre", "both"), config.norm_position in ("output", "both")
+
+    def attention(x: Tensor) -> Tensor:
+        attend = _attention if config.latent_attention is None else _latent_attention
+        normed = norm(x, "attention_norm", of_inputs)
+        y = attend(normed, w, f"{name}.attention", config, positions, allowed)
+        return norm(y, "attention_output_norm", of_outputs)
+
+    def feed_forward(x: Tensor) -> Tensor:
+        normed = norm(x, "mlp_norm", of_inputs)
+        y = moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config)
+        return norm(y, "mlp_output_norm", of_outputs)
+
     if config.parallel_block:
-        return x + a + mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
-    x = x + a
-    normed = _norm(x, w, f"{name}.mlp_norm", kind, eps)
-    return x + (moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config))
+        return x + attention(x) + feed_forward(x)
+    x = x + attention(x)
+    return x + feed_forward(x)
 
 
 def _cross_entropy(x: Tensor, w: Weights, config: ModelConfig, labels: Tensor, z_loss: float) -> Tensor:
@@ -257,12 +270,12 @@ def twin_loss(
     x = w["embedding.word.weight"][tokens]
     if config.position_embedding == "learned":
         x = x + w["embedding.position.weight"][positions]
-    kind, eps = config.normalization, config.norm_eps
+    kind = config.normalization
     losses = [] if router_losses is None else router_losses
     for layer in range(config.num_layers):
         sparse, seen = config.moe_of(layer) is not None, allowed[windows[layer]]
         x = _block(x, w, f"layers.{layer}", config, positions, seen, losses, sparse=sparse)
-    x = _norm(x, w, "final_norm", kind, eps)
+    x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
     b, s = tokens.shape
     for depth in range(1, config.mtp_num_layers + 1):  # sparse and seen are the last layer's
@@ -273,10 +286,10 @@ def twin_loss(
                     target[row, i], wanted[row, i] = labels[row, i + depth], 1
         # What a token sees after the end of its document or sample changes nothing that counts: it is the last one.
         ahead = torch.stack([torch.stack([labels[row, (i + depth - 1) % s] for i in range(s)]) for row in range(b)])
-        embedded = _norm(w["embedding.word.weight"][ahead], w, f"{name}.embedding_norm", kind, eps)
-        hidden = _norm(x, w, f"{name}.hidden_norm", kind, eps)
+        embedded = _norm(w["embedding.word.weight"][ahead], w, f"{name}.embedding_norm", config, kind)
+        hidden = _norm(x, w, f"{name}.hidden_norm", config, kind)
         x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
         x = _block(x, w, name, config, positions, seen, losses, sparse=sparse)
-        x = _norm(x, w, f"{name}.final_norm", kind, eps)
+        x = _norm(x, w, f"{name}.final_norm", config, kind)
         found.append(_cross_entropy(x, w, config, target, z_loss) * wanted)
     return torch.cat(found)
