@@ -134,7 +134,9 @@ def _flag(hf: HfConfig, key: str) -> bool:
 _ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _YARN = ("factor", _ORIGINAL_LENGTH)
-_ROPE_TYPES: dict[str, tuple[str, ...]] = {"default": (), "llama3": tuple(RopeScaling.model_fields), "yarn": _YARN}
+_ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (), "linear": ("factor",), "llama3": tuple(RopeScaling.model_fields), "yarn": _YARN,
+}  # fmt: skip
 """Supported values of rope_type, and the keys that each requires."""
 _OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 """Keys of yarn that need not be there."""
@@ -175,6 +177,8 @@ def _read_rope_dict(key: str, rope: Any, hf: HfConfig, default_theta: float) -> 
         refuse(f"{key}.{unknown[0]}", rope[unknown[0]], f"with rope_type {kind!r} only {known}")
     if not needed:
         return {"rope_theta": theta}
+    if kind == "linear":
+        return {"rope_theta": theta, "rope_interpolation_factor": rope["factor"]}
     if hf.get(_ORIGINAL_LENGTH, rope[_ORIGINAL_LENGTH]) != rope[_ORIGINAL_LENGTH]:
         copy = f"{key}.{_ORIGINAL_LENGTH} ({rope[_ORIGINAL_LENGTH]!r})"
         refuse(_ORIGINAL_LENGTH, hf[_ORIGINAL_LENGTH], f"the value of {copy}, or no second copy")
@@ -187,14 +191,33 @@ def _read_yarn(key: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     """The section model.yarn; absent keys and null are the defaults."""
     if rope.get("attention_factor") is not None:
         refuse(f"{key}.attention_factor", rope["attention_factor"], "null, or mscale and mscale_all_dim")
-    if rope.get("truncate", True) is not True:
-        refuse(f"{key}.truncate", rope["truncate"], "true")
-    given = {name: rope[name] for name in (*_YARN, *_OF_YARN[:4]) if rope.get(name) is not None}
+    given = {name: rope[name] for name in (*_YARN, *_OF_YARN) if rope.get(name) is not None}
     if given.get("mscale", 1) != 1 and not given.get("mscale_all_dim"):
         refuse(f"{key}.mscale", given["mscale"], "1 without mscale_all_dim, as transformers ignores it then")
     if given.get("mscale_all_dim") and not given.get("mscale"):
         refuse(f"{key}.mscale", rope.get("mscale"), "a number beside mscale_all_dim, as others differ in its default")
     return given
+
+
+def _read_local_rope(hf: HfConfig) -> dict[str, Any]:
+    """Gemma 3: two rotary embeddings; in transformers 4 three keys, in 5 two dictionaries in rope_parameters."""
+    nested = hf.get("rope_parameters") or {}
+    if not isinstance(nested, dict) or not all(key in _KINDS and isinstance(x, dict) for key, x in nested.items()):
+        refuse("rope_parameters", nested, f"a dictionary of two, {' and '.join(_KINDS)}")
+    found = _read_rope({**hf, "rope_parameters": nested.get("full_attention")}, 1e6)
+    key = "rope_local_base_freq"
+    local = _read_rope_dict(
+        "rope_parameters.sliding_attention", nested.get("sliding_attention", {}), {}, hf.get(key, 1e4)
+    )
+    if local.keys() != {"rope_theta"}:
+        refuse("rope_parameters", nested, "no scaling of layers with a window")
+    if hf.get(key, local["rope_theta"]) != local["rope_theta"]:
+        refuse(key, hf[key], f"the value in rope_parameters ({local['rope_theta']!r}), or no second copy")
+    return found | {"rope_local_theta": local["rope_theta"]}
+
+
+def _write_local_rope(model: ModelConfig) -> dict[str, Any]:
+    return _write_rope(model) | {"rope_local_base_freq": canonical(model)["rope_local_theta"]}
 
 
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
@@ -204,9 +227,16 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
         written = {"rope_type": "yarn", **model.yarn.model_dump()}
         if model.yarn.mscale == 1 and not model.yarn.mscale_all_dim:
             del written["mscale"], written["mscale_all_dim"]
+        if model.yarn.truncate:
+            del written["truncate"]
     elif model.rope_scaling is not None:
         written = {"rope_type": "llama3", **model.rope_scaling.model_dump()}
+    elif model.rope_interpolation_factor > 1:
+        written = {"rope_type": "linear", "factor": model.rope_interpolation_factor}
     return {"rope_theta": model.rope_theta, "rope_scaling": written}
+
+
+_KINDS = ("sliding_attention", "full_attention")
 
 
 def _layer_types(hf: HfConfig) -> list[str] | None:
@@ -216,7 +246,7 @@ def _layer_types(hf: HfConfig) -> list[str] | None:
         return None
     if not isinstance(kinds, list) or len(kinds) != hf.get("num_hidden_layers"):
         refuse("layer_types", kinds, f"one entry for each of num_hidden_layers ({hf.get('num_hidden_layers')})")
-    if not {*map(str, kinds)} <= {"full_attention", "sliding_attention"}:
+    if not {*map(str, kinds)} <= set(_KINDS):
         refuse("layer_types", sorted(set(map(str, kinds))), "full_attention and sliding_attention")
     return [str(kind) for kind in kinds]
 
@@ -242,6 +272,28 @@ def _window_of_all(default: int | None) -> Trait:
         return {"sliding_window": window}
 
     return Trait(("sliding_window", "layer_types"), read, lambda model: {"sliding_window": model.sliding_window})
+
+
+def _pattern_of_windows(default: int, every: Callable[[HfConfig], int], *more: str) -> Trait:
+    """Layers with a window, and some without. Without layer_types these are the last of each `every` layers.
+
+    `default`: the window where the key is absent. `more`: keys that say the same.
+    """
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        kinds, layers = _layer_types(hf), hf.get("num_hidden_layers")
+        if not isinstance(layers, int):
+            refuse("num_hidden_layers", layers, "a number of layers")
+        if kinds is None:
+            kinds = [_KINDS[(i + 1) % every(hf) == 0] for i in range(layers)]
+        window, full = hf.get("sliding_window", default), [i for i in range(layers) if kinds[i] == _KINDS[1]]
+        return {} if window is None else {"sliding_window": window, "full_attention_layers": full}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        kinds = [_KINDS[model.window_of(i) is None] for i in range(model.num_layers)]
+        return {"sliding_window": model.sliding_window or default, "layer_types": kinds}
+
+    return Trait(("sliding_window", "layer_types", *more), read, write)
 
 
 def _read_qwen_window(hf: HfConfig) -> dict[str, Any]:
@@ -416,8 +468,10 @@ def _activations(*, gated: bool) -> dict[str, str]:
     return {theirs: name for name, ours in ACTIVATIONS.items() if ours.gated == gated for theirs in ours.hugging_face}
 
 
-def _any_rope_model(rope_theta: float) -> tuple[Trait, ...]:
-    """Traits of all families with rotary embeddings, whatever their attention."""
+def _sizes_and_norm(
+    activation_key: str = "hidden_act", activation: str = "silu", *, tied: bool = False
+) -> tuple[Trait, ...]:
+    """Traits of all relatives of Llama; the arguments are the defaults of `transformers`."""
     return (
         same("num_layers", "num_hidden_layers"),
         same("hidden_size", "hidden_size"),
@@ -425,10 +479,18 @@ def _any_rope_model(rope_theta: float) -> tuple[Trait, ...]:
         same("ffn_hidden_size", "intermediate_size"),
         same("vocab_size", "vocab_size"),
         same("max_position_embeddings", "max_position_embeddings", None),
-        same("activation", "hidden_act", "silu", _activations(gated=True)),
-        same("tie_embeddings", "tie_word_embeddings", False),
+        same("activation", activation_key, activation, _activations(gated=True)),
+        same("tie_embeddings", "tie_word_embeddings", tied),
         _INIT_STD,
-        always(position_embedding="rope", normalization="rmsnorm"),
+        always(normalization="rmsnorm"),
+    )
+
+
+def _any_rope_model(rope_theta: float) -> tuple[Trait, ...]:
+    """Traits of all families with one rotary embedding, whatever their attention."""
+    return (
+        *_sizes_and_norm(),
+        always(position_embedding="rope"),
         Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), lambda hf: _read_rope(hf, rope_theta), _write_rope),
     )
 
@@ -603,6 +665,56 @@ _OLMO2 = Family(
         only(written=False, clip_qkv=None, sliding_window=None),
     ),
 )
+_ATTENTION_SCALE = Trait(
+    ("query_pre_attn_scalar",),
+    lambda hf: {"attention_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5},
+    lambda model: {"query_pre_attn_scalar": round(model.score_scale**-2)},
+)
+_GEMMA = (
+    *_sizes_and_norm("hidden_activation", "gelu_pytorch_tanh", tied=True),
+    same("num_query_groups", "num_key_value_heads", 4),
+    same("head_dim", "head_dim", 256),
+    same("norm_eps", "rms_norm_eps", 1e-6),
+    aliases(hidden_act="hidden_activation"),
+    always(position_embedding="rope", norm_position="both", zero_centered_gamma=True),
+    Trait(
+        (),
+        # A number that is none is refused elsewhere.
+        lambda hf: {"embedding_multiplier": x**0.5} if isinstance(x := hf.get("hidden_size"), int) else {},
+    ),
+    _ATTENTION_SCALE,
+    only(attention_bias=False),
+    Trait((), _check_llama),
+)
+_GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    (
+        *_GEMMA,
+        Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), lambda hf: _read_rope(hf, 1e4), _write_rope),
+        same("attention_softcap", "attn_logit_softcapping", 50.0, nullable=True),
+        same("logit_softcap", "final_logit_softcapping", 30.0, nullable=True),
+        _pattern_of_windows(4096, lambda hf: 2),
+        aliases(sliding_window_size="sliding_window"),
+        only(written=False, use_bidirectional_attention=None),
+    ),
+)
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
+_GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    (
+        *_GEMMA,
+        always(qk_norm=True),
+        Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH, "rope_local_base_freq"), _read_local_rope, _write_local_rope),
+        same("attention_softcap", "attn_logit_softcapping", None, nullable=True),
+        same("logit_softcap", "final_logit_softcapping", None, nullable=True),
+        _pattern_of_windows(
+            4096, lambda hf: hf.get("sliding_window_pattern", 6), "sliding_window_pattern", "_sliding_window_pattern"
+        ),
+        only(written=False, use_bidirectional_attention=False),
+    ),
+)
 _DEEPSEEK = (
     *_any_rope_model(rope_theta=1e4),
     always(norm_eps=1e-6),
@@ -671,7 +783,7 @@ _DEEPSEEK_V3 = Family(
     latent=True,
 )
 _ALL = (
-    _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _OLMO2,
+    _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _OLMO2, _GEMMA2, _GEMMA3,
     _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3,
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
@@ -698,7 +810,7 @@ _HARMLESS_FOR: Mapping[str, str] = {
     "they choose outputs, caches, and implementations that differ in rounding alone": "use_cache return_dict "
     "output_hidden_states output_attentions output_router_logits output_past tie_last_hidden_states is_decoder "
     "chunk_size_feed_forward pretraining_tp attn_implementation _attn_implementation _attn_implementation_autoset "
-    "experts_implementation ep_size gradient_checkpointing reorder_and_upcast_attn",
+    "experts_implementation ep_size gradient_checkpointing reorder_and_upcast_attn cache_implementation",
     "evaluation has no dropout or noise, and training here has none": "attention_dropout hidden_dropout resid_pdrop "
     "embd_pdrop attn_pdrop classifier_dropout router_jitter_noise",
     "they are sizes of buffers in old releases": "n_ctx max_sequence_length",
@@ -809,7 +921,13 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": model.query_groups,
         "head_dim": model.channels,
         "ffn_hidden_size": model.ffn_size,
+        "attention_scale": model.score_scale,
+        "rope_local_theta": model.rope_local_theta or (None if _scales_rope(model) else model.rope_theta),
     }
+
+
+def _scales_rope(model: ModelConfig) -> bool:
+    return model.yarn is not None or model.rope_scaling is not None or model.rope_interpolation_factor > 1
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
@@ -818,7 +936,13 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
     ignored = {"vocab_multiple", "init_std", "mtp_num_layers", "mtp_loss_scaling_factor"}
     if one.position_embedding == other.position_embedding:
         ignored |= set() if one.position_embedding == "learned" else {"max_position_embeddings"}
-        ignored |= set() if one.position_embedding == "rope" else {"rope_theta", "rope_scaling", "yarn"}
+        ignored |= (
+            set()
+            if one.position_embedding == "rope"
+            else {key for key in a if "rope" in key or "rotary" in key or key == "yarn"}
+        )
+    if one.sliding_window is None and other.sliding_window is None:
+        ignored.add("rope_local_theta")
     if one.linear_bias and other.linear_bias:
         ignored.add("qkv_bias")  # it adds nothing then
     for section in _SECTIONS:

@@ -166,9 +166,12 @@ _OLMO2 = _LLAMA | {
     "layers.*.attention_output_norm": Place("model.layers.*.post_attention_layernorm"),
     "layers.*.mlp_output_norm": Place("model.layers.*.post_feedforward_layernorm"),
 }
+_GEMMA = _OLMO2 | {"layers.*.mlp_norm": Place("model.layers.*.pre_feedforward_layernorm")}
 _MODULES: Mapping[str, Mapping[str, Place]] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
     "gpt2": _GPT2,
     "mixtral": _MIXTRAL,
     "olmo2": _OLMO2,

@@ -213,6 +213,7 @@ def _stage(config: Config, layers: range) -> list[_Parameter]:
     positions = _Parameter((model.max_position_embeddings or config.training.seq_length) * h)
     embedding = [*table * (first or (last and model.embeds_on_last_stage))]
     embedding += [positions] * (first and model.position_embedding == "learned")
+    embedding += _norm(config) * (first and model.embedding_norm)
     blocks = [parameter for index in layers for parameter in _block(config, index)]
     return [*embedding, *blocks, *_norm(config) * last, *table * (last and not model.tie_embeddings)]
 

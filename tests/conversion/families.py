@@ -57,6 +57,7 @@ DEEPSEEK: dict[str, Any] = LLAMA | {
     "num_nextn_predict_layers": 0,
 }
 DEEPSEEK_V2: dict[str, Any] = {key: x for key, x in DEEPSEEK.items() if key != "num_nextn_predict_layers"}
+GEMMA: dict[str, Any] = LLAMA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -102,6 +103,24 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("Olmoe", LLAMA | {"num_experts": 6, "num_experts_per_tok": 2}),
     "olmo2": ("Olmo2", LLAMA),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2-uncapped": (
+        "Gemma2",
+        GEMMA
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": ["full_attention"] * 3}
+        | {"tie_word_embeddings": False},
+    ),
+    "gemma3": (
+        "Gemma3",
+        GEMMA
+        | {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK),
     "deepseek-v3-tied": (
         "DeepseekV3",
@@ -127,6 +146,15 @@ SMALL: dict[str, Any] = {
     "ffn_hidden_size": 48,
     "vocab_size": V,
     "vocab_multiple": 8,
+}
+GEMMA_OF_OURS: dict[str, Any] = SMALL | {
+    "activation": "geglu_tanh",
+    "norm_position": "both",
+    "zero_centered_gamma": True,
+    "embedding_multiplier": 32**0.5,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "full_attention_layers": [1],
 }
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
 GROUPED_EXPERTS: dict[str, Any] = {
@@ -187,6 +215,12 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | {"qk_norm": "projection", "moe": {"num_experts": 6, "top_k": 3, "ffn_hidden_size": 24}},
     ),
     "olmo2": ("olmo2", SMALL | {"norm_position": "output", "qk_norm": "projection"}),
+    "gemma2": ("gemma2", GEMMA_OF_OURS | {"attention_softcap": 1.5, "logit_softcap": 4.0, "attention_scale": 24**-0.5}),
+    "gemma3_text": (
+        "gemma3_text",
+        GEMMA_OF_OURS
+        | {"qk_norm": True, "rope_theta": 1e4, "rope_local_theta": 50.0, "rope_interpolation_factor": 4.0},
+    ),
     "deepseek_v2": (
         "deepseek_v2",
         LATENT
@@ -221,18 +255,25 @@ def make_theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
     kind, options = THEIRS[name]
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
-        getattr(transformers, f"{kind}Config")(**options)
+        config_class(kind)(**options)
     )
-    randomize(model)
+    randomize(model, norms=0.0 if kind.startswith("Gemma") else 1.0)
     return model.to(dtype).eval()
 
 
+def config_class(kind: str) -> Any:
+    """The class of `transformers` that reads config.json."""
+    import transformers
+
+    return getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
+
+
 @torch.no_grad()
-def randomize(model: Any) -> None:
-    """Random values for all that a model of `transformers` stores."""
+def randomize(model: Any, norms: float = 1.0) -> None:
+    """Random values for all that a model of `transformers` stores. `norms`: the mean of norms' weights."""
     biases = [(key, x) for key, x in model.named_buffers() if key.endswith("e_score_correction_bias")]
     for key, x in [*model.named_parameters(), *biases]:
-        x.copy_((1.0 if "norm" in key and key.endswith("weight") else 0.0) + 0.2 * torch.randn(x.shape))
+        x.copy_((norms if "norm" in key and key.endswith("weight") else 0.0) + 0.2 * torch.randn(x.shape))
 
 
 def tokens() -> Tensor:
@@ -255,6 +296,6 @@ class RandomSource(Source):
 
     def read(self, name: str) -> Tensor:
         shape = self.tensors[name].shape
-        centre = 1.0 if "norm.weight" in name else 0.0
+        centre = 1.0 if "norm.weight" in name and not self.model.zero_centered_gamma else 0.0
         piece = ParamShard(name, shape, (0,) * len(shape), shape)
         return (centre + fill_(torch.empty(shape), piece, Init("normal", 0.2), 7)).to(self.dtype)

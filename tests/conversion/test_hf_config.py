@@ -14,6 +14,7 @@ from tests.conversion.families import (
     DEEPSEEK,
     DEEPSEEK_V2,
     EXPERTS,
+    GEMMA,
     GPT2,
     LATENT,
     LLAMA,
@@ -21,6 +22,7 @@ from tests.conversion.families import (
     OURS,
     SMALL,
     THEIRS,
+    config_class,
 )
 from tests.quickstart_data import ROOT
 
@@ -31,6 +33,7 @@ E2, E3 = ({**EXPERTS, "model_type": kind} for kind in ("qwen2_moe", "qwen3_moe")
 E1 = {**L, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2}
 D = DEEPSEEK | {"model_type": "deepseek_v3"}
 D2 = DEEPSEEK_V2 | {"model_type": "deepseek_v2"}
+G3 = GEMMA | {"model_type": "gemma3_text"}
 G = GPT2 | {"model_type": "gpt2"}
 ORIGINAL = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -61,7 +64,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         L | {"rope_scaling": YARN | {"attention_factor": 1.2}},
         "rope_scaling.attention_factor = 1.2: .*supported: null",
     ),
-    "yarn to half pairs": (L | {"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate = False"),
     "yarn backwards": (L | {"rope_scaling": YARN | {"beta_fast": 1}}, r"yarn.beta_fast = 1.0: not above beta_slow"),
     "normalized scores in DeepSeek-V2": (D2 | {"norm_topk_prob": True}, "norm_topk_prob = True: .*supported: False"),
     "sigmoid in DeepSeek-V2": (D2 | {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid': .*supported: 'softmax'"),
@@ -89,7 +91,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "rope_parameters has no key original_max_position_embeddings",
     ),
     "dynamic, old name": (L | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
-    "linear": (L | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+    "scaled rope of windows": (
+        G3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "no scaling of layers with a window",
+    ),
+    "another rope of windows": (
+        G3 | {"rope_local_base_freq": 5.0, "rope_parameters": {"sliding_attention": {"rope_theta": 7.0}}},
+        r"rope_local_base_freq = 5.0: .*the value in rope_parameters \(7.0\)",
+    ),
     "a key of llama3": (L | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no key low_freq_factor"),
     "rope by layer": (L | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one rotary embedding"),
     "half a head turned": (L | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5: .*supported: 1.0"),
@@ -298,6 +307,16 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         D | {"ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "scoring_func": "sigmoid", "moe_layer_freq": 1},
         {"channels": 12, "rotary_channels": 4, "value_channels": 6, "norm_eps": 1e-6},
     ),
+    "Gemma 3's windows and bases, version 4": (
+        G3
+        | {
+            "sliding_window_pattern": 2,
+            "rope_theta": 500.0,
+            "rope_local_base_freq": 5.0,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        },
+        {"full_attention_layers": [1], "rope_theta": 500.0, "rope_local_theta": 5.0, "rope_interpolation_factor": 8.0},
+    ),
     "theta, version 4": (L | {"rope_theta": 5e5}, {"rope_theta": 5e5}),
     "theta, version 5": (L | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5}),
 }
@@ -321,12 +340,10 @@ def test_our_models_round_trip_through_their_family(name: str) -> None:
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_transformers_reads_our_config_as_its_own(name: str) -> None:
-    import transformers
-
     kind, options = THEIRS[name]
-    theirs = getattr(transformers, f"{kind}Config")(**options).to_dict()
+    theirs = config_class(kind)(**options).to_dict()
     family, model = read_config(theirs)
-    ours = getattr(transformers, f"{kind}Config")(**write_config(family, model)).to_dict()
+    ours = config_class(kind)(**write_config(family, model)).to_dict()
     ignored = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id", "max_window_layers"}
     ignored.add("router_aux_loss_coef")  # of another loss, so not taken over
     resolved = {"n_inner": 128}  # GPT-2's default in words
@@ -382,6 +399,20 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277,
             "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
             "torch_dtype": "float32", "transformers_version": "4.47.0", "use_cache": True, "vocab_size": 100352,
+        },
+    ),
+    "gemma2-9b": (
+        9_241_705_984,
+        {
+            "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+            "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "initializer_range": 0.02,
+            "intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "gemma2",
+            "num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8, "pad_token_id": 0,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+            "sliding_window_size": 4096, "torch_dtype": "float32", "transformers_version": "4.42.0.dev0",
+            "use_cache": True, "vocab_size": 256000,
         },
     ),
     # The hub's also has auto_map and quantization_config (FP8), which are refused. 14,848 of the parameters are biases
@@ -459,14 +490,12 @@ def test_every_family_is_tested() -> None:
     assert {family for family, _ in OURS.values()} == set(FAMILIES)
 
 
-_FAMILIES = "Llama Mistral Qwen2 Qwen3 GPT2 Olmo2 Mixtral Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3"
+_FAMILIES = "Llama Mistral Qwen2 Qwen3 GPT2 Olmo2 Gemma2 Gemma3 Mixtral Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3"
 
 
 @pytest.mark.parametrize("kind", _FAMILIES.split())
 def test_every_key_of_theirs_is_known(kind: str) -> None:
     """A release of `transformers` with a new key, which may change the model, is to be looked at."""
-    import transformers
-
     without_default = {"num_experts_per_tok": 6} if kind == "DeepseekV2" else {}
-    config = getattr(transformers, f"{kind}Config")(**without_default)
+    config = config_class(kind)(**without_default)
     read_config(config.to_dict() | {"model_type": config.model_type})

@@ -38,17 +38,38 @@ GPT2: dict[str, Any] = LLAMA | {
     "tie_embeddings": True,
 }
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
-YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0, "truncate": False}
 LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "llama-gqa-rope-scaling": LLAMA | {"num_attention_heads": 8, "rope_scaling": SCALING, "head_dim": 6},
+    "llama-gqa-rope-scaling": LLAMA
+    | {
+        "num_attention_heads": 8,
+        "rope_scaling": SCALING,
+        "head_dim": 8,
+        "partial_rotary_factor": 0.5,
+        "logits_scaling": 3,
+    },
     "tied-mtp": LLAMA | {"tie_embeddings": True, "mtp_num_layers": 1, "head_dim": 12, "yarn": YARN},
     "gpt2": GPT2,
     "gpt2-untied-gelu": GPT2 | {"tie_embeddings": False, "activation": "gelu"},
     "geglu": LLAMA | {"activation": "geglu"},
     "gemma": LLAMA
-    | {"activation": "geglu_tanh", "linear_bias": True, "norm_position": "both", "zero_centered_gamma": True},
+    | {
+        "activation": "geglu_tanh",
+        "linear_bias": True,
+        "norm_position": "both",
+        "zero_centered_gamma": True,
+        "embedding_multiplier": 4.0,
+        "attention_scale": 0.4,
+        "attention_softcap": 1.5,
+        "logit_softcap": 2.0,
+        "sliding_window": 3,
+        "full_attention_layers": [1],
+        "rope_local_theta": 100.0,
+        "rope_interpolation_factor": 8.0,
+        "tie_embeddings": True,
+    },
     "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True},
     "olmo-window-mtp": LLAMA
     | {
@@ -59,7 +80,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "full_attention_layers": [1],
         "mtp_num_layers": 2,
     },
-    "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none", "qk_norm": "projection"},
+    "parallel-block": LLAMA
+    | {"parallel_block": True, "position_embedding": "none", "qk_norm": "projection", "residual_multiplier": 0.3},
+    "bloom": GPT2 | {"position_embedding": "alibi", "embedding_norm": True, "num_attention_heads": 12, "head_dim": 2},
     "latent": LLAMA | {"latent_attention": LATENT, "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
@@ -180,12 +203,14 @@ def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: 
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom"]
+)
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(_compare, MODELS[name], tp, True, "none", False, 0.0, cp, ranks=tp * cp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp", "bloom"])
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(_compare, MODELS[name], 2, True, "full", True, 0.0, 2, ranks=4)
 

@@ -37,13 +37,17 @@ def _yarn_frequency(f: float, pair: int, d: int, config: ModelConfig) -> float:
     pair_of = [
         math.log(whole_context / rotations, config.rope_theta) * d / 2 for rotations in (y.beta_fast, y.beta_slow)
     ]
-    low, high = max(math.floor(pair_of[0]), 0), min(math.ceil(pair_of[1]), d - 1)
+    if y.truncate:
+        pair_of = [math.floor(pair_of[0]), math.ceil(pair_of[1])]
+    low, high = max(pair_of[0], 0), min(pair_of[1], d - 1)
     stretched = min(max((pair - low) / (high - low), 0), 1)
     return f * (1 - stretched) + f / y.factor * stretched
 
 
-def _frequency(pair: int, d: int, config: ModelConfig) -> float:
-    f = config.rope_theta ** (-2 * pair / d)
+def _frequency(pair: int, d: int, config: ModelConfig, window: int | None = None) -> float:
+    if window is not None and config.rope_local_theta is not None:
+        return config.rope_local_theta ** (-2 * pair / d)
+    f = config.rope_theta ** (-2 * pair / d) / config.rope_interpolation_factor
     if config.yarn is not None:
         return _yarn_frequency(f, pair, d, config)
     r = config.rope_scaling
@@ -69,18 +73,29 @@ def _yarn_factors(config: ModelConfig) -> tuple[float, float]:
     return rotated / all_channels, all_channels**2
 
 
-def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
-    """The halves of a head as complex numbers, rotated by position × frequency."""
+def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig, window: int | None) -> Tensor:
+    """The halves of a head as complex numbers, the first of them rotated by position × frequency."""
     half = x_bsd.shape[-1] // 2
-    frequencies = torch.tensor([_frequency(i, 2 * half, config) for i in range(half)], dtype=torch.float64)
+    pairs = round(half * config.partial_rotary_factor)
+    frequencies = torch.tensor([_frequency(i, 2 * pairs, config, window) for i in range(pairs)], dtype=torch.float64)
+    factor = 1 if window is not None and config.rope_local_theta is not None else _yarn_factors(config)[0]
     rotations = torch.polar(
-        torch.tensor(_yarn_factors(config)[0], dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies
+        torch.tensor(factor, dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies
     )
-    rotated = torch.complex(x_bsd[..., :half], x_bsd[..., half:]) * rotations
+    x = torch.complex(x_bsd[..., :half], x_bsd[..., half:])
+    rotated = torch.cat([x[..., :pairs] * rotations, x[..., pairs:]], dim=-1)
     return torch.cat([rotated.real, rotated.imag], dim=-1)
 
 
-def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor) -> Tensor:
+def _alibi_slope(head: int, heads: int) -> float:
+    """2^(-8/n), 2^(-16/n), ... for n heads; beyond the last power of two every second slope of twice that power."""
+    power = 2 ** math.floor(math.log2(heads))
+    return 2 ** (-8 * (head + 1) / power) if head < power else 2 ** (-8 * (2 * (head - power) + 1) / (2 * power))
+
+
+def _attention(
+    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, window: int | None
+) -> Tensor:
     d, heads, groups = config.channels, config.num_attention_heads, config.query_groups
     q, k, v = (_linear(x, w, f"{name}.{part}") for part in "qkv")
     if config.qk_norm == "projection":
@@ -93,8 +108,14 @@ def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions:
             qh = _norm(qh, w, f"{name}.q_norm", config)
             kh = _norm(kh, w, f"{name}.k_norm", config)
         if config.position_embedding == "rope":
-            qh, kh = _rotate(qh, positions, config), _rotate(kh, positions, config)
-        scores = (qh @ kh.transpose(-1, -2) / math.sqrt(d)).masked_fill(~allowed, -math.inf)
+            qh, kh = _rotate(qh, positions, config, window), _rotate(kh, positions, config, window)
+        scores = qh @ kh.transpose(-1, -2) * (config.attention_scale or 1 / math.sqrt(d))
+        if config.attention_softcap is not None:
+            scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
+        if config.position_embedding == "alibi":
+            distance = (positions.unsqueeze(-2) - positions.unsqueeze(-1)).double()
+            scores = scores + _alibi_slope(head, heads) * distance
+        scores = scores.masked_fill(~allowed, -math.inf)
         if config.attention_sinks:  # one more key, without a value
             sink = w[f"{name}.sink.weight"][head].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], -1)
@@ -114,7 +135,7 @@ def _interleaved(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Te
 
 
 def _latent_attention(
-    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor
+    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, window: int | None
 ) -> Tensor:
     m = config.latent_attention
     assert m is not None
@@ -217,7 +238,7 @@ def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None) -> Te
 
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
-    *, sparse: bool,
+    *, sparse: bool, window: int | None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
@@ -227,13 +248,13 @@ def _block(
     def attention(x: Tensor) -> Tensor:
         attend = _attention if config.latent_attention is None else _latent_attention
         normed = norm(x, "attention_norm", of_inputs)
-        y = attend(normed, w, f"{name}.attention", config, positions, allowed)
-        return norm(y, "attention_output_norm", of_outputs)
+        y = attend(normed, w, f"{name}.attention", config, positions, allowed, window)
+        return config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
 
     def feed_forward(x: Tensor) -> Tensor:
         normed = norm(x, "mlp_norm", of_inputs)
         y = moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config)
-        return norm(y, "mlp_output_norm", of_outputs)
+        return config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs)
 
     if config.parallel_block:
         return x + attention(x) + feed_forward(x)
@@ -243,7 +264,9 @@ def _block(
 
 def _cross_entropy(x: Tensor, w: Weights, config: ModelConfig, labels: Tensor, z_loss: float) -> Tensor:
     output = w["embedding.word.weight"] if config.tie_embeddings else w["output.weight"]
-    logits = (x @ output.T)[..., : config.vocab_size]
+    logits = (x @ output.T)[..., : config.vocab_size] / config.logits_scaling
+    if config.logit_softcap is not None:
+        logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
     log_z = logits.exp().sum(-1).log()
     return log_z - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + z_loss * log_z**2
 
@@ -267,14 +290,16 @@ def twin_loss(
     allowed = {window: _allowed(tokens, documents, window) for window in set(windows)}
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    x = w["embedding.word.weight"][tokens]
+    x, kind = config.embedding_multiplier * w["embedding.word.weight"][tokens], config.normalization
     if config.position_embedding == "learned":
         x = x + w["embedding.position.weight"][positions]
-    kind = config.normalization
+    if config.embedding_norm:
+        x = _norm(x, w, "embedding_norm", config, kind)
     losses = [] if router_losses is None else router_losses
     for layer in range(config.num_layers):
         sparse, seen = config.moe_of(layer) is not None, allowed[windows[layer]]
-        x = _block(x, w, f"layers.{layer}", config, positions, seen, losses, sparse=sparse)
+        window = windows[layer]
+        x = _block(x, w, f"layers.{layer}", config, positions, seen, losses, sparse=sparse, window=window)
     x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
     b, s = tokens.shape
@@ -286,10 +311,11 @@ def twin_loss(
                     target[row, i], wanted[row, i] = labels[row, i + depth], 1
         # What a token sees after the end of its document or sample changes nothing that counts: it is the last one.
         ahead = torch.stack([torch.stack([labels[row, (i + depth - 1) % s] for i in range(s)]) for row in range(b)])
-        embedded = _norm(w["embedding.word.weight"][ahead], w, f"{name}.embedding_norm", config, kind)
+        embedded = config.embedding_multiplier * w["embedding.word.weight"][ahead]
+        embedded = _norm(embedded, w, f"{name}.embedding_norm", config, kind)
         hidden = _norm(x, w, f"{name}.hidden_norm", config, kind)
         x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
-        x = _block(x, w, name, config, positions, seen, losses, sparse=sparse)
+        x = _block(x, w, name, config, positions, seen, losses, sparse=sparse, window=window)
         x = _norm(x, w, f"{name}.final_norm", config, kind)
         found.append(_cross_entropy(x, w, config, target, z_loss) * wanted)
     return torch.cat(found)

@@ -87,6 +87,8 @@ MODELS: dict[str, list[str]] = {
         "model.sliding_window=8",
         "model.norm_position=both",
         "model.zero_centered_gamma=true",
+        "model.attention_softcap=20",
+        "model.residual_multiplier=0.5",
     ],
     "latent": [
         "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
@@ -317,7 +319,9 @@ def test_state_of_a_rank_with_fp8_parameters(world4: World, precision: str) -> N
                 assert 0.97 * planned[i] <= measured[i] <= planned[i]
 
 
-@pytest.mark.parametrize("model", ["llama3-8b", "llama3-405b", "gpt2-125m", "mixtral-8x7b", "deepseek-v3", "olmo2-7b"])
+@pytest.mark.parametrize(
+    "model", ["llama3-8b", "llama3-405b", "gpt2-125m", "mixtral-8x7b", "deepseek-v3", "olmo2-7b", "gemma2-9b"]
+)
 def test_parameters_are_those_of_the_constructors(model: str) -> None:
     for options in ([], ["model.tie_embeddings=true", "model.qk_norm=true", "model.qkv_bias=true"]):
         config = load_config(CONFIG.parent / f"{model}.yaml", ["model.vocab_size=50257", *options])
