@@ -240,7 +240,9 @@ class ModelConfig(Section):
     """Norms multiply by 1 + weight instead of weight, so that weight decay and small dtypes see numbers around zero
     (Gemma; Megatron-LM's apply_layernorm_1p)."""
     activation: ActivationName = "swiglu"
-    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), or geglu and geglu_tanh: gelu(gate) * up."""
+    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), geglu and geglu_tanh: gelu(gate) * up, relu (OPT), squared_relu
+    (Primer, Nemotron), or clamped_swiglu (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1) of gate up to 7 and up from
+    -7 to 7."""
     linear_bias: bool = False
     """Add biases to all linear layers of the blocks (GPT-2)."""
     qkv_bias: bool = False

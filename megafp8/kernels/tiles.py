@@ -69,6 +69,9 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
         gate = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_rc + c + at, mask=inside, other=0.0).to(tl.float32)
         activated, derivative = activate(gate, FUNCTION, INTERPRETED)
+        unclamped = up
+        if FUNCTION == "clamped_silu":
+            up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
         if SOURCE == "gated":
             y = activated * up
             if weight_c is not None:
@@ -81,6 +84,8 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
                 dy = dy * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y = dy * up * derivative
             y2 = dy * activated
+            if FUNCTION == "clamped_silu":
+                y2 = tl.where(tl.abs(unclamped) <= 7.0, y2, 0.0)
     else:
         at = i0.to(tl.int64) * c + j0 + i[:, None] * c + j[None, :]
         y = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)

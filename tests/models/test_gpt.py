@@ -70,7 +70,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_interpolation_factor": 8.0,
         "tie_embeddings": True,
     },
-    "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True},
+    "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True, "activation": "clamped_swiglu"},
     "olmo-window-mtp": LLAMA
     | {
         "norm_position": "output",
@@ -81,8 +81,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "mtp_num_layers": 2,
     },
     "parallel-block": LLAMA
-    | {"parallel_block": True, "position_embedding": "none", "qk_norm": "projection", "residual_multiplier": 0.3},
-    "bloom": GPT2 | {"position_embedding": "alibi", "embedding_norm": True, "num_attention_heads": 12, "head_dim": 2},
+    | {
+        "parallel_block": True,
+        "position_embedding": "none",
+        "qk_norm": "projection",
+        "residual_multiplier": 0.3,
+        "activation": "squared_relu",
+    },
+    "bloom": GPT2
+    | {
+        "position_embedding": "alibi",
+        "embedding_norm": True,
+        "num_attention_heads": 12,
+        "head_dim": 2,
+        "activation": "relu",
+    },
     "latent": LLAMA | {"latent_attention": LATENT, "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}

@@ -164,8 +164,13 @@ def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
         "swiglu": lambda: z * torch.sigmoid(z),
         "gelu": lambda: 0.5 * z * (1 + torch.erf(z / math.sqrt(2))),
         "gelu_tanh": lambda: 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+        "relu": lambda: z * (z > 0),
+        "squared_relu": lambda: z**2 * (z > 0),
+        "clamped_swiglu": lambda: z.minimum(torch.tensor(7.0)) * torch.sigmoid(1.702 * z.minimum(torch.tensor(7.0))),
     }[config.activation.replace("geglu", "gelu")]()
-    assert (gate is None) == config.activation.startswith("gelu")
+    assert (gate is None) == (config.activation in ("gelu", "gelu_tanh", "relu", "squared_relu"))
+    if config.activation == "clamped_swiglu":
+        up = up.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0)) + 1
     return _linear(f if gate is None else f * up, w, f"{name}.down")
 
 
