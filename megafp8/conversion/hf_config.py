@@ -142,15 +142,21 @@ _OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_fac
 """Keys of yarn that need not be there."""
 
 
-def _read_rope(hf: HfConfig, default_theta: float) -> dict[str, Any]:
-    """transformers 4 reads rope_theta and rope_scaling, 5 keeps all of it in rope_parameters: copies must agree."""
+def _read_rope(hf: HfConfig, default_theta: float, partial: float | None = None) -> dict[str, Any]:
+    """transformers 4 reads rope_theta and rope_scaling, 5 keeps all of it in rope_parameters: copies must agree.
+
+    `partial`: the family's default of partial_rotary_factor; None where it rotates whole heads.
+    """
     keys = ("rope_scaling", "rope_parameters")
     found = [_read_rope_dict(key, hf[key], hf, default_theta) for key in keys if hf.get(key)]
     if len(found) == 2 and found[0] != found[1]:
         refuse("rope_parameters", hf["rope_parameters"], "the same as rope_scaling, or only one of the two")
-    if hf.get("partial_rotary_factor") not in (None, 1, 1.0):
-        refuse("partial_rotary_factor", hf["partial_rotary_factor"], "1.0")
-    return found[0] if found else {"rope_theta": hf.get("rope_theta", default_theta)}
+    key = "partial_rotary_factor"
+    factors = [x for source in (hf, *(hf[k] for k in keys if hf.get(k))) if (x := source.get(key)) is not None]
+    if any(x != (factors[0] if partial is not None else 1) for x in factors):
+        refuse(key, factors[-1], "1.0" if partial is None else f"the value of its other copy ({factors[0]!r})")
+    read = found[0] if found else {"rope_theta": hf.get("rope_theta", default_theta)}
+    return read if partial is None else read | {key: factors[0] if factors else partial}
 
 
 def _read_rope_dict(key: str, rope: Any, hf: HfConfig, default_theta: float) -> dict[str, Any]:
@@ -161,11 +167,10 @@ def _read_rope_dict(key: str, rope: Any, hf: HfConfig, default_theta: float) -> 
         refuse(key, rope, "one rotary embedding for all layers")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_TYPES:
-        refuse(f"{key}.rope_type", kind, ", ".join(_ROPE_TYPES))
+        why = ". longrope has two sets of frequencies, of which a batch has that of its longest sequence"
+        refuse(f"{key}.rope_type", kind, ", ".join(_ROPE_TYPES) + why * (kind in ("longrope", "su")))
     if rope.get("type", kind) != kind:
         refuse(f"{key}.type", rope["type"], f"the value of {key}.rope_type ({kind!r}), of which it is the old name")
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        refuse(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
     theta = rope.get("rope_theta", hf.get("rope_theta", default_theta))
     if hf.get("rope_theta", theta) != theta:
         refuse("rope_theta", hf["rope_theta"], f"the value of {key}.rope_theta ({theta!r}), or no second copy")
@@ -326,8 +331,8 @@ def _read_qwen_moe_window(hf: HfConfig) -> dict[str, Any]:
     return _read_no_window(hf)
 
 
-def _num_experts(key: str, other: str) -> Trait:
-    """The number of experts under either name, which transformers takes for the same; `key` is what we write."""
+def either(field: str, key: str, other: str) -> Trait:
+    """Our `field` under either name, which transformers takes for the same; `key` is what we write."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         found = [name for name in (key, other) if name in hf]
@@ -335,9 +340,40 @@ def _num_experts(key: str, other: str) -> Trait:
             raise ValueError(f"has no key {key}")
         if hf[found[0]] != hf[found[-1]]:
             refuse(other, hf[other], f"the value of {key} ({hf[key]!r}), of which it is another name")
-        return {"moe.num_experts": hf[found[0]]}
+        return {field: hf[found[0]]}
 
-    return Trait((key, other), read, lambda model: {key: canonical(model)["moe.num_experts"]})
+    return Trait((key, other), read, lambda model: {key: canonical(model)[field]})
+
+
+def _num_experts(key: str, other: str) -> Trait:
+    return either("moe.num_experts", key, other)
+
+
+def _partial_rope(partial: float, *, scaled: bool = True) -> Trait:
+    """Rotary embedding of a part of each head; `partial`: the default of `transformers`. `scaled`: or of any type."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        found = _read_rope(hf, 1e4, partial)
+        if not scaled and found.keys() != {"rope_theta", "partial_rotary_factor"}:
+            refuse("rope_scaling", hf.get("rope_scaling") or hf.get("rope_parameters"), "null in this family")
+        return found
+
+    return Trait(
+        (*_ROPE_KEYS, _ORIGINAL_LENGTH),
+        read,
+        lambda model: _write_rope(model) | {"partial_rotary_factor": model.partial_rotary_factor},
+    )
+
+
+def _read_neox_rope(hf: HfConfig) -> dict[str, Any]:
+    """Under names of its own at the top level, where transformers does not read the usual ones."""
+    names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+    return _read_rope({names.get(key, key): value for key, value in hf.items()}, 1e4, 0.25)
+
+
+def _write_neox_rope(model: ModelConfig) -> dict[str, Any]:
+    rope = _write_rope(model)
+    return {"rotary_emb_base": rope.pop("rope_theta"), "rotary_pct": model.partial_rotary_factor, **rope}
 
 
 def _read_sparse_layers(hf: HfConfig) -> dict[str, Any]:
@@ -436,6 +472,20 @@ def _read_llama_biases(hf: HfConfig) -> dict[str, Any]:
     return {"linear_bias": attention}
 
 
+_LLAMA_BIASES = Trait(
+    ("attention_bias", "mlp_bias"),
+    _read_llama_biases,
+    lambda model: {"attention_bias": model.linear_bias, "mlp_bias": model.linear_bias},
+)
+
+
+def _check_embedding_width(hf: HfConfig) -> dict[str, Any]:
+    width, hidden = hf.get("word_embed_proj_dim"), hf.get("hidden_size")
+    if width not in (None, hidden):
+        refuse("word_embed_proj_dim", width, f"hidden_size ({hidden})")
+    return {}
+
+
 def _check_llama(hf: HfConfig) -> dict[str, Any]:
     """LlamaConfig of transformers refuses this, although its layers could; such a model is written as Mistral.
 
@@ -488,8 +538,11 @@ def _sizes_and_norm(
 
 def _any_rope_model(rope_theta: float) -> tuple[Trait, ...]:
     """Traits of all families with one rotary embedding, whatever their attention."""
+    return *_sizes_and_norm(), *_one_rope(rope_theta)
+
+
+def _one_rope(rope_theta: float) -> tuple[Trait, ...]:
     return (
-        *_sizes_and_norm(),
         always(position_embedding="rope"),
         Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), lambda hf: _read_rope(hf, rope_theta), _write_rope),
     )
@@ -499,8 +552,13 @@ def _llama_like(
     *, num_key_value_heads: int | None, head_dim: int | None = None, norm_eps: float = 1e-6, rope_theta: float = 1e4
 ) -> tuple[Trait, ...]:
     """Traits of Llama and its relatives; the arguments are the defaults of `transformers`."""
+    return *_one_rope(rope_theta), *_heads_like_llama(num_key_value_heads, head_dim, norm_eps)
+
+
+def _heads_like_llama(num_key_value_heads: int | None, head_dim: int | None, norm_eps: float) -> tuple[Trait, ...]:
+    """All of `_llama_like` but the rotary embedding."""
     return (
-        *_any_rope_model(rope_theta),
+        *_sizes_and_norm(),
         same("num_query_groups", "num_key_value_heads", num_key_value_heads, nullable=True),
         same("head_dim", "head_dim", head_dim),
         same("norm_eps", "rms_norm_eps", norm_eps),
@@ -517,11 +575,7 @@ _LLAMA = Family(
     "LlamaForCausalLM",
     (
         *_llama_like(num_key_value_heads=None),
-        Trait(
-            ("attention_bias", "mlp_bias"),
-            _read_llama_biases,
-            lambda model: {"attention_bias": model.linear_bias, "mlp_bias": model.linear_bias},
-        ),
+        _LLAMA_BIASES,
         Trait(("layer_types",), _read_no_window),
         only(written=False, sliding_window=None),
         Trait((), _check_llama),
@@ -782,9 +836,144 @@ _DEEPSEEK_V3 = Family(
     moe=True,
     latent=True,
 )
+_NO_PADDING = Trait((), lambda hf: {}, lambda model: {"pad_token_id": None})
+"""Where the default of `transformers` is a token that a smaller vocabulary lacks."""
+_PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    (
+        *_heads_like_llama(None, None, 1e-5),
+        always(position_embedding="rope"),
+        _partial_rope(1.0, scaled=False),
+        _NO_PADDING,
+        _window_of_all(None),
+        only(written=False, attention_bias=False, mlp_bias=False),
+    ),
+)
+_MULTIPLIERS = (
+    same("embedding_multiplier", "embedding_multiplier", 1.0),
+    same("residual_multiplier", "residual_multiplier", 1.0),
+    same("logits_scaling", "logits_scaling", 1.0),
+    same("attention_scale", "attention_multiplier", 1.0),
+)
+_GRANITE = Family(
+    "granite",
+    "GraniteForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=None),
+        *_MULTIPLIERS,
+        _LLAMA_BIASES,
+        Trait(("layer_types",), _read_no_window),
+        only(written=False, sliding_window=None),
+    ),
+)
+_GRANITE_MOE = Family(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=None),
+        *_MULTIPLIERS,
+        *_ROUTER,
+        _num_experts("num_local_experts", "num_experts"),
+        _WIDTH_OF_EXPERTS,
+        Trait(("layer_types",), _read_no_window),
+        only(written=False, sliding_window=None, attention_bias=False),
+    ),
+    moe=True,
+)
+_GLM_TRAITS = (
+    *_heads_like_llama(2, 128, 1.5625e-7),
+    always(position_embedding="rope"),
+    _partial_rope(0.5),
+    _NO_PADDING,
+    Trait(("layer_types",), _read_no_window),
+    only(written=False, sliding_window=None),
+)
+_GLM = Family("glm", "GlmForCausalLM", (*_GLM_TRAITS, same("qkv_bias", "attention_bias", True)))
+_GLM4 = Family(
+    "glm4",
+    "Glm4ForCausalLM",
+    (*_GLM_TRAITS, same("qkv_bias", "attention_bias", False), always(norm_position="both")),
+)
+_GPT_NEOX = Family(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    (
+        same("num_layers", "num_hidden_layers"),
+        same("hidden_size", "hidden_size"),
+        same("num_attention_heads", "num_attention_heads"),
+        same("ffn_hidden_size", "intermediate_size"),
+        same("vocab_size", "vocab_size"),
+        same("max_position_embeddings", "max_position_embeddings", None),
+        same("activation", "hidden_act", "gelu", _activations(gated=False)),
+        same("norm_eps", "layer_norm_eps", 1e-5),
+        same("tie_embeddings", "tie_word_embeddings", False),
+        same("parallel_block", "use_parallel_residual", True),
+        _INIT_STD,
+        always(position_embedding="rope", normalization="layernorm", linear_bias=True),
+        Trait(
+            ("rotary_pct", "rotary_emb_base", "rope_scaling", "rope_parameters", _ORIGINAL_LENGTH),
+            _read_neox_rope,
+            _write_neox_rope,
+        ),
+        only(attention_bias=True),
+        Trait((), _check_llama),
+    ),
+)
+_OPT = Family(
+    "opt",
+    "OPTForCausalLM",
+    (
+        same("num_layers", "num_hidden_layers"),
+        same("hidden_size", "hidden_size"),
+        same("num_attention_heads", "num_attention_heads"),
+        same("ffn_hidden_size", "ffn_dim"),
+        same("vocab_size", "vocab_size"),
+        same("max_position_embeddings", "max_position_embeddings", 2048),
+        same("activation", "activation_function", "relu", {"relu": "relu"}),
+        same("tie_embeddings", "tie_word_embeddings", True),
+        same("init_std", "init_std", 0.02),
+        always(position_embedding="learned", normalization="layernorm", norm_eps=1e-5, linear_bias=True),
+        Trait(
+            ("word_embed_proj_dim",),
+            _check_embedding_width,
+            lambda model: {"word_embed_proj_dim": model.hidden_size},
+        ),
+        only(do_layer_norm_before=True, enable_bias=True, layer_norm_elementwise_affine=True),
+        only(written=False, _remove_final_layer_norm=False),
+    ),
+)
+_BLOOM = Family(
+    "bloom",
+    "BloomForCausalLM",
+    (
+        either("num_layers", "n_layer", "num_hidden_layers"),
+        either("hidden_size", "hidden_size", "n_embed"),
+        either("num_attention_heads", "n_head", "num_attention_heads"),
+        same("vocab_size", "vocab_size"),
+        same("norm_eps", "layer_norm_epsilon", 1e-5),
+        same("tie_embeddings", "tie_word_embeddings", True),
+        _INIT_STD,
+        always(
+            position_embedding="alibi", normalization="layernorm", activation="gelu_tanh", linear_bias=True,
+            embedding_norm=True,
+        ),
+        only(apply_residual_connection_post_layernorm=False),
+        only(written=False, n_inner=None),
+        # Of the program that trained it; transformers does not read them.
+        Trait(
+            (
+                "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi",
+                "seq_length", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "unk_token_id",
+            ),
+            lambda hf: {},
+        ),
+    ),
+)  # fmt: skip
 _ALL = (
-    _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _OLMO2, _GEMMA2, _GEMMA3,
-    _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3,
+    _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _OPT, _GPT2, _OLMO2, _GEMMA2, _GEMMA3, _PHI3, _GRANITE, _BLOOM, _GLM,
+    _GLM4, _GPT_NEOX,
+    _MIXTRAL, _GRANITE_MOE, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3,
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
 """In order of preference where several can express a model."""
@@ -812,7 +1001,7 @@ _HARMLESS_FOR: Mapping[str, str] = {
     "chunk_size_feed_forward pretraining_tp attn_implementation _attn_implementation _attn_implementation_autoset "
     "experts_implementation ep_size gradient_checkpointing reorder_and_upcast_attn cache_implementation",
     "evaluation has no dropout or noise, and training here has none": "attention_dropout hidden_dropout resid_pdrop "
-    "embd_pdrop attn_pdrop classifier_dropout router_jitter_noise",
+    "embd_pdrop attn_pdrop classifier_dropout router_jitter_noise dropout activation_dropout layerdrop",
     "they are sizes of buffers in old releases": "n_ctx max_sequence_length",
     "they belong to other heads over the same layers": "summary_type summary_use_proj summary_activation "
     "summary_proj_to_labels summary_first_dropout id2label label2id num_labels _num_labels problem_type "

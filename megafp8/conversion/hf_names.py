@@ -166,20 +166,85 @@ _OLMO2 = _LLAMA | {
     "layers.*.attention_output_norm": Place("model.layers.*.post_attention_layernorm"),
     "layers.*.mlp_output_norm": Place("model.layers.*.post_feedforward_layernorm"),
 }
+_PHI3 = _LLAMA | {
+    **{f"layers.*.attention.{x}": Place("model.layers.*.self_attn.qkv_proj", _qkv(i)) for i, x in enumerate("qkv")},
+    "layers.*.mlp.gate": Place("model.layers.*.mlp.gate_up_proj", _part(0, 2)),
+    "layers.*.mlp.up": Place("model.layers.*.mlp.gate_up_proj", _part(1, 2)),
+}
+_GLM = _LLAMA | {key: _PHI3[key] for key in ("layers.*.mlp.gate", "layers.*.mlp.up")}
+_GLM4 = _GLM | {
+    "layers.*.attention_output_norm": Place("model.layers.*.post_self_attn_layernorm"),
+    "layers.*.mlp_output_norm": Place("model.layers.*.post_mlp_layernorm"),
+}
+_GRANITE_EXPERTS = "model.layers.*.block_sparse_moe"
+_GRANITE_MOE = _LLAMA | {
+    "layers.*.mlp.router": Place(f"{_GRANITE_EXPERTS}.router.layer"),
+    "layers.*.mlp.experts.*.gate": Place(f"{_GRANITE_EXPERTS}.input_linear", _part(0, 2), stacked=True),
+    "layers.*.mlp.experts.*.up": Place(f"{_GRANITE_EXPERTS}.input_linear", _part(1, 2), stacked=True),
+    "layers.*.mlp.experts.*.down": Place(f"{_GRANITE_EXPERTS}.output_linear", stacked=True),
+}
+_NEOX = {
+    "embedding.word": Place("gpt_neox.embed_in"),
+    "layers.*.attention_norm": Place("gpt_neox.layers.*.input_layernorm"),
+    **{
+        f"layers.*.attention.{x}": Place("gpt_neox.layers.*.attention.query_key_value", _qkv_by_head(i))
+        for i, x in enumerate("qkv")
+    },
+    "layers.*.attention.proj": Place("gpt_neox.layers.*.attention.dense"),
+    "layers.*.mlp_norm": Place("gpt_neox.layers.*.post_attention_layernorm"),
+    "layers.*.mlp.up": Place("gpt_neox.layers.*.mlp.dense_h_to_4h"),
+    "layers.*.mlp.down": Place("gpt_neox.layers.*.mlp.dense_4h_to_h"),
+    "final_norm": Place("gpt_neox.final_layer_norm"),
+    "output": Place("embed_out"),
+}
+_BLOOM = {
+    "embedding.word": Place("transformer.word_embeddings"),
+    "embedding_norm": Place("transformer.word_embeddings_layernorm"),
+    "layers.*.attention_norm": Place("transformer.h.*.input_layernorm"),
+    **{
+        f"layers.*.attention.{x}": Place("transformer.h.*.self_attention.query_key_value", _qkv_by_head(i))
+        for i, x in enumerate("qkv")
+    },
+    "layers.*.attention.proj": Place("transformer.h.*.self_attention.dense"),
+    "layers.*.mlp_norm": Place("transformer.h.*.post_attention_layernorm"),
+    "layers.*.mlp.up": Place("transformer.h.*.mlp.dense_h_to_4h"),
+    "layers.*.mlp.down": Place("transformer.h.*.mlp.dense_4h_to_h"),
+    "final_norm": Place("transformer.ln_f"),
+    "output": Place("lm_head"),
+}
+_OPT = {
+    "embedding.word": Place("model.decoder.embed_tokens"),
+    "embedding.position": Place("model.decoder.embed_positions", _after(2)),
+    "layers.*.attention_norm": Place("model.decoder.layers.*.self_attn_layer_norm"),
+    **{f"layers.*.attention.{x}": Place(f"model.decoder.layers.*.self_attn.{x}_proj") for x in "qkv"},
+    "layers.*.attention.proj": Place("model.decoder.layers.*.self_attn.out_proj"),
+    "layers.*.mlp_norm": Place("model.decoder.layers.*.final_layer_norm"),
+    "layers.*.mlp.up": Place("model.decoder.layers.*.fc1"),
+    "layers.*.mlp.down": Place("model.decoder.layers.*.fc2"),
+    "final_norm": Place("model.decoder.final_layer_norm"),
+    "output": Place("lm_head"),
+}
 _GEMMA = _OLMO2 | {"layers.*.mlp_norm": Place("model.layers.*.pre_feedforward_layernorm")}
 _MODULES: Mapping[str, Mapping[str, Place]] = {
+    "bloom": _BLOOM,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "glm": _GLM,
+    "glm4": _GLM4,
     "gpt2": _GPT2,
+    "gpt_neox": _NEOX,
+    "granitemoe": _GRANITE_MOE,
     "mixtral": _MIXTRAL,
     "olmo2": _OLMO2,
     "olmoe": _LLAMA_EXPERTS,
+    "opt": _OPT,
+    "phi3": _PHI3,
     "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
 }
-_NEIGHBORS: frozenset[str] = frozenset()
+_NEIGHBORS = frozenset({"glm", "glm4"})
 """Families that rotate neighbouring channels."""
 
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")

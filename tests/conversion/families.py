@@ -76,6 +76,28 @@ GPT2: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+OPT: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+NEOX: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4}),
     "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3_ROPE}),
@@ -120,6 +142,20 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
         },
+    ),
+    "phi3": ("Phi3", LLAMA | {"sliding_window": 5}),
+    "phi3-partial": ("Phi3", LLAMA | {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
+    "granite": ("Granite", LLAMA | GRANITE | {"attention_bias": True, "mlp_bias": True}),
+    "granite-moe": ("GraniteMoe", LLAMA | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "opt": ("OPT", OPT),
+    "opt-untied": ("OPT", OPT | {"tie_word_embeddings": False}),
+    "bloom": ("Bloom", {"vocab_size": V, "hidden_size": 48, "n_layer": 3, "n_head": 6}),
+    "glm": ("Glm", LLAMA | {"head_dim": 16}),
+    "glm4": ("Glm4", LLAMA | {"head_dim": 16, "rms_norm_eps": 1e-6, "attention_bias": True}),
+    "gpt-neox": ("GPTNeoX", NEOX),
+    "gpt-neox-in-turn": (
+        "GPTNeoX",
+        NEOX | {"use_parallel_residual": False, "rotary_pct": 1.0, "rotary_emb_base": 500, "hidden_act": "gelu_new"},
     ),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK),
     "deepseek-v3-tied": (
@@ -175,6 +211,7 @@ LATENT: dict[str, Any] = SMALL | {
     "latent_attention": {"q_rank": 20, "kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 6, "value_head_dim": 8},
     "moe": GROUPED_EXPERTS,
 }
+BIASED: dict[str, Any] = {"num_query_groups": None, "normalization": "layernorm", "linear_bias": True}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SMALL | {"rope_scaling": SCALING, "rope_theta": 500.0}),
     "llama-tied": ("llama", SMALL | {"tie_embeddings": True, "num_query_groups": None, "head_dim": 6}),
@@ -220,6 +257,44 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         GEMMA_OF_OURS
         | {"qk_norm": True, "rope_theta": 1e4, "rope_local_theta": 50.0, "rope_interpolation_factor": 4.0},
+    ),
+    "phi3": ("phi3", SMALL | {"partial_rotary_factor": 0.5, "rope_theta": 500.0}),
+    "granite": (
+        "granite",
+        SMALL | {"embedding_multiplier": 3, "residual_multiplier": 0.4, "attention_scale": 0.3, "logits_scaling": 2},
+    ),
+    "granitemoe": (
+        "granitemoe",
+        SMALL | {"residual_multiplier": 0.4, "moe": {"num_experts": 4, "ffn_hidden_size": 24}},
+    ),
+    "opt": (
+        "opt",
+        SMALL
+        | BIASED
+        | {
+            "position_embedding": "learned",
+            "max_position_embeddings": 16,
+            "activation": "relu",
+            "tie_embeddings": True,
+        },
+    ),
+    "bloom": (
+        "bloom",
+        SMALL
+        | BIASED
+        | {
+            "position_embedding": "alibi",
+            "activation": "gelu_tanh",
+            "embedding_norm": True,
+            "ffn_hidden_size": None,
+            "tie_embeddings": True,
+        },
+    ),
+    "glm": ("glm", SMALL | {"qkv_bias": True, "partial_rotary_factor": 0.5, "yarn": {"factor": 4.0}}),
+    "glm4": ("glm4", SMALL | {"norm_position": "both", "partial_rotary_factor": 0.5}),
+    "gpt_neox": (
+        "gpt_neox",
+        SMALL | BIASED | {"activation": "gelu", "parallel_block": True, "partial_rotary_factor": 0.25},
     ),
     "deepseek_v2": (
         "deepseek_v2",

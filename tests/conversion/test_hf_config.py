@@ -19,6 +19,8 @@ from tests.conversion.families import (
     LATENT,
     LLAMA,
     LLAMA3_ROPE,
+    NEOX,
+    OPT,
     OURS,
     SMALL,
     THEIRS,
@@ -33,6 +35,7 @@ E2, E3 = ({**EXPERTS, "model_type": kind} for kind in ("qwen2_moe", "qwen3_moe")
 E1 = {**L, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2}
 D = DEEPSEEK | {"model_type": "deepseek_v3"}
 D2 = DEEPSEEK_V2 | {"model_type": "deepseek_v2"}
+P3, T, N = (x | {"model_type": kind} for x, kind in ((LLAMA, "phi3"), (OPT, "opt"), (NEOX, "gpt_neox")))
 G3 = GEMMA | {"model_type": "gemma3_text"}
 G = GPT2 | {"model_type": "gpt2"}
 ORIGINAL = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -41,7 +44,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another family": (
         L | {"model_type": "phi"},
-        "model_type = 'phi': .*supported: deepseek_v2, .*gpt2, .*llama",
+        "model_type = 'phi': .*supported: .*deepseek_v2, .*gpt2, .*llama",
     ),
     "pairs of channels that are apart": (D | {"rope_interleave": False}, "rope_interleave = False: .*supported: True"),
     "another epsilon in latents": (
@@ -103,7 +106,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope by layer": (L | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one rotary embedding"),
     "half a head turned": (L | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5: .*supported: 1.0"),
     "relu in Llama": (L | {"hidden_act": "relu"}, "hidden_act = 'relu': .*supported: silu, swish, gelu_pytorch_tanh"),
-    "relu in GPT-2": (G | {"activation_function": "relu"}, "activation_function = 'relu': .*supported: gelu_new"),
+    "silu in GPT-2": (G | {"activation_function": "silu"}, "activation_function = 'silu': .*supported: gelu_new"),
+    "longrope": (P3 | {"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope': .*longrope has two sets of fre"),
+    "a scaled rope in Phi-3": (P3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "null in this family"),
+    "two parts of a head": (
+        P3 | {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
+        r"partial_rotary_factor = 0.25: .*the value of its other copy \(0.5\)",
+    ),
+    "narrower embeddings": (T | {"word_embed_proj_dim": 16}, r"word_embed_proj_dim = 16: .*hidden_size \(32\)"),
+    "norms after the addition": (
+        O | {"do_layer_norm_before": False},
+        "do_layer_norm_before = False: .*supported: True",
+    ),
+    "biases of MLPs alone": (N | {"attention_bias": False}, "attention_bias = False: .*supported: True"),
+    "the usual name of a base": (N | {"rope_theta": 5.0}, "rope_theta = 5.0: .*does not know this key of gpt_neox"),
     "unscaled attention": (G | {"scale_attn_weights": False}, "scale_attn_weights = False: .*supported: True"),
     "scaled by layer": (G | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     "mixed layers": (
@@ -490,7 +506,11 @@ def test_every_family_is_tested() -> None:
     assert {family for family, _ in OURS.values()} == set(FAMILIES)
 
 
-_FAMILIES = "Llama Mistral Qwen2 Qwen3 GPT2 Olmo2 Gemma2 Gemma3 Mixtral Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3"
+_FAMILIES = """
+    Llama Mistral Qwen2 Qwen3 GPT2 Olmo2 Gemma2 Gemma3
+    Phi3 Granite OPT Bloom Glm Glm4 GPTNeoX
+    Mixtral GraniteMoe Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3
+"""
 
 
 @pytest.mark.parametrize("kind", _FAMILIES.split())
