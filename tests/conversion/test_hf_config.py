@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "narrower embeddings": (T | {"word_embed_proj_dim": 16}, r"word_embed_proj_dim = 16: .*hidden_size \(32\)"),
     "norms after the addition": (
-        O | {"do_layer_norm_before": False},
+        T | {"do_layer_norm_before": False},
         "do_layer_norm_before = False: .*supported: True",
     ),
     "biases of MLPs alone": (N | {"attention_bias": False}, "attention_bias = False: .*supported: True"),
