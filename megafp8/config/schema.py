@@ -244,7 +244,7 @@ class ModelConfig(Section):
     (Primer, Nemotron), or clamped_swiglu (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1) of gate up to 7 and up from
     -7 to 7."""
     linear_bias: bool = False
-    """Add biases to all linear layers of the blocks (GPT-2)."""
+    """Add biases to all linear layers of the blocks (GPT-2), also to those of experts and routers (gpt-oss)."""
     qkv_bias: bool = False
     """Add biases to the query, key and value projections only (Qwen2)."""
     qk_norm: bool | Literal["projection"] = False

@@ -222,7 +222,7 @@ def _read_local_rope(hf: HfConfig) -> dict[str, Any]:
 
 
 def _write_local_rope(model: ModelConfig) -> dict[str, Any]:
-    return _write_rope(model) | {"rope_local_base_freq": canonical(model)["rope_local_theta"]}
+    return _write_rope(model) | {"rope_local_base_freq": model.rope_local_theta or model.rope_theta}
 
 
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
@@ -970,10 +970,43 @@ _BLOOM = Family(
         ),
     ),
 )  # fmt: skip
+
+
+def _read_given_rope(hf: HfConfig) -> dict[str, Any]:
+    if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
+        refuse("rope_scaling", None, "a dictionary, as releases of transformers differ in its default for gpt_oss")
+    return _read_rope(hf, 1.5e5)
+
+
+def _write_given_rope(model: ModelConfig) -> dict[str, Any]:
+    rope = _write_rope(model)
+    plain = {"rope_type": "default", "rope_theta": model.rope_theta}
+    return rope if rope["rope_scaling"] else rope | {"rope_parameters": plain}
+
+
+_GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    (
+        *_heads_like_llama(8, 64, 1e-5),
+        always(position_embedding="rope", activation="clamped_swiglu", linear_bias=True, attention_sinks=True),
+        Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), _read_given_rope, _write_given_rope),
+        _pattern_of_windows(128, lambda hf: 2),
+        *_ROUTER,
+        _num_experts("num_local_experts", "num_experts"),
+        _WIDTH_OF_EXPERTS,
+        aliases(experts_per_token="num_experts_per_tok"),
+        only(hidden_act="silu", swiglu_limit=7.0, attention_bias=True),
+        only(written=False, swiglu_alpha=1.702),
+        # Not read by transformers: original_max_position_embeddings under another name.
+        Trait(("initial_context_length",), lambda hf: {}),
+    ),
+    moe=True,
+)
 _ALL = (
     _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _OPT, _GPT2, _OLMO2, _GEMMA2, _GEMMA3, _PHI3, _GRANITE, _BLOOM, _GLM,
     _GLM4, _GPT_NEOX,
-    _MIXTRAL, _GRANITE_MOE, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3,
+    _MIXTRAL, _GRANITE_MOE, _GPT_OSS, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3,
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
 """In order of preference where several can express a model."""
@@ -1111,12 +1144,14 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
         "head_dim": model.channels,
         "ffn_hidden_size": model.ffn_size,
         "attention_scale": model.score_scale,
-        "rope_local_theta": model.rope_local_theta or (None if _scales_rope(model) else model.rope_theta),
+        "rope_local_theta": model.rope_local_theta if _has_local_rope(model) else None,
     }
 
 
-def _scales_rope(model: ModelConfig) -> bool:
-    return model.yarn is not None or model.rope_scaling is not None or model.rope_interpolation_factor > 1
+def _has_local_rope(model: ModelConfig) -> bool:
+    """Whether layers with a window have other rotary frequencies than the others."""
+    scaled = model.yarn is not None or model.rope_scaling is not None or model.rope_interpolation_factor > 1
+    return model.sliding_window is not None and (scaled or model.rope_local_theta != model.rope_theta)
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
@@ -1130,8 +1165,6 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
             if one.position_embedding == "rope"
             else {key for key in a if "rope" in key or "rotary" in key or key == "yarn"}
         )
-    if one.sliding_window is None and other.sliding_window is None:
-        ignored.add("rope_local_theta")
     if one.linear_bias and other.linear_bias:
         ignored.add("qkv_bias")  # it adds nothing then
     for section in _SECTIONS:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -224,6 +224,18 @@ _OPT = {
     "final_norm": Place("model.decoder.final_layer_norm"),
     "output": Place("lm_head"),
 }
+_GPT_OSS_EXPERTS: dict[str, Any] = {
+    "transposed": True,
+    "stacked": True,
+    "parameters": {"weight": "", "bias": "_bias"},
+}
+_GPT_OSS = _LLAMA | {
+    "layers.*.attention.sink": Place("model.layers.*.self_attn.sinks", parameters={"weight": ""}),
+    "layers.*.mlp.router": Place("model.layers.*.mlp.router", parameters={"logit_bias": ".bias"}),
+    "layers.*.mlp.experts.*.gate": Place("model.layers.*.mlp.experts.gate_up_proj", _every(0, 2), **_GPT_OSS_EXPERTS),
+    "layers.*.mlp.experts.*.up": Place("model.layers.*.mlp.experts.gate_up_proj", _every(1, 2), **_GPT_OSS_EXPERTS),
+    "layers.*.mlp.experts.*.down": Place("model.layers.*.mlp.experts.down_proj", **_GPT_OSS_EXPERTS),
+}
 _GEMMA = _OLMO2 | {"layers.*.mlp_norm": Place("model.layers.*.pre_feedforward_layernorm")}
 _MODULES: Mapping[str, Mapping[str, Place]] = {
     "bloom": _BLOOM,
@@ -235,6 +247,7 @@ _MODULES: Mapping[str, Mapping[str, Place]] = {
     "glm4": _GLM4,
     "gpt2": _GPT2,
     "gpt_neox": _NEOX,
+    "gpt_oss": _GPT_OSS,
     "granitemoe": _GRANITE_MOE,
     "mixtral": _MIXTRAL,
     "olmo2": _OLMO2,

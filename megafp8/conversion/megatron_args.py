@@ -112,6 +112,10 @@ def read_args(args: Args, vocab_size: int, vocab_multiple: int) -> ModelConfig:
             raise ValueError(f"the arguments have no {key}")
     model = ModelConfig.model_validate(fields | {"moe": _moe(args)})
     check_model(model)
+    if model.moe is not None and model.linear_bias:
+        raise ValueError(
+            "add_bias_linear = True with num_experts: where experts have biases, megafp8's routers have too"
+        )
     return model
 
 

@@ -252,6 +252,7 @@ def _saved_by_experts(config: Config, fp8: Fp8Manager, own: ExpertLayers, *, sha
         "expert up output": rows * own.up[1] * x.e,
         "expert down input": _saved_expert_input(config, fp8, own, own.down[0], own.down_plan),
         "expert output": rows * x.h * x.e,
+        "experts of rows": rows * own.experts * x.e * config.model.linear_bias,
         "expert sizes": 0 if own.up_plan.fp8 else 4 * own.experts,
     }
 

@@ -202,7 +202,9 @@ def _experts(config: Config) -> list[_Parameter]:
     assert moe is not None
     count, h, up = moe.num_experts // config.parallel.expert, model.hidden_size, ACTIVATIONS[model.activation].up_width
     experts = [_Parameter(count * h * n, expert=True) for n in (up(f), f)]
-    return [_Parameter(moe.num_experts * h), *experts, *[_Parameter(h)] * moe.shared_gate]
+    biases = [_Parameter(count * n, expert=True) for n in (up(f), h)] * model.linear_bias
+    router = [_Parameter(moe.num_experts * h), *[_Parameter(moe.num_experts)] * model.linear_bias]
+    return [*router, *experts, *biases, *[_Parameter(h)] * moe.shared_gate]
 
 
 def _stage(config: Config, layers: range) -> list[_Parameter]:

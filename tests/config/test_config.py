@@ -261,7 +261,7 @@ EXPERTS: list[tuple[list[str], int, str]] = [
      "parallel.expert = 4: it must divide the 2 data-, context- and tensor-parallel ranks of a pipeline stage; try 1"),
     ([EIGHT, "parallel.tensor=2", "parallel.sequence_parallel=false"], 2,
      "parallel.sequence_parallel = False: parallel.tensor is 2, and without it each rank would send the same tokens"),
-    ([EIGHT, "model.linear_bias=true"], 1, "model.linear_bias = True: experts have no biases; try false, or leave"),
+    ([EIGHT, "model.linear_bias=true", "parallel.expert_tensor=2"], 2, "parallel.expert_tensor = 2: model.linear_bias"),
     (["model.moe={num_experts: 8, ffn_hidden_size: 33}"], 1,
      "model.moe.ffn_hidden_size = 33: GEMMs of all experts at once take bf16 matrices of a multiple of 8 columns; try"),
     ([EIGHT, "parallel.expert=2", "parallel.fsdp=true", "parallel.fsdp_replicas=2"], 2,
@@ -471,7 +471,7 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
                   "parallel.recompute_blocks=3"], 2) for layers in ("[1, 3]", "balanced")),
         ("quickstart", [], 4), ("gpt2-125m", [], 1), ("gpt2-125m", [], 8), ("llama3-8b", [], 8),
         ("llama3-70b", [], 64), ("llama3-405b", [], 1024), ("mixtral-8x7b", [], 64), ("qwen3-30b-a3b", [], 64),
-        ("deepseek-v3", [], 1024), ("olmo2-7b", [], 8), ("gemma2-9b", [], 8),
+        ("deepseek-v3", [], 1024), ("olmo2-7b", [], 8), ("gemma2-9b", [], 8), ("gpt-oss-20b", [], 16),
     ],
 )  # fmt: skip
 def test_configs_that_can_run(tmp_path: Path, config: str | None, overrides: list[str], world_size: int) -> None:

@@ -98,6 +98,12 @@ NEOX: dict[str, Any] = {
     "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }
+GPT_OSS: dict[str, Any] = LLAMA | {
+    "head_dim": 16,
+    "sliding_window": 5,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4}),
     "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3_ROPE}),
@@ -156,6 +162,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoX",
         NEOX | {"use_parallel_residual": False, "rotary_pct": 1.0, "rotary_emb_base": 500, "hidden_act": "gelu_new"},
     ),
+    "gpt-oss": ("GptOss", GPT_OSS | {"rope_parameters": YARN_ROPE | {"truncate": False}}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK),
     "deepseek-v3-tied": (
         "DeepseekV3",
@@ -294,6 +301,18 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": (
         "gpt_neox",
         SMALL | BIASED | {"activation": "gelu", "parallel_block": True, "partial_rotary_factor": 0.25},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        SMALL
+        | {
+            "activation": "clamped_swiglu",
+            "linear_bias": True,
+            "attention_sinks": True,
+            "sliding_window": 5,
+            "full_attention_layers": [1],
+            "moe": {"num_experts": 6, "top_k": 3, "ffn_hidden_size": 24},
+        },
     ),
     "deepseek_v2": (
         "deepseek_v2",

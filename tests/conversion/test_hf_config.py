@@ -16,6 +16,7 @@ from tests.conversion.families import (
     EXPERTS,
     GEMMA,
     GPT2,
+    GPT_OSS,
     LATENT,
     LLAMA,
     LLAMA3_ROPE,
@@ -36,6 +37,8 @@ E1 = {**L, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2}
 D = DEEPSEEK | {"model_type": "deepseek_v3"}
 D2 = DEEPSEEK_V2 | {"model_type": "deepseek_v2"}
 P3, T, N = (x | {"model_type": kind} for x, kind in ((LLAMA, "phi3"), (OPT, "opt"), (NEOX, "gpt_neox")))
+GO = GPT_OSS | {"model_type": "gpt_oss"}
+GY = GO | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}
 G3 = GEMMA | {"model_type": "gemma3_text"}
 G = GPT2 | {"model_type": "gpt2"}
 ORIGINAL = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -107,6 +110,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "half a head turned": (L | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5: .*supported: 1.0"),
     "relu in Llama": (L | {"hidden_act": "relu"}, "hidden_act = 'relu': .*supported: silu, swish, gelu_pytorch_tanh"),
     "silu in GPT-2": (G | {"activation_function": "silu"}, "activation_function = 'silu': .*supported: gelu_new"),
+    "another clamp": (GY | {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: .*supported: 7.0"),
+    "gpt-oss without a rope": (GO, "rope_scaling = None: .*releases of transformers differ in its default"),
     "longrope": (P3 | {"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope': .*longrope has two sets of fre"),
     "a scaled rope in Phi-3": (P3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "null in this family"),
     "two parts of a head": (
@@ -431,6 +436,23 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "use_cache": True, "vocab_size": 256000,
         },
     ),
+    # The hub's also has quantization_config (MXFP4).
+    "gpt-oss-20b": (
+        20_914_757_184,
+        {
+            "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+            "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+            "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+            "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+            "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+            "rms_norm_eps": 1e-05, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+            "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+                             "original_max_position_embeddings": 4096, "truncate": False},
+            "swiglu_limit": 7.0, "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0",
+            "use_cache": True, "vocab_size": 201088,
+        },
+    ),
     # The hub's also has auto_map and quantization_config (FP8), which are refused. 14,848 of the parameters are biases
     # of routers; those of multi-token prediction (14e9 on the hub with its copies of the embedding and the output
     # layer) are not counted.
@@ -509,7 +531,7 @@ def test_every_family_is_tested() -> None:
 _FAMILIES = """
     Llama Mistral Qwen2 Qwen3 GPT2 Olmo2 Gemma2 Gemma3
     Phi3 Granite OPT Bloom Glm Glm4 GPTNeoX
-    Mixtral GraniteMoe Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3
+    Mixtral GraniteMoe GptOss Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3
 """
 
 

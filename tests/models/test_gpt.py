@@ -114,6 +114,16 @@ MOE_MODELS = {
     "groups-softmax": LLAMA
     | {"moe": DEEPSEEK | {"score": "softmax", "first_dense_layers": 0, "selection_bias": False}},
     "ungated": LLAMA | {"activation": "gelu", "moe": {"num_experts": 5, "top_k": 1, "normalize": False}},
+    "gpt-oss": LLAMA
+    | {
+        "linear_bias": True,
+        "attention_sinks": True,
+        "activation": "clamped_swiglu",
+        "sliding_window": 3,
+        "full_attention_layers": [1],
+        "yarn": YARN,
+        "moe": {"num_experts": 4, "top_k": 2, "z_loss": 0.1},
+    },
     "capacity": LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "capacity_factor": 0.75}},
     "all-experts": LLAMA
     | {
@@ -237,6 +247,8 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
         ("mixtral", 2, 2, 4, 1, "all_to_all", "full"),
         ("qwen-moe", 2, 1, 2, 1, "all_gather", "selective"),
         ("ungated", 1, 2, 1, 2, "all_gather", "none"),
+        ("gpt-oss", 2, 1, 2, 1, "all_gather", "selective"),
+        ("gpt-oss", 1, 2, 2, 1, "all_to_all", "none"),
         ("deepseek", 4, 1, 4, 1, "all_gather", "none"),
         ("deepseek", 2, 2, 2, 2, "all_gather", "selective"),
         ("groups-softmax", 1, 4, 2, 1, "all_to_all", "none"),

@@ -202,6 +202,8 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
         share, mean, log_z = torch.zeros(experts, dtype=torch.float64), [], []
         for i in range(s):
             logits = w[f"{name}.router.weight"] @ x[row, i]
+            if config.linear_bias:
+                logits = logits + w[f"{name}.router.logit_bias"]
             scores = logits.sigmoid() if m.score == "sigmoid" else logits.softmax(0)
             bias = w[f"{name}.router.bias"].tolist() if m.selection_bias else [0.0] * experts
             chosen = chosen_experts(scores.tolist(), config, bias)
