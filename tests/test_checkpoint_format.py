@@ -31,6 +31,14 @@ CONDITIONS = {
     "always": lambda m: True,
     "`position_embedding: learned`": lambda m: m.position_embedding == "learned",
     "`normalization: layernorm`": lambda m: m.normalization == "layernorm",
+    "`norm_position: pre` or `both`": lambda m: m.norm_position != "output",
+    "`norm_position: output` or `both`": lambda m: m.norm_position != "pre",
+    "`norm_position: pre` or `both` with `normalization: layernorm`": lambda m: (
+        m.norm_position != "output" and m.normalization == "layernorm"
+    ),
+    "`norm_position: output` or `both` with `normalization: layernorm`": lambda m: (
+        m.norm_position != "pre" and m.normalization == "layernorm"
+    ),
     "`linear_bias` or `qkv_bias`": lambda m: m.linear_bias or m.qkv_bias,
     "`qk_norm: true`": lambda m: m.qk_norm,
     "`attention_sinks`": lambda m: m.attention_sinks,
@@ -46,12 +54,13 @@ MTP_CONDITIONS = {
 MODELS = [
     {},
     {"tie_embeddings": True, "qkv_bias": True, "mtp_num_layers": 2},
-    {"qk_norm": True, "num_query_groups": 6, "attention_sinks": True},
+    {"qk_norm": True, "num_query_groups": 6, "attention_sinks": True, "norm_position": "output"},
     {
         "position_embedding": "learned",
         "normalization": "layernorm",
         "activation": "gelu_tanh",
         "linear_bias": True,
+        "norm_position": "both",
         "mtp_num_layers": 1,
     },
     {"activation": "geglu_tanh", "linear_bias": True, "tie_embeddings": True, "vocab_multiple": 64},

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-ActivationName = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
+ActivationName = Literal["swiglu", "clamped_swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "squared_relu"]
 
 
 @dataclass(frozen=True)
 class Activation:
-    """`down(f(up(x)))`, or `down(f(gate(x)) * up(x))` where it is `gated`.
+    """`down(f(up(x)))`, or `down(f(gate(x)) * up(x))` where it is `gated` (clamped SwiGLU: times up + 1).
 
     `fused`: output and gradient are computed while they are cast, by the `Source` of this name in
     `megafp8.fp8.sources`; else f is PyTorch's own op. Exact GELU is not fused: its erf has other bits on other devices,
@@ -51,16 +51,19 @@ ACTIVATIONS: Mapping[ActivationName, Activation] = {
     "swiglu": Activation(
         gated=True, fused=True, hugging_face=("silu", "swish"), megatron={"swiglu": True, "bias_gelu_fusion": False}
     ),
+    "clamped_swiglu": Activation(gated=True, fused=True, hugging_face=(), megatron={}),
     "geglu_tanh": Activation(
         gated=True, fused=True, hugging_face=("gelu_pytorch_tanh", "gelu_new"), megatron={}
     ),
     "geglu": Activation(gated=True, fused=False, hugging_face=("gelu",), megatron={}),
     # Megatron-LM's kernel that adds the bias computes the tanh form; without it torch's exact one runs.
     "gelu_tanh": Activation(
-        gated=False, fused=True, hugging_face=("gelu_new", "gelu_pytorch_tanh"),
+        gated=False, fused=True, hugging_face=("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
         megatron={"swiglu": False, "bias_gelu_fusion": True},
     ),
     "gelu": Activation(
         gated=False, fused=False, hugging_face=("gelu",), megatron={"swiglu": False, "bias_gelu_fusion": False}
     ),
+    "relu": Activation(gated=False, fused=True, hugging_face=("relu",), megatron={}),
+    "squared_relu": Activation(gated=False, fused=True, hugging_face=("relu2",), megatron={}),
 }  # fmt: skip

@@ -98,6 +98,14 @@ def attention_heads(m: ModelConfig) -> Iterator[Problem]:
     if m.yarn is not None:
         yield from _yarn(m, m.yarn)
 
+    if m.rope_interpolation_factor > 1 and (m.rope_scaling is not None or m.yarn is not None):
+        section = "model.yarn" if m.rope_scaling is None else "model.rope_scaling"
+        rule, works = f"{section} scales the frequencies already", f"try 1, or leave {section} out"
+        yield Problem("model.rope_interpolation_factor", m.rope_interpolation_factor, rule, works)
+    if m.rope_local_theta is not None and m.sliding_window is None:
+        works = "set model.sliding_window, or leave it out"
+        yield Problem("model.rope_local_theta", m.rope_local_theta, "no layer has a window", works)
+
 
 def _yarn(m: ModelConfig, yarn: YarnConfig) -> Iterator[Problem]:
     if m.rope_scaling is not None:
@@ -124,6 +132,10 @@ def _equal_heads(m: ModelConfig) -> Iterator[Problem]:
     elif m.position_embedding == "rope" and m.channels % 2:
         rule = "rotary embeddings rotate pairs, so the width of a head must be even"
         yield Problem("model.head_dim", m.channels, rule, f"try {m.channels + 1}")
+    elif m.position_embedding == "rope" and (m.rotary_channels % 2 or not m.rotary_channels):
+        rule = f"rotary embeddings rotate pairs, and it makes {m.rotary_channels} of {m.channels} channels"
+        works = f"try {max(m.rotary_channels // 2, 1) * 2 / m.channels:g}"
+        yield Problem("model.partial_rotary_factor", m.partial_rotary_factor, rule, works)
     if heads % m.query_groups:
         rule = f"model.num_attention_heads ({heads}) is not a multiple of it"
         yield Problem("model.num_query_groups", m.query_groups, rule, divisors(heads, m.query_groups))
@@ -139,11 +151,14 @@ def _latent_attention(m: ModelConfig, latent: LatentAttentionConfig) -> Iterator
         "qkv_bias": "its layers have no biases",
         "qk_norm": "it normalizes the latents instead",
         "attention_sinks": "its heads have no sinks",
+        "attention_scale": "its scores are divided by the root of the width of a key",
+        "attention_softcap": "its scores have no soft cap",
+        "partial_rotary_factor": "rope_head_dim says which channels are rotated",
     }
     for key, why in unused.items():
-        value = getattr(m, key)
-        if value is not None and value is not False:
-            default = "false" if value is True else "null"
+        value, unset = getattr(m, key), ModelConfig.model_fields[key].default
+        if value != unset:
+            default = {None: "null", False: "false"}.get(unset, unset)
             yield Problem(f"model.{key}", value, f"{path} is set, and {why}", f"try {default}, {off}")
     if m.position_embedding != "rope":
         rule = f"{path} is set, and its rope_head_dim channels have rotary positions"

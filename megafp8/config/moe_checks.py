@@ -23,8 +23,6 @@ def experts(m: ModelConfig) -> Iterator[Problem]:
     if m.moe is None:
         return
     x, count = m.moe, m.moe.num_experts
-    if m.linear_bias:
-        yield Problem("model.linear_bias", True, "experts have no biases", "try false, or leave model.moe out")
     if x.top_k > count:
         rule = f"a token goes to different experts, and model.moe.num_experts is {count}"
         yield Problem("model.moe.top_k", x.top_k, rule, f"try {count} or less")
@@ -66,6 +64,9 @@ def layout(config: Config) -> Iterator[Problem]:
     if m.expert_size % p.expert_tensor:
         rule = f"the width of an expert ({m.expert_size}) is not a multiple of it"
         yield Problem("parallel.expert_tensor", p.expert_tensor, rule, divisors(m.expert_size, p.expert_tensor))
+    if p.expert_tensor > 1 and m.linear_bias:
+        rule = "model.linear_bias is true, and the biases of an expert's outputs belong to one rank"
+        yield Problem("parallel.expert_tensor", p.expert_tensor, rule, "try 1")
     if p.expert_tensor > 1 and p.expert_dispatch == "all_to_all":
         rule = "it sends a token to one rank for each of its experts, and parallel.expert_tensor splits experts"
         yield Problem("parallel.expert_dispatch", "all_to_all", rule, "try all_gather, or parallel.expert_tensor=1")

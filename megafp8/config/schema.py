@@ -91,6 +91,8 @@ class YarnConfig(Section):
     beta_slow: PositiveFloat = 1.0
     """Frequencies with fewer rotations than this in the original context are divided by the factor; those between are
     interpolated."""
+    truncate: bool = True
+    """Round the bounds of those between to whole pairs of channels, outwards (gpt-oss: false)."""
     mscale: NonNegative = 1.0
     """Rotated channels of queries and keys are multiplied by (0.1 · mscale · ln factor + 1) / (0.1 · mscale_all_dim ·
     ln factor + 1)."""
@@ -205,10 +207,24 @@ class ModelConfig(Section):
     max_position_embeddings: PositiveInt | None = None
     """Rows of the learned position table. Default: training.seq_length. With rope it has no effect but as the longest
     context in a conversion to Hugging Face."""
-    position_embedding: Literal["rope", "learned", "none"] = "rope"
-    """rope (rotary, Llama), learned (GPT-2) or none."""
+    position_embedding: Literal["rope", "learned", "alibi", "none"] = "rope"
+    """rope (rotary, Llama), learned (GPT-2), alibi (scores fall with the distance, at a rate of each head's own: Press
+    et al. 2021, arXiv:2108.12409; BLOOM) or none."""
+    embedding_norm: bool = False
+    """Normalize the embeddings before the first block (BLOOM)."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Embeddings are multiplied by this, rounded to training.precision (Granite; Gemma: √hidden_size)."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
+    rope_local_theta: PositiveFloat | None = None
+    """Base of the rotary frequencies in layers with a sliding window, which are not scaled (Gemma 3). Default: those of
+    the other layers."""
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), _FLOAT] = 1.0
+    """Share of the channels of a head that rotary embeddings rotate (GPT-NeoX, GLM-4, Phi-4-mini). Of its pairs,
+    channels i and i + head_dim / 2, these are the first ones."""
+    rope_interpolation_factor: Annotated[float, Field(ge=1), _FLOAT, _IN_FP32] = 1.0
+    """Positions are divided by this (linear scaling, Chen et al. 2023, arXiv:2306.15595), for contexts longer than in
+    earlier training."""
     rope_scaling: RopeScaling | None = None
     """Frequency scaling as in Llama 3.1. Default: none."""
     yarn: YarnConfig | None = None
@@ -217,10 +233,18 @@ class ModelConfig(Section):
     """rmsnorm (Llama) or layernorm (GPT-2)."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance in norms."""
+    norm_position: Literal["pre", "output", "both"] = "pre"
+    """Where attention and MLP, f, have their norms. pre: x + f(norm(x)) (Llama, GPT-2). output: x + norm(f(x)), before
+    the addition (OLMo 2). both: x + norm(f(norm(x))), a sandwich (Gemma 2 and 3)."""
+    zero_centered_gamma: bool = False
+    """Norms multiply by 1 + weight instead of weight, so that weight decay and small dtypes see numbers around zero
+    (Gemma; Megatron-LM's apply_layernorm_1p)."""
     activation: ActivationName = "swiglu"
-    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), or geglu and geglu_tanh: gelu(gate) * up."""
+    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), geglu and geglu_tanh: gelu(gate) * up, relu (OPT), squared_relu
+    (Primer, Nemotron), or clamped_swiglu (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1) of gate up to 7 and up from
+    -7 to 7."""
     linear_bias: bool = False
-    """Add biases to all linear layers of the blocks (GPT-2)."""
+    """Add biases to all linear layers of the blocks (GPT-2), also to those of experts and routers (gpt-oss)."""
     qkv_bias: bool = False
     """Add biases to the query, key and value projections only (Qwen2)."""
     qk_norm: bool | Literal["projection"] = False
@@ -235,8 +259,19 @@ class ModelConfig(Section):
     """Each token attends to this many latest tokens, including itself. Default: all earlier tokens."""
     full_attention_layers: list[int] = []
     """Layers, counted from 0, to which sliding_window does not apply (Qwen2, Gemma 2 and 3, gpt-oss)."""
+    attention_scale: PositiveFloat | None = None
+    """Scores of attention are multiplied by this (Gemma's query_pre_attn_scalar^-0.5, Granite's attention_multiplier).
+    Default: 1 / √head_dim."""
+    attention_softcap: PositiveFloat | None = None
+    """Scores become softcap · tanh(score / softcap) (Gemma 2's attn_logit_softcapping). Default: they do not."""
     parallel_block: bool = False
     """Attention and MLP both read the block's input, and their outputs are added (GPT-J, PaLM)."""
+    residual_multiplier: PositiveFloat = 1.0
+    """What attention and MLP add to the residual stream is multiplied by this (Granite)."""
+    logits_scaling: PositiveFloat = 1.0
+    """Logits are divided by this (Granite)."""
+    logit_softcap: PositiveFloat | None = None
+    """Logits become softcap · tanh(logit / softcap) (Gemma 2's final_logit_softcapping). Default: they do not."""
     latent_attention: LatentAttentionConfig | None = None
     """Multi-head latent attention. Default: none."""
     moe: MoeConfig | None = None
@@ -265,7 +300,14 @@ class ModelConfig(Section):
     @property
     def rotary_channels(self) -> int:
         """Width of the part of a head that is rotated."""
-        return self.channels if self.latent_attention is None else self.latent_attention.rope_head_dim
+        if self.latent_attention is not None:
+            return self.latent_attention.rope_head_dim
+        return int(self.channels * self.partial_rotary_factor)
+
+    @property
+    def score_scale(self) -> float:
+        """What scores of attention are multiplied by."""
+        return self.channels**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def value_channels(self) -> int:

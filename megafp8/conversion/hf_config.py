@@ -134,21 +134,29 @@ def _flag(hf: HfConfig, key: str) -> bool:
 _ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _YARN = ("factor", _ORIGINAL_LENGTH)
-_ROPE_TYPES: dict[str, tuple[str, ...]] = {"default": (), "llama3": tuple(RopeScaling.model_fields), "yarn": _YARN}
+_ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (), "linear": ("factor",), "llama3": tuple(RopeScaling.model_fields), "yarn": _YARN,
+}  # fmt: skip
 """Supported values of rope_type, and the keys that each requires."""
 _OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 """Keys of yarn that need not be there."""
 
 
-def _read_rope(hf: HfConfig, default_theta: float) -> dict[str, Any]:
-    """transformers 4 reads rope_theta and rope_scaling, 5 keeps all of it in rope_parameters: copies must agree."""
+def _read_rope(hf: HfConfig, default_theta: float, partial: float | None = None) -> dict[str, Any]:
+    """transformers 4 reads rope_theta and rope_scaling, 5 keeps all of it in rope_parameters: copies must agree.
+
+    `partial`: the family's default of partial_rotary_factor; None where it rotates whole heads.
+    """
     keys = ("rope_scaling", "rope_parameters")
     found = [_read_rope_dict(key, hf[key], hf, default_theta) for key in keys if hf.get(key)]
     if len(found) == 2 and found[0] != found[1]:
         refuse("rope_parameters", hf["rope_parameters"], "the same as rope_scaling, or only one of the two")
-    if hf.get("partial_rotary_factor") not in (None, 1, 1.0):
-        refuse("partial_rotary_factor", hf["partial_rotary_factor"], "1.0")
-    return found[0] if found else {"rope_theta": hf.get("rope_theta", default_theta)}
+    key = "partial_rotary_factor"
+    factors = [x for source in (hf, *(hf[k] for k in keys if hf.get(k))) if (x := source.get(key)) is not None]
+    if any(x != (factors[0] if partial is not None else 1) for x in factors):
+        refuse(key, factors[-1], "1.0" if partial is None else f"the value of its other copy ({factors[0]!r})")
+    read = found[0] if found else {"rope_theta": hf.get("rope_theta", default_theta)}
+    return read if partial is None else read | {key: factors[0] if factors else partial}
 
 
 def _read_rope_dict(key: str, rope: Any, hf: HfConfig, default_theta: float) -> dict[str, Any]:
@@ -159,11 +167,10 @@ def _read_rope_dict(key: str, rope: Any, hf: HfConfig, default_theta: float) -> 
         refuse(key, rope, "one rotary embedding for all layers")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_TYPES:
-        refuse(f"{key}.rope_type", kind, ", ".join(_ROPE_TYPES))
+        why = ". longrope has two sets of frequencies, of which a batch has that of its longest sequence"
+        refuse(f"{key}.rope_type", kind, ", ".join(_ROPE_TYPES) + why * (kind in ("longrope", "su")))
     if rope.get("type", kind) != kind:
         refuse(f"{key}.type", rope["type"], f"the value of {key}.rope_type ({kind!r}), of which it is the old name")
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        refuse(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
     theta = rope.get("rope_theta", hf.get("rope_theta", default_theta))
     if hf.get("rope_theta", theta) != theta:
         refuse("rope_theta", hf["rope_theta"], f"the value of {key}.rope_theta ({theta!r}), or no second copy")
@@ -175,6 +182,8 @@ def _read_rope_dict(key: str, rope: Any, hf: HfConfig, default_theta: float) -> 
         refuse(f"{key}.{unknown[0]}", rope[unknown[0]], f"with rope_type {kind!r} only {known}")
     if not needed:
         return {"rope_theta": theta}
+    if kind == "linear":
+        return {"rope_theta": theta, "rope_interpolation_factor": rope["factor"]}
     if hf.get(_ORIGINAL_LENGTH, rope[_ORIGINAL_LENGTH]) != rope[_ORIGINAL_LENGTH]:
         copy = f"{key}.{_ORIGINAL_LENGTH} ({rope[_ORIGINAL_LENGTH]!r})"
         refuse(_ORIGINAL_LENGTH, hf[_ORIGINAL_LENGTH], f"the value of {copy}, or no second copy")
@@ -187,14 +196,33 @@ def _read_yarn(key: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     """The section model.yarn; absent keys and null are the defaults."""
     if rope.get("attention_factor") is not None:
         refuse(f"{key}.attention_factor", rope["attention_factor"], "null, or mscale and mscale_all_dim")
-    if rope.get("truncate", True) is not True:
-        refuse(f"{key}.truncate", rope["truncate"], "true")
-    given = {name: rope[name] for name in (*_YARN, *_OF_YARN[:4]) if rope.get(name) is not None}
+    given = {name: rope[name] for name in (*_YARN, *_OF_YARN) if rope.get(name) is not None}
     if given.get("mscale", 1) != 1 and not given.get("mscale_all_dim"):
         refuse(f"{key}.mscale", given["mscale"], "1 without mscale_all_dim, as transformers ignores it then")
     if given.get("mscale_all_dim") and not given.get("mscale"):
         refuse(f"{key}.mscale", rope.get("mscale"), "a number beside mscale_all_dim, as others differ in its default")
     return given
+
+
+def _read_local_rope(hf: HfConfig) -> dict[str, Any]:
+    """Gemma 3: two rotary embeddings; in transformers 4 three keys, in 5 two dictionaries in rope_parameters."""
+    nested = hf.get("rope_parameters") or {}
+    if not isinstance(nested, dict) or not all(key in _KINDS and isinstance(x, dict) for key, x in nested.items()):
+        refuse("rope_parameters", nested, f"a dictionary of two, {' and '.join(_KINDS)}")
+    found = _read_rope({**hf, "rope_parameters": nested.get("full_attention")}, 1e6)
+    key = "rope_local_base_freq"
+    local = _read_rope_dict(
+        "rope_parameters.sliding_attention", nested.get("sliding_attention", {}), {}, hf.get(key, 1e4)
+    )
+    if local.keys() != {"rope_theta"}:
+        refuse("rope_parameters", nested, "no scaling of layers with a window")
+    if hf.get(key, local["rope_theta"]) != local["rope_theta"]:
+        refuse(key, hf[key], f"the value in rope_parameters ({local['rope_theta']!r}), or no second copy")
+    return found | {"rope_local_theta": local["rope_theta"]}
+
+
+def _write_local_rope(model: ModelConfig) -> dict[str, Any]:
+    return _write_rope(model) | {"rope_local_base_freq": model.rope_local_theta or model.rope_theta}
 
 
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
@@ -204,9 +232,16 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
         written = {"rope_type": "yarn", **model.yarn.model_dump()}
         if model.yarn.mscale == 1 and not model.yarn.mscale_all_dim:
             del written["mscale"], written["mscale_all_dim"]
+        if model.yarn.truncate:
+            del written["truncate"]
     elif model.rope_scaling is not None:
         written = {"rope_type": "llama3", **model.rope_scaling.model_dump()}
+    elif model.rope_interpolation_factor > 1:
+        written = {"rope_type": "linear", "factor": model.rope_interpolation_factor}
     return {"rope_theta": model.rope_theta, "rope_scaling": written}
+
+
+_KINDS = ("sliding_attention", "full_attention")
 
 
 def _layer_types(hf: HfConfig) -> list[str] | None:
@@ -216,7 +251,7 @@ def _layer_types(hf: HfConfig) -> list[str] | None:
         return None
     if not isinstance(kinds, list) or len(kinds) != hf.get("num_hidden_layers"):
         refuse("layer_types", kinds, f"one entry for each of num_hidden_layers ({hf.get('num_hidden_layers')})")
-    if not {*map(str, kinds)} <= {"full_attention", "sliding_attention"}:
+    if not {*map(str, kinds)} <= set(_KINDS):
         refuse("layer_types", sorted(set(map(str, kinds))), "full_attention and sliding_attention")
     return [str(kind) for kind in kinds]
 
@@ -242,6 +277,28 @@ def _window_of_all(default: int | None) -> Trait:
         return {"sliding_window": window}
 
     return Trait(("sliding_window", "layer_types"), read, lambda model: {"sliding_window": model.sliding_window})
+
+
+def _pattern_of_windows(default: int, every: Callable[[HfConfig], int], *more: str) -> Trait:
+    """Layers with a window, and some without. Without layer_types these are the last of each `every` layers.
+
+    `default`: the window where the key is absent. `more`: keys that say the same.
+    """
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        kinds, layers = _layer_types(hf), hf.get("num_hidden_layers")
+        if not isinstance(layers, int):
+            refuse("num_hidden_layers", layers, "a number of layers")
+        if kinds is None:
+            kinds = [_KINDS[(i + 1) % every(hf) == 0] for i in range(layers)]
+        window, full = hf.get("sliding_window", default), [i for i in range(layers) if kinds[i] == _KINDS[1]]
+        return {} if window is None else {"sliding_window": window, "full_attention_layers": full}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        kinds = [_KINDS[model.window_of(i) is None] for i in range(model.num_layers)]
+        return {"sliding_window": model.sliding_window or default, "layer_types": kinds}
+
+    return Trait(("sliding_window", "layer_types", *more), read, write)
 
 
 def _read_qwen_window(hf: HfConfig) -> dict[str, Any]:
@@ -274,8 +331,8 @@ def _read_qwen_moe_window(hf: HfConfig) -> dict[str, Any]:
     return _read_no_window(hf)
 
 
-def _num_experts(key: str, other: str) -> Trait:
-    """The number of experts under either name, which transformers takes for the same; `key` is what we write."""
+def either(field: str, key: str, other: str) -> Trait:
+    """Our `field` under either name, which transformers takes for the same; `key` is what we write."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         found = [name for name in (key, other) if name in hf]
@@ -283,9 +340,40 @@ def _num_experts(key: str, other: str) -> Trait:
             raise ValueError(f"has no key {key}")
         if hf[found[0]] != hf[found[-1]]:
             refuse(other, hf[other], f"the value of {key} ({hf[key]!r}), of which it is another name")
-        return {"moe.num_experts": hf[found[0]]}
+        return {field: hf[found[0]]}
 
-    return Trait((key, other), read, lambda model: {key: canonical(model)["moe.num_experts"]})
+    return Trait((key, other), read, lambda model: {key: canonical(model)[field]})
+
+
+def _num_experts(key: str, other: str) -> Trait:
+    return either("moe.num_experts", key, other)
+
+
+def _partial_rope(partial: float, *, scaled: bool = True) -> Trait:
+    """Rotary embedding of a part of each head; `partial`: the default of `transformers`. `scaled`: or of any type."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        found = _read_rope(hf, 1e4, partial)
+        if not scaled and found.keys() != {"rope_theta", "partial_rotary_factor"}:
+            refuse("rope_scaling", hf.get("rope_scaling") or hf.get("rope_parameters"), "null in this family")
+        return found
+
+    return Trait(
+        (*_ROPE_KEYS, _ORIGINAL_LENGTH),
+        read,
+        lambda model: _write_rope(model) | {"partial_rotary_factor": model.partial_rotary_factor},
+    )
+
+
+def _read_neox_rope(hf: HfConfig) -> dict[str, Any]:
+    """Under names of its own at the top level, where transformers does not read the usual ones."""
+    names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+    return _read_rope({names.get(key, key): value for key, value in hf.items()}, 1e4, 0.25)
+
+
+def _write_neox_rope(model: ModelConfig) -> dict[str, Any]:
+    rope = _write_rope(model)
+    return {"rotary_emb_base": rope.pop("rope_theta"), "rotary_pct": model.partial_rotary_factor, **rope}
 
 
 def _read_sparse_layers(hf: HfConfig) -> dict[str, Any]:
@@ -384,6 +472,20 @@ def _read_llama_biases(hf: HfConfig) -> dict[str, Any]:
     return {"linear_bias": attention}
 
 
+_LLAMA_BIASES = Trait(
+    ("attention_bias", "mlp_bias"),
+    _read_llama_biases,
+    lambda model: {"attention_bias": model.linear_bias, "mlp_bias": model.linear_bias},
+)
+
+
+def _check_embedding_width(hf: HfConfig) -> dict[str, Any]:
+    width, hidden = hf.get("word_embed_proj_dim"), hf.get("hidden_size")
+    if width not in (None, hidden):
+        refuse("word_embed_proj_dim", width, f"hidden_size ({hidden})")
+    return {}
+
+
 def _check_llama(hf: HfConfig) -> dict[str, Any]:
     """LlamaConfig of transformers refuses this, although its layers could; such a model is written as Mistral.
 
@@ -396,7 +498,7 @@ def _check_llama(hf: HfConfig) -> dict[str, Any]:
 
 
 def _check_head_dim(hf: HfConfig) -> dict[str, Any]:
-    """transformers norms hidden_size channels of olmoe's queries, whatever head_dim says."""
+    """transformers norms hidden_size channels of the queries of olmoe, whatever head_dim says."""
     hidden, heads, width = hf.get("hidden_size"), hf.get("num_attention_heads"), hf.get("head_dim")
     if width is not None and isinstance(hidden, int) and isinstance(heads, int) and width * heads != hidden:
         refuse("head_dim", width, f"hidden_size / num_attention_heads ({hidden / heads:g}) in this family")
@@ -416,8 +518,10 @@ def _activations(*, gated: bool) -> dict[str, str]:
     return {theirs: name for name, ours in ACTIVATIONS.items() if ours.gated == gated for theirs in ours.hugging_face}
 
 
-def _any_rope_model(rope_theta: float) -> tuple[Trait, ...]:
-    """Traits of all families with rotary embeddings, whatever their attention."""
+def _sizes_and_norm(
+    activation_key: str = "hidden_act", activation: str = "silu", *, tied: bool = False
+) -> tuple[Trait, ...]:
+    """Traits of all relatives of Llama; the arguments are the defaults of `transformers`."""
     return (
         same("num_layers", "num_hidden_layers"),
         same("hidden_size", "hidden_size"),
@@ -425,10 +529,21 @@ def _any_rope_model(rope_theta: float) -> tuple[Trait, ...]:
         same("ffn_hidden_size", "intermediate_size"),
         same("vocab_size", "vocab_size"),
         same("max_position_embeddings", "max_position_embeddings", None),
-        same("activation", "hidden_act", "silu", _activations(gated=True)),
-        same("tie_embeddings", "tie_word_embeddings", False),
+        same("activation", activation_key, activation, _activations(gated=True)),
+        same("tie_embeddings", "tie_word_embeddings", tied),
         _INIT_STD,
-        always(position_embedding="rope", normalization="rmsnorm"),
+        always(normalization="rmsnorm"),
+    )
+
+
+def _any_rope_model(rope_theta: float) -> tuple[Trait, ...]:
+    """Traits of all families with one rotary embedding, whatever their attention."""
+    return *_sizes_and_norm(), *_one_rope(rope_theta)
+
+
+def _one_rope(rope_theta: float) -> tuple[Trait, ...]:
+    return (
+        always(position_embedding="rope"),
         Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), lambda hf: _read_rope(hf, rope_theta), _write_rope),
     )
 
@@ -437,8 +552,13 @@ def _llama_like(
     *, num_key_value_heads: int | None, head_dim: int | None = None, norm_eps: float = 1e-6, rope_theta: float = 1e4
 ) -> tuple[Trait, ...]:
     """Traits of Llama and its relatives; the arguments are the defaults of `transformers`."""
+    return *_one_rope(rope_theta), *_heads_like_llama(num_key_value_heads, head_dim, norm_eps)
+
+
+def _heads_like_llama(num_key_value_heads: int | None, head_dim: int | None, norm_eps: float) -> tuple[Trait, ...]:
+    """All of `_llama_like` but the rotary embedding."""
     return (
-        *_any_rope_model(rope_theta),
+        *_sizes_and_norm(),
         same("num_query_groups", "num_key_value_heads", num_key_value_heads, nullable=True),
         same("head_dim", "head_dim", head_dim),
         same("norm_eps", "rms_norm_eps", norm_eps),
@@ -455,11 +575,7 @@ _LLAMA = Family(
     "LlamaForCausalLM",
     (
         *_llama_like(num_key_value_heads=None),
-        Trait(
-            ("attention_bias", "mlp_bias"),
-            _read_llama_biases,
-            lambda model: {"attention_bias": model.linear_bias, "mlp_bias": model.linear_bias},
-        ),
+        _LLAMA_BIASES,
         Trait(("layer_types",), _read_no_window),
         only(written=False, sliding_window=None),
         Trait((), _check_llama),
@@ -592,6 +708,67 @@ _OLMOE = Family(
     ),
     moe=True,
 )
+_OLMO2 = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=None, norm_eps=1e-5),
+        always(norm_position="output", qk_norm="projection"),
+        Trait(("layer_types",), _read_no_window),
+        only(attention_bias=False),
+        only(written=False, clip_qkv=None, sliding_window=None),
+    ),
+)
+_ATTENTION_SCALE = Trait(
+    ("query_pre_attn_scalar",),
+    lambda hf: {"attention_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5},
+    lambda model: {"query_pre_attn_scalar": round(model.score_scale**-2)},
+)
+_GEMMA = (
+    *_sizes_and_norm("hidden_activation", "gelu_pytorch_tanh", tied=True),
+    same("num_query_groups", "num_key_value_heads", 4),
+    same("head_dim", "head_dim", 256),
+    same("norm_eps", "rms_norm_eps", 1e-6),
+    aliases(hidden_act="hidden_activation"),
+    always(position_embedding="rope", norm_position="both", zero_centered_gamma=True),
+    Trait(
+        (),
+        # A number that is none is refused elsewhere.
+        lambda hf: {"embedding_multiplier": x**0.5} if isinstance(x := hf.get("hidden_size"), int) else {},
+    ),
+    _ATTENTION_SCALE,
+    only(attention_bias=False),
+    Trait((), _check_llama),
+)
+_GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    (
+        *_GEMMA,
+        Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), lambda hf: _read_rope(hf, 1e4), _write_rope),
+        same("attention_softcap", "attn_logit_softcapping", 50.0, nullable=True),
+        same("logit_softcap", "final_logit_softcapping", 30.0, nullable=True),
+        _pattern_of_windows(4096, lambda hf: 2),
+        aliases(sliding_window_size="sliding_window"),
+        only(written=False, use_bidirectional_attention=None),
+    ),
+)
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
+_GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    (
+        *_GEMMA,
+        always(qk_norm=True),
+        Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH, "rope_local_base_freq"), _read_local_rope, _write_local_rope),
+        same("attention_softcap", "attn_logit_softcapping", None, nullable=True),
+        same("logit_softcap", "final_logit_softcapping", None, nullable=True),
+        _pattern_of_windows(
+            4096, lambda hf: hf.get("sliding_window_pattern", 6), "sliding_window_pattern", "_sliding_window_pattern"
+        ),
+        only(written=False, use_bidirectional_attention=False),
+    ),
+)
 _DEEPSEEK = (
     *_any_rope_model(rope_theta=1e4),
     always(norm_eps=1e-6),
@@ -659,7 +836,178 @@ _DEEPSEEK_V3 = Family(
     moe=True,
     latent=True,
 )
-_ALL = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3)
+_NO_PADDING = Trait((), lambda hf: {}, lambda model: {"pad_token_id": None})
+"""Where the default of `transformers` is a token that a smaller vocabulary lacks."""
+_PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    (
+        *_heads_like_llama(None, None, 1e-5),
+        always(position_embedding="rope"),
+        _partial_rope(1.0, scaled=False),
+        _NO_PADDING,
+        _window_of_all(None),
+        only(written=False, attention_bias=False, mlp_bias=False),
+    ),
+)
+_MULTIPLIERS = (
+    same("embedding_multiplier", "embedding_multiplier", 1.0),
+    same("residual_multiplier", "residual_multiplier", 1.0),
+    same("logits_scaling", "logits_scaling", 1.0),
+    same("attention_scale", "attention_multiplier", 1.0),
+)
+_GRANITE = Family(
+    "granite",
+    "GraniteForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=None),
+        *_MULTIPLIERS,
+        _LLAMA_BIASES,
+        Trait(("layer_types",), _read_no_window),
+        only(written=False, sliding_window=None),
+    ),
+)
+_GRANITE_MOE = Family(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    (
+        *_llama_like(num_key_value_heads=None),
+        *_MULTIPLIERS,
+        *_ROUTER,
+        _num_experts("num_local_experts", "num_experts"),
+        _WIDTH_OF_EXPERTS,
+        Trait(("layer_types",), _read_no_window),
+        only(written=False, sliding_window=None, attention_bias=False),
+    ),
+    moe=True,
+)
+_GLM_TRAITS = (
+    *_heads_like_llama(2, 128, 1.5625e-7),
+    always(position_embedding="rope"),
+    _partial_rope(0.5),
+    _NO_PADDING,
+    Trait(("layer_types",), _read_no_window),
+    only(written=False, sliding_window=None),
+)
+_GLM = Family("glm", "GlmForCausalLM", (*_GLM_TRAITS, same("qkv_bias", "attention_bias", True)))
+_GLM4 = Family(
+    "glm4",
+    "Glm4ForCausalLM",
+    (*_GLM_TRAITS, same("qkv_bias", "attention_bias", False), always(norm_position="both")),
+)
+_GPT_NEOX = Family(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    (
+        same("num_layers", "num_hidden_layers"),
+        same("hidden_size", "hidden_size"),
+        same("num_attention_heads", "num_attention_heads"),
+        same("ffn_hidden_size", "intermediate_size"),
+        same("vocab_size", "vocab_size"),
+        same("max_position_embeddings", "max_position_embeddings", None),
+        same("activation", "hidden_act", "gelu", _activations(gated=False)),
+        same("norm_eps", "layer_norm_eps", 1e-5),
+        same("tie_embeddings", "tie_word_embeddings", False),
+        same("parallel_block", "use_parallel_residual", True),
+        _INIT_STD,
+        always(position_embedding="rope", normalization="layernorm", linear_bias=True),
+        Trait(
+            ("rotary_pct", "rotary_emb_base", "rope_scaling", "rope_parameters", _ORIGINAL_LENGTH),
+            _read_neox_rope,
+            _write_neox_rope,
+        ),
+        only(attention_bias=True),
+        Trait((), _check_llama),
+    ),
+)
+_OPT = Family(
+    "opt",
+    "OPTForCausalLM",
+    (
+        same("num_layers", "num_hidden_layers"),
+        same("hidden_size", "hidden_size"),
+        same("num_attention_heads", "num_attention_heads"),
+        same("ffn_hidden_size", "ffn_dim"),
+        same("vocab_size", "vocab_size"),
+        same("max_position_embeddings", "max_position_embeddings", 2048),
+        same("activation", "activation_function", "relu", {"relu": "relu"}),
+        same("tie_embeddings", "tie_word_embeddings", True),
+        same("init_std", "init_std", 0.02),
+        always(position_embedding="learned", normalization="layernorm", norm_eps=1e-5, linear_bias=True),
+        Trait(
+            ("word_embed_proj_dim",),
+            _check_embedding_width,
+            lambda model: {"word_embed_proj_dim": model.hidden_size},
+        ),
+        only(do_layer_norm_before=True, enable_bias=True, layer_norm_elementwise_affine=True),
+        only(written=False, _remove_final_layer_norm=False),
+    ),
+)
+_BLOOM = Family(
+    "bloom",
+    "BloomForCausalLM",
+    (
+        either("num_layers", "n_layer", "num_hidden_layers"),
+        either("hidden_size", "hidden_size", "n_embed"),
+        either("num_attention_heads", "n_head", "num_attention_heads"),
+        same("vocab_size", "vocab_size"),
+        same("norm_eps", "layer_norm_epsilon", 1e-5),
+        same("tie_embeddings", "tie_word_embeddings", True),
+        _INIT_STD,
+        always(
+            position_embedding="alibi", normalization="layernorm", activation="gelu_tanh", linear_bias=True,
+            embedding_norm=True,
+        ),
+        only(apply_residual_connection_post_layernorm=False),
+        only(written=False, n_inner=None),
+        # Of the program that trained it; transformers does not read them.
+        Trait(
+            (
+                "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi",
+                "seq_length", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "unk_token_id",
+            ),
+            lambda hf: {},
+        ),
+    ),
+)  # fmt: skip
+
+
+def _read_given_rope(hf: HfConfig) -> dict[str, Any]:
+    if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
+        refuse("rope_scaling", None, "a dictionary, as releases of transformers differ in its default for gpt_oss")
+    return _read_rope(hf, 1.5e5)
+
+
+def _write_given_rope(model: ModelConfig) -> dict[str, Any]:
+    rope = _write_rope(model)
+    plain = {"rope_type": "default", "rope_theta": model.rope_theta}
+    return rope if rope["rope_scaling"] else rope | {"rope_parameters": plain}
+
+
+_GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    (
+        *_heads_like_llama(8, 64, 1e-5),
+        always(position_embedding="rope", activation="clamped_swiglu", linear_bias=True, attention_sinks=True),
+        Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), _read_given_rope, _write_given_rope),
+        _pattern_of_windows(128, lambda hf: 2),
+        *_ROUTER,
+        _num_experts("num_local_experts", "num_experts"),
+        _WIDTH_OF_EXPERTS,
+        aliases(experts_per_token="num_experts_per_tok"),
+        only(hidden_act="silu", swiglu_limit=7.0, attention_bias=True),
+        only(written=False, swiglu_alpha=1.702),
+        # Not read by transformers: original_max_position_embeddings under another name.
+        Trait(("initial_context_length",), lambda hf: {}),
+    ),
+    moe=True,
+)
+_ALL = (
+    _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _OPT, _GPT2, _OLMO2, _GEMMA2, _GEMMA3, _PHI3, _GRANITE, _BLOOM, _GLM,
+    _GLM4, _GPT_NEOX,
+    _MIXTRAL, _GRANITE_MOE, _GPT_OSS, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3,
+)  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
 """In order of preference where several can express a model."""
 
@@ -684,9 +1032,9 @@ _HARMLESS_FOR: Mapping[str, str] = {
     "they choose outputs, caches, and implementations that differ in rounding alone": "use_cache return_dict "
     "output_hidden_states output_attentions output_router_logits output_past tie_last_hidden_states is_decoder "
     "chunk_size_feed_forward pretraining_tp attn_implementation _attn_implementation _attn_implementation_autoset "
-    "experts_implementation ep_size gradient_checkpointing reorder_and_upcast_attn",
+    "experts_implementation ep_size gradient_checkpointing reorder_and_upcast_attn cache_implementation",
     "evaluation has no dropout or noise, and training here has none": "attention_dropout hidden_dropout resid_pdrop "
-    "embd_pdrop attn_pdrop classifier_dropout router_jitter_noise",
+    "embd_pdrop attn_pdrop classifier_dropout router_jitter_noise dropout activation_dropout layerdrop",
     "they are sizes of buffers in old releases": "n_ctx max_sequence_length",
     "they belong to other heads over the same layers": "summary_type summary_use_proj summary_activation "
     "summary_proj_to_labels summary_first_dropout id2label label2id num_labels _num_labels problem_type "
@@ -795,7 +1143,15 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": model.query_groups,
         "head_dim": model.channels,
         "ffn_hidden_size": model.ffn_size,
+        "attention_scale": model.score_scale,
+        "rope_local_theta": model.rope_local_theta if _has_local_rope(model) else None,
     }
+
+
+def _has_local_rope(model: ModelConfig) -> bool:
+    """Whether layers with a window have other rotary frequencies than the others."""
+    scaled = model.yarn is not None or model.rope_scaling is not None or model.rope_interpolation_factor > 1
+    return model.sliding_window is not None and (scaled or model.rope_local_theta != model.rope_theta)
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
@@ -804,7 +1160,11 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
     ignored = {"vocab_multiple", "init_std", "mtp_num_layers", "mtp_loss_scaling_factor"}
     if one.position_embedding == other.position_embedding:
         ignored |= set() if one.position_embedding == "learned" else {"max_position_embeddings"}
-        ignored |= set() if one.position_embedding == "rope" else {"rope_theta", "rope_scaling", "yarn"}
+        ignored |= (
+            set()
+            if one.position_embedding == "rope"
+            else {key for key in a if "rope" in key or "rotary" in key or key == "yarn"}
+        )
     if one.linear_bias and other.linear_bias:
         ignored.add("qkv_bias")  # it adds nothing then
     for section in _SECTIONS:

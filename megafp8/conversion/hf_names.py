@@ -1,34 +1,101 @@
-"""Hugging Face's names: in which tensor of theirs each of ours lies.
+"""Hugging Face's names: in which tensor of theirs each of ours lies, and in which of its rows.
 
-Both rotate the first half of a head against the second, so q and k need no permutation (files in Meta's own format or
-GGUF would); in latent attention both rotate neighbouring channels. The linear layers of GPT-2 store the transpose,
-`[k, n]` for our `[n, k]`, and its q, k and v lie side by side in one tensor. Experts have tensors of their own, as in
-ours; transformers 5 fuses them in memory only.
+q, k and v may be parts of one tensor, side by side or by head, and gate and up, too. The linear layers of GPT-2 store
+the transpose, `[k, n]` for our `[n, k]`. Experts mostly have tensors of their own, as in ours (transformers 5 fuses
+them in memory only); gpt-oss and GraniteMoE store those of all experts in one.
+
+Channels of a head: ours rotates the first half of a head against the second, and so does Llama. Where they rotate
+neighbouring channels (GLM), or a part of a head (GPT-NeoX), our q and k have the rows of each head in another order:
+first the first channel of each pair, then the second ones, pairs that are rotated before those that are not. As both
+have the same order, scores do not depend on it. In latent attention both rotate neighbouring channels.
+
+Shapes: n rows of a tensor of ours.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Shape
 
 _NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+")
 
 
-class Place(NamedTuple):
-    """A tensor of theirs, and which of its `parts` along our dim 0 holds ours; `transposed`: stored as `[k, n]`."""
+class Location(NamedTuple):
+    """Where a tensor of ours lies: in the tensor of theirs that is called `name`, of `shape`.
+
+    `rows`: int64 `[n]`, which of their rows each of ours is. `transposed`: theirs is stored as `[k, n]`. `expert`:
+    theirs has a first dim more, and ours is there.
+    """
 
     name: str
-    part: int = 0
-    parts: int = 1
-    transposed: bool = False
+    shape: Shape
+    rows: Tensor
+    transposed: bool
+    expert: int | None
 
-    def stored_shape(self, shape: Shape) -> Shape:
-        """Shape of the tensor of theirs that holds one of ours of `shape` (without padding of the vocabulary)."""
-        whole = (shape[0] * self.parts, *shape[1:])
-        return whole[::-1] if self.transposed else whole
+
+Rows = Callable[[ModelConfig, int], tuple[Tensor, int]]
+"""From a model and n: the rows `[n]` of theirs, and their number."""
+
+
+def _part(part: int, parts: int) -> Rows:
+    """Of tensors of equal size, one below the other."""
+    return lambda model, n: (part * n + torch.arange(n), parts * n)
+
+
+_whole = _part(0, 1)
+
+
+def _qkv(part: int) -> Rows:
+    """Queries, keys and values of all heads, one below the other."""
+
+    def rows(model: ModelConfig, n: int) -> tuple[Tensor, int]:
+        sizes = [heads * model.channels for heads in (model.num_attention_heads, *[model.query_groups] * 2)]
+        return sum(sizes[:part]) + torch.arange(n), sum(sizes)
+
+    return rows
+
+
+def _qkv_by_head(part: int) -> Rows:
+    """Query, key and value of a head, then those of the next head."""
+
+    def rows(model: ModelConfig, n: int) -> tuple[Tensor, int]:
+        d = model.channels
+        heads, channels = torch.arange(n // d), torch.arange(d)
+        return ((3 * heads + part).unsqueeze(1) * d + channels).flatten(), 3 * n
+
+    return rows
+
+
+def _every(part: int, parts: int) -> Rows:
+    """Rows of all parts take turns."""
+    return lambda model, n: (part + parts * torch.arange(n), parts * n)
+
+
+def _after(first: int) -> Rows:
+    """After rows that nobody reads."""
+    return lambda model, n: (first + torch.arange(n), first + n)
+
+
+class Place(NamedTuple):
+    """A tensor of theirs, with the numbers of layer and expert left open, and which `rows` of it are ours.
+
+    `transposed`: weights are stored as `[k, n]`. `stacked`: it holds those of all experts. `parameters`: their names of
+    parameters that are not ours, with the dot if there is one.
+    """
+
+    name: str
+    rows: Rows = _whole
+    transposed: bool = False
+    stacked: bool = False
+    parameters: Mapping[str, str] = {}
 
 
 _LLAMA = {
@@ -51,9 +118,9 @@ _GPT2 = {
     "embedding.word": Place("transformer.wte"),
     "embedding.position": Place("transformer.wpe"),
     "layers.*.attention_norm": Place("transformer.h.*.ln_1"),
-    "layers.*.attention.q": Place("transformer.h.*.attn.c_attn", 0, 3, transposed=True),
-    "layers.*.attention.k": Place("transformer.h.*.attn.c_attn", 1, 3, transposed=True),
-    "layers.*.attention.v": Place("transformer.h.*.attn.c_attn", 2, 3, transposed=True),
+    "layers.*.attention.q": Place("transformer.h.*.attn.c_attn", _part(0, 3), transposed=True),
+    "layers.*.attention.k": Place("transformer.h.*.attn.c_attn", _part(1, 3), transposed=True),
+    "layers.*.attention.v": Place("transformer.h.*.attn.c_attn", _part(2, 3), transposed=True),
     "layers.*.attention.proj": Place("transformer.h.*.attn.c_proj", transposed=True),
     "layers.*.mlp_norm": Place("transformer.h.*.ln_2"),
     "layers.*.mlp.up": Place("transformer.h.*.mlp.c_fc", transposed=True),
@@ -80,6 +147,7 @@ _QWEN_MOE = _LLAMA_EXPERTS | {
     "layers.*.mlp.shared_gate": Place("model.layers.*.mlp.shared_expert_gate"),
 }
 _DEEPSEEK = _LLAMA_EXPERTS | {
+    "layers.*.mlp.router": Place("model.layers.*.mlp.gate", parameters={"bias": ".e_score_correction_bias"}),
     "layers.*.attention.q_down": Place("model.layers.*.self_attn.q_a_proj"),
     "layers.*.attention.q_norm": Place("model.layers.*.self_attn.q_a_layernorm"),
     "layers.*.attention.q_up": Place("model.layers.*.self_attn.q_b_proj"),
@@ -94,36 +162,153 @@ _DEEPSEEK = _LLAMA_EXPERTS | {
     "layers.*.projection": Place("model.layers.*.eh_proj"),
     "layers.*.final_norm": Place("model.layers.*.shared_head.norm"),
 }
+_OLMO2 = _LLAMA | {
+    "layers.*.attention_output_norm": Place("model.layers.*.post_attention_layernorm"),
+    "layers.*.mlp_output_norm": Place("model.layers.*.post_feedforward_layernorm"),
+}
+_PHI3 = _LLAMA | {
+    **{f"layers.*.attention.{x}": Place("model.layers.*.self_attn.qkv_proj", _qkv(i)) for i, x in enumerate("qkv")},
+    "layers.*.mlp.gate": Place("model.layers.*.mlp.gate_up_proj", _part(0, 2)),
+    "layers.*.mlp.up": Place("model.layers.*.mlp.gate_up_proj", _part(1, 2)),
+}
+_GLM = _LLAMA | {key: _PHI3[key] for key in ("layers.*.mlp.gate", "layers.*.mlp.up")}
+_GLM4 = _GLM | {
+    "layers.*.attention_output_norm": Place("model.layers.*.post_self_attn_layernorm"),
+    "layers.*.mlp_output_norm": Place("model.layers.*.post_mlp_layernorm"),
+}
+_GRANITE_EXPERTS = "model.layers.*.block_sparse_moe"
+_GRANITE_MOE = _LLAMA | {
+    "layers.*.mlp.router": Place(f"{_GRANITE_EXPERTS}.router.layer"),
+    "layers.*.mlp.experts.*.gate": Place(f"{_GRANITE_EXPERTS}.input_linear", _part(0, 2), stacked=True),
+    "layers.*.mlp.experts.*.up": Place(f"{_GRANITE_EXPERTS}.input_linear", _part(1, 2), stacked=True),
+    "layers.*.mlp.experts.*.down": Place(f"{_GRANITE_EXPERTS}.output_linear", stacked=True),
+}
+_NEOX = {
+    "embedding.word": Place("gpt_neox.embed_in"),
+    "layers.*.attention_norm": Place("gpt_neox.layers.*.input_layernorm"),
+    **{
+        f"layers.*.attention.{x}": Place("gpt_neox.layers.*.attention.query_key_value", _qkv_by_head(i))
+        for i, x in enumerate("qkv")
+    },
+    "layers.*.attention.proj": Place("gpt_neox.layers.*.attention.dense"),
+    "layers.*.mlp_norm": Place("gpt_neox.layers.*.post_attention_layernorm"),
+    "layers.*.mlp.up": Place("gpt_neox.layers.*.mlp.dense_h_to_4h"),
+    "layers.*.mlp.down": Place("gpt_neox.layers.*.mlp.dense_4h_to_h"),
+    "final_norm": Place("gpt_neox.final_layer_norm"),
+    "output": Place("embed_out"),
+}
+_BLOOM = {
+    "embedding.word": Place("transformer.word_embeddings"),
+    "embedding_norm": Place("transformer.word_embeddings_layernorm"),
+    "layers.*.attention_norm": Place("transformer.h.*.input_layernorm"),
+    **{
+        f"layers.*.attention.{x}": Place("transformer.h.*.self_attention.query_key_value", _qkv_by_head(i))
+        for i, x in enumerate("qkv")
+    },
+    "layers.*.attention.proj": Place("transformer.h.*.self_attention.dense"),
+    "layers.*.mlp_norm": Place("transformer.h.*.post_attention_layernorm"),
+    "layers.*.mlp.up": Place("transformer.h.*.mlp.dense_h_to_4h"),
+    "layers.*.mlp.down": Place("transformer.h.*.mlp.dense_4h_to_h"),
+    "final_norm": Place("transformer.ln_f"),
+    "output": Place("lm_head"),
+}
+_OPT = {
+    "embedding.word": Place("model.decoder.embed_tokens"),
+    "embedding.position": Place("model.decoder.embed_positions", _after(2)),
+    "layers.*.attention_norm": Place("model.decoder.layers.*.self_attn_layer_norm"),
+    **{f"layers.*.attention.{x}": Place(f"model.decoder.layers.*.self_attn.{x}_proj") for x in "qkv"},
+    "layers.*.attention.proj": Place("model.decoder.layers.*.self_attn.out_proj"),
+    "layers.*.mlp_norm": Place("model.decoder.layers.*.final_layer_norm"),
+    "layers.*.mlp.up": Place("model.decoder.layers.*.fc1"),
+    "layers.*.mlp.down": Place("model.decoder.layers.*.fc2"),
+    "final_norm": Place("model.decoder.final_layer_norm"),
+    "output": Place("lm_head"),
+}
+_GPT_OSS_EXPERTS: dict[str, Any] = {
+    "transposed": True,
+    "stacked": True,
+    "parameters": {"weight": "", "bias": "_bias"},
+}
+_GPT_OSS = _LLAMA | {
+    "layers.*.attention.sink": Place("model.layers.*.self_attn.sinks", parameters={"weight": ""}),
+    "layers.*.mlp.router": Place("model.layers.*.mlp.router", parameters={"logit_bias": ".bias"}),
+    "layers.*.mlp.experts.*.gate": Place("model.layers.*.mlp.experts.gate_up_proj", _every(0, 2), **_GPT_OSS_EXPERTS),
+    "layers.*.mlp.experts.*.up": Place("model.layers.*.mlp.experts.gate_up_proj", _every(1, 2), **_GPT_OSS_EXPERTS),
+    "layers.*.mlp.experts.*.down": Place("model.layers.*.mlp.experts.down_proj", **_GPT_OSS_EXPERTS),
+}
+_GEMMA = _OLMO2 | {"layers.*.mlp_norm": Place("model.layers.*.pre_feedforward_layernorm")}
 _MODULES: Mapping[str, Mapping[str, Place]] = {
+    "bloom": _BLOOM,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "glm": _GLM,
+    "glm4": _GLM4,
     "gpt2": _GPT2,
+    "gpt_neox": _NEOX,
+    "gpt_oss": _GPT_OSS,
+    "granitemoe": _GRANITE_MOE,
     "mixtral": _MIXTRAL,
+    "olmo2": _OLMO2,
     "olmoe": _LLAMA_EXPERTS,
+    "opt": _OPT,
+    "phi3": _PHI3,
     "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
 }
+_NEIGHBORS = frozenset({"glm", "glm4"})
+"""Families that rotate neighbouring channels."""
 
-_PARAMETERS = {"mlp.router.bias": "e_score_correction_bias"}
-"""Their names of parameters that are not called weight or bias, by module and name of ours."""
-
-_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
+_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
 """Constants that older releases of `transformers` saved with the weights."""
 
 
-def place(model_type: str, name: str) -> Place:
-    """Where the tensor `name` (`model.layers.3.attention.q.weight`) of a model of `model_type` lies."""
+def locate(model_type: str, model: ModelConfig, name: str, shape: Shape) -> Location:
+    """Where the tensor `name` (`model.layers.3.attention.q.weight`) of `shape` lies; without padding of the vocabulary.
+
+    `model` is one of `model_type`.
+    """
     module, _, parameter = name.removeprefix("model.").rpartition(".")
-    numbers = iter(_NUMBER.findall(module))
-    found = _MODULES.get(model_type, _LLAMA)[_NUMBER.sub("*", module)]
-    theirs = re.sub(r"\*", lambda _: next(numbers), found.name)
-    its_name = next((theirs for ours, theirs in _PARAMETERS.items() if name.endswith(f".{ours}")), parameter)
-    return found._replace(name=f"{theirs}.{its_name}", transposed=found.transposed and parameter == "weight")
+    numbers = _NUMBER.findall(module)
+    there = _places(model_type)[_NUMBER.sub("*", module)]
+    expert = int(numbers.pop()) if there.stacked else None
+    left = iter(numbers)
+    theirs = re.sub(r"\*", lambda _: next(left), there.name) + there.parameters.get(parameter, f".{parameter}")
+    rows, count = there.rows(model, shape[0])
+    if re.search(r"attention\.[qk](_norm)?$", module) and model.latent_attention is None:
+        rows = rows.unflatten(0, (-1, model.channels))[:, _channels(model_type, model)].flatten()
+    transposed, stored = there.transposed and parameter == "weight", (count, *shape[1:])
+    stored = stored[::-1] if transposed else stored
+    if expert is not None:
+        assert model.moe is not None
+        stored = (model.moe.num_experts, *stored)
+    return Location(theirs, stored, rows, transposed, expert)
+
+
+def _channels(model_type: str, model: ModelConfig) -> Tensor:
+    """Which channel of a head of theirs each of ours is, `[d]`."""
+    d, rotated = model.channels, model.rotary_channels
+    channels = torch.arange(d)
+    if model_type in _NEIGHBORS:
+        pairs = channels[:rotated].view(-1, 2).t()
+    else:
+        pairs = channels[:rotated].view(2, -1)
+    return torch.cat([pairs, channels[rotated:].view(2, -1)], dim=1).flatten()
+
+
+def _places(model_type: str) -> Mapping[str, Place]:
+    return _MODULES.get(model_type, _LLAMA)
 
 
 def base_prefix(model_type: str) -> str:
     """Prefix of all weights but the output layer's; files saved without an output layer lack it."""
-    return _MODULES.get(model_type, _LLAMA)["embedding.word"].name.partition(".")[0] + "."
+    return _places(model_type)["embedding.word"].name.partition(".")[0] + "."
+
+
+def output_name(model_type: str) -> str:
+    """Name of the output layer's weight."""
+    return _places(model_type)["output"].name + ".weight"
 
 
 def is_buffer(name: str) -> bool:

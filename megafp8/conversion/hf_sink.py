@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.files import BLOCK_BYTES, allocate, to_json, write_at
+from megafp8.checkpoint.files import BLOCK_BYTES, allocate, read_into, to_json, write_at
 from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
 from megafp8.conversion.hf_config import choose, differences, read_config, write_config
-from megafp8.conversion.hf_names import Place, place
+from megafp8.conversion.hf_names import Location, locate
 from megafp8.conversion.hf_source import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, WEIGHTS_FILE
 from megafp8.conversion.hf_tokenizer import TokenizerExport, export_tokenizer
 from megafp8.conversion.model import check_source
@@ -58,7 +58,8 @@ class HfSink(Sink):
         self._config |= {key: i for key, i in _token_ids(self._tokenizer).items() if key not in self._config}
         assert model.vocab_size is not None
         self._shapes = {n: (model.vocab_size, *s[1:]) if is_vocabulary(n) else s for n, s in shapes.items()}
-        self._places = {name: place(self._config["model_type"], name) for name in shapes}
+        family = self._config["model_type"]
+        self._locations = {name: locate(family, model, name, shape) for name, shape in self._shapes.items()}
         headers = self._plan(source)
         layout = [self._config, {file: first.hex() for file, (first, _) in headers.items()}]
         if self._open_journal(source, shapes, options, layout):
@@ -70,9 +71,8 @@ class HfSink(Sink):
     def _plan(self, source: Source) -> dict[str, tuple[bytes, int]]:
         """Header and size of each file; where each tensor of theirs lies goes to `self._stored`."""
         theirs: dict[str, TensorInfo] = {}
-        for name, there in self._places.items():
-            stored = TensorInfo(there.stored_shape(self._shapes[name]), source.tensors[name].dtype)
-            theirs.setdefault(there.name, stored)
+        for name, there in self._locations.items():
+            theirs.setdefault(there.name, TensorInfo(there.shape, source.tensors[name].dtype))
         files: list[dict[str, TensorInfo]] = [{}]
         filled = 0
         for name, info in sorted(theirs.items(), key=lambda item: -item[1].dtype.itemsize):  # aligns all
@@ -91,13 +91,12 @@ class HfSink(Sink):
         return headers
 
     def write(self, name: str, tensor: Tensor) -> None:
-        there, shape = self._places[name], self._shapes[name]
+        there, shape = self._locations[name], self._shapes[name]
         stored = self._stored[there.name]
         assert len(tensor) >= shape[0], f"{name}: {tuple(tensor.shape)}"
         assert tensor.shape[1:] == shape[1:], f"{name}: {tuple(tensor.shape)}"
         with (self.hidden / stored.file).open("r+b", buffering=0) as stream:
-            for start, block in _blocks(tensor[: shape[0]], there, stored):
-                write_at(stream, start, as_bytes(block))
+            _write_rows(stream, tensor[: shape[0]], there, stored)
         self._journal.add(name)
 
     def finish(self) -> None:
@@ -137,17 +136,26 @@ def _describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
         return False
 
 
-def _blocks(values: Tensor, there: Place, stored: Stored) -> Iterator[tuple[int, Tensor]]:
-    """`values`, one of our tensors, as contiguous blocks of the file: first byte and values of each."""
-    (shape, dtype), part = stored.info, there.part * values.shape[0]
-    if there.transposed:
-        values = values.t()
-    row_bytes = math.prod(values.shape[1:]) * dtype.itemsize
-    rows = max(1, BLOCK_BYTES // max(row_bytes, 1))
-    for first in range(0, values.shape[0], rows):
-        block = values[first : first + rows].to(dtype).contiguous()
-        if there.transposed and there.parts > 1:  # our columns within each row of theirs
-            for i, line in enumerate(block):
-                yield stored.start + ((first + i) * shape[1] + part) * dtype.itemsize, line
-        else:
-            yield stored.start + first * row_bytes + (0 if there.transposed else part * row_bytes), block
+def _write_rows(stream: BinaryIO, values: Tensor, there: Location, stored: Stored) -> None:
+    """Write one of our tensors to its rows of theirs, in blocks."""
+    dtype, start, shape = stored.info.dtype, stored.start, there.shape
+    if there.expert is not None:
+        shape = shape[1:]
+        start += there.expert * math.prod(shape) * dtype.itemsize
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    most = max(1, BLOCK_BYTES // max(row_bytes, 1))
+    if there.transposed:  # our rows are some columns of theirs
+        for block in torch.arange(shape[0]).split(most):
+            first, last = int(block[0]), int(block[-1]) + 1
+            theirs = torch.empty(last - first, shape[1], dtype=dtype)
+            if len(there.rows) < shape[1]:
+                read_into(stream, start + first * row_bytes, as_bytes(theirs))
+            theirs[:, there.rows] = values[:, first:last].t().to(dtype)
+            write_at(stream, start + first * row_bytes, as_bytes(theirs))
+        return
+    breaks = (there.rows.diff() != 1).nonzero().flatten() + 1
+    for run in torch.arange(len(there.rows)).tensor_split(breaks):
+        for block in run.split(most):
+            first, last = int(block[0]), int(block[-1]) + 1
+            rows = values[first:last].to(dtype).contiguous()
+            write_at(stream, start + int(there.rows[first]) * row_bytes, as_bytes(rows))

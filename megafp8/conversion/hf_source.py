@@ -18,7 +18,7 @@ them, so config.json may promise layers that are not there. Their copies of the 
 out.
 
 A tensor is read when it is asked for, by rows where only some are wanted. q, k and v of GPT-2 are parts of one
-transposed tensor, which is read whole for each of them.
+transposed tensor, which is read whole for each of them; so are the parts of tensors whose rows take turns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 from megafp8.checkpoint.files import BLOCK_BYTES, parse_object, read_file
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
 from megafp8.conversion.hf_config import MTP_LAYERS, read_config
-from megafp8.conversion.hf_names import base_prefix, is_buffer, is_copy, place
+from megafp8.conversion.hf_names import Location, base_prefix, is_buffer, is_copy, locate, output_name
 from megafp8.conversion.model import is_mtp, model_tensors
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
 from megafp8.conversion.target import TOKENIZER_NAMES
@@ -41,7 +41,6 @@ from megafp8.distributed.sharding import Shape
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
-_OUTPUT = "lm_head.weight"
 
 
 class HfSource(Source):
@@ -71,7 +70,8 @@ class HfSource(Source):
         """Entries under the names of a model with an output layer, without constants."""
         prefix = base_prefix(self._model_type)
         has_it = any(name.startswith(prefix) for name in entries)
-        full = {n if has_it or n.startswith("lm_head.") else prefix + n: e for n, e in entries.items()}
+        of_output = output_name(self._model_type)
+        full = {n if has_it or n == of_output else prefix + n: e for n, e in entries.items()}
         return {name: entry for name, entry in full.items() if not is_buffer(name)}
 
     def _check(self) -> dict[str, TensorInfo]:
@@ -79,21 +79,21 @@ class HfSource(Source):
         tensors: dict[str, TensorInfo] = {}
         used: set[str] = set()
         for name, shape in model_tensors(self.model).items():
-            there = place(self._model_type, name)
+            there = self._locate(name, shape)
             entry = self._entries.get(there.name)
             if entry is None:
                 raise ValueError(f"{self.path} has no tensor {there.name}, which {CONFIG_FILE} promises")
             if entry.dtype not in DTYPES:
                 raise ValueError(f"{entry.file}: {there.name} is {entry.dtype}; supported: {', '.join(DTYPES)}")
-            expected = there.stored_shape(self._unpadded(name, shape))
-            if entry.shape != expected:
-                shapes = f"{list(entry.shape)}, and {list(expected)} by {CONFIG_FILE}"
+            if entry.shape != there.shape:
+                shapes = f"{list(entry.shape)}, and {list(there.shape)} by {CONFIG_FILE}"
                 raise ValueError(f"{entry.file}: {there.name} has shape {shapes}")
             tensors[name] = TensorInfo(shape, DTYPES[entry.dtype])
             used.add(there.name)
-        if self.model.tie_embeddings and _OUTPUT in self._entries:
-            self._check_copy(self._entries[_OUTPUT])
-            used.add(_OUTPUT)
+        output = output_name(self._model_type)
+        if self.model.tie_embeddings and output in self._entries:
+            self._check_copy(output)
+            used.add(output)
         if self.model.mtp_num_layers:
             used |= {name for name in self._entries if is_mtp(self.model, name) and is_copy(name)}
         if unknown := sorted(self._entries.keys() - used):
@@ -104,39 +104,48 @@ class HfSource(Source):
             )
         return tensors
 
-    def _check_copy(self, output: Entry) -> None:
+    def _check_copy(self, copy: str) -> None:
         """Raise ValueError where the output layer of a tied model is not a copy of its embedding."""
-        name = place(self._model_type, "model.embedding.word.weight").name
-        word = self._entries[name]
+        ours = "model.embedding.word.weight"
+        name = self._locate(ours, model_tensors(self.model)[ours]).name
+        word, output = self._entries[name], self._entries[copy]
         equal = output.shape == word.shape and output.dtype in DTYPES
         step = max(1, BLOCK_BYTES // max(1, math.prod(word.shape[1:]) * DTYPES[word.dtype].itemsize))
         for first in range(0, word.shape[0] if equal else 0, step):
             last = min(first + step, word.shape[0])
-            one, other = (read_rows(e, n, first, last) for e, n in ((word, name), (output, _OUTPUT)))
+            one, other = (read_rows(e, n, first, last) for e, n in ((word, name), (output, copy)))
             equal = equal and torch.equal(one.double(), other.double())
         if not equal:
             raise ValueError(
-                f"{self.path}: {CONFIG_FILE} has tie_word_embeddings = true, but {_OUTPUT} in {output.file.name} is "
+                f"{self.path}: {CONFIG_FILE} has tie_word_embeddings = true, but {copy} in {output.file.name} is "
                 f"not {name}, and releases of transformers differ in what they use. Set tie_word_embeddings to false "
-                f"to use both tensors (as transformers 5 does), or remove {_OUTPUT} to tie them (as 4 does)"
+                f"to use both tensors (as transformers 5 does), or remove {copy} to tie them (as 4 does)"
             )
 
-    def _unpadded(self, name: str, shape: Shape) -> Shape:
-        """`shape` without the padding of the vocabulary."""
+    def _locate(self, name: str, shape: Shape) -> Location:
+        """Where our tensor `name` of `shape` lies. It has no rows for the padding of the vocabulary."""
         assert self.model.vocab_size is not None
-        return (self.model.vocab_size, *shape[1:]) if is_vocabulary(name) else shape
+        unpadded = (self.model.vocab_size, *shape[1:]) if is_vocabulary(name) else shape
+        return locate(self._model_type, self.model, name, unpadded)
 
     def read(self, name: str) -> Tensor:
         return self.read_rows(name, 0, self.tensors[name].shape[0])
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        shape, there = self._unpadded(name, self.tensors[name].shape), place(self._model_type, name)
-        entry, start = self._entries[there.name], there.part * shape[0]
+        there = self._locate(name, self.tensors[name].shape)
+        entry, rows = self._entries[there.name], there.rows[first:last]
+        if there.expert is not None:
+            shape = entry.shape[1:]
+            start = entry.start + there.expert * math.prod(shape) * DTYPES[entry.dtype].itemsize
+            entry = entry._replace(shape=shape, start=start)
         if there.transposed:
-            stored = read_rows(entry, there.name, 0, entry.shape[0])
-            return stored[:, start + first : start + last].t().contiguous()
-        begin, end = min(first, shape[0]), min(last, shape[0])
-        return read_rows(entry, there.name, start + begin, start + end, padding=last - first - (end - begin))
+            return read_rows(entry, there.name, 0, entry.shape[0])[:, rows].t().contiguous()
+        padding = last - first - len(rows)
+        if not len(rows):
+            return read_rows(entry, there.name, 0, 0, padding)
+        begin, end = int(rows.min()), int(rows.max()) + 1
+        found = read_rows(entry, there.name, begin, end, padding)
+        return found if torch.equal(rows, torch.arange(begin, end)) else found[rows - begin]
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -112,6 +112,10 @@ def read_args(args: Args, vocab_size: int, vocab_multiple: int) -> ModelConfig:
             raise ValueError(f"the arguments have no {key}")
     model = ModelConfig.model_validate(fields | {"moe": _moe(args)})
     check_model(model)
+    if model.moe is not None and model.linear_bias:
+        raise ValueError(
+            "add_bias_linear = True with num_experts: where experts have biases, megafp8's routers have too"
+        )
     return model
 
 
@@ -221,7 +225,7 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
         "group_query_attention": model.query_groups != model.num_attention_heads,
         "num_query_groups": model.query_groups,
         "seq_length": seq_length,
-        "position_embedding_type": words[model.position_embedding],
+        "position_embedding_type": words.get(model.position_embedding, "none"),
         "add_position_embedding": True,  # unused, but compared at load: True is its default
         "use_rotary_position_embeddings": model.position_embedding == "rope",
         "rotary_base": int(model.rope_theta) if model.rope_theta == int(model.rope_theta) else model.rope_theta,

@@ -46,8 +46,14 @@ class Source(Protocol):
         ...
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """`x` in fp32, or in its dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def norm_factor(weight_c: Tensor, zero_centered: bool) -> Tensor:
+    """What a norm multiplies by: its weight, or 1 + weight; fp32 or wider."""
+    return 1.0 + wide(weight_c) if zero_centered else wide(weight_c)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -63,30 +69,59 @@ def sigmoid(x: Tensor) -> Tensor:
     return torch.ones_like(x) / (1.0 + power)
 
 
-def _silu(x: Tensor) -> tuple[Tensor, float]:
-    return sigmoid(x), 1.0
+def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    s = sigmoid(x)
+    y = x * s
+    return y, s + y * (1.0 - s)
 
 
 def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
-    """z = 2·√(2/π)·(x + 0.044715·x³), since 0.5·(1 + tanh(z/2)) = sigmoid(z) (Hendrycks & Gimpel, arXiv:1606.08415)."""
+    """x·sigmoid(z), z = 2·√(2/π)·(x + 0.044715·x³), since 0.5·(1 + tanh(z/2)) = sigmoid(z) (Hendrycks & Gimpel,
+    arXiv:1606.08415)."""
     square = x * x
-    return sigmoid(x * (GELU_SLOPE + GELU_CUBE * square)), GELU_SLOPE + 3 * GELU_CUBE * square
-
-
-FUNCTIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor | float]]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}
-"""Activation functions `f(x) = x·sigmoid(z(x))`, by their name in the kernels: sigmoid(z) and dz/dx, fp32 or wider."""
-
-
-def _with_derivative(function: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """f(x) and f'(x)."""
-    s, slope = FUNCTIONS[function](x)
+    s = sigmoid(x * (GELU_SLOPE + GELU_CUBE * square))
     y = x * s
-    return y, s + y * (1.0 - s) * slope
+    return y, s + y * (1.0 - s) * (GELU_SLOPE + 3 * GELU_CUBE * square)
+
+
+def _relu(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(x <= 0, 0.0, x), torch.where(x <= 0, 0.0, torch.ones_like(x))
+
+
+def _squared_relu(x: Tensor) -> tuple[Tensor, Tensor]:
+    y, _ = _relu(x)
+    return y * y, 2.0 * y
+
+
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702
+"""Of clamped SwiGLU: bound of gate and up, and factor of the gate in the sigmoid (gpt-oss, arXiv:2508.10925)."""
+
+
+def _clamped_silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    clamped = x.clamp(max=CLAMP)
+    s = sigmoid(clamped * CLAMPED_SLOPE)
+    y = clamped * s
+    return y, torch.where(x <= CLAMP, s + y * (1.0 - s) * CLAMPED_SLOPE, 0.0)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": _relu,
+    "squared_relu": _squared_relu,
+    "clamped_silu": _clamped_silu,
+}
+"""Activation functions, by their name in the kernels: f(x) and f'(x), fp32 or wider."""
+
+
+def _factor(function: str, up: Tensor) -> Tensor:
+    """What a gated activation multiplies f(gate) by."""
+    return up.clamp(-CLAMP, CLAMP) + 1.0 if function == "clamped_silu" else up
 
 
 def rotate(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + d/2) of `x_sbad`; cos, sin `[s, 1 or b, 1, d/2]`. In fp32, or x's dtype if wider."""
-    first, second = _wide(x_sbad).chunk(2, dim=-1)
+    first, second = wide(x_sbad).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
@@ -110,7 +145,7 @@ class Plain:
         return self.x_rc.device
 
     def values(self) -> Tensor:
-        return _wide(self.x_rc)
+        return wide(self.x_rc)
 
 
 @dataclass(frozen=True)
@@ -121,7 +156,7 @@ class ScaledColumns(Plain):
     kind: ClassVar[str] = "scaled_columns"
 
     def values(self) -> Tensor:
-        return _wide(self.x_rc) * self.scale_c
+        return wide(self.x_rc) * self.scale_c
 
 
 @dataclass(frozen=True)
@@ -136,13 +171,20 @@ class Normalized(Plain):
     mean_r: Tensor | None = None
     bias_c: Tensor | None = None
     kind: ClassVar[str] = "normalized"
+    zero_centered: ClassVar[bool] = False
 
     def values(self) -> Tensor:
-        x = _wide(self.x_rc)
+        x = wide(self.x_rc)
         if self.mean_r is not None:
             x = x - self.mean_r.unsqueeze(-1)
-        y = x * self.rstd_r.unsqueeze(-1) * _wide(self.weight_c)
-        return y if self.bias_c is None else y + _wide(self.bias_c)
+        y = x * self.rstd_r.unsqueeze(-1) * norm_factor(self.weight_c, self.zero_centered)
+        return y if self.bias_c is None else y + wide(self.bias_c)
+
+
+class ZeroCenteredNormalized(Normalized):
+    """With 1 + weight instead of weight."""
+
+    zero_centered = True
 
 
 class Activation(Plain):
@@ -152,33 +194,62 @@ class Activation(Plain):
 
 
 def _biased(x_rf: Tensor, bias_f: Tensor | None) -> Tensor:
-    return _wide(x_rf) if bias_f is None else _wide(x_rf) + _wide(bias_f)
+    return wide(x_rf) if bias_f is None else wide(x_rf) + wide(bias_f)
 
 
 @dataclass(frozen=True)
-class GELU(Activation):
-    """`gelu(x + bias)` `[r, f]` in its tanh form, x `[r, f]`, bias `[f]`."""
+class Ungated(Activation):
+    """`f(x + bias)` `[r, f]`, x `[r, f]`, bias `[f]`."""
 
     bias_f: Tensor | None = None
-    kind: ClassVar[str] = "gelu_tanh"
-    function: ClassVar[str] = "gelu_tanh"
 
     def values(self) -> Tensor:
-        x = _biased(self.x_rc, self.bias_f)
-        return x * FUNCTIONS[self.function](x)[0]
+        return FUNCTIONS[self.function](_biased(self.x_rc, self.bias_f))[0]
 
 
 @dataclass(frozen=True)
-class GELUGrad(Activation):
+class UngatedGrad(Activation):
     """The gradient `[r, f]` of `x + bias`, from dy `[r, f]`."""
 
     dy_rf: Tensor
     bias_f: Tensor | None = None
-    kind: ClassVar[str] = "gelu_tanh_grad"
-    function: ClassVar[str] = "gelu_tanh"
 
     def values(self) -> Tensor:
-        return _wide(self.dy_rf) * _with_derivative(self.function, _biased(self.x_rc, self.bias_f))[1]
+        return wide(self.dy_rf) * FUNCTIONS[self.function](_biased(self.x_rc, self.bias_f))[1]
+
+
+class GELU(Ungated):
+    """In its tanh form."""
+
+    kind = "gelu_tanh"
+    function = "gelu_tanh"
+
+
+class GELUGrad(UngatedGrad):
+    kind = "gelu_tanh_grad"
+    function = "gelu_tanh"
+
+
+class ReLU(Ungated):
+    kind = "relu"
+    function = "relu"
+
+
+class ReLUGrad(UngatedGrad):
+    kind = "relu_grad"
+    function = "relu"
+
+
+class SquaredReLU(Ungated):
+    """So et al. 2021, arXiv:2109.08668."""
+
+    kind = "squared_relu"
+    function = "squared_relu"
+
+
+class SquaredReLUGrad(UngatedGrad):
+    kind = "squared_relu_grad"
+    function = "squared_relu"
 
 
 @dataclass(frozen=True)
@@ -195,8 +266,8 @@ class Gated(Activation):
         return self.x_rc.shape[0], self.x_rc.shape[1] // 2
 
     def values(self) -> Tensor:
-        gate, up = _wide(self.x_rc).chunk(2, dim=-1)
-        y = gate * FUNCTIONS[self.function](gate)[0] * up
+        gate, up = wide(self.x_rc).chunk(2, dim=-1)
+        y = FUNCTIONS[self.function](gate)[0] * _factor(self.function, up)
         return y if self.scale_f is None else y * self.scale_f
 
 
@@ -208,12 +279,15 @@ class GatedGrad(Activation):
     scale_f: Tensor | None = None
 
     def values(self) -> Tensor:
-        gate, up = _wide(self.x_rc).chunk(2, dim=-1)
-        dy = _wide(self.dy_rf)
+        gate, up = wide(self.x_rc).chunk(2, dim=-1)
+        dy = wide(self.dy_rf)
         if self.scale_f is not None:
             dy = dy * self.scale_f
-        y, derivative = _with_derivative(self.function, gate)
-        return torch.cat([dy * up * derivative, dy * y], dim=-1)
+        y, derivative = FUNCTIONS[self.function](gate)
+        of_up = dy * y
+        if self.function == "clamped_silu":
+            of_up = torch.where(up.abs() <= CLAMP, of_up, 0.0)
+        return torch.cat([dy * _factor(self.function, up) * derivative, of_up], dim=-1)
 
 
 class SwiGLU(Gated):
@@ -224,6 +298,18 @@ class SwiGLU(Gated):
 class SwiGLUGrad(GatedGrad):
     kind = "swiglu_grad"
     function = "silu"
+
+
+class ClampedSwiGLU(Gated):
+    """gpt-oss's: gate and up are clamped, and up + 1 is multiplied."""
+
+    kind = "clamped_swiglu"
+    function = "clamped_silu"
+
+
+class ClampedSwiGLUGrad(GatedGrad):
+    kind = "clamped_swiglu_grad"
+    function = "clamped_silu"
 
 
 class GeGLU(Gated):
@@ -238,10 +324,16 @@ class GeGLUGrad(GatedGrad):
     function = "gelu_tanh"
 
 
-_ActivationSources = tuple[type[GELU] | type[Gated], type[GELUGrad] | type[GatedGrad]]
-ACTIVATION_SOURCES: dict[str, _ActivationSources] = {
-    output.kind: (output, gradient) for output, gradient in ((SwiGLU, SwiGLUGrad), (GeGLU, GeGLUGrad), (GELU, GELUGrad))
-}
+_ActivationSources = tuple[type[Ungated] | type[Gated], type[UngatedGrad] | type[GatedGrad]]
+_OF_ACTIVATIONS: tuple[_ActivationSources, ...] = (
+    (SwiGLU, SwiGLUGrad),
+    (ClampedSwiGLU, ClampedSwiGLUGrad),
+    (GeGLU, GeGLUGrad),
+    (GELU, GELUGrad),
+    (ReLU, ReLUGrad),
+    (SquaredReLU, SquaredReLUGrad),
+)
+ACTIVATION_SOURCES = {output.kind: (output, gradient) for output, gradient in _OF_ACTIVATIONS}
 """Sources of the output and of the gradient, by the config's name of the activation."""
 
 
@@ -275,4 +367,4 @@ class QKVGrad:
 
     def values(self) -> Tensor:
         dq, dk = (rotate(x, self.cos, -self.sin) for x in (self.dq_sbad, self.dk_sbgd))
-        return torch.cat([dq, dk, _wide(self.dv_sbgd)], dim=2).flatten(2).flatten(0, 1)
+        return torch.cat([dq, dk, wide(self.dv_sbgd)], dim=2).flatten(2).flatten(0, 1)

@@ -84,11 +84,21 @@ def sigmoid(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def activate(x, FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """f(x) and f'(x) of the activation function `x·sigmoid(z(x))` that `sources.FUNCTIONS` has by this name."""
+    """f(x) and f'(x) of the activation function that `sources.FUNCTIONS` has by this name."""
     if FUNCTION == "silu":
         s = sigmoid(x, INTERPRETED)
         y = x * s
         return y, s + y * (1.0 - s)
+    if FUNCTION == "clamped_silu":
+        clamped = tl.minimum(x, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        s = sigmoid(clamped * 1.702, INTERPRETED)
+        y = clamped * s
+        return y, tl.where(x <= 7.0, s + y * (1.0 - s) * 1.702, 0.0)
+    if FUNCTION == "relu":
+        return tl.where(x <= 0.0, 0.0, x), tl.where(x <= 0.0, 0.0, 1.0)
+    if FUNCTION == "squared_relu":
+        y = tl.where(x <= 0.0, 0.0, x)
+        return y * y, 2.0 * y
     square = x * x
     s = sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square), INTERPRETED)
     y = x * s

@@ -20,6 +20,7 @@ Shapes: n tokens, v columns of this rank's shard of the vocabulary.
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -31,8 +32,16 @@ _WARPS = 8
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # not -inf: -inf - -inf is NaN
 
 
+@triton.jit
+def _tanh_of(x, cap):
+    """tanh(x / cap), off by at most 2^-23 or so."""
+    e = tl.exp(tl.abs(x) * (-2.0 / cap))
+    return tl.where(x < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
+
+
 @Kernel
-def statistics_kernel(x_nv, labels_n, statistics_3n, n, columns, first, valid, BLOCK: tl.constexpr):
+def statistics_kernel(x_nv, labels_n, statistics_3n, n, columns, first, valid, cap, CAPPED: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
     """One token: the maximum, the sum of exponentials, and the label's logit."""
     token = tl.program_id(0)
     row = x_nv + token.to(tl.int64) * columns
@@ -41,6 +50,8 @@ def statistics_kernel(x_nv, labels_n, statistics_3n, n, columns, first, valid, B
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, valid, BLOCK):
         x = tl.load(row + start + j, mask=start + j < valid, other=-float("inf")).to(tl.float32)
+        if CAPPED:
+            x = tl.where(start + j < valid, cap * _tanh_of(x, cap), x)
         rise = x - largest
         e = tl.exp(-tl.abs(rise))
         total = tl.where(rise > 0.0, total * e + 1.0, total + e)
@@ -48,22 +59,29 @@ def statistics_kernel(x_nv, labels_n, statistics_3n, n, columns, first, valid, B
     maximum = tl.max(largest, axis=0)
     local = tl.load(labels_n + token) - first
     label_logit = tl.load(row + local, mask=(local >= 0) & (local < valid), other=0.0).to(tl.float32)
+    if CAPPED:
+        label_logit = cap * _tanh_of(label_logit, cap)
     tl.store(statistics_3n + token, maximum)
     tl.store(statistics_3n + n + token, tl.sum(total * tl.exp(largest - maximum), axis=0))
     tl.store(statistics_3n + 2 * n + token, label_logit)
 
 
 @Kernel
-def gradient_kernel(x_nv, labels_n, maximum_n, weight_n, dloss_n, blocks, columns, first, valid,
-                    BLOCK: tl.constexpr):  # fmt: skip
+def gradient_kernel(x_nv, labels_n, maximum_n, weight_n, dloss_n, blocks, columns, first, valid, cap,
+                    CAPPED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A block of columns of one token."""
     token = tl.program_id(0) // blocks
     j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     row = x_nv + token.to(tl.int64) * columns
     x = tl.load(row + j, mask=j < valid, other=-float("inf")).to(tl.float32)
+    if CAPPED:
+        tanh = _tanh_of(x, cap)
+        x = tl.where(j < valid, cap * tanh, x)
     dloss = tl.load(dloss_n + token)
     dx = tl.exp(x - tl.load(maximum_n + token)) * (tl.load(weight_n + token) * dloss)
     dx = tl.where(j == tl.load(labels_n + token) - first, dx - dloss, dx)
+    if CAPPED:
+        dx = dx * (1.0 - tanh * tanh)
     tl.store(row + j, dx.to(x_nv.dtype.element_ty), mask=j < columns)
 
 
@@ -76,25 +94,32 @@ def _check(x_nv: Tensor, labels_n: Tensor, valid: int) -> None:
     assert 0 <= valid <= x_nv.shape[1]
 
 
-def statistics(x_nv: Tensor, labels_n: Tensor, *, first: int, valid: int) -> tuple[Tensor, Tensor, Tensor]:
+def statistics(
+    x_nv: Tensor, labels_n: Tensor, *, first: int, valid: int, softcap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The maximum, the sum of exp(x - maximum), and the label's logit of each token, all `[n]` fp32.
 
     `x_nv` contiguous bf16 or fp32, columns `first` to `first + v` of the vocabulary; columns from `valid` on are
     ignored. `labels_n` int64; the logit of another rank's label is 0, and so is the sum if no column is valid.
+    `softcap`: x is softcap · tanh(logit / softcap).
     """
     _check(x_nv, labels_n, valid)
     n, columns = x_nv.shape
     statistics_3n = torch.empty(3, n, dtype=torch.float32, device=x_nv.device)
     if n:
-        kernel = statistics_kernel.bind(BLOCK=BLOCK, num_warps=_WARPS, enable_fp_fusion=False)
-        kernel.launch((n, 1), (kernel_input(x_nv), labels_n, statistics_3n), (n, columns, first, valid))
+        kernel = statistics_kernel.bind(
+            CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=_WARPS, enable_fp_fusion=False
+        )
+        sizes = (n, columns, first, valid, softcap or 1.0)
+        kernel.launch((n, 1), (kernel_input(x_nv), labels_n, statistics_3n), sizes)
     maximum_n, total_n, label_logit_n = statistics_3n.unbind()
     return maximum_n, total_n, label_logit_n
 
 
 def gradient_(
-    x_nv: Tensor, labels_n: Tensor, maximum_n: Tensor, weight_n: Tensor, dloss_n: Tensor, *, first: int, valid: int
-) -> None:
+    x_nv: Tensor, labels_n: Tensor, maximum_n: Tensor, weight_n: Tensor, dloss_n: Tensor, *, first: int, valid: int,
+    softcap: float | None = None,
+) -> None:  # fmt: skip
     """Overwrite the logits with their gradient: `exp(x - maximum)·weight·dloss`, less dloss at the label.
 
     `weight_n` normalizes the softmax and has the z-loss: (1 + 2·z·log Z) / Σ exp(x - maximum). It, `maximum_n` and
@@ -111,8 +136,8 @@ def gradient_(
         return
     blocks = ceil_div(columns, BLOCK)
     target = kernel_input(x_nv)
-    kernel = gradient_kernel.bind(BLOCK=BLOCK, num_warps=_WARPS, enable_fp_fusion=False)
+    kernel = gradient_kernel.bind(CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=_WARPS, enable_fp_fusion=False)
     tensors = (target, labels_n, maximum_n, weight_n, dloss_n)
-    kernel.launch((n * blocks, 1), tensors, (blocks, columns, first, valid))
+    kernel.launch((n * blocks, 1), tensors, (blocks, columns, first, valid, softcap or 1.0))
     if target is not x_nv:
         x_nv.copy_(target)

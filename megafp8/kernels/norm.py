@@ -26,7 +26,8 @@ _PROGRAMS = 4 if INTERPRETED else 264  # two for each of an H200's 132 multiproc
 
 @Kernel
 def forward_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, weight_c, bias_c, y_rc, c, eps, ADD: tl.constexpr,
-                   CENTERED: tl.constexpr, VALUES: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+                   CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, VALUES: tl.constexpr,
+                   WIDTH: tl.constexpr):  # fmt: skip
     i = tl.program_id(0)
     j = tl.arange(0, WIDTH)
     at = i.to(tl.int64) * c + j
@@ -44,7 +45,10 @@ def forward_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, weight_c, bias_c, y_
     rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
     tl.store(rstd_r + i, rstd)
     if VALUES:
-        y = x * rstd * tl.load(weight_c + j, mask=j < c, other=0.0).to(tl.float32)
+        weight = tl.load(weight_c + j, mask=j < c, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            weight = 1.0 + weight
+        y = x * rstd * weight
         if CENTERED:
             y = y + tl.load(bias_c + j, mask=j < c, other=0.0).to(tl.float32)
         tl.store(y_rc + at, y.to(y_rc.dtype.element_ty), mask=j < c)
@@ -52,9 +56,12 @@ def forward_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, weight_c, bias_c, y_
 
 @Kernel
 def backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc, dweight_pc, dbias_pc, r, c,
-                    RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+                    RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+                    WIDTH: tl.constexpr):  # fmt: skip
     j = tl.arange(0, WIDTH)
     weight = tl.load(weight_c + j, mask=j < c, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight = 1.0 + weight
     dweight = tl.zeros([WIDTH], tl.float64)
     dbias = tl.zeros([WIDTH], tl.float64)
     i = tl.program_id(0).to(tl.int64)
@@ -114,15 +121,17 @@ def statistics(x: Tensor, branch: Tensor | None, eps: float, *, centered: bool) 
 
 
 def normalize(
-    x: Tensor, branch: Tensor | None, weight_c: Tensor, bias_c: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    x: Tensor, branch: Tensor | None, weight_c: Tensor, bias_c: Tensor | None, eps: float, *,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """What `statistics` returns, centered if there is a bias, and the norm's values, shaped like x in its dtype."""
-    return _forward(x, branch, weight_c, bias_c, eps, centered=bias_c is not None)
+    return _forward(x, branch, weight_c, bias_c, eps, centered=bias_c is not None, zero_centered=zero_centered)
 
 
 def _forward(
-    x: Tensor, branch: Tensor | None, weight_c: Tensor | None, bias_c: Tensor | None, eps: float, *, centered: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    x: Tensor, branch: Tensor | None, weight_c: Tensor | None, bias_c: Tensor | None, eps: float, *, centered: bool,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """The values, which are returned last, are computed only if there is a weight."""
     c = x.shape[-1]
     r = x.numel() // c
@@ -132,7 +141,8 @@ def _forward(
     mean_r = torch.empty_like(rstd_r) if centered else None
     y = x if weight_c is None else torch.empty_like(x)
     if r:
-        kernel = _bound(forward_kernel, c, centered, ADD=branch is not None, VALUES=weight_c is not None)
+        how = {"ADD": branch is not None, "ZERO_CENTERED": zero_centered, "VALUES": weight_c is not None}
+        kernel = _bound(forward_kernel, c, centered, **how)
         tensors = (
             x, x if branch is None else kernel_input(branch), total, rstd_r if mean_r is None else mean_r, rstd_r,
             x if weight_c is None else kernel_input(weight_c), x if bias_c is None else kernel_input(bias_c), y,
@@ -142,8 +152,9 @@ def _forward(
 
 
 def backward(
-    dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual: Tensor | None, *,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`norm_reference.backward`, with float64 partial sums `[p, c]` of the gradients of weight and bias.
 
     The gradients dy, dresidual and dx are `[..., c]`, contiguous.
@@ -155,7 +166,8 @@ def backward(
     dweight_pc = torch.empty(programs, c, dtype=EXACT, device=x.device)
     dbias_pc = None if mean_r is None else torch.empty_like(dweight_pc)
     if r:
-        kernel = _bound(backward_kernel, c, mean_r is not None, RESIDUAL=dresidual is not None)
+        how = {"RESIDUAL": dresidual is not None, "ZERO_CENTERED": zero_centered}
+        kernel = _bound(backward_kernel, c, mean_r is not None, **how)
         tensors = (
             dy, x, rstd_r if mean_r is None else mean_r, rstd_r, weight,
             dy if dresidual is None else kernel_input(dresidual), dx, dweight_pc,

@@ -14,16 +14,16 @@ from torch import Tensor
 from megafp8.fp8.formats import Format
 from megafp8.fp8.quantize import scale_from_amax
 from megafp8.fp8.sources import (
-    GELU,
     Activation,
     Gated,
     GatedGrad,
-    GELUGrad,
     Normalized,
     Plain,
     QKVGrad,
     ScaledColumns,
     Source,
+    Ungated,
+    UngatedGrad,
 )
 from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor, ScaledTensor
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input
@@ -70,7 +70,7 @@ def tile_group(source: Source) -> str:
 def _tile_group(source: type[Source]) -> str:
     if issubclass(source, QKVGrad):
         return "qkv_grad"
-    if issubclass(source, (GELUGrad, GatedGrad)):
+    if issubclass(source, (UngatedGrad, GatedGrad)):
         return "activation_grad"
     return "activation" if issubclass(source, Activation) else "matrix"
 
@@ -104,15 +104,16 @@ def inputs_of(source: Source) -> Inputs:
     x = kernel_input(source.x_rc)
     c = x.shape[1]
     if isinstance(source, Normalized):
-        weight = kernel_input(source.weight_c)
+        weight, form = kernel_input(source.weight_c), "zero_centered" if source.zero_centered else ""
         if source.mean_r is None:
-            return Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, None), c)
+            return Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, None), c, form)
         assert source.bias_c is not None
-        return Inputs("layernorm", (x, x, source.rstd_r, source.mean_r, weight, kernel_input(source.bias_c)), c)
-    dy, suffix = (kernel_input(source.dy_rf), "_grad") if isinstance(source, (GELUGrad, GatedGrad)) else (x, "")
+        tensors = (x, x, source.rstd_r, source.mean_r, weight, kernel_input(source.bias_c))
+        return Inputs("layernorm", tensors, c, form)
+    dy, suffix = (kernel_input(source.dy_rf), "_grad") if isinstance(source, (UngatedGrad, GatedGrad)) else (x, "")
     if isinstance(source, (Gated, GatedGrad)):
         return Inputs(f"gated{suffix}", (x, dy, x, x, source.scale_f, None), c // 2, source.function)
-    if isinstance(source, (GELU, GELUGrad)):
+    if isinstance(source, (Ungated, UngatedGrad)):
         bias = None if source.bias_f is None else kernel_input(source.bias_f)
         return Inputs(f"activation{suffix}", (x, dy, x, x, x, bias), c, source.function)
     return Inputs("plain", (x, x, x, x, source.scale_c if isinstance(source, ScaledColumns) else None, None), c)

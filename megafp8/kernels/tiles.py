@@ -13,9 +13,9 @@ is None is left out of the computation, and what is not listed is not read:
     gated_grad        [gate | up], dy, and as weight the channels' scales
     qkv_grad          dq, dk, cos, sin, dv
 
-FUNCTION is the activation's. The last two have two parts, computed together, which are apart in memory: the halves of
-the matrix, or of each head. So kernels count the columns of one part, c, and `part_columns` says where they are in the
-matrix.
+FUNCTION is the activation's; of a norm "zero_centered" if it multiplies by 1 + weight. The last two have two parts,
+computed together, which are apart in memory: the halves of the matrix, or of each head. So kernels count the columns of
+one part, c, and `part_columns` says where they are in the matrix.
 
 The expensive step of a cast is the transpose. Byte by byte it takes a load from shared memory for each element. So a
 tile is held as four tiles, of the rows 0, 4, 8, ..., of the rows 1, 5, 9, ... and so on (a quad is four rows): one
@@ -69,6 +69,9 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
         gate = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_rc + c + at, mask=inside, other=0.0).to(tl.float32)
         activated, derivative = activate(gate, FUNCTION, INTERPRETED)
+        unclamped = up
+        if FUNCTION == "clamped_silu":
+            up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
         if SOURCE == "gated":
             y = activated * up
             if weight_c is not None:
@@ -81,6 +84,8 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
                 dy = dy * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0)[None, :]
             y = dy * up * derivative
             y2 = dy * activated
+            if FUNCTION == "clamped_silu":
+                y2 = tl.where(tl.abs(unclamped) <= 7.0, y2, 0.0)
     else:
         at = i0.to(tl.int64) * c + j0 + i[:, None] * c + j[None, :]
         y = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
@@ -88,7 +93,10 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
             if SOURCE == "layernorm":
                 y = y - tl.load(mean_r + i0 + i, mask=i0 + i < r, other=0.0)[:, None]
             y = y * tl.load(rstd_r + i0 + i, mask=i0 + i < r, other=0.0)[:, None]
-            y = y * tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
+            weight = tl.load(weight_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
+            if FUNCTION == "zero_centered":
+                weight = 1.0 + weight
+            y = y * weight
             if SOURCE == "layernorm":
                 y = y + tl.load(bias_c + j0 + j, mask=j0 + j < c, other=0.0).to(tl.float32)[None, :]
         elif SOURCE == "activation" or SOURCE == "activation_grad":

@@ -25,6 +25,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm, ProjectionNorms
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.ops.attention import CoreAttention
+from megafp8.ops.attention_scores import Scores
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.rotary import rotate_and_split, rotate_heads
 from megafp8.plan import Neighbor
@@ -81,9 +82,16 @@ class Attention(nn.Module):
         self.k_norm: Norm | None = None
         self.qk_norms: ProjectionNorms | None = None
         if config.qk_norm == "projection":
-            self.qk_norms = ProjectionNorms(name, q_size, kv_size, context, config.norm_eps)
+            self.qk_norms = ProjectionNorms(
+                name, q_size, kv_size, context, config.norm_eps, zero_centered=config.zero_centered_gamma
+            )
         elif config.qk_norm:
-            norm: dict[str, Any] = {"kind": "rmsnorm", "eps": config.norm_eps, "sees_a_slice": t > 1}
+            norm: dict[str, Any] = {
+                "kind": "rmsnorm",
+                "eps": config.norm_eps,
+                "sees_a_slice": t > 1,
+                "zero_centered": config.zero_centered_gamma,
+            }
             self.q_norm = Norm(f"{name}.q_norm", d, context, **norm)
             self.k_norm = Norm(f"{name}.k_norm", d, context, **norm)
 
@@ -92,18 +100,22 @@ class Attention(nn.Module):
         """The form in which the norm before it gives its input."""
         return self.qkv.state.input_format
 
-    def forward(self, x_sbh: Tensor | LinearInput, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
+    def forward(
+        self, x_sbh: Tensor | LinearInput, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention, scores: Scores
+    ) -> Tensor:
         if self.rotates:
             assert rotary is not None
             handoff = self.qkv.state.grad_handoff()
             q, k, v = rotate_and_split(self.qkv(x_sbh, handoff), self.heads, self.groups, *rotary, handoff)
-            return self.proj(self._run(core, q, k, v, self.sink).flatten(-2))
-        return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core).flatten(-2))
+            return self.proj(self._run(core, q, k, v, self.sink, scores).flatten(-2))
+        return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core, scores).flatten(-2))
 
     def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return recomputed(function, *inputs) if self.recompute else function(*inputs)
 
-    def _attend(self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
+    def _attend(
+        self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention, scores: Scores
+    ) -> Tensor:
         """Attention of packed heads [q | k | v], normed and rotated where the model has that."""
         q, k, v = (part.unflatten(-1, (-1, self.d)) for part in qkv_sbc.split(self.split, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
@@ -112,4 +124,4 @@ class Attention(nn.Module):
             q, k = self.qk_norms(q, k)
         if rotary is not None:
             q, k = rotate_heads(q, *rotary), rotate_heads(k, *rotary)
-        return core(q, k, v, self.sink)
+        return core(q, k, v, self.sink, scores)

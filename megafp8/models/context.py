@@ -93,9 +93,10 @@ def new_parameter(context: BuildContext, shards: Sequence[ParamShard], init: Ini
     )
 
 
-def replicated_parameter(context: BuildContext, shards: Sequence[ParamShard], init: Init) -> nn.Parameter:
+def replicated_parameter(context: BuildContext, shards: Sequence[ParamShard], init: Init, **spec: Any) -> nn.Parameter:
     """One that all tensor-parallel ranks hold, and use on their own slices of the sequence if it is sharded."""
-    return new_parameter(context, shards, init, replicated_over_tp=True, reduce_over_tp=context.sequence_sharded)
+    spec |= {"replicated_over_tp": True, "reduce_over_tp": context.sequence_sharded}
+    return new_parameter(context, shards, init, **spec)
 
 
 def tokens_per_rank(config: Config) -> int:

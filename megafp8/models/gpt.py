@@ -29,6 +29,8 @@ from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.context_parallel.attention import ContextAttention, plan
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
+from megafp8.fp8.linear_state import InputFormat
+from megafp8.models.alibi import alibi_bias
 from megafp8.models.attention import Attention, CoreAttention
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.latent_attention import LatentAttention
@@ -41,6 +43,8 @@ from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.models.router import Router
 from megafp8.ops.attention import SelfAttention, fastest_backends
 from megafp8.ops.attention_mask import causal_mask
+from megafp8.ops.attention_scores import Scores
+from megafp8.ops.fusion import LinearInput
 from megafp8.ops.linear import linear
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -49,17 +53,22 @@ from megafp8.tensor_parallel.mappings import scatter_to_sequence_parallel
 
 T = TypeVar("T")
 
+_NO_NORM = Neighbor("residual stream", "none", "no norm is before the layer")
+
 
 @dataclass(frozen=True)
 class LayerInputs:
     """What every block of a micro-batch reads besides the residual stream."""
 
-    rotary: tuple[Tensor, Tensor] | None
-    cores: Mapping[int | None, CoreAttention]  # by sliding window
+    rotary: Mapping[int | None, tuple[Tensor, Tensor]]  # by sliding window, as is the next; empty without rope
+    cores: Mapping[int | None, CoreAttention]
+    scores: Scores
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*(self.rotary or ()), *(x for core in self.cores.values() for x in core.tensors)]
+        tables = [x for table in self.rotary.values() for x in table]
+        bias = [] if self.scores.distance_bias_ar is None else [self.scores.distance_bias_ar]
+        return [*tables, *(x for core in self.cores.values() for x in core.tensors), *bias]
 
 
 def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
@@ -70,6 +79,7 @@ def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
         kind=config.normalization,
         eps=config.norm_eps,
         sees_a_slice=context.sequence_sharded,
+        zero_centered=config.zero_centered_gamma,
     )
 
 
@@ -80,35 +90,67 @@ def _normalized(norm: Norm, x_sbh: Tensor, branch_sbh: Tensor | None = None) -> 
     return normed
 
 
+def _input(
+    norm: Norm | None, x_sbh: Tensor, branch_sbh: Tensor | None, form: InputFormat | None
+) -> tuple[Tensor, Tensor | LinearInput]:
+    """`x + branch`, and what attention or MLP read of it: its norm, or where there is none the sum itself."""
+    if norm is not None:
+        return norm.residual(x_sbh, branch_sbh, form)
+    total_sbh = x_sbh if branch_sbh is None else x_sbh + branch_sbh
+    return total_sbh, total_sbh
+
+
 class Block(nn.Module):
-    """Pre-norm transformer block; `parallel_block` feeds attention and MLP the same input and adds both."""
+    """Transformer block; `parallel_block` feeds attention and MLP the same input and adds both.
+
+    `norm_position` says which norms there are: of the inputs of attention and MLP, of their outputs, or of both.
+    """
 
     def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__()
         name = f"layers.{index}"
         self.parallel, self.window = config.parallel_block, config.window_of(index)
-        self.attention_norm = _norm(f"{name}.attention_norm", config, context)
+        self.multiplier = config.residual_multiplier
+        of_inputs, of_outputs = config.norm_position != "output", config.norm_position != "pre"
+
+        def norm(which: str, there: bool) -> Norm | None:
+            return _norm(f"{name}.{which}", config, context) if there else None
+
+        def before(which: str) -> Neighbor:
+            return Neighbor(which, "any") if of_inputs else _NO_NORM
+
+        if not of_inputs:
+            memory = replace(memory, norms=False)
+        self.attention_norm = norm("attention_norm", of_inputs)
         self.attention: Attention | LatentAttention
         if config.latent_attention is None:
-            norm = Neighbor("attention_norm", "any")
-            self.attention = Attention(f"{name}.attention", config, context, input=norm, memory=memory)
+            input = before("attention_norm")
+            self.attention = Attention(f"{name}.attention", config, context, input=input, memory=memory)
         else:
             self.attention = LatentAttention(f"{name}.attention", config, context, memory)
-        self.mlp_norm = _norm(f"{name}.mlp_norm", config, context)
+        self.attention_output_norm = norm("attention_output_norm", of_outputs)
+        self.mlp_norm = norm("mlp_norm", of_inputs)
         self.mlp: MLP | MoE
         if config.moe_of(index) is None:
-            self.mlp = MLP(f"{name}.mlp", config, context, input=Neighbor("mlp_norm", "any"), memory=memory)
+            self.mlp = MLP(f"{name}.mlp", config, context, input=before("mlp_norm"), memory=memory)
         else:
             self.mlp = MoE(f"{name}.mlp", config, context, memory)
+        self.mlp_output_norm = norm("mlp_output_norm", of_outputs)
 
     def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
-        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_format)
-        attention = self.attention(normed, inputs.rotary, inputs.cores[self.window])
+        x_sbh, normed = _input(self.attention_norm, x_sbh, branch_sbh, self.attention.input_format)
+        rotary, core = inputs.rotary.get(self.window), inputs.cores[self.window]
+        attention = self._output(self.attention(normed, rotary, core, inputs.scores), self.attention_output_norm)
         between = None if self.parallel else attention
-        x_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.input_format)
-        mlp = self.mlp(normed)
+        x_sbh, normed = _input(self.mlp_norm, x_sbh, between, self.mlp.input_format)
+        mlp = self._output(self.mlp(normed), self.mlp_output_norm)
         return x_sbh, mlp + attention if self.parallel else mlp
+
+    def _output(self, y_sbh: Tensor, norm: Norm | None) -> Tensor:
+        """What attention or MLP add to the residual stream."""
+        y_sbh = y_sbh if norm is None else _normalized(norm, y_sbh)
+        return y_sbh if self.multiplier == 1 else y_sbh * self.multiplier
 
 
 class PredictionLayer(nn.Module):
@@ -151,12 +193,14 @@ def _word_embedding(
         dtype=context.dtype,
         device=context.device,
         sequence_parallel=context.sequence_parallel,
+        multiplier=config.embedding_multiplier,
         weight=weight,
     )
 
 
 class Embedding(nn.Module):
-    """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel), learned positions added."""
+    """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel), learned positions added, and
+    normalized where the model has that."""
 
     def __init__(self, config: ModelConfig, context: BuildContext, positions: int) -> None:
         super().__init__()
@@ -166,18 +210,23 @@ class Embedding(nn.Module):
         if config.position_embedding == "learned":
             shards = unsharded("embedding.position.weight", (positions, config.hidden_size))
             self.position = replicated_parameter(context, shards, Init("normal", config.init_std))
+        self.norm = _norm("embedding_norm", config, context) if config.embedding_norm else None
 
     def forward(self, tokens_bs: Tensor, position_ids_bs: Tensor | None) -> Tensor:
         x_sbh = self.word(tokens_bs)
-        if self.position is None:
-            return x_sbh
+        if self.position is not None:
+            x_sbh = x_sbh + self._positions(tokens_bs, position_ids_bs)
+        return x_sbh if self.norm is None else _normalized(self.norm, x_sbh)
+
+    def _positions(self, tokens_bs: Tensor, position_ids_bs: Tensor | None) -> Tensor:
+        assert self.position is not None
         if position_ids_bs is None:
             ids_sb = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).unsqueeze(-1)
         else:
             ids_sb = position_ids_bs.transpose(0, 1)
         if self.context.sequence_sharded:  # the table's gradient is then this rank's share: reduce_over_tp
             ids_sb = scatter_to_sequence_parallel(ids_sb, self.context.tensor)
-        return x_sbh + nn.functional.embedding(ids_sb, self.position)
+        return nn.functional.embedding(ids_sb, self.position)
 
 
 class Head(nn.Module):
@@ -186,6 +235,7 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig, context: BuildContext, tied: nn.Parameter | None, z_loss: float) -> None:
         super().__init__()
         self.context, self.vocab_size, self.z_loss = context, config.vocab_size, z_loss
+        self.scaling, self.softcap = config.logits_scaling, config.logit_softcap
         self.norm = _norm("final_norm", config, context)
         self.output = ColumnParallelLinear(
             "output",
@@ -200,7 +250,13 @@ class Head(nn.Module):
 
     def logits(self, x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
         """This rank's logits `[s, b, v/t]`."""
-        return self.output(_normalized(self.norm, x_sbh, branch_sbh))
+        logits_sbv = self._uncapped(_normalized(self.norm, x_sbh, branch_sbh))
+        return logits_sbv if self.softcap is None else self.softcap * (logits_sbv / self.softcap).tanh()
+
+    def _uncapped(self, normed_sbh: Tensor) -> Tensor:
+        """Logits before the soft cap. Their input, which is smaller, is scaled in their place."""
+        logits_sbv: Tensor = self.output(normed_sbh if self.scaling == 1 else normed_sbh / self.scaling)
+        return logits_sbv
 
     def forward(
         self,
@@ -214,11 +270,12 @@ class Head(nn.Module):
         assert self.vocab_size is not None
         labels_sb, normed = labels_bs.transpose(0, 1).contiguous(), _normalized(self.norm, x_sbh, branch_sbh)
         return vocab_parallel_cross_entropy(
-            self.output(normed if look_ahead is None else look_ahead(normed)),
+            self._uncapped(normed if look_ahead is None else look_ahead(normed)),
             labels_sb,
             self.context.tensor,
             vocab_size=self.vocab_size,
             z_loss=self.z_loss,
+            softcap=self.softcap,
         )
 
 
@@ -261,7 +318,8 @@ class GPTStage(nn.Module):
         tied = self.shared_weight if config.tie_embeddings else None
         self.head = Head(config, context, tied, z_loss) if last else None
         self.offload = ActivationOffload(context.device) if any(own.offload for own in self.memory) else None
-        self._frequencies: Tensor | None = None
+        self._frequencies: dict[bool, Tensor] = {}  # by whether they are those of layers with a window
+        self._alibi: dict[int, Tensor] = {}  # by the length of the sequence
         self._windows = dict.fromkeys(config.window_of(i) for i in layers)
 
     def _shared_weight(self, *, first: bool, last: bool) -> nn.Parameter:
@@ -301,25 +359,50 @@ class GPTStage(nn.Module):
         return [module for module in modules if module is not None]
 
     def layer_inputs(self, s: int, position_ids_bs: Tensor | None, cu_seqlens_bn: Tensor | None) -> LayerInputs:
-        """Rotary table and core attention of a micro-batch, of whose sequences this rank has s tokens."""
-        config, device = self.config, self.context.device
-        rotary = None
+        """Rotary tables and core attention of a micro-batch, of whose sequences this rank has s tokens."""
+        config, context = self.config, self.context
+        rotary: dict[int | None, tuple[Tensor, Tensor]] = {}
         if config.position_embedding == "rope":
-            if self._frequencies is None:
-                self._frequencies = inverse_frequencies(
-                    config.rotary_channels, config.rope_theta, config.yarn or config.rope_scaling, device
-                )
-            positions = torch.arange(s, device=device) if position_ids_bs is None else position_ids_bs
-            factor = 1.0 if config.yarn is None else config.yarn.rotated_factor
-            rotary = rotary_table(positions, self._frequencies, self.context.dtype, factor)
-        return LayerInputs(rotary, {window: self._core(s, window, cu_seqlens_bn) for window in self._windows})
+            positions = torch.arange(s, device=context.device) if position_ids_bs is None else position_ids_bs
+            tables = {local: self._rotary_table(positions, local=local) for local in map(self._is_local, self._windows)}
+            rotary = {window: tables[self._is_local(window)] for window in self._windows}
+        bias_ar = None
+        if config.position_embedding == "alibi":
+            whole = s if context.context_parallel is None else s * context.context_parallel.size()
+            if whole not in self._alibi:
+                heads = config.num_attention_heads
+                self._alibi[whole] = alibi_bias(whole, heads, context.tensor, context.dtype, context.device)
+            bias_ar = self._alibi[whole]
+        scores = Scores(config.attention_scale, config.attention_softcap, bias_ar)
+        cores = {window: self._core(s, window, cu_seqlens_bn, scores) for window in self._windows}
+        return LayerInputs(rotary, cores, scores)
 
-    def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None) -> CoreAttention:
+    def _is_local(self, window: int | None) -> bool:
+        """Whether layers with this window have rotary frequencies of their own."""
+        return self.config.rope_local_theta is not None and window is not None
+
+    def _rotary_table(self, positions: Tensor, *, local: bool) -> tuple[Tensor, Tensor]:
+        config = self.config
+        if local not in self._frequencies:
+            theta, scaling = config.rope_theta, config.yarn or config.rope_scaling
+            if local:
+                assert config.rope_local_theta is not None
+                theta, scaling = config.rope_local_theta, None
+            width = config.channels if config.latent_attention is None else None
+            frequencies = inverse_frequencies(config.rotary_channels, theta, scaling, self.context.device, width=width)
+            self._frequencies[local] = frequencies if local else frequencies / config.rope_interpolation_factor
+        factor = 1.0 if config.yarn is None or local else config.yarn.rotated_factor
+        return rotary_table(positions, self._frequencies[local], self.context.dtype, factor)
+
+    def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None, scores: Scores) -> CoreAttention:
         group, device = self.context.context_parallel, self.context.device
         if group is None or group.size() == 1:
             return SelfAttention(causal_mask(cu_seqlens_bn, window, s, device))
         rank, ranks = group.rank(), group.size()
-        calls = plan(s * ranks, rank, ranks, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device)
+        calls = plan(
+            s * ranks, rank, ranks, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device,
+            positions=scores.depend_on_positions,
+        )  # fmt: skip
         return ContextAttention(group, calls)
 
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:

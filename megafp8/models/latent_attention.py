@@ -34,6 +34,7 @@ from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.norms import Norm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.ops.attention import CoreAttention
+from megafp8.ops.attention_scores import Scores
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.linear import linear
 from megafp8.ops.rotary import rotate_heads
@@ -66,7 +67,12 @@ class LatentAttention(nn.Module):
         self.down_state = context.fp8.linear(
             LinearSite(f"{name}.down"), high_precision="latents are few and stay in training.precision"
         )
-        norm: dict[str, Any] = {"kind": "rmsnorm", "eps": config.norm_eps, "sees_a_slice": context.sequence_sharded}
+        norm: dict[str, Any] = {
+            "kind": "rmsnorm",
+            "eps": config.norm_eps,
+            "sees_a_slice": context.sequence_sharded,
+            "zero_centered": config.zero_centered_gamma,
+        }
         self.q_norm = None if latent.q_rank is None else Norm(f"{name}.q_norm", latent.q_rank, context, **norm)
         self.kv_norm = Norm(f"{name}.kv_norm", latent.kv_rank, context, **norm)
 
@@ -90,14 +96,16 @@ class LatentAttention(nn.Module):
             **common,
         )
 
-    def forward(self, x_sbh: Tensor | LinearInput, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
+    def forward(
+        self, x_sbh: Tensor | LinearInput, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention, scores: Scores
+    ) -> Tensor:
         q, kv, k_rotary = linear(x_sbh, self.down, self.down_state).split(self.ranks, dim=-1)
         q_sbc = self.q_up(x_sbh) if self.q_norm is None else self._up(q, self.q_norm, self.q_up)
         kv_sbc = self._up(kv, self.kv_norm, self.kv_up)
         # Each rank's heads use it, so its gradient is their sum.
         share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
         k_rotary_sbr = share(k_rotary.contiguous(), self.context.tensor)
-        return self.proj(self._run(self._attend, q_sbc, kv_sbc, k_rotary_sbr, rotary, core).flatten(-2))
+        return self.proj(self._run(self._attend, q_sbc, kv_sbc, k_rotary_sbr, rotary, core, scores).flatten(-2))
 
     @staticmethod
     def _up(latent: Tensor, norm: Norm, up: ColumnParallelLinear) -> Tensor:
@@ -108,8 +116,9 @@ class LatentAttention(nn.Module):
         return recomputed(function, *inputs) if self.recompute else function(*inputs)
 
     def _attend(
-        self, q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor], core: CoreAttention
-    ) -> Tensor:
+        self, q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor], core: CoreAttention,
+        scores: Scores,
+    ) -> Tensor:  # fmt: skip
         """`[s, b, a, v]`."""
         q, q_rotary = q_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.r], dim=-1)
         k, v = kv_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.v], dim=-1)
@@ -117,7 +126,7 @@ class LatentAttention(nn.Module):
         q, k = torch.cat([q, _rotated(q_rotary, rotary)], dim=-1), torch.cat([k, k_rotary], dim=-1)
         if self.score_factor != 1:
             q = q * self.score_factor
-        return core(q, k, F.pad(v, (0, self.n + self.r - self.v)))[..., : self.v]
+        return core(q, k, F.pad(v, (0, self.n + self.r - self.v)), None, scores)[..., : self.v]
 
 
 def _rotated(x_sbar: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

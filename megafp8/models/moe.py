@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
@@ -40,6 +42,7 @@ from megafp8.models.mlp import MLP, exact_gelu
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.router import Router
 from megafp8.ops.activation import activation
+from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.grouped_linear import grouped_linear
 from megafp8.ops.linear import high_precision_linear
@@ -70,12 +73,22 @@ class Experts(nn.Module):
             self.kind, "per_tensor" if self.activation.fused else "none", "exact GELU has no fused kernel"
         )
         up_names, down_names = ([f"{name}.{e}.{layer}" for e in own] for layer in (self.activation.up_layer, "down"))
-        self.up_state = self._state(up_names, context, parallel="column", after=between)
+        biased = config.linear_bias
+        self.up_state = self._state(up_names, context, parallel="column", after=between, adds_bias=biased)
         self.down_state = self._state(down_names, context, parallel="row", before=between)
         out_std = config.init_std / math.sqrt(2 * config.num_layers)
         of_experts = {"replicated_over_tp": False, "expert": True}
         self.up = new_parameter(context, into, Init("normal", config.init_std), **of_experts)
         self.down = new_parameter(context, out_of, Init("normal", out_std), **of_experts)
+        self.up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if biased:
+            assert parts == 1
+            zeros, of_experts = Init("zeros"), of_experts | {"weight_decay": False}
+            into = [x for e in own for layer in first for x in unsharded(f"{name}.{e}.{layer}.bias", (f,))]
+            out_of = [x for e in own for x in unsharded(f"{name}.{e}.down.bias", (h,))]
+            self.up_bias = new_parameter(context, into, zeros, **of_experts)
+            self.down_bias = new_parameter(context, out_of, zeros, **of_experts)
 
     @staticmethod
     def _state(names: Sequence[str], context: BuildContext, **site: Any) -> GroupState:
@@ -91,6 +104,8 @@ class Experts(nn.Module):
         groups = RowGroups.of(ends_e, len(rows_mh))
         handoff = self.up_state.grad_handoff(rows_mh, self.up, groups)
         y = grouped_linear(rows_mh, self.up, groups, self.up_state, handoff)
+        expert_me = None if self.up_bias is None else one_hot_experts(ends_e, len(y), y.dtype)
+        y = _biased(y, self.up_bias, expert_me)
         if not len(y):  # kernels are not launched for no rows
             activated: Tensor | LinearInput = y[:, : self.down.shape[1]]
         elif self.activation.fused:
@@ -98,7 +113,36 @@ class Experts(nn.Module):
             activated = activation(self.kind, y, None, form, handoff)
         else:
             activated = exact_gelu(y, self.activation.gated)
-        return grouped_linear(activated, self.down, groups, self.down_state)
+        return _biased(grouped_linear(activated, self.down, groups, self.down_state), self.down_bias, expert_me)
+
+
+def one_hot_experts(ends_e: Tensor, m: int, dtype: torch.dtype) -> Tensor:
+    """1 where a row is an expert's, else 0, `[m, e]`; rows behind the last end are nobody's."""
+    row = torch.arange(m, device=ends_e.device).unsqueeze(1)
+    return ((row >= F.pad(ends_e[:-1], (1, 0))) & (row < ends_e)).to(dtype)
+
+
+class _AddBiases(Function):
+    """Adds the bias of each row's expert. As a product, whose gradient is one too, and the same in every run."""
+
+    @staticmethod
+    def forward(ctx: Any, y_mn: Tensor, bias: Tensor, expert_me: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_me)
+        ctx.dtype = bias.dtype
+        return torch.addmm(y_mn, expert_me, bias.view(expert_me.shape[1], -1).to(y_mn.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor, Tensor, None]:
+        (expert_me,) = ctx.saved_tensors
+        own_mn = dy_mn.masked_fill(~expert_me.any(dim=1, keepdim=True), 0.0)  # rows of nobody may hold anything
+        return dy_mn, (expert_me.t() @ own_mn).flatten().to(ctx.dtype), None
+
+
+def _biased(y_mn: Tensor, bias: Tensor | None, expert_me: Tensor | None) -> Tensor:
+    """`bias`: those of all experts, one after the other."""
+    biased: Tensor = y_mn if bias is None else _AddBiases.apply(y_mn, bias, expert_me)
+    return biased
 
 
 class SharedExpert(nn.Module):
@@ -135,7 +179,7 @@ class MoE(nn.Module):
         self.overlap = context.expert_overlap
         self.row_bound = context.row_bound or RowBound(context.buffer_device)
         init = Init("normal", config.init_std)
-        self.router = Router(f"{name}.router", config.hidden_size, config.moe, context, init)
+        self.router = Router(f"{name}.router", config.hidden_size, config.moe, context, init, biased=config.linear_bias)
         self.experts = Experts(f"{name}.experts", config, context)
         self.shared: SharedExpert | None = None
         if config.moe.shared_ffn_hidden_size is not None:

@@ -25,13 +25,17 @@ from torch.nn import functional as F
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
 from megafp8.fp8.linear_state import InputFormat
+from megafp8.fp8.sources import norm_factor
 from megafp8.models.context import BuildContext
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.norm import norm
 
 
 class Norm(nn.Module):
-    """Normalizes the last dim of x (any leading dims), in x's dtype with statistics in fp32 or wider."""
+    """Normalizes the last dim of x (any leading dims), in x's dtype with statistics in fp32 or wider.
+
+    `zero_centered`: multiplies by 1 + weight.
+    """
 
     def __init__(
         self,
@@ -42,9 +46,10 @@ class Norm(nn.Module):
         kind: Literal["rmsnorm", "layernorm"],
         eps: float,
         sees_a_slice: bool,
+        zero_centered: bool = False,
     ) -> None:
         super().__init__()
-        self.kind, self.eps, self.size = kind, eps, size
+        self.kind, self.eps, self.size, self.zero_centered = kind, eps, size, zero_centered
 
         def parameter(name: str, init: Init) -> nn.Parameter:
             spec = ParamSpec(
@@ -52,10 +57,12 @@ class Norm(nn.Module):
             )
             return set_spec(nn.Parameter(torch.empty(size, dtype=context.dtype, device=context.device)), spec)
 
-        self.weight = parameter(f"{name}.weight", Init("ones"))
+        self.weight = parameter(f"{name}.weight", Init("zeros" if zero_centered else "ones"))
         self.bias = parameter(f"{name}.bias", Init("zeros")) if kind == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.zero_centered:
+            return norm(x, None, self.weight, self.bias, self.eps, None, zero_centered=True)[1]  # type: ignore[return-value]
         if self.kind == "rmsnorm":
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
@@ -64,27 +71,36 @@ class Norm(nn.Module):
         self, x: Tensor, branch: Tensor | None, form: InputFormat | None
     ) -> tuple[Tensor, Tensor | LinearInput]:
         """`x + branch`, and its norm as the layer after it takes its input (`form`), in one pass each way."""
-        return norm(x, branch, self.weight, self.bias, self.eps, form)
+        return norm(x, branch, self.weight, self.bias, self.eps, form, zero_centered=self.zero_centered)
 
 
 class ProjectionNorms(nn.Module):
     """RMSNorm of all query heads at once, and of all key heads: `[s, b, a, d]` and `[s, b, g, d]`."""
 
-    def __init__(self, name: str, query_size: int, key_size: int, context: BuildContext, eps: float) -> None:
+    def __init__(
+        self, name: str, query_size: int, key_size: int, context: BuildContext, eps: float, *, zero_centered: bool
+    ) -> None:
         super().__init__()
-        self.eps, self.sizes, self.group = eps, (query_size, key_size), context.tensor
+        self.eps, self.sizes, self.group, self.zero_centered = (
+            eps,
+            (query_size, key_size),
+            context.tensor,
+            zero_centered,
+        )
+        init = Init("zeros" if zero_centered else "ones")
 
         def parameter(name: str, size: int) -> nn.Parameter:
             piece = shard_dim(name, (size,), 0, context.tensor.rank(), context.tensor.size())
-            spec = ParamSpec((piece,), Init("ones"), replicated_over_tp=False, weight_decay=False)
+            spec = ParamSpec((piece,), init, replicated_over_tp=False, weight_decay=False)
             return set_spec(nn.Parameter(torch.empty(piece.shape, dtype=context.dtype, device=context.device)), spec)
 
         self.q_weight = parameter(f"{name}.q_norm.weight", query_size)
         self.k_weight = parameter(f"{name}.k_norm.weight", key_size)
 
     def forward(self, q_sbad: Tensor, k_sbgd: Tensor) -> tuple[Tensor, Tensor]:
+        q_weight, k_weight = (norm_factor(w, True) if self.zero_centered else w for w in (self.q_weight, self.k_weight))
         normed: tuple[Tensor, Tensor] = _RMSNorms.apply(
-            q_sbad, k_sbgd, self.q_weight, self.k_weight, self.sizes, self.eps, self.group
+            q_sbad, k_sbgd, q_weight, k_weight, self.sizes, self.eps, self.group
         )
         return normed
 

@@ -1,8 +1,10 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama-3's frequency scaling or YaRN's.
 
-A head's first and second half are the pairs that are rotated (Hugging Face's "rotate half" layout), so Hugging Face
-weights need no permutation. Angles are computed in float64 and their cosines stored in fp32: at position 100,000 an
-fp32 angle is off by up to 0.004 radians, a bf16 one by whole rotations, and the table is small.
+A head's first and second half are the pairs that are rotated (Hugging Face's "rotate half" layout), so most Hugging
+Face weights need no permutation. Where only a part of the pairs is rotated, the others have the frequency zero, so the
+same kernels compute them (`megafp8.conversion.hf_names` has the order of their channels). Angles are computed in
+float64 and their cosines stored in fp32: at position 100,000 an fp32 angle is off by up to 0.004 radians, a bf16 one by
+whole rotations, and the table is small.
 
 Shapes: s sequence, b micro-batch, a heads, d head width.
 """
@@ -13,28 +15,38 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megafp8.config import RopeScaling, YarnConfig
 
 
-def inverse_frequencies(d: int, theta: float, scaling: RopeScaling | YarnConfig | None, device: torch.device) -> Tensor:
+def inverse_frequencies(
+    d: int, theta: float, scaling: RopeScaling | YarnConfig | None, device: torch.device, *, width: int | None = None
+) -> Tensor:
     """Radians per position of each pair, `[d/2]` float64.
 
+    `width`: that of heads of which only d channels are rotated; then it is `[width/2]`, and zero for the other pairs.
     With `scaling`, low frequencies are divided by `factor`, high ones unchanged, and those between interpolated: by
     wavelength as in Llama 3.1's reference code, or by the number of the pair as in YaRN's.
     """
     frequencies = theta ** -(torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
+    return F.pad(_scaled(frequencies, d, theta, scaling), (0, 0 if width is None else (width - d) // 2))
+
+
+def _scaled(frequencies: Tensor, d: int, theta: float, scaling: RopeScaling | YarnConfig | None) -> Tensor:
     if scaling is None:
         return frequencies
     length = scaling.original_max_position_embeddings
     if isinstance(scaling, YarnConfig):
-        pairs = torch.arange(d // 2, dtype=torch.float64, device=device)
-        # The pairs, to whole numbers outwards, of beta_fast and beta_slow rotations in the original context.
+        pairs = torch.arange(d // 2, dtype=torch.float64, device=frequencies.device)
+        # The pairs of beta_fast and beta_slow rotations in the original context.
         fast, slow = (
             d * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
             for rotations in (scaling.beta_fast, scaling.beta_slow)
         )
-        first, last = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
+        if scaling.truncate:
+            fast, slow = math.floor(fast), math.ceil(slow)
+        first, last = max(fast, 0), min(slow, d - 1)
         unscaled = 1 - (pairs - first) / (last - first if last != first else 0.001)
     else:
         wavelengths = 2 * math.pi / frequencies
@@ -49,9 +61,12 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """`factor` times cos and sin of every angle for `positions` `[s]` or `[b, s]`: each `[s, 1 or b, 1, d/2]`.
 
-    In fp32, or float64 if `dtype` is.
+    Those of frequency zero, which are not rotated, are 1 and 0. In fp32, or float64 if `dtype` is.
     """
     positions_sb = positions.unsqueeze(-1) if positions.dim() == 1 else positions.transpose(0, 1)
     angles = positions_sb[:, :, None, None].double() * frequencies
     table = torch.promote_types(dtype, torch.float32)
-    return (factor * angles.cos()).to(table), (factor * angles.sin()).to(table)
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1:
+        cos, sin = torch.where(frequencies == 0, cos, factor * cos), factor * sin
+    return cos.to(table), sin.to(table)

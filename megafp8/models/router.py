@@ -117,18 +117,24 @@ def _largest(x: Tensor, count: int) -> Tensor:
 class Router(nn.Module):
     """Tokens `[n, h]` -> `Routing`.
 
-    `load`: what training steps leave in it. `bias`: fp32 `[e]`, added to the scores where experts are chosen; None
-    without `moe.selection_bias`. `shares`: fp32 `[e]`, of the choices of the step before; None unless the aux loss is
-    that of the global batch. They have no gradient: `update` moves them.
+    `biased`: logits have a learned bias. `load`: what training steps leave in it. `bias`: fp32 `[e]`, added to the
+    scores where experts are chosen; None without `moe.selection_bias`. `shares`: fp32 `[e]`, of the choices of the step
+    before; None unless the aux loss is that of the global batch. They have no gradient: `update` moves them.
     """
 
-    def __init__(self, name: str, hidden_size: int, moe: MoeConfig, context: BuildContext, init: Init) -> None:
+    def __init__(
+        self, name: str, hidden_size: int, moe: MoeConfig, context: BuildContext, init: Init, *, biased: bool = False
+    ) -> None:
         super().__init__()
         self.name, self.moe = name, moe
         self.group: ProcessGroup | None = context.sequence_group
         self.global_batch, self.global_tokens = context.global_batch, context.global_tokens
         shards = unsharded(f"{name}.weight", (moe.num_experts, hidden_size))
         self.weight = replicated_parameter(context, shards, init)
+        self.logit_bias: nn.Parameter | None = None
+        if biased:
+            bias = unsharded(f"{name}.logit_bias", (moe.num_experts,))
+            self.logit_bias = replicated_parameter(context, bias, Init("zeros"), weight_decay=False)
         device = context.buffer_device
         self.bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if moe.selection_bias else None
         self.shares: Tensor | None = None
@@ -139,6 +145,8 @@ class Router(nn.Module):
     def forward(self, x_nh: Tensor, sequences: int) -> Routing:
         """`sequences`: number of sequences in x; token i belongs to sequence i mod `sequences`."""
         logits_ne = fp32_linear(x_nh, self.weight)
+        if self.logit_bias is not None:
+            logits_ne = logits_ne + self.logit_bias.to(logits_ne.dtype)
         sigmoid = self.moe.score == "sigmoid"
         scores_ne = logits_ne.sigmoid() if sigmoid else logits_ne.softmax(dim=1)
         experts_nk, weights_nk = choose(scores_ne, self.moe, self.bias)

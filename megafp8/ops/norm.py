@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megafp8.fp8.linear_state import InputFormat
-from megafp8.fp8.sources import Normalized
+from megafp8.fp8.sources import Normalized, ZeroCenteredNormalized
 from megafp8.ops import norm_reference
 from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix
@@ -27,16 +27,21 @@ from megafp8.ops.wgrad import deliver, summed_in_place
 class _Norm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, fused: FusedOutput
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+        zero_centered: bool, fused: FusedOutput,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if fused.format is None and _has_kernel(x):
-            total, mean_r, rstd_r, y = _kernels().normalize(x.contiguous(), _contiguous(branch), weight, bias, eps)
+            total, mean_r, rstd_r, y = _kernels().normalize(
+                x.contiguous(), _contiguous(branch), weight, bias, eps, zero_centered=zero_centered
+            )
             total_rc = as_matrix(total)
         else:
             total, mean_r, rstd_r = _statistics(x, branch, eps, centered=bias is not None)
             total_rc = as_matrix(total)
-            y = fused.compute(Normalized(total_rc, rstd_r, weight, mean_r, bias), x)
+            source = ZeroCenteredNormalized if zero_centered else Normalized
+            y = fused.compute(source(total_rc, rstd_r, weight, mean_r, bias), x)
         ctx.save_for_backward(total_rc, rstd_r, mean_r, weight)
+        ctx.zero_centered = zero_centered
         ctx.weight, ctx.bias = weight, bias  # saved tensors may come back as other objects, without their sink
         ctx.set_materialize_grads(False)
         if total is x:  # would be returned as a view, which hooks of FSDP do not like
@@ -48,11 +53,11 @@ class _Norm(Function):
     def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         total_rc, rstd_r, mean_r, weight = ctx.saved_tensors
         if dy is None:  # only the sum was used
-            return dtotal, dtotal if ctx.needs_input_grad[1] else None, *[None] * 4
-        dx, dweight, dbias = _backward(dy, total_rc, mean_r, rstd_r, weight, dtotal)
+            return dtotal, dtotal if ctx.needs_input_grad[1] else None, *[None] * 5
+        dx, dweight, dbias = _backward(dy, total_rc, mean_r, rstd_r, weight, dtotal, zero_centered=ctx.zero_centered)
         dw = _deliver(ctx.weight, dweight)
         db = None if dbias is None else _deliver(ctx.bias, dbias)
-        return dx, dx if ctx.needs_input_grad[1] else None, dw, db, None, None
+        return dx, dx if ctx.needs_input_grad[1] else None, dw, db, None, None, None
 
 
 def _statistics(
@@ -66,13 +71,18 @@ def _statistics(
 
 
 def _backward(
-    dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight: Tensor, dresidual: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight: Tensor, dresidual: Tensor | None, *,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of x, shaped like dy, and of weight and bias `[c]`, or float64 partial sums `[p, c]` of these."""
     if _has_kernel(x_rc):
-        return _kernels().backward(dy.contiguous(), x_rc, mean_r, rstd_r, weight, _contiguous(dresidual))
+        return _kernels().backward(
+            dy.contiguous(), x_rc, mean_r, rstd_r, weight, _contiguous(dresidual), zero_centered=zero_centered
+        )
     dresidual_rc = None if dresidual is None else as_matrix(dresidual)
-    dx_rc, dweight, dbias = norm_reference.backward(as_matrix(dy), x_rc, mean_r, rstd_r, weight, dresidual_rc)
+    dx_rc, dweight, dbias = norm_reference.backward(
+        as_matrix(dy), x_rc, mean_r, rstd_r, weight, dresidual_rc, zero_centered=zero_centered
+    )
     return dx_rc.view(dy.shape), dweight, dbias
 
 
@@ -104,12 +114,14 @@ def _kernels() -> ModuleType:
 
 
 def norm(
-    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, form: InputFormat | None
-) -> tuple[Tensor, Tensor | LinearInput]:
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, form: InputFormat | None, *,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor | LinearInput]:  # fmt: skip
     """`x + branch` (x without a branch), and its norm over the last dim: values, or what the layer after it takes.
 
     RMSNorm without a bias, LayerNorm with one; weight and bias `[c]`. `form`: how the layer takes its input.
+    `zero_centered`: the norm multiplies by 1 + weight.
     """
     fused = FusedOutput(form, torch.is_grad_enabled())
-    total, y = _Norm.apply(x, branch, weight, bias, eps, fused)
+    total, y = _Norm.apply(x, branch, weight, bias, eps, zero_centered, fused)
     return total, fused.result(y)

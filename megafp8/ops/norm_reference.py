@@ -16,16 +16,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megafp8.fp8.sources import norm_factor, wide
+
 EXACT = torch.float64
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def statistics(x_rc: Tensor, eps: float, *, centered: bool) -> tuple[Tensor | None, Tensor]:
     """Mean (None unless `centered`) and reciprocal standard deviation `[r]`, fp32 or wider."""
-    x, c = _wide(x_rc), x_rc.shape[1]
+    x, c = wide(x_rc), x_rc.shape[1]
     mean_r = (x.sum(dim=1, dtype=EXACT) / c).to(x.dtype) if centered else None
     if mean_r is not None:
         x = x - mean_r.unsqueeze(-1)
@@ -35,22 +33,23 @@ def statistics(x_rc: Tensor, eps: float, *, centered: bool) -> tuple[Tensor | No
 
 
 def backward(
-    dy_rc: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual_rc: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    dy_rc: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual_rc: Tensor | None,
+    *, zero_centered: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of x `[r, c]` (`dresidual_rc` added) in its dtype, of the weight and of the bias, `[c]` fp32 or wider.
 
     The bias's is None without `mean_r`.
     """
-    x, dy, c = _wide(x_rc), _wide(dy_rc), x_rc.shape[1]
+    x, dy, c = wide(x_rc), wide(dy_rc), x_rc.shape[1]
     normalized = (x if mean_r is None else x - mean_r.unsqueeze(-1)) * rstd_r.unsqueeze(-1)
     dweight_c = (dy * normalized).sum(dim=0, dtype=EXACT).to(x.dtype)
     dbias_c = None if mean_r is None else dy.sum(dim=0, dtype=EXACT).to(x.dtype)
-    scaled = dy * _wide(weight_c)
+    scaled = dy * norm_factor(weight_c, zero_centered)
     along_r = ((scaled * normalized).sum(dim=1, dtype=EXACT) / c).to(x.dtype)
     dx = scaled - normalized * along_r.unsqueeze(-1)
     if mean_r is not None:
         dx = dx - (scaled.sum(dim=1, dtype=EXACT) / c).to(x.dtype).unsqueeze(-1)
     dx = dx * rstd_r.unsqueeze(-1)
     if dresidual_rc is not None:
-        dx = dx + _wide(dresidual_rc)
+        dx = dx + wide(dresidual_rc)
     return dx.to(x_rc.dtype), dweight_c, dbias_c

@@ -116,9 +116,12 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
     layers = fp8_layer_sizes(model, config.parallel.tensor, range(index, index + 1))
     ups, proj, mlp = _by_place([plans[layer] for layer in layers], latent=model.latent_attention is not None)
     statistics = x.m_own * x.w * (2 if model.normalization == "layernorm" else 1)
+    sums, branches = 1 if model.parallel_block else 2, {"pre": 0, "output": 2, "both": 2}[model.norm_position]
     saved = {
-        "residual stream": stream * (1 if model.parallel_block else 2),
-        "norm statistics": 2 * statistics,
+        # Where attention and MLP read it without a norm between, it is among their inputs.
+        "residual stream": stream * sums * (model.norm_position != "output"),
+        "norm statistics": 2 * statistics * (model.norm_position != "output") + branches * statistics,
+        "outputs before their norms": branches * stream,
         **tokens,
     }
     if ahead:  # inputs of three more norms and of the projection
@@ -249,6 +252,7 @@ def _saved_by_experts(config: Config, fp8: Fp8Manager, own: ExpertLayers, *, sha
         "expert up output": rows * own.up[1] * x.e,
         "expert down input": _saved_expert_input(config, fp8, own, own.down[0], own.down_plan),
         "expert output": rows * x.h * x.e,
+        "experts of rows": rows * own.experts * x.e * config.model.linear_bias,
         "expert sizes": 0 if own.up_plan.fp8 else 4 * own.experts,
     }
 

@@ -163,11 +163,13 @@ def _block(config: Config, index: int) -> list[_Parameter]:
     """The parameters of block `index`."""
     model, x, norm = config.model, sizes(config), _norm(config)
     attention, mlp = _attention(config, index)
+    before, after = norm * (model.norm_position != "output"), norm * (model.norm_position != "pre")
     if model.moe_of(index) is not None:
-        block = [*norm, *attention, *norm, *_experts(config), *mlp]
+        mlp = [*_experts(config), *mlp]
     else:
         (up, down), bias = mlp, [_Parameter(x.h)] * model.linear_bias
-        block = [*norm, *attention, *norm, up, *[_Parameter(x.up)] * model.linear_bias, down, *bias]
+        mlp = [up, *[_Parameter(x.up)] * model.linear_bias, down, *bias]
+    block = [*before, *attention, *after, *before, *mlp, *after]
     ahead = index >= model.num_layers  # multi-token prediction
     return [_Parameter(2 * x.h * x.h), *norm, *norm, *block, *norm] if ahead else block
 
@@ -200,7 +202,9 @@ def _experts(config: Config) -> list[_Parameter]:
     assert moe is not None
     count, h, up = moe.num_experts // config.parallel.expert, model.hidden_size, ACTIVATIONS[model.activation].up_width
     experts = [_Parameter(count * h * n, expert=True) for n in (up(f), f)]
-    return [_Parameter(moe.num_experts * h), *experts, *[_Parameter(h)] * moe.shared_gate]
+    biases = [_Parameter(count * n, expert=True) for n in (up(f), h)] * model.linear_bias
+    router = [_Parameter(moe.num_experts * h), *[_Parameter(moe.num_experts)] * model.linear_bias]
+    return [*router, *experts, *biases, *[_Parameter(h)] * moe.shared_gate]
 
 
 def _stage(config: Config, layers: range) -> list[_Parameter]:
@@ -211,6 +215,7 @@ def _stage(config: Config, layers: range) -> list[_Parameter]:
     positions = _Parameter((model.max_position_embeddings or config.training.seq_length) * h)
     embedding = [*table * (first or (last and model.embeds_on_last_stage))]
     embedding += [positions] * (first and model.position_embedding == "learned")
+    embedding += _norm(config) * (first and model.embedding_norm)
     blocks = [parameter for index in layers for parameter in _block(config, index)]
     return [*embedding, *blocks, *_norm(config) * last, *table * (last and not model.tie_embeddings)]
 

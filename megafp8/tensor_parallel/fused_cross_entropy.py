@@ -29,15 +29,16 @@ from megafp8.kernels.cross_entropy import gradient_, statistics
 class _FusedVocabParallelCrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, vocab_size: int, z_loss: float
-    ) -> Tensor:
+        ctx: Any, logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, vocab_size: int, z_loss: float,
+        softcap: float | None,
+    ) -> Tensor:  # fmt: skip
         logits_sbv = logits_sbv.contiguous()
         columns = logits_sbv.shape[-1]
         ctx.first = group.rank() * columns
         ctx.valid = min(max(vocab_size - ctx.first, 0), columns)
-        labels_n = labels_sb.flatten()
+        labels_n, ctx.softcap = labels_sb.flatten(), softcap
         own_maximum_n, own_total_n, label_logit_n = statistics(
-            logits_sbv.view(-1, columns), labels_n, first=ctx.first, valid=ctx.valid
+            logits_sbv.view(-1, columns), labels_n, first=ctx.first, valid=ctx.valid, softcap=softcap
         )
         maximum_n = all_reduce(own_maximum_n.clone(), group, "max")
         own_total_n = own_total_n * (own_maximum_n - maximum_n).exp()
@@ -56,18 +57,20 @@ class _FusedVocabParallelCrossEntropy(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss_sb: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, dloss_sb: Tensor) -> tuple[Tensor | None, ...]:
         logits_sbv, labels_n, maximum_n, weight_n = ctx.saved_tensors
         dlogits_sbv = logits_sbv.detach()
         dlogits_nv = dlogits_sbv.view(-1, dlogits_sbv.shape[-1])
         dloss_n = dloss_sb.flatten().contiguous()
-        gradient_(dlogits_nv, labels_n, maximum_n, weight_n, dloss_n, first=ctx.first, valid=ctx.valid)
+        where = {"first": ctx.first, "valid": ctx.valid}
+        gradient_(dlogits_nv, labels_n, maximum_n, weight_n, dloss_n, **where, softcap=ctx.softcap)
         increment_version(logits_sbv)
-        return dlogits_sbv, None, None, None, None
+        return dlogits_sbv, None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, *, vocab_size: int, z_loss: float = 0.0
-) -> Tensor:
+    logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, *, vocab_size: int, z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """`cross_entropy.vocab_parallel_cross_entropy` for bf16 or fp32; the backward overwrites the logits."""
-    return _FusedVocabParallelCrossEntropy.apply(logits_sbv, labels_sb, group, vocab_size, z_loss)
+    return _FusedVocabParallelCrossEntropy.apply(logits_sbv, labels_sb, group, vocab_size, z_loss, softcap)

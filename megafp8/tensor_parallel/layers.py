@@ -192,7 +192,8 @@ class VocabParallelEmbedding(nn.Module):
     sequence-parallel.
 
     A rank looks up the tokens it owns, leaves zeros for the others, and the shares are summed. The gradient goes to the
-    weight's sink, as that of a linear layer does. `weight`: use this parameter rather than make one.
+    weight's sink, as that of a linear layer does. `multiplier`: of the output, rounded to its dtype. `weight`: use this
+    parameter rather than make one.
     """
 
     def __init__(
@@ -206,12 +207,14 @@ class VocabParallelEmbedding(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         sequence_parallel: bool = False,
+        multiplier: float = 1.0,
         weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         t, rank = group.size(), group.rank()
         self.group = group
         self.sequence_parallel = sequence_parallel and t > 1
+        self.multiplier = float(torch.tensor(multiplier, dtype=dtype, device="cpu"))
         rows = num_embeddings // t
         self.first = rank * rows
         if weight is None:
@@ -222,6 +225,6 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens_bs: Tensor) -> Tensor:
         x_sbh = look_up(self.weight, tokens_bs.t() - self.first, partial=self.group.size() > 1)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel(x_sbh, self.group)
-        return reduce_from_tensor_parallel(x_sbh, self.group)
+        reduce = reduce_scatter_to_sequence_parallel if self.sequence_parallel else reduce_from_tensor_parallel
+        x_sbh = reduce(x_sbh, self.group)
+        return x_sbh if self.multiplier == 1 else x_sbh * self.multiplier

@@ -261,7 +261,7 @@ EXPERTS: list[tuple[list[str], int, str]] = [
      "parallel.expert = 4: it must divide the 2 data-, context- and tensor-parallel ranks of a pipeline stage; try 1"),
     ([EIGHT, "parallel.tensor=2", "parallel.sequence_parallel=false"], 2,
      "parallel.sequence_parallel = False: parallel.tensor is 2, and without it each rank would send the same tokens"),
-    ([EIGHT, "model.linear_bias=true"], 1, "model.linear_bias = True: experts have no biases; try false, or leave"),
+    ([EIGHT, "model.linear_bias=true", "parallel.expert_tensor=2"], 2, "parallel.expert_tensor = 2: model.linear_bias"),
     (["model.moe={num_experts: 8, ffn_hidden_size: 33}"], 1,
      "model.moe.ffn_hidden_size = 33: GEMMs of all experts at once take bf16 matrices of a multiple of 8 columns; try"),
     ([EIGHT, "parallel.expert=2", "parallel.fsdp=true", "parallel.fsdp_replicas=2"], 2,
@@ -309,6 +309,11 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     (["model.yarn={factor: 4, beta_slow: 32}"], 1, "model.yarn.beta_fast = 32.0: not above beta_slow (32.0)"),
     (["model.yarn={factor: 4, mscale_all_dim: 1}"], 1, "model.yarn.mscale_all_dim = 1.0: without model.latent_att"),
     (["model.yarn={factor: 4}", "model.rope_theta=1"], 1, "model.rope_theta = 1.0: model.yarn is set, and it needs"),
+    (["model.yarn={factor: 4}", "model.rope_interpolation_factor=2"], 1, "model.yarn scales the frequencies already"),
+    (["model.rope_local_theta=5"], 1, "model.rope_local_theta = 5.0: no layer has a window; set model.sliding_window"),
+    (["model.head_dim=16", "model.partial_rotary_factor=0.2"], 1,
+     "model.partial_rotary_factor = 0.2: rotary embeddings rotate pairs, and it makes 3 of 16 channels"),
+    ([LATENT, "model.attention_softcap=5"], 1, "model.attention_softcap = 5.0: model.latent_attention is set, and its"),
     (["checkpoint.allow_model_change=[latent_attention.qrank]"], 1, "did you mean latent_attention.q_rank?"),
 ]  # fmt: skip
 CASES: list[tuple[list[str], int, str]] = [
@@ -466,7 +471,7 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
                   "parallel.recompute_blocks=3"], 2) for layers in ("[1, 3]", "balanced")),
         ("quickstart", [], 4), ("gpt2-125m", [], 1), ("gpt2-125m", [], 8), ("llama3-8b", [], 8),
         ("llama3-70b", [], 64), ("llama3-405b", [], 1024), ("mixtral-8x7b", [], 64), ("qwen3-30b-a3b", [], 64),
-        ("deepseek-v3", [], 1024),
+        ("deepseek-v3", [], 1024), ("olmo2-7b", [], 8), ("gemma2-9b", [], 8), ("gpt-oss-20b", [], 16),
     ],
 )  # fmt: skip
 def test_configs_that_can_run(tmp_path: Path, config: str | None, overrides: list[str], world_size: int) -> None:

@@ -57,6 +57,7 @@ DEEPSEEK: dict[str, Any] = LLAMA | {
     "num_nextn_predict_layers": 0,
 }
 DEEPSEEK_V2: dict[str, Any] = {key: x for key, x in DEEPSEEK.items() if key != "num_nextn_predict_layers"}
+GEMMA: dict[str, Any] = LLAMA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -74,6 +75,34 @@ GPT2: dict[str, Any] = {
     "n_positions": 16,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+OPT: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+NEOX: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT_OSS: dict[str, Any] = LLAMA | {
+    "head_dim": 16,
+    "sliding_window": 5,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
 }
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4}),
@@ -101,6 +130,39 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | {"shared_expert_intermediate_size": 8, "qkv_bias": False, "norm_topk_prob": True},
     ),
     "olmoe": ("Olmoe", LLAMA | {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmo2": ("Olmo2", LLAMA),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2-uncapped": (
+        "Gemma2",
+        GEMMA
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": ["full_attention"] * 3}
+        | {"tie_word_embeddings": False},
+    ),
+    "gemma3": (
+        "Gemma3",
+        GEMMA
+        | {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3", LLAMA | {"sliding_window": 5, "partial_rotary_factor": 0.5}),
+    "granite": ("Granite", LLAMA | GRANITE | {"attention_bias": True, "mlp_bias": True}),
+    "granite-moe": ("GraniteMoe", LLAMA | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "opt": ("OPT", OPT),
+    "opt-untied": ("OPT", OPT | {"tie_word_embeddings": False}),
+    "bloom": ("Bloom", {"vocab_size": V, "hidden_size": 48, "n_layer": 3, "n_head": 6}),
+    "glm": ("Glm", LLAMA | {"head_dim": 16}),
+    "glm4": ("Glm4", LLAMA | {"head_dim": 16, "rms_norm_eps": 1e-6, "attention_bias": True}),
+    "gpt-neox": ("GPTNeoX", NEOX),
+    "gpt-neox-in-turn": (
+        "GPTNeoX",
+        NEOX | {"use_parallel_residual": False, "rotary_pct": 1.0, "rotary_emb_base": 500, "hidden_act": "gelu_new"},
+    ),
+    "gpt-oss": ("GptOss", GPT_OSS | {"rope_parameters": YARN_ROPE | {"truncate": False}}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK),
     "deepseek-v3-tied": (
         "DeepseekV3",
@@ -127,6 +189,15 @@ SMALL: dict[str, Any] = {
     "vocab_size": V,
     "vocab_multiple": 8,
 }
+GEMMA_OF_OURS: dict[str, Any] = SMALL | {
+    "activation": "geglu_tanh",
+    "norm_position": "both",
+    "zero_centered_gamma": True,
+    "embedding_multiplier": 32**0.5,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "full_attention_layers": [1],
+}
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
 GROUPED_EXPERTS: dict[str, Any] = {
     "num_experts": 8,
@@ -146,6 +217,7 @@ LATENT: dict[str, Any] = SMALL | {
     "latent_attention": {"q_rank": 20, "kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 6, "value_head_dim": 8},
     "moe": GROUPED_EXPERTS,
 }
+BIASED: dict[str, Any] = {"num_query_groups": None, "normalization": "layernorm", "linear_bias": True}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SMALL | {"rope_scaling": SCALING, "rope_theta": 500.0}),
     "llama-tied": ("llama", SMALL | {"tie_embeddings": True, "num_query_groups": None, "head_dim": 6}),
@@ -185,6 +257,63 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
         "olmoe",
         SMALL | {"qk_norm": "projection", "moe": {"num_experts": 6, "top_k": 3, "ffn_hidden_size": 24}},
     ),
+    "olmo2": ("olmo2", SMALL | {"norm_position": "output", "qk_norm": "projection"}),
+    "gemma2": ("gemma2", GEMMA_OF_OURS | {"attention_softcap": 1.5, "logit_softcap": 4.0, "attention_scale": 24**-0.5}),
+    "gemma3_text": (
+        "gemma3_text",
+        GEMMA_OF_OURS
+        | {"qk_norm": True, "rope_theta": 1e4, "rope_local_theta": 50.0, "rope_interpolation_factor": 4.0},
+    ),
+    "phi3": ("phi3", SMALL | {"partial_rotary_factor": 0.5, "rope_theta": 500.0}),
+    "granite": (
+        "granite",
+        SMALL | {"embedding_multiplier": 3, "residual_multiplier": 0.4, "attention_scale": 0.3, "logits_scaling": 2},
+    ),
+    "granitemoe": (
+        "granitemoe",
+        SMALL | {"residual_multiplier": 0.4, "moe": {"num_experts": 4, "ffn_hidden_size": 24}},
+    ),
+    "opt": (
+        "opt",
+        SMALL
+        | BIASED
+        | {
+            "position_embedding": "learned",
+            "max_position_embeddings": 16,
+            "activation": "relu",
+            "tie_embeddings": True,
+        },
+    ),
+    "bloom": (
+        "bloom",
+        SMALL
+        | BIASED
+        | {
+            "position_embedding": "alibi",
+            "activation": "gelu_tanh",
+            "embedding_norm": True,
+            "ffn_hidden_size": None,
+            "tie_embeddings": True,
+        },
+    ),
+    "glm": ("glm", SMALL | {"qkv_bias": True, "partial_rotary_factor": 0.5, "yarn": {"factor": 4.0}}),
+    "glm4": ("glm4", SMALL | {"norm_position": "both", "partial_rotary_factor": 0.5}),
+    "gpt_neox": (
+        "gpt_neox",
+        SMALL | BIASED | {"activation": "gelu", "parallel_block": True, "partial_rotary_factor": 0.25},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        SMALL
+        | {
+            "activation": "clamped_swiglu",
+            "linear_bias": True,
+            "attention_sinks": True,
+            "sliding_window": 5,
+            "full_attention_layers": [1],
+            "moe": {"num_experts": 6, "top_k": 3, "ffn_hidden_size": 24},
+        },
+    ),
     "deepseek_v2": (
         "deepseek_v2",
         LATENT
@@ -219,18 +348,27 @@ def make_theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
     kind, options = THEIRS[name]
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
-        getattr(transformers, f"{kind}Config")(**options)
+        config_class(kind)(**options)
     )
-    randomize(model)
+    randomize(model, norms=0.0 if kind.startswith("Gemma") else 1.0)
+    if kind == "OPT":
+        model.model.decoder.embed_positions.weight.data[:2] = 0.0  # of padding, which ours does not have
     return model.to(dtype).eval()
 
 
+def config_class(kind: str) -> Any:
+    """The class of `transformers` that reads config.json."""
+    import transformers
+
+    return getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
+
+
 @torch.no_grad()
-def randomize(model: Any) -> None:
-    """Random values for all that a model of `transformers` stores."""
+def randomize(model: Any, norms: float = 1.0) -> None:
+    """Random values for all that a model of `transformers` stores. `norms`: the mean of norms' weights."""
     biases = [(key, x) for key, x in model.named_buffers() if key.endswith("e_score_correction_bias")]
     for key, x in [*model.named_parameters(), *biases]:
-        x.copy_((1.0 if "norm" in key and key.endswith("weight") else 0.0) + 0.2 * torch.randn(x.shape))
+        x.copy_((norms if "norm" in key and key.endswith("weight") else 0.0) + 0.2 * torch.randn(x.shape))
 
 
 def tokens() -> Tensor:
@@ -253,6 +391,6 @@ class RandomSource(Source):
 
     def read(self, name: str) -> Tensor:
         shape = self.tensors[name].shape
-        centre = 1.0 if "norm.weight" in name else 0.0
+        centre = 1.0 if "norm.weight" in name and not self.model.zero_centered_gamma else 0.0
         piece = ParamShard(name, shape, (0,) * len(shape), shape)
         return (centre + fill_(torch.empty(shape), piece, Init("normal", 0.2), 7)).to(self.dtype)

@@ -180,7 +180,7 @@ def test_a_file_of_another_checkpoint(how: Callable[[dict[str, Any]], None], mes
         (E | {"moe_router_num_groups": 4, "moe_router_group_topk": 1}, "sum of their 2 largest scores, and with the"),
         (E | {"moe_layer_freq": 2}, "moe_layer_freq = 2: .*experts in every layer, or every n-th"),
         (E | {"moe_expert_capacity_factor": 1.5}, "moe_expert_capacity_factor = 1.5, experts that drop tokens"),
-        (E | {"add_bias_linear": True}, "model.linear_bias = True: experts have no biases"),
+        (E | {"add_bias_linear": True}, "add_bias_linear = True with num_experts: where exp"),
         (E | {"expert_tensor_parallel_size": 2}, "experts that are sharded as the other layers, over 1"),
         (E, "has no tensor decoder.layers.0.mlp.router.weight"),
         ({"apply_layernorm_1p": True}, "norms whose weights are stored minus one"),

@@ -41,6 +41,17 @@ def check_sums(x_nv: Tensor, valid: int) -> None:
     torch.testing.assert_close(total_n.double(), expected, rtol=error_of_sum(valid), atol=0)
 
 
+def test_statistics_of_capped_logits() -> None:
+    x_nv, labels_n = logits_shard(3, 500, torch.float32, 20.0), torch.tensor([FIRST, FIRST + 30, 0], device=DEVICE)
+    maximum_n, total_n, label_logit_n = kernels.statistics(x_nv, labels_n, first=FIRST, valid=490, softcap=30.0)
+    x = 30 * (x_nv[:, :490].double() / 30).tanh()
+    close = {"rtol": 0, "atol": 30 * 2.0**-22}  # that of tanh
+    torch.testing.assert_close(maximum_n.double(), x.amax(dim=1), **close)
+    expected = torch.stack([x[0, 0], x[1, 30], torch.zeros_like(x[0, 0])])
+    torch.testing.assert_close(label_logit_n.double(), expected, **close)
+    torch.testing.assert_close(total_n.double().log() + maximum_n, x.logsumexp(dim=1), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spread", [0.0, 2.0, 300.0])
 @pytest.mark.parametrize(("v", "valid"), [(1, 1), (33, 33), (64, 7), (9000, 9000), (8192, 4099)])
@@ -88,8 +99,11 @@ def ordered(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("v", "valid"), [(1, 1), (64, 7), (5000, 4500), (8192, 8192), (64, 0)])
-def test_gradient_in_place(v: int, valid: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("v", "valid", "softcap"),
+    [(1, 1, None), (64, 7, 3.0), (5000, 4500, None), (5000, 4500, 30.0), (8192, 8192, None), (64, 0, 3.0)],
+)
+def test_gradient_in_place(v: int, valid: int, softcap: float | None, dtype: torch.dtype) -> None:
     x_nv = logits_shard(5, v, dtype)
     labels_n = torch.tensor([FIRST, FIRST + valid - 1, FIRST + valid // 2, 0, 10**12], device=DEVICE)
     if not valid:
@@ -97,12 +111,15 @@ def test_gradient_in_place(v: int, valid: int, dtype: torch.dtype) -> None:
     maximum_n = torch.tensor([6.0, 7.0, 8.0, 9.0, 10.0], device=DEVICE)  # over all ranks: larger than here
     weight_n = torch.tensor([1e-3, 1.5e-4, 2.0, 1e-5, 0.1], device=DEVICE)
     dloss_n = torch.tensor([1.0, 1 / 3, -2e-4, 0.5, 0.0], device=DEVICE)
-    expected = (x_nv.float() - maximum_n[:, None]).exp() * (weight_n * dloss_n)[:, None]
+    capped = x_nv.float() if softcap is None else softcap * (x_nv.float() / softcap).tanh()
+    expected = (capped - maximum_n[:, None]).exp() * (weight_n * dloss_n)[:, None]
     expected[:, valid:] = 0.0
     for i, label in enumerate(labels_n.tolist()):
         if 0 <= label - FIRST < v:
             expected[i, label - FIRST] -= dloss_n[i]
-    kernels.gradient_(x_nv, labels_n, maximum_n, weight_n, dloss_n, first=FIRST, valid=valid)
+    if softcap is not None:
+        expected *= 1 - (x_nv.float() / softcap).tanh().square()
+    kernels.gradient_(x_nv, labels_n, maximum_n, weight_n, dloss_n, first=FIRST, valid=valid, softcap=softcap)
     assert x_nv[:, valid:].count_nonzero() == 0
     assert x_nv[4].count_nonzero() == 0
     if dtype == torch.bfloat16:  # exponentials may round differently in fp32, so the result to a neighbour

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.fp8.sources import Normalized
+from megafp8.fp8.sources import Normalized, ZeroCenteredNormalized
 from megafp8.ops import norm_reference as reference
 from tests.kernels import noise
 
@@ -24,17 +24,19 @@ def check(actual: tuple[torch.Tensor | None, ...], expected: tuple[torch.Tensor 
 def test_statistics_and_backward(shape: tuple[int, int], dtype: torch.dtype, centered: bool) -> None:
     x, dy, other = (noise(*shape, dtype=dtype, seed=i) for i in range(3))
     weight = noise(shape[1], dtype=dtype)
-    for branch in (None, other):
+    for branch, zero_centered in ((None, True), (other, False)):
         total = x if branch is None else x + branch
         statistics = reference.statistics(total, 1e-5, centered=centered)
         check(kernels.statistics(x, branch, 1e-5, centered=centered), (total, *statistics))
         bias = noise(shape[1], dtype=dtype, seed=4) if centered else None
         mean_r, rstd_r = statistics
-        y = Normalized(total, rstd_r, weight, mean_r, bias).values().to(dtype)
-        check(kernels.normalize(x, branch, weight, bias, 1e-5), (total, *statistics, y))
+        source = ZeroCenteredNormalized if zero_centered else Normalized
+        y = source(total, rstd_r, weight, mean_r, bias).values().to(dtype)
+        form = {"zero_centered": zero_centered}
+        check(kernels.normalize(x, branch, weight, bias, 1e-5, **form), (total, *statistics, y))
         arguments = (dy, total, *statistics, weight, branch)
-        dx, *partials = kernels.backward(*arguments)
-        expected_dx, *expected = reference.backward(*arguments)
+        dx, *partials = kernels.backward(*arguments, **form)
+        expected_dx, *expected = reference.backward(*arguments, **form)
         check((dx, *(x if x is None else x.sum(dim=0).float() for x in partials)), (expected_dx, *expected))
 
 

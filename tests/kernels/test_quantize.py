@@ -39,7 +39,8 @@ def bits(x8: Tensor) -> Tensor:
 def norm(centered: bool) -> SourceOf:
     def make(r: int, c: int, dtype: torch.dtype) -> Source:
         mean, bias = (noise(r, seed=1), noise(c, seed=1)) if centered else (None, None)
-        return sources.Normalized(noise(r, c, scale=3, dtype=dtype), noise(r).abs(), noise(c, dtype=dtype), mean, bias)
+        source = sources.ZeroCenteredNormalized if centered else sources.Normalized
+        return source(noise(r, c, scale=3, dtype=dtype), noise(r).abs(), noise(c, dtype=dtype), mean, bias)
 
     return make
 
@@ -57,7 +58,7 @@ def gated_grad(source: type[sources.GatedGrad]) -> SourceOf:
 SOURCES: dict[str, SourceOf] = {
     "plain": lambda r, c, dtype: Plain(noise(r, c, scale=40, dtype=dtype)),
     "rmsnorm": norm(centered=False),
-    "layernorm": norm(centered=True),
+    "zero_centered_layernorm": norm(centered=True),
     "swiglu": gated(sources.SwiGLU),
     "swiglu_grad": gated_grad(sources.SwiGLUGrad),
     "geglu": gated(sources.GeGLU),
@@ -173,7 +174,7 @@ def test_gradient_of_qkv(shape: tuple[int, int, int, int, int, bool]) -> None:
         check_blocks(source, cast)
 
 
-@pytest.mark.parametrize("kind", ["plain", "layernorm", "swiglu_grad", "gelu_grad"])
+@pytest.mark.parametrize("kind", ["plain", "zero_centered_layernorm", "swiglu_grad", "gelu_grad"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sums_of_columns(shape: tuple[int, int], kind: str) -> None:
     source = SOURCES[kind](*shape, torch.bfloat16)
@@ -220,6 +221,22 @@ def test_sigmoid_of_every_bf16_value() -> None:
     gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
     check_tensor(sources.SwiGLU(gate_up), 1.0, E4M3)
     check_values(sources.SwiGLU(gate_up.float()))
+
+
+@pytest.mark.parametrize("shape", [(3, 200), (16, 0)], ids=str)
+def test_other_activations(shape: tuple[int, int]) -> None:
+    """ReLU, its square and clamped SwiGLU, also at the bounds and of what is not finite."""
+    x, gate_up = (noise(shape[0], width, scale=6) for width in (shape[1], 2 * shape[1]))
+    for values in (x, gate_up):
+        values.view(-1)[: 5 * bool(values.numel())] = torch.tensor([0.0, 7.0, -7.0, torch.inf, torch.nan])[
+            : values.numel()
+        ]
+    dy, bias = noise(*shape, seed=1), noise(shape[1])
+    for source in (
+        sources.ReLU(x, bias), sources.ReLUGrad(x, dy, bias), sources.SquaredReLU(x), sources.SquaredReLUGrad(x, dy),
+        sources.ClampedSwiGLU(gate_up), sources.ClampedSwiGLUGrad(gate_up, dy),
+    ):  # fmt: skip
+        check_values(source)
 
 
 @pytest.mark.slow

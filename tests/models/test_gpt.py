@@ -38,20 +38,64 @@ GPT2: dict[str, Any] = LLAMA | {
     "tie_embeddings": True,
 }
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
-YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0, "truncate": False}
 LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "llama-gqa-rope-scaling": LLAMA | {"num_attention_heads": 8, "rope_scaling": SCALING, "head_dim": 6},
+    "llama-gqa-rope-scaling": LLAMA
+    | {
+        "num_attention_heads": 8,
+        "rope_scaling": SCALING,
+        "head_dim": 8,
+        "partial_rotary_factor": 0.5,
+        "logits_scaling": 3,
+    },
     "tied-mtp": LLAMA | {"tie_embeddings": True, "mtp_num_layers": 1, "head_dim": 12, "yarn": YARN},
     "gpt2": GPT2,
     "gpt2-untied-gelu": GPT2 | {"tie_embeddings": False, "activation": "gelu"},
     "geglu": LLAMA | {"activation": "geglu"},
-    "geglu-tanh": LLAMA | {"activation": "geglu_tanh", "linear_bias": True},
-    "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True},
-    "window-mtp": LLAMA
-    | {"sliding_window": 3, "full_attention_layers": [1], "mtp_num_layers": 2, "qk_norm": "projection"},
-    "parallel-block": LLAMA | {"parallel_block": True, "position_embedding": "none", "qk_norm": "projection"},
+    "gemma": LLAMA
+    | {
+        "activation": "geglu_tanh",
+        "linear_bias": True,
+        "norm_position": "both",
+        "zero_centered_gamma": True,
+        "embedding_multiplier": 4.0,
+        "attention_scale": 0.4,
+        "attention_softcap": 1.5,
+        "logit_softcap": 2.0,
+        "sliding_window": 3,
+        "full_attention_layers": [1],
+        "rope_local_theta": 100.0,
+        "rope_interpolation_factor": 8.0,
+        "tie_embeddings": True,
+    },
+    "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True, "activation": "clamped_swiglu"},
+    "olmo-window-mtp": LLAMA
+    | {
+        "norm_position": "output",
+        "qk_norm": "projection",
+        "zero_centered_gamma": True,
+        "sliding_window": 3,
+        "full_attention_layers": [1],
+        "mtp_num_layers": 2,
+    },
+    "parallel-block": LLAMA
+    | {
+        "parallel_block": True,
+        "position_embedding": "none",
+        "qk_norm": "projection",
+        "residual_multiplier": 0.3,
+        "activation": "squared_relu",
+    },
+    "bloom": GPT2
+    | {
+        "position_embedding": "alibi",
+        "embedding_norm": True,
+        "num_attention_heads": 12,
+        "head_dim": 2,
+        "activation": "relu",
+    },
     "latent": LLAMA | {"latent_attention": LATENT, "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
@@ -70,6 +114,16 @@ MOE_MODELS = {
     "groups-softmax": LLAMA
     | {"moe": DEEPSEEK | {"score": "softmax", "first_dense_layers": 0, "selection_bias": False}},
     "ungated": LLAMA | {"activation": "gelu", "moe": {"num_experts": 5, "top_k": 1, "normalize": False}},
+    "gpt-oss": LLAMA
+    | {
+        "linear_bias": True,
+        "attention_sinks": True,
+        "activation": "clamped_swiglu",
+        "sliding_window": 3,
+        "full_attention_layers": [1],
+        "yarn": YARN,
+        "moe": {"num_experts": 4, "top_k": 2, "z_loss": 0.1},
+    },
     "capacity": LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "capacity_factor": 0.75}},
     "all-experts": LLAMA
     | {
@@ -159,7 +213,7 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
 @pytest.mark.parametrize("recompute", ["first", "selective"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "geglu-tanh", "qwen", "parallel-block", "latent"]
+    "name", ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent"]
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel, recompute, ranks=tp)
@@ -172,12 +226,14 @@ def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: 
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "window-mtp", "latent"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom"]
+)
 def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
     world4.run(_compare, MODELS[name], tp, True, "none", False, 0.0, cp, ranks=tp * cp)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "window-mtp"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo-window-mtp", "bloom"])
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str) -> None:
     world4.run(_compare, MODELS[name], 2, True, "full", True, 0.0, 2, ranks=4)
 
@@ -191,6 +247,8 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
         ("mixtral", 2, 2, 4, 1, "all_to_all", "full"),
         ("qwen-moe", 2, 1, 2, 1, "all_gather", "selective"),
         ("ungated", 1, 2, 1, 2, "all_gather", "none"),
+        ("gpt-oss", 2, 1, 2, 1, "all_gather", "selective"),
+        ("gpt-oss", 1, 2, 2, 1, "all_to_all", "none"),
         ("deepseek", 4, 1, 4, 1, "all_gather", "none"),
         ("deepseek", 2, 2, 2, 2, "all_gather", "selective"),
         ("groups-softmax", 1, 4, 2, 1, "all_to_all", "none"),

@@ -16,11 +16,13 @@ from megafp8.config import ModelConfig
 Weights = dict[str, Tensor]
 
 
-def _norm(x: Tensor, w: Weights, name: str, kind: str, eps: float) -> Tensor:
+def _norm(x: Tensor, w: Weights, name: str, config: ModelConfig, kind: str = "rmsnorm") -> Tensor:
+    """By default that of latents, or of queries and keys."""
+    weight, eps = w[f"{name}.weight"] + config.zero_centered_gamma, config.norm_eps
     if kind == "rmsnorm":
-        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * w[f"{name}.weight"]
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
     centred = x - x.mean(-1, keepdim=True)
-    return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps) * w[f"{name}.weight"] + w[f"{name}.bias"]
+    return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps) * weight + w[f"{name}.bias"]
 
 
 def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
@@ -35,13 +37,17 @@ def _yarn_frequency(f: float, pair: int, d: int, config: ModelConfig) -> float:
     pair_of = [
         math.log(whole_context / rotations, config.rope_theta) * d / 2 for rotations in (y.beta_fast, y.beta_slow)
     ]
-    low, high = max(math.floor(pair_of[0]), 0), min(math.ceil(pair_of[1]), d - 1)
+    if y.truncate:
+        pair_of = [math.floor(pair_of[0]), math.ceil(pair_of[1])]
+    low, high = max(pair_of[0], 0), min(pair_of[1], d - 1)
     stretched = min(max((pair - low) / (high - low), 0), 1)
     return f * (1 - stretched) + f / y.factor * stretched
 
 
-def _frequency(pair: int, d: int, config: ModelConfig) -> float:
-    f = config.rope_theta ** (-2 * pair / d)
+def _frequency(pair: int, d: int, config: ModelConfig, window: int | None = None) -> float:
+    if window is not None and config.rope_local_theta is not None:
+        return config.rope_local_theta ** (-2 * pair / d)
+    f = config.rope_theta ** (-2 * pair / d) / config.rope_interpolation_factor
     if config.yarn is not None:
         return _yarn_frequency(f, pair, d, config)
     r = config.rope_scaling
@@ -67,32 +73,49 @@ def _yarn_factors(config: ModelConfig) -> tuple[float, float]:
     return rotated / all_channels, all_channels**2
 
 
-def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
-    """The halves of a head as complex numbers, rotated by position × frequency."""
+def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig, window: int | None) -> Tensor:
+    """The halves of a head as complex numbers, the first of them rotated by position × frequency."""
     half = x_bsd.shape[-1] // 2
-    frequencies = torch.tensor([_frequency(i, 2 * half, config) for i in range(half)], dtype=torch.float64)
+    pairs = round(half * config.partial_rotary_factor)
+    frequencies = torch.tensor([_frequency(i, 2 * pairs, config, window) for i in range(pairs)], dtype=torch.float64)
+    factor = 1 if window is not None and config.rope_local_theta is not None else _yarn_factors(config)[0]
     rotations = torch.polar(
-        torch.tensor(_yarn_factors(config)[0], dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies
+        torch.tensor(factor, dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies
     )
-    rotated = torch.complex(x_bsd[..., :half], x_bsd[..., half:]) * rotations
+    x = torch.complex(x_bsd[..., :half], x_bsd[..., half:])
+    rotated = torch.cat([x[..., :pairs] * rotations, x[..., pairs:]], dim=-1)
     return torch.cat([rotated.real, rotated.imag], dim=-1)
 
 
-def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor) -> Tensor:
+def _alibi_slope(head: int, heads: int) -> float:
+    """2^(-8/n), 2^(-16/n), ... for n heads; beyond the last power of two every second slope of twice that power."""
+    power = 2 ** math.floor(math.log2(heads))
+    return 2 ** (-8 * (head + 1) / power) if head < power else 2 ** (-8 * (2 * (head - power) + 1) / (2 * power))
+
+
+def _attention(
+    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, window: int | None
+) -> Tensor:
     d, heads, groups = config.channels, config.num_attention_heads, config.query_groups
     q, k, v = (_linear(x, w, f"{name}.{part}") for part in "qkv")
     if config.qk_norm == "projection":
-        q, k = (_norm(y, w, f"{name}.{part}_norm", "rmsnorm", config.norm_eps) for y, part in ((q, "q"), (k, "k")))
+        q, k = (_norm(y, w, f"{name}.{part}_norm", config) for y, part in ((q, "q"), (k, "k")))
     out = []
     for head in range(heads):
         group = head // (heads // groups)
         qh, kh, vh = q[..., head * d : (head + 1) * d], *(y[..., group * d : (group + 1) * d] for y in (k, v))
         if config.qk_norm is True:
-            qh = _norm(qh, w, f"{name}.q_norm", "rmsnorm", config.norm_eps)
-            kh = _norm(kh, w, f"{name}.k_norm", "rmsnorm", config.norm_eps)
+            qh = _norm(qh, w, f"{name}.q_norm", config)
+            kh = _norm(kh, w, f"{name}.k_norm", config)
         if config.position_embedding == "rope":
-            qh, kh = _rotate(qh, positions, config), _rotate(kh, positions, config)
-        scores = (qh @ kh.transpose(-1, -2) / math.sqrt(d)).masked_fill(~allowed, -math.inf)
+            qh, kh = _rotate(qh, positions, config, window), _rotate(kh, positions, config, window)
+        scores = qh @ kh.transpose(-1, -2) * (config.attention_scale or 1 / math.sqrt(d))
+        if config.attention_softcap is not None:
+            scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
+        if config.position_embedding == "alibi":
+            distance = (positions.unsqueeze(-2) - positions.unsqueeze(-1)).double()
+            scores = scores + _alibi_slope(head, heads) * distance
+        scores = scores.masked_fill(~allowed, -math.inf)
         if config.attention_sinks:  # one more key, without a value
             sink = w[f"{name}.sink.weight"][head].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], -1)
@@ -112,7 +135,7 @@ def _interleaved(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Te
 
 
 def _latent_attention(
-    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor
+    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, window: int | None
 ) -> Tensor:
     m = config.latent_attention
     assert m is not None
@@ -121,9 +144,9 @@ def _latent_attention(
     if m.q_rank is None:
         q = _linear(x, w, f"{name}.q")
     else:
-        q_latent = _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", "rmsnorm", config.norm_eps)
+        q_latent = _norm(_linear(x, w, f"{name}.q_down"), w, f"{name}.q_norm", config)
         q = _linear(q_latent, w, f"{name}.q_up")
-    kv = _linear(_norm(kv_latent, w, f"{name}.kv_norm", "rmsnorm", config.norm_eps), w, f"{name}.kv_up")
+    kv = _linear(_norm(kv_latent, w, f"{name}.kv_norm", config), w, f"{name}.kv_up")
     k_rotary, out = _interleaved(k_rotary, positions, config), []
     for head in range(config.num_attention_heads):
         qn, qr = q[..., head * (n + r) : (head + 1) * (n + r)].split([n, r], dim=-1)
@@ -141,8 +164,13 @@ def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
         "swiglu": lambda: z * torch.sigmoid(z),
         "gelu": lambda: 0.5 * z * (1 + torch.erf(z / math.sqrt(2))),
         "gelu_tanh": lambda: 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+        "relu": lambda: z * (z > 0),
+        "squared_relu": lambda: z**2 * (z > 0),
+        "clamped_swiglu": lambda: z.minimum(torch.tensor(7.0)) * torch.sigmoid(1.702 * z.minimum(torch.tensor(7.0))),
     }[config.activation.replace("geglu", "gelu")]()
-    assert (gate is None) == config.activation.startswith("gelu")
+    assert (gate is None) == (config.activation in ("gelu", "gelu_tanh", "relu", "squared_relu"))
+    if config.activation == "clamped_swiglu":
+        up = up.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0)) + 1
     return _linear(f if gate is None else f * up, w, f"{name}.down")
 
 
@@ -174,6 +202,8 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
         share, mean, log_z = torch.zeros(experts, dtype=torch.float64), [], []
         for i in range(s):
             logits = w[f"{name}.router.weight"] @ x[row, i]
+            if config.linear_bias:
+                logits = logits + w[f"{name}.router.logit_bias"]
             scores = logits.sigmoid() if m.score == "sigmoid" else logits.softmax(0)
             bias = w[f"{name}.router.bias"].tolist() if m.selection_bias else [0.0] * experts
             chosen = chosen_experts(scores.tolist(), config, bias)
@@ -215,22 +245,35 @@ def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None) -> Te
 
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
-    *, sparse: bool,
+    *, sparse: bool, window: int | None,
 ) -> Tensor:  # fmt: skip
-    kind, eps = config.normalization, config.norm_eps
-    normed = _norm(x, w, f"{name}.attention_norm", kind, eps)
-    attend = _attention if config.latent_attention is None else _latent_attention
-    a = attend(normed, w, f"{name}.attention", config, positions, allowed)
+    def norm(x: Tensor, which: str, there: bool) -> Tensor:
+        return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
+
+    of_inputs, of_outputs = config.norm_position in ("pre", "both"), config.norm_position in ("output", "both")
+
+    def attention(x: Tensor) -> Tensor:
+        attend = _attention if config.latent_attention is None else _latent_attention
+        normed = norm(x, "attention_norm", of_inputs)
+        y = attend(normed, w, f"{name}.attention", config, positions, allowed, window)
+        return config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
+
+    def feed_forward(x: Tensor) -> Tensor:
+        normed = norm(x, "mlp_norm", of_inputs)
+        y = moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config)
+        return config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs)
+
     if config.parallel_block:
-        return x + a + mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
-    x = x + a
-    normed = _norm(x, w, f"{name}.mlp_norm", kind, eps)
-    return x + (moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config))
+        return x + attention(x) + feed_forward(x)
+    x = x + attention(x)
+    return x + feed_forward(x)
 
 
 def _cross_entropy(x: Tensor, w: Weights, config: ModelConfig, labels: Tensor, z_loss: float) -> Tensor:
     output = w["embedding.word.weight"] if config.tie_embeddings else w["output.weight"]
-    logits = (x @ output.T)[..., : config.vocab_size]
+    logits = (x @ output.T)[..., : config.vocab_size] / config.logits_scaling
+    if config.logit_softcap is not None:
+        logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
     log_z = logits.exp().sum(-1).log()
     return log_z - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + z_loss * log_z**2
 
@@ -254,15 +297,17 @@ def twin_loss(
     allowed = {window: _allowed(tokens, documents, window) for window in set(windows)}
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    x = w["embedding.word.weight"][tokens]
+    x, kind = config.embedding_multiplier * w["embedding.word.weight"][tokens], config.normalization
     if config.position_embedding == "learned":
         x = x + w["embedding.position.weight"][positions]
-    kind, eps = config.normalization, config.norm_eps
+    if config.embedding_norm:
+        x = _norm(x, w, "embedding_norm", config, kind)
     losses = [] if router_losses is None else router_losses
     for layer in range(config.num_layers):
         sparse, seen = config.moe_of(layer) is not None, allowed[windows[layer]]
-        x = _block(x, w, f"layers.{layer}", config, positions, seen, losses, sparse=sparse)
-    x = _norm(x, w, "final_norm", kind, eps)
+        window = windows[layer]
+        x = _block(x, w, f"layers.{layer}", config, positions, seen, losses, sparse=sparse, window=window)
+    x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
     b, s = tokens.shape
     for depth in range(1, config.mtp_num_layers + 1):  # sparse and seen are the last layer's
@@ -273,10 +318,11 @@ def twin_loss(
                     target[row, i], wanted[row, i] = labels[row, i + depth], 1
         # What a token sees after the end of its document or sample changes nothing that counts: it is the last one.
         ahead = torch.stack([torch.stack([labels[row, (i + depth - 1) % s] for i in range(s)]) for row in range(b)])
-        embedded = _norm(w["embedding.word.weight"][ahead], w, f"{name}.embedding_norm", kind, eps)
-        hidden = _norm(x, w, f"{name}.hidden_norm", kind, eps)
+        embedded = config.embedding_multiplier * w["embedding.word.weight"][ahead]
+        embedded = _norm(embedded, w, f"{name}.embedding_norm", config, kind)
+        hidden = _norm(x, w, f"{name}.hidden_norm", config, kind)
         x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
-        x = _block(x, w, name, config, positions, seen, losses, sparse=sparse)
-        x = _norm(x, w, f"{name}.final_norm", kind, eps)
+        x = _block(x, w, name, config, positions, seen, losses, sparse=sparse, window=window)
+        x = _norm(x, w, f"{name}.final_norm", config, kind)
         found.append(_cross_entropy(x, w, config, target, z_loss) * wanted)
     return torch.cat(found)

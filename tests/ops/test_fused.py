@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,31 +52,49 @@ def test_gradients_of_the_norm(with_bias: bool, with_branch: bool) -> None:
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_of_swiglu() -> None:
-    (gate_up,) = leaves((3, 2, 10))
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+GATED: dict[str, Any] = {"swiglu": lambda gate, up: F.silu(gate) * up, "clamped_swiglu": _clamped_swiglu}
+UNGATED: dict[str, Any] = {
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+
+
+@pytest.mark.parametrize("kind", GATED)
+def test_gradients_of_gated_activations(kind: str) -> None:
+    (leaf,) = leaves((3, 2, 10))
+    gate_up = (9 * leaf).detach().requires_grad_()  # beyond the bounds, too
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        y = activate("swiglu", x, None, None, None)
+        y = activate(kind, x, None, None, None)
         assert isinstance(y, torch.Tensor)
         return y
 
     assert torch.autograd.gradcheck(function, [gate_up])
     gate, up = gate_up.chunk(2, dim=-1)
-    torch.testing.assert_close(function(gate_up), F.silu(gate) * up, rtol=1e-12, atol=1e-12)
+    assert (gate > 7).any()
+    assert (up.abs() > 7).any()
+    torch.testing.assert_close(function(gate_up), GATED[kind](gate, up), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_gradients_of_gelu(with_bias: bool) -> None:
+@pytest.mark.parametrize("kind", UNGATED)
+def test_gradients_of_ungated_activations(kind: str, with_bias: bool) -> None:
     x, bias = leaves((3, 2, 5), (5,))
 
     def function(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        y = activate("gelu_tanh", x, bias, None, None)
+        y = activate(kind, x, bias, None, None)
         assert isinstance(y, torch.Tensor)
         return y
 
     inputs = [x, bias] if with_bias else [x]
     assert torch.autograd.gradcheck(function, inputs)
-    expected = F.gelu(x + bias if with_bias else x, approximate="tanh")
+    expected = UNGATED[kind](x + bias if with_bias else x)
     torch.testing.assert_close(function(*inputs), expected, rtol=1e-12, atol=1e-12)
 
 

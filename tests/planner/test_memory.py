@@ -80,13 +80,21 @@ MODELS: dict[str, list[str]] = {
     "gpt2": GPT2,
     "gelu": [*GPT2, "model.activation=gelu"],
     "geglu": ["model.activation=geglu"],
-    "geglu-tanh": ["model.activation=geglu_tanh"],
+    "geglu-tanh-output-norms": ["model.activation=geglu_tanh", "model.norm_position=output"],
     "parallel-block-mtp": ["model.parallel_block=true", "model.qk_norm=projection", "model.mtp_num_layers=1"],
-    "qk-norm-window": ["model.qk_norm=true", "model.sliding_window=8"],
+    "gemma": [
+        "model.qk_norm=true",
+        "model.sliding_window=8",
+        "model.norm_position=both",
+        "model.zero_centered_gamma=true",
+        "model.attention_softcap=20",
+        "model.residual_multiplier=0.5",
+    ],
     "latent": [
         "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
         "model.num_query_groups=null",
     ],
+    "biased-experts": ["model.moe={num_experts: 8, ffn_hidden_size: 48}", "model.linear_bias=true"],
     "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"],
     "shared-expert": [
         "model.moe={num_experts: 8, normalize: false, shared_ffn_hidden_size: 32, first_dense_layers: 1}",
@@ -312,7 +320,10 @@ def test_state_of_a_rank_with_fp8_parameters(world4: World, precision: str) -> N
                 assert 0.97 * planned[i] <= measured[i] <= planned[i]
 
 
-@pytest.mark.parametrize("model", ["llama3-8b", "llama3-405b", "gpt2-125m", "mixtral-8x7b", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "model",
+    ["llama3-8b", "llama3-405b", "gpt2-125m", "mixtral-8x7b", "deepseek-v3", "olmo2-7b", "gemma2-9b", "gpt-oss-20b"],
+)
 def test_parameters_are_those_of_the_constructors(model: str) -> None:
     for options in ([], ["model.tie_embeddings=true", "model.qk_norm=true", "model.qkv_bias=true"]):
         config = load_config(CONFIG.parent / f"{model}.yaml", ["model.vocab_size=50257", *options])
