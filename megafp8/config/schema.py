@@ -57,6 +57,7 @@ PositiveInt = Annotated[int, Field(gt=0), _INTEGER]
 NonNegative = Annotated[float, Field(ge=0), _FLOAT, _IN_FP32]
 PositiveFloat = Annotated[float, Field(gt=0), _FLOAT, _IN_FP32]
 Decay = Annotated[float, Field(ge=0, lt=1), _FLOAT]
+Dropout = Annotated[float, Field(ge=0, lt=1), _FLOAT]
 Pattern = Annotated[str, StringConstraints(min_length=1)]
 
 
@@ -246,6 +247,11 @@ class ModelConfig(Section):
     ahead. They are the layers from num_layers on, like the last layer, and only train the model. 0: none."""
     mtp_loss_scaling_factor: NonNegative = 0.1
     """Weight of the mean of their losses in the loss that is differentiated."""
+    hidden_dropout: Dropout = 0.0
+    """Probability of dropout after the embedding, and on the output of attention and MLP before it is added to the
+    residual stream, in training."""
+    attention_dropout: Dropout = 0.0
+    """Probability of dropout on attention probabilities, in training."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights. The output projections of a block use init_std / sqrt(2 ·
     num_layers)."""

@@ -32,6 +32,8 @@ class BuildContext:
     those of them over which each expert is cut. `expert_amax`: the ranks that hold the same ones. `gathers_tokens`,
     `expert_overlap`, `row_bound`: how tokens get to them. `sequence_group`: the ranks that hold slices of the same
     sequences between tensor-parallel regions. `global_batch`, `global_tokens`: sequences and tokens of a step.
+
+    `seed`: of the random streams of dropout.
     """
 
     tensor: ProcessGroup
@@ -55,6 +57,7 @@ class BuildContext:
     sequence_group: ProcessGroup | None = None
     global_batch: int = 1
     global_tokens: int = 1
+    seed: int = 0
 
     @property
     def buffer_device(self) -> torch.device:

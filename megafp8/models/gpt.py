@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.context_parallel.attention import ContextAttention, plan
+from megafp8.context_parallel.split import shard_positions
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
 from megafp8.models.attention import Attention, CoreAttention
 from megafp8.models.context import BuildContext, replicated_parameter
@@ -39,8 +40,10 @@ from megafp8.models.offload import ActivationOffload, Forward
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.models.router import Router
+from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import SelfAttention, fastest_backends
 from megafp8.ops.attention_mask import causal_mask
+from megafp8.ops.dropout_reference import Dropout, DropoutStream, TokenPlaces
 from megafp8.ops.linear import linear
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -56,10 +59,12 @@ class LayerInputs:
 
     rotary: tuple[Tensor, Tensor] | None
     cores: Mapping[int | None, CoreAttention]  # by sliding window
+    places: TokenPlaces | None = None  # of the tokens of the residual stream; None: no dropout
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*(self.rotary or ()), *(x for core in self.cores.values() for x in core.tensors)]
+        of_places = [] if self.places is None else self.places.tensors
+        return [*(self.rotary or ()), *of_places, *(x for core in self.cores.values() for x in core.tensors)]
 
 
 def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
@@ -73,9 +78,9 @@ def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
     )
 
 
-def _normalized(norm: Norm, x_sbh: Tensor, branch_sbh: Tensor | None = None) -> Tensor:
-    """The norm of `x + branch`, as values."""
-    _, normed = norm.residual(x_sbh, branch_sbh, None)
+def _normalized(norm: Norm, x_sbh: Tensor, branch_sbh: Tensor | None = None, dropout: Dropout | None = None) -> Tensor:
+    """The norm of `x + branch`, as values. `dropout`: of the branch."""
+    _, normed = norm.residual(x_sbh, branch_sbh, None, dropout)
     assert isinstance(normed, Tensor)
     return normed
 
@@ -100,15 +105,34 @@ class Block(nn.Module):
             self.mlp = MLP(f"{name}.mlp", config, context, input=Neighbor("mlp_norm", "any"), memory=memory)
         else:
             self.mlp = MoE(f"{name}.mlp", config, context, memory)
+        self.attention_dropout, self.mlp_dropout = (
+            DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.{part}") for part in ("attention", "mlp")
+        )
 
-    def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
-        """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
-        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_format)
+    def forward(
+        self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them.
+
+        `dropout`: of the branch that comes in; that of the branch that goes out is `mlp_dropout`.
+        """
+        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_format, dropout)
         attention = self.attention(normed, inputs.rotary, inputs.cores[self.window])
+        own = self.attention_dropout.at(inputs.places)
         between = None if self.parallel else attention
-        x_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.input_format)
+        total_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.input_format, own)
         mlp = self.mlp(normed)
-        return x_sbh, mlp + attention if self.parallel else mlp
+        if not self.parallel:
+            return total_sbh, mlp
+        if own is None:
+            return total_sbh, mlp + attention
+        return dropouts.add(total_sbh, attention, own), mlp  # each branch has a dropout of its own
+
+
+def _branch_dropout(block: nn.Module, inputs: LayerInputs) -> Dropout | None:
+    """Of the branch that a block returns."""
+    assert isinstance(block, Block)
+    return block.mlp_dropout.at(inputs.places)
 
 
 class PredictionLayer(nn.Module):
@@ -132,11 +156,14 @@ class PredictionLayer(nn.Module):
         self.hidden_norm = _norm(f"{name}.hidden_norm", config, context)
         self.block = Block(index, config, context, memory)
         self.final_norm = _norm(f"{name}.final_norm", config, context)
+        self.dropout = DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.embedding")
 
     def forward(self, hidden_sbh: Tensor, embedded_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        embedded_sbh = dropouts.add(None, embedded_sbh, self.dropout.at(inputs.places))
         both = [_normalized(self.embedding_norm, embedded_sbh), _normalized(self.hidden_norm, hidden_sbh)]
         x_sbh = linear(torch.cat(both, dim=-1), self.projection, self.projection_state)
-        return _normalized(self.final_norm, *self.block(x_sbh, None, inputs))
+        x_sbh, branch_sbh = self.block(x_sbh, None, inputs)
+        return _normalized(self.final_norm, x_sbh, branch_sbh, _branch_dropout(self.block, inputs))
 
 
 def _word_embedding(
@@ -156,7 +183,10 @@ def _word_embedding(
 
 
 class Embedding(nn.Module):
-    """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel), learned positions added."""
+    """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel), learned positions added.
+
+    `places`: those of the residual stream's tokens; None: no dropout.
+    """
 
     def __init__(self, config: ModelConfig, context: BuildContext, positions: int) -> None:
         super().__init__()
@@ -166,9 +196,13 @@ class Embedding(nn.Module):
         if config.position_embedding == "learned":
             shards = unsharded("embedding.position.weight", (positions, config.hidden_size))
             self.position = replicated_parameter(context, shards, Init("normal", config.init_std))
+        self.dropout = DropoutStream.of(config.hidden_dropout, context.seed, "embedding")
 
-    def forward(self, tokens_bs: Tensor, position_ids_bs: Tensor | None) -> Tensor:
-        x_sbh = self.word(tokens_bs)
+    def forward(self, tokens_bs: Tensor, position_ids_bs: Tensor | None, places: TokenPlaces | None = None) -> Tensor:
+        x_sbh = self._with_positions(self.word(tokens_bs), tokens_bs, position_ids_bs)
+        return dropouts.add(None, x_sbh, self.dropout.at(places))
+
+    def _with_positions(self, x_sbh: Tensor, tokens_bs: Tensor, position_ids_bs: Tensor | None) -> Tensor:
         if self.position is None:
             return x_sbh
         if position_ids_bs is None:
@@ -208,11 +242,12 @@ class Head(nn.Module):
         branch_sbh: Tensor | None,
         labels_bs: Tensor,
         look_ahead: Callable[[Tensor], Tensor] | None = None,
+        dropout: Dropout | None = None,
     ) -> Tensor:
         """Loss of each token, `[s, b]` float32. `look_ahead`: the output layer's input with that of all depths of
-        multi-token prediction, from that of the model."""
+        multi-token prediction, from that of the model. `dropout`: of the branch."""
         assert self.vocab_size is not None
-        labels_sb, normed = labels_bs.transpose(0, 1).contiguous(), _normalized(self.norm, x_sbh, branch_sbh)
+        labels_sb, normed = labels_bs.transpose(0, 1).contiguous(), _normalized(self.norm, x_sbh, branch_sbh, dropout)
         return vocab_parallel_cross_entropy(
             self.output(normed if look_ahead is None else look_ahead(normed)),
             labels_sb,
@@ -300,8 +335,17 @@ class GPTStage(nn.Module):
         modules = (self.embedding, *self.blocks, self.mtp_embedding, *self.mtp, self.head)
         return [module for module in modules if module is not None]
 
-    def layer_inputs(self, s: int, position_ids_bs: Tensor | None, cu_seqlens_bn: Tensor | None) -> LayerInputs:
-        """Rotary table and core attention of a micro-batch, of whose sequences this rank has s tokens."""
+    def layer_inputs(
+        self,
+        s: int,
+        position_ids_bs: Tensor | None,
+        cu_seqlens_bn: Tensor | None,
+        samples_b: Tensor | None = None,
+    ) -> LayerInputs:
+        """What blocks read of a micro-batch, of whose sequences this rank has s tokens.
+
+        `samples_b`: int64, the indices of its samples in the run; None: no dropout.
+        """
         config, device = self.config, self.context.device
         rotary = None
         if config.position_embedding == "rope":
@@ -312,7 +356,23 @@ class GPTStage(nn.Module):
             positions = torch.arange(s, device=device) if position_ids_bs is None else position_ids_bs
             factor = 1.0 if config.yarn is None else config.yarn.rotated_factor
             rotary = rotary_table(positions, self._frequencies, self.context.dtype, factor)
-        return LayerInputs(rotary, {window: self._core(s, window, cu_seqlens_bn) for window in self._windows})
+        cores = {window: self._core(s, window, cu_seqlens_bn) for window in self._windows}
+        return LayerInputs(rotary, cores, self._places(s, cu_seqlens_bn, samples_b))
+
+    def _places(self, s: int, cu_seqlens_bn: Tensor | None, samples_b: Tensor | None) -> TokenPlaces | None:
+        """Of the tokens of this rank's residual stream; None without dropout."""
+        if samples_b is None or not self.config.hidden_dropout:
+            return None
+        context, group = self.context, self.context.context_parallel
+        if group is None or group.size() == 1:
+            positions_bs = torch.arange(s, device=context.device).unsqueeze(0)
+        else:
+            ranks = group.size()
+            positions_bs = shard_positions(cu_seqlens_bn, s * ranks, group.rank(), ranks, context.device)
+        positions_sb = positions_bs.transpose(0, 1)
+        if context.sequence_sharded:
+            positions_sb = scatter_to_sequence_parallel(positions_sb, context.tensor)
+        return TokenPlaces.of(positions_sb, samples_b)
 
     def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None) -> CoreAttention:
         group, device = self.context.context_parallel, self.context.device
@@ -334,10 +394,12 @@ class GPTStage(nn.Module):
 
     def _run_blocks(self, x_sbh: Tensor, inputs: LayerInputs, offload: Forward | None) -> tuple[Tensor, Tensor | None]:
         branch_sbh: Tensor | None = None
+        dropout: Dropout | None = None
         for block, memory in zip(self.blocks, self.memory):
             if memory.full and torch.is_grad_enabled() and branch_sbh is not None:
-                x_sbh, branch_sbh = x_sbh + branch_sbh, None  # one tensor is kept for a block, not two
-            x_sbh, branch_sbh = self._run(memory, offload, block, x_sbh, branch_sbh, inputs)
+                x_sbh, branch_sbh = dropouts.add(x_sbh, branch_sbh, dropout), None  # one tensor is kept, not two
+            x_sbh, branch_sbh = self._run(memory, offload, block, x_sbh, branch_sbh, inputs, dropout)
+            dropout = _branch_dropout(block, inputs)
         return x_sbh, branch_sbh
 
     def look_ahead(self, labels_bs: Tensor, inputs: LayerInputs, offload: Forward | None, normed_sbh: Tensor) -> Tensor:
@@ -365,6 +427,7 @@ class GPTStage(nn.Module):
         labels_bs: Tensor,
         position_ids_bs: Tensor | None = None,
         cu_seqlens_bn: Tensor | None = None,
+        samples_b: Tensor | None = None,
     ) -> Tensor:
         """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`.
 
@@ -373,18 +436,21 @@ class GPTStage(nn.Module):
 
         `x_sbh` is None on the first stage. Where sequences are cut over ranks, tokens and labels are this rank's,
         `position_ids_bs` `[1 or b, s]` says where they stand, and `cu_seqlens_bn` is of the whole sequences.
+        `samples_b`: indices of the samples in the run, for dropout; None, as in evaluation: no dropout.
         """
-        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, cu_seqlens_bn)
+        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, cu_seqlens_bn, samples_b)
         if self.embedding is not None:
-            x_sbh = self.embedding(tokens_bs, position_ids_bs)
+            x_sbh = self.embedding(tokens_bs, position_ids_bs, inputs.places)
         assert x_sbh is not None, "a later stage needs the previous stage's output"
         with fastest_backends():
             offload = self._offload(x_sbh, inputs)
             x_sbh, branch_sbh = self._run_blocks(x_sbh, inputs, offload)
+            dropout = _branch_dropout(self.blocks[-1], inputs)
             if self.head is not None:
                 look_ahead = partial(self.look_ahead, labels_bs, inputs, offload) if len(self.mtp) else None
-                return self.head(x_sbh, branch_sbh, labels_bs, look_ahead)
-        return x_sbh if branch_sbh is None else x_sbh + branch_sbh
+                return self.head(x_sbh, branch_sbh, labels_bs, look_ahead, dropout)
+        assert branch_sbh is not None
+        return dropouts.add(x_sbh, branch_sbh, dropout)
 
 
 def fp8_layer_names(config: ModelConfig, blocks: range | None = None) -> Iterator[str]:

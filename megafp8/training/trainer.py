@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -131,6 +131,7 @@ class Trainer:
             sequence_group=parallel.tensor_context.group,
             global_batch=t.global_batch_size,
             global_tokens=t.global_batch_size * t.seq_length,
+            seed=config.seed,
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.plan = plan_pipeline(config, self.num_microbatches)
@@ -338,7 +339,14 @@ class Trainer:
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Forward of a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
-        y = stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.cu_seqlens)
+        y = stage(
+            x,
+            microbatch.tokens,
+            microbatch.labels,
+            microbatch.position_ids,
+            microbatch.cu_seqlens,
+            microbatch.samples,
+        )
         if stage.head is None:
             return StageOutput(y)
         mask_sb = torch.ones_like(y) if microbatch.loss_mask is None else microbatch.loss_mask.transpose(0, 1)
@@ -375,6 +383,9 @@ class Trainer:
         `before_update` is called after the backward passes are queued, and before weights and optimizer state change.
         On return the update is queued, not done: the next step is queued behind it, so that the device does not idle.
         """
+        model = self.config.model
+        if model.hidden_dropout or model.attention_dropout:
+            assert all(batch.samples is not None for batch in batches), "dropout is a function of samples' indices"
         batches = self._with_room(batches)
         sampled = self.fp8.begin_step(step + 1)
         passes = self._run_passes(step, batches, sampled, before_update)
@@ -484,7 +495,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Loss:
-        """Loss of a global batch without training; does not update FP8 statistics."""
+        """Loss of a global batch without training or dropout; does not update FP8 statistics."""
+        batches = [replace(batch, samples=None) for batch in batches]
         if self._updated:
             self.publish_weights()
         if self.graphs is None or self.fp8.calibrating:

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from megafp8.fp8.sources import Normalized
+from megafp8.ops import dropout_reference
 from megafp8.ops import norm_reference as reference
+from megafp8.ops.dropout_reference import Dropout
 from tests.kernels import noise
+from tests.kernels.test_dropout import some_dropout
 
 kernels = pytest.importorskip("megafp8.kernels.norm")
 
@@ -24,18 +27,24 @@ def check(actual: tuple[torch.Tensor | None, ...], expected: tuple[torch.Tensor 
 def test_statistics_and_backward(shape: tuple[int, int], dtype: torch.dtype, centered: bool) -> None:
     x, dy, other = (noise(*shape, dtype=dtype, seed=i) for i in range(3))
     weight = noise(shape[1], dtype=dtype)
-    for branch in (None, other):
-        total = x if branch is None else x + branch
+    cases: list[tuple[torch.Tensor | None, Dropout | None]] = [
+        (None, None),
+        (other, None),
+        (other, some_dropout(shape)),
+    ]
+    for branch, dropout in cases:
+        total = x if branch is None else dropout_reference.add(x, branch, dropout) if dropout else x + branch
         statistics = reference.statistics(total, 1e-5, centered=centered)
-        check(kernels.statistics(x, branch, 1e-5, centered=centered), (total, *statistics))
+        check(kernels.statistics(x, branch, 1e-5, centered=centered, dropout=dropout), (total, *statistics))
         bias = noise(shape[1], dtype=dtype, seed=4) if centered else None
         mean_r, rstd_r = statistics
         y = Normalized(total, rstd_r, weight, mean_r, bias).values().to(dtype)
-        check(kernels.normalize(x, branch, weight, bias, 1e-5), (total, *statistics, y))
+        check(kernels.normalize(x, branch, weight, bias, 1e-5, dropout), (total, *statistics, y))
         arguments = (dy, total, *statistics, weight, branch)
-        dx, *partials = kernels.backward(*arguments)
+        dx, dbranch, *partials = kernels.backward(*arguments, dropout)
         expected_dx, *expected = reference.backward(*arguments)
         check((dx, *(x if x is None else x.sum(dim=0).float() for x in partials)), (expected_dx, *expected))
+        check((dbranch,), (dropout_reference.add(None, dx, dropout) if dropout else dx,))
 
 
 # Triton's interpreter does not round to bf16 as a GPU does.

@@ -6,14 +6,61 @@ over, masks are built pair by pair, rotary pairs are complex numbers: slow, and 
 
 from __future__ import annotations
 
+import hashlib
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megafp8.config import ModelConfig
 
 Weights = dict[str, Tensor]
+
+
+def _philox(words: list[np.ndarray], name: str) -> list[np.ndarray]:
+    """Philox-4x32-10 of the four words of counters, uint64; keyed by a name."""
+    digest = hashlib.sha256(name.encode()).digest()
+    low = np.uint64(0xFFFFFFFF)
+    keys = [np.uint64(int.from_bytes(digest[at : at + 4], "little")) for at in (0, 4)]
+    a, b, c, d = np.broadcast_arrays(*words)
+    for i in range(10):
+        first, second = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        k0, k1 = (key + np.uint64(i * step) & low for key, step in zip(keys, (0x9E3779B9, 0xBB67AE85)))
+        a, b, c, d = second >> np.uint64(32) ^ b ^ k0, second & low, first >> np.uint64(32) ^ d ^ k1, first & low
+    return [a, b, c, d]
+
+
+class Dropouts:
+    """Of the samples with these indices in a run; none where `samples` is None."""
+
+    def __init__(self, config: ModelConfig, seed: int, samples: list[int] | None) -> None:
+        self.config, self.seed, self.samples = config, seed, samples
+
+    def hidden(self, x_bsh: Tensor, name: str) -> Tensor:
+        """Word j mod 4 of (channel j // 4, position, index of the sample, its upper 32 bits)."""
+        (_, s, h), p = x_bsh.shape, self.config.hidden_dropout
+        if self.samples is None or not p:
+            return x_bsh
+        sample = np.array(self.samples, np.uint64)[:, None, None]
+        position, group = np.arange(s, dtype=np.uint64)[:, None], np.arange(-(-h // 4), dtype=np.uint64)
+        counter = [group, position, sample & np.uint64(0xFFFFFFFF), sample >> np.uint64(32)]
+        return _kept(x_bsh, p, _philox(counter, f"{self.seed}\0{name}\0hidden_dropout"))
+
+    def probabilities(self, p_bst: Tensor, name: str, head: int) -> Tensor:
+        """Word j mod 4 of (key j // 4, query, head, index of the sample)."""
+        (_, s, t), p = p_bst.shape, self.config.attention_dropout
+        if self.samples is None or not p:
+            return p_bst
+        sample = np.array(self.samples, np.uint64)[:, None, None] & np.uint64(0xFFFFFFFF)
+        query, group = np.arange(s, dtype=np.uint64)[:, None], np.arange(-(-t // 4), dtype=np.uint64)
+        counter = [group, query, np.array(head, np.uint64), sample]
+        return _kept(p_bst, p, _philox(counter, f"{self.seed}\0{name}\0attention_dropout"))
+
+
+def _kept(x: Tensor, p: float, words: list[np.ndarray]) -> Tensor:
+    word = np.stack(words, -1).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    return x * torch.from_numpy(word >= np.uint64(round(p * 2**32))) / (1 - p)
 
 
 def _norm(x: Tensor, w: Weights, name: str, kind: str, eps: float) -> Tensor:
@@ -78,7 +125,9 @@ def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
     return torch.cat([rotated.real, rotated.imag], dim=-1)
 
 
-def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor) -> Tensor:
+def _attention(
+    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, dropouts: Dropouts
+) -> Tensor:
     d, heads, groups = config.channels, config.num_attention_heads, config.query_groups
     q, k, v = (_linear(x, w, f"{name}.{part}") for part in "qkv")
     if config.qk_norm == "projection":
@@ -96,7 +145,7 @@ def _attention(x: Tensor, w: Weights, name: str, config: ModelConfig, positions:
         if config.attention_sinks:  # one more key, without a value
             sink = w[f"{name}.sink.weight"][head].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], -1)
-        out.append(scores.softmax(-1)[..., : kh.shape[1]] @ vh)
+        out.append(dropouts.probabilities(scores.softmax(-1)[..., : kh.shape[1]], name, head) @ vh)
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
 
 
@@ -112,7 +161,7 @@ def _interleaved(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Te
 
 
 def _latent_attention(
-    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor
+    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, dropouts: Dropouts
 ) -> Tensor:
     m = config.latent_attention
     assert m is not None
@@ -130,7 +179,8 @@ def _latent_attention(
         kn, vh = kv[..., head * (n + v) : (head + 1) * (n + v)].split([n, v], dim=-1)
         scores = qn @ kn.transpose(-1, -2) + _interleaved(qr, positions, config) @ k_rotary.transpose(-1, -2)
         scores = scores * _yarn_factors(config)[1]
-        out.append((scores / math.sqrt(n + r)).masked_fill(~allowed, -math.inf).softmax(-1) @ vh)
+        probabilities = (scores / math.sqrt(n + r)).masked_fill(~allowed, -math.inf).softmax(-1)
+        out.append(dropouts.probabilities(probabilities, name, head) @ vh)
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
 
 
@@ -215,17 +265,17 @@ def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None) -> Te
 
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
-    *, sparse: bool,
+    dropouts: Dropouts, *, sparse: bool,
 ) -> Tensor:  # fmt: skip
     kind, eps = config.normalization, config.norm_eps
     normed = _norm(x, w, f"{name}.attention_norm", kind, eps)
     attend = _attention if config.latent_attention is None else _latent_attention
-    a = attend(normed, w, f"{name}.attention", config, positions, allowed)
-    if config.parallel_block:
-        return x + a + mlp(_norm(x, w, f"{name}.mlp_norm", kind, eps), w, f"{name}.mlp", config)
-    x = x + a
-    normed = _norm(x, w, f"{name}.mlp_norm", kind, eps)
-    return x + (moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config))
+    a = dropouts.hidden(
+        attend(normed, w, f"{name}.attention", config, positions, allowed, dropouts), f"{name}.attention"
+    )
+    normed = _norm(x if config.parallel_block else x + a, w, f"{name}.mlp_norm", kind, eps)
+    y = moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config)
+    return x + a + dropouts.hidden(y, f"{name}.mlp")
 
 
 def _cross_entropy(x: Tensor, w: Weights, config: ModelConfig, labels: Tensor, z_loss: float) -> Tensor:
@@ -245,8 +295,12 @@ def twin_loss(
     documents: Tensor | None = None,
     z_loss: float = 0.0,
     router_losses: list[Tensor] | None = None,
+    seed: int = 0,
+    samples: list[int] | None = None,
 ) -> Tensor:
     """Loss of each token `[b, s]` of the whole model, float64. Appends to `router_losses`.
+
+    `samples`: their indices in the run, for dropout, with its `seed`.
 
     With multi-token prediction the losses of all depths, one below the other; zero where a token has none to predict.
     """
@@ -257,11 +311,13 @@ def twin_loss(
     x = w["embedding.word.weight"][tokens]
     if config.position_embedding == "learned":
         x = x + w["embedding.position.weight"][positions]
+    dropouts = Dropouts(config, seed, samples)
+    x = dropouts.hidden(x, "embedding")
     kind, eps = config.normalization, config.norm_eps
     losses = [] if router_losses is None else router_losses
     for layer in range(config.num_layers):
         sparse, seen = config.moe_of(layer) is not None, allowed[windows[layer]]
-        x = _block(x, w, f"layers.{layer}", config, positions, seen, losses, sparse=sparse)
+        x = _block(x, w, f"layers.{layer}", config, positions, seen, losses, dropouts, sparse=sparse)
     x = _norm(x, w, "final_norm", kind, eps)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
     b, s = tokens.shape
@@ -273,10 +329,11 @@ def twin_loss(
                     target[row, i], wanted[row, i] = labels[row, i + depth], 1
         # What a token sees after the end of its document or sample changes nothing that counts: it is the last one.
         ahead = torch.stack([torch.stack([labels[row, (i + depth - 1) % s] for i in range(s)]) for row in range(b)])
-        embedded = _norm(w["embedding.word.weight"][ahead], w, f"{name}.embedding_norm", kind, eps)
+        embedded = dropouts.hidden(w["embedding.word.weight"][ahead], f"{name}.embedding")
+        embedded = _norm(embedded, w, f"{name}.embedding_norm", kind, eps)
         hidden = _norm(x, w, f"{name}.hidden_norm", kind, eps)
         x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
-        x = _block(x, w, name, config, positions, seen, losses, sparse=sparse)
+        x = _block(x, w, name, config, positions, seen, losses, dropouts, sparse=sparse)
         x = _norm(x, w, f"{name}.final_norm", kind, eps)
         found.append(_cross_entropy(x, w, config, target, z_loss) * wanted)
     return torch.cat(found)

@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,6 +103,7 @@ WORDS: dict[str, Sections] = {
     "parallel-block": {"model": {"parallel_block": True, "qk_norm": "projection"}},
     "mtp": {"model": {"mtp_num_layers": 2}},
     "window": {"model": {"sliding_window": 7}},
+    "dropout": {"model": {"hidden_dropout": 0.1}},
     "moe": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1, "z_loss": 0.01}}},
     "global-balance": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1,
                                          "aux_loss_scope": "global_batch"}}},
@@ -116,6 +117,7 @@ WORDS: dict[str, Sections] = {
         "parallel": {"bucket_mib": 0.01},
     },
     # batches
+    "micro2": {"training": {"micro_batch_size": 2}},
     "seq256": {"training": {"seq_length": 256}},
     "1-sample": {"training": {"global_batch_size": 1}},
     "2-samples": {"training": {"global_batch_size": 2}},
@@ -196,7 +198,7 @@ WORDS: dict[str, Sections] = {
     "graphs": {"training": {"cuda_graphs": True}},
 }  # fmt: skip
 EXECUTION = {
-    "training": {"cuda_graphs"},
+    "training": {"cuda_graphs", "micro_batch_size"},
     "fp8": {"param_gather", "report_interval"},
     "optimizer": {"store_param_remainders", "reduce_dtype"},
 }
@@ -342,11 +344,11 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     if d.packing == "best_fit":
         end = torch.randint(t.seq_length // 2, t.seq_length + 2, first.shape, generator=generator)
         tokens[torch.arange(t.seq_length + 1) >= end] = PADDING
-    own = tokens.split(t.micro_batch_size)[data.rank :: data.size]
+    samples = torch.arange(step * t.global_batch_size, (step + 1) * t.global_batch_size)
+    own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (tokens, samples)))
     eod = 0 if d.mask_eod_loss or d.reset_at_documents else None
-    return [
-        next_token_batch(x, eod, reset_at_documents=d.reset_at_documents, mask_eod_loss=d.mask_eod_loss) for x in own
-    ]
+    options = {"reset_at_documents": d.reset_at_documents, "mask_eod_loss": d.mask_eod_loss}
+    return [replace(next_token_batch(x, eod, **options), samples=indices) for x, indices in own]
 
 
 def text_batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:

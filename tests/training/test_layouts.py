@@ -80,10 +80,12 @@ CONTEXT = ["cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "tp2 cp2", "pp2 cp2"]
 EXACT_FP8 = ["fp64 current", "fp64 delayed"]
 QUICK_CASES = [
     "4-layers pp4 4-samples", *product(["tp2 no-sp", "tp2 pp2", "dp2 pp2", *UNEVEN], ["gpt2 tied"]),  # fp32
-    "dp2 fsdp", "tp2 cp2", "cp4 window",
-    *product(["dp2 pp2", "tp2 cp2", "mtp tp2 pp2"], ["documents"]), "dp2 masked", "pp2 cp2 masked",
+    "dropout dp2 fsdp", "tp2 cp2", "cp4 window",
+    *product(["dropout micro2 dp2 pp2", "dropout tp2 cp2", "mtp dropout tp2 pp2"], ["documents"]),
+    "dp2 masked", "pp2 cp2 masked",
     "dp2 cp2 text", "dp2 cp2 best-fit",
-    "moe fp64 delayed tp2 cp2 ep2 etp2", "deepseek tp2 cp2 ep4", "moe dp4 ep2 fsdp", "moe tp2 dp2 fsdp",  # experts
+    "moe dropout fp64 delayed tp2 cp2 ep2 etp2", "deepseek tp2 cp2 ep4", "moe dp4 ep2 fsdp",  # experts
+    "moe tp2 dp2 fsdp",
     "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "4-layers moe pp2 tp2 ep2 dualpipev",
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
@@ -118,7 +120,9 @@ SLOW_CASES = [
     "dp4 8-samples hsdp gpt2 tied", "dp4 hsdp fp8-gather current", "tp2 dp4 hsdp fp8-gather delayed",
     "pp2 dp4 8-samples hsdp fp8-gather current tied",
     *product(["mtp"], ["pp2", "tied pp2 dp2 zero", "tp2 no-sp", "cp2 masked", "cp2 pp2 documents", "dp2 best-fit"]),
-    "mtp gpt2 tied tp2 pp2",
+    "mtp gpt2 tied tp2 pp2", "dp2 fsdp", "dp2 pp2 documents", "tp2 cp2 documents", "mtp tp2 pp2 documents",
+    *product(["dropout"], ["gpt2 tp2 no-sp", "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "parallel-block tp2 pp2"]),
+    *product(["dropout"], ["mtp deepseek cp2 pp2 offload", "bf16 dp2 zero", "4-layers moe pp2 dp2 ep2 zb-v selective"]),
     *product(["mtp 4-layers"], ["pp2 zb-h1", "pp2 zb-v", "pp2 dualpipev dp2 zero", "pp4 4-samples", "pp2 interleaved"]),
     *product(["mtp"], ["tied dp2 fsdp", "pp2 dp2 fsdp", "dp4 hsdp", "moe dp2 fsdp", "dp2 fsdp fp8-gather current"]),
     *product(["mtp"], ["full", "pp2 full", "offload", "pp2 offload", "graphs", "bf16 dp2", "pp2 dp2 zero late-gather"]),
@@ -158,7 +162,7 @@ OPTIONS: list[dict[str, str]] = [  # those of one group exclude each other
     {"context": "cp2"},
     {"full": "full", "selective": "selective"},
     {"offload": "offload"},
-    {"graphs": "graphs"},
+    {"graphs": "graphs dropout"},
     {"smooth": "fp64 delayed smooth"},
     {"fp8-gather": "dp2 zero fp64 current fp8-gather"},
     {"delayed": "fp64 delayed", "current": "fp64 current", "blockwise": "fp64 blockwise"},
@@ -248,7 +252,7 @@ BITS: dict[str, list[str]] = {
     ],
     "zb-h1": ["pp2 clip", "pp2 delayed wgrad-bf16", "pp2 delayed dgrad-bf16", "pp2 calibrated"],
     "dualpipev": ["4-layers pp2 clip zb-v"],
-    "full": ["tp2 delayed", "pp2"],
+    "full": ["tp2 delayed dropout", "pp2 dropout"],
     "norms": ["tp2 delayed", "pp2"],
     "activation": ["tp2 delayed", "pp2"],
     "offload": ["tp2 delayed", "pp2"],
@@ -369,7 +373,7 @@ def test_an_option_changes_only_the_order_of_sums(runs: Runs, option: str, words
 
 SCHEDULES = ["", "zb-h1", "interleaved", "zb-v", "dualpipev"]
 PIPELINES = [
-    "4-layers qkv-bias no-clip pp2",
+    "4-layers qkv-bias no-clip dropout pp2",
     "8-layers qkv-bias no-clip pp4 4-samples delayed",
     "4-layers qkv-bias no-clip pp2 1-sample tied delayed",
     "8-layers qkv-bias no-clip pp4 3-samples tied",
