@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +26,37 @@ from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm, ProjectionNorms
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.ops.attention import CoreAttention
+from megafp8.ops.attention_scores import PLAIN, AttentionDropout, Scores
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.rotary import rotate_and_split, rotate_heads
+from megafp8.philox import Key, key_of
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 ATTENTION = Neighbor("attention", "none", "attention kernels read and write bf16")
 ROTARY = Neighbor("rotary embedding", "per_tensor")
+
+
+@dataclass(frozen=True)
+class ScoresOfLayer:
+    """How a layer computes its scores. `key`: of the random stream of dropout; `first_head`: of this rank's."""
+
+    dropout: float
+    key: Key
+    first_head: int
+
+    @classmethod
+    def build(cls, name: str, config: ModelConfig, context: BuildContext) -> ScoresOfLayer:
+        """Of the attention layer `name`."""
+        heads = config.num_attention_heads // context.tensor.size()
+        key = key_of(context.seed, name, "attention_dropout")
+        return cls(config.attention_dropout, key, context.tensor.rank() * heads)
+
+    def of(self, samples_b: Tensor | None) -> Scores:
+        """For samples with these indices in the run; None: no dropout."""
+        if samples_b is None or not self.dropout:
+            return PLAIN
+        return Scores(dropout=AttentionDropout(self.dropout, self.key, samples_b, self.first_head))
 
 
 class Attention(nn.Module):
@@ -71,6 +96,7 @@ class Attention(nn.Module):
             site=context.site(before=ATTENTION),
             **common,
         )
+        self.scores = ScoresOfLayer.build(name, config, context)
         self.sink: nn.Parameter | None = None
         if config.attention_sinks:
             self.sink = nn.Parameter(torch.empty(self.heads, dtype=context.dtype, device=context.device))
@@ -92,18 +118,28 @@ class Attention(nn.Module):
         """The form in which the norm before it gives its input."""
         return self.qkv.state.input_format
 
-    def forward(self, x_sbh: Tensor | LinearInput, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
+    def forward(
+        self,
+        x_sbh: Tensor | LinearInput,
+        rotary: tuple[Tensor, Tensor] | None,
+        core: CoreAttention,
+        samples_b: Tensor | None,
+    ) -> Tensor:
+        """`samples_b`: indices of the samples in the run, for dropout."""
+        scores = self.scores.of(samples_b)
         if self.rotates:
             assert rotary is not None
             handoff = self.qkv.state.grad_handoff()
             q, k, v = rotate_and_split(self.qkv(x_sbh, handoff), self.heads, self.groups, *rotary, handoff)
-            return self.proj(self._run(core, q, k, v, self.sink).flatten(-2))
-        return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core).flatten(-2))
+            return self.proj(self._run(core, q, k, v, self.sink, scores).flatten(-2))
+        return self.proj(self._run(self._attend, self.qkv(x_sbh), rotary, core, scores).flatten(-2))
 
     def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return recomputed(function, *inputs) if self.recompute else function(*inputs)
 
-    def _attend(self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
+    def _attend(
+        self, qkv_sbc: Tensor, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention, scores: Scores
+    ) -> Tensor:
         """Attention of packed heads [q | k | v], normed and rotated where the model has that."""
         q, k, v = (part.unflatten(-1, (-1, self.d)) for part in qkv_sbc.split(self.split, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
@@ -112,4 +148,4 @@ class Attention(nn.Module):
             q, k = self.qk_norms(q, k)
         if rotary is not None:
             q, k = rotate_heads(q, *rotary), rotate_heads(k, *rotary)
-        return core(q, k, v, self.sink)
+        return core(q, k, v, self.sink, scores)

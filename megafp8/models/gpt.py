@@ -59,12 +59,14 @@ class LayerInputs:
 
     rotary: tuple[Tensor, Tensor] | None
     cores: Mapping[int | None, CoreAttention]  # by sliding window
-    places: TokenPlaces | None = None  # of the tokens of the residual stream; None: no dropout
+    samples_b: Tensor | None = None  # indices of the samples in the run; None: no dropout
+    places: TokenPlaces | None = None  # of the residual stream's tokens; None: no dropout in it
 
     @property
     def tensors(self) -> list[Tensor]:
-        of_places = [] if self.places is None else self.places.tensors
-        return [*(self.rotary or ()), *of_places, *(x for core in self.cores.values() for x in core.tensors)]
+        of_dropout = [] if self.samples_b is None else [self.samples_b]
+        of_dropout += [] if self.places is None else self.places.tensors
+        return [*(self.rotary or ()), *of_dropout, *(x for core in self.cores.values() for x in core.tensors)]
 
 
 def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
@@ -117,7 +119,7 @@ class Block(nn.Module):
         `dropout`: of the branch that comes in; that of the branch that goes out is `mlp_dropout`.
         """
         x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_format, dropout)
-        attention = self.attention(normed, inputs.rotary, inputs.cores[self.window])
+        attention = self.attention(normed, inputs.rotary, inputs.cores[self.window], inputs.samples_b)
         own = self.attention_dropout.at(inputs.places)
         between = None if self.parallel else attention
         total_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.input_format, own)
@@ -356,8 +358,9 @@ class GPTStage(nn.Module):
             positions = torch.arange(s, device=device) if position_ids_bs is None else position_ids_bs
             factor = 1.0 if config.yarn is None else config.yarn.rotated_factor
             rotary = rotary_table(positions, self._frequencies, self.context.dtype, factor)
-        cores = {window: self._core(s, window, cu_seqlens_bn) for window in self._windows}
-        return LayerInputs(rotary, cores, self._places(s, cu_seqlens_bn, samples_b))
+        drops = samples_b is not None and config.attention_dropout > 0
+        cores = {window: self._core(s, window, cu_seqlens_bn, positions=drops) for window in self._windows}
+        return LayerInputs(rotary, cores, samples_b, self._places(s, cu_seqlens_bn, samples_b))
 
     def _places(self, s: int, cu_seqlens_bn: Tensor | None, samples_b: Tensor | None) -> TokenPlaces | None:
         """Of the tokens of this rank's residual stream; None without dropout."""
@@ -374,12 +377,15 @@ class GPTStage(nn.Module):
             positions_sb = scatter_to_sequence_parallel(positions_sb, context.tensor)
         return TokenPlaces.of(positions_sb, samples_b)
 
-    def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None) -> CoreAttention:
+    def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None, *, positions: bool) -> CoreAttention:
+        """`positions`: scores depend on them."""
         group, device = self.context.context_parallel, self.context.device
         if group is None or group.size() == 1:
             return SelfAttention(causal_mask(cu_seqlens_bn, window, s, device))
         rank, ranks = group.rank(), group.size()
-        calls = plan(s * ranks, rank, ranks, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device)
+        calls = plan(
+            s * ranks, rank, ranks, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device, positions=positions
+        )
         return ContextAttention(group, calls)
 
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:

@@ -29,11 +29,12 @@ from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, unsharded
-from megafp8.models.attention import ATTENTION
+from megafp8.models.attention import ATTENTION, ScoresOfLayer
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.norms import Norm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.ops.attention import CoreAttention
+from megafp8.ops.attention_scores import Scores
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.linear import linear
 from megafp8.ops.rotary import rotate_heads
@@ -56,6 +57,7 @@ class LatentAttention(nn.Module):
         self.heads = heads // context.tensor.size()
         self.n, self.r, self.v = latent.nope_head_dim, latent.rope_head_dim, latent.value_head_dim
         self.ranks = [latent.q_rank or 0, latent.kv_rank, self.r]
+        self.scores = ScoresOfLayer.build(name, config, context)
         self.score_factor = 1.0 if config.yarn is None else config.yarn.score_factor
         init, common = Init("normal", config.init_std), context.linear_options()
         down = {"kv_down": latent.kv_rank + self.r}
@@ -90,14 +92,22 @@ class LatentAttention(nn.Module):
             **common,
         )
 
-    def forward(self, x_sbh: Tensor | LinearInput, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention) -> Tensor:
+    def forward(
+        self,
+        x_sbh: Tensor | LinearInput,
+        rotary: tuple[Tensor, Tensor] | None,
+        core: CoreAttention,
+        samples_b: Tensor | None,
+    ) -> Tensor:
+        """`samples_b`: indices of the samples in the run, for dropout."""
         q, kv, k_rotary = linear(x_sbh, self.down, self.down_state).split(self.ranks, dim=-1)
         q_sbc = self.q_up(x_sbh) if self.q_norm is None else self._up(q, self.q_norm, self.q_up)
         kv_sbc = self._up(kv, self.kv_norm, self.kv_up)
         # Each rank's heads use it, so its gradient is their sum.
         share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
         k_rotary_sbr = share(k_rotary.contiguous(), self.context.tensor)
-        return self.proj(self._run(self._attend, q_sbc, kv_sbc, k_rotary_sbr, rotary, core).flatten(-2))
+        scores = self.scores.of(samples_b)
+        return self.proj(self._run(self._attend, q_sbc, kv_sbc, k_rotary_sbr, rotary, core, scores).flatten(-2))
 
     @staticmethod
     def _up(latent: Tensor, norm: Norm, up: ColumnParallelLinear) -> Tensor:
@@ -108,8 +118,9 @@ class LatentAttention(nn.Module):
         return recomputed(function, *inputs) if self.recompute else function(*inputs)
 
     def _attend(
-        self, q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor], core: CoreAttention
-    ) -> Tensor:
+        self, q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor], core: CoreAttention,
+        scores: Scores,
+    ) -> Tensor:  # fmt: skip
         """`[s, b, a, v]`."""
         q, q_rotary = q_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.r], dim=-1)
         k, v = kv_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.v], dim=-1)
@@ -117,7 +128,7 @@ class LatentAttention(nn.Module):
         q, k = torch.cat([q, _rotated(q_rotary, rotary)], dim=-1), torch.cat([k, k_rotary], dim=-1)
         if self.score_factor != 1:
             q = q * self.score_factor
-        return core(q, k, F.pad(v, (0, self.n + self.r - self.v)))[..., : self.v]
+        return core(q, k, F.pad(v, (0, self.n + self.r - self.v)), None, scores)[..., : self.v]
 
 
 def _rotated(x_sbar: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

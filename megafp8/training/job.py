@@ -22,6 +22,7 @@ from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
 from megafp8.models.flops import PEAK_FLOPS, flops_per_token
 from megafp8.ops import attention
+from megafp8.ops.attention_scores import AttentionDropout, Scores
 from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -150,6 +151,9 @@ class Job:
         logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
         if self.config.model.sliding_window is not None or self.config.data.reset_at_documents:
             logger.info(attention.describe(parallel.device))
+        if self.config.model.attention_dropout:
+            dropout = AttentionDropout(self.config.model.attention_dropout, (0, 0), torch.zeros(1))
+            logger.info(attention.describe(parallel.device, scores=Scores(dropout=dropout)))
         weights, sharded = self.trainer.weights, self.trainer.sharded
         if weights is not None and weights.fp8_data:
             logger.info(fp8_parameters.report(weights, parallel.data_context.size))

@@ -37,7 +37,7 @@ GPT2: dict[str, Any] = LLAMA | {
     "linear_bias": True,
     "tie_embeddings": True,
 }
-HIDDEN_DROPOUT = {"hidden_dropout": 0.2}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0}
 LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 3}
@@ -45,17 +45,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-gqa-rope-scaling": LLAMA | {"num_attention_heads": 8, "rope_scaling": SCALING, "head_dim": 6},
     "tied-mtp": LLAMA | {"tie_embeddings": True, "mtp_num_layers": 1, "head_dim": 12, "yarn": YARN},
-    "gpt2": GPT2 | HIDDEN_DROPOUT,
+    "gpt2": GPT2 | DROPOUT,
     "gpt2-untied-gelu": GPT2 | {"tie_embeddings": False, "activation": "gelu"},
     "geglu": LLAMA | {"activation": "geglu"},
     "geglu-tanh": LLAMA | {"activation": "geglu_tanh", "linear_bias": True},
-    "qwen": LLAMA | HIDDEN_DROPOUT | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True},
+    "qwen": LLAMA | DROPOUT | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True},
     "window-mtp": LLAMA
-    | HIDDEN_DROPOUT
+    | DROPOUT
     | {"sliding_window": 3, "full_attention_layers": [1], "mtp_num_layers": 2, "qk_norm": "projection"},
-    "parallel-block": LLAMA
-    | HIDDEN_DROPOUT
-    | {"parallel_block": True, "position_embedding": "none", "qk_norm": "projection"},
+    "parallel-block": LLAMA | DROPOUT | {"parallel_block": True, "position_embedding": "none", "qk_norm": "projection"},
     "latent": LLAMA | {"latent_attention": LATENT, "yarn": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
@@ -70,9 +68,7 @@ DEEPSEEK: dict[str, Any] = {
 MOE_MODELS = {
     "mixtral": MIXTRAL,
     "qwen-moe": LLAMA | {"qk_norm": True, "moe": QWEN_MOE},
-    "deepseek": LLAMA
-    | HIDDEN_DROPOUT
-    | {"moe": DEEPSEEK, "latent_attention": LATENT | {"q_rank": None}, "mtp_num_layers": 1},
+    "deepseek": LLAMA | DROPOUT | {"moe": DEEPSEEK, "latent_attention": LATENT | {"q_rank": None}, "mtp_num_layers": 1},
     "groups-softmax": LLAMA
     | {"moe": DEEPSEEK | {"score": "softmax", "first_dense_layers": 0, "selection_bias": False}},
     "ungated": LLAMA | {"activation": "gelu", "moe": {"num_experts": 5, "top_k": 1, "normalize": False}},

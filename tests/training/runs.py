@@ -103,7 +103,7 @@ WORDS: dict[str, Sections] = {
     "parallel-block": {"model": {"parallel_block": True, "qk_norm": "projection"}},
     "mtp": {"model": {"mtp_num_layers": 2}},
     "window": {"model": {"sliding_window": 7}},
-    "dropout": {"model": {"hidden_dropout": 0.1}},
+    "dropout": {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
     "moe": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1, "z_loss": 0.01}}},
     "global-balance": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1,
                                          "aux_loss_scope": "global_batch"}}},

@@ -162,7 +162,7 @@ OPTIONS: list[dict[str, str]] = [  # those of one group exclude each other
     {"context": "cp2"},
     {"full": "full", "selective": "selective"},
     {"offload": "offload"},
-    {"graphs": "graphs dropout"},
+    {"graphs": "graphs"},
     {"smooth": "fp64 delayed smooth"},
     {"fp8-gather": "dp2 zero fp64 current fp8-gather"},
     {"delayed": "fp64 delayed", "current": "fp64 current", "blockwise": "fp64 blockwise"},
@@ -258,6 +258,7 @@ BITS: dict[str, list[str]] = {
     "offload": ["tp2 delayed", "pp2"],
     "offload-1 selective": ["tp2 delayed", "pp2", "moe tp2 ep2"],
     "zero late-reduce": ["moe tp2 dp2 ep2"],
+    "graphs": ["bf16 dropout"],
 }  # fmt: skip
 SLOW_BITS: dict[str, list[str]] = {
     "zero": [
