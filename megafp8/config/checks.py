@@ -33,6 +33,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         optimizer_checks.schedule,
         optimizer_checks.reduce_dtype,
         optimizer_checks.state_storage,
+        optimizer_checks.loss_scale,
         _fp8,
         _smooth_swiglu,
         _overlap,
@@ -278,7 +279,7 @@ def _sequence(config: Config) -> Iterator[Problem]:
     elif s % t:
         rule = f"sequence parallelism splits it into parallel.tensor ({t}) equal parts"
         yield Problem("training.seq_length", s, rule, f"try {-(-s // t) * t}, or parallel.sequence_parallel=false")
-    by_cudnn = config.device != "cpu" and config.training.precision == "bf16"
+    by_cudnn = config.device != "cpu" and config.training.precision in ("bf16", "fp16")
     if p.context > 1 and by_cudnn and (m.channels % 8 or m.channels > 256):
         key = "model.head_dim" if m.latent_attention is None else "model.latent_attention.nope_head_dim + rope_head_dim"
         rule = f"its attention kernels take heads of a multiple of 8, at most 256, and {key} is {m.channels}"

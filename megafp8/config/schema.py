@@ -502,6 +502,22 @@ class Fp8Config(Section):
     bit-identical only if they use the same choices. Default: true unless deterministic."""
 
 
+class LossScaleConfig(Section):
+    """Dynamic loss scale of fp16 training, with Megatron-LM's meaning. The loss is multiplied by it before backward, so
+    that small gradients are not lost. A step with gradients that are not finite is skipped."""
+
+    initial_scale: PositiveFloat = 2.0**32
+    """Scale of the first step (initial_loss_scale)."""
+    growth_interval: PositiveInt = 1000
+    """The scale is doubled after so many consecutive steps with finite gradients (loss_scale_window)."""
+    hysteresis: PositiveInt = 2
+    """Number of steps with gradients that are not finite, since the scale was doubled last, before it is halved in each
+    of them."""
+    min_loss_scale: PositiveFloat = 1.0
+    """The scale is never halved to less than this. Equal to initial_scale, with a long growth_interval: a constant
+    scale."""
+
+
 class TrainingConfig(Section):
     """Length, batch size and precision of the training."""
 
@@ -517,9 +533,12 @@ class TrainingConfig(Section):
     """Number of samples in one forward pass of a rank."""
     global_batch_size: PositiveInt
     """Number of samples in an optimizer step, over all ranks and micro-batches."""
-    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    precision: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     """Dtype of weights and activations outside FP8. Master weights, gradients and Adam state are always fp32 (see
-    optimizer.moments_dtype). fp64 is for comparing layouts without rounding noise."""
+    optimizer.moments_dtype). fp16 has 3 more bits than bf16 and a far smaller range, so the loss is scaled
+    (loss_scale). fp64 is for comparing layouts without rounding noise."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """Dynamic loss scale, with precision fp16."""
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Record the forward and backward passes of a step, with their communication, as a CUDA graph and replay it, so
     that the GPU never waits for the host. The loss is the same. auto: wherever a graph can hold them; not on a CPU, nor
@@ -536,7 +555,8 @@ class TrainingConfig(Section):
     """Number of global batches in an evaluation."""
     max_skipped_steps: Count = 10
     """End the run with an error after this many consecutive skipped steps. A step is skipped if its gradients are not
-    finite: weights and optimizer state stay unchanged. 0: no limit."""
+    finite: weights and optimizer state stay unchanged. In fp16, not before the loss scale is loss_scale.min_loss_scale.
+    0: no limit."""
     replica_check_interval: Count = 100
     """Steps between checks that ranks which must hold equal weights, optimizer state and FP8 scales do, bit for bit; if
     they do not, the run ends with an error that names the rank. Also checked before the first step, before each save,

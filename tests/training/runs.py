@@ -116,6 +116,11 @@ WORDS: dict[str, Sections] = {
         "model": {"hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64},
         "parallel": {"bucket_mib": 0.01},
     },
+    "fp16": {
+        "training": {"precision": "fp16", "loss_scale": {"initial_scale": 2.0**14, "growth_interval": 2}},
+        "model": {"hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64},
+        "parallel": {"bucket_mib": 0.01},
+    },
     # batches
     "micro2": {"training": {"micro_batch_size": 2}},
     "seq256": {"training": {"seq_length": 256}},
@@ -445,7 +450,8 @@ def shards_of(trainer: Trainer) -> list[Shard]:
     flat += [(f"optimizer.{key}.", found) for key, found in trainer.optimizer.state().items()]
     shards = [located for prefix, found in flat for item in found for located in _located(prefix, *item)]
     constants = {f"model.{name}": values for name, values in trainer.constants.items()}
-    for name, tensor in {**constants, **trainer.fp8.state_dict()}.items():
+    scaler = {} if trainer.loss_scaler is None else trainer.loss_scaler.state_dict()
+    for name, tensor in {**constants, **scaler, **trainer.fp8.state_dict()}.items():
         shards.append((name, tuple(tensor.shape), torch.arange(tensor.numel()), tensor.flatten().clone()))
     return shards
 
