@@ -479,7 +479,8 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     exchange = "tokens get to experts by all_to_all, and the host reads how many go to each rank, which a graph cannot"
     reads = "the host reads how many tokens each expert has, which a graph cannot,"
     slow_experts = config.model.moe is not None and config.training.precision != "bf16"
-    slow_attention = config.model.attention_dropout > 0 and config.training.precision not in ("bf16", "fp16")
+    kernel = config.training.precision in ("bf16", "fp16") and config.model.channels <= 256
+    slow_attention = config.model.attention_dropout > 0 and not kernel
     choices = "the host chooses queries of attention with dropout, which a graph cannot,"
     offload = "parallel.offload copies activations to memory of the host, which a graph cannot allocate"
     rules = (
@@ -487,7 +488,7 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
         (bool(p.offload), offload, "parallel.offload=false"),
         (not config.gathers_tokens, exchange, "parallel.expert_dispatch=all_gather"),
         (slow_experts, f"{reads} but in bf16", "training.precision=bf16"),
-        (slow_attention, f"{choices} but in bf16 or fp16", "training.precision=bf16"),
+        (slow_attention, f"{choices} but in bf16 or fp16 with heads up to 256 wide", "training.precision=bf16"),
     )
     for applies, rule, works in rules:
         if applies:
