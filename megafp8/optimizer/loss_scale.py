@@ -13,23 +13,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafp8.config.schema import LossScaleConfig
-
 _GROWTH, _BACKOFF = 2.0, 0.5
 
 
 class LossScaler:
-    """The scale and what it changes by: tensors `[]` on `device`, fp32.
+    """The scale and what it changes by: tensors `[]` on `device`, fp32. Settings: those of `training.loss_scale`.
 
     `growth_tracker`: finite steps since the scale changed last, or gradients were not finite. `hysteresis_tracker`: so
     many more steps with gradients that are not finite leave the scale as it is, but for the last of them.
     """
 
-    def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
-        self.config = config
-        self.scale = torch.full((), config.initial_scale, dtype=torch.float32, device=device)
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        initial_scale: float,
+        growth_interval: int,
+        hysteresis: int,
+        min_loss_scale: float,
+    ) -> None:
+        self.growth_interval, self.hysteresis, self.min_loss_scale = growth_interval, hysteresis, min_loss_scale
+        self.scale = torch.full((), initial_scale, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.float32, device=device)
-        self.hysteresis_tracker = torch.full((), config.hysteresis, dtype=torch.float32, device=device)
+        self.hysteresis_tracker = torch.full((), hysteresis, dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def update(self, finite: Tensor, counts: Tensor | None = None) -> None:
@@ -38,12 +44,12 @@ class LossScaler:
         overflow, clean = counts & ~finite, counts & finite
         growth = torch.where(overflow, 0, self.growth_tracker + clean)
         hysteresis = self.hysteresis_tracker - overflow.float()
-        smaller = (self.scale * _BACKOFF).clamp(min=self.config.min_loss_scale)
-        grows = clean & (growth == self.config.growth_interval)
+        smaller = (self.scale * _BACKOFF).clamp(min=self.min_loss_scale)
+        grows = clean & (growth == self.growth_interval)
         scale = torch.where(overflow & (hysteresis <= 0), smaller, self.scale)
         self.scale.copy_(torch.where(grows, self.scale * _GROWTH, scale))
         self.growth_tracker.copy_(torch.where(grows, 0, growth))
-        self.hysteresis_tracker.copy_(torch.where(grows, self.config.hysteresis, hysteresis))
+        self.hysteresis_tracker.copy_(torch.where(grows, self.hysteresis, hysteresis))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors by their names in a checkpoint. Reading into these tensors loads them."""

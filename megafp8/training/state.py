@@ -108,7 +108,7 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
     constants = {f"model.{name}": values for stage in stages for name, values in stage.constants.items()}
     constants |= {name: values for stage in stages for name, values in stage.router_shares.items()}
     if config.training.precision == "fp16":
-        constants |= LossScaler(config.training.loss_scale, torch.device("meta")).state_dict()
+        constants |= LossScaler(torch.device("meta"), **config.training.loss_scale.model_dump()).state_dict()
     return kinds | {name: (tuple(values.shape), values.dtype) for name, values in constants.items()}
 
 

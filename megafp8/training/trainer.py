@@ -117,7 +117,7 @@ class Trainer:
         self.fp8.leave_out(self.auto_filter.layers)
         self.fp8_records: list[Record] = []
         self.row_bound = RowBound(parallel.device)
-        self.loss_scaler = LossScaler(t.loss_scale, parallel.device) if t.precision == "fp16" else None
+        self.loss_scaler = LossScaler(parallel.device, **t.loss_scale.model_dump()) if t.precision == "fp16" else None
         context = BuildContext(
             parallel.tensor.group,
             self.fp8,

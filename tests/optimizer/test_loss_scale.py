@@ -10,6 +10,8 @@ import torch
 from megafp8.config.schema import LossScaleConfig
 from megafp8.optimizer.loss_scale import LossScaler
 
+CPU = torch.device("cpu")
+
 
 def simulated(config: LossScaleConfig, steps: list[bool | None]) -> list[float]:
     """The scale after each step, whose gradients were finite, or not, or which does not count."""
@@ -32,7 +34,7 @@ def test_equals_its_simulation(hysteresis: int) -> None:
     rng = random.Random(hysteresis)
     config = LossScaleConfig(initial_scale=64.0, growth_interval=3, hysteresis=hysteresis, min_loss_scale=0.5)
     steps = rng.choices([True, False, None], [9, 8, 1], k=500)
-    scaler, found = LossScaler(config, torch.device("cpu")), []
+    scaler, found = LossScaler(CPU, **config.model_dump()), []
     for finite in steps:
         always = finite is not None and rng.random() < 0.5
         scaler.update(torch.tensor(bool(finite)), None if always else torch.tensor(finite is not None))
@@ -43,7 +45,7 @@ def test_equals_its_simulation(hysteresis: int) -> None:
 
 
 def test_the_first_scale_is_megatrons() -> None:
-    scaler = LossScaler(LossScaleConfig(), torch.device("cpu"))
+    scaler = LossScaler(CPU, **LossScaleConfig().model_dump())
     assert scaler.scale.item() == 2.0**32
     for _ in range(2):
         scaler.update(torch.tensor(False))
