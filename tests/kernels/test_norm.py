@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ from megafp8.ops import norm_reference as reference
 from megafp8.ops.dropout_reference import Dropout
 from tests.kernels import noise
 from tests.kernels.test_dropout import some_dropout
+from tests.marks import slow_but
 
 kernels = pytest.importorskip("megafp8.kernels.norm")
 
@@ -21,11 +25,19 @@ def check(actual: tuple[torch.Tensor | None, ...], expected: tuple[torch.Tensor 
         assert a is None or torch.equal(a, e)
 
 
+SHAPES = [(5, 64), (7, 100), (1, 1), (9, 257), (3, 4096), (0, 16)]
+CASES: list[Any] = [*itertools.product(SHAPES, [torch.float32]), *itertools.product(SHAPES, [torch.float16])]
+
+
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
+    ("shape", "dtype"),
+    [
+        *slow_but(CASES, *CASES[: len(SHAPES) + 1]),
+        *(pytest.param(shape, torch.bfloat16, marks=pytest.mark.gpu) for shape in SHAPES),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("shape", [(5, 64), (7, 100), (1, 1), (9, 257), (3, 4096), (0, 16)], ids=str)
 def test_statistics_and_backward(shape: tuple[int, int], dtype: torch.dtype, centered: bool) -> None:
     x, dy, other = (noise(*shape, dtype=dtype, seed=i) for i in range(3))
     weight = noise(shape[1], dtype=dtype)
