@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -98,3 +101,17 @@ def test_bf16_and_a_width_that_is_no_power_of_two() -> None:
     for ours, theirs in zip((found, *gradients[:3]), expected, strict=True):
         assert ours.dtype == torch.bfloat16
         assert (ours.double() - theirs).norm() / theirs.norm() < 2**-7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("d", "kind"), [(64, "plain"), (128, "all"), (256, "all")])
+def test_compiles_for_hopper(d: int, kind: str) -> None:
+    """And needs no more shared memory than it has. The interpreter accepts what the compiler refuses."""
+    command = [sys.executable, "-m", "tests.kernels.compile_attention", str(d), kind]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    assert all(int(line.split()[-1]) <= 227 * 1024 for line in lines), lines

@@ -6,12 +6,14 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from megafp8.ops import attention as module
 from megafp8.ops import attention_reference
@@ -291,6 +293,51 @@ def test_a_line_says_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> No
     assert "needs nvidia-cudnn-frontend" in module.describe(cuda)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert module.describe(cuda).endswith("since deterministic is true")
+
+
+CHOICES = {
+    "plain": (CAUSAL, {}, "sdpa"),
+    "a scale": (CAUSAL, {"scale": 0.3}, "sdpa"),
+    "all keys of some queries": (AttentionMask(causal=False, positions_bs=SOME[:1]), {}, "sdpa"),
+    "documents": (MASKS["documents"][2], {"scale": 0.3}, "cudnn"),
+    "both sides": (MASKS["both sides"][2], {}, "flash"),
+    "documents both sides": (MASKS["documents both sides"][2], {}, "flash"),
+    "prefix": (MASKS["prefix"][2], {}, "triton"),
+    "visible": (MASKS["visible"][2], {}, "triton"),
+    "some queries": (MASKS["some queries"][2], {}, "triton"),
+    "softcap": (CAUSAL, {"softcap": 2.0}, "triton"),
+    "bias": (MASKS["window"][2], {"distance_bias_ar": torch.zeros(1, 1)}, "triton"),
+    "dropout": (CAUSAL, {"dropout": AttentionDropout(0.0, (0, 0), torch.zeros(1))}, "triton"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_which_kernel(name: str) -> None:
+    mask, kind, expected = CHOICES[name]
+    scores = Scores(**kind)
+
+    def kernel(d: int = 128, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **more: bool) -> str:
+        options = {"deterministic": False, "front_end": True} | more
+        return module.choose(mask, scores, 40, 40, d, device, dtype, **options).kernel
+
+    assert kernel() == expected
+    assert kernel(deterministic=True) == ("triton" if expected == "triton" else "flash")
+    assert kernel(front_end=False) == ("flash" if expected == "cudnn" else expected)
+    assert kernel(d=512) == ("reference" if expected == "triton" else expected)
+    assert kernel(dtype=torch.float32) == kernel(device="cpu") == "reference"
+    cuda = torch.device("cuda")
+    if expected == "triton":
+        assert "our own kernel, since no other one computes" in module.describe(cuda, mask, scores)
+
+
+def test_recomputation_drops_the_same() -> None:
+    *qkv, do = inputs(40, 40, 4, 2, 6, torch.float64, "cpu")
+    leaves, scores = [x.requires_grad_() for x in qkv], scores_of("dropout", 40, 40, 4)
+    results = []
+    for run in (attention, partial(checkpoint, attention, use_reentrant=False)):
+        o = run(*leaves, CAUSAL, None, scores)
+        results.append((o, *torch.autograd.grad(o, leaves, do)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # --- kernels of GPUs --------------------------------------------------------------------------------------------------
