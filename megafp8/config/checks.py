@@ -33,6 +33,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         optimizer_checks.schedule,
         optimizer_checks.reduce_dtype,
         optimizer_checks.state_storage,
+        optimizer_checks.loss_scale,
         _fp8,
         _smooth_swiglu,
         _overlap,
@@ -293,7 +294,7 @@ def _sequence(config: Config) -> Iterator[Problem]:
     elif s % t:
         rule = f"sequence parallelism splits it into parallel.tensor ({t}) equal parts"
         yield Problem("training.seq_length", s, rule, f"try {-(-s // t) * t}, or parallel.sequence_parallel=false")
-    by_cudnn = config.device != "cpu" and config.training.precision == "bf16"
+    by_cudnn = config.device != "cpu" and config.training.precision in ("bf16", "fp16")
     if p.context > 1 and by_cudnn and (m.channels % 8 or m.channels > 256):
         key = "model.head_dim" if m.latent_attention is None else "model.latent_attention.nope_head_dim + rope_head_dim"
         rule = f"its attention kernels take heads of a multiple of 8, at most 256, and {key} is {m.channels}"
@@ -493,12 +494,16 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     exchange = "tokens get to experts by all_to_all, and the host reads how many go to each rank, which a graph cannot"
     reads = "the host reads how many tokens each expert has, which a graph cannot,"
     slow_experts = config.model.moe is not None and config.training.precision != "bf16"
+    kernel = config.training.precision in ("bf16", "fp16") and config.model.channels <= 256
+    slow_attention = config.model.attention_dropout > 0 and not kernel
+    choices = "the host chooses queries of attention with dropout, which a graph cannot,"
     offload = "parallel.offload copies activations to memory of the host, which a graph cannot allocate"
     rules = (
         (config.device == "cpu", "device is cpu, which has no CUDA graphs", "device=cuda"),
         (bool(p.offload), offload, "parallel.offload=false"),
         (not config.gathers_tokens, exchange, "parallel.expert_dispatch=all_gather"),
         (slow_experts, f"{reads} but in bf16", "training.precision=bf16"),
+        (slow_attention, f"{choices} but in bf16 or fp16 with heads up to 256 wide", "training.precision=bf16"),
     )
     for applies, rule, works in rules:
         if applies:

@@ -42,6 +42,17 @@ def reduce_dtype(config: Config) -> Iterator[Problem]:
         yield Problem("optimizer.reduce_dtype", o.reduce_dtype, rule, works)
 
 
+def loss_scale(config: Config) -> Iterator[Problem]:
+    """Only fp16 has one, and it starts above its minimum."""
+    t, scale = config.training, config.training.loss_scale
+    if t.precision != "fp16" and scale != type(scale)():
+        rule = f"training.precision is {t.precision}, whose range needs no loss scale"
+        yield Problem("training.loss_scale", scale.model_dump(), rule, "leave it out, or try training.precision=fp16")
+    if scale.initial_scale < scale.min_loss_scale:
+        path, rule = "training.loss_scale.initial_scale", f"below min_loss_scale ({scale.min_loss_scale})"
+        yield Problem(path, scale.initial_scale, rule, f"try {scale.min_loss_scale}")
+
+
 _LEAST_DECAY = {
     "bf16": (2**-8, "has 8 bits, and a change of a moment by {:.2g} of itself would be rounded away"),
     "fp8": (2**-7, "uses stochastic rounding, whose noise adds up if a moment changes by {:.2g} of itself per step"),

@@ -57,6 +57,7 @@ PositiveInt = Annotated[int, Field(gt=0), _INTEGER]
 NonNegative = Annotated[float, Field(ge=0), _FLOAT, _IN_FP32]
 PositiveFloat = Annotated[float, Field(gt=0), _FLOAT, _IN_FP32]
 Decay = Annotated[float, Field(ge=0, lt=1), _FLOAT]
+Dropout = Annotated[float, Field(ge=0, lt=1), _FLOAT]
 Pattern = Annotated[str, StringConstraints(min_length=1)]
 
 
@@ -281,6 +282,11 @@ class ModelConfig(Section):
     ahead. They are the layers from num_layers on, like the last layer, and only train the model. 0: none."""
     mtp_loss_scaling_factor: NonNegative = 0.1
     """Weight of the mean of their losses in the loss that is differentiated."""
+    hidden_dropout: Dropout = 0.0
+    """Probability of dropout after the embedding, and on the output of attention and MLP before it is added to the
+    residual stream, in training."""
+    attention_dropout: Dropout = 0.0
+    """Probability of dropout on attention probabilities, in training."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights. The output projections of a block use init_std / sqrt(2 ·
     num_layers)."""
@@ -538,6 +544,22 @@ class Fp8Config(Section):
     bit-identical only if they use the same choices. Default: true unless deterministic."""
 
 
+class LossScaleConfig(Section):
+    """Dynamic loss scale of fp16 training, with Megatron-LM's meaning. The loss is multiplied by it before backward, so
+    that small gradients are not lost. A step with gradients that are not finite is skipped."""
+
+    initial_scale: PositiveFloat = 2.0**32
+    """Scale of the first step (initial_loss_scale)."""
+    growth_interval: PositiveInt = 1000
+    """The scale is doubled after so many consecutive steps with finite gradients (loss_scale_window)."""
+    hysteresis: PositiveInt = 2
+    """Number of steps with gradients that are not finite, since the scale was doubled last, before it is halved in each
+    of them."""
+    min_loss_scale: PositiveFloat = 1.0
+    """The scale is never halved to less than this. Equal to initial_scale, with a long growth_interval: a constant
+    scale."""
+
+
 class TrainingConfig(Section):
     """Length, batch size and precision of the training."""
 
@@ -553,9 +575,12 @@ class TrainingConfig(Section):
     """Number of samples in one forward pass of a rank."""
     global_batch_size: PositiveInt
     """Number of samples in an optimizer step, over all ranks and micro-batches."""
-    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    precision: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     """Dtype of weights and activations outside FP8. Master weights, gradients and Adam state are always fp32 (see
-    optimizer.moments_dtype). fp64 is for comparing layouts without rounding noise."""
+    optimizer.moments_dtype). fp16 has 3 more bits than bf16 and a far smaller range, so the loss is scaled
+    (loss_scale). fp64 is for comparing layouts without rounding noise."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """Dynamic loss scale, with precision fp16."""
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Record the forward and backward passes of a step, with their communication, as a CUDA graph and replay it, so
     that the GPU never waits for the host. The loss is the same. auto: wherever a graph can hold them; not on a CPU, nor
@@ -572,7 +597,8 @@ class TrainingConfig(Section):
     """Number of global batches in an evaluation."""
     max_skipped_steps: Count = 10
     """End the run with an error after this many consecutive skipped steps. A step is skipped if its gradients are not
-    finite: weights and optimizer state stay unchanged. 0: no limit."""
+    finite: weights and optimizer state stay unchanged. In fp16, not before the loss scale is loss_scale.min_loss_scale.
+    0: no limit."""
     replica_check_interval: Count = 100
     """Steps between checks that ranks which must hold equal weights, optimizer state and FP8 scales do, bit for bit; if
     they do not, the run ends with an error that names the rank. Also checked before the first step, before each save,

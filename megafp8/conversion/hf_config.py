@@ -9,7 +9,7 @@ No value is ignored unless it cannot change the logits. Every key of a config.js
 
 - a key of a trait of the family: read, or refused with key, value and what is supported;
 - a key of `_FIXED`, which changes what the model computes and of which megafp8 supports one value;
-- a key of `_HARMLESS`, such as dropout (none in evaluation), token ids and settings of `generate`;
+- a key of `_HARMLESS`, such as token ids and settings of `generate`;
 - any other key is refused by name, as nobody has checked what it does.
 
 Keys that exist in several copies (rotary embedding in transformers 4 and 5) must agree, because versions of
@@ -532,6 +532,7 @@ def _sizes_and_norm(
         same("activation", activation_key, activation, _activations(gated=True)),
         same("tie_embeddings", "tie_word_embeddings", tied),
         _INIT_STD,
+        same("attention_dropout", "attention_dropout", 0.0),
         always(normalization="rmsnorm"),
     )
 
@@ -625,6 +626,10 @@ _GPT2 = Family(
         same("norm_eps", "layer_norm_epsilon", 1e-5),
         same("tie_embeddings", "tie_word_embeddings", True),
         same("init_std", "initializer_range", 0.02),
+        same("attention_dropout", "attn_pdrop", 0.1),
+        # After the embedding (embd_pdrop) it is that of the branches here.
+        same("hidden_dropout", "resid_pdrop", 0.1),
+        Trait(("embd_pdrop",), lambda hf: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
         aliases(
             num_hidden_layers="n_layer",
             hidden_size="n_embd",
@@ -1033,8 +1038,8 @@ _HARMLESS_FOR: Mapping[str, str] = {
     "output_hidden_states output_attentions output_router_logits output_past tie_last_hidden_states is_decoder "
     "chunk_size_feed_forward pretraining_tp attn_implementation _attn_implementation _attn_implementation_autoset "
     "experts_implementation ep_size gradient_checkpointing reorder_and_upcast_attn cache_implementation",
-    "evaluation has no dropout or noise, and training here has none": "attention_dropout hidden_dropout resid_pdrop "
-    "embd_pdrop attn_pdrop classifier_dropout router_jitter_noise dropout activation_dropout layerdrop",
+    "evaluation has no dropout or noise": "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop "
+    "classifier_dropout router_jitter_noise dropout activation_dropout layerdrop",
     "they are sizes of buffers in old releases": "n_ctx max_sequence_length",
     "they belong to other heads over the same layers": "summary_type summary_use_proj summary_activation "
     "summary_proj_to_labels summary_first_dropout id2label label2id num_labels _num_labels problem_type "
@@ -1158,6 +1163,7 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
     """The fields in which two models differ that change what a model computes from given weights."""
     a, b = canonical(one), canonical(other)
     ignored = {"vocab_multiple", "init_std", "mtp_num_layers", "mtp_loss_scaling_factor"}
+    ignored |= {"hidden_dropout", "attention_dropout"}
     if one.position_embedding == other.position_embedding:
         ignored |= set() if one.position_embedding == "learned" else {"max_position_embeddings"}
         ignored |= (

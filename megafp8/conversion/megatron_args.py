@@ -73,6 +73,8 @@ _SAME: dict[str, tuple[str, Any]] = {
     "qkv_bias": ("add_qkv_bias", False),
     "qk_norm": ("qk_layernorm", False),
     "init_std": ("init_method_std", 0.02),
+    "hidden_dropout": ("hidden_dropout", 0.1),
+    "attention_dropout": ("attention_dropout", 0.1),
 }
 """Fields of ours that have an argument of the same meaning, and its default."""
 
@@ -247,8 +249,6 @@ def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
         else None,
         "softmax_type": "learnable" if model.attention_sinks else "vanilla",
         "apply_query_key_layer_scaling": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
         **_moe_args(model),
         "vocab_size": model.vocab_size,
         "make_vocab_size_divisible_by": model.vocab_multiple,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -40,7 +41,7 @@ def sample_indices(
 
 
 class _Samples(Dataset[Any]):
-    """Samples by global number. A DataError is returned, not raised.
+    """Samples by global number, with it. A DataError is returned, not raised.
 
     torch's loader would raise it in the main process with the loader process's traceback as the message. For the same
     reason a loader process opens the files when it reads its first sample, not when it is started.
@@ -49,11 +50,11 @@ class _Samples(Dataset[Any]):
     def __init__(self, blend: Blend) -> None:
         self.blend: Blend | bytes = blend
 
-    def __getitem__(self, index: int) -> NDArray[np.int64] | DataError:
+    def __getitem__(self, index: int) -> tuple[int, NDArray[np.int64]] | DataError:
         try:
             if isinstance(self.blend, bytes):
                 self.blend = cast(Blend, pickle.loads(self.blend))
-            return self.blend[index]
+            return index, self.blend[index]
         except DataError as error:
             return error
 
@@ -65,8 +66,9 @@ def _collate(rows: list[Any], eod_id: int | None, reset_at_documents: bool, mask
     for row in rows:
         if isinstance(row, DataError):
             return row
-    tokens = torch.from_numpy(np.stack(rows))
-    return next_token_batch(tokens, eod_id, reset_at_documents=reset_at_documents, mask_eod_loss=mask_eod_loss)
+    tokens = torch.from_numpy(np.stack([tokens for _, tokens in rows]))
+    batch = next_token_batch(tokens, eod_id, reset_at_documents=reset_at_documents, mask_eod_loss=mask_eod_loss)
+    return replace(batch, samples=torch.tensor([index for index, _ in rows]))
 
 
 def batches(

@@ -208,7 +208,8 @@ class Batch:
     `loss_mask` float32: 0 for labels that do not count, None if all count. `position_ids` int64, and `cu_seqlens` int32
     `[b, n + 1]`: None unless attention and positions restart at documents. `cu_seqlens` holds the first token of each
     of a sample's documents, and then s as often as it takes: n is a power of two of at least 64, so that it hardly ever
-    differs between batches, as it must not for CUDA graphs.
+    differs between batches, as it must not for CUDA graphs. `samples` int64 `[b]`: the indices of the samples in the
+    run; None: no dropout.
     """
 
     tokens: Tensor
@@ -216,6 +217,7 @@ class Batch:
     loss_mask: Tensor | None = None
     position_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    samples: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """This batch on `device`, copied asynchronously if it is in pinned memory."""
@@ -268,7 +270,7 @@ class Batch:
 
         positions = mine if self.position_ids is None else take(self.position_ids)
         mask = None if self.loss_mask is None else take(self.loss_mask)
-        return Batch(take(self.tokens), take(self.labels), mask, positions, self.cu_seqlens)
+        return Batch(take(self.tokens), take(self.labels), mask, positions, self.cu_seqlens, self.samples)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -73,7 +73,7 @@ def _fused() -> ModuleType:
 
 
 def _kernels(source: Source) -> ModuleType | None:
-    fused = source.device.type == "cuda" and source.dtype in (torch.bfloat16, torch.float32)
+    fused = source.device.type == "cuda" and source.dtype != torch.float64
     return _fused() if fused else None
 
 

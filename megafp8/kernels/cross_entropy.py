@@ -86,7 +86,7 @@ def gradient_kernel(x_nv, labels_n, maximum_n, weight_n, dloss_n, blocks, column
 
 
 def _check(x_nv: Tensor, labels_n: Tensor, valid: int) -> None:
-    assert x_nv.dtype in (torch.bfloat16, torch.float32)
+    assert x_nv.dtype in (torch.bfloat16, torch.float16, torch.float32)
     assert labels_n.dtype == torch.int64
     assert x_nv.is_contiguous()
     assert labels_n.is_contiguous()
@@ -99,7 +99,7 @@ def statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The maximum, the sum of exp(x - maximum), and the label's logit of each token, all `[n]` fp32.
 
-    `x_nv` contiguous bf16 or fp32, columns `first` to `first + v` of the vocabulary; columns from `valid` on are
+    `x_nv` contiguous, of 16 or 32 bits, columns `first` to `first + v` of the vocabulary; columns from `valid` on are
     ignored. `labels_n` int64; the logit of another rank's label is 0, and so is the sum if no column is valid.
     `softcap`: x is softcap · tanh(logit / softcap).
     """

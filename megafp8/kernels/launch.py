@@ -38,10 +38,13 @@ def launch_key(
 
 
 class Kernel:
-    """`function` as a Triton kernel. Its parameters are tensors, some of which may be None, then numbers, constants."""
+    """`function` as a Triton kernel. Its parameters are tensors, some of which may be None, then numbers, constants.
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.jit: Any = triton.jit(function)
+    `do_not_specialize`: numbers that Triton is not to compile a kernel of its own for.
+    """
+
+    def __init__(self, function: Callable[..., None], do_not_specialize: Sequence[str] = ()) -> None:
+        self.jit: Any = triton.jit(function, do_not_specialize=list(do_not_specialize))
         self._bound: dict[Hashable, BoundKernel] = {}
 
     def bind(self, **constants: Any) -> BoundKernel:

@@ -1,6 +1,7 @@
 """A norm with the residual addition before it, or its statistics alone, and its backward.
 
-References: `megafp8.ops.norm_reference`, and of the norm's values `megafp8.fp8.sources.Normalized`.
+References: `megafp8.ops.norm_reference`, of the norm's values `megafp8.fp8.sources.Normalized`, and of the dropout of
+what is added `megafp8.ops.dropout_reference`.
 
 One program reads a row once, holds it in registers, and reduces it in float64, which Hopper computes at half the rate
 of fp32, so memory remains the limit. In backward a program takes every P-th row and sums the weight's gradient over its
@@ -18,22 +19,28 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2
+from megafp8.kernels.dropout import NUMBERS, dropped, numbers
 from megafp8.kernels.launch import BoundKernel, Kernel
+from megafp8.ops.dropout_reference import Dropout
 from megafp8.ops.norm_reference import EXACT
 
 _PROGRAMS = 4 if INTERPRETED else 264  # two for each of an H200's 132 multiprocessors; measured
 
 
-@Kernel
-def forward_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, weight_c, bias_c, y_rc, c, eps, ADD: tl.constexpr,
-                   CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, VALUES: tl.constexpr,
-                   WIDTH: tl.constexpr):  # fmt: skip
+def _forward_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, weight_c, bias_c, y_rc, position_r, sample_r, c, eps,
+                    key0, key1, threshold, scale, ADD: tl.constexpr, CENTERED: tl.constexpr,
+                    ZERO_CENTERED: tl.constexpr, VALUES: tl.constexpr, DROPOUT: tl.constexpr,
+                    WIDTH: tl.constexpr):  # fmt: skip
     i = tl.program_id(0)
     j = tl.arange(0, WIDTH)
     at = i.to(tl.int64) * c + j
     x = tl.load(x_rc + at, mask=j < c, other=0.0)
     if ADD:
-        x = (x.to(tl.float32) + tl.load(branch_rc + at, mask=j < c, other=0.0).to(tl.float32)).to(x.dtype)
+        branch = tl.load(branch_rc + at, mask=j < c, other=0.0).to(tl.float32)
+        if DROPOUT:
+            position, sample = tl.load(position_r + i), tl.load(sample_r + i)
+            branch = dropped(branch, position, sample, key0, key1, threshold, scale, WIDTH)
+        x = (x.to(tl.float32) + branch).to(x.dtype)
         tl.store(sum_rc + at, x, mask=j < c)
     x = x.to(tl.float32)
     if CENTERED:
@@ -54,10 +61,10 @@ def forward_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, weight_c, bias_c, y_
         tl.store(y_rc + at, y.to(y_rc.dtype.element_ty), mask=j < c)
 
 
-@Kernel
-def backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc, dweight_pc, dbias_pc, r, c,
-                    RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-                    WIDTH: tl.constexpr):  # fmt: skip
+def _backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc, dbranch_rc, dweight_pc, dbias_pc,
+                     position_r, sample_r, r, c, key0, key1, threshold, scale, RESIDUAL: tl.constexpr,
+                     CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, DROPOUT: tl.constexpr,
+                     WIDTH: tl.constexpr):  # fmt: skip
     j = tl.arange(0, WIDTH)
     weight = tl.load(weight_c + j, mask=j < c, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
@@ -82,7 +89,12 @@ def backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc, 
         dx = dx * rstd
         if RESIDUAL:
             dx = dx + tl.load(dresidual_rc + at, mask=j < c, other=0.0).to(tl.float32)
-        tl.store(dx_rc + at, dx.to(dx_rc.dtype.element_ty), mask=j < c)
+        dx = dx.to(dx_rc.dtype.element_ty)
+        tl.store(dx_rc + at, dx, mask=j < c)
+        if DROPOUT:
+            position, sample = tl.load(position_r + i), tl.load(sample_r + i)
+            dbranch = dropped(dx.to(tl.float32), position, sample, key0, key1, threshold, scale, WIDTH)
+            tl.store(dbranch_rc + at, dbranch.to(dbranch_rc.dtype.element_ty), mask=j < c)
         i += tl.num_programs(0)
     at = tl.program_id(0) * c + j
     tl.store(dweight_pc + at, dweight, mask=j < c)
@@ -105,32 +117,41 @@ def add_sums_kernel(partials_pc, total_c, rounded_c, p, c, ROWS: tl.constexpr, C
     tl.store(total_c + j, tl.load(total_c + j, mask=j < c) + rounded, mask=j < c)
 
 
+forward_kernel = Kernel(_forward_kernel, do_not_specialize=NUMBERS)
+backward_kernel = Kernel(_backward_kernel, do_not_specialize=NUMBERS)
+
+
 @cache
 def _bound(kernel: Kernel, c: int, centered: bool, **constants: bool) -> BoundKernel:
-    width = next_power_of_2(c)
+    width = max(4, next_power_of_2(c))
     warps = min(16, max(4, width // 512))
     return kernel.bind(CENTERED=centered, WIDTH=width, num_warps=warps, enable_fp_fusion=False, **constants)
 
 
-def statistics(x: Tensor, branch: Tensor | None, eps: float, *, centered: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+_NO_DROPOUT = (0, 0, 0, 0.0)
+
+
+def statistics(
+    x: Tensor, branch: Tensor | None, eps: float, *, centered: bool, dropout: Dropout | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """`x + branch` in x's dtype (x itself without a branch), and `norm_reference.statistics` of its rows.
 
-    Both are `[..., c]`, contiguous.
+    Both are `[..., c]`, contiguous. `dropout`: of the branch.
     """
-    return _forward(x, branch, None, None, eps, centered=centered)[:3]
+    return _forward(x, branch, None, None, eps, dropout, centered=centered)[:3]
 
 
 def normalize(
-    x: Tensor, branch: Tensor | None, weight_c: Tensor, bias_c: Tensor | None, eps: float, *,
-    zero_centered: bool = False,
+    x: Tensor, branch: Tensor | None, weight_c: Tensor, bias_c: Tensor | None, eps: float,
+    dropout: Dropout | None = None, *, zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """What `statistics` returns, centered if there is a bias, and the norm's values, shaped like x in its dtype."""
-    return _forward(x, branch, weight_c, bias_c, eps, centered=bias_c is not None, zero_centered=zero_centered)
+    return _forward(x, branch, weight_c, bias_c, eps, dropout, centered=bias_c is not None, zero_centered=zero_centered)
 
 
 def _forward(
-    x: Tensor, branch: Tensor | None, weight_c: Tensor | None, bias_c: Tensor | None, eps: float, *, centered: bool,
-    zero_centered: bool = False,
+    x: Tensor, branch: Tensor | None, weight_c: Tensor | None, bias_c: Tensor | None, eps: float,
+    dropout: Dropout | None, *, centered: bool, zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """The values, which are returned last, are computed only if there is a weight."""
     c = x.shape[-1]
@@ -142,39 +163,42 @@ def _forward(
     y = x if weight_c is None else torch.empty_like(x)
     if r:
         how = {"ADD": branch is not None, "ZERO_CENTERED": zero_centered, "VALUES": weight_c is not None}
-        kernel = _bound(forward_kernel, c, centered, **how)
+        kernel = _bound(forward_kernel, c, centered, DROPOUT=dropout is not None, **how)
         tensors = (
             x, x if branch is None else kernel_input(branch), total, rstd_r if mean_r is None else mean_r, rstd_r,
             x if weight_c is None else kernel_input(weight_c), x if bias_c is None else kernel_input(bias_c), y,
+            *((x, x) if dropout is None else dropout.places.tensors),
         )  # fmt: skip
-        kernel.launch((r, 1), tensors, (c, eps))
+        kernel.launch((r, 1), tensors, (c, eps, *(_NO_DROPOUT if dropout is None else numbers(dropout))))
     return total, mean_r, rstd_r, y
 
 
 def backward(
-    dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual: Tensor | None, *,
-    zero_centered: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`norm_reference.backward`, with float64 partial sums `[p, c]` of the gradients of weight and bias.
+    dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual: Tensor | None,
+    dropout: Dropout | None = None, *, zero_centered: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of x, the branch, the weight and the bias, the latter two as float64 partial sums `[p, c]`.
 
-    The gradients dy, dresidual and dx are `[..., c]`, contiguous.
+    Those of `norm_reference.backward`; the branch's is x's, or its `dropout`. Gradients are `[..., c]`, contiguous.
     """
     r, c = x_rc.shape
     dy, x, weight = kernel_input(dy), kernel_input(x_rc), kernel_input(weight_c)
     dx = torch.empty_like(dy)
+    dbranch = dx if dropout is None else torch.empty_like(dy)
     programs = min(r, _PROGRAMS)
     dweight_pc = torch.empty(programs, c, dtype=EXACT, device=x.device)
     dbias_pc = None if mean_r is None else torch.empty_like(dweight_pc)
     if r:
         how = {"RESIDUAL": dresidual is not None, "ZERO_CENTERED": zero_centered}
-        kernel = _bound(backward_kernel, c, mean_r is not None, **how)
+        kernel = _bound(backward_kernel, c, mean_r is not None, DROPOUT=dropout is not None, **how)
         tensors = (
             dy, x, rstd_r if mean_r is None else mean_r, rstd_r, weight,
-            dy if dresidual is None else kernel_input(dresidual), dx, dweight_pc,
+            dy if dresidual is None else kernel_input(dresidual), dx, dbranch, dweight_pc,
             dweight_pc if dbias_pc is None else dbias_pc,
+            *((dx, dx) if dropout is None else dropout.places.tensors),
         )  # fmt: skip
-        kernel.launch((programs, 1), tensors, (r, c))
-    return dx, dweight_pc, dbias_pc
+        kernel.launch((programs, 1), tensors, (r, c, *(_NO_DROPOUT if dropout is None else numbers(dropout))))
+    return dx, dbranch, dweight_pc, dbias_pc
 
 
 def add_sums_(total_c: Tensor, partials_pc: Tensor, like: Tensor) -> None:

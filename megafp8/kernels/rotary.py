@@ -73,7 +73,7 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
 
 
 def rotate_heads(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The heads `x_sbad`, contiguous bf16 or fp32, rotated. `cos`, `sin`: as of `rotate_qkv_`."""
+    """The heads `x_sbad`, contiguous, of 16 or 32 bits, rotated. `cos`, `sin`: as of `rotate_qkv_`."""
     x_sbc = kernel_input(x_sbad.flatten(2))
     out_sbc = torch.empty_like(x_sbc)
     _launch(x_sbc, out_sbc, x_sbad.shape[2], cos, sin)
@@ -84,7 +84,7 @@ def _launch(x_sbc: Tensor, out_sbc: Tensor, heads: int, cos: Tensor, sin: Tensor
     """Rotate the first `heads` heads."""
     (s, b, c), half = x_sbc.shape, cos.shape[-1]
     assert cos.dtype == sin.dtype == torch.float32
-    assert x_sbc.dtype in (torch.bfloat16, torch.float32)
+    assert x_sbc.dtype in (torch.bfloat16, torch.float16, torch.float32)
     assert x_sbc.is_contiguous()
     stride_s, stride_b, _, stride_d = cos.stride()
     assert cos.stride() == sin.stride()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,14 +26,37 @@ from megafp8.models.context import BuildContext
 from megafp8.models.norms import Norm, ProjectionNorms
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.ops.attention import CoreAttention
-from megafp8.ops.attention_scores import Scores
+from megafp8.ops.attention_scores import AttentionDropout, Scores
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.rotary import rotate_and_split, rotate_heads
+from megafp8.philox import Key, key_of
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 ATTENTION = Neighbor("attention", "none", "attention kernels read and write bf16")
 ROTARY = Neighbor("rotary embedding", "per_tensor")
+
+
+@dataclass(frozen=True)
+class ProbabilityDropout:
+    """A layer's dropout of attention probabilities. `first_head`: the first of this rank's heads."""
+
+    p: float
+    key: Key
+    first_head: int
+
+    @classmethod
+    def build(cls, name: str, config: ModelConfig, context: BuildContext) -> ProbabilityDropout:
+        """Of the attention layer `name`."""
+        heads = config.num_attention_heads // context.tensor.size()
+        key = key_of(context.seed, name, "attention_dropout")
+        return cls(config.attention_dropout, key, context.tensor.rank() * heads)
+
+    def added_to(self, scores: Scores, samples_b: Tensor | None) -> Scores:
+        """`scores` with it, for samples with these indices in the run; None: no dropout."""
+        if samples_b is None or not self.p:
+            return scores
+        return replace(scores, dropout=AttentionDropout(self.p, self.key, samples_b, self.first_head))
 
 
 class Attention(nn.Module):
@@ -72,6 +96,7 @@ class Attention(nn.Module):
             site=context.site(before=ATTENTION),
             **common,
         )
+        self.dropout = ProbabilityDropout.build(name, config, context)
         self.sink: nn.Parameter | None = None
         if config.attention_sinks:
             self.sink = nn.Parameter(torch.empty(self.heads, dtype=context.dtype, device=context.device))
@@ -101,8 +126,15 @@ class Attention(nn.Module):
         return self.qkv.state.input_format
 
     def forward(
-        self, x_sbh: Tensor | LinearInput, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention, scores: Scores
+        self,
+        x_sbh: Tensor | LinearInput,
+        rotary: tuple[Tensor, Tensor] | None,
+        core: CoreAttention,
+        scores: Scores,
+        samples_b: Tensor | None,
     ) -> Tensor:
+        """`scores`: of all layers, without dropout. `samples_b`: indices of samples in the run; None: no dropout."""
+        scores = self.dropout.added_to(scores, samples_b)
         if self.rotates:
             assert rotary is not None
             handoff = self.qkv.state.grad_handoff()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.config import Config
@@ -32,6 +32,8 @@ class BuildContext:
     those of them over which each expert is cut. `expert_amax`: the ranks that hold the same ones. `gathers_tokens`,
     `expert_overlap`, `row_bound`: how tokens get to them. `sequence_group`: the ranks that hold slices of the same
     sequences between tensor-parallel regions. `global_batch`, `global_tokens`: sequences and tokens of a step.
+
+    `seed`: of the random streams of dropout. `loss_scale`: fp32 `[]`, by which the loss is multiplied; None: 1.
     """
 
     tensor: ProcessGroup
@@ -55,6 +57,8 @@ class BuildContext:
     sequence_group: ProcessGroup | None = None
     global_batch: int = 1
     global_tokens: int = 1
+    seed: int = 0
+    loss_scale: Tensor | None = None
 
     @property
     def buffer_device(self) -> torch.device:

@@ -6,7 +6,7 @@ from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 
 #: Dense peak of H100 and H200 SXM by precision, in FLOP/s (NVIDIA's datasheets).
-PEAK_FLOPS = {"bf16": 989e12, "fp8": 1979e12}
+PEAK_FLOPS = {"bf16": 989e12, "fp16": 989e12, "fp8": 1979e12}
 
 
 def matmul_parameters(config: ModelConfig) -> int:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.context_parallel.attention import ContextAttention, plan
+from megafp8.context_parallel.split import shard_positions
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.models.alibi import alibi_bias
@@ -41,9 +42,11 @@ from megafp8.models.offload import ActivationOffload, Forward
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.models.router import Router
+from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import SelfAttention, fastest_backends
 from megafp8.ops.attention_mask import causal_mask
 from megafp8.ops.attention_scores import Scores
+from megafp8.ops.dropout_reference import Dropout, DropoutStream, TokenPlaces
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.linear import linear
 from megafp8.plan import LinearSite, Neighbor
@@ -62,13 +65,17 @@ class LayerInputs:
 
     rotary: Mapping[int | None, tuple[Tensor, Tensor]]  # by sliding window, as is the next; empty without rope
     cores: Mapping[int | None, CoreAttention]
-    scores: Scores
+    scores: Scores  # of all layers, without dropout
+    samples_b: Tensor | None = None  # indices of the samples in the run; None: no dropout
+    places: TokenPlaces | None = None  # of the residual stream's tokens; None: no dropout in it
 
     @property
     def tensors(self) -> list[Tensor]:
         tables = [x for table in self.rotary.values() for x in table]
         bias = [] if self.scores.distance_bias_ar is None else [self.scores.distance_bias_ar]
-        return [*tables, *(x for core in self.cores.values() for x in core.tensors), *bias]
+        of_dropout = [] if self.samples_b is None else [self.samples_b]
+        of_dropout += [] if self.places is None else self.places.tensors
+        return [*tables, *(x for core in self.cores.values() for x in core.tensors), *bias, *of_dropout]
 
 
 def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
@@ -83,20 +90,23 @@ def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
     )
 
 
-def _normalized(norm: Norm, x_sbh: Tensor, branch_sbh: Tensor | None = None) -> Tensor:
-    """The norm of `x + branch`, as values."""
-    _, normed = norm.residual(x_sbh, branch_sbh, None)
+def _normalized(norm: Norm, x_sbh: Tensor, branch_sbh: Tensor | None = None, dropout: Dropout | None = None) -> Tensor:
+    """The norm of `x + branch`, as values. `dropout`: of the branch."""
+    _, normed = norm.residual(x_sbh, branch_sbh, None, dropout)
     assert isinstance(normed, Tensor)
     return normed
 
 
 def _input(
-    norm: Norm | None, x_sbh: Tensor, branch_sbh: Tensor | None, form: InputFormat | None
+    norm: Norm | None, x_sbh: Tensor, branch_sbh: Tensor | None, form: InputFormat | None, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor | LinearInput]:
-    """`x + branch`, and what attention or MLP read of it: its norm, or where there is none the sum itself."""
+    """`x + branch`, and what attention or MLP read of it: its norm, or where there is none the sum itself.
+
+    `dropout`: of the branch.
+    """
     if norm is not None:
-        return norm.residual(x_sbh, branch_sbh, form)
-    total_sbh = x_sbh if branch_sbh is None else x_sbh + branch_sbh
+        return norm.residual(x_sbh, branch_sbh, form, dropout)
+    total_sbh = x_sbh if branch_sbh is None else dropouts.add(x_sbh, branch_sbh, dropout)
     return total_sbh, total_sbh
 
 
@@ -136,21 +146,41 @@ class Block(nn.Module):
         else:
             self.mlp = MoE(f"{name}.mlp", config, context, memory)
         self.mlp_output_norm = norm("mlp_output_norm", of_outputs)
+        self.attention_dropout, self.mlp_dropout = (
+            DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.{part}") for part in ("attention", "mlp")
+        )
 
-    def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
-        """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
-        x_sbh, normed = _input(self.attention_norm, x_sbh, branch_sbh, self.attention.input_format)
+    def forward(
+        self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them.
+
+        `dropout`: of the branch that comes in; that of the branch that goes out is `mlp_dropout`.
+        """
+        x_sbh, normed = _input(self.attention_norm, x_sbh, branch_sbh, self.attention.input_format, dropout)
         rotary, core = inputs.rotary.get(self.window), inputs.cores[self.window]
-        attention = self._output(self.attention(normed, rotary, core, inputs.scores), self.attention_output_norm)
+        attention = self.attention(normed, rotary, core, inputs.scores, inputs.samples_b)
+        attention = self._output(attention, self.attention_output_norm)
+        own = self.attention_dropout.at(inputs.places)
         between = None if self.parallel else attention
-        x_sbh, normed = _input(self.mlp_norm, x_sbh, between, self.mlp.input_format)
+        total_sbh, normed = _input(self.mlp_norm, x_sbh, between, self.mlp.input_format, own)
         mlp = self._output(self.mlp(normed), self.mlp_output_norm)
-        return x_sbh, mlp + attention if self.parallel else mlp
+        if not self.parallel:
+            return total_sbh, mlp
+        if own is None:
+            return total_sbh, mlp + attention
+        return dropouts.add(total_sbh, attention, own), mlp  # each branch has a dropout of its own
 
     def _output(self, y_sbh: Tensor, norm: Norm | None) -> Tensor:
         """What attention or MLP add to the residual stream."""
         y_sbh = y_sbh if norm is None else _normalized(norm, y_sbh)
         return y_sbh if self.multiplier == 1 else y_sbh * self.multiplier
+
+
+def _branch_dropout(block: nn.Module, inputs: LayerInputs) -> Dropout | None:
+    """Of the branch that a block returns."""
+    assert isinstance(block, Block)
+    return block.mlp_dropout.at(inputs.places)
 
 
 class PredictionLayer(nn.Module):
@@ -174,11 +204,14 @@ class PredictionLayer(nn.Module):
         self.hidden_norm = _norm(f"{name}.hidden_norm", config, context)
         self.block = Block(index, config, context, memory)
         self.final_norm = _norm(f"{name}.final_norm", config, context)
+        self.dropout = DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.embedding")
 
     def forward(self, hidden_sbh: Tensor, embedded_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        embedded_sbh = dropouts.add(None, embedded_sbh, self.dropout.at(inputs.places))
         both = [_normalized(self.embedding_norm, embedded_sbh), _normalized(self.hidden_norm, hidden_sbh)]
         x_sbh = linear(torch.cat(both, dim=-1), self.projection, self.projection_state)
-        return _normalized(self.final_norm, *self.block(x_sbh, None, inputs))
+        x_sbh, branch_sbh = self.block(x_sbh, None, inputs)
+        return _normalized(self.final_norm, x_sbh, branch_sbh, _branch_dropout(self.block, inputs))
 
 
 def _word_embedding(
@@ -200,7 +233,10 @@ def _word_embedding(
 
 class Embedding(nn.Module):
     """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel), learned positions added, and
-    normalized where the model has that."""
+    normalized where the model has that.
+
+    `places`: those of the residual stream's tokens; None: no dropout.
+    """
 
     def __init__(self, config: ModelConfig, context: BuildContext, positions: int) -> None:
         super().__init__()
@@ -211,12 +247,14 @@ class Embedding(nn.Module):
             shards = unsharded("embedding.position.weight", (positions, config.hidden_size))
             self.position = replicated_parameter(context, shards, Init("normal", config.init_std))
         self.norm = _norm("embedding_norm", config, context) if config.embedding_norm else None
+        self.dropout = DropoutStream.of(config.hidden_dropout, context.seed, "embedding")
 
-    def forward(self, tokens_bs: Tensor, position_ids_bs: Tensor | None) -> Tensor:
+    def forward(self, tokens_bs: Tensor, position_ids_bs: Tensor | None, places: TokenPlaces | None = None) -> Tensor:
         x_sbh = self.word(tokens_bs)
         if self.position is not None:
             x_sbh = x_sbh + self._positions(tokens_bs, position_ids_bs)
-        return x_sbh if self.norm is None else _normalized(self.norm, x_sbh)
+        x_sbh = x_sbh if self.norm is None else _normalized(self.norm, x_sbh)
+        return dropouts.add(None, x_sbh, self.dropout.at(places))
 
     def _positions(self, tokens_bs: Tensor, position_ids_bs: Tensor | None) -> Tensor:
         assert self.position is not None
@@ -264,11 +302,12 @@ class Head(nn.Module):
         branch_sbh: Tensor | None,
         labels_bs: Tensor,
         look_ahead: Callable[[Tensor], Tensor] | None = None,
+        dropout: Dropout | None = None,
     ) -> Tensor:
         """Loss of each token, `[s, b]` float32. `look_ahead`: the output layer's input with that of all depths of
-        multi-token prediction, from that of the model."""
+        multi-token prediction, from that of the model. `dropout`: of the branch."""
         assert self.vocab_size is not None
-        labels_sb, normed = labels_bs.transpose(0, 1).contiguous(), _normalized(self.norm, x_sbh, branch_sbh)
+        labels_sb, normed = labels_bs.transpose(0, 1).contiguous(), _normalized(self.norm, x_sbh, branch_sbh, dropout)
         return vocab_parallel_cross_entropy(
             self._uncapped(normed if look_ahead is None else look_ahead(normed)),
             labels_sb,
@@ -358,8 +397,17 @@ class GPTStage(nn.Module):
         modules = (self.embedding, *self.blocks, self.mtp_embedding, *self.mtp, self.head)
         return [module for module in modules if module is not None]
 
-    def layer_inputs(self, s: int, position_ids_bs: Tensor | None, cu_seqlens_bn: Tensor | None) -> LayerInputs:
-        """Rotary tables and core attention of a micro-batch, of whose sequences this rank has s tokens."""
+    def layer_inputs(
+        self,
+        s: int,
+        position_ids_bs: Tensor | None,
+        cu_seqlens_bn: Tensor | None,
+        samples_b: Tensor | None = None,
+    ) -> LayerInputs:
+        """What blocks read of a micro-batch, of whose sequences this rank has s tokens.
+
+        `samples_b`: int64, the indices of its samples in the run; None: no dropout.
+        """
         config, context = self.config, self.context
         rotary: dict[int | None, tuple[Tensor, Tensor]] = {}
         if config.position_embedding == "rope":
@@ -374,8 +422,10 @@ class GPTStage(nn.Module):
                 self._alibi[whole] = alibi_bias(whole, heads, context.tensor, context.dtype, context.device)
             bias_ar = self._alibi[whole]
         scores = Scores(config.attention_scale, config.attention_softcap, bias_ar)
-        cores = {window: self._core(s, window, cu_seqlens_bn, scores) for window in self._windows}
-        return LayerInputs(rotary, cores, scores)
+        drops = samples_b is not None and config.attention_dropout > 0
+        positions_matter = drops or scores.depend_on_positions
+        cores = {window: self._core(s, window, cu_seqlens_bn, positions=positions_matter) for window in self._windows}
+        return LayerInputs(rotary, cores, scores, samples_b, self._places(s, cu_seqlens_bn, samples_b))
 
     def _is_local(self, window: int | None) -> bool:
         """Whether layers with this window have rotary frequencies of their own."""
@@ -394,15 +444,30 @@ class GPTStage(nn.Module):
         factor = 1.0 if config.yarn is None or local else config.yarn.rotated_factor
         return rotary_table(positions, self._frequencies[local], self.context.dtype, factor)
 
-    def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None, scores: Scores) -> CoreAttention:
+    def _places(self, s: int, cu_seqlens_bn: Tensor | None, samples_b: Tensor | None) -> TokenPlaces | None:
+        """Of the tokens of this rank's residual stream; None without dropout."""
+        if samples_b is None or not self.config.hidden_dropout:
+            return None
+        context, group = self.context, self.context.context_parallel
+        if group is None or group.size() == 1:
+            positions_bs = torch.arange(s, device=context.device).unsqueeze(0)
+        else:
+            ranks = group.size()
+            positions_bs = shard_positions(cu_seqlens_bn, s * ranks, group.rank(), ranks, context.device)
+        positions_sb = positions_bs.transpose(0, 1)
+        if context.sequence_sharded:
+            positions_sb = scatter_to_sequence_parallel(positions_sb, context.tensor)
+        return TokenPlaces.of(positions_sb, samples_b)
+
+    def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None, *, positions: bool) -> CoreAttention:
+        """`positions`: scores depend on them."""
         group, device = self.context.context_parallel, self.context.device
         if group is None or group.size() == 1:
             return SelfAttention(causal_mask(cu_seqlens_bn, window, s, device))
         rank, ranks = group.rank(), group.size()
         calls = plan(
-            s * ranks, rank, ranks, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device,
-            positions=scores.depend_on_positions,
-        )  # fmt: skip
+            s * ranks, rank, ranks, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device, positions=positions
+        )
         return ContextAttention(group, calls)
 
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
@@ -417,10 +482,12 @@ class GPTStage(nn.Module):
 
     def _run_blocks(self, x_sbh: Tensor, inputs: LayerInputs, offload: Forward | None) -> tuple[Tensor, Tensor | None]:
         branch_sbh: Tensor | None = None
+        dropout: Dropout | None = None
         for block, memory in zip(self.blocks, self.memory):
             if memory.full and torch.is_grad_enabled() and branch_sbh is not None:
-                x_sbh, branch_sbh = x_sbh + branch_sbh, None  # one tensor is kept for a block, not two
-            x_sbh, branch_sbh = self._run(memory, offload, block, x_sbh, branch_sbh, inputs)
+                x_sbh, branch_sbh = dropouts.add(x_sbh, branch_sbh, dropout), None  # one tensor is kept, not two
+            x_sbh, branch_sbh = self._run(memory, offload, block, x_sbh, branch_sbh, inputs, dropout)
+            dropout = _branch_dropout(block, inputs)
         return x_sbh, branch_sbh
 
     def look_ahead(self, labels_bs: Tensor, inputs: LayerInputs, offload: Forward | None, normed_sbh: Tensor) -> Tensor:
@@ -448,6 +515,7 @@ class GPTStage(nn.Module):
         labels_bs: Tensor,
         position_ids_bs: Tensor | None = None,
         cu_seqlens_bn: Tensor | None = None,
+        samples_b: Tensor | None = None,
     ) -> Tensor:
         """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`.
 
@@ -456,18 +524,21 @@ class GPTStage(nn.Module):
 
         `x_sbh` is None on the first stage. Where sequences are cut over ranks, tokens and labels are this rank's,
         `position_ids_bs` `[1 or b, s]` says where they stand, and `cu_seqlens_bn` is of the whole sequences.
+        `samples_b`: indices of the samples in the run, for dropout; None, as in evaluation: no dropout.
         """
-        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, cu_seqlens_bn)
+        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, cu_seqlens_bn, samples_b)
         if self.embedding is not None:
-            x_sbh = self.embedding(tokens_bs, position_ids_bs)
+            x_sbh = self.embedding(tokens_bs, position_ids_bs, inputs.places)
         assert x_sbh is not None, "a later stage needs the previous stage's output"
         with fastest_backends():
             offload = self._offload(x_sbh, inputs)
             x_sbh, branch_sbh = self._run_blocks(x_sbh, inputs, offload)
+            dropout = _branch_dropout(self.blocks[-1], inputs)
             if self.head is not None:
                 look_ahead = partial(self.look_ahead, labels_bs, inputs, offload) if len(self.mtp) else None
-                return self.head(x_sbh, branch_sbh, labels_bs, look_ahead)
-        return x_sbh if branch_sbh is None else x_sbh + branch_sbh
+                return self.head(x_sbh, branch_sbh, labels_bs, look_ahead, dropout)
+        assert branch_sbh is not None
+        return dropouts.add(x_sbh, branch_sbh, dropout)
 
 
 def fp8_layer_names(config: ModelConfig, blocks: range | None = None) -> Iterator[str]:

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
 from megafp8.distributed.sharding import Init, unsharded
-from megafp8.models.attention import ATTENTION
+from megafp8.models.attention import ATTENTION, ProbabilityDropout
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.norms import Norm
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
@@ -57,6 +57,7 @@ class LatentAttention(nn.Module):
         self.heads = heads // context.tensor.size()
         self.n, self.r, self.v = latent.nope_head_dim, latent.rope_head_dim, latent.value_head_dim
         self.ranks = [latent.q_rank or 0, latent.kv_rank, self.r]
+        self.dropout = ProbabilityDropout.build(name, config, context)
         self.score_factor = 1.0 if config.yarn is None else config.yarn.score_factor
         init, common = Init("normal", config.init_std), context.linear_options()
         down = {"kv_down": latent.kv_rank + self.r}
@@ -97,14 +98,21 @@ class LatentAttention(nn.Module):
         )
 
     def forward(
-        self, x_sbh: Tensor | LinearInput, rotary: tuple[Tensor, Tensor] | None, core: CoreAttention, scores: Scores
+        self,
+        x_sbh: Tensor | LinearInput,
+        rotary: tuple[Tensor, Tensor] | None,
+        core: CoreAttention,
+        scores: Scores,
+        samples_b: Tensor | None,
     ) -> Tensor:
+        """`scores`: of all layers, without dropout. `samples_b`: indices of samples in the run; None: no dropout."""
         q, kv, k_rotary = linear(x_sbh, self.down, self.down_state).split(self.ranks, dim=-1)
         q_sbc = self.q_up(x_sbh) if self.q_norm is None else self._up(q, self.q_norm, self.q_up)
         kv_sbc = self._up(kv, self.kv_norm, self.kv_up)
         # Each rank's heads use it, so its gradient is their sum.
         share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
         k_rotary_sbr = share(k_rotary.contiguous(), self.context.tensor)
+        scores = self.dropout.added_to(scores, samples_b)
         return self.proj(self._run(self._attend, q_sbc, kv_sbc, k_rotary_sbr, rotary, core, scores).flatten(-2))
 
     @staticmethod

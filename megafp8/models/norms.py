@@ -27,6 +27,7 @@ from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, u
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.fp8.sources import norm_factor
 from megafp8.models.context import BuildContext
+from megafp8.ops.dropout_reference import Dropout
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.norm import norm
 
@@ -68,10 +69,15 @@ class Norm(nn.Module):
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
 
     def residual(
-        self, x: Tensor, branch: Tensor | None, form: InputFormat | None
+        self, x: Tensor, branch: Tensor | None, form: InputFormat | None, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | LinearInput]:
-        """`x + branch`, and its norm as the layer after it takes its input (`form`), in one pass each way."""
-        return norm(x, branch, self.weight, self.bias, self.eps, form, zero_centered=self.zero_centered)
+        """`x + branch`, and its norm as the layer after it takes its input (`form`), in one pass each way.
+
+        `dropout`: of the branch.
+        """
+        return norm(
+            x, branch, self.weight, self.bias, self.eps, form, dropout=dropout, zero_centered=self.zero_centered
+        )
 
 
 class ProjectionNorms(nn.Module):

@@ -22,8 +22,8 @@ operations and recomputes them when backward needs them. Megatron-LM's names are
     attention    (core_attn)        2ad + 4a less, for a forward of attention. In high precision only 4a, because the
                                     projection keeps the output. With norms over heads, only their inputs are kept.
 
-What is recomputed is the same bit for bit, and with it losses and gradients (`megafp8.ops.fusion`). There is no
-dropout, so nothing depends on random numbers but nvfp4's rounding of gradients, which is keyed by position.
+What is recomputed is the same bit for bit, and with it losses and gradients (`megafp8.ops.fusion`). No random number
+has a state: dropout is keyed by sample and position (`megafp8.ops.dropout`), nvfp4's rounding of gradients by position.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ Logits, scores and losses are computed in fp32 (fp64 if the model is), whatever 
 chosen by score, of equal scores the one with the lower index, so the choice depends on nothing but the scores.
 
 *Losses of the router* are added to the gradient, not to the loss that is reported: `_AddLoss` passes its input through
-and in backward gives the router's loss the gradient 1. They are means over the sequences (aux_loss) or tokens (z_loss)
-of the global batch, and sums over layers. The aux loss of a sequence needs the choices of all its tokens; where ranks
-hold slices of it, their counts are summed. The mean scores need not be: the loss is linear in them. The aux loss of the
-global batch has the choices of the step before, which are summed over all ranks anyway.
+and in backward gives the router's loss the gradient 1, or the loss scale. They are means over the sequences (aux_loss)
+or tokens (z_loss) of the global batch, and sums over layers. The aux loss of a sequence needs the choices of all its
+tokens; where ranks hold slices of it, their counts are summed. The mean scores need not be: the loss is linear in them.
+The aux loss of the global batch has the choices of the step before, which are summed over all ranks anyway.
 
 *Load.* Backward also adds up how many tokens chose each expert (`load`), in `RouterLoad`. Not forward, which runs twice
 where it is recomputed, and also in evaluations.
@@ -58,12 +58,17 @@ class Routing(NamedTuple):
 
 
 class _AddLoss(Function):
-    """The identity of its first argument; its backward adds the gradient of `loss`, if there is one, and to `load`."""
+    """The identity of its first argument; its backward adds the gradient of `loss`, if there is one, and to `load`.
+
+    `loss_scale`: that gradient, 1 if None.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor | None, load: RouterLoad, sums: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, loss: Tensor | None, load: RouterLoad, sums: Tensor, loss_scale: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(sums)
-        ctx.load, ctx.dtype = load, None if loss is None else loss.dtype
+        ctx.load, ctx.dtype, ctx.loss_scale = load, None if loss is None else loss.dtype, loss_scale
         return x.view_as(x)
 
     @staticmethod
@@ -71,7 +76,10 @@ class _AddLoss(Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         (sums,) = ctx.saved_tensors
         ctx.load.sums.add_(sums)
-        return dx, None if ctx.dtype is None else torch.ones((), dtype=ctx.dtype, device=dx.device), None, None
+        if ctx.dtype is None:
+            return dx, *[None] * 4
+        scale = torch.ones((), device=dx.device) if ctx.loss_scale is None else ctx.loss_scale
+        return dx, scale.to(ctx.dtype), *[None] * 3
 
 
 def choose(scores_ne: Tensor, moe: MoeConfig, bias_e: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -129,6 +137,7 @@ class Router(nn.Module):
         self.name, self.moe = name, moe
         self.group: ProcessGroup | None = context.sequence_group
         self.global_batch, self.global_tokens = context.global_batch, context.global_tokens
+        self.loss_scale = context.loss_scale
         shards = unsharded(f"{name}.weight", (moe.num_experts, hidden_size))
         self.weight = replicated_parameter(context, shards, init)
         self.logit_bias: nn.Parameter | None = None
@@ -167,7 +176,7 @@ class Router(nn.Module):
         dropped = (routing.experts == moe.num_experts).sum().to(aux.dtype)
         sums.append(torch.stack([aux, z, dropped]).detach())
         loss = aux + z if moe.aux_loss or moe.z_loss else None
-        return _AddLoss.apply(routing.weights, loss, self.load, torch.cat(sums).double())
+        return _AddLoss.apply(routing.weights, loss, self.load, torch.cat(sums).double(), self.loss_scale)
 
     def _aux_loss(self, counts_be: Tensor, shares_ne: Tensor) -> Tensor:
         """This rank's part of the load-balancing loss."""

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm with the residual addition before them, fused with the cast of their output.
+"""RMSNorm and LayerNorm with the residual addition before them, its dropout, and the cast of their output, fused.
 
 Kept for backward: the sum, and a statistic or two of each row. Gradients of weight and bias go to their sinks, if they
 have such, as those of linear layers do (`megafp8.ops.wgrad`).
@@ -18,8 +18,10 @@ from torch.autograd import Function
 
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.fp8.sources import Normalized, ZeroCenteredNormalized
-from megafp8.ops import norm_reference
+from megafp8.ops import dropout as dropouts
+from megafp8.ops import dropout_reference, norm_reference
 from megafp8.ops.autograd import once_differentiable
+from megafp8.ops.dropout_reference import Dropout
 from megafp8.ops.fusion import FusedOutput, LinearInput, as_matrix
 from megafp8.ops.wgrad import deliver, summed_in_place
 
@@ -28,21 +30,22 @@ class _Norm(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-        zero_centered: bool, fused: FusedOutput,
+        zero_centered: bool, fused: FusedOutput, dropout: Dropout | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if fused.format is None and _has_kernel(x):
             total, mean_r, rstd_r, y = _kernels().normalize(
-                x.contiguous(), _contiguous(branch), weight, bias, eps, zero_centered=zero_centered
+                x.contiguous(), _contiguous(branch), weight, bias, eps, dropout, zero_centered=zero_centered
             )
             total_rc = as_matrix(total)
         else:
-            total, mean_r, rstd_r = _statistics(x, branch, eps, centered=bias is not None)
+            total, mean_r, rstd_r = _statistics(x, branch, eps, dropout, centered=bias is not None)
             total_rc = as_matrix(total)
             source = ZeroCenteredNormalized if zero_centered else Normalized
             y = fused.compute(source(total_rc, rstd_r, weight, mean_r, bias), x)
         ctx.save_for_backward(total_rc, rstd_r, mean_r, weight)
         ctx.zero_centered = zero_centered
         ctx.weight, ctx.bias = weight, bias  # saved tensors may come back as other objects, without their sink
+        ctx.dropout = dropout
         ctx.set_materialize_grads(False)
         if total is x:  # would be returned as a view, which hooks of FSDP do not like
             total = torch.ops.aten._unsafe_view.default(x, x.shape)
@@ -53,37 +56,45 @@ class _Norm(Function):
     def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         total_rc, rstd_r, mean_r, weight = ctx.saved_tensors
         if dy is None:  # only the sum was used
-            return dtotal, dtotal if ctx.needs_input_grad[1] else None, *[None] * 5
-        dx, dweight, dbias = _backward(dy, total_rc, mean_r, rstd_r, weight, dtotal, zero_centered=ctx.zero_centered)
+            dbranch = dtotal
+            if ctx.dropout is not None and dtotal is not None:
+                dbranch = dropouts.compute(None, dtotal, ctx.dropout)
+            return dtotal, dbranch if ctx.needs_input_grad[1] else None, *[None] * 6
+        dx, dbranch, dweight, dbias = _backward(
+            dy, total_rc, mean_r, rstd_r, weight, dtotal, ctx.dropout, zero_centered=ctx.zero_centered
+        )
         dw = _deliver(ctx.weight, dweight)
         db = None if dbias is None else _deliver(ctx.bias, dbias)
-        return dx, dx if ctx.needs_input_grad[1] else None, dw, db, None, None, None
+        return dx, dbranch if ctx.needs_input_grad[1] else None, dw, db, *[None] * 4
 
 
 def _statistics(
-    x: Tensor, branch: Tensor | None, eps: float, *, centered: bool
+    x: Tensor, branch: Tensor | None, eps: float, dropout: Dropout | None, *, centered: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The sum, shaped like x (x itself without a branch), and the mean and 1/deviation of its rows."""
     if _has_kernel(x):
-        return _kernels().statistics(x.contiguous(), _contiguous(branch), eps, centered=centered)
-    total = x if branch is None else x + branch
+        return _kernels().statistics(x.contiguous(), _contiguous(branch), eps, centered=centered, dropout=dropout)
+    total = x
+    if branch is not None:
+        total = x + branch if dropout is None else dropout_reference.add(x, branch, dropout)
     return total, *norm_reference.statistics(as_matrix(total), eps, centered=centered)
 
 
 def _backward(
-    dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight: Tensor, dresidual: Tensor | None, *,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of x, shaped like dy, and of weight and bias `[c]`, or float64 partial sums `[p, c]` of these."""
+    dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight: Tensor, dresidual: Tensor | None,
+    dropout: Dropout | None, *, zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of x and branch, shaped like dy, and of weight and bias `[c]`, or float64 partial sums `[p, c]`."""
     if _has_kernel(x_rc):
         return _kernels().backward(
-            dy.contiguous(), x_rc, mean_r, rstd_r, weight, _contiguous(dresidual), zero_centered=zero_centered
+            dy.contiguous(), x_rc, mean_r, rstd_r, weight, _contiguous(dresidual), dropout, zero_centered=zero_centered
         )
     dresidual_rc = None if dresidual is None else as_matrix(dresidual)
     dx_rc, dweight, dbias = norm_reference.backward(
         as_matrix(dy), x_rc, mean_r, rstd_r, weight, dresidual_rc, zero_centered=zero_centered
     )
-    return dx_rc.view(dy.shape), dweight, dbias
+    dx = dx_rc.view(dy.shape)
+    return dx, dx if dropout is None else dropout_reference.add(None, dx, dropout), dweight, dbias
 
 
 def _deliver(weight: Tensor, dweight: Tensor) -> Tensor | None:
@@ -115,13 +126,14 @@ def _kernels() -> ModuleType:
 
 def norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, form: InputFormat | None, *,
-    zero_centered: bool = False,
+    dropout: Dropout | None = None, zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor | LinearInput]:  # fmt: skip
     """`x + branch` (x without a branch), and its norm over the last dim: values, or what the layer after it takes.
 
-    RMSNorm without a bias, LayerNorm with one; weight and bias `[c]`. `form`: how the layer takes its input.
-    `zero_centered`: the norm multiplies by 1 + weight.
+    RMSNorm without a bias, LayerNorm with one; weight and bias `[c]`. `form`: how the layer takes its input. `dropout`:
+    of the branch, before it is added. `zero_centered`: the norm multiplies by 1 + weight.
     """
     fused = FusedOutput(form, torch.is_grad_enabled())
-    total, y = _Norm.apply(x, branch, weight, bias, eps, zero_centered, fused)
+    own = None if branch is None else dropout
+    total, y = _Norm.apply(x, branch, weight, bias, eps, zero_centered, fused, own)
     return total, fused.result(y)

@@ -118,7 +118,7 @@ def _kernels() -> ModuleType:
 
 
 def _has_kernel(rows_mh: Tensor) -> bool:
-    return rows_mh.is_cuda and rows_mh.dtype in (torch.bfloat16, torch.float32)
+    return rows_mh.is_cuda and rows_mh.dtype != torch.float64
 
 
 class _Permute(Function):

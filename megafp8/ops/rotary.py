@@ -78,7 +78,7 @@ class _RotateHeads(Function):
 
 
 def _rotated(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if x_sbad.is_cuda and x_sbad.dtype in (torch.bfloat16, torch.float32) and cos.dtype == torch.float32:
+    if x_sbad.is_cuda and x_sbad.dtype != torch.float64 and cos.dtype == torch.float32:
         from megafp8.kernels import rotary  # needs Triton, which comes with torch's CUDA builds
 
         return rotary.rotate_heads(x_sbad.contiguous(), cos, sin)

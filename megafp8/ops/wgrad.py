@@ -61,7 +61,7 @@ def open_store(weight: Tensor) -> WgradStore | None:
 def wgrad(weight: Tensor, dy_mn: Tensor, x_mk: Tensor) -> Tensor | None:
     """dw in high precision, to its sink or back; on CUDA a sink's fp32 takes it in place."""
     main_grad = summed_in_place(weight)
-    if main_grad is None or not (dy_mn.is_cuda and dy_mn.dtype == x_mk.dtype == torch.bfloat16):
+    if main_grad is None or not (dy_mn.is_cuda and dy_mn.dtype == x_mk.dtype and dy_mn.dtype.itemsize == 2):
         return deliver(weight, gemm(dy_mn.t(), x_mk, wgrad_dtype(weight)))
     torch.addmm(main_grad, dy_mn.t(), x_mk, out_dtype=torch.float32, out=main_grad)
     weight.grad_sink.added()  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """The end of a training step: from the gradients of the micro-batches to the update.
 
-    complete shared gradients -> scale -> norm -> clip -> update
+    complete shared gradients -> scale, in fp16 by 1 / loss scale too -> norm -> clip -> update
 
 *Shared gradients.* Two kinds of parameters are held by several ranks of one model, each of which has a part of their
 gradient: norms under sequence parallelism (a tensor-parallel rank has its slice of the sequence) and the shared
@@ -37,14 +37,19 @@ from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import FlatShard, ParamSpec, spec_of
 from megafp8.optimizer.adam import MixedPrecisionAdamW
+from megafp8.optimizer.loss_scale import LossScaler
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """`grad_norm`: the 2-norm of the whole model's gradient before clipping. `skipped`: it was not finite."""
+    """`grad_norm`: the 2-norm of the whole model's gradient before clipping. `skipped`: it was not finite.
+
+    `loss_scale`: that of this step, if there is one.
+    """
 
     grad_norm: float
     skipped: bool
+    loss_scale: float | None = None
 
 
 class Gradients(Protocol):
@@ -64,7 +69,8 @@ class OptimizerStep:
     `model_group`: pipeline × tensor; `embedding_group`: the stages that share the tied weights, and `shared_params`:
     this rank's side of them (empty elsewhere). `max_norm`: clip the gradient to this 2-norm; None does not clip.
     `sharded`: each rank of `data_group` (experts: of `expert_group`) has a shard of the gradients; else all have all of
-    them. `expert_group`: the ranks that hold the same experts, where these are not those of `data_group`.
+    them. `expert_group`: the ranks that hold the same experts, where these are not those of `data_group`. `scaler`: the
+    gradients are those of the loss times its scale.
     """
 
     buffer: Gradients
@@ -77,22 +83,32 @@ class OptimizerStep:
     sharded: bool = False
     data_group: ProcessGroup | None = None
     expert_group: ProcessGroup | None = None
+    scaler: LossScaler | None = None
 
     def __call__(self, lr: float, *, grad_scale: Tensor | None = None) -> StepResult:
         """Update the weights with learning rate `lr`; call when gradients are summed over data parallelism.
 
         `grad_scale`, fp32, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where
-        masks made them differ; NaN for a step to be skipped. The caller must `zero` the buffer before the next backward
-        pass. A skipped step changes neither the weights nor the optimizer's state.
+        masks made them differ; NaN for a step to be skipped, which says nothing about the loss scale. The caller must
+        `zero` the buffer before the next backward pass. A skipped step changes neither the weights nor the optimizer's
+        state.
         """
         self.reduce_shared_gradients()
-        if grad_scale is not None:
-            multiply_(self.buffer.owned, grad_scale)
+        factor, loss_scale = grad_scale, None
+        if self.scaler is not None:
+            loss_scale = _OnHost(self.scaler.scale.clone())
+            factor = self.scaler.scale.reciprocal() * (1.0 if grad_scale is None else grad_scale)
+        if factor is not None:
+            multiply_(self.buffer.owned, factor)
         norm = self.global_norm()
         on_host = _OnHost(norm)
+        if self.scaler is not None:
+            self.scaler.update(norm.isfinite(), None if grad_scale is None else ~grad_scale.isnan())
         on_device = self.optimizer.skips_on_device
         if not on_device and not math.isfinite(on_host.item()):
-            return StepResult(on_host.item(), skipped=True)
+            return StepResult(
+                on_host.item(), skipped=True, loss_scale=None if loss_scale is None else loss_scale.item()
+            )
         if self.max_norm is not None:
             multiply_(self.buffer.owned, clip_factor(norm, self.max_norm))
         self.optimizer.step(lr, skip=~norm.isfinite() if on_device else None)
@@ -100,7 +116,7 @@ class OptimizerStep:
         skipped = not math.isfinite(grad_norm)
         if skipped:
             self.optimizer.forget_step()
-        return StepResult(grad_norm, skipped)
+        return StepResult(grad_norm, skipped, None if loss_scale is None else loss_scale.item())
 
     def reduce_shared_gradients(self) -> None:
         """Complete, in place, the gradients of parameters that several ranks of one model hold.

@@ -26,7 +26,7 @@ from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.plan import LinearPlan
 from megafp8.planner.stages import stages_of
 
-ELEMENT = {"bf16": 2, "fp32": 4, "fp64": 8}
+ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 """Bytes of an activation, by `training.precision`."""
 
 
@@ -261,13 +261,15 @@ def block_backward(config: Config, fp8: Fp8Manager, index: int) -> int:
     """Bytes that the backward of block `index` needs at most beside what is saved: in its MLP, or in its experts.
 
     These are the gradients of the activation's output and input, the latter FP8 in both orientations if it is fused
-    with the cast, and of the residual stream, sharded and gathered.
+    with the cast, and of the residual stream, sharded and gathered. Dropout's mask is not stored, but behind it the
+    gradient of the MLP's output is another tensor than that of the residual stream.
     """
     x, kind, experts = sizes(config), ACTIVATIONS[config.model.activation], expert_layers(config, fp8, index)
+    stream = x.m_own * x.h * x.e * (2 if config.model.hidden_dropout else 1)
     if experts is not None:
-        return experts.rows * (sum(experts.up) + sum(experts.down)) * x.e + x.m_own * x.h * x.e
+        return experts.rows * (sum(experts.up) + sum(experts.down)) * x.e + stream
     fused = layer_plans(config, fp8)[f"layers.{index}.mlp.{kind.up_layer}"].grad_output == "fused"
-    return x.m * x.f * x.e + x.m * x.up * (2 if fused else x.e) + x.m_own * x.h * x.e + x.m * x.h * x.e
+    return x.m * x.f * x.e + x.m * x.up * (2 if fused else x.e) + stream + x.m * x.h * x.e
 
 
 def deferred_wgrad(config: Config, fp8: Fp8Manager, index: int) -> int:

@@ -82,10 +82,10 @@ def vocab_parallel_cross_entropy(
     """Negative log-likelihood of each token, `[s, b]` float32 or wider, from this rank's logits `[s, b, v/t]`.
 
     `labels_sb` int64 in `[0, vocab_size)`; columns from `vocab_size` on are padding and ignored. `z_loss` adds `z_loss
-    · log²Z`. `softcap`: that of the logits. Mask unwanted labels by multiplying the result. On CUDA with bf16 or fp32
-    logits it is fused, and the backward overwrites the logits (`fused_cross_entropy`).
+    · log²Z`. `softcap`: that of the logits. Mask unwanted labels by multiplying the result. On CUDA it is fused unless
+    logits are float64, and the backward overwrites the logits (`fused_cross_entropy`).
     """
-    if logits_sbv.is_cuda and logits_sbv.dtype in (torch.bfloat16, torch.float32):
+    if logits_sbv.is_cuda and logits_sbv.dtype != torch.float64:
         from megafp8.tensor_parallel import fused_cross_entropy  # needs Triton, which comes with torch's CUDA builds
 
         return fused_cross_entropy.vocab_parallel_cross_entropy(

@@ -24,7 +24,7 @@ in a graph, so without one a rank that hangs would never be noticed.
 - stochastic rounding is keyed by numbers of the host: such recipes train without graphs
 - how many rows the experts of a rank have differs in every step: a graph has room for some more than were seen before
   it was recorded, and where there are still more its results are discarded (`megafp8.expert_parallel.own_rows`)
-- dropout, which would need random numbers of torch's generator, does not exist here
+- dropout's masks are a function of the samples' indices in the run, which are tensors of the micro-batch
 - exchanges through symmetric memory alternate between two buffers and assume that consecutive ones differ. The last of
   a replay and the first of the next may share one: the all-reduce of losses over the ranks of a model, for which each
   must have finished the replay, is between them

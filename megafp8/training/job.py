@@ -22,6 +22,7 @@ from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
 from megafp8.models.flops import PEAK_FLOPS, flops_per_token
 from megafp8.ops import attention
+from megafp8.ops.attention_scores import AttentionDropout, Scores
 from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -150,6 +151,9 @@ class Job:
         logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
         if self.config.model.sliding_window is not None or self.config.data.reset_at_documents:
             logger.info(attention.describe(parallel.device))
+        if self.config.model.attention_dropout:
+            dropout = AttentionDropout(self.config.model.attention_dropout, (0, 0), torch.zeros(1))
+            logger.info(attention.describe(parallel.device, scores=Scores(dropout=dropout)))
         weights, sharded = self.trainer.weights, self.trainer.sharded
         if weights is not None and weights.fp8_data:
             logger.info(fp8_parameters.report(weights, parallel.data_context.size))
@@ -292,6 +296,7 @@ class Job:
             evaluation_seconds=evaluation_seconds,
             save_seconds=save_seconds,
             skipped_in_a_row=self.skipped_in_a_row,
+            loss_scale=result.loss_scale,
             validation_loss=validation_loss,
             mtp_loss=loss.mtp,
             router_aux_loss=None if load is None else load.aux_loss,
@@ -302,8 +307,10 @@ class Job:
         )
 
     def _stop_if_diverged(self, metrics: StepMetrics) -> None:
-        limit = self.config.training.max_skipped_steps
-        if limit and metrics.skipped_in_a_row >= limit:
+        t = self.config.training
+        if metrics.loss_scale is not None and metrics.loss_scale > t.loss_scale.min_loss_scale:
+            return  # it is halved first
+        if t.max_skipped_steps and metrics.skipped_in_a_row >= t.max_skipped_steps:
             self._check_replicas()  # one wrong replica spoils the gradients of all ranks
             raise diverged(self.trainer, metrics, self.saved_step)
 
@@ -316,7 +323,7 @@ class Job:
         return (
             device.type == "cuda"
             and any(chip in torch.cuda.get_device_name(device) for chip in ("H100", "H200"))
-            and self.config.training.precision == "bf16"
+            and self.config.training.precision in ("bf16", "fp16")
         )
 
     def _evaluate(self) -> float:

@@ -40,6 +40,7 @@ class StepMetrics:
     `time`: end of the step, UTC, ISO 8601. `tokens`, `consumed_samples`: since the beginning of the run.
     `step_seconds`: of the step alone, including `data_seconds` of waiting for data. Not included: `evaluation_seconds`
     after the step, and `save_seconds` for which training stalled for checkpoints since the previous record.
+    `loss_scale`: of the step, in fp16; else None.
     `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`: mean loss of multi-token
     prediction, unweighted; None without. Of a model with experts, as
     `megafp8.training.expert_load.ExpertLoad` has them: `router_aux_loss`, `router_z_loss`, `expert_imbalance` and
@@ -63,6 +64,7 @@ class StepMetrics:
     evaluation_seconds: float = 0.0
     save_seconds: float = 0.0
     skipped_in_a_row: int = 0
+    loss_scale: float | None = None
     validation_loss: float | None = None
     mtp_loss: float | None = None
     router_aux_loss: float | None = None
@@ -279,6 +281,7 @@ class LogWriter:
             *([] if metrics.mtp_loss is None else [f"mtp loss {metrics.mtp_loss:.4f}"]),
             f"grad norm {metrics.grad_norm:.3f}",
             f"lr {metrics.learning_rate:.2e}",
+            *([] if metrics.loss_scale is None else [f"loss scale {metrics.loss_scale:g}"]),
             f"{seconds / len(self._since):.3f} s/step",
             f"{rate:,.0f} tok/s/{self._per}",
         ]

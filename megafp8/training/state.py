@@ -6,6 +6,7 @@
     fp8.<layer>.<operand>.{amax_history,scale}     state of delayed scaling; {amax,calibrated_steps} of static scaling
     fp8.<layer>.input.channel_scale                of smooth SwiGLU, for all channels
     <router>.shares                                of the choices of the step before (moe.aux_loss_scope: global_batch)
+    loss_scale.{scale,growth_tracker,hysteresis_tracker}    fp32, with training.precision fp16
 
 The position in the data is a number of samples for each data set (`data.progress`). There is no random-number state:
 data order and initial values are functions of the seed (`data.samples`, `tensor_parallel.random`), which is in the
@@ -55,6 +56,7 @@ from megafp8.conversion.hf_config import canonical, differences
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.optimizer.adam import State
+from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.parallel_state import ParallelState
 from megafp8.planner.stages import stages_of
 from megafp8.training.auto_filter import Choice, kept_choice
@@ -84,7 +86,8 @@ def tensors(trainer: Trainer, optimizer: State | None = None) -> dict[str, Recta
     state: dict[str, Rectangles | Tensor] = {**weights(trainer)}
     for key, shards in (optimizer or trainer.optimizer.state()).items():
         state |= collect_shards(shards, f"optimizer.{key}.")
-    return state | trainer.router_shares | trainer.fp8.state_dict()
+    scaler = {} if trainer.loss_scaler is None else trainer.loss_scaler.state_dict()
+    return state | trainer.router_shares | scaler | trainer.fp8.state_dict()
 
 
 def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -104,6 +107,8 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
     kinds = {f"{prefix}{p.name}": (p.global_shape, dtype) for p in pieces for prefix, dtype in dtypes.items()}
     constants = {f"model.{name}": values for stage in stages for name, values in stage.constants.items()}
     constants |= {name: values for stage in stages for name, values in stage.router_shares.items()}
+    if config.training.precision == "fp16":
+        constants |= LossScaler(torch.device("meta"), **config.training.loss_scale.model_dump()).state_dict()
     return kinds | {name: (tuple(values.shape), values.dtype) for name, values in constants.items()}
 
 

@@ -1,9 +1,9 @@
 """The trainer of a rank: model, gradients, optimizer and pipeline, built once from the config, and the training step.
 
 The differentiated loss is the sum over a micro-batch's tokens divided by the *nominal* number of tokens in the global
-batch. Gradients summed over micro-batches, data-parallel and context-parallel ranks are then those of the mean over the
-whole batch, in any layout. If masks leave fewer tokens, the true number is known only after all ranks have counted, and
-the gradients are multiplied by nominal / true once, before clipping.
+batch; in fp16, times the loss scale. Gradients summed over micro-batches, data-parallel and context-parallel ranks are
+then those of the mean over the whole batch, in any layout. If masks leave fewer tokens, the true number is known only
+after all ranks have counted, and the gradients are multiplied by nominal / true once, before clipping.
 
 The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), though the last tokens
 of a sample have none.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
 from megafp8.ops.deferred_wgrad import WgradStore
 from megafp8.optimizer.adam import MixedPrecisionAdamW
+from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.step import OptimizerStep, StepResult
 from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction, StageOutput
@@ -59,7 +60,13 @@ from megafp8.training.pipeline import plan_pipeline
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "fp8": E4M3.dtype}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "fp8": E4M3.dtype,
+}
 
 
 class _Passes(NamedTuple):
@@ -110,6 +117,7 @@ class Trainer:
         self.fp8.leave_out(self.auto_filter.layers)
         self.fp8_records: list[Record] = []
         self.row_bound = RowBound(parallel.device)
+        self.loss_scaler = LossScaler(parallel.device, **t.loss_scale.model_dump()) if t.precision == "fp16" else None
         context = BuildContext(
             parallel.tensor.group,
             self.fp8,
@@ -131,6 +139,8 @@ class Trainer:
             sequence_group=parallel.tensor_context.group,
             global_batch=t.global_batch_size,
             global_tokens=t.global_batch_size * t.seq_length,
+            seed=config.seed,
+            loss_scale=None if self.loss_scaler is None else self.loss_scaler.scale,
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.plan = plan_pipeline(config, self.num_microbatches)
@@ -263,6 +273,7 @@ class Trainer:
             sharded=self.sharded is not None or self.weights is not None,
             data_group=(parallel.data_context if self.sharded is None else parallel.fsdp_shard).group,
             expert_group=parallel.expert_data.group if self.has_expert_buffer else None,
+            scaler=self.loss_scaler,
         )
 
     def publish_weights(self) -> None:
@@ -338,7 +349,14 @@ class Trainer:
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Forward of a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
-        y = stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.cu_seqlens)
+        y = stage(
+            x,
+            microbatch.tokens,
+            microbatch.labels,
+            microbatch.position_ids,
+            microbatch.cu_seqlens,
+            microbatch.samples,
+        )
         if stage.head is None:
             return StageOutput(y)
         mask_sb = torch.ones_like(y) if microbatch.loss_mask is None else microbatch.loss_mask.transpose(0, 1)
@@ -348,6 +366,8 @@ class Trainer:
         loss, *later = losses
         if later:
             loss = loss + self.config.model.mtp_loss_scaling_factor * torch.stack(later).mean()
+        if self.loss_scaler is not None:
+            loss = loss * self.loss_scaler.scale
         return StageOutput(loss / self.nominal_tokens, report)
 
     def _total(self, report: Tensor) -> Tensor:
@@ -375,6 +395,9 @@ class Trainer:
         `before_update` is called after the backward passes are queued, and before weights and optimizer state change.
         On return the update is queued, not done: the next step is queued behind it, so that the device does not idle.
         """
+        model = self.config.model
+        if model.hidden_dropout or model.attention_dropout:
+            assert all(batch.samples is not None for batch in batches), "dropout is a function of samples' indices"
         batches = self._with_room(batches)
         sampled = self.fp8.begin_step(step + 1)
         passes = self._run_passes(step, batches, sampled, before_update)
@@ -485,7 +508,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Loss:
-        """Loss of a global batch without training; does not update FP8 statistics."""
+        """Loss of a global batch without training or dropout; does not update FP8 statistics."""
+        batches = [replace(batch, samples=None) for batch in batches]
         if self._updated:
             self.publish_weights()
         if self.graphs is None or self.fp8.calibrating:

@@ -276,6 +276,9 @@ EXPERTS: list[tuple[list[str], int, str]] = [
      "it sends a token to one rank for each of its experts, and parallel.expert_tensor splits experts; try all_gather"),
     ([EIGHT, "training.precision=fp32", "training.cuda_graphs=true"], 1,
      "the host reads how many tokens each expert has, which a graph cannot, but in bf16; try"),
+    (["model.attention_dropout=0.1", "training.precision=fp32", "training.cuda_graphs=true"], 1,
+     "the host chooses queries of attention with dropout, which a graph cannot, but in bf16 or fp16 with"),
+    (["model.hidden_dropout=1"], 1, "model.hidden_dropout"),
 ]  # fmt: skip
 LATENT = "model.latent_attention={q_rank: 32, kv_rank: 16, nope_head_dim: 8, rope_head_dim: 4, value_head_dim: 8}"
 LATENT_ATTENTION: list[tuple[list[str], int, str]] = [

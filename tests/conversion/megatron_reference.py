@@ -35,6 +35,8 @@ MODELS = {
     "llama": TINY | {"num_attention_heads": 8, "num_query_groups": 4, "rope_theta": 5e5, "rope_scaling": {}},
     "gpt2": TINY
     | {
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.2,
         "position_embedding": "learned",
         "normalization": "layernorm",
         "activation": "gelu_tanh",

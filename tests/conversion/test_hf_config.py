@@ -241,7 +241,11 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sliding_window": None},
     ),
     "Qwen3's head": (Q3, {"channels": 128, "qk_norm": True}),
-    "dropout": (G | {"attn_pdrop": 0.1}, {"ffn_size": 128, "activation": "gelu_tanh", "tie_embeddings": True}),
+    "GPT-2's defaults": (
+        G | {"attn_pdrop": 0.2},
+        {"ffn_size": 128, "activation": "gelu_tanh", "tie_embeddings": True}
+        | {"hidden_dropout": 0.1, "attention_dropout": 0.2},
+    ),
     "copies that agree": (
         L
         | {

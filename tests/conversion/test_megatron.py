@@ -37,6 +37,8 @@ COMMON = {
     "group_query_attention": False,
     "num_query_groups": 1,
     "window_size": None,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
 }
 LLAMA = {
     "swiglu": True,
@@ -51,7 +53,9 @@ ARGS: dict[str, dict[str, Any]] = {
     | LLAMA
     | {"num_attention_heads": 8, "group_query_attention": True, "num_query_groups": 4, "rotary_base": 500000}
     | {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
-    "gpt2": COMMON | {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"},
+    "gpt2": COMMON
+    | {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}
+    | {"hidden_dropout": 0.1, "attention_dropout": 0.2},
     "qwen2": COMMON
     | LLAMA
     | GROUPS

@@ -82,7 +82,9 @@ def test_files_that_a_loader_process_cannot_open(tmp_path: Path) -> None:
     """They may have been moved since the run began: an evaluation starts loader processes of its own."""
     samples = PackedDataset(write_dataset(tmp_path / "x", [range(50)]), range(1), 4, 0, tmp_path)
     sent = pickle.dumps(_Samples(Blend([samples], Segment.fresh([1], 0))))
-    assert np.array_equal(pickle.loads(sent)[0], samples[0])
+    index, tokens = pickle.loads(sent)[7]
+    assert index == 7
+    assert np.array_equal(tokens, samples[7])
     (tmp_path / "x.bin").unlink()
     error = pickle.loads(sent)[0]
     assert isinstance(error, DataError)
@@ -93,4 +95,5 @@ def test_labels_are_the_next_tokens() -> None:
     (batch, *_) = next(stream(3, 0))
     assert batch.tokens.tolist() == [[30, 31, 32, 33]]
     assert batch.labels.tolist() == [[31, 32, 33, 34]]
+    assert batch.samples.tolist() == [3]
     assert batch.tokens.dtype == torch.int64

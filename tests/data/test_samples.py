@@ -327,7 +327,8 @@ def test_a_batch_is_sharded_with_its_positions() -> None:
     assert torch.equal(shard.loss_mask, shard.tokens % 2)
     assert shard.position_ids.tolist() == [[2, 3, 4, 5]]
     ends = torch.tensor([[0, 4, 8], [0, 8, 8]], dtype=torch.int32)
-    given = Batch(tokens, tokens, position_ids=tokens % 5, cu_seqlens=ends).shard(0, 2)
+    given = Batch(tokens, tokens, position_ids=tokens % 5, cu_seqlens=ends, samples=tokens[:, 0]).shard(0, 2)
+    assert given.samples.tolist() == [0, 8]
     assert given.tokens.tolist() == [[0, 4, 3, 7], [8, 9, 14, 15]]
     assert given.position_ids.tolist() == [[0, 4, 3, 2], [3, 4, 4, 0]]
     assert given.cu_seqlens is ends

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
 from megafp8.fp8.sources import Normalized, ZeroCenteredNormalized
+from megafp8.ops import dropout_reference
 from megafp8.ops import norm_reference as reference
+from megafp8.ops.dropout_reference import Dropout
 from tests.kernels import noise
+from tests.kernels.test_dropout import some_dropout
+from tests.marks import slow_but
 
 kernels = pytest.importorskip("megafp8.kernels.norm")
 
@@ -18,26 +25,42 @@ def check(actual: tuple[torch.Tensor | None, ...], expected: tuple[torch.Tensor 
         assert a is None or torch.equal(a, e)
 
 
+SHAPES = [(5, 64), (7, 100), (1, 1), (9, 257), (3, 4096), (0, 16)]
+CASES: list[Any] = [*itertools.product(SHAPES, [torch.float32]), *itertools.product(SHAPES, [torch.float16])]
+
+
 @pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
-@pytest.mark.parametrize("shape", [(5, 64), (7, 100), (1, 1), (33, 257), (3, 4096), (0, 16)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *slow_but(CASES, *CASES[: len(SHAPES) + 1]),
+        *(pytest.param(shape, torch.bfloat16, marks=pytest.mark.gpu) for shape in SHAPES),
+    ],
+    ids=str,
+)
 def test_statistics_and_backward(shape: tuple[int, int], dtype: torch.dtype, centered: bool) -> None:
     x, dy, other = (noise(*shape, dtype=dtype, seed=i) for i in range(3))
     weight = noise(shape[1], dtype=dtype)
-    for branch, zero_centered in ((None, True), (other, False)):
-        total = x if branch is None else x + branch
+    cases: list[tuple[torch.Tensor | None, Dropout | None, bool]] = [
+        (None, None, True),
+        (other, None, False),
+        (other, some_dropout(shape), True),
+    ]
+    for branch, dropout, zero_centered in cases:
+        total = x if branch is None else dropout_reference.add(x, branch, dropout) if dropout else x + branch
         statistics = reference.statistics(total, 1e-5, centered=centered)
-        check(kernels.statistics(x, branch, 1e-5, centered=centered), (total, *statistics))
+        check(kernels.statistics(x, branch, 1e-5, centered=centered, dropout=dropout), (total, *statistics))
         bias = noise(shape[1], dtype=dtype, seed=4) if centered else None
         mean_r, rstd_r = statistics
         source = ZeroCenteredNormalized if zero_centered else Normalized
         y = source(total, rstd_r, weight, mean_r, bias).values().to(dtype)
         form = {"zero_centered": zero_centered}
-        check(kernels.normalize(x, branch, weight, bias, 1e-5, **form), (total, *statistics, y))
+        check(kernels.normalize(x, branch, weight, bias, 1e-5, dropout, **form), (total, *statistics, y))
         arguments = (dy, total, *statistics, weight, branch)
-        dx, *partials = kernels.backward(*arguments, **form)
+        dx, dbranch, *partials = kernels.backward(*arguments, dropout, **form)
         expected_dx, *expected = reference.backward(*arguments, **form)
         check((dx, *(x if x is None else x.sum(dim=0).float() for x in partials)), (expected_dx, *expected))
+        check((dbranch,), (dropout_reference.add(None, dx, dropout) if dropout else dx,))
 
 
 # Triton's interpreter does not round to bf16 as a GPU does.

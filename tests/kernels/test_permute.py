@@ -41,7 +41,7 @@ def check(n: int, k: int, h: int, dtype: torch.dtype) -> None:
     assert torch.all(error_nk <= 4 * torch.finfo(torch.float32).eps * products_nkh.abs().sum(dim=-1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("n", "k", "h"), [(5, 1, 8), (4, 2, 96), (2, 8, 1030), (3, 3, 1), (0, 2, 8)])
 def test_against_the_reference(n: int, k: int, h: int, dtype: torch.dtype) -> None:
     check(n, k, h, dtype)

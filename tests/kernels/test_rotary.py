@@ -14,7 +14,7 @@ from tests.kernels import DEVICE, every_bf16, noise
 
 def bits(x: Tensor) -> Tensor:
     """Numbers as integers, every NaN as one value."""
-    integers = x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32).int()
+    integers = x.view(torch.int16 if x.element_size() == 2 else torch.int32).int()
     return torch.where(x.isnan(), -(2**31), integers).cpu()
 
 
@@ -35,7 +35,7 @@ def check(qkv: Tensor, heads: int, d: int, own_positions: bool = False) -> None:
     assert torch.equal(bits(qkv), bits(expected))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("s", "b", "a", "g", "d", "own_positions"),
     [

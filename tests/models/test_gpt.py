@@ -37,6 +37,7 @@ GPT2: dict[str, Any] = LLAMA | {
     "linear_bias": True,
     "tie_embeddings": True,
 }
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0, "truncate": False}
 LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 3}
@@ -51,10 +52,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "logits_scaling": 3,
     },
     "tied-mtp": LLAMA | {"tie_embeddings": True, "mtp_num_layers": 1, "head_dim": 12, "yarn": YARN},
-    "gpt2": GPT2,
+    "gpt2": GPT2 | DROPOUT,
     "gpt2-untied-gelu": GPT2 | {"tie_embeddings": False, "activation": "gelu"},
     "geglu": LLAMA | {"activation": "geglu"},
     "gemma": LLAMA
+    | DROPOUT
     | {
         "activation": "geglu_tanh",
         "linear_bias": True,
@@ -70,8 +72,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_interpolation_factor": 8.0,
         "tie_embeddings": True,
     },
-    "qwen": LLAMA | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True, "activation": "clamped_swiglu"},
+    "qwen": LLAMA
+    | DROPOUT
+    | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True, "activation": "clamped_swiglu"},
     "olmo-window-mtp": LLAMA
+    | DROPOUT
     | {
         "norm_position": "output",
         "qk_norm": "projection",
@@ -81,6 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mtp_num_layers": 2,
     },
     "parallel-block": LLAMA
+    | DROPOUT
     | {
         "parallel_block": True,
         "position_embedding": "none",
@@ -110,7 +116,7 @@ DEEPSEEK: dict[str, Any] = {
 MOE_MODELS = {
     "mixtral": MIXTRAL,
     "qwen-moe": LLAMA | {"qk_norm": True, "moe": QWEN_MOE},
-    "deepseek": LLAMA | {"moe": DEEPSEEK, "latent_attention": LATENT | {"q_rank": None}, "mtp_num_layers": 1},
+    "deepseek": LLAMA | DROPOUT | {"moe": DEEPSEEK, "latent_attention": LATENT | {"q_rank": None}, "mtp_num_layers": 1},
     "groups-softmax": LLAMA
     | {"moe": DEEPSEEK | {"score": "softmax", "first_dense_layers": 0, "selection_bias": False}},
     "ungated": LLAMA | {"activation": "gelu", "moe": {"num_experts": 5, "top_k": 1, "normalize": False}},
@@ -131,7 +137,7 @@ MOE_MODELS = {
         "moe": {"num_experts": 3, "top_k": 3, "aux_loss": 0.1, "aux_loss_scope": "global_batch"},
     },
 }
-B = 2
+B, SEED, SAMPLES = 2, 1234, [3, 2**33 + 5]
 DOCUMENTS = {  # ids of a sample's tokens, by length; a position counts from the start of its document
     8: [[0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 2, 2]],
     16: [[0] * 5 + [1] * 8 + [2] * 3, [0] + [1] * 15],
@@ -158,7 +164,7 @@ def _compare(
         state.context.group if cp > 1 else None, expert=state.expert.group,
         expert_tensor=state.expert_tensor.group, gathers_tokens=gathers_tokens,
         expert_overlap=default_overlap(state.expert.group, sequence_parallel=True),
-        sequence_group=state.tensor_context.group, global_batch=B, global_tokens=B * s,
+        sequence_group=state.tensor_context.group, global_batch=B, global_tokens=B * s, seed=SEED,
     )  # fmt: skip
     memory = MEMORY[recompute]
     if memory is not None:
@@ -177,16 +183,18 @@ def _compare(
     cu_seqlens = torch.tensor(starts, dtype=torch.int32) if documents else None
     positions = torch.tensor([[row[:i].count(row[i]) for i in range(s)] for row in DOCUMENTS[s]]) if documents else None
     counted = torch.ones(B, s, dtype=torch.float64)
-    batch = Batch(tokens, labels, counted, positions, cu_seqlens).with_later_labels(config.mtp_num_layers)
+    batch = Batch(tokens, labels, counted, positions, cu_seqlens, torch.tensor(SAMPLES))
+    batch = batch.with_later_labels(config.mtp_num_layers)
     weight_bs = torch.rand(batch.labels.shape, dtype=torch.float64, generator=generator)
     shard = replace(batch, loss_mask=weight_bs * batch.loss_mask).shard(state.context.rank, cp)
-    loss_sb = stage(None, shard.tokens, shard.labels, shard.position_ids, shard.cu_seqlens)
+    loss_sb = stage(None, shard.tokens, shard.labels, shard.position_ids, shard.cu_seqlens, shard.samples)
     (loss_sb * shard.loss_mask.T).sum().backward()
 
     of_routers = [torch.zeros(())]
     expected = twin_loss(
-        whole, config, tokens, labels, positions=positions, documents=ids, z_loss=z_loss, router_losses=of_routers
-    )
+        whole, config, tokens, labels, positions=positions, documents=ids, z_loss=z_loss, router_losses=of_routers,
+        seed=SEED, samples=SAMPLES,
+    )  # fmt: skip
     ((expected * weight_bs).sum() + sum(of_routers)).backward()
     expected_shard = replace(batch, loss_mask=expected.detach()).shard(state.context.rank, cp).loss_mask
     torch.testing.assert_close(loss_sb.T * (shard.loss_mask > 0), expected_shard, rtol=1e-11, atol=1e-11)

@@ -6,14 +6,61 @@ over, masks are built pair by pair, rotary pairs are complex numbers: slow, and 
 
 from __future__ import annotations
 
+import hashlib
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megafp8.config import ModelConfig
 
 Weights = dict[str, Tensor]
+
+
+def _philox(words: list[np.ndarray], name: str) -> list[np.ndarray]:
+    """Philox-4x32-10 of the four words of counters, uint64; keyed by a name."""
+    digest = hashlib.sha256(name.encode()).digest()
+    low = np.uint64(0xFFFFFFFF)
+    keys = [np.uint64(int.from_bytes(digest[at : at + 4], "little")) for at in (0, 4)]
+    a, b, c, d = np.broadcast_arrays(*words)
+    for i in range(10):
+        first, second = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        k0, k1 = (key + np.uint64(i * step) & low for key, step in zip(keys, (0x9E3779B9, 0xBB67AE85)))
+        a, b, c, d = second >> np.uint64(32) ^ b ^ k0, second & low, first >> np.uint64(32) ^ d ^ k1, first & low
+    return [a, b, c, d]
+
+
+class Dropouts:
+    """Of the samples with these indices in a run; none where `samples` is None."""
+
+    def __init__(self, config: ModelConfig, seed: int, samples: list[int] | None) -> None:
+        self.config, self.seed, self.samples = config, seed, samples
+
+    def hidden(self, x_bsh: Tensor, name: str) -> Tensor:
+        """Word j mod 4 of (channel j // 4, position, index of the sample, its upper 32 bits)."""
+        (_, s, h), p = x_bsh.shape, self.config.hidden_dropout
+        if self.samples is None or not p:
+            return x_bsh
+        sample = np.array(self.samples, np.uint64)[:, None, None]
+        position, group = np.arange(s, dtype=np.uint64)[:, None], np.arange(-(-h // 4), dtype=np.uint64)
+        counter = [group, position, sample & np.uint64(0xFFFFFFFF), sample >> np.uint64(32)]
+        return _kept(x_bsh, p, _philox(counter, f"{self.seed}\0{name}\0hidden_dropout"))
+
+    def probabilities(self, p_bst: Tensor, name: str, head: int) -> Tensor:
+        """Word j mod 4 of (key j // 4, query, head, index of the sample)."""
+        (_, s, t), p = p_bst.shape, self.config.attention_dropout
+        if self.samples is None or not p:
+            return p_bst
+        sample = np.array(self.samples, np.uint64)[:, None, None] & np.uint64(0xFFFFFFFF)
+        query, group = np.arange(s, dtype=np.uint64)[:, None], np.arange(-(-t // 4), dtype=np.uint64)
+        counter = [group, query, np.array(head, np.uint64), sample]
+        return _kept(p_bst, p, _philox(counter, f"{self.seed}\0{name}\0attention_dropout"))
+
+
+def _kept(x: Tensor, p: float, words: list[np.ndarray]) -> Tensor:
+    word = np.stack(words, -1).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    return x * torch.from_numpy(word >= np.uint64(round(p * 2**32))) / (1 - p)
 
 
 def _norm(x: Tensor, w: Weights, name: str, config: ModelConfig, kind: str = "rmsnorm") -> Tensor:
@@ -94,7 +141,14 @@ def _alibi_slope(head: int, heads: int) -> float:
 
 
 def _attention(
-    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, window: int | None
+    x: Tensor,
+    w: Weights,
+    name: str,
+    config: ModelConfig,
+    positions: Tensor,
+    allowed: Tensor,
+    dropouts: Dropouts,
+    window: int | None,
 ) -> Tensor:
     d, heads, groups = config.channels, config.num_attention_heads, config.query_groups
     q, k, v = (_linear(x, w, f"{name}.{part}") for part in "qkv")
@@ -119,7 +173,7 @@ def _attention(
         if config.attention_sinks:  # one more key, without a value
             sink = w[f"{name}.sink.weight"][head].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], -1)
-        out.append(scores.softmax(-1)[..., : kh.shape[1]] @ vh)
+        out.append(dropouts.probabilities(scores.softmax(-1)[..., : kh.shape[1]], name, head) @ vh)
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
 
 
@@ -135,7 +189,14 @@ def _interleaved(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Te
 
 
 def _latent_attention(
-    x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, window: int | None
+    x: Tensor,
+    w: Weights,
+    name: str,
+    config: ModelConfig,
+    positions: Tensor,
+    allowed: Tensor,
+    dropouts: Dropouts,
+    window: int | None,
 ) -> Tensor:
     m = config.latent_attention
     assert m is not None
@@ -153,7 +214,8 @@ def _latent_attention(
         kn, vh = kv[..., head * (n + v) : (head + 1) * (n + v)].split([n, v], dim=-1)
         scores = qn @ kn.transpose(-1, -2) + _interleaved(qr, positions, config) @ k_rotary.transpose(-1, -2)
         scores = scores * _yarn_factors(config)[1]
-        out.append((scores / math.sqrt(n + r)).masked_fill(~allowed, -math.inf).softmax(-1) @ vh)
+        probabilities = (scores / math.sqrt(n + r)).masked_fill(~allowed, -math.inf).softmax(-1)
+        out.append(dropouts.probabilities(probabilities, name, head) @ vh)
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
 
 
@@ -245,7 +307,7 @@ def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None) -> Te
 
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
-    *, sparse: bool, window: int | None,
+    dropouts: Dropouts, *, sparse: bool, window: int | None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
@@ -255,13 +317,15 @@ def _block(
     def attention(x: Tensor) -> Tensor:
         attend = _attention if config.latent_attention is None else _latent_attention
         normed = norm(x, "attention_norm", of_inputs)
-        y = attend(normed, w, f"{name}.attention", config, positions, allowed, window)
-        return config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
+        y = attend(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window)
+        y = config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
+        return dropouts.hidden(y, f"{name}.attention")
 
     def feed_forward(x: Tensor) -> Tensor:
         normed = norm(x, "mlp_norm", of_inputs)
         y = moe(normed, w, f"{name}.mlp", config, losses) if sparse else mlp(normed, w, f"{name}.mlp", config)
-        return config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs)
+        y = config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs)
+        return dropouts.hidden(y, f"{name}.mlp")
 
     if config.parallel_block:
         return x + attention(x) + feed_forward(x)
@@ -288,8 +352,12 @@ def twin_loss(
     documents: Tensor | None = None,
     z_loss: float = 0.0,
     router_losses: list[Tensor] | None = None,
+    seed: int = 0,
+    samples: list[int] | None = None,
 ) -> Tensor:
     """Loss of each token `[b, s]` of the whole model, float64. Appends to `router_losses`.
+
+    `samples`: their indices in the run, for dropout, with its `seed`.
 
     With multi-token prediction the losses of all depths, one below the other; zero where a token has none to predict.
     """
@@ -302,11 +370,13 @@ def twin_loss(
         x = x + w["embedding.position.weight"][positions]
     if config.embedding_norm:
         x = _norm(x, w, "embedding_norm", config, kind)
+    dropouts = Dropouts(config, seed, samples)
+    x = dropouts.hidden(x, "embedding")
     losses = [] if router_losses is None else router_losses
     for layer in range(config.num_layers):
         sparse, seen = config.moe_of(layer) is not None, allowed[windows[layer]]
         window = windows[layer]
-        x = _block(x, w, f"layers.{layer}", config, positions, seen, losses, sparse=sparse, window=window)
+        x = _block(x, w, f"layers.{layer}", config, positions, seen, losses, dropouts, sparse=sparse, window=window)
     x = _norm(x, w, "final_norm", config, kind)
     found = [_cross_entropy(x, w, config, labels, z_loss)]
     b, s = tokens.shape
@@ -319,10 +389,10 @@ def twin_loss(
         # What a token sees after the end of its document or sample changes nothing that counts: it is the last one.
         ahead = torch.stack([torch.stack([labels[row, (i + depth - 1) % s] for i in range(s)]) for row in range(b)])
         embedded = config.embedding_multiplier * w["embedding.word.weight"][ahead]
-        embedded = _norm(embedded, w, f"{name}.embedding_norm", config, kind)
+        embedded = _norm(dropouts.hidden(embedded, f"{name}.embedding"), w, f"{name}.embedding_norm", config, kind)
         hidden = _norm(x, w, f"{name}.hidden_norm", config, kind)
         x = _linear(torch.cat([embedded, hidden], -1), w, f"{name}.projection")
-        x = _block(x, w, name, config, positions, seen, losses, sparse=sparse, window=window)
+        x = _block(x, w, name, config, positions, seen, losses, dropouts, sparse=sparse, window=window)
         x = _norm(x, w, f"{name}.final_norm", config, kind)
         found.append(_cross_entropy(x, w, config, target, z_loss) * wanted)
     return torch.cat(found)

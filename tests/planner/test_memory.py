@@ -43,6 +43,7 @@ GPT2 = [
     "model.linear_bias=true",
     "model.num_query_groups=8",
 ]
+DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
 _CPU = torch.device("cpu")
 ALONE = ["parallel.tensor=1", "parallel.pipeline=1"]
 TINY = [
@@ -78,10 +79,10 @@ FORMATS = {
 MODELS: dict[str, list[str]] = {
     "llama": [],
     "gpt2": GPT2,
-    "gelu": [*GPT2, "model.activation=gelu"],
+    "gelu": [*GPT2, "model.activation=gelu", *DROPOUT],
     "geglu": ["model.activation=geglu"],
     "geglu-tanh-output-norms": ["model.activation=geglu_tanh", "model.norm_position=output"],
-    "parallel-block-mtp": ["model.parallel_block=true", "model.qk_norm=projection", "model.mtp_num_layers=1"],
+    "parallel-block-mtp": ["model.parallel_block=true", "model.qk_norm=projection", "model.mtp_num_layers=1", *DROPOUT],
     "gemma": [
         "model.qk_norm=true",
         "model.sliding_window=8",
@@ -133,7 +134,8 @@ def _saved(trainer: Trainer, forward: Any) -> int:
         return tensor
 
     s = trainer.config.training.seq_length // trainer.config.parallel.context
-    inputs = trainer.stages[0].layer_inputs(s, None, None)
+    samples = torch.arange(trainer.config.training.micro_batch_size)
+    inputs = trainer.stages[0].layer_inputs(s, None, None, samples)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward(inputs)
     assert y[0].requires_grad

@@ -87,8 +87,9 @@ def check(
     softmax_part = (x - log_z.unsqueeze(-1)).exp() * dloss.unsqueeze(-1)
     relative = (of_sum + 2 * z * of_log_z).unsqueeze(-1) + U * (2 * (peak.unsqueeze(-1) - x) + 16)
     weighted = softmax_part * (1 + 2 * z * log_z.abs()).unsqueeze(-1)
-    half_a_step = 0.5 * torch.finfo(logits.dtype).eps
-    bound = weighted * relative * (1 + half_a_step) + half_a_step * gradient.abs() + 1e-37
+    dtype = torch.finfo(logits.dtype)
+    half_a_step, half_of_smallest = 0.5 * dtype.eps, 0.5 * dtype.eps * dtype.smallest_normal
+    bound = weighted * relative * (1 + half_a_step) + half_a_step * gradient.abs() + max(1e-37, half_of_smallest)
     assert ((dlogits[..., :vocab_size].double() - gradient).abs() <= bound).all()
     assert dlogits[..., vocab_size:].count_nonzero() == 0
 

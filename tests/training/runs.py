@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,6 +103,7 @@ WORDS: dict[str, Sections] = {
     "parallel-block": {"model": {"parallel_block": True, "qk_norm": "projection"}},
     "mtp": {"model": {"mtp_num_layers": 2}},
     "window": {"model": {"sliding_window": 7}},
+    "dropout": {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
     "moe": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1, "z_loss": 0.01}}},
     "global-balance": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1,
                                          "aux_loss_scope": "global_batch"}}},
@@ -115,7 +116,13 @@ WORDS: dict[str, Sections] = {
         "model": {"hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64},
         "parallel": {"bucket_mib": 0.01},
     },
+    "fp16": {
+        "training": {"precision": "fp16", "loss_scale": {"initial_scale": 2.0**14, "growth_interval": 2}},
+        "model": {"hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64},
+        "parallel": {"bucket_mib": 0.01},
+    },
     # batches
+    "micro2": {"training": {"micro_batch_size": 2}},
     "seq256": {"training": {"seq_length": 256}},
     "1-sample": {"training": {"global_batch_size": 1}},
     "2-samples": {"training": {"global_batch_size": 2}},
@@ -196,7 +203,7 @@ WORDS: dict[str, Sections] = {
     "graphs": {"training": {"cuda_graphs": True}},
 }  # fmt: skip
 EXECUTION = {
-    "training": {"cuda_graphs"},
+    "training": {"cuda_graphs", "micro_batch_size"},
     "fp8": {"param_gather", "report_interval"},
     "optimizer": {"store_param_remainders", "reduce_dtype"},
 }
@@ -342,11 +349,11 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     if d.packing == "best_fit":
         end = torch.randint(t.seq_length // 2, t.seq_length + 2, first.shape, generator=generator)
         tokens[torch.arange(t.seq_length + 1) >= end] = PADDING
-    own = tokens.split(t.micro_batch_size)[data.rank :: data.size]
+    samples = torch.arange(step * t.global_batch_size, (step + 1) * t.global_batch_size)
+    own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (tokens, samples)))
     eod = 0 if d.mask_eod_loss or d.reset_at_documents else None
-    return [
-        next_token_batch(x, eod, reset_at_documents=d.reset_at_documents, mask_eod_loss=d.mask_eod_loss) for x in own
-    ]
+    options = {"reset_at_documents": d.reset_at_documents, "mask_eod_loss": d.mask_eod_loss}
+    return [replace(next_token_batch(x, eod, **options), samples=indices) for x, indices in own]
 
 
 def text_batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
@@ -443,7 +450,8 @@ def shards_of(trainer: Trainer) -> list[Shard]:
     flat += [(f"optimizer.{key}.", found) for key, found in trainer.optimizer.state().items()]
     shards = [located for prefix, found in flat for item in found for located in _located(prefix, *item)]
     constants = {f"model.{name}": values for name, values in trainer.constants.items()}
-    for name, tensor in {**constants, **trainer.fp8.state_dict()}.items():
+    scaler = {} if trainer.loss_scaler is None else trainer.loss_scaler.state_dict()
+    for name, tensor in {**constants, **scaler, **trainer.fp8.state_dict()}.items():
         shards.append((name, tuple(tensor.shape), torch.arange(tensor.numel()), tensor.flatten().clone()))
     return shards
 

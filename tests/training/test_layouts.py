@@ -11,7 +11,7 @@ default. Sums are made in another order, so the comparison is as sharp as the ar
                      whose scales, powers of two, then differ and with them subnormal values; from the third step on
                      that may move a value over a rounding boundary of FP8: losses are held to 2e-3, norms to 2e-2
     FP8, fp32 sums   losses to 2e-3
-    bf16             weights in bf16: losses to 2e-3, norms to 2e-2. Moments rounded to 8 bits, or to 4 at random, as
+    bf16, fp16       weights of 16 bits: losses to 2e-3, norms to 2e-2. Moments rounded to 8 bits, or to 4 at random, as
                      FP8. Gradients that are reduced in bf16 or FP8 are other gradients, whose norm is the same to 2e-2
                      and whose first loss, before any update, is the same to 1e-5. FP8 rounds each element that is sent
                      by 1/16 at most, by 1/40 in the root mean square (uniform in a step of 1/8 at magnitudes 1 to 2),
@@ -53,7 +53,7 @@ def tolerances(words: str) -> tuple[tuple[float, float], tuple[int, int]]:
         sharp = (2, 1)
     if names & {"bf16-reduce", "fp8-reduce"}:
         sharp = (1, 0)
-    if "bf16" in names or (names & FP8 and "fp64" not in names):
+    if names & {"bf16", "fp16"} or (names & FP8 and "fp64" not in names):
         sharp = (0, 0)
     return (1e-8, 1e-6) if "fp64" in names else (1e-5, 1e-5), sharp
 
@@ -80,15 +80,17 @@ CONTEXT = ["cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "tp2 cp2", "pp2 cp2"]
 EXACT_FP8 = ["fp64 current", "fp64 delayed"]
 QUICK_CASES = [
     "4-layers pp4 4-samples", *product(["tp2 no-sp", "tp2 pp2", "dp2 pp2", *UNEVEN], ["gpt2 tied"]),  # fp32
-    "dp2 fsdp", "tp2 cp2", "cp4 window",
-    *product(["dp2 pp2", "tp2 cp2", "mtp tp2 pp2"], ["documents"]), "dp2 masked", "pp2 cp2 masked",
+    "dropout dp2 fsdp", "tp2 cp2", "cp4 window",
+    *product(["dropout micro2 dp2 pp2", "dropout tp2 cp2", "mtp dropout tp2 pp2"], ["documents"]),
+    "dp2 masked", "pp2 cp2 masked",
     "dp2 cp2 text", "dp2 cp2 best-fit",
-    "moe fp64 delayed tp2 cp2 ep2 etp2", "deepseek tp2 cp2 ep4", "moe dp4 ep2 fsdp", "moe tp2 dp2 fsdp",  # experts
+    "moe dropout fp64 delayed tp2 cp2 ep2 etp2", "deepseek tp2 cp2 ep4", "moe dp4 ep2 fsdp",  # experts
+    "moe tp2 dp2 fsdp",
     "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "4-layers moe pp2 tp2 ep2 dualpipev",
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
     "tp2 pp2 current", "dp2 pp2 delayed", "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
-    "mtp dp2 fsdp",
+    "mtp dp2 fsdp", "dp2 pp2 fp16 zero delayed",
 ]  # fmt: skip
 SLOW_CASES = [
     *product(["dp2", "dp2 ep2", "tp2", "cp2 ep2", "cp2 dp2 ep4"], ["moe", "deepseek"]),
@@ -118,7 +120,10 @@ SLOW_CASES = [
     "dp4 8-samples hsdp gpt2 tied", "dp4 hsdp fp8-gather current", "tp2 dp4 hsdp fp8-gather delayed",
     "pp2 dp4 8-samples hsdp fp8-gather current tied",
     *product(["mtp"], ["pp2", "tied pp2 dp2 zero", "tp2 no-sp", "cp2 masked", "cp2 pp2 documents", "dp2 best-fit"]),
-    "mtp gpt2 tied tp2 pp2",
+    "mtp gpt2 tied tp2 pp2", "dp2 fsdp", "dp2 pp2 documents", "tp2 cp2 documents", "mtp tp2 pp2 documents",
+    *product(["dropout"], ["gpt2 tp2 no-sp", "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "parallel-block tp2 pp2"]),
+    *product(["fp16"], ["tp2 cp2", "dp2 fsdp current", "moe tp2 dp2 ep2", "pp2 zb-h1 tied", "mtp dp2 full"]),
+    *product(["dropout"], ["mtp deepseek cp2 pp2 offload", "bf16 dp2 zero", "4-layers moe pp2 dp2 ep2 zb-v selective"]),
     *product(["mtp 4-layers"], ["pp2 zb-h1", "pp2 zb-v", "pp2 dualpipev dp2 zero", "pp4 4-samples", "pp2 interleaved"]),
     *product(["mtp"], ["tied dp2 fsdp", "pp2 dp2 fsdp", "dp4 hsdp", "moe dp2 fsdp", "dp2 fsdp fp8-gather current"]),
     *product(["mtp"], ["full", "pp2 full", "offload", "pp2 offload", "graphs", "bf16 dp2", "pp2 dp2 zero late-gather"]),
@@ -248,12 +253,13 @@ BITS: dict[str, list[str]] = {
     ],
     "zb-h1": ["pp2 clip", "pp2 delayed wgrad-bf16", "pp2 delayed dgrad-bf16", "pp2 calibrated"],
     "dualpipev": ["4-layers pp2 clip zb-v"],
-    "full": ["tp2 delayed", "pp2"],
+    "full": ["tp2 delayed dropout", "pp2 dropout"],
     "norms": ["tp2 delayed", "pp2"],
     "activation": ["tp2 delayed", "pp2"],
     "offload": ["tp2 delayed", "pp2"],
     "offload-1 selective": ["tp2 delayed", "pp2", "moe tp2 ep2"],
     "zero late-reduce": ["moe tp2 dp2 ep2"],
+    "graphs": ["fp16 dropout"],
 }  # fmt: skip
 SLOW_BITS: dict[str, list[str]] = {
     "zero": [
@@ -369,7 +375,7 @@ def test_an_option_changes_only_the_order_of_sums(runs: Runs, option: str, words
 
 SCHEDULES = ["", "zb-h1", "interleaved", "zb-v", "dualpipev"]
 PIPELINES = [
-    "4-layers qkv-bias no-clip pp2",
+    "4-layers qkv-bias no-clip dropout pp2",
     "8-layers qkv-bias no-clip pp4 4-samples delayed",
     "4-layers qkv-bias no-clip pp2 1-sample tied delayed",
     "8-layers qkv-bias no-clip pp4 3-samples tied",

@@ -45,7 +45,7 @@ from megafp8.fp8.gemm.cublaslt_problem import ALIGNMENT, Problem
 from megafp8.fp8.tensor import ScaledTensor
 
 # Values of `cudaDataType` and `cublasComputeType_t`.
-_CUDA_TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+_CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _FP32, _COMPUTE_FP32 = 0, 68
 _SCALE_MODES = {"tensor": "SCALAR_32F", "row": "OUTER_VEC_32F", "1x128": "VEC128_32F", "128x128": "BLK128x128_32F"}
 

@@ -120,7 +120,7 @@ class Problem(NamedTuple):
         scalings = f"{self.a_scaling}·{self.b_scaling}"
         rules = [
             (min(self[:3]) > 0, "every dim must be at least 1"),
-            (self.out_dtype in (torch.bfloat16, torch.float32), "the result must be bf16 or fp32"),
+            (self.out_dtype in (torch.bfloat16, torch.float16, torch.float32), "the result must be bf16, fp16 or fp32"),
         ]
         if scalings == "none·none":
             rules.append((dtypes == {torch.bfloat16}, "operands without scales must both be bf16"))

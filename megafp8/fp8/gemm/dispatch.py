@@ -145,16 +145,16 @@ def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, u
         b_scale_inv = F.pad(b_scale_inv, (0, 0, 0, pad_n)).t()
     elif b_nk.granularity is BLOCK_128X128:  # its scales have room for a multiple of four blocks of k
         b_scale_inv = F.pad(b_scale_inv, (0, -b_scale_inv.shape[1] % 4)).t()
-    y_mn = F.scaled_mm(
+    y_mn = F.scaled_mm(  # torch has fp16 results for some granularities only
         zero_pad(a_mk.data, pad_m, pad_k),
         zero_pad(b_nk.data, pad_n, pad_k).t(),
         a_scale_inv,
         _SCALING[a_mk.granularity],
         b_scale_inv,
         _SCALING[b_nk.granularity],
-        output_dtype=out_dtype,
+        output_dtype=torch.float32 if out_dtype == torch.float16 else out_dtype,
         use_fast_accum=use_fast_accum and a_mk.granularity in (TENSOR, ROW),  # torch refuses it for blocks
-    )
+    ).to(out_dtype)
     return y_mn[:m, :n].contiguous() if pad_m or pad_n else y_mn
 
 
