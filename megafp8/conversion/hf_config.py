@@ -51,7 +51,7 @@ class Trait(NamedTuple):
 class Family(NamedTuple):
     """What `transformers` calls a model_type, with the class that holds its weights.
 
-    `moe`: its layers have experts; `latent`: they have latent attention.
+    `moe`: its layers have experts; `latent`: they have latent attention. `also`: another name of the class.
     """
 
     model_type: str
@@ -59,6 +59,7 @@ class Family(NamedTuple):
     traits: tuple[Trait, ...]
     moe: bool = False
     latent: bool = False
+    also: str | None = None
 
 
 def same(
@@ -977,6 +978,39 @@ _BLOOM = Family(
 )  # fmt: skip
 
 
+_LENGTHS = ("max_position_embeddings", "model_max_length")
+
+
+def _read_baichuan_positions(hf: HfConfig) -> dict[str, Any]:
+    """Which of the two models it is, its config.json does not say: they have different names for the length."""
+    if "z_loss_weight" in hf:
+        raise ValueError("z_loss_weight: this is Baichuan 2, whose output layer normalizes its weights")
+    found = [key for key in _LENGTHS if key in hf]
+    if len(found) != 1:
+        raise ValueError(
+            f"has {' and '.join(found) or 'neither'}: supported: {_LENGTHS[0]} (rope) or {_LENGTHS[1]} (ALiBi)"
+        )
+    kind = "rope" if found == [_LENGTHS[0]] else "alibi"
+    return {"position_embedding": kind, "max_position_embeddings": hf[found[0]]}
+
+
+_BAICHUAN = Family(
+    "baichuan",
+    "BaichuanForCausalLM",
+    (
+        *(trait for trait in _sizes_and_norm() if trait.keys != ("max_position_embeddings",)),
+        same("norm_eps", "rms_norm_eps", 1e-6),
+        Trait(
+            (*_LENGTHS, "z_loss_weight"),
+            _read_baichuan_positions,
+            lambda model: {_LENGTHS[model.position_embedding == "alibi"]: model.max_position_embeddings},
+        ),
+        Trait(("_from_model_config",), lambda hf: {}),
+    ),
+    also="BaiChuanForCausalLM",
+)
+
+
 def _read_given_rope(hf: HfConfig) -> dict[str, Any]:
     if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
         refuse("rope_scaling", None, "a dictionary, as releases of transformers differ in its default for gpt_oss")
@@ -1010,7 +1044,7 @@ _GPT_OSS = Family(
 )
 _ALL = (
     _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _OPT, _GPT2, _OLMO2, _GEMMA2, _GEMMA3, _PHI3, _GRANITE, _BLOOM, _GLM,
-    _GLM4, _GPT_NEOX,
+    _GLM4, _GPT_NEOX, _BAICHUAN,
     _MIXTRAL, _GRANITE_MOE, _GPT_OSS, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3,
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
@@ -1062,7 +1096,7 @@ def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
     if not isinstance(kind, str) or kind not in FAMILIES:
         refuse("model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]
-    if hf.get("architectures") not in (None, [], [family.architecture]):
+    if hf.get("architectures") not in (None, [], [family.architecture], [family.also]):
         refuse("architectures", hf["architectures"], repr([family.architecture]))
     if hf.get("quantization_config"):
         refuse("quantization_config", hf["quantization_config"].get("quant_method"), "weights in floating point")

@@ -176,6 +176,9 @@ _GLM4 = _GLM | {
     "layers.*.attention_output_norm": Place("model.layers.*.post_self_attn_layernorm"),
     "layers.*.mlp_output_norm": Place("model.layers.*.post_mlp_layernorm"),
 }
+_BAICHUAN = _LLAMA | {
+    f"layers.*.attention.{x}": Place("model.layers.*.self_attn.W_pack", _part(i, 3)) for i, x in enumerate("qkv")
+}
 _GRANITE_EXPERTS = "model.layers.*.block_sparse_moe"
 _GRANITE_MOE = _LLAMA | {
     "layers.*.mlp.router": Place(f"{_GRANITE_EXPERTS}.router.layer"),
@@ -238,6 +241,7 @@ _GPT_OSS = _LLAMA | {
 }
 _GEMMA = _OLMO2 | {"layers.*.mlp_norm": Place("model.layers.*.pre_feedforward_layernorm")}
 _MODULES: Mapping[str, Mapping[str, Place]] = {
+    "baichuan": _BAICHUAN,
     "bloom": _BLOOM,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,

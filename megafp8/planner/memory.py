@@ -389,6 +389,8 @@ def _chunk(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) -> _C
     saved = [sum(saved_by_block(config, fp8, i, own).values()) for i, own in zip(layers, memory)]
     on_device = [0 if own.offload else size for size, own in zip(saved, memory)]
     offloaded = [size if own.offload else 0 for size, own in zip(saved, memory)]
+    if layers.start == 0 and config.model.embedding_norm:  # its input and statistics
+        on_device[0] += x.m_own * (x.h * x.e + x.w * (2 if config.model.normalization == "layernorm" else 1))
     predicted = (1 + config.model.mtp_num_layers) * x.m
     logits = predicted * (config.model.padded_vocab_size // config.parallel.tensor) * x.e
     last = layers.stop == config.model.layers.stop

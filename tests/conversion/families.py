@@ -314,6 +314,10 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe": {"num_experts": 6, "top_k": 3, "ffn_hidden_size": 24},
         },
     ),
+    "baichuan": (
+        "baichuan",
+        SMALL | {"num_query_groups": None, "position_embedding": "alibi", "num_attention_heads": 6, "hidden_size": 48},
+    ),
     "deepseek_v2": (
         "deepseek_v2",
         LATENT

@@ -39,6 +39,9 @@ D2 = DEEPSEEK_V2 | {"model_type": "deepseek_v2"}
 P3, T, N = (x | {"model_type": kind} for x, kind in ((LLAMA, "phi3"), (OPT, "opt"), (NEOX, "gpt_neox")))
 GO = GPT_OSS | {"model_type": "gpt_oss"}
 GY = GO | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}
+BA = {k: v for k, v in L.items() if k not in ("num_key_value_heads", "max_position_embeddings")} | {
+    "model_type": "baichuan"
+}
 G3 = GEMMA | {"model_type": "gemma3_text"}
 G = GPT2 | {"model_type": "gpt2"}
 ORIGINAL = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -112,6 +115,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "silu in GPT-2": (G | {"activation_function": "silu"}, "activation_function = 'silu': .*supported: gelu_new"),
     "another clamp": (GY | {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: .*supported: 7.0"),
     "gpt-oss without a rope": (GO, "rope_scaling = None: .*releases of transformers differ in its default"),
+    "Baichuan 2": (BA | {"model_max_length": 16, "z_loss_weight": 0}, "this is Baichuan 2, whose output layer norm"),
+    "two lengths": (BA | {"model_max_length": 16, "max_position_embeddings": 16}, "has max_position_embeddings and mo"),
     "longrope": (P3 | {"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope': .*longrope has two sets of fre"),
     "a scaled rope in Phi-3": (P3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "null in this family"),
     "two parts of a head": (

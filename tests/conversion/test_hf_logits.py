@@ -6,11 +6,14 @@ Ours to theirs: our sink writes random weights of ours, and `transformers` loads
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megafp8.checkpoint import Rectangles, collect
@@ -92,7 +95,72 @@ def test_theirs_to_ours(world2: World, tmp_path: Path, name: str) -> None:
         _hold(world2.run(_from_folder, tmp_path, *layout, ranks=layout[0] * layout[1])[-1], theirs)
 
 
-@pytest.mark.parametrize("name", OURS)
+def _alibi_slopes(heads: int) -> list[float]:
+    """As in Baichuan-13B's code: of a power of two, and every second one of the next."""
+    first = 2 ** -(2 ** -(math.log2(heads) - 3))
+    if math.log2(heads).is_integer():
+        return [first ** (i + 1) for i in range(heads)]
+    closest = 2 ** math.floor(math.log2(heads))
+    return _alibi_slopes(closest) + _alibi_slopes(2 * closest)[0::2][: heads - closest]
+
+
+def _baichuan_logits(folder: Path, ids_bs: Tensor) -> Tensor:
+    """What Baichuan-7B (rope) or 13B (ALiBi) computes from a folder: in float64, from its published code."""
+    config = json.loads((folder / "config.json").read_text())
+    w = {name: x.double() for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+    heads, s = config["num_attention_heads"], ids_bs.shape[1]
+    causal = torch.full((s, s), -math.inf, dtype=torch.float64).triu(1)
+    i_s, d = torch.arange(s).double(), config["hidden_size"] // heads
+    bias = causal.expand(heads, s, s)
+    if "model_max_length" in config:
+        bias = causal + torch.tensor(_alibi_slopes(heads), dtype=torch.float64)[:, None, None] * i_s
+    angles = torch.outer(i_s, 10000.0 ** (-torch.arange(0, d, 2).double() / d)).repeat(1, 2)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]) * w[f"{name}.weight"]
+
+    def rotated(x: Tensor) -> Tensor:
+        turned = torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1)
+        return x if "model_max_length" in config else x * angles.cos() + turned * angles.sin()
+
+    x = w["model.embed_tokens.weight"][ids_bs]
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}"
+        packed = norm(x, f"{name}.input_layernorm") @ w[f"{name}.self_attn.W_pack.weight"].T
+        q, k, v = (y.unflatten(-1, (heads, d)).transpose(1, 2) for y in packed.chunk(3, -1))
+        scores = rotated(q) @ rotated(k).transpose(-1, -2) / math.sqrt(d) + bias
+        attended = (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+        x = x + attended @ w[f"{name}.self_attn.o_proj.weight"].T
+        normed = norm(x, f"{name}.post_attention_layernorm")
+        gate, up = (normed @ w[f"{name}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ w[f"{name}.mlp.down_proj.weight"].T
+    return (norm(x, "model.norm") @ w["lm_head.weight"].T).float()
+
+
+@pytest.mark.parametrize("position_embedding", ["rope", "alibi"])
+def test_baichuan(world2: World, tmp_path: Path, position_embedding: str) -> None:
+    """transformers has no such model. The folder of the one with rope is that of a Llama, packed."""
+    model = ModelConfig(**OURS["baichuan"][1] | {"position_embedding": position_embedding})
+    folder = tmp_path / "theirs"
+    convert(RandomSource(model, tmp_path), HfSink(folder))
+    if position_embedding == "rope":
+        weights = load_file(folder / "model.safetensors")
+        for layer in range(model.num_layers):
+            parts = [weights.pop(f"model.layers.{layer}.self_attn.{x}_proj.weight") for x in "qkv"]
+            weights[f"model.layers.{layer}.self_attn.W_pack.weight"] = torch.cat(parts)
+        save_file(weights, folder / "model.safetensors")
+        sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        llama = json.loads((folder / "config.json").read_text())
+        kept = {key: llama[key] for key in (*sizes, "rms_norm_eps")}
+        named = {"model_type": "baichuan", "architectures": ["BaiChuanForCausalLM"], "max_position_embeddings": 64}
+        (folder / "config.json").write_text(json.dumps(kept | named))
+    theirs = _baichuan_logits(folder, tokens())
+    for layout in LAYOUTS.values():
+        _hold(world2.run(_from_folder, folder, *layout, ranks=layout[0] * layout[1])[-1], theirs)
+    _hold(world2.run(_from_random, model, tmp_path, 1, 1, ranks=1)[-1], theirs)
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name != "baichuan"])
 def test_ours_to_theirs(world2: World, tmp_path: Path, name: str) -> None:
     import transformers
 

@@ -93,7 +93,8 @@ def _compare(tp: int, activation: str, bias: bool, fused: bool, grad_fused: bool
     [
         ("gelu_tanh", True, True, True),
         ("geglu_tanh", False, True, True),
-        ("geglu_tanh", True, True, False),  # the up projection's bias needs the gradient's values
+        ("squared_relu", True, True, True),
+        ("clamped_swiglu", True, True, False),  # the up projection's bias needs the gradient's values
         ("geglu", False, False, False),
     ],
 )

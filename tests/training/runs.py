@@ -108,6 +108,13 @@ WORDS: dict[str, Sections] = {
     "global-balance": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1,
                                          "aux_loss_scope": "global_batch"}}},
     "dropping": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "capacity_factor": 0.8}}},
+    "gemma": {"model": {"norm_position": "both", "zero_centered_gamma": True, "embedding_multiplier": 8.0,
+                        "activation": "geglu_tanh", "attention_softcap": 5.0, "logit_softcap": 10.0,
+                        "sliding_window": 7, "full_attention_layers": [1], "rope_local_theta": 100.0}},
+    "bloom": {"model": {**_GPT2, "num_query_groups": 8, "position_embedding": "alibi", "embedding_norm": True}},
+    "gpt-oss": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1},
+                          "linear_bias": True, "attention_sinks": True, "activation": "clamped_swiglu",
+                          "norm_position": "output"}},
     "deepseek": {"model": {"moe": DEEPSEEK, "latent_attention": LATENT, "num_query_groups": None}},
     # precision; a CPU is slow at bf16
     "fp64": {"training": {"precision": "fp64"}},

@@ -33,6 +33,10 @@ QUICK = [
 SLOW = [
     ("deepseek mtp delayed", "dp4 ep4 zero", "tp2 pp2 ep2"),
     ("moe", "", "dp4 ep4"),
+    ("gemma delayed tied", "tp2 pp2", "dp2 fsdp fp8-gather"),
+    ("gpt-oss delayed", "dp4 ep2 fsdp", "tp2 pp2 ep2"),
+    ("gpt-oss", "dp4 ep4 zero", "cp2"),
+    ("bloom", "cp2 dp2 zero", "tp2 pp2"),
     ("moe bf16", "dp2 fsdp", "cp2 dp2 ep2 zero"),
     ("moe", "dp4 ep2 fsdp", "dp4 ep2 zero"),
     ("deepseek tied", "tp2 dp2 ep2 fsdp", "pp2 dp2 fsdp"),
