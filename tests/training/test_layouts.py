@@ -122,7 +122,7 @@ SLOW_CASES = [
     *product(["mtp"], ["pp2", "tied pp2 dp2 zero", "tp2 no-sp", "cp2 masked", "cp2 pp2 documents", "dp2 best-fit"]),
     "mtp gpt2 tied tp2 pp2", "dp2 fsdp", "dp2 pp2 documents", "tp2 cp2 documents", "mtp tp2 pp2 documents",
     *product(["dropout"], ["gpt2 tp2 no-sp", "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "parallel-block tp2 pp2"]),
-    *product(["fp16"], ["tp2 cp2", "dp2 fsdp current", "moe tp2 dp2 ep2", "pp2 zb-h1 tied", "mtp dp2 full"]),
+    *product(["fp16"], ["tp2 cp2 masked", "dp2 fsdp current", "moe tp2 dp2 ep2", "pp2 zb-h1 tied", "mtp dp2 full"]),
     *product(["dropout"], ["mtp deepseek cp2 pp2 offload", "bf16 dp2 zero", "4-layers moe pp2 dp2 ep2 zb-v selective"]),
     *product(["mtp 4-layers"], ["pp2 zb-h1", "pp2 zb-v", "pp2 dualpipev dp2 zero", "pp4 4-samples", "pp2 interleaved"]),
     *product(["mtp"], ["tied dp2 fsdp", "pp2 dp2 fsdp", "dp4 hsdp", "moe dp2 fsdp", "dp2 fsdp fp8-gather current"]),

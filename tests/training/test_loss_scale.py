@@ -13,7 +13,7 @@ from megafp8.training.job import Job
 from megafp8.training.state import save_state
 from tests.optimizer.test_loss_scale import simulated
 from tests.training.latest import load_latest
-from tests.training.runs import batches, config_of, ranks_of, start
+from tests.training.runs import Runs, batches, config_of, ranks_of, start
 from tests.world import World
 
 SAVED, STEPS = 6, 10
@@ -54,6 +54,16 @@ def test_overflows_are_skipped_and_a_resumed_run_goes_on(world2: World, tmp_path
     assert max(scales[scales.index(min(scales)) :]) > min(scales), "it grows again"
     assert losses[-1] < losses[0]
     assert world2.run(_train, config, str(tmp_path), SAVED, ranks=2)[0] == straight[SAVED:]
+
+
+def test_gradients_are_those_of_fp32(runs: Runs) -> None:
+    """Those of the routers' losses, which are added in backward, too."""
+    expected, found = (
+        runs.of("fp16 moe masked", training={"precision": "fp32", "loss_scale": {}}),
+        runs.of("fp16 moe masked"),
+    )
+    for ours, theirs in zip(found.curve, expected.curve, strict=True):
+        assert ours == pytest.approx(theirs, rel=3e-3)
 
 
 def test_a_scale_that_can_shrink_has_not_diverged() -> None:
