@@ -161,7 +161,8 @@ class StandaloneLayers:
     """Layers at `sites` whose state is allocated together. A deep or pickled copy has the same scales.
 
     `recipe`: where `autocast` names none, by default delayed scaling. `tp_group`: the ranks over which each layer is
-    sharded, if any.
+    sharded, if any. `step_is_over`: an optimizer has stepped since the last end of a step. `changes`: how often weights
+    or scales have changed.
     """
 
     def __init__(
@@ -177,7 +178,8 @@ class StandaloneLayers:
         self.layers = {site.name: StandaloneLinear(self, site) for site in sites}
         self._parts: dict[tuple[Fp8Recipe, ProcessGroup | None, str | None], _Part] = {}
         self._loaded: dict[str, Tensor] = {}  # the initial state
-        self._step_is_over = False
+        self.step_is_over = False
+        self.changes = 0
         self._ran_in = OUTSIDE
         self._device: torch.device | None = None
         _alive.add(self)
@@ -194,9 +196,7 @@ class StandaloneLayers:
 
     def begin_forward(self, context: Autocast) -> None:
         """Begin a layer's forward in training, which begins the next step if one is over."""
-        if self._step_is_over:
-            refs = self._ran_in.ran_together
-            end_steps([self, *(layers for ref in refs if (layers := ref()) is not None and layers._step_is_over)])
+        begin_step_if_over([self])
         if self._ran_in.ran_together is not context.ran_together:
             context.ran_together.append(weakref.ref(self))
         self._ran_in = context
@@ -240,7 +240,7 @@ class StandaloneLayers:
         part = _Part(manager, states)
         if self._loaded:
             self._load(part, self._loaded, strict=not self._parts and len(names) == len(self.layers))
-        _record_weights(part, not self._step_is_over)
+        _record_weights(part, not self.step_is_over)
         return part
 
     def _load(self, part: _Part, state: dict[str, Tensor], *, strict: bool) -> None:
@@ -255,7 +255,8 @@ class StandaloneLayers:
 
     def optimizer_stepped(self) -> None:
         """Drop the FP8 copies. Amaxes of the new weights are recorded when the next step begins."""
-        self._step_is_over = True
+        self.step_is_over = True
+        self.changes += 1
         for part in self._parts.values():
             for state in part.fp8_states:
                 state.invalidate_weight()
@@ -274,7 +275,7 @@ class StandaloneLayers:
         The same on all ranks of a group. ValueError if an optimizer has stepped and the step has not ended.
         """
         state = self._state()
-        if state and self._step_is_over:
+        if state and self.step_is_over:
             raise ValueError(
                 "the FP8 state is between two steps, as an optimizer has stepped; call megafp8.fp8.end_step(model) on "
                 "every rank before megafp8.fp8.state_dict(model)"
@@ -286,18 +287,29 @@ class StandaloneLayers:
 
         ValueError, at the first FP8 forward at the latest, unless names and shapes are those of the layers.
         """
-        self._step_is_over = False
+        self.step_is_over = False
+        self.changes += 1
         self._loaded = dict(state)
         for part in self._parts.values():
             self._load(part, state, strict=len(self._parts) == 1)
             _record_weights(part, True)
 
 
+def begin_step_if_over(several: Sequence[StandaloneLayers]) -> None:
+    """End the steps that are over of `several` layers and of those that ran with them."""
+    refs = [ref for layers in several if layers.step_is_over for ref in layers._ran_in.ran_together]
+    together = [layers for ref in refs if (layers := ref()) is not None]
+    over = [layers for layers in (*several, *together) if layers.step_is_over]
+    if over:
+        end_steps(over)
+
+
 def end_steps(several: Sequence[StandaloneLayers]) -> None:
     """End a step of all layers, with one all-reduce for each group."""
     unique = list(dict.fromkeys(several))
     for layers in unique:
-        layers._step_is_over = False
+        layers.step_is_over = False
+        layers.changes += 1
     parts = [part for layers in unique for part in layers._parts.values()]
     end_step([part.manager for part in parts])
     for part in parts:
@@ -335,6 +347,8 @@ class WatchingLinearState(LinearState):
     _copies: _WeightCopies | None = None
 
     def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
+        if self.gathered_weight is not None:
+            return cast(QuantizedTensor, _GatheredWeight(self))
         if self._copies is None or not self._copies.are_of(weight):
             self._copies = _WeightCopies(weight, self.quantizers.weight)
         self._copies.make(columnwise=columnwise)
@@ -347,6 +361,22 @@ class WatchingLinearState(LinearState):
         """Free the FP8 copies, also for graphs that need them: these quantize the weight again."""
         if self._copies is not None:
             self._copies.release()
+
+
+class _GatheredWeight:
+    """A weight gathered in FP8, with the interface of `QuantizedTensor`: what the last gather has brought."""
+
+    def __init__(self, state: LinearState) -> None:
+        self._state = state
+
+    @property
+    def required_rowwise(self) -> ScaledTensor:
+        assert self._state.gathered_weight is not None
+        return self._state.gathered_weight
+
+    @property
+    def required_columnwise(self) -> ScaledTensor:
+        return self.required_rowwise.t()
 
 
 class _WeightCopies:
