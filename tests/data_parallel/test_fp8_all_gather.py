@@ -62,7 +62,9 @@ def _train(name: str, in_fp8_gather: bool, how: str, steps: int) -> tuple[list[f
                 losses.append(in_fp8(model.eval(), part).item())
             model.train()
     fp8.end_step(model)
-    parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    for module in (model, *model.model.layers):
+        module.reshard()
+    parameters = [p.full_tensor() for p in model.parameters()]
     state = fp8.state_dict(model).values()
     return losses, [x.detach().float().numpy().tobytes() for x in (*parameters, *state)], counts
 
@@ -83,7 +85,8 @@ def test_fp8_gathers_change_no_bit(world4: World, name: str, how: str) -> None:
     for losses, parameters, ratio in world4.run(_compare, name, how, 3, ranks=3 if how == "uneven" else 2):
         assert losses
         assert parameters
-        assert ratio < (0.62 if how == "bf16" else 0.36)  # embedding, norms and output layer are gathered as before
+        if how != "kept":  # FSDP keeps weights after an evaluation, whose scales the next step changes
+            assert ratio < (0.62 if how == "bf16" else 0.36)  # embedding, norms and output layer are gathered as before
 
 
 @pytest.mark.slow
