@@ -128,6 +128,19 @@ def contenders(case: Case, divisor: int, device: torch.device) -> Iterator[Conte
         )  # fmt: skip
 
 
+def use_tiles(given: list[str]) -> None:
+    """Use other tiles in our kernels, given as kernel=queries,keys,warps,stages."""
+    if not given:
+        return
+    from megafp8.kernels import attention
+
+    found = attention._tiles
+    tiles = {
+        name: attention._Tile(*map(int, numbers.split(","))) for name, _, numbers in (x.partition("=") for x in given)
+    }
+    attention._tiles = lambda *arguments: found(*arguments)._replace(**tiles)
+
+
 def _own_kernel(device: torch.device) -> Any:
     if device.type != "cuda":
         return attention_reference

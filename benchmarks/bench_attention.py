@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.attention_scores import CASES, Contender, contenders
+from benchmarks.attention_scores import CASES, Contender, contenders, use_tiles
 from benchmarks.common import Table, add_device_flag, chosen_device, machine, new_parser, require_positive, write_json
 from megafp8.context_parallel.attention import Call, plan
 from megafp8.data.samples import room_for
@@ -178,6 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scores", action="store_true", help="soft caps, biases, dropout and prefixes")
+    parser.add_argument("--tile", action="append", default=[], help="of --scores, as in dkv=32,128,8,2: another tile")
     parser.add_argument("--divisor", type=int, default=1, help="of the sequence lengths of --scores")
     given = parser.parse_args(arguments)
     try:
@@ -191,6 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if given.scores:
+        use_tiles(given.tile)
         write_json(given.json, measure_scores(given.divisor, device, given.rounds))
         return 0
     sizes = Sizes(given.seq_length, given.heads, given.groups, given.head_dim)

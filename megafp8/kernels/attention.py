@@ -63,7 +63,8 @@ def _tiles(width: int, numbers: bool) -> _Tiles:
     `numbers`: whether scores have a bias or dropout, numbers of their own, which pipelining keeps in shared memory too.
     """
     if width <= 64:
-        return _Tiles(_Tile(128, 64, 4, 3), _Tile(128, 64, 8, 3), _Tile(64, 128, 8, 2), _Tile(64, 64, 4, 2))
+        forward = _Tile(128, 64, 8, 2) if numbers else _Tile(128, 64, 4, 3)
+        return _Tiles(forward, _Tile(128, 64, 8, 2), _Tile(64, 128, 8, 2), _Tile(64, 64, 4, 2))
     if width <= 128:
         forward = _Tile(128, 64, 8, 3) if numbers else _Tile(128, 128, 8, 2)
         return _Tiles(forward, _Tile(128, 64, 8, 2), _Tile(64, 128, 8, 2), _Tile(64, 64, 8, 2))

@@ -115,3 +115,20 @@ def test_compiles_for_hopper(d: int, kind: str) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 4
     assert all(int(line.split()[-1]) <= 227 * 1024 for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("mask", "first", "to"),
+    [
+        (AttentionMask(), [0, 1, 2], [3, 3, 3]),
+        (AttentionMask(window=7), [0, 1, 2], [2, 3, 3]),
+        (AttentionMask(causal=False, window=2), [0, 0, 1], [2, 3, 3]),
+        (AttentionMask(prefix_b=torch.tensor([17, 0])), [[0, 0, 2], [0, 1, 2]], [[3, 3, 3], [3, 3, 3]]),
+        (AttentionMask(*[torch.tensor([[0, 16, 16, 32]])] * 2), [0, 1, 0], [1, 2, 0]),
+    ],
+)
+def test_blocks_of_keys_skip_queries(mask: AttentionMask, first: list[int], to: list[int]) -> None:
+    """Of 16 queries and 16 keys each, of 40."""
+    read = kernel._read(mask, 40, 40, torch.device("cpu"))
+    found = kernel._query_blocks(mask, read, 40, 40, kernel._Tile(16, 16, 4, 1))
+    assert [x.tolist() for x in found] == [x if isinstance(x[0], list) else [x] for x in (first, to)]
