@@ -107,7 +107,7 @@ class Block(nn.Module):
             self.mlp = MLP(f"{name}.mlp", config, context, input=Neighbor("mlp_norm", "any"), memory=memory)
         else:
             self.mlp = MoE(f"{name}.mlp", config, context, memory)
-        self.attention_dropout, self.mlp_dropout = (
+        self.attention_branch_dropout, self.mlp_branch_dropout = (
             DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.{part}") for part in ("attention", "mlp")
         )
 
@@ -116,11 +116,11 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them.
 
-        `dropout`: of the branch that comes in; that of the branch that goes out is `mlp_dropout`.
+        `dropout`: of the branch that comes in; that of the branch that goes out is `mlp_branch_dropout`.
         """
         x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_format, dropout)
         attention = self.attention(normed, inputs.rotary, inputs.cores[self.window], inputs.samples_b)
-        own = self.attention_dropout.at(inputs.places)
+        own = self.attention_branch_dropout.at(inputs.places)
         between = None if self.parallel else attention
         total_sbh, normed = self.mlp_norm.residual(x_sbh, between, self.mlp.input_format, own)
         mlp = self.mlp(normed)
@@ -134,7 +134,7 @@ class Block(nn.Module):
 def _branch_dropout(block: nn.Module, inputs: LayerInputs) -> Dropout | None:
     """Of the branch that a block returns."""
     assert isinstance(block, Block)
-    return block.mlp_dropout.at(inputs.places)
+    return block.mlp_branch_dropout.at(inputs.places)
 
 
 class PredictionLayer(nn.Module):
