@@ -754,7 +754,7 @@ class Config(Section):
     run_dir: str = "runs"
     """Folder that holds the run folders <run_dir>/<name>."""
     seed: Integer = 1234
-    """Determines initial weights and the order of the data."""
+    """Determines initial weights, the order of the data and what dropout drops."""
     deterministic: bool = False
     """Make two runs of one layout on the same kind of machine bit-identical, on GPUs too: sums have a fixed order, and
     no algorithm is chosen by its speed. Slower, mostly in attention: docs/decisions/0016-determinism.md."""

@@ -146,7 +146,7 @@ class Block(nn.Module):
         else:
             self.mlp = MoE(f"{name}.mlp", config, context, memory)
         self.mlp_output_norm = norm("mlp_output_norm", of_outputs)
-        self.attention_dropout, self.mlp_dropout = (
+        self.attention_branch_dropout, self.mlp_branch_dropout = (
             DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.{part}") for part in ("attention", "mlp")
         )
 
@@ -155,13 +155,13 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them.
 
-        `dropout`: of the branch that comes in; that of the branch that goes out is `mlp_dropout`.
+        `dropout`: of the branch that comes in; that of the branch that goes out is `mlp_branch_dropout`.
         """
         x_sbh, normed = _input(self.attention_norm, x_sbh, branch_sbh, self.attention.input_format, dropout)
         rotary, core = inputs.rotary.get(self.window), inputs.cores[self.window]
         attention = self.attention(normed, rotary, core, inputs.scores, inputs.samples_b)
         attention = self._output(attention, self.attention_output_norm)
-        own = self.attention_dropout.at(inputs.places)
+        own = self.attention_branch_dropout.at(inputs.places)
         between = None if self.parallel else attention
         total_sbh, normed = _input(self.mlp_norm, x_sbh, between, self.mlp.input_format, own)
         mlp = self._output(self.mlp(normed), self.mlp_output_norm)
@@ -180,7 +180,7 @@ class Block(nn.Module):
 def _branch_dropout(block: nn.Module, inputs: LayerInputs) -> Dropout | None:
     """Of the branch that a block returns."""
     assert isinstance(block, Block)
-    return block.mlp_dropout.at(inputs.places)
+    return block.mlp_branch_dropout.at(inputs.places)
 
 
 class PredictionLayer(nn.Module):

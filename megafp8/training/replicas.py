@@ -13,7 +13,7 @@ What is replicated depends on the layout:
     over replicas of FSDP's shards      optimizer state, masters among it, which are the weights
     over tensor parallelism             norms, biases of row-parallel layers, learned positions; their optimizer state
     over first and last pipeline stage  tied embeddings and their optimizer state
-    over data, context and tensor       the state of FP8 scaling, the number of optimizer steps
+    over data, context and tensor       the state of FP8 scaling and of the loss scale, the number of optimizer steps
 
 Idea: each rank reads these tensors once, in the dtype in which they are stored, and reduces each to two 64-bit
 checksums (`bit_sums`). One all-reduce over each of these groups, of 32 bytes per tensor, gives their minimum and
@@ -147,6 +147,7 @@ def replicated_state(trainer: Trainer) -> list[Replica]:
             names = ", ".join(piece.name for piece in spec_of(param).shards)
             found.append(Replica(f"scale_inv of {names}", op.gathered_weight.scale_inv, all_layers))
     found += [Replica(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
+    found += [Replica(name, values, all_layers) for name, values in trainer.loss_scale.items()]
     experts = [module for module in trainer.model.modules() if isinstance(module, Experts)]
     layers = [layer for module in experts for group in (module.up_state, module.down_state) for layer in group.states]
     of_experts = tuple(f"fp8.{layer.site.name}." for layer in layers)

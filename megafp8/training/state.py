@@ -9,8 +9,8 @@
     loss_scale.{scale,growth_tracker,hysteresis_tracker}    fp32, with training.precision fp16
 
 The position in the data is a number of samples for each data set (`data.progress`). There is no random-number state:
-data order and initial values are functions of the seed (`data.samples`, `tensor_parallel.random`), which is in the
-metadata with the config.
+data order, initial values and dropout are functions of the seed (`data.samples`, `tensor_parallel.random`,
+`ops.dropout_reference`), which is in the metadata with the config.
 
 A run that resumes with another FP8 recipe, or with other layers in FP8, starts their scales anew. Resuming is refused
 if the data would not continue where it stopped, if the weights are those of another model, or if the checkpoint has
@@ -86,8 +86,7 @@ def tensors(trainer: Trainer, optimizer: State | None = None) -> dict[str, Recta
     state: dict[str, Rectangles | Tensor] = {**weights(trainer)}
     for key, shards in (optimizer or trainer.optimizer.state()).items():
         state |= collect_shards(shards, f"optimizer.{key}.")
-    scaler = {} if trainer.loss_scaler is None else trainer.loss_scaler.state_dict()
-    return state | trainer.router_shares | scaler | trainer.fp8.state_dict()
+    return state | trainer.router_shares | trainer.loss_scale | trainer.fp8.state_dict()
 
 
 def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:

@@ -343,6 +343,11 @@ class Trainer:
         """By global name, what routers remember of the step before (`Router.shares`)."""
         return {name: values for stage in self.stages for name, values in stage.router_shares.items()}
 
+    @property
+    def loss_scale(self) -> dict[str, Tensor]:
+        """By name, the state of the loss scale, if there is one; the same on all ranks."""
+        return {} if self.loss_scaler is None else self.loss_scaler.state_dict()
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0."""
         return self.schedule.at(step)

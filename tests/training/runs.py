@@ -457,8 +457,7 @@ def shards_of(trainer: Trainer) -> list[Shard]:
     flat += [(f"optimizer.{key}.", found) for key, found in trainer.optimizer.state().items()]
     shards = [located for prefix, found in flat for item in found for located in _located(prefix, *item)]
     constants = {f"model.{name}": values for name, values in trainer.constants.items()}
-    scaler = {} if trainer.loss_scaler is None else trainer.loss_scaler.state_dict()
-    for name, tensor in {**constants, **scaler, **trainer.fp8.state_dict()}.items():
+    for name, tensor in {**constants, **trainer.loss_scale, **trainer.fp8.state_dict()}.items():
         shards.append((name, tuple(tensor.shape), torch.arange(tensor.numel()), tensor.flatten().clone()))
     return shards
 

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "dp4-ep2-zero-experts": (4, {"parallel": {"zero": 1, "expert": 2}, "model": {"moe": DEEPSEEK}}),
     "dp4-ep2-hsdp-experts": (4, {"parallel": {"expert": 2, **HSDP}, "model": {"moe": DEEPSEEK}}),
     "dp2-zero-nvfp4": (2, {"parallel": {"zero": 1}, "fp8": {"recipe": "nvfp4"}}),
+    "dp2-fp16": (2, {"training": {"precision": "fp16", "loss_scale": {"initial_scale": 2.0**14}}}),
 }  # fmt: skip
 QUICK = ("dp4", "tp2-sp-gpt2", "tp2-pp2-tied", "pp2-v-tied", "tp2-dp2-zero-delayed", "dp2-zero-param-gather",
          "tp2-dp2-ep2-experts")  # fmt: skip
@@ -165,6 +166,7 @@ FAULTS: dict[str, list[tuple[int, str, int, str, str]]] = {  # and what the mess
         (2, EXPERTS, 4000, "nan", "rank 0 on {h}, rank 2 on {h}: no majority "),
         (3, "model.layers.1.mlp.router.bias", 2, "0", "rank 3 on {h}: other than ranks 1, 2 in "),
     ],
+    "dp2-fp16": [(1, "loss_scale.growth_tracker", 0, "0", "rank 0 on {h}, rank 1 on {h}: no majority ")],
     "dp2-zero-param-gather": [
         (1, "FP8 data of model.layers.0.mlp.down.weight", 4000, "0", "rank 0 on {h}, rank 1 on {h}: no majority "),
         (0, "scale_inv of layers.1.mlp.down.weight", 0, "0", "rank 0 on {h}, rank 1 on {h}: no majority "),
