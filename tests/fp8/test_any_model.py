@@ -1,8 +1,8 @@
 """Stock models of transformers, converted: 50 steps in every layout, against the same training on one rank.
 
 Bits are compared where the arithmetic is the same. Elsewhere sums are in another order: a last bit of fp32 that moves a
-value over a rounding boundary of FP8 changes it by a sixteenth, and AdamW's steps, which are of the same size however
-small a gradient is, spread that. So single losses are compared in the first steps, later their mean.
+value over a rounding boundary of FP8 changes it by a sixteenth, and later steps multiply that. So single losses are
+compared in the first steps, later their mean; and with SGD, for AdamW's steps are as large for the smallest gradients.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "mixtral": mixtral}
 
 def train(model: nn.Module, parts: int, part: int | None, run: nn.Module | None = None) -> list[float]:
     """Losses of steps, this rank's `part` of `parts` of each batch; None: all of them, one after the other."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for tokens in batches(STEPS):
         chunks = tokens.chunk(parts) if part is None else [tokens.chunk(parts)[part]]
@@ -92,7 +92,7 @@ def test_data_parallel(world2: World, name: str, recipe: str) -> None:
     results = {how: world2.run(_data_parallel, name, recipe, how)[0] for how in ("ddp", "fsdp")}
     for losses in results.values():
         assert_close(losses, expected)
-        assert losses[-1] < 0.8 * losses[0]
+        assert losses[-1] < 0.9 * losses[0]
     if recipe != "rowwise" and name == "llama":
         assert world2.run(_data_parallel, name, recipe, "fsdp in fp8")[0] == results["fsdp"]
 
