@@ -41,7 +41,7 @@ from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.manager import Fp8Manager, end_step
 from megafp8.fp8.quantizers import AmaxRecording, Quantizer
 from megafp8.fp8.recipes import DelayedScaling, Fp8Recipe
-from megafp8.fp8.recipes.base import RecipeQuantizer
+from megafp8.fp8.recipes.base import Fp8Tensor, RecipeQuantizer
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
 from megafp8.plan import LinearSite
@@ -51,15 +51,17 @@ class StandaloneLinear:
     """One linear layer of `layers`: an attribute of the module that has its weight.
 
     `last`: the context of its last forward outside a backward pass; `last_state`: its state in its last one in FP8, or
-    calibrating. `handle`: a number `[]` by which `layer_of` finds it. `saved_format`: the granularity, by name, in
-    which a forward in FP8 keeps the input for the weight gradient, or `VALUES`; by `Autocast.recipe_key`, as far as
-    known.
+    calibrating. `handle`: a number `[]` by which `layer_of` finds it. By `Autocast.recipe_key`, as far as known:
+    `saved_format`, the granularity, by name, in which a forward in FP8 keeps the input for the weight gradient, or
+    `VALUES`; `input_key`, by which `input_quantizer` finds what quantizes the input, where that depends on the values
+    alone, else empty.
     """
 
     def __init__(self, layers: StandaloneLayers, site: LinearSite) -> None:
         self.layers, self.site = layers, site
         self.tp_group: ProcessGroup | None = None
         self.saved_format = {"": _saved_format_under(layers.own_recipe, site.name)}
+        self.input_key = {"": self._input_key(layers.own_recipe)}
         self._reset()
 
     def _reset(self) -> None:
@@ -76,8 +78,17 @@ class StandaloneLinear:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update(state, saved_format={}, input_key={})
         self._reset()
+
+    def _input_key(self, recipe: Fp8Recipe) -> str:
+        operands = recipe.operands(self.site.name)
+        if operands is None or any(recipe.override_linear_precision) or self.tp_group is not None:
+            return ""
+        own = operands.input
+        if type(own).build is not Fp8Recipe.build or any(each.calibrates for each in operands):
+            return ""
+        return _input_keys.setdefault(own, str(len(_input_keys) + 1))
 
     @contextmanager
     def running(self, device: torch.device, *, training: bool) -> Iterator[LinearState | None]:
@@ -97,6 +108,8 @@ class StandaloneLinear:
             self.layers.begin_forward(context)
         state = self.layers.state_of(self.site.name, context, device)
         self.saved_format[context.recipe_key] = _saved_format(state)
+        if context.recipe_key not in self.input_key:
+            self.input_key[context.recipe_key] = self._input_key(context.recipe or self.layers.own_recipe)
         if state.precision is None:
             self.last_state = None
             yield None
@@ -121,6 +134,7 @@ class StandaloneLinear:
         if self.layers.states_of(self.site.name):
             raise ValueError(f"{site.name} has run in FP8 before; parallelize the model before its first forward")
         self.site, self.tp_group = site, tp_group
+        self.input_key.clear()
 
     def release_weight(self) -> None:
         """Free the FP8 copies of the weight, whose memory comes or goes."""
@@ -167,6 +181,15 @@ _by_handle: weakref.WeakValueDictionary[int, StandaloneLinear] = weakref.WeakVal
 def layer_of(handle: Tensor) -> StandaloneLinear:
     """The layer whose handle it is."""
     return _by_handle[int(handle)]
+
+
+_input_keys: dict[Fp8Recipe, str] = {}
+
+
+def input_quantizer(key: str) -> RecipeQuantizer:
+    """Quantizes inputs of the layers with this `input_key`."""
+    (recipe,) = (recipe for recipe, own in _input_keys.items() if own == key)
+    return RecipeQuantizer(recipe, Fp8Tensor("", "input", None, None))
 
 
 def _saved_format(state: LinearState) -> str:

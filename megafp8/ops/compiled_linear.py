@@ -10,6 +10,9 @@ the weight gradient (`StandaloneLinear.saved_format`): FP8 columnwise, by its gr
 right, since backward can quantize them; they stand where nothing is known before the first forward, and while static
 scales are calibrated. So a graph is compiled once, or twice where the format becomes known later.
 
+*Inputs* of several layers (q, k, v; gate, up) are quantized once where a scale depends on the values alone: the cast is
+then an op of its own, without state, and the compiler finds that it has been computed already.
+
 *Outputs* belong to the graph, which may reuse their memory. So none is a view of the state: a remembered scale is
 copied, and backward asks the state for the weight's copies again.
 
@@ -18,7 +21,7 @@ Shapes: m tokens (all leading dims), k inputs, n outputs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,9 +31,19 @@ from megafp8.fp8.autocast import current
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.gemm.dispatch import gemm
 from megafp8.fp8.linear_state import LinearState
+from megafp8.fp8.recipes.base import RecipeQuantizer
 from megafp8.fp8.sources import Plain
-from megafp8.fp8.standalone import VALUES, StandaloneLinear, layer_of
-from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, ScaledTensor
+from megafp8.fp8.standalone import VALUES, StandaloneLinear, input_quantizer, layer_of
+from megafp8.fp8.tensor import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    ROW,
+    TENSOR,
+    Granularity,
+    QuantizedTensor,
+    ScaledTensor,
+)
 from megafp8.ops.fusion import as_matrix
 
 _GRANULARITIES = {granularity.name: granularity for granularity in (TENSOR, ROW, BLOCK_1X128, BLOCK_1X32, BLOCK_1X16)}
@@ -46,17 +59,54 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Stand
     saved_format = layer.saved_format.get(context.recipe_key, VALUES) if context.enabled else VALUES
     grad = torch.is_grad_enabled()
     needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad
-    y = _forward(x, weight, layer.handle, saved_format, training, needs_dx, needs_dw)[0]
+    key = layer.input_key.get(context.recipe_key, "") if saved_format != VALUES else ""
+    x8 = _quantize(x.detach(), key, needs_dw) if key else []
+    y = _forward(x, weight, layer.handle, x8, saved_format, training, needs_dx, needs_dw)[0]
     return y if bias is None else y + bias.to(y.dtype)
+
+
+@torch.library.custom_op("megafp8::quantize_input", mutates_args=())
+def _quantize(x: Tensor, key: str, columnwise: bool) -> list[Tensor]:
+    """x rowwise, and columnwise if wanted: of each data, scale_inv, and a tensor's scale, if any."""
+    quantizer, x_mk = input_quantizer(key), as_matrix(x)
+    if not x.numel():
+        return [torch.ones_like(own) for own in _quantized_like(x_mk, quantizer.granularity.name, columnwise)]
+    with torch.autocast(x.device.type, enabled=False):
+        made = quantizer(Plain(x_mk), rowwise=True, columnwise=columnwise)
+    rowwise = _as_tensors(made.required_rowwise)
+    if not columnwise:
+        return rowwise
+    return [
+        *rowwise,
+        *(own.clone() if own.dtype == torch.float32 else own for own in _as_tensors(made.required_columnwise)),
+    ]
+
+
+@_quantize.register_fake
+def _(x: Tensor, key: str, columnwise: bool) -> list[Tensor]:
+    return _quantized_like(x.reshape(-1, x.shape[-1]), input_quantizer(key).granularity.name, columnwise)
+
+
+def _quantized_like(x_mk: Tensor, granularity: str, columnwise: bool) -> list[Tensor]:
+    rowwise = _saved_of(x_mk.t(), granularity)
+    return [*rowwise, *_saved_of(x_mk, granularity)] if columnwise else rowwise
+
+
+def _as_tensors(x: ScaledTensor) -> list[Tensor]:
+    """Data, scale_inv in an order of its own that does not depend on the device, and the tensor's scale, if any."""
+    scale_inv = x.scale_inv.t() if x.granularity is BLOCK_1X128 else x.scale_inv  # kernels write it so
+    made = [x.data, scale_inv.contiguous()]
+    return made if x.tensor_scale is None else [*made, x.tensor_scale]
 
 
 @torch.library.custom_op("megafp8::standalone_linear", mutates_args=())
 def _forward(
-    x: Tensor, weight: Tensor, handle: Tensor, saved_format: str, training: bool, needs_dx: bool, needs_dw: bool
-) -> list[Tensor]:
-    """y, and what is kept of x for wgrad where that is FP8: data, scale_inv, and a tensor's scale, if any."""
+    x: Tensor, weight: Tensor, handle: Tensor, x8: list[Tensor], saved_format: str, training: bool, needs_dx: bool,
+    needs_dw: bool,
+) -> list[Tensor]:  # fmt: skip
+    """y, and what is kept of x for wgrad where that is FP8 and not in `x8`, which is `_quantize`'s, or empty."""
     layer, x_mk = layer_of(handle), as_matrix(x.detach())
-    columnwise = needs_dw and saved_format != VALUES
+    columnwise = needs_dw and saved_format != VALUES and not x8
     with torch.autocast(x.device.type, enabled=False), layer.running(x.device, training=training) as state:
         if not layer.last.enabled and not layer.last.calibrating:
             raise RuntimeError("megafp8.fp8.autocast must be entered before the compiled function is called, not in it")
@@ -66,30 +116,28 @@ def _forward(
                 state.record_amax("weight", weight)
             y_mn, x_km = gemm(x_mk, weight.detach().to(x.dtype).t(), x.dtype), None
         else:
-            y_mn, x_km = _fprop(state, x_mk, weight, columnwise=columnwise, needs_dx=needs_dx)
+            y_mn, x_km = _fprop(state, x_mk, x8, weight, columnwise=columnwise, needs_dx=needs_dx)
     y = y_mn.view(*x.shape[:-1], weight.shape[0])
     if not columnwise:
         return [y]
     if x_km is None:
         assert not x.numel(), "a layer began to calibrate within a step"
         return [y, *(torch.ones_like(kept) for kept in _saved_of(x_mk, saved_format))]
-    granularity, scale_inv = x_km.granularity, x_km.scale_inv
-    assert granularity.name == saved_format
-    if granularity is TENSOR:
-        scale_inv = scale_inv.clone()
-    elif granularity is BLOCK_1X128:  # kernels write it so
-        scale_inv = scale_inv.t()
-    kept = [x_km.data, scale_inv.contiguous()]
-    return [y, *kept] if x_km.tensor_scale is None else [y, *kept, x_km.tensor_scale]
+    assert x_km.granularity.name == saved_format
+    data, scale_inv, *tensor_scale = _as_tensors(x_km)
+    return [y, data, scale_inv.clone() if x_km.granularity is TENSOR else scale_inv, *tensor_scale]
 
 
 def _fprop(
-    state: LinearState, x_mk: Tensor, weight: Tensor, *, columnwise: bool, needs_dx: bool
+    state: LinearState, x_mk: Tensor, quantized: list[Tensor], weight: Tensor, *, columnwise: bool, needs_dx: bool
 ) -> tuple[Tensor, ScaledTensor | None]:
     """y `[m, n]`, and x columnwise if wanted."""
     high = state.high_precision
     x8 = w8 = None
-    if not high.fprop or columnwise:
+    if quantized:
+        granularity = cast(RecipeQuantizer, state.own_quantizers.input).granularity
+        x8 = QuantizedTensor(_from_tensors(quantized, granularity), None)
+    elif not high.fprop or columnwise:
         x8 = state.quantizers.input(Plain(x_mk), rowwise=not high.fprop, columnwise=columnwise)
     if not high.fprop or (needs_dx and not high.dgrad):
         w8 = state.fp8_weight(weight, columnwise=needs_dx and not high.dgrad)
@@ -115,27 +163,31 @@ def _saved_of(x_mk: Tensor, saved_format: str) -> list[Tensor]:
 
 @_forward.register_fake
 def _(
-    x: Tensor, weight: Tensor, handle: Tensor, saved_format: str, training: bool, needs_dx: bool, needs_dw: bool
-) -> list[Tensor]:
+    x: Tensor, weight: Tensor, handle: Tensor, x8: list[Tensor], saved_format: str, training: bool, needs_dx: bool,
+    needs_dw: bool,
+) -> list[Tensor]:  # fmt: skip
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    if not needs_dw or saved_format == VALUES:
+    if not needs_dw or saved_format == VALUES or x8:
         return [y]
     return [y, *_saved_of(x.reshape(-1, x.shape[-1]), saved_format)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weight, handle, saved_format, _, ctx.needs_dx, ctx.needs_dw = inputs
-    kept = () if not ctx.needs_dw else (x,) if saved_format == VALUES else output[1:]
-    ctx.save_for_backward(weight, handle, *kept)
-    ctx.saved_format = saved_format
+    x, weight, handle, x8, saved_format, _, ctx.needs_dx, ctx.needs_dw = inputs
+    kept = x8[len(x8) // 2 :] or output[1:]
+    if saved_format == VALUES:
+        kept = [x]
+    ctx.save_for_backward(weight, handle, *(kept if ctx.needs_dw else ()))
+    ctx.saved_format, ctx.x8_len = saved_format, len(x8)
 
 
 def _autograd(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     weight, handle, *kept = ctx.saved_tensors
     if not ctx.needs_dx and not ctx.needs_dw:
-        return (None,) * 7
+        return (None, None, None, [None] * ctx.x8_len, None, None, None, None)
     made = _backward(grads[0], weight, handle, kept, ctx.saved_format, ctx.needs_dx, ctx.needs_dw)
-    return (made[0] if ctx.needs_dx else None, made[-1] if ctx.needs_dw else None, *[None] * 5)
+    dx, dw = made[0] if ctx.needs_dx else None, made[-1] if ctx.needs_dw else None
+    return dx, dw, None, [None] * ctx.x8_len, None, None, None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_save)
@@ -189,9 +241,13 @@ def _columnwise(state: LinearState, kept: list[Tensor], saved_format: str) -> Sc
     """The input columnwise `[k, m]`."""
     if saved_format == VALUES:
         return state.quantizers.input(Plain(as_matrix(kept[0])), rowwise=False, columnwise=True).required_columnwise
-    granularity = _GRANULARITIES[saved_format]
-    scale_inv = kept[1].t() if granularity is BLOCK_1X128 else kept[1]
-    return ScaledTensor(kept[0], scale_inv, granularity, kept[2] if granularity.two_level else None)
+    return _from_tensors(kept, _GRANULARITIES[saved_format])
+
+
+def _from_tensors(tensors: list[Tensor], granularity: Granularity) -> ScaledTensor:
+    """The inverse of `_as_tensors`."""
+    scale_inv = tensors[1].t() if granularity is BLOCK_1X128 else tensors[1]
+    return ScaledTensor(tensors[0], scale_inv, granularity, tensors[2] if granularity.two_level else None)
 
 
 @_backward.register_fake

@@ -794,7 +794,7 @@ def test_mixtral_of_transformers(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["ddp", "fsdp2", "compile"])
+@pytest.mark.parametrize("script", ["ddp", "fsdp2", "compile", "tensor_parallel"])
 def test_examples_run_and_learn(script: str, tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     launcher = [] if script == "compile" else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
