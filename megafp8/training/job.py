@@ -148,8 +148,10 @@ class Job:
         logger.info(f"optimizer: {trainer.optimizer.reason}")
         logger.info(cuda_graphs.describe(trainer.why_no_graphs))
         logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
-        if self.config.model.sliding_window is not None or self.config.data.reset_at_documents:
-            logger.info(attention.describe(parallel.device))
+        scores = trainer.stages[0].scores(self.config.training.seq_length)
+        masked = self.config.model.sliding_window is not None or self.config.data.reset_at_documents
+        if masked or not scores.only_scales:
+            logger.info(attention.describe(parallel.device, scores=scores))
         weights, sharded = self.trainer.weights, self.trainer.sharded
         if weights is not None and weights.fp8_data:
             logger.info(fp8_parameters.report(weights, parallel.data_context.size))
