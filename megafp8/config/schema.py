@@ -238,8 +238,8 @@ class ModelConfig(Section):
     """Where attention and MLP, f, have their norms. pre: x + f(norm(x)) (Llama, GPT-2). output: x + norm(f(x)), before
     the addition (OLMo 2). both: x + norm(f(norm(x))), a sandwich (Gemma 2 and 3)."""
     zero_centered_gamma: bool = False
-    """Norms multiply by 1 + weight instead of weight, so that weight decay and small dtypes see numbers around zero
-    (Gemma; Megatron-LM's apply_layernorm_1p)."""
+    """Norms multiply by 1 + weight instead of weight, so that weights are around zero, where bf16 is finest (Gemma;
+    Megatron-LM's apply_layernorm_1p)."""
     activation: ActivationName = "swiglu"
     """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), geglu and geglu_tanh: gelu(gate) * up, relu (OPT), squared_relu
     (Primer, Nemotron), or clamped_swiglu (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1) of gate up to 7 and up from

@@ -414,18 +414,21 @@ class GPTStage(nn.Module):
             positions = torch.arange(s, device=context.device) if position_ids_bs is None else position_ids_bs
             tables = {local: self._rotary_table(positions, local=local) for local in map(self._is_local, self._windows)}
             rotary = {window: tables[self._is_local(window)] for window in self._windows}
-        bias_ar = None
-        if config.position_embedding == "alibi":
-            whole = s if context.context_parallel is None else s * context.context_parallel.size()
-            if whole not in self._alibi:
-                heads = config.num_attention_heads
-                self._alibi[whole] = alibi_bias(whole, heads, context.tensor, context.dtype, context.device)
-            bias_ar = self._alibi[whole]
-        scores = Scores(config.attention_scale, config.attention_softcap, bias_ar)
+        scores = self.scores(s if context.context_parallel is None else s * context.context_parallel.size())
         drops = samples_b is not None and config.attention_dropout > 0
         positions_matter = drops or scores.depend_on_positions
         cores = {window: self._core(s, window, cu_seqlens_bn, positions=positions_matter) for window in self._windows}
         return LayerInputs(rotary, cores, scores, samples_b, self._places(s, cu_seqlens_bn, samples_b))
+
+    def scores(self, s: int) -> Scores:
+        """How attention computes its scores, of whole sequences of s tokens, without dropout."""
+        config, context, bias_ar = self.config, self.context, None
+        if config.position_embedding == "alibi":
+            if s not in self._alibi:
+                heads = config.num_attention_heads
+                self._alibi[s] = alibi_bias(s, heads, context.tensor, context.dtype, context.device)
+            bias_ar = self._alibi[s]
+        return Scores(config.attention_scale, config.attention_softcap, bias_ar)
 
     def _is_local(self, window: int | None) -> bool:
         """Whether layers with this window have rotary frequencies of their own."""

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import yaml
@@ -22,7 +23,7 @@ from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
 from megafp8.models.flops import PEAK_FLOPS, flops_per_token
 from megafp8.ops import attention
-from megafp8.ops.attention_scores import AttentionDropout, Scores
+from megafp8.ops.attention_scores import AttentionDropout
 from megafp8.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -149,11 +150,12 @@ class Job:
         logger.info(f"optimizer: {trainer.optimizer.reason}")
         logger.info(cuda_graphs.describe(trainer.why_no_graphs))
         logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
-        if self.config.model.sliding_window is not None or self.config.data.reset_at_documents:
-            logger.info(attention.describe(parallel.device))
-        if self.config.model.attention_dropout:
-            dropout = AttentionDropout(self.config.model.attention_dropout, (0, 0), torch.zeros(1))
-            logger.info(attention.describe(parallel.device, scores=Scores(dropout=dropout)))
+        scores, p = trainer.stages[0].scores(self.config.training.seq_length), self.config.model.attention_dropout
+        if p:
+            scores = replace(scores, dropout=AttentionDropout(p, (0, 0), torch.zeros(1)))
+        masked = self.config.model.sliding_window is not None or self.config.data.reset_at_documents
+        if masked or not scores.only_scales:
+            logger.info(attention.describe(parallel.device, scores=scores))
         weights, sharded = self.trainer.weights, self.trainer.sharded
         if weights is not None and weights.fp8_data:
             logger.info(fp8_parameters.report(weights, parallel.data_context.size))

@@ -153,7 +153,6 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", LLAMA | GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "granite-moe": ("GraniteMoe", LLAMA | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "opt": ("OPT", OPT),
-    "opt-untied": ("OPT", OPT | {"tie_word_embeddings": False}),
     "bloom": ("Bloom", {"vocab_size": V, "hidden_size": 48, "n_layer": 3, "n_head": 6}),
     "glm": ("Glm", LLAMA | {"head_dim": 16}),
     "glm4": ("Glm4", LLAMA | {"head_dim": 16, "rms_norm_eps": 1e-6, "attention_bias": True}),
