@@ -43,6 +43,8 @@ from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
 from megafp8.plan import LinearSite
 
+_STEP_IS_OVER = "step_is_over"
+
 
 class StandaloneLinear:
     """One linear layer of `layers`: an attribute of the module that has its weight."""
@@ -235,6 +237,17 @@ class StandaloneLayers:
             )
         return dict(state)
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """`state_dict` of this rank at any time; where a step has not ended, `restore` has that step end."""
+        state = dict(self._state())
+        return state | {_STEP_IS_OVER: torch.tensor(self._step_is_over)} if state else {}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Load what `snapshot` returned."""
+        self.load_state_dict({name: tensor for name, tensor in state.items() if name != _STEP_IS_OVER})
+        if state[_STEP_IS_OVER]:
+            self.optimizer_stepped()
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned, on any device, before or after the first forward.
 
@@ -314,10 +327,12 @@ class _WeightCopies:
     def __init__(self, weight: Tensor, quantizer: Quantizer) -> None:
         self._weight, self._quantizer = weight, quantizer
         self._made: QuantizedTensor | None = None
-        self._made_from: tuple[int, int] | None = None
+        self._made_from: tuple[tuple[int, int, int], ...] | None = None
 
     def are_of(self, weight: Tensor) -> bool:
-        return self._weight is weight and (self._made is None or self._made_from == _stamp(weight))
+        if self._made is None:
+            return self._weight is weight
+        return self._made_from == _stamp(weight)
 
     def make(self, *, columnwise: bool) -> QuantizedTensor:
         if self._made is None or (columnwise and self._made.columnwise is None):
@@ -337,6 +352,9 @@ class _WeightCopies:
         return self.make(columnwise=True).required_columnwise
 
 
-def _stamp(weight: Tensor) -> tuple[int, int]:
-    """A value that changes when the tensor is written to or its memory is replaced."""
-    return weight._version, weight.data_ptr()
+def _stamp(weight: Tensor) -> tuple[tuple[int, int, int], ...]:
+    """A value that changes when the tensor is another, is written to, or its memory is replaced.
+
+    A tensor that several parameters were joined to for one forward has these as `parts`.
+    """
+    return tuple((id(part), part._version, part.data_ptr()) for part in getattr(weight, "parts", (weight,)))
