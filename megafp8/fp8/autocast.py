@@ -22,13 +22,15 @@ from megafp8.fp8.recipes.base import Fp8Recipe
 class Autocast:
     """What `autocast` was entered with. `group`: None for the default process group.
 
-    `ran_together`: weak references to what has run in the outermost context around this one.
+    `recipe_key`: a name of the recipe in this process; empty for the layer's own. `ran_together`: weak references to
+    what has run in the outermost context around this one.
     """
 
     enabled: bool
     recipe: Fp8Recipe | None = None
     group: ProcessGroup | None = None
     calibrating: bool = False
+    recipe_key: str = ""
     ran_together: list[Any] = field(default_factory=list)
 
     @property
@@ -47,6 +49,9 @@ class _Current(threading.local):
 
 
 _current = _Current()
+
+
+_recipe_keys: dict[Fp8Recipe, str] = {}
 
 
 def current() -> Autocast:
@@ -77,8 +82,9 @@ def autocast(
             f"autocast: recipe is {recipe!r}; it must be an Fp8Recipe, for example megafp8.fp8.DelayedScaling()"
         )
     before = _current.context
+    key = "" if recipe is None else _recipe_keys.setdefault(recipe, str(len(_recipe_keys) + 1))
     ran_together = [] if before is OUTSIDE else before.ran_together
-    _current.context = Autocast(enabled, recipe, group, calibrating, ran_together)
+    _current.context = Autocast(enabled, recipe, group, calibrating, key, ran_together)
     try:
         yield
     finally:

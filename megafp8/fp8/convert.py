@@ -121,27 +121,25 @@ class Fp8LinearModule(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input wᵀ + bias`: input `[..., in_features]` -> `[..., out_features]` in its dtype, or torch.autocast's."""
-        return _forward(self, input)
+        from megafp8.ops.compiled_linear import compiled_linear  # which imports this package
+        from megafp8.ops.linear import linear
+
+        if torch.compiler.is_compiling():
+            return compiled_linear(input, self.weight, self.bias, self.fp8, self.training)
+        device = input.device.type
+        with self.fp8.running(input.device, training=self.training) as state:
+            if state is None or input.numel() == 0:  # an expert may have no tokens, and a GEMM no rows
+                return F.linear(input, self.weight, self.bias)
+            weight = cast(nn.Parameter, self.weight)
+            if not torch.is_autocast_enabled(device):
+                return linear(input, weight, state, bias=self.bias)
+            with torch.autocast(device, enabled=False):  # it would reach into the emulated GEMM
+                return linear(input.to(torch.get_autocast_dtype(device)), weight, state, bias=self.bias)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             self.fp8.release_weight()
         super().__setattr__(name, value)
-
-
-@torch._disable_dynamo  # the public torch.compiler.disable would import all of it here, which takes a second
-def _forward(layer: Fp8LinearModule, x: Tensor) -> Tensor:
-    from megafp8.ops.linear import linear  # which imports this package
-
-    device = x.device.type
-    with layer.fp8.running(x.device, training=layer.training) as state:
-        if state is None or x.numel() == 0:  # an expert may have no tokens, and a GEMM no rows
-            return F.linear(x, layer.weight, layer.bias)
-        weight = cast(nn.Parameter, layer.weight)
-        if not torch.is_autocast_enabled(device):
-            return linear(x, weight, state, bias=layer.bias)
-        with torch.autocast(device, enabled=False):  # it would reach into the emulated GEMM
-            return linear(x.to(torch.get_autocast_dtype(device)), weight, state, bias=layer.bias)
 
 
 def _converted_layers(model: nn.Module) -> StandaloneLayers:

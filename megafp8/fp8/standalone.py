@@ -23,6 +23,7 @@ backward usually runs outside `autocast`, and in another thread.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.manager import Fp8Manager, end_step
 from megafp8.fp8.quantizers import AmaxRecording, Quantizer
 from megafp8.fp8.recipes import DelayedScaling, Fp8Recipe
+from megafp8.fp8.recipes.base import RecipeQuantizer
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
 from megafp8.plan import LinearSite
@@ -47,14 +49,30 @@ _STEP_IS_OVER = "step_is_over"
 
 
 class StandaloneLinear:
-    """One linear layer of `layers`: an attribute of the module that has its weight."""
+    """One linear layer of `layers`: an attribute of the module that has its weight.
+
+    `last`: the context of its last forward outside a backward pass; `last_state`: its state in its last one in FP8, or
+    calibrating. `handle`: a number `[]` by which `layer_of` finds it. `saved_format`: the granularity, by name, in
+    which a forward in FP8 keeps the input for the weight gradient, or `VALUES`; by `Autocast.recipe_key`, as far as
+    known.
+    """
 
     def __init__(self, layers: StandaloneLayers, site: LinearSite) -> None:
         self.layers, self.site = layers, site
-        self._last = OUTSIDE  # the context of its last forward outside a backward pass
+        self.saved_format = {"": _saved_format_under(layers.own_recipe, site.name)}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.last, self.last_state = OUTSIDE, cast(LinearState | None, None)
+        self.handle = torch.tensor(next(_handles), device="cpu")
+        _by_handle[int(self.handle)] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_last": OUTSIDE}
+        return {"layers": self.layers, "site": self.site, "saved_format": dict(self.saved_format)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reset()
 
     @contextmanager
     def running(self, device: torch.device, *, training: bool) -> Iterator[LinearState | None]:
@@ -65,17 +83,20 @@ class StandaloneLinear:
         """
         recomputing = torch._C._current_graph_task_id() != -1
         if not recomputing:
-            self._last = current()
-        context = self._last
+            self.last = current()
+        context = self.last
         if not context.enabled and not context.calibrating:
             yield None
             return
         if training and not recomputing:
             self.layers.begin_forward(context)
         state = self.layers.state_of(self.site.name, context, device)
+        self.saved_format[context.recipe_key] = _saved_format(state)
         if state.precision is None:
+            self.last_state = None
             yield None
             return
+        self.last_state = state
         calibrating = not context.enabled
         off = [] if training or calibrating else _recording(state)
         for quantizer in off:
@@ -94,6 +115,31 @@ class StandaloneLinear:
         """Free the FP8 copies of the weight, whose memory comes or goes."""
         for state in self.layers.states_of(self.site.name):
             state.release_weight()
+
+
+VALUES = "values"
+_handles = itertools.count()
+_by_handle: weakref.WeakValueDictionary[int, StandaloneLinear] = weakref.WeakValueDictionary()
+
+
+def layer_of(handle: Tensor) -> StandaloneLinear:
+    """The layer whose handle it is."""
+    return _by_handle[int(handle)]
+
+
+def _saved_format(state: LinearState) -> str:
+    """The granularity of the input that the layer keeps for the weight gradient, or `VALUES`."""
+    if not state.plan.fp8 or state.high_precision.wgrad:
+        return VALUES
+    return cast(RecipeQuantizer, state.own_quantizers.input).granularity.name
+
+
+def _saved_format_under(recipe: Fp8Recipe, name: str) -> str:
+    """`_saved_format` of the layer `name` at its first forward, as far as it is known before."""
+    operands = recipe.operands(name)
+    if operands is None or recipe.override_linear_precision[2] or any(own.calibrates for own in operands):
+        return VALUES
+    return operands.input.granularity("input").name
 
 
 def _recording(state: LinearState) -> list[AmaxRecording]:
@@ -129,6 +175,7 @@ class StandaloneLayers:
         tp_group: ProcessGroup | None = None,
     ) -> None:
         self.recipe, self.gemm_backend, self.tp_group = recipe, gemm_backend, tp_group
+        self.own_recipe = recipe or DelayedScaling()
         self.layers = {site.name: StandaloneLinear(self, site) for site in sites}
         self._parts: dict[tuple[Fp8Recipe, ProcessGroup | None, str | None], _Part] = {}
         self._loaded: dict[str, Tensor] = {}  # the initial state
@@ -168,9 +215,8 @@ class StandaloneLayers:
                 f"{name or 'the layer'} runs on {device}, and ran on {self._device} before; all layers that share FP8 "
                 "state must be on one device, and be moved there before their first FP8 forward"
             )
-        own = self.recipe or DelayedScaling()
-        recipe, group = context.recipe or own, context.amax_group
-        key = (recipe, group, None if self.recipe is None or recipe == own else name)
+        recipe, group = context.recipe or self.own_recipe, context.amax_group
+        key = (recipe, group, None if self.recipe is None or recipe == self.recipe else name)
         part = self._parts.get(key)
         if part is None:
             names = list(self.layers) if key[2] is None else [name]
@@ -327,12 +373,18 @@ class _WeightCopies:
     def __init__(self, weight: Tensor, quantizer: Quantizer) -> None:
         self._weight, self._quantizer = weight, quantizer
         self._made: QuantizedTensor | None = None
-        self._made_from: tuple[tuple[int, int, int], ...] | None = None
+        self._made_from: tuple[tuple[int, int], ...] | None = None
 
     def are_of(self, weight: Tensor) -> bool:
-        if self._made is None:
-            return self._weight is weight
-        return self._made_from == _stamp(weight)
+        return self._is(weight) and (self._made is None or self._made_from == _stamp(weight))
+
+    def _is(self, weight: Tensor) -> bool:
+        """Whether it is the tensor, or another view of its memory, as compiled code may pass."""
+        own, others = _parts(self._weight), _parts(weight)
+        return len(own) == len(others) and all(
+            mine is other or (mine.data_ptr() == other.data_ptr() != 0 and mine.shape == other.shape)
+            for mine, other in zip(own, others, strict=True)
+        )
 
     def make(self, *, columnwise: bool) -> QuantizedTensor:
         if self._made is None or (columnwise and self._made.columnwise is None):
@@ -352,9 +404,12 @@ class _WeightCopies:
         return self.make(columnwise=True).required_columnwise
 
 
-def _stamp(weight: Tensor) -> tuple[tuple[int, int, int], ...]:
-    """A value that changes when the tensor is another, is written to, or its memory is replaced.
+def _parts(weight: Tensor) -> tuple[Tensor, ...]:
+    """The weight; or the parameters that were joined to it for one forward, as it says itself."""
+    return getattr(weight, "parts", (weight,))
 
-    A tensor that several parameters were joined to for one forward has these as `parts`.
-    """
-    return tuple((id(part), part._version, part.data_ptr()) for part in getattr(weight, "parts", (weight,)))
+
+def _stamp(weight: Tensor) -> tuple[tuple[int, int], ...]:
+    """A value that changes when the tensor is written to or its memory is replaced."""
+    return tuple((part._version, part.data_ptr()) for part in _parts(weight))
+

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,6 +39,7 @@ from megafp8.fp8.standalone import _alive
 from tests.fp8.gemm.test_dispatch import needs_cpu_kernel
 from tests.fp8.linear_layer import LinearLayer
 from tests.fp8.reference import decode, encode, scale_of
+from tests.marks import slow_but
 from tests.world import World
 
 RECIPES = {
@@ -516,17 +518,55 @@ def test_optimizers_that_step_within_backward_end_one_step() -> None:
     assert_same(*results)
 
 
-def test_torch_compile() -> None:
-    tokens = batches(3)
-    losses = []
+@pytest.mark.parametrize(
+    ("name", "recompute", "backend"),
+    slow_but(
+        [
+            *((name, False, "aot_eager") for name in RECIPES),
+            ("delayed", True, "aot_eager"),
+            ("delayed", False, "inductor"),
+        ],
+        ("delayed", False, "aot_eager"),
+    ),
+)
+def test_torch_compile_in_one_graph(name: str, recompute: bool, backend: str) -> None:
+    """The same bits as without: training, evaluation, and outside of autocast. Inductor's own ops round differently."""
+    tokens, results = batches(4), []
     for compiled in (False, True):
-        model = llama(RECIPES["delayed"])
+        torch._dynamo.reset()
+        model = recomputing(llama(RECIPES[name]), recompute)
+        counter = CompileCounterWithBackend(backend)
+        run = torch.compile(model, backend=counter, fullgraph=True) if compiled else model
         optimizer = sgd(model)
-        callable_model = torch.compile(model, backend="aot_eager") if compiled else model
-        losses.append(trained(callable_model, optimizer, tokens))
-        fp8.end_step(callable_model)
-        assert fp8.state_dict(callable_model)["fp8.model.layers.0.mlp.up_proj.input.scale"] != 1
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        losses = trained(run, optimizer, tokens[:3])
+        compilations = counter.frame_count
+        with torch.no_grad():
+            losses.append(in_fp8(run.eval(), tokens[3]).item())
+            losses.append(run(tokens[3]).item())
+        others = counter.frame_count
+        losses += trained(run.train(), optimizer, tokens)
+        fp8.end_step(run)
+        results.append([*losses, *(tensor.sum().item() for tensor in fp8.state_dict(model).values())])
+    assert compilations == 1
+    assert counter.frame_count == others + (name == "static")  # while its scales are calibrated, and then
+    if backend == "aot_eager":
+        assert results[1] == results[0]
+    else:
+        assert results[1] == pytest.approx(results[0], rel=1e-4)
+
+
+def test_layers_that_are_alike_are_compiled_once() -> None:
+    model = llama(fp8.CurrentScaling())
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    expected = in_fp8(model, batches(1)[0])
+    for layer in model.model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    with fp8.autocast(recipe=fp8.CurrentScaling(power_of_two=True)):
+        other = model(batches(1)[0])
+    assert torch.equal(in_fp8(model, batches(1)[0]), expected)
+    assert not torch.equal(other, expected)
+    assert counter.frame_count == 2  # for each recipe, not for each layer
 
 
 def _shard(module: nn.Module, **options: Any) -> None:

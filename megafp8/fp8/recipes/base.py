@@ -155,6 +155,11 @@ class Fp8Recipe:
         return 0
 
     @property
+    def calibrates(self) -> bool:
+        """Whether a layer may run in high precision until its scales are known."""
+        return False
+
+    @property
     def combinations(self) -> Sequence[PerOperand[Fp8Recipe]]:
         """The recipes of the operands of a layer, for each kind of layer."""
         return (PerOperand(self, self, self),)

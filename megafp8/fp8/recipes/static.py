@@ -99,6 +99,10 @@ class StaticScaling(Fp8Recipe):
     power_of_two: bool = option(False, key="power_of_two_scale")
     use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()
 
+    @property
+    def calibrates(self) -> bool:
+        return self.calibration_steps > 0
+
     def given_amax(self, tensor: str) -> float | None:
         """The amax of a tensor that needs no calibration."""
         return next((value for pattern, value in self.amax if fnmatchcase(tensor, pattern)), None)

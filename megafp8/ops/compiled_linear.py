@@ -1,0 +1,202 @@
+"""A standalone FP8 linear layer as ops that torch.compile keeps in one graph.
+
+The compiler sees two opaque ops, forward and backward, with tensors in and out. Each does what the layer does outside
+of the compiler, bit for bit: one kernel casts the input for both of its GEMMs, the weight's FP8 copies are made once a
+step, amaxes are recorded, and the first forward after an optimizer step ends the step.
+
+*State* is found through a handle, an int64 tensor on the host. A number would be a constant of the graph, and layers
+that are alike would each be compiled. What decides the shapes is a constant: the format in which the input is kept for
+the weight gradient (`StandaloneLinear.saved_format`): FP8 columnwise, by its granularity, or values. Values are always
+right, since backward can quantize them; they stand where nothing is known before the first forward, and while static
+scales are calibrated. So a graph is compiled once, or twice where the format becomes known later.
+
+*Outputs* belong to the graph, which may reuse their memory. So none is a view of the state: a remembered scale is
+copied, and backward asks the state for the weight's copies again.
+
+Shapes: m tokens (all leading dims), k inputs, n outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megafp8.fp8.autocast import current
+from megafp8.fp8.formats import E4M3
+from megafp8.fp8.gemm.dispatch import gemm
+from megafp8.fp8.linear_state import LinearState
+from megafp8.fp8.sources import Plain
+from megafp8.fp8.standalone import VALUES, StandaloneLinear, layer_of
+from megafp8.fp8.tensor import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, ROW, TENSOR, ScaledTensor
+from megafp8.ops.fusion import as_matrix
+
+_GRANULARITIES = {granularity.name: granularity for granularity in (TENSOR, ROW, BLOCK_1X128, BLOCK_1X32, BLOCK_1X16)}
+
+
+def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: StandaloneLinear, training: bool) -> Tensor:
+    """`input wᵀ + bias` of a standalone layer within torch.compile: x `[..., k]` -> `[..., n]`."""
+    context = current()
+    if not context.enabled and not context.calibrating:
+        return F.linear(x, weight, bias)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    saved_format = layer.saved_format.get(context.recipe_key, VALUES) if context.enabled else VALUES
+    grad = torch.is_grad_enabled()
+    needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad
+    y = _forward(x, weight, layer.handle, saved_format, training, needs_dx, needs_dw)[0]
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+@torch.library.custom_op("megafp8::standalone_linear", mutates_args=())
+def _forward(
+    x: Tensor, weight: Tensor, handle: Tensor, saved_format: str, training: bool, needs_dx: bool, needs_dw: bool
+) -> list[Tensor]:
+    """y, and what is kept of x for wgrad where that is FP8: data, scale_inv, and a tensor's scale, if any."""
+    layer, x_mk = layer_of(handle), as_matrix(x.detach())
+    columnwise = needs_dw and saved_format != VALUES
+    with torch.autocast(x.device.type, enabled=False), layer.running(x.device, training=training) as state:
+        if not layer.last.enabled and not layer.last.calibrating:
+            raise RuntimeError("megafp8.fp8.autocast must be entered before the compiled function is called, not in it")
+        if state is None or state.plan.calibrating or not x.numel():
+            if state is not None and state.plan.calibrating:
+                state.record_amax("input", x)
+                state.record_amax("weight", weight)
+            y_mn, x_km = gemm(x_mk, weight.detach().to(x.dtype).t(), x.dtype), None
+        else:
+            y_mn, x_km = _fprop(state, x_mk, weight, columnwise=columnwise, needs_dx=needs_dx)
+    y = y_mn.view(*x.shape[:-1], weight.shape[0])
+    if not columnwise:
+        return [y]
+    if x_km is None:
+        assert not x.numel(), "a layer began to calibrate within a step"
+        return [y, *(torch.ones_like(kept) for kept in _saved_of(x_mk, saved_format))]
+    granularity, scale_inv = x_km.granularity, x_km.scale_inv
+    assert granularity.name == saved_format
+    if granularity is TENSOR:
+        scale_inv = scale_inv.clone()
+    elif granularity is BLOCK_1X128:  # kernels write it so
+        scale_inv = scale_inv.t()
+    kept = [x_km.data, scale_inv.contiguous()]
+    return [y, *kept] if x_km.tensor_scale is None else [y, *kept, x_km.tensor_scale]
+
+
+def _fprop(
+    state: LinearState, x_mk: Tensor, weight: Tensor, *, columnwise: bool, needs_dx: bool
+) -> tuple[Tensor, ScaledTensor | None]:
+    """y `[m, n]`, and x columnwise if wanted."""
+    high = state.high_precision
+    x8 = w8 = None
+    if not high.fprop or columnwise:
+        x8 = state.quantizers.input(Plain(x_mk), rowwise=not high.fprop, columnwise=columnwise)
+    if not high.fprop or (needs_dx and not high.dgrad):
+        w8 = state.fp8_weight(weight, columnwise=needs_dx and not high.dgrad)
+    if high.fprop:
+        y_mn = gemm(x_mk, weight.detach().to(x_mk.dtype).t(), x_mk.dtype)
+    else:
+        assert x8 is not None
+        assert w8 is not None
+        fast = state.fast_accum.fprop
+        y_mn = state.gemm.tn(x8.required_rowwise, w8.required_rowwise, x_mk.dtype, use_fast_accum=fast)
+    return y_mn, x8.required_columnwise if columnwise and x8 is not None else None
+
+
+def _saved_of(x_mk: Tensor, saved_format: str) -> list[Tensor]:
+    """Tensors like those that are kept of x, with any values."""
+    granularity, (m, k) = _GRANULARITIES[saved_format], x_mk.shape
+    shape = granularity.grid(k, m)
+    if granularity is BLOCK_1X128:
+        shape = (shape[1], shape[0])
+    kept = [x_mk.new_empty((k, m), dtype=E4M3.dtype), x_mk.new_empty(shape, dtype=torch.float32)]
+    return [*kept, x_mk.new_empty((), dtype=torch.float32)] if granularity.two_level else kept
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, weight: Tensor, handle: Tensor, saved_format: str, training: bool, needs_dx: bool, needs_dw: bool
+) -> list[Tensor]:
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    if not needs_dw or saved_format == VALUES:
+        return [y]
+    return [y, *_saved_of(x.reshape(-1, x.shape[-1]), saved_format)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weight, handle, saved_format, _, ctx.needs_dx, ctx.needs_dw = inputs
+    kept = () if not ctx.needs_dw else (x,) if saved_format == VALUES else output[1:]
+    ctx.save_for_backward(weight, handle, *kept)
+    ctx.saved_format = saved_format
+
+
+def _autograd(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    weight, handle, *kept = ctx.saved_tensors
+    if not ctx.needs_dx and not ctx.needs_dw:
+        return (None,) * 7
+    made = _backward(grads[0], weight, handle, kept, ctx.saved_format, ctx.needs_dx, ctx.needs_dw)
+    return (made[0] if ctx.needs_dx else None, made[-1] if ctx.needs_dw else None, *[None] * 5)
+
+
+_forward.register_autograd(_autograd, setup_context=_save)
+
+
+@torch.library.custom_op("megafp8::standalone_linear_backward", mutates_args=())
+def _backward(
+    dy: Tensor, weight: Tensor, handle: Tensor, kept: list[Tensor], saved_format: str, needs_dx: bool, needs_dw: bool
+) -> list[Tensor]:
+    """dx and dw, those that are needed."""
+    layer, dy_mn = layer_of(handle), as_matrix(dy)
+    with torch.autocast(dy.device.type, enabled=False):
+        dx, dw = _products(layer.last_state, dy_mn, weight, kept, saved_format, needs_dx, needs_dw)
+    made = [] if dx is None else [dx.view(*dy.shape[:-1], weight.shape[1])]
+    return made if dw is None else [*made, dw]
+
+
+def _products(
+    state: LinearState | None,
+    dy_mn: Tensor,
+    weight: Tensor,
+    kept: list[Tensor],
+    saved_format: str,
+    needs_dx: bool,
+    needs_dw: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx `[m, k]` and dw `[n, k]`."""
+    if state is not None and state.plan.calibrating:
+        state.record_amax("grad_output", dy_mn)
+    in_fp8 = state is not None and state.plan.fp8 and dy_mn.numel() > 0
+    high_dx, high_dw = (state.high_precision.dgrad, state.high_precision.wgrad) if in_fp8 and state else (True, True)
+    rowwise, columnwise = needs_dx and not high_dx, needs_dw and not high_dw
+    dx = dw = dy8 = None
+    if state is not None and (rowwise or columnwise):
+        dy8 = state.quantizers.grad_output(Plain(dy_mn), rowwise=rowwise, columnwise=columnwise)
+    if state is not None and dy8 is not None and rowwise:
+        w_kn = state.fp8_weight(weight, columnwise=True).required_columnwise
+        dx = state.gemm.tn(dy8.required_rowwise, w_kn, dy_mn.dtype, use_fast_accum=state.fast_accum.dgrad)
+    elif needs_dx:
+        dx = gemm(dy_mn, weight.detach().to(dy_mn.dtype), dy_mn.dtype)
+    if state is not None and dy8 is not None and columnwise:
+        x_km = _columnwise(state, kept, saved_format)
+        dw = state.gemm.tn(dy8.required_columnwise, x_km, weight.dtype, use_fast_accum=state.fast_accum.wgrad)
+    elif needs_dw:
+        empty = saved_format != VALUES
+        dw = torch.zeros_like(weight) if empty else gemm(dy_mn.t(), as_matrix(kept[0]), weight.dtype)
+    return dx, dw
+
+
+def _columnwise(state: LinearState, kept: list[Tensor], saved_format: str) -> ScaledTensor:
+    """The input columnwise `[k, m]`."""
+    if saved_format == VALUES:
+        return state.quantizers.input(Plain(as_matrix(kept[0])), rowwise=False, columnwise=True).required_columnwise
+    granularity = _GRANULARITIES[saved_format]
+    scale_inv = kept[1].t() if granularity is BLOCK_1X128 else kept[1]
+    return ScaledTensor(kept[0], scale_inv, granularity, kept[2] if granularity.two_level else None)
+
+
+@_backward.register_fake
+def _(
+    dy: Tensor, weight: Tensor, handle: Tensor, kept: list[Tensor], saved_format: str, needs_dx: bool, needs_dw: bool
+) -> list[Tensor]:
+    dx = [dy.new_empty((*dy.shape[:-1], weight.shape[1]))] if needs_dx else []
+    return [*dx, weight.new_empty(weight.shape)] if needs_dw else dx
