@@ -91,6 +91,8 @@ class StandaloneLinear:
         if training and not recomputing:
             self.layers.begin_forward(context)
         state = self.layers.state_of(self.site.name, context, device)
+        if training and not recomputing:
+            self.layers.begin_forward(context)
         self.saved_format[context.recipe_key] = _saved_format(state)
         if state.precision is None:
             self.last_state = None
@@ -195,8 +197,11 @@ class StandaloneLayers:
     # --- running ----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, context: Autocast) -> None:
-        """Begin a layer's forward in training, which begins the next step if one is over."""
-        if self._step_is_over:
+        """Begin a layer's forward in training, which begins the next step if one is over.
+
+        State that was loaded while a step was over is made first, by `state_of`: it may be begun again then.
+        """
+        if self._step_is_over and (self._parts or not self._loaded):
             refs = self._ran_in.ran_together
             end_steps([self, *(layers for ref in refs if (layers := ref()) is not None and layers._step_is_over)])
         if self._ran_in.ran_together is not context.ran_together:
@@ -350,6 +355,7 @@ class WatchingLinearState(LinearState):
     def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
         if self._copies is None or not self._copies.are_of(weight):
             self._copies = _WeightCopies(weight, self.quantizers.weight)
+        self._copies.weight = weight  # where it was joined of others, the older tensor may be a copy of older values
         self._copies.make(columnwise=columnwise)
         return cast(QuantizedTensor, self._copies)  # it has the same interface
 
@@ -371,7 +377,7 @@ class _WeightCopies:
     """
 
     def __init__(self, weight: Tensor, quantizer: Quantizer) -> None:
-        self._weight, self._quantizer = weight, quantizer
+        self.weight, self._quantizer = weight, quantizer
         self._made: QuantizedTensor | None = None
         self._made_from: tuple[tuple[int, int], ...] | None = None
 
@@ -380,7 +386,7 @@ class _WeightCopies:
 
     def _is(self, weight: Tensor) -> bool:
         """Whether it is the tensor, or another view of its memory, as compiled code may pass."""
-        own, others = _parts(self._weight), _parts(weight)
+        own, others = _parts(self.weight), _parts(weight)
         return len(own) == len(others) and all(
             mine is other or (mine.data_ptr() == other.data_ptr() != 0 and mine.shape == other.shape)
             for mine, other in zip(own, others, strict=True)
@@ -388,8 +394,8 @@ class _WeightCopies:
 
     def make(self, *, columnwise: bool) -> QuantizedTensor:
         if self._made is None or (columnwise and self._made.columnwise is None):
-            self._made_from = _stamp(self._weight)
-            self._made = self._quantizer(Plain(self._weight.detach()), rowwise=True, columnwise=columnwise)
+            self._made_from = _stamp(self.weight)
+            self._made = self._quantizer(Plain(self.weight.detach()), rowwise=True, columnwise=columnwise)
         return self._made
 
     def release(self) -> None:
@@ -412,4 +418,3 @@ def _parts(weight: Tensor) -> tuple[Tensor, ...]:
 def _stamp(weight: Tensor) -> tuple[tuple[int, int], ...]:
     """A value that changes when the tensor is written to or its memory is replaced."""
     return tuple((part._version, part.data_ptr()) for part in _parts(weight))
-

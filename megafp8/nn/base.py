@@ -142,7 +142,7 @@ class Module(nn.Module):
             self.fp8_layers = StandaloneLayers([gemm.site for gemm in self._gemms], tp_group=self.tp_group)
             for gemm in self._gemms:
                 gemm.linear = self.fp8_layers.layers[gemm.site.name]
-                setattr(self, f"fp8_{gemm.site.name}", gemm.linear)
+                setattr(self, gemm.attribute, gemm.linear)
         if self.device.type != "meta":
             self.reset_parameters()
 
@@ -211,8 +211,9 @@ class Gemm:
         require(module, "parallel_mode", parallel_mode, PARALLEL_MODES)
         sharded = parallel_mode is not None and module.tp_size > 1
         self.module, self.fuse_wgrad_accumulation = module, fuse_wgrad_accumulation
+        self.attribute = f"fp8_{name}"
         self.site = LinearSite(
-            name,
+            ".".join(filter(None, (module.name, name))),
             parallel=parallel_mode if sharded else None,  # type: ignore[arg-type]
             tensor_parallel=module.tp_size if sharded else 1,
             sequence_parallel=sharded and module.sequence_parallel,

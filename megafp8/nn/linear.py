@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.fp8.linear_state import LinearState, QuantizedGradHandoff
+from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.sources import Plain
 from megafp8.nn.arguments import divided, refuse
 from megafp8.nn.base import (
@@ -49,7 +49,6 @@ class _LinearBase(Module):
         rng_tracker_name: str | None,
         fuse_wgrad_accumulation: bool,
         before: Neighbor,
-        after: Neighbor = UNKNOWN,
         recompute_input: bool = False,
     ) -> None:
         self.gemm = Gemm(
@@ -59,7 +58,6 @@ class _LinearBase(Module):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             adds_bias=bias and not return_bias,
             before=before,
-            after=after,
             recompute_input=recompute_input,
         )
         self.in_features, self.out_features = in_features, out_features
@@ -113,11 +111,9 @@ class _LinearBase(Module):
             return getattr(self, self.bias_names[0])
         return joined([self.get_parameter(name) for name in self.bias_names])
 
-    def _product(
-        self, gemm: RunningGemm, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None
-    ) -> Tensor:
+    def _product(self, gemm: RunningGemm, x: Tensor | LinearInput) -> Tensor:
         """`x wᵀ`, and the bias unless it is returned."""
-        y = gemm(x, handoff)
+        y = gemm(x)
         return with_bias(y, self.whole_bias) if self.use_bias and not self.return_bias else y
 
     def extra_repr(self) -> str:
@@ -237,8 +233,6 @@ class LayerNormLinear(_LinearBase):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         name: str | None = None,
-        *,
-        after: Neighbor = UNKNOWN,
     ) -> None:
         refuse(
             self, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
@@ -257,7 +251,7 @@ class LayerNormLinear(_LinearBase):
             parallel_mode=parallel_mode, parameters_split=parameters_split,
             get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=None,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            before=self.norm.neighbor(values_needed=return_layernorm_output), after=after,
+            before=self.norm.neighbor(values_needed=return_layernorm_output),
         )  # fmt: skip
         self.finish()
 
@@ -271,19 +265,15 @@ class LayerNormLinear(_LinearBase):
         """`[..., k]` -> `[..., n]`; then the bias with `return_bias`; then the norm's output, if it is returned."""
         refuse(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
         with autocast_input(inp) as x, self.gemm.running(x, self.weight_names, is_first_microbatch) as gemm:
-            return self.run(gemm, x, None)
-
-    def run(self, gemm: RunningGemm, x: Tensor, handoff: QuantizedGradHandoff | None) -> Any:
-        """`forward` within its contexts. `handoff`: `gemm.state.grad_handoff()`, given to what uses the output too."""
-        normed = self.norm(x, gemm.state.input_format)
-        y = self._product(gemm, normed, handoff)
-        results: list[Any] = [y]
-        if self.return_bias:
-            results.append(self.whole_bias.to(y.dtype))
-        if self.return_layernorm_output:
-            assert isinstance(normed, Tensor)
-            results.append(self._returned(normed))
-        return y if len(results) == 1 else tuple(results)
+            normed = self.norm(x, gemm.state.input_format)
+            y = self._product(gemm, normed)
+            results: list[Any] = [y]
+            if self.return_bias:
+                results.append(self.whole_bias.to(y.dtype))
+            if self.return_layernorm_output:
+                assert isinstance(normed, Tensor)
+                results.append(self._returned(normed))
+            return y if len(results) == 1 else tuple(results)
 
     def _returned(self, normed: Tensor) -> Tensor:
         gathered = self.return_layernorm_output_gathered and self.sequence_parallel and self.parallel_mode == "column"

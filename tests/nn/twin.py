@@ -1,4 +1,4 @@
-"""The twin of `megafp8.nn`: the same modules in dense float64 PyTorch, from the formulas, sharing no code with the package.
+"""The twin of `megafp8.nn`: its modules in dense float64 PyTorch, from the formulas, sharing no code with the package.
 
 Parameters are read by Transformer Engine's names. Attention loops over samples and heads, and asks a function of the
 positions for each pair: slow, and easy to check.
