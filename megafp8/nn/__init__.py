@@ -9,10 +9,12 @@ from megafp8.nn.layernorm_mlp import LayerNormMLP
 from megafp8.nn.linear import LayerNormLinear, Linear
 from megafp8.nn.multi_head_attention import MultiheadAttention
 from megafp8.nn.norm import LayerNorm, RMSNorm
+from megafp8.nn.recompute import CudaRNGStatesTracker, checkpoint
 from megafp8.nn.rotary import RotaryPositionEmbedding
 from megafp8.nn.transformer import TransformerLayer
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "DotProductAttention",
     "Fp8Padding",
     "Fp8Unpadding",
@@ -25,4 +27,5 @@ __all__ = [
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
+    "checkpoint",
 ]

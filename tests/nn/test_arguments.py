@@ -8,13 +8,14 @@ import runpy
 from pathlib import Path
 
 import pytest
+from torch.nn import Module
 
 from megafp8 import nn
 from megafp8.nn.arguments import REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "from-transformer-engine.md"
-MODULES = [name for name in nn.__all__ if inspect.isclass(getattr(nn, name))]
+MODULES = [name for name in nn.__all__ if isinstance(made := getattr(nn, name), type) and issubclass(made, Module)]
 
 
 def rows() -> dict[str, tuple[set[str], str]]:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 
 from megafp8 import fp8, nn
 from megafp8.config import ModelConfig
@@ -295,19 +294,87 @@ def test_state_dict_carries_scales(ended: bool) -> None:
 
 
 def test_recomputation_has_the_same_bits() -> None:
-    """By torch's checkpoint around a layer, within `LayerNormMLP`, and of attention; with dropout."""
-    start = randomized(nn.TransformerLayer(H, F, 4, **CPU))
+    """By `checkpoint` around a layer, within `LayerNormMLP`, and of attention; dropout of a tracker's numbers too."""
+    tracker = nn.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 7)
+    start = randomized(nn.TransformerLayer(H, F, 4, get_rng_state_tracker=lambda: tracker, **CPU))
     results = []
     for how in ("none", "checkpoint", "parts"):
         layer = copy.deepcopy(start)
+        layer.self_attention.core_attention.get_rng_state_tracker = lambda: tracker
         layer.layernorm_mlp.checkpoint = how == "parts"
         options = {"checkpoint_core_attention": how == "parts"}
 
         def run(x: Tensor, layer: Any = layer, how: str = how, options: Any = options) -> Tensor:
             with fp8.autocast(recipe=RECIPES["delayed"]):
-                return checkpoint(layer, x, use_reentrant=False) if how == "checkpoint" else layer(x, **options)
+                if how == "checkpoint":
+                    return nn.checkpoint(layer, x, get_rng_state_tracker=lambda: tracker, rotary_pos_emb=None)
+                return layer(x, **options)
 
         torch.manual_seed(0)
+        tracker.reset()
+        tracker.add("model-parallel-rng", 7)
         results.append(trained(run, list(layer.parameters()), lambda: None))
+        results[-1].append(tracker.get_states()["model-parallel-rng"])
     assert_equal(results[1], results[0])
     assert_equal(results[2], results[0])
+    with pytest.raises(ValueError, match="distribute_saved_activations is True"):
+        nn.checkpoint(start, batch(0), distribute_saved_activations=True)
+
+
+def test_a_tracker_has_its_own_numbers() -> None:
+    tracker = nn.CudaRNGStatesTracker()
+    tracker.add("a", 1)
+    tracker.add("b", 2)
+    torch.manual_seed(0)
+    outside = [torch.rand(2) for _ in range(2)]
+    torch.manual_seed(0)
+    found = []
+    for _ in range(2):
+        for name in ("a", "b"):
+            with tracker.fork(name):
+                found.append(torch.rand(2))
+        assert torch.equal(torch.rand(2), outside.pop(0))
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        assert torch.equal(torch.cat(found[seed - 1 :: 2]), torch.rand(4))
+    with pytest.raises(ValueError, match="1 is that of another"):
+        tracker.add("c", 1)
+    with pytest.raises(ValueError, match="no state 'c', but a, b"), tracker.fork("c"):
+        pass
+
+
+def test_calibration_and_evaluation() -> None:
+    """Calibration runs in high precision and leaves scales; evaluation leaves nothing."""
+    layer = randomized(nn.TransformerLayer(H, F, 4, hidden_dropout=0.0, attention_dropout=0.0, **CPU))
+    high = layer(batch(0))
+    with fp8.autocast(enabled=False, recipe=RECIPES["delayed"], calibrating=True):
+        y = layer(batch(0))
+    y.sum().backward()
+    assert torch.equal(y, high)
+    fp8.end_step(layer)
+    calibrated = _scales(layer)
+    assert len(calibrated) == 3 * 4
+    assert all(tensor != 1 for tensor in calibrated)
+    layer.eval()
+    with torch.no_grad():
+        assert not torch.equal(_runs(layer, RECIPES["delayed"])(batch(1)), layer(batch(1)))
+    fp8.end_step(layer)
+    assert_equal(_scales(layer), calibrated)
+
+
+def _scales(layer: torch.nn.Module) -> list[Tensor]:
+    states = [m.fp8_layers.state_dict() for m in layer.modules() if getattr(m, "fp8_layers", None) is not None]
+    return [tensor.clone() for state in states for name, tensor in state.items() if name.endswith(".scale")]
+
+
+def test_a_rule_by_a_modules_name() -> None:
+    current = fp8.CurrentScaling()
+    recipe = fp8.CustomScaling(
+        rules=(fp8.Rule(layers="decoder.3.*.fc2", input=current, weight=current, grad_output=current),)
+    )
+    layer = nn.LayerNormMLP(H, F, name="decoder.3.mlp", **CPU)
+    with fp8.autocast(recipe=recipe):
+        layer(batch(0))
+    plans = [layer.fp8_layers.states_of(f"decoder.3.mlp.{name}")[0].plan.fp8 for name in ("fc1", "fc2")]
+    assert plans == [False, True]

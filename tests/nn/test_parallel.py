@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from megafp8 import fp8, nn
 from megafp8.distributed.collectives import all_gather, all_reduce
@@ -78,3 +82,39 @@ def _all() -> None:
 
 def test_two_ranks_are_as_one(world2: World) -> None:
     world2.run(_all)
+
+
+def _trained(model: Any, layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
+    """Parameters after four steps of two micro-batches."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
+    for _ in range(4):
+        for part in x.chunk(2, dim=1):
+            with fp8.autocast(recipe=fp8.DelayedScaling(amax_history_len=2)):
+                y = model(part)
+            y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in layer.parameters()]
+
+
+def _data_parallel() -> None:
+    """Two ranks with the same samples have the gradients of one."""
+    options = OPTIONS | {"layer_type": "encoder", "params_dtype": torch.float32, "activation": "swiglu"}
+    start, x = randomized(nn.TransformerLayer(H, F, 4, **options)), random(S, 2 * B, H).float()
+    one = copy.deepcopy(start)
+    expected = _trained(one, one, x)
+    replicated = copy.deepcopy(start)
+    for actual in (
+        _trained(DistributedDataParallel(replicated), replicated, x),
+        *(_trained(sharded, sharded, x) for sharded in map(_sharded, [start, start], [True, False])),
+    ):
+        for mine, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def _sharded(layer: torch.nn.Module, reshard: bool) -> torch.nn.Module:
+    return fully_shard(copy.deepcopy(layer), mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=reshard)
+
+
+def test_ddp_and_fsdp2(world2: World) -> None:
+    world2.run(_data_parallel)
