@@ -35,13 +35,13 @@ from megafp8.models.latent_attention import LatentAttention
 from megafp8.models.mlp import MLP
 from megafp8.models.moe import MoE
 from megafp8.models.norms import Norm
-from megafp8.models.offload import ActivationOffload, Forward
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.models.router import Router
 from megafp8.ops.attention import SelfAttention, fastest_backends
 from megafp8.ops.attention_mask import causal_mask
 from megafp8.ops.linear import linear
+from megafp8.ops.offload import ActivationOffload, Forward
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
