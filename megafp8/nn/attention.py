@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from megafp8.nn.arguments import chosen, divided, refuse, require
-from megafp8.nn.base import RngTracker, default_device, forked
+from megafp8.nn.base import RngTracker, default_device, forked, opaque
 from megafp8.ops.attention import attention
 from megafp8.ops.attention_mask import AttentionMask
 from megafp8.ops.attention_scores import AttentionDropout, Scores
@@ -132,6 +132,7 @@ class DotProductAttention(nn.Module):
         if softmax_type == "learnable":
             self.softmax_offset = nn.Parameter(torch.zeros(self.heads, device=default_device()))
 
+    @opaque
     def forward(
         self,
         query_layer: Tensor | None = None,

@@ -16,7 +16,8 @@ import io
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ InitMethod = Callable[[Tensor], object]
 RngTracker = Callable[[], Any]
 """Returns an object whose `fork(name)` is a context with random numbers of its own, as Megatron-LM's is."""
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 PARALLEL_MODES = (None, "column", "row")
 INIT_STD = 0.023
 
@@ -56,6 +59,17 @@ def forked(tracker: RngTracker | None, name: str | None = None) -> AbstractConte
     if tracker is None:
         return nullcontext()
     return tracker().fork() if name is None else tracker().fork(name)
+
+
+def opaque(forward: F) -> F:
+    """Decorator of a module's forward that torch.compile runs as it is, with a graph break on both sides."""
+    uncompiled = torch._disable_dynamo(forward)
+
+    @wraps(forward)
+    def call(*args: Any, **options: Any) -> Any:
+        return uncompiled(*args, **options) if torch.compiler.is_compiling() else forward(*args, **options)
+
+    return cast(F, call)
 
 
 class _Init(NamedTuple):

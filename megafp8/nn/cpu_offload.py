@@ -73,9 +73,7 @@ def get_cpu_offload_context(
         if value is refused:
             raise ValueError(f"get_cpu_offload_context: {name} is {value}: {reason}; {not refused} works")
     if offload_stream is not None:
-        raise ValueError(
-            "get_cpu_offload_context: offload_stream is given: copies have their own stream; None works"
-        )
+        raise ValueError("get_cpu_offload_context: offload_stream is given: copies have their own stream; None works")
     if num_layers is None or not 0 <= num_layers <= model_layers:
         raise ValueError(f"get_cpu_offload_context: num_layers is {num_layers}; it must be 0 to {model_layers=}")
     return _Layers(num_layers, model_layers), _unchanged

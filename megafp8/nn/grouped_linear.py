@@ -18,7 +18,7 @@ from megafp8.fp8.autocast import current
 from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.groups import RowGroups
 from megafp8.nn.arguments import divided, refuse, require
-from megafp8.nn.base import PARALLEL_MODES, Gemm, InitMethod, Module, RngTracker, autocast_input, default_init
+from megafp8.nn.base import PARALLEL_MODES, Gemm, InitMethod, Module, RngTracker, autocast_input, default_init, opaque
 from megafp8.ops.grouped_linear import grouped_linear
 
 
@@ -90,6 +90,7 @@ class GroupedLinear(Module):
         ]
         self.finish()
 
+    @opaque
     def forward(
         self,
         inp: Tensor,

@@ -25,6 +25,7 @@ from megafp8.nn.base import (
     RunningGemm,
     autocast_input,
     default_init,
+    opaque,
     with_bias,
 )
 from megafp8.nn.norm import InputNorm
@@ -132,6 +133,7 @@ class LayerNormMLP(Module):
                 setattr(self, f"{layer}_bias", torch.empty(0, dtype=self.params_dtype, device=self.device))
         self.finish()
 
+    @opaque
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """`[..., h]` -> the same; then the bias with `return_bias`; then the norm's output, if it is returned."""
         if not self.checkpoint:

@@ -24,6 +24,7 @@ from megafp8.nn.base import (
     autocast_input,
     default_init,
     joined,
+    opaque,
     with_bias,
 )
 from megafp8.nn.norm import InputNorm
@@ -175,6 +176,7 @@ class Linear(_LinearBase):
         )  # fmt: skip
         self.finish()
 
+    @opaque
     def forward(
         self,
         inp: Tensor,
@@ -255,6 +257,7 @@ class LayerNormLinear(_LinearBase):
         )  # fmt: skip
         self.finish()
 
+    @opaque
     def forward(
         self,
         inp: Tensor,

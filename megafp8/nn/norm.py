@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.nn.arguments import require
-from megafp8.nn.base import Module, autocast_input
+from megafp8.nn.base import Module, autocast_input, opaque
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.norm import norm
 from megafp8.plan import Neighbor
@@ -97,6 +97,7 @@ class _Norm(Module):
             self.register_parameter("bias", None)
         self.finish()
 
+    @opaque
     def forward(self, input: Tensor) -> Tensor:
         """Any leading dims, then `normalized_shape`."""
         normalized, lead = self.normalized_shape, input.shape[: input.dim() - len(self.normalized_shape)]

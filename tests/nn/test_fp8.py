@@ -378,3 +378,21 @@ def test_a_rule_by_a_modules_name() -> None:
         layer(batch(0))
     plans = [layer.fp8_layers.states_of(f"decoder.3.mlp.{name}")[0].plan.fp8 for name in ("fc1", "fc2")]
     assert plans == [False, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+def test_torch_compile(recipe: str | None) -> None:
+    """Modules are left as they are, and what is around them is compiled."""
+    start = randomized(nn.TransformerLayer(H, F, 4, hidden_dropout=0.0, attention_dropout=0.0, **CPU))
+    results = []
+    for compiled in (False, True):
+        layer = copy.deepcopy(start)
+        model = torch.compile(layer, backend="aot_eager") if compiled else layer
+
+        def run(x: Tensor, model: Any = model) -> Tensor:
+            with fp8.autocast(enabled=recipe is not None, recipe=RECIPES.get(recipe or "")):
+                return model(x)
+
+        results.append(trained(run, list(layer.parameters()), lambda: None))
+    assert_equal(*results)
