@@ -42,6 +42,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 PARALLEL_MODES = (None, "column", "row")
 INIT_STD = 0.023
+FP8_ALIGNMENT = 16  # of a weight's dims: rows of 16 bytes for each of the three GEMMs
 
 
 def default_init(weight: Tensor) -> None:
@@ -153,7 +154,8 @@ class Module(nn.Module):
     def finish(self) -> None:
         """End of the constructor: FP8 state of the linear layers, and initial values unless on the meta device."""
         if self._gemms:
-            self.fp8_layers = StandaloneLayers([gemm.site for gemm in self._gemms], tp_group=self.tp_group)
+            self.fp8_layers = StandaloneLayers([gemm.site for gemm in self._gemms])
+            self._tell_group()
             for gemm in self._gemms:
                 gemm.linear = self.fp8_layers.layers[gemm.site.name]
                 setattr(self, gemm.attribute, gemm.linear)
@@ -176,8 +178,12 @@ class Module(nn.Module):
                 f"{type(self).__name__}: tp_group has {ranks} ranks, and the module was made for {self.tp_size}"
             )
         self.tp_group = tp_group
-        if self.fp8_layers is not None:
-            self.fp8_layers.tp_group = tp_group
+        self._tell_group()
+
+    def _tell_group(self) -> None:
+        """Tell the FP8 state over which ranks weights are sharded."""
+        if self.fp8_layers is not None and any(gemm.site.parallel is not None for gemm in self._gemms):
+            self.fp8_layers.tp_group = self.tp_group if self.tp_size > 1 else None
 
     def required_group(self) -> ProcessGroup | None:
         """The tensor-parallel group; None where the module is whole."""
@@ -261,6 +267,11 @@ class Gemm:
         if self.fuse_wgrad_accumulation:
             MainGradSink.give(module, weight, overwrite=bool(is_first_microbatch))
         with linear.running(x.device, training=module.training) as state:
+            if state is not None and any(n % FP8_ALIGNMENT for n in weight.shape):
+                raise ValueError(
+                    f"{type(module).__name__}: the weight of {self.site.name} is {list(weight.shape)} on a rank, and FP8 "
+                    f"needs multiples of {FP8_ALIGNMENT}; run it within fp8.autocast(enabled=False), or pad it"
+                )
             yield RunningGemm(weight, state or self._high_precision, self.comm())
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megafp8 import nn
+from megafp8.fp8 import autocast
 from tests.nn import twin
 from tests.nn.compare import CPU64, TIGHT, assert_same, random, randomized
 
@@ -207,3 +208,11 @@ def test_torch_autocast_casts_the_input() -> None:
 def test_what_is_refused(module: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         getattr(nn, module)(16, 16, device="cpu", **options)
+
+
+def test_dims_that_fp8_cannot_have() -> None:
+    with (
+        pytest.raises(ValueError, match=r"weight of linear is \[9, 16\] on a rank, and FP8 needs multiples of 16"),
+        autocast(),
+    ):
+        nn.Linear(16, 9, device="cpu")(torch.zeros(4, 16))
