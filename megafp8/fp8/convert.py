@@ -11,6 +11,7 @@ the weight's dtype instead of being accumulated by the GEMM. Models built from m
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any, cast, get_args
@@ -23,7 +24,8 @@ from megafp8.fp8.gemm.dispatch import GemmBackend
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.fp8.recipes import RECIPES, CurrentScaling, Fp8Recipe
 from megafp8.fp8.recipes.base import no_match
-from megafp8.fp8.standalone import StandaloneLayers, StandaloneLinear, end_steps, layers_of
+from megafp8.fp8.speed_model import LinearSize, ceilings_of, device_name, predict
+from megafp8.fp8.standalone import StandaloneExperts, StandaloneLayers, StandaloneLinear, end_steps, layers_of
 from megafp8.plan import LinearSite
 
 logger = logging.getLogger(__name__)
@@ -37,17 +39,29 @@ def convert(
     recipe: Fp8Recipe,
     *,
     skip: tuple[str, ...] = ("lm_head",),
+    module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    speed_filter: int | None = None,
     gemm_backend: GemmBackend = "auto",
 ) -> nn.Module:
     """Make every `nn.Linear` of `model` that matches no pattern in `skip` an FP8 layer, and return `model`.
 
-    `skip`: shell-style patterns of qualified names (`model.named_modules()`), where `*` matches dots too. Layers with
-    dims that are not multiples of 16 are skipped with a warning, subclasses of `nn.Linear` without. Converted layers
+    Experts of transformers' mixture-of-experts models are converted too (`megafp8.ops.converted_experts`). Layers with
+    dims that are not multiples of 16 are left out with a warning, subclasses of `nn.Linear` without. Converted layers
     run in FP8 within `autocast`. Convert before DDP, `fully_shard` or `torch.compile`; on any device, "meta" too.
 
+    Args:
+        skip: Shell-style patterns of qualified names (`model.named_modules()`), where `*` matches dots too.
+        module_filter_fn: Called with each layer and its name; one for which it is false is left out.
+        speed_filter: Tokens that one rank runs through a layer at once. Layers that FP8 is predicted to slow down on
+            this GPU are left out, and named in the log.
+        gemm_backend: As `fp8.gemm_backend` in configs.
+
     Raises ValueError, with the model unchanged, if `recipe` is not an Fp8Recipe (but its name, say), a pattern of
-    `skip` or the recipe matches nothing, there is nothing to convert, or a layer is sharded already.
+    `skip` or the recipe matches nothing, there is nothing to convert, or a layer is sharded already; with
+    `speed_filter`, if the speeds of this device or recipe are not known.
     """
+    from megafp8.ops.converted_experts import are_experts, convert_experts  # which imports this package
+
     if not isinstance(recipe, Fp8Recipe):
         meant = recipe if isinstance(recipe, type) else RECIPES.get(str(recipe), CurrentScaling)
         raise ValueError(f"recipe is {recipe!r}; it must be an Fp8Recipe, try megafp8.fp8.{meant.__name__}()")
@@ -55,33 +69,88 @@ def convert(
         raise ValueError(f"skip is the string {skip!r}; it must be a tuple of patterns, for example ({skip!r},)")
     if gemm_backend not in get_args(GemmBackend):
         raise ValueError(f"gemm_backend is {gemm_backend!r}; it must be one of {', '.join(get_args(GemmBackend))}")
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    found: dict[str, nn.Module] = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear or ("fp8_up" not in vars(module) and are_experts(module))
+    }
     for pattern in skip:
-        if not any(fnmatchcase(name, pattern) for name in linears):
-            raise ValueError(f"{no_match('skip', pattern, list(linears))}; skip=() skips none")
-    chosen = {name: m for name, m in linears.items() if not any(fnmatchcase(name, pattern) for pattern in skip)}
-    fitting = {name: m for name, m in chosen.items() if m.in_features % _ALIGNMENT == m.out_features % _ALIGNMENT == 0}
+        if not any(fnmatchcase(name, pattern) for name in found):
+            raise ValueError(f"{no_match('skip', pattern, list(found))}; skip=() skips none")
+    chosen = {name: m for name, m in found.items() if not any(fnmatchcase(name, pattern) for pattern in skip)}
+    if module_filter_fn is not None:
+        chosen = {name: module for name, module in chosen.items() if module_filter_fn(module, name)}
+    fitting = {name: m for name, m in chosen.items() if not any(dim % _ALIGNMENT for dim in _dims(m))}
     if not fitting:
         raise ValueError(
-            f"{type(model).__name__} has no nn.Linear to convert: {len(linears)} in all, {len(chosen)} not skipped, "
+            f"{type(model).__name__} has no nn.Linear to convert: {len(found)} in all, {len(chosen)} not skipped, "
             f"and none of these with dims that are multiples of {_ALIGNMENT}; has it been converted before?"
         )
     for name, module in fitting.items():
-        if type(module.weight) is not nn.Parameter:
-            raise ValueError(
-                f"{name}.weight is a {type(module.weight).__name__} already; convert the model before fully_shard, "
-                "parallelize_module or anything else that replaces parameters"
-            )
-    Fp8Manager(recipe, amax_group=None).check_patterns(list(fitting))
-    layers = StandaloneLayers([LinearSite(name) for name in fitting], recipe, gemm_backend=gemm_backend).layers
+        for weight_name, weight in module.named_parameters():
+            if type(weight) is not nn.Parameter:
+                raise ValueError(
+                    f"{name}.{weight_name} is a {type(weight).__name__} already; convert the model before "
+                    "fully_shard, parallelize_module or anything else that replaces parameters"
+                )
+    sites = {name: _site_names(name, module) for name, module in fitting.items()}
+    Fp8Manager(recipe, amax_group=None).check_patterns([site for names in sites.values() for site in names])
+    if speed_filter is not None:
+        slow = _slowed_down(fitting, sites, recipe, speed_filter)
+        fitting = {name: module for name, module in fitting.items() if name not in slow}
+        sites = {name: sites[name] for name in fitting}
+    every = [LinearSite(site) for names in sites.values() for site in names]
+    layers = StandaloneLayers(every, recipe, gemm_backend=gemm_backend)
     for name, module in fitting.items():
-        module.__class__ = Fp8LinearModule
-        module.fp8 = layers[name]  # type: ignore[assignment]
-    unfit = ", ".join(f"{name} {list(m.weight.shape)}" for name, m in chosen.items() if name not in fitting)
+        if isinstance(module, nn.Linear):
+            module.__class__ = Fp8LinearModule
+            module.fp8 = layers.layers[name]  # type: ignore[assignment]
+        else:
+            half = len(sites[name]) // 2
+            up, down = (StandaloneExperts(layers, part) for part in (sites[name][:half], sites[name][half:]))
+            convert_experts(module, up, down)
+    unfit = ", ".join(
+        f"{name} {_dims(module)}" for name, module in chosen.items() if any(d % _ALIGNMENT for d in _dims(module))
+    )
     if unfit:
         logger.warning("left in high precision, as dims are not multiples of %d: %s", _ALIGNMENT, unfit)
-    logger.info("%s: %d of %d linear layers in FP8", type(recipe).__name__, len(fitting), len(linears))
+    logger.info("%s: %d of %d linear layers in FP8", type(recipe).__name__, len(fitting), len(found))
     return model
+
+
+def _dims(module: nn.Module) -> list[int]:
+    """Outputs and inputs of a linear layer, or of the first of each expert's two, which are those of the other."""
+    if isinstance(module, nn.Linear):
+        return list(module.weight.shape)
+    _, f2, h = cast(Tensor, module.gate_up_proj).shape
+    return [f2 // 2, h]
+
+
+def _site_names(name: str, module: nn.Module) -> list[str]:
+    """The names of a module's linear layers: its own, or the first layers of all experts and the second ones."""
+    if isinstance(module, nn.Linear):
+        return [name]
+    experts = range(len(cast(Tensor, module.gate_up_proj)))
+    return [f"{name}.{e}.{part}" for part in ("gate_up_proj", "down_proj") for e in experts]
+
+
+def _slowed_down(
+    modules: Mapping[str, nn.Module], sites: Mapping[str, list[str]], recipe: Fp8Recipe, tokens: int
+) -> set[str]:
+    """The linear layers that FP8 is predicted to slow down, each with a line in the log; experts are not among them."""
+    ceilings = ceilings_of(device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    slow = set()
+    for name, module in modules.items():
+        if not isinstance(module, nn.Linear) or recipe.operands(name) is None:
+            continue
+        size = LinearSize(tokens, module.in_features, module.out_features)
+        speedup = predict(size, recipe, ceilings, layer=name).speedup
+        if speedup <= 1:
+            slow.add(name)
+            logger.info(
+                "%s stays in high precision: FP8 is predicted to be %.2f times as fast (%s)", name, speedup, size
+            )
+    return slow
 
 
 def end_step(model: nn.Module) -> None:
@@ -122,6 +191,7 @@ class Fp8LinearModule(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """`input wᵀ + bias`: input `[..., in_features]` -> `[..., out_features]` in its dtype, or torch.autocast's."""
         from megafp8.ops.compiled_linear import compiled_linear  # which imports this package
+        from megafp8.ops.fusion import LinearInput
         from megafp8.ops.linear import linear
 
         if torch.compiler.is_compiling():
@@ -130,11 +200,15 @@ class Fp8LinearModule(nn.Linear):
         with self.fp8.running(input.device, training=self.training) as state:
             if state is None or input.numel() == 0:  # an expert may have no tokens, and a GEMM no rows
                 return F.linear(input, self.weight, self.bias)
-            weight = cast(nn.Parameter, self.weight)
-            if not torch.is_autocast_enabled(device):
-                return linear(input, weight, state, bias=self.bias)
+            weight, autocast = cast(nn.Parameter, self.weight), torch.is_autocast_enabled(device)
+            x = input.to(torch.get_autocast_dtype(device)) if autocast else input
+            columnwise = weight.requires_grad and torch.is_grad_enabled()
+            x8 = self.fp8.layers.quantized_input(input, state, dtype=x.dtype, columnwise=columnwise)
+            fused = LinearInput(x, x8, None)
+            if not autocast:
+                return linear(fused, weight, state, bias=self.bias)
             with torch.autocast(device, enabled=False):  # it would reach into the emulated GEMM
-                return linear(input.to(torch.get_autocast_dtype(device)), weight, state, bias=self.bias)
+                return linear(fused, weight, state, bias=self.bias)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
@@ -143,8 +217,7 @@ class Fp8LinearModule(nn.Linear):
 
 
 def _converted_layers(model: nn.Module) -> StandaloneLayers:
-    converted = nn.ModuleList(m for m in model.modules() if isinstance(m, Fp8LinearModule))
-    found = layers_of(converted)
+    found = layers_of(model)
     if len(found) != 1:
         raise ValueError(
             f"{type(model).__name__} has layers from {len(found)} calls of megafp8.fp8.convert, and there must be one; "

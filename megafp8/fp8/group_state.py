@@ -124,4 +124,9 @@ class GroupState:
 
     def invalidate_weight(self) -> None:
         """Forget the FP8 copies: the weight has changed. Plans may have changed too."""
-        self._weight = self._high_precision = None
+        self._weight = None
+        self.look_at_plans_again()
+
+    def look_at_plans_again(self) -> None:
+        """Plans may have changed."""
+        self._high_precision = None

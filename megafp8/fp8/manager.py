@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from megafp8.fp8.step import end_step as end_step_of_states
 from megafp8.fp8.stochastic_rounding import NoiseClock
 from megafp8.fp8.tensor import TENSOR
 from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, Quantization
+
+G = TypeVar("G", bound=GroupState)
 
 
 def quantization(recipe: Fp8Recipe, operand: OperandName) -> Quantization:
@@ -128,10 +130,11 @@ class Fp8Manager:
             self._layers[site.name] = state
         return state
 
-    def group(self, states: Sequence[LinearState]) -> GroupState:
+    def group(self, states: Sequence[LinearState], state_type: type[G] = GroupState) -> G:  # type: ignore[assignment]
         """The state of equal layers whose weights are one parameter, from that of each."""
-        self._groups_of_layers.append(GroupState(states))
-        return self._groups_of_layers[-1]
+        group = state_type(states)
+        self._groups_of_layers.append(group)
+        return group
 
     @property
     def plans(self) -> list[LinearPlan]:

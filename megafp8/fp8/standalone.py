@@ -36,6 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megafp8.fp8.autocast import OUTSIDE, Autocast, current
 from megafp8.fp8.gemm.dispatch import GemmBackend
+from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.linear_state import LinearState
 from megafp8.fp8.manager import Fp8Manager, end_step
 from megafp8.fp8.quantizers import AmaxRecording, Quantizer
@@ -59,6 +60,7 @@ class StandaloneLinear:
 
     def __init__(self, layers: StandaloneLayers, site: LinearSite) -> None:
         self.layers, self.site = layers, site
+        self.tp_group: ProcessGroup | None = None
         self.saved_format = {"": _saved_format_under(layers.own_recipe, site.name)}
         self._reset()
 
@@ -68,7 +70,12 @@ class StandaloneLinear:
         _by_handle[int(self.handle)] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "site": self.site, "saved_format": dict(self.saved_format)}
+        return {
+            "layers": self.layers,
+            "site": self.site,
+            "tp_group": self.tp_group,
+            "saved_format": dict(self.saved_format),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -113,10 +120,47 @@ class StandaloneLinear:
             if calibrating:
                 state.replan()
 
+    def shard(self, site: LinearSite, tp_group: ProcessGroup) -> None:
+        """The layer is sharded over `tp_group`, as `site` says. ValueError if it has run in FP8 before."""
+        if self.layers.states_of(self.site.name):
+            raise ValueError(f"{site.name} has run in FP8 before; parallelize the model before its first forward")
+        self.site, self.tp_group = site, tp_group
+
     def release_weight(self) -> None:
         """Free the FP8 copies of the weight, whose memory comes or goes."""
         for state in self.layers.states_of(self.site.name):
             state.release_weight()
+
+
+class StandaloneExperts:
+    """The layers `names` of `layers`, one for each expert, whose weights are one parameter."""
+
+    def __init__(self, layers: StandaloneLayers, names: Sequence[str]) -> None:
+        self.layers, self.names = layers, tuple(names)
+        self.first = layers.layers[names[0]]
+
+    @contextmanager
+    def running(self, device: torch.device, *, training: bool) -> Iterator[GroupState | None]:
+        """`StandaloneLinear.running` of all experts."""
+        with self.first.running(device, training=training) as state:
+            if state is None:
+                yield None
+                return
+            calibrating = not self.first.last.enabled
+            group = self.layers.group_of(self.names, self.first.last, device)
+            off = [] if training or calibrating else [q for own in group.states[1:] for q in _recording(own)]
+            for quantizer in off:
+                quantizer.recording = False
+            for own in group.states[1:] if calibrating else ():
+                own.replan(calibrating=True)
+            group.look_at_plans_again()
+            try:
+                yield group
+            finally:
+                for quantizer in off:
+                    quantizer.recording = True
+                for own in group.states[1:] if calibrating else ():
+                    own.replan()
 
 
 VALUES = "values"
@@ -155,17 +199,27 @@ class _Part(NamedTuple):
 
     manager: Fp8Manager
     states: dict[str, LinearState]
+    groups: dict[tuple[str, ...], WatchingGroupState]
 
     @property
     def fp8_states(self) -> list[LinearState]:
         return [state for state in self.states.values() if state.precision is not None]
 
 
+class _SharedInput(NamedTuple):
+    """An input that has been quantized, and what that depends on."""
+
+    x: weakref.ref[Tensor]
+    key: tuple[Any, ...]
+    quantized: QuantizedTensor
+
+
 class StandaloneLayers:
     """Layers at `sites` whose state is allocated together. A deep or pickled copy has the same scales.
 
     `recipe`: where `autocast` names none, by default delayed scaling. `tp_group`: the ranks over which each layer is
-    sharded, if any.
+    sharded, if any; `StandaloneLinear.shard` may say it later. `step_is_over`: an optimizer has stepped since the last
+    end of a step. `changes`: how often weights or scales have changed.
     """
 
     def __init__(
@@ -176,19 +230,23 @@ class StandaloneLayers:
         gemm_backend: GemmBackend = "auto",
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        self.recipe, self.gemm_backend, self.tp_group = recipe, gemm_backend, tp_group
+        self.recipe, self.gemm_backend = recipe, gemm_backend
         self.own_recipe = recipe or DelayedScaling()
         self.layers = {site.name: StandaloneLinear(self, site) for site in sites}
+        for layer in self.layers.values():
+            layer.tp_group = tp_group
         self._parts: dict[tuple[Fp8Recipe, ProcessGroup | None, str | None], _Part] = {}
         self._loaded: dict[str, Tensor] = {}  # the initial state
-        self._step_is_over = False
+        self.step_is_over = False
+        self.changes = 0
         self._ran_in = OUTSIDE
+        self._shared: _SharedInput | None = None
         self._device: torch.device | None = None
         _alive.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: tensor.clone() for name, tensor in self._state().items()}
-        return {**vars(self), "_parts": {}, "_loaded": state, "_ran_in": OUTSIDE, "_device": None}
+        return {**vars(self), "_parts": {}, "_loaded": state, "_ran_in": OUTSIDE, "_shared": None, "_device": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -199,11 +257,9 @@ class StandaloneLayers:
     def begin_forward(self, context: Autocast) -> None:
         """Begin a layer's forward in training, which begins the next step if one is over.
 
-        State that was loaded while a step was over is made first, by `state_of`: it may be begun again then.
+        State that was loaded while a step was over is made first, by `state_of`: then it may be begun again.
         """
-        if self._step_is_over and (self._parts or not self._loaded):
-            refs = self._ran_in.ran_together
-            end_steps([self, *(layers for ref in refs if (layers := ref()) is not None and layers._step_is_over)])
+        begin_step_if_over([self])
         if self._ran_in.ran_together is not context.ran_together:
             context.ran_together.append(weakref.ref(self))
         self._ran_in = context
@@ -220,13 +276,28 @@ class StandaloneLayers:
                 f"{name or 'the layer'} runs on {device}, and ran on {self._device} before; all layers that share FP8 "
                 "state must be on one device, and be moved there before their first FP8 forward"
             )
-        recipe, group = context.recipe or self.own_recipe, context.amax_group
-        key = (recipe, group, None if self.recipe is None or recipe == self.recipe else name)
+        key = self._key(name, context)
         part = self._parts.get(key)
         if part is None:
             names = list(self.layers) if key[2] is None else [name]
-            part = self._parts[key] = self._build(recipe, group, names, device)
+            part = self._parts[key] = self._build(*key[:2], names, device)
         return part.states[name]
+
+    def group_of(self, names: tuple[str, ...], context: Autocast, device: torch.device) -> GroupState:
+        """The state of the experts `names`, whose weights are one parameter."""
+        states = [self.state_of(name, context, device) for name in names]
+        part = self._part_of(names[0], context)
+        if names not in part.groups:
+            part.groups[names] = part.manager.group(states, WatchingGroupState)
+        return part.groups[names]
+
+    def _part_of(self, name: str, context: Autocast) -> _Part:
+        return self._parts[self._key(name, context)]
+
+    def _key(self, name: str, context: Autocast) -> tuple[Fp8Recipe, ProcessGroup | None, str | None]:
+        recipe = context.recipe or self.own_recipe
+        own = self.recipe is None or recipe == self.recipe
+        return recipe, context.amax_group, None if own else name
 
     def states_of(self, name: str) -> list[WatchingLinearState]:
         """The states of the layer `name` under all recipes and groups that it has run with."""
@@ -242,12 +313,12 @@ class StandaloneLayers:
             data_parallel=(0, 1) if group is None else (group.rank(), group.size()),
             state_type=WatchingLinearState,
         )
-        states = {name: manager.linear(self.layers[name].site, tp_group=self.tp_group) for name in names}
+        states = {name: manager.linear(self.layers[name].site, tp_group=self.layers[name].tp_group) for name in names}
         manager.materialize(device)
-        part = _Part(manager, states)
+        part = _Part(manager, states, {})
         if self._loaded:
             self._load(part, self._loaded, strict=not self._parts and len(names) == len(self.layers))
-        _record_weights(part, not self._step_is_over)
+        _record_weights(part, not self.step_is_over)
         return part
 
     def _load(self, part: _Part, state: dict[str, Tensor], *, strict: bool) -> None:
@@ -258,14 +329,36 @@ class StandaloneLayers:
         elif own.keys() <= state.keys():
             part.manager.load_state_dict({name: state[name] for name in own})
 
+    def quantized_input(
+        self, x: Tensor, state: LinearState, *, dtype: torch.dtype, columnwise: bool
+    ) -> QuantizedTensor | None:
+        """`x` in `dtype`, quantized for `state`; layers that follow with the same input share it.
+
+        None where they cannot, as the scale does not depend on the values alone. It is kept as long as `x` is.
+        """
+        quantizer = state.quantizers.input
+        if type(quantizer) is not RecipeQuantizer or not state.plan.fp8_only or x.is_inference():
+            return None
+        key = (quantizer.recipe, quantizer.fmt, x._version, columnwise, dtype)
+        shared = self._shared
+        if shared is None or shared.x() is not x or shared.key != key:
+            x_mk = x.detach().to(dtype).reshape(-1, x.shape[-1]).contiguous()
+            made = quantizer(Plain(x_mk), rowwise=True, columnwise=columnwise)
+            self._shared = shared = _SharedInput(weakref.ref(x, self._drop_shared), key, made)
+        return shared.quantized
+
+    def _drop_shared(self, x: weakref.ref[Tensor]) -> None:
+        if self._shared is not None and self._shared.x is x:
+            self._shared = None
+
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def optimizer_stepped(self) -> None:
         """Drop the FP8 copies. Amaxes of the new weights are recorded when the next step begins."""
-        self._step_is_over = True
+        self.step_is_over = True
+        self.changes += 1
         for part in self._parts.values():
-            for state in part.fp8_states:
-                state.invalidate_weight()
+            part.manager.forget_weights()
             _record_weights(part, False)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -281,7 +374,7 @@ class StandaloneLayers:
         The same on all ranks of a group. ValueError if an optimizer has stepped and the step has not ended.
         """
         state = self._state()
-        if state and self._step_is_over:
+        if state and self.step_is_over:
             raise ValueError(
                 "the FP8 state is between two steps, as an optimizer has stepped; call megafp8.fp8.end_step(model) on "
                 "every rank before megafp8.fp8.state_dict(model)"
@@ -291,7 +384,7 @@ class StandaloneLayers:
     def snapshot(self) -> dict[str, Tensor]:
         """`state_dict` of this rank at any time; where a step has not ended, `restore` has that step end."""
         state = dict(self._state())
-        return state | {_STEP_IS_OVER: torch.tensor(self._step_is_over)} if state else {}
+        return state | {_STEP_IS_OVER: torch.tensor(self.step_is_over)} if state else {}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Load what `snapshot` returned."""
@@ -304,18 +397,29 @@ class StandaloneLayers:
 
         ValueError, at the first FP8 forward at the latest, unless names and shapes are those of the layers.
         """
-        self._step_is_over = False
+        self.step_is_over = False
+        self.changes += 1
         self._loaded = dict(state)
         for part in self._parts.values():
             self._load(part, state, strict=len(self._parts) == 1)
             _record_weights(part, True)
 
 
+def begin_step_if_over(several: Sequence[StandaloneLayers]) -> None:
+    """End the steps that are over of `several` layers and of those that ran with them."""
+    refs = [ref for layers in several if layers.step_is_over for ref in layers._ran_in.ran_together]
+    together = [layers for ref in refs if (layers := ref()) is not None]
+    over = [layers for layers in (*several, *together) if layers.step_is_over and (layers._parts or not layers._loaded)]
+    if over:
+        end_steps(over)
+
+
 def end_steps(several: Sequence[StandaloneLayers]) -> None:
     """End a step of all layers, with one all-reduce for each group."""
     unique = list(dict.fromkeys(several))
     for layers in unique:
-        layers._step_is_over = False
+        layers.step_is_over = False
+        layers.changes += 1
     parts = [part for layers in unique for part in layers._parts.values()]
     end_step([part.manager for part in parts])
     for part in parts:
@@ -324,7 +428,8 @@ def end_steps(several: Sequence[StandaloneLayers]) -> None:
 
 def layers_of(module: nn.Module) -> list[StandaloneLayers]:
     """The FP8 layers of `module` and the modules in it."""
-    own = [value for m in module.modules() for value in vars(m).values() if isinstance(value, StandaloneLinear)]
+    values = [value for m in module.modules() for value in vars(m).values()]
+    own = [value for value in values if isinstance(value, StandaloneLinear | StandaloneExperts)]
     return list(dict.fromkeys(linear.layers for linear in own))
 
 
@@ -353,6 +458,8 @@ class WatchingLinearState(LinearState):
     _copies: _WeightCopies | None = None
 
     def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
+        if self.gathered_weight is not None:
+            return cast(QuantizedTensor, _GatheredWeight(self))
         if self._copies is None or not self._copies.are_of(weight):
             self._copies = _WeightCopies(weight, self.quantizers.weight)
         self._copies.weight = weight  # where it was joined of others, the older tensor may be a copy of older values
@@ -366,6 +473,34 @@ class WatchingLinearState(LinearState):
         """Free the FP8 copies, also for graphs that need them: these quantize the weight again."""
         if self._copies is not None:
             self._copies.release()
+
+
+class WatchingGroupState(GroupState):
+    """A `GroupState` that sees for itself whether its weight has changed."""
+
+    _made_from: tuple[tuple[int, int], ...] | None = None
+
+    def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
+        if self._made_from != _stamp(weight):
+            self.invalidate_weight()
+            self._made_from = _stamp(weight)
+        return super().fp8_weight(weight, columnwise=columnwise)
+
+
+class _GatheredWeight:
+    """A weight gathered in FP8, with the interface of `QuantizedTensor`: what the last gather has brought."""
+
+    def __init__(self, state: LinearState) -> None:
+        self._state = state
+
+    @property
+    def required_rowwise(self) -> ScaledTensor:
+        assert self._state.gathered_weight is not None
+        return self._state.gathered_weight
+
+    @property
+    def required_columnwise(self) -> ScaledTensor:
+        return self.required_rowwise.t()
 
 
 class _WeightCopies:

@@ -84,9 +84,10 @@ class ScaledTensor(NamedTuple):
         return self.data.to(dtype) * expand(self.scale_inv.to(dtype), self.granularity, r, c)
 
     def t(self) -> ScaledTensor:
-        """The transposed matrix `[c, r]`, row-major again; for one scale per tensor only."""
-        assert self.granularity is TENSOR
-        return ScaledTensor(_transposed(self.data), self.scale_inv)
+        """The transposed matrix `[c, r]`, row-major again; for one scale per tensor or square block only."""
+        assert self.granularity.rows == self.granularity.columns
+        scale_inv = self.scale_inv if self.granularity is TENSOR else self.scale_inv.t()
+        return self._replace(data=_transposed(self.data), scale_inv=scale_inv)
 
 
 class QuantizedTensor(NamedTuple):

@@ -182,8 +182,9 @@ class Module(nn.Module):
 
     def _tell_group(self) -> None:
         """Tell the FP8 state over which ranks weights are sharded."""
-        if self.fp8_layers is not None and any(gemm.site.parallel is not None for gemm in self._gemms):
-            self.fp8_layers.tp_group = self.tp_group if self.tp_size > 1 else None
+        for gemm in self._gemms:
+            if gemm.linear is not None and gemm.site.parallel is not None:
+                gemm.linear.tp_group = self.tp_group
 
     def required_group(self) -> ProcessGroup | None:
         """The tensor-parallel group; None where the module is whole."""
@@ -267,11 +268,8 @@ class Gemm:
         if self.fuse_wgrad_accumulation:
             MainGradSink.give(module, weight, overwrite=bool(is_first_microbatch))
         with linear.running(x.device, training=module.training) as state:
-            if state is not None and any(n % FP8_ALIGNMENT for n in weight.shape):
-                raise ValueError(
-                    f"{type(module).__name__}: the weight of {self.site.name} is {list(weight.shape)} on a rank, and FP8 "
-                    f"needs multiples of {FP8_ALIGNMENT}; run it within fp8.autocast(enabled=False), or pad it"
-                )
+            if state is not None:
+                check_fp8_dims(module, self.site.name, tuple(weight.shape))
             yield RunningGemm(weight, state or self._high_precision, self.comm())
 
 
@@ -322,6 +320,15 @@ class MainGradSink:
         weight: Any = self._weight()
         if hasattr(weight, "grad_added_to_main_grad"):
             weight.grad_added_to_main_grad = True
+
+
+def check_fp8_dims(module: nn.Module, layer: str, shape: tuple[int, ...]) -> None:
+    """ValueError for a weight that the GEMMs of FP8 cannot take."""
+    if any(n % FP8_ALIGNMENT for n in shape):
+        raise ValueError(
+            f"{type(module).__name__}: the weight of {layer} is {list(shape)} on a rank, and FP8 needs multiples of "
+            f"{FP8_ALIGNMENT}; run it within fp8.autocast(enabled=False), or pad it"
+        )
 
 
 def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -6,7 +6,6 @@ Shapes: x `[m, k]`, y `[m, n]`; e experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,10 +14,20 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megafp8.fp8.autocast import current
-from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.groups import RowGroups
+from megafp8.fp8.standalone import StandaloneExperts
 from megafp8.nn.arguments import divided, refuse, require
-from megafp8.nn.base import PARALLEL_MODES, Gemm, InitMethod, Module, RngTracker, autocast_input, default_init, opaque
+from megafp8.nn.base import (
+    PARALLEL_MODES,
+    Gemm,
+    InitMethod,
+    Module,
+    RngTracker,
+    autocast_input,
+    check_fp8_dims,
+    default_init,
+    opaque,
+)
 from megafp8.ops.grouped_linear import grouped_linear
 
 
@@ -85,10 +94,11 @@ class GroupedLinear(Module):
         else:
             for i in range(num_gemms):
                 setattr(self, f"bias{i}", torch.empty(0, dtype=self.params_dtype, device=self.device))
-        self.experts = [
-            Gemm(self, f"expert{i}", None, fuse_wgrad_accumulation=False, expert=True) for i in range(num_gemms)
-        ]
+        for i in range(num_gemms):
+            Gemm(self, f"expert{i}", None, fuse_wgrad_accumulation=False, expert=True)
         self.finish()
+        assert self.fp8_layers is not None
+        self.experts = StandaloneExperts(self.fp8_layers, list(self.fp8_layers.layers))
 
     @opaque
     def forward(
@@ -105,17 +115,16 @@ class GroupedLinear(Module):
             raise ValueError(
                 f"GroupedLinear: m_splits has {len(m_splits)} numbers of rows; num_gemms is {self.num_gemms}"
             )
-        with ExitStack() as stack:
-            x = stack.enter_context(autocast_input(inp))
+        with autocast_input(inp) as x, self.experts.running(x.device, training=self.training) as state:
             x_mk = x.reshape(-1, x.shape[-1]).contiguous()
             sizes_e = torch.as_tensor(m_splits, dtype=torch.int32, device=x.device)
             groups = RowGroups.of(sizes_e.cumsum(0, dtype=torch.int32), len(x_mk))
             weight: Any = self.weight_of(self.weight_names)
-            states = [
-                stack.enter_context(gemm.running(x, [name], is_first_microbatch)).state
-                for gemm, name in zip(self.experts, self.weight_names, strict=True)
-            ]
-            y = grouped_linear(x_mk, weight, groups, GroupState(states))
+            if state is not None:
+                check_fp8_dims(self, "each expert", (self.out_features, self.in_features))
+                if is_first_microbatch and torch._C._current_graph_task_id() == -1:  # not of a recomputed forward
+                    state.invalidate_weight()
+            y = grouped_linear(x_mk, weight, groups, state)
             biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
             if self.use_bias and not self.return_bias:
                 rows = torch.repeat_interleave(torch.stack(biases).to(y.dtype), sizes_e, dim=0, output_size=len(y))

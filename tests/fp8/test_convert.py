@@ -52,6 +52,7 @@ RECIPES = {
     "nvfp4": fp8.NVFP4Scaling(),
 }
 VOCAB = 32
+convert_file = sys.modules["megafp8.fp8.convert"]  # `fp8.convert` is the function
 
 
 def llama(recipe: fp8.Fp8Recipe | None, **options: Any) -> LlamaForCausalLM:
@@ -135,9 +136,28 @@ def test_patterns_choose_layers() -> None:
     assert chosen == {f"model.layers.0.{part}_proj" for part in ("self_attn.o", "mlp.gate", "mlp.up", "mlp.down")}
 
 
+def test_a_function_and_the_speed_model_choose_layers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_up(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and name.endswith("up_proj")
+
+    assert fp8_layers(llama(fp8.CurrentScaling(), module_filter_fn=only_up)) == {
+        f"model.layers.{i}.mlp.up_proj" for i in range(2)
+    }
+    monkeypatch.setattr(convert_file, "device_name", lambda device: "NVIDIA H200")
+    model = nn.Sequential(nn.Linear(4096, 14336, device="meta"), nn.Linear(14336, 256, device="meta"))
+    with caplog.at_level(logging.INFO, "megafp8"):
+        fp8.convert(model, fp8.CurrentScaling(), skip=(), speed_filter=8192)
+    assert fp8_layers(model) == {"0"}
+    assert "1 stays in high precision: FP8 is predicted to be 0." in caplog.text
+    assert "(8192x14336x256)" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"speed_filter": 128}, "the speeds of 'cpu' are not known"),
         ({"skip": ("model.layer.0.*",)}, r"skip pattern 'model.layer.0.\*' matches no layer; .* model.layers.0.mlp"),
         ({"skip": ("*",)}, "no nn.Linear to convert: 15 in all, 0 not skipped"),
         ({"gemm_backend": "cutlass"}, "gemm_backend is 'cutlass'.* auto, cublaslt"),
@@ -340,8 +360,12 @@ def test_an_unchanged_weight_is_cast_once(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(RecipeQuantizer, "__call__", counted)
     for _ in range(3):
-        in_fp8(layer, x).sum().backward()
+        in_fp8(layer, x.clone()).sum().backward()
     assert casts.count((16, 32)) == 4  # three times the input, which has the shape of the weight, and the weight
+    in_fp8(layer, x), in_fp8(layer, x)
+    assert casts.count((16, 32)) == 5  # the same input, as the projections of attention have
+    in_fp8(layer, x.mul_(2))
+    assert casts.count((16, 32)) == 6
 
 
 def test_a_graph_keeps_the_weight_it_was_computed_with() -> None:
@@ -707,6 +731,66 @@ def test_llama_of_transformers() -> None:
         results.append(trained(model, optimizer, batches(8), loss_of))
     assert results[0] == results[1]
     assert results[0][-1] < 0.8 * results[0][0]
+
+
+def mixtral() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+class ExpertsOneByOne(nn.Module):
+    """Experts as `nn.Linear`s, each called with its tokens."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        ups, downs = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        self.act_fn, linears = experts.act_fn, []
+        for weight in (*ups, *downs):
+            linears.append(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
+            linears[-1].weight.data.copy_(weight)
+        self.linears = nn.ModuleList(linears)
+
+    def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for e in range(4):
+            token, choice = (top_k_index == e).nonzero(as_tuple=True)
+            gate, up = self.linears[e](x[token]).chunk(2, dim=-1)
+            out = self.linears[4 + e](self.act_fn(gate) * up)
+            y = y.index_add(0, token, out * top_k_weights[token, choice, None])
+        return y
+
+
+@pytest.mark.parametrize("name", slow_but([name for name in RECIPES if name != "nvfp4"], "delayed"))
+def test_mixtral_of_transformers(name: str) -> None:
+    """Against each expert converted as a linear layer; sums over tokens are in another order.
+
+    The noise of nvfp4 depends on the layers' names, which are others there.
+    """
+    results = []
+    for twin in (False, True):
+        model = mixtral()
+        assert hasattr(model.model.layers[0].mlp.experts, "gate_up_proj")
+        if twin:
+            model.model.layers[0].mlp.experts = ExpertsOneByOne(model.model.layers[0].mlp.experts)
+        fp8.convert(model, RECIPES[name])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss_of = lambda model, tokens: in_fp8(model, tokens, None, None, None, None, tokens).loss  # noqa: E731
+        losses = trained(model.train(), optimizer, batches(4), loss_of)
+        with torch.no_grad():
+            losses.append(loss_of(model.eval(), batches(1)[0]).item())
+        fp8.end_step(model)
+        results.append((losses, sum(tensor.double().sum().item() for tensor in fp8.state_dict(model).values())))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-4)
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-2)
+    expected = mixtral()
+    converted = fp8.convert(mixtral(), RECIPES[name])
+    tokens = batches(1)[0]
+    assert torch.equal(converted(tokens).logits, expected(tokens).logits)
 
 
 @pytest.mark.slow
