@@ -5,6 +5,10 @@ Forward and backward of one layer's attention, bf16 on a GPU, without projection
 "of share" is the time over that share of the triangle's. `--context n` also times what each of n context-parallel ranks
 computes, on this one GPU and without communication.
 
+`--scores`: soft caps, biases, dropout and prefixes instead, by our kernel, which is first compared with the reference,
+and by cuDNN's, torch's flash kernel and FlexAttention where they compute the same; forward and backward apart, in ms
+and TFLOP/s of the visible pairs (4·d each forward, 10·d backward).
+
 Medians of interleaved rounds from a cold L2; "host" is the host's time to launch.
 """
 
@@ -21,6 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.attention_scores import CASES, Contender, contenders, use_tiles
 from benchmarks.common import Table, add_device_flag, chosen_device, machine, new_parser, require_positive, write_json
 from megafp8.context_parallel.attention import Call, plan
 from megafp8.data.samples import room_for
@@ -30,6 +35,8 @@ from megafp8.ops import cudnn_attention
 from megafp8.ops.attention_mask import CAUSAL, AttentionMask, causal_mask
 
 TABLE = Table("attention", 44, {"ms": ".3f", "pairs": ".1%", "of share": ".2f", "host ms": ".3f", "peak MiB": ",.0f"})
+
+SCORES_TABLE = Table("scores", 40, {"fwd ms": ".3f", "TFLOP/s": ".0f", "bwd ms": ".3f", " TFLOP/s": ".0f"})
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,27 @@ def without_front_end(run: Callable[[], object]) -> None:
         cudnn_attention.is_available = found
 
 
+def measure_scores(divisor: int, device: torch.device, rounds: int) -> list[dict[str, object]]:
+    """Print and return forward and backward of all cases of `benchmarks.attention_scores`."""
+    rows: list[dict[str, object]] = []
+    print(f"{machine(device)}, torch {torch.__version__}")
+    print(SCORES_TABLE.heading())
+    for case in CASES:
+        found: list[Contender] = []
+        for one in contenders(case, divisor, device):
+            if isinstance(one, str):
+                print(one)
+            else:
+                found.append(one)
+        runs = [run for one in found for run in (one.forward, one.backward)]
+        medians = [statistics.median(x) for x in time_round_robin(runs, device, rounds=rounds)]
+        for one, fwd, bwd in zip(found, medians[::2], medians[1::2], strict=True):
+            speeds = one.flops / fwd * 1e-12, 2.5 * one.flops / bwd * 1e-12
+            print(SCORES_TABLE.row(f"{one.case}: {one.kernel}", fwd * 1e3, speeds[0], bwd * 1e3, speeds[1]))
+            rows.append({"case": one.case, "kernel": one.kernel, "fwd_ms": fwd * 1e3, "bwd_ms": bwd * 1e3})
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     add_device_flag(parser)
@@ -149,15 +177,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scores", action="store_true", help="soft caps, biases, dropout and prefixes")
+    parser.add_argument("--tile", action="append", default=[], help="of --scores, as in dkv=32,128,8,2: another tile")
+    parser.add_argument("--divisor", type=int, default=1, help="of the sequence lengths of --scores")
     given = parser.parse_args(arguments)
     try:
-        require_positive(given, "seq_length", "document_length", "window", "context", "heads", "groups", "rounds")
+        require_positive(
+            given, "seq_length", "document_length", "window", "context", "heads", "groups", "rounds", "divisor"
+        )
         if given.seq_length % (2 * given.context):
             raise ValueError(f"--seq-length: {given.seq_length} is no multiple of 2 x --context ({given.context})")
         device = chosen_device(given)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if given.scores:
+        use_tiles(given.tile)
+        write_json(given.json, measure_scores(given.divisor, device, given.rounds))
+        return 0
     sizes = Sizes(given.seq_length, given.heads, given.groups, given.head_dim)
     s, window = sizes.seq_length, given.window
     ends = document_offsets(s, given.document_length, given.seed)

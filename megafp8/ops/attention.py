@@ -16,6 +16,7 @@ Kernels, of which `choose` takes one (docs/decisions/0029-attention-of-documents
     where that is not installed, or torch.use_deterministic_algorithms is on, or a window has no causality
                                    torch's flash kernel: cuDNN adds up dq in the order in which blocks of keys come
     soft caps, biases, dropout; prefixes, boolean masks, queries that are some tokens of their sequence
+                                   our own in Triton (`megafp8.kernels.attention`), which is deterministic
     on a CPU, or in fp32 or fp64   the reference in PyTorch, some queries at a time (`ops.attention_reference`)
 
 cuDNN's graphs are cached by the layout of q, k and v, and expect all other tensors in the layout that the forward pass
@@ -172,7 +173,7 @@ def sdpa_backends() -> list[SDPBackend]:
 
 
 class Choice(NamedTuple):
-    """A kernel (`sdpa`, `cudnn`, `flash`, `reference`), in words, and why it is not the fastest, if so."""
+    """A kernel (`sdpa`, `cudnn`, `flash`, `triton`, `reference`), in words, and why it is not the fastest, if so."""
 
     kernel: str
     what: str
@@ -189,8 +190,10 @@ def choose(
         return Choice("reference", "the reference in PyTorch")
     if dtype not in (torch.bfloat16, torch.float16):
         return Choice("reference", "the reference in PyTorch", f"kernels take bf16 and fp16, not {dtype}")
+    if own is not None and head_dim > 256:
+        return Choice("reference", "the reference in PyTorch", f"our kernel takes heads up to 256 wide, not {head_dim}")
     if own is not None:
-        return Choice("reference", "the reference in PyTorch", f"no kernel computes {own}")
+        return Choice("triton", "our own kernel", f"no other one computes {own}")
     if deterministic:
         return Choice("flash", "torch's flash kernel", "deterministic is true")
     if mask.window is not None and not mask.causal:
@@ -254,6 +257,10 @@ def forward(
         return cudnn_attention.forward(q_sbad, k_tbgd, v_tbgd, mask, scores.scale)
     if kernel == "flash":
         return _flash_forward(q_sbad, k_tbgd, v_tbgd, mask, scores.scale)
+    if kernel == "triton":
+        from megafp8.kernels import attention  # needs Triton, which comes with torch's CUDA builds
+
+        return attention.forward(q_sbad, k_tbgd, v_tbgd, mask, scores)
     if kernel == "sdpa":
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbad, k_tbgd, v_tbgd))
         o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -278,6 +285,10 @@ def backward(
         return *cudnn_attention.backward(*tensors, mask, scores.scale), None
     if kernel == "flash":
         return *_flash_backward(*tensors, mask, scores.scale), None
+    if kernel == "triton":
+        from megafp8.kernels import attention  # needs Triton, which comes with torch's CUDA builds
+
+        return attention.backward(*tensors, mask, scores, bias_grad)
     if kernel == "sdpa":
         do, q, k, v, o = (x.permute(1, 2, 0, 3) for x in tensors[:5])
         lse = lse_sba.permute(1, 2, 0).contiguous().unsqueeze(-1)

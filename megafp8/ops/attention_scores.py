@@ -64,7 +64,7 @@ class Scores:
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap: {self.softcap} is not above 0; None would turn it off")
-        if self.dropout is not None and not 0 <= self.dropout.p < 1:
+        if self.dropout is not None and not 0 <= self.dropout.threshold < 2**32:
             raise ValueError(f"dropout: p = {self.dropout.p} is not in [0, 1); 0.1 would work")
 
     @property

@@ -34,5 +34,9 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = [f"{what}, rank {rank} of 2" for what in ("documents", "window 8") for rank in range(2)]
     assert names == ["causal", "documents", "window 8", "documents, window 8", *ranks]
     assert all(name in capsys.readouterr().out for name in names[:1])
+    assert bench_attention.main(["--device", "cpu", "--scores", "--divisor", "256", "--rounds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("against the reference: o 0.0e+00" in line for line in lines) == 6, "the reference itself on a CPU"
+    assert sum(": ours" in line for line in lines) == 6
     assert bench_attention.main(["--device", "cpu", "--seq-length", "65"]) == 2
     assert "--seq-length: 65 is no multiple of 2" in capsys.readouterr().err

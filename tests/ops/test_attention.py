@@ -6,12 +6,14 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from megafp8.ops import attention as module
 from megafp8.ops import attention_reference
@@ -293,6 +295,51 @@ def test_a_line_says_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> No
     assert module.describe(cuda).endswith("since deterministic is true")
 
 
+CHOICES = {
+    "plain": (CAUSAL, {}, "sdpa"),
+    "a scale": (CAUSAL, {"scale": 0.3}, "sdpa"),
+    "all keys of some queries": (AttentionMask(causal=False, positions_bs=SOME[:1]), {}, "sdpa"),
+    "documents": (MASKS["documents"][2], {"scale": 0.3}, "cudnn"),
+    "both sides": (MASKS["both sides"][2], {}, "flash"),
+    "documents both sides": (MASKS["documents both sides"][2], {}, "flash"),
+    "prefix": (MASKS["prefix"][2], {}, "triton"),
+    "visible": (MASKS["visible"][2], {}, "triton"),
+    "some queries": (MASKS["some queries"][2], {}, "triton"),
+    "softcap": (CAUSAL, {"softcap": 2.0}, "triton"),
+    "bias": (MASKS["window"][2], {"distance_bias_ar": torch.zeros(1, 1)}, "triton"),
+    "dropout": (CAUSAL, {"dropout": AttentionDropout(0.0, (0, 0), torch.zeros(1))}, "triton"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_which_kernel(name: str) -> None:
+    mask, kind, expected = CHOICES[name]
+    scores = Scores(**kind)
+
+    def kernel(d: int = 128, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **more: bool) -> str:
+        options = {"deterministic": False, "front_end": True} | more
+        return module.choose(mask, scores, 40, 40, d, device, dtype, **options).kernel
+
+    assert kernel() == expected
+    assert kernel(deterministic=True) == ("triton" if expected == "triton" else "flash")
+    assert kernel(front_end=False) == ("flash" if expected == "cudnn" else expected)
+    assert kernel(d=512) == ("reference" if expected == "triton" else expected)
+    assert kernel(dtype=torch.float32) == kernel(device="cpu") == "reference"
+    cuda = torch.device("cuda")
+    if expected == "triton":
+        assert "our own kernel, since no other one computes" in module.describe(cuda, mask, scores)
+
+
+def test_recomputation_drops_the_same() -> None:
+    *qkv, do = inputs(40, 40, 4, 2, 6, torch.float64, "cpu")
+    leaves, scores = [x.requires_grad_() for x in qkv], scores_of("dropout", 40, 40, 4)
+    results = []
+    for run in (attention, partial(checkpoint, attention, use_reentrant=False)):
+        o = run(*leaves, CAUSAL, None, scores)
+        results.append((o, *torch.autograd.grad(o, leaves, do)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 # --- kernels of GPUs --------------------------------------------------------------------------------------------------
 
 
@@ -303,30 +350,29 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.use_deterministic_algorithms(False)
 
 
+KINDS = ("plain", "softcap", "bias", "dropout", "all")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "groups", "d"), [(4, 4, 64), (4, 2, 128), (4, 2, 80), (4, 1, 256)])
-@pytest.mark.parametrize("kind", ["plain", "softcap", "bias", "dropout", "all"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MASKS)
-def test_kernels(name: str, kind: str, heads: int, groups: int, d: int, mode: str) -> None:
-    """Dropout and bias would take the reference the longest time and memory: at smaller sizes."""
+def test_kernels(name: str, kind: str, mode: str) -> None:
+    """Of all widths in turn."""
+    index = list(MASKS).index(name) + KINDS.index(kind)
+    heads, groups, d = ((4, 4, 64), (4, 2, 128), (4, 1, 256), (4, 2, 80))[index % 4]
     s, t, small = MASKS[name]
     mask = larger(small)
     s, t = s * LARGER, t * LARGER
-    total = s if mask.positions_bs is None else t
-    scores = scores_of(kind, total, t, heads, torch.float32)
-    bias = scores.distance_bias_ar
-    exact_scores, dropout = scores, scores.dropout
+    scores = scores_of(kind, s if mask.positions_bs is None else t, t, heads, torch.float32)
+    bias, dropout = scores.distance_bias_ar, scores.dropout
     if dropout is not None:
         scores = replace(scores, dropout=dropout._replace(sample_b=dropout.sample_b.cuda()))
     if bias is not None:
         scores = replace(scores, distance_bias_ar=bias.cuda())
-        exact_scores = replace(scores, distance_bias_ar=bias.cuda().double())
-    else:
-        exact_scores = scores
     q, k, v, do = inputs(s, t, heads, groups, d, torch.bfloat16, "cuda")
     exact = [x.double() for x in (q, k, v, do)]
-    o, lse = attention_reference.forward(*exact[:3], mask, exact_scores)
-    gradients = attention_reference.backward(exact[3], *exact[:3], o, lse, mask, exact_scores, bias is not None)
+    o, lse = attention_reference.forward(*exact[:3], mask, scores)
+    gradients = attention_reference.backward(exact[3], *exact[:3], o, lse, mask, scores, bias is not None)
     found, found_lse = forward(q, k, v, mask, scores)
     torch.testing.assert_close(found_lse.double(), lse, rtol=1e-3, atol=1e-3)
     all_found = [found, *backward(do, q, k, v, found, found_lse, mask, scores, bias_grad=bias is not None)]
