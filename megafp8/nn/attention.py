@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -253,6 +254,7 @@ class DotProductAttention(nn.Module):
         return -slopes.to(wide)[:, None] * (distance - shift).abs()
 
 
+@cache
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:
     """Slopes of ALiBi, fp32 `[a]`: a geometric series, and of twice as many heads every other where a is no 2^n."""
     n = 2 ** math.floor(math.log2(heads))

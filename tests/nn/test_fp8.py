@@ -22,6 +22,7 @@ from megafp8.fp8 import E4M3, E5M2
 from megafp8.models.context import BuildContext, PlannedGroup
 from megafp8.models.mlp import MLP
 from megafp8.models.norms import Norm
+from megafp8.nn.base import default_device
 from megafp8.plan import Neighbor
 from tests.fp8.linear_layer import LinearLayer
 from tests.fp8.reference import decode, encode, scale_of
@@ -326,18 +327,20 @@ def test_a_tracker_has_its_own_numbers() -> None:
     tracker = nn.CudaRNGStatesTracker()
     tracker.add("a", 1)
     tracker.add("b", 2)
-    torch.manual_seed(0)
-    outside = [torch.rand(2) for _ in range(2)]
-    torch.manual_seed(0)
-    found = []
-    for _ in range(2):
-        for name in ("a", "b"):
-            with tracker.fork(name):
-                found.append(torch.rand(2))
-        assert torch.equal(torch.rand(2), outside.pop(0))
-    for seed in (1, 2):
+
+    def draw() -> Tensor:
+        return torch.rand(2, device=default_device())
+
+    expected = []
+    for seed in range(3):
         torch.manual_seed(seed)
-        assert torch.equal(torch.cat(found[seed - 1 :: 2]), torch.rand(4))
+        expected.append([draw(), draw()])
+    torch.manual_seed(0)
+    for i in range(2):
+        for seed, name in ((1, "a"), (2, "b")):
+            with tracker.fork(name):
+                assert torch.equal(draw(), expected[seed][i])
+        assert torch.equal(draw(), expected[0][i])
     with pytest.raises(ValueError, match="1 is that of another"):
         tracker.add("c", 1)
     with pytest.raises(ValueError, match="no state 'c', but a, b"), tracker.fork("c"):
