@@ -388,8 +388,9 @@ class StandaloneLayers:
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Load what `snapshot` returned."""
+        step_is_over = bool(state[_STEP_IS_OVER])
         self.load_state_dict({name: tensor for name, tensor in state.items() if name != _STEP_IS_OVER})
-        if state[_STEP_IS_OVER]:
+        if step_is_over:
             self.optimizer_stepped()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

@@ -322,22 +322,21 @@ class _Given:
         """The mask of s queries and t keys of b samples."""
         left, right = check_window(self.module, self.window, self.causal)
         cu_q, cu_k = self._segments(b)
-        same = cu_q is cu_k and (cu_q is not None or s == t)
+        square = cu_q is cu_k and (cu_q is not None or s == t)  # as many keys as queries
         visible = self._given_mask() if self.kind == "arbitrary" else None
-        ranges = (
-            same or (left, right) == (-1, -1) or (self.is_bottom_right and not (self.causal and cu_q is None and t < s))
-        )
-        if self.causal and not same and cu_q is not None:
-            ranges = False  # a sample may have fewer keys than queries
-        if (left, right) != (-1, -1) and not self.causal and left != right:
-            ranges = False
-        if ranges:
-            window = None if left < 0 else left + 1
-            if window is not None and cu_q is None and (window >= t and s <= t):
-                window = None
-            return AttentionMask(cu_q, cu_k, causal=self.causal, window=window, square=same, visible=visible)
-        band = self._band(cu_q, cu_k, s, t, left, right, device)
-        return AttentionMask(cu_q, cu_k, causal=False, visible=band if visible is None else band & visible)
+        # Ranges are counted from the last query and key, reach equally far to both sides, or are causal; then there
+        # must be as many keys as queries, which of samples of different lengths is not known here.
+        from_last = square or self.is_bottom_right
+        if self.causal:
+            is_range = from_last and (square or (cu_q is None and s <= t))
+        else:
+            is_range = (left, right) == (-1, -1) or (from_last and left == right)
+        if not is_range:
+            band = self._band(cu_q, cu_k, s, t, left, right, device)
+            return AttentionMask(cu_q, cu_k, causal=False, visible=band if visible is None else band & visible)
+        reaches_all = left < 0 or (cu_q is None and left + 1 >= max(s, t))
+        window = None if reaches_all else left + 1
+        return AttentionMask(cu_q, cu_k, causal=self.causal, window=window, square=square, visible=visible)
 
     def _given_mask(self) -> Tensor:
         assert isinstance(self.mask, Tensor)

@@ -13,6 +13,7 @@ Shapes: n outputs, k inputs of a weight.
 from __future__ import annotations
 
 import io
+import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -216,8 +217,14 @@ class Module(nn.Module):
     def set_extra_state(self, state: Tensor | None) -> None:
         """Load what `get_extra_state` returned."""
         if self.fp8_layers is not None and state is not None and state.numel():
-            file = io.BytesIO(state.cpu().numpy().tobytes())
-            self.fp8_layers.restore(torch.load(file, weights_only=True))
+            try:
+                loaded = torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True)
+                self.fp8_layers.restore(loaded)
+            except (pickle.UnpicklingError, RuntimeError, KeyError, AttributeError) as error:
+                raise ValueError(
+                    f"{type(self).__name__}: _extra_state is not what megafp8.nn has saved; leave out the keys that end "
+                    "with _extra_state of a checkpoint from elsewhere, and load with strict=False"
+                ) from error
 
 
 class Gemm:

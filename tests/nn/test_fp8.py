@@ -292,6 +292,11 @@ def test_state_dict_carries_scales(ended: bool) -> None:
     fresh = nn.LayerNormMLP(H, F, **CPU)
     assert fresh.state_dict()["_extra_state"].numel() == 0
     fresh.load_state_dict(fresh.state_dict())
+    elsewhere = io.BytesIO()
+    for foreign in ({"scale": torch.ones(2)}, [torch.ones(2)], object):
+        torch.save(foreign, elsewhere)
+        with pytest.raises(ValueError, match="_extra_state is not what megafp8.nn has saved"):
+            fresh.set_extra_state(torch.frombuffer(bytearray(elsewhere.getvalue()), dtype=torch.uint8))
 
 
 def test_recomputation_has_the_same_bits() -> None:
