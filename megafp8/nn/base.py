@@ -222,8 +222,8 @@ class Module(nn.Module):
                 self.fp8_layers.restore(loaded)
             except (pickle.UnpicklingError, RuntimeError, KeyError, AttributeError) as error:
                 raise ValueError(
-                    f"{type(self).__name__}: _extra_state is not what megafp8.nn has saved; leave out the keys that end "
-                    "with _extra_state of a checkpoint from elsewhere, and load with strict=False"
+                    f"{type(self).__name__}: _extra_state is not what megafp8.nn has saved; leave out the keys that "
+                    "end with _extra_state of a checkpoint from elsewhere, and load with strict=False"
                 ) from error
 
 

@@ -108,6 +108,11 @@ class TransformerLayer(nn.Module):
         ):
             if parallel_attention_mlp and given:
                 raise ValueError(f"TransformerLayer: parallel_attention_mlp is True; not with {other}")
+        if drop_path_rate > 0 and attn_input_format == "thd":
+            raise ValueError(
+                f"TransformerLayer: drop_path_rate is {drop_path_rate}; samples are left out of sbhd and bshd only, "
+                "where they are a dim, so with attn_input_format thd it must be 0"
+            )
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.sequence_parallel, self.seq_length = sequence_parallel and self.tp_size > 1, seq_length
         self.layer_type, self.attn_input_format = layer_type, attn_input_format

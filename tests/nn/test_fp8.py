@@ -295,7 +295,7 @@ def test_state_dict_carries_scales(ended: bool) -> None:
     elsewhere = io.BytesIO()
     for foreign in ({"scale": torch.ones(2)}, [torch.ones(2)], object):
         torch.save(foreign, elsewhere)
-        with pytest.raises(ValueError, match="_extra_state is not what megafp8.nn has saved"):
+        with pytest.raises(ValueError, match=r"_extra_state is not what megafp8\.nn has saved"):
             fresh.set_extra_state(torch.frombuffer(bytearray(elsewhere.getvalue()), dtype=torch.uint8))
 
 

@@ -139,3 +139,18 @@ def test_what_dropout_keeps_is_scaled(what: str, form: str) -> None:
     assert abs(kept.double().mean() - (1 - p)) < 0.06
     per_sample = kept.all(0).all(-1) | ~kept.any(0).any(-1)
     assert per_sample.all() == (what == "drop_path_rate")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"drop_path_rate": 0.1, "attn_input_format": "thd"}, "drop_path_rate is 0.1"),
+        ({"parallel_attention_mlp": True, "output_layernorm": True}, "parallel_attention_mlp is True; not with output"),
+        ({"fuse_wgrad_accumulation": True}, "set fuse_qkv_params=True"),
+        ({"ub_tp_comm_overlap": True}, "ub_tp_comm_overlap is True"),
+        ({"layer_type": "prefix"}, "layer_type is 'prefix'; it must be one of 'encoder', 'decoder'"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        nn.TransformerLayer(H, 24, HEADS, **options, **CPU64)
