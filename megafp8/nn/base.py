@@ -273,7 +273,7 @@ class Gemm:
             linear.release_weight()
         weight = module.weight_of(weight_names)
         if self.fuse_wgrad_accumulation:
-            MainGradSink.give(module, weight, overwrite=bool(is_first_microbatch))
+            MainGradSink.give(module, weight, overwrite=bool(is_first_microbatch) and module.training)
         with linear.running(x.device, training=module.training) as state:
             if state is not None:
                 check_fp8_dims(module, self.site.name, tuple(weight.shape))

@@ -150,6 +150,9 @@ def test_wgrad_is_added_to_main_grad() -> None:
             torch.testing.assert_close(weight.main_grad, getattr(plain, name).grad, **TIGHT)
             assert weight.grad is None
             assert weight.grad_added_to_main_grad
+    before = module.fc1_weight.main_grad.clone()
+    module.eval()(random(4, K), is_first_microbatch=True)
+    assert torch.equal(module.fc1_weight.main_grad, before)
 
 
 def test_initial_values_and_what_parameters_say_of_themselves() -> None:
