@@ -46,6 +46,8 @@ from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
 from megafp8.plan import LinearSite
 
+_STEP_IS_OVER = "step_is_over"
+
 
 class StandaloneLinear:
     """One linear layer of `layers`: an attribute of the module that has its weight.
@@ -107,6 +109,8 @@ class StandaloneLinear:
         if training and not recomputing:
             self.layers.begin_forward(context)
         state = self.layers.state_of(self.site.name, context, device)
+        if training and not recomputing:
+            self.layers.begin_forward(context)
         self.saved_format[context.recipe_key] = _saved_format(state)
         if context.recipe_key not in self.input_key:
             self.input_key[context.recipe_key] = self._input_key(context.recipe or self.layers.own_recipe)
@@ -274,7 +278,10 @@ class StandaloneLayers:
     # --- running ----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, context: Autocast) -> None:
-        """Begin a layer's forward in training, which begins the next step if one is over."""
+        """Begin a layer's forward in training, which begins the next step if one is over.
+
+        State that was loaded while a step was over is made first, by `state_of`: then it may be begun again.
+        """
         begin_step_if_over([self])
         if self._ran_in.ran_together is not context.ran_together:
             context.ran_together.append(weakref.ref(self))
@@ -397,6 +404,18 @@ class StandaloneLayers:
             )
         return dict(state)
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """`state_dict` of this rank at any time; where a step has not ended, `restore` has that step end."""
+        state = dict(self._state())
+        return state | {_STEP_IS_OVER: torch.tensor(self.step_is_over)} if state else {}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Load what `snapshot` returned."""
+        step_is_over = bool(state[_STEP_IS_OVER])
+        self.load_state_dict({name: tensor for name, tensor in state.items() if name != _STEP_IS_OVER})
+        if step_is_over:
+            self.optimizer_stepped()
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned, on any device, before or after the first forward.
 
@@ -414,7 +433,7 @@ def begin_step_if_over(several: Sequence[StandaloneLayers]) -> None:
     """End the steps that are over of `several` layers and of those that ran with them."""
     refs = [ref for layers in several if layers.step_is_over for ref in layers._ran_in.ran_together]
     together = [layers for ref in refs if (layers := ref()) is not None]
-    over = [layers for layers in (*several, *together) if layers.step_is_over]
+    over = [layers for layers in (*several, *together) if layers.step_is_over and (layers._parts or not layers._loaded)]
     if over:
         end_steps(over)
 
@@ -467,6 +486,7 @@ class WatchingLinearState(LinearState):
             return cast(QuantizedTensor, _GatheredWeight(self))
         if self._copies is None or not self._copies.are_of(weight):
             self._copies = _WeightCopies(weight, self.quantizers.weight)
+        self._copies.weight = weight  # where it was joined of others, the older tensor may be a copy of older values
         self._copies.make(columnwise=columnwise)
         return cast(QuantizedTensor, self._copies)  # it has the same interface
 
@@ -482,7 +502,7 @@ class WatchingLinearState(LinearState):
 class WatchingGroupState(GroupState):
     """A `GroupState` that sees for itself whether its weight has changed."""
 
-    _made_from: tuple[int, int] | None = None
+    _made_from: tuple[tuple[int, int], ...] | None = None
 
     def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
         if self._made_from != _stamp(weight):
@@ -516,22 +536,25 @@ class _WeightCopies:
     """
 
     def __init__(self, weight: Tensor, quantizer: Quantizer) -> None:
-        self._weight, self._quantizer = weight, quantizer
+        self.weight, self._quantizer = weight, quantizer
         self._made: QuantizedTensor | None = None
-        self._made_from: tuple[int, int] | None = None
+        self._made_from: tuple[tuple[int, int], ...] | None = None
 
     def are_of(self, weight: Tensor) -> bool:
         return self._is(weight) and (self._made is None or self._made_from == _stamp(weight))
 
     def _is(self, weight: Tensor) -> bool:
         """Whether it is the tensor, or another view of its memory, as compiled code may pass."""
-        own = self._weight
-        return own is weight or (own.data_ptr() == weight.data_ptr() != 0 and own.shape == weight.shape)
+        own, others = _parts(self.weight), _parts(weight)
+        return len(own) == len(others) and all(
+            mine is other or (mine.data_ptr() == other.data_ptr() != 0 and mine.shape == other.shape)
+            for mine, other in zip(own, others, strict=True)
+        )
 
     def make(self, *, columnwise: bool) -> QuantizedTensor:
         if self._made is None or (columnwise and self._made.columnwise is None):
-            self._made_from = _stamp(self._weight)
-            self._made = self._quantizer(Plain(self._weight.detach()), rowwise=True, columnwise=columnwise)
+            self._made_from = _stamp(self.weight)
+            self._made = self._quantizer(Plain(self.weight.detach()), rowwise=True, columnwise=columnwise)
         return self._made
 
     def release(self) -> None:
@@ -546,6 +569,11 @@ class _WeightCopies:
         return self.make(columnwise=True).required_columnwise
 
 
-def _stamp(weight: Tensor) -> tuple[int, int]:
+def _parts(weight: Tensor) -> tuple[Tensor, ...]:
+    """The weight; or the parameters that were joined to it for one forward, as it says itself."""
+    return getattr(weight, "parts", (weight,))
+
+
+def _stamp(weight: Tensor) -> tuple[tuple[int, int], ...]:
     """A value that changes when the tensor is written to or its memory is replaced."""
-    return weight._version, weight.data_ptr()
+    return tuple((part._version, part.data_ptr()) for part in _parts(weight))

@@ -38,7 +38,6 @@ from megafp8.models.latent_attention import LatentAttention
 from megafp8.models.mlp import MLP
 from megafp8.models.moe import MoE
 from megafp8.models.norms import Norm
-from megafp8.models.offload import ActivationOffload, Forward
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.models.router import Router
@@ -49,6 +48,7 @@ from megafp8.ops.attention_scores import Scores
 from megafp8.ops.dropout_reference import Dropout, DropoutStream, TokenPlaces
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.linear import linear
+from megafp8.ops.offload import ActivationOffload, Forward
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding

@@ -10,33 +10,18 @@ from __future__ import annotations
 import math
 from functools import partial
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed.sharding import Init
-from megafp8.fp8.linear_state import InputFormat
-from megafp8.fp8.sources import Plain
+from megafp8.fp8.linear_state import InputFormat, QuantizedGradHandoff
 from megafp8.models.context import BuildContext
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
-from megafp8.ops.activation import activation
-from megafp8.ops.fusion import LinearInput, Recompute, RecomputedInput
+from megafp8.ops.fusion import LinearInput
+from megafp8.ops.mlp import mlp
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-
-def exact_gelu(x: Tensor, gated: bool) -> Tensor:
-    """GELU of x, or of the gate of [gate | up] times up, by PyTorch's ops in x's dtype."""
-    if not gated:
-        return F.gelu(x)
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate) * up
-
-
-def _exact_gelu_source(x: Tensor, gated: bool) -> Plain:
-    return Plain(exact_gelu(x, gated).flatten(0, -2))
 
 
 class MLP(nn.Module):
@@ -82,15 +67,8 @@ class MLP(nn.Module):
         return self.up.state.input_format
 
     def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
-        form = self.down.state.input_format
-        if not self.activation.fused:
-            y_sbf, gated = self.up(x_sbh), self.activation.gated
-            activated = exact_gelu(y_sbf, gated)
-            if form is None or not torch.is_grad_enabled():
-                return self.down(activated)
-            how = Recompute(partial(_exact_gelu_source, gated=gated), None, None)
-            return self.down(LinearInput(activated, None, RecomputedInput((y_sbf,), how)))
-        handoff = self.up.state.grad_handoff()
+        return mlp(self.kind, partial(self._up, x_sbh), self.down, self.up.state, self.down.state)
+
+    def _up(self, x_sbh: Tensor | LinearInput, handoff: QuantizedGradHandoff | None) -> tuple[Tensor, Tensor | None]:
         y = self.up(x_sbh, handoff)
-        y_sbf, bias = y if self.activation.fuses_bias else (y, None)
-        return self.down(activation(self.kind, y_sbf, bias, form, handoff))
+        return y if self.activation.fuses_bias else (y, None)

@@ -38,7 +38,7 @@ from megafp8.expert_parallel.own_rows import RowBound, own_rows
 from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.groups import RowGroups
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
-from megafp8.models.mlp import MLP, exact_gelu
+from megafp8.models.mlp import MLP
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.router import Router
 from megafp8.ops.activation import activation
@@ -46,6 +46,7 @@ from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.fusion import LinearInput
 from megafp8.ops.grouped_linear import grouped_linear
 from megafp8.ops.linear import high_precision_linear
+from megafp8.ops.mlp import UNFUSED
 from megafp8.ops.permute import by_expert, combine, permute
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.mappings import (
@@ -112,7 +113,7 @@ class Experts(nn.Module):
             form = self.down_state.input_format(rows_mh, self.down, groups)
             activated = activation(self.kind, y, None, form, handoff)
         else:
-            activated = exact_gelu(y, self.activation.gated)
+            activated = UNFUSED[self.kind](y)
         return _biased(grouped_linear(activated, self.down, groups, self.down_state), self.down_bias, expert_me)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megafp8.models.offload import ActivationOffload
+from megafp8.ops.offload import ActivationOffload
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 WIDTH, TOKENS, BLOCKS = 32, 64, 5

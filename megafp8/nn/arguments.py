@@ -1,0 +1,92 @@
+"""Arguments of Transformer Engine that these modules cannot honour: refused, each with its reason.
+
+An argument is honoured, or it is in this table and every value but those that change nothing is a ValueError.
+`docs/from-transformer-engine.md` lists both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Refusal(NamedTuple):
+    """`accepted`: values that change nothing. `reason`: why all others are refused."""
+
+    accepted: tuple[Any, ...]
+    reason: str
+
+
+_USERBUFFERS = Refusal(
+    (False,), "userbuffers are Transformer Engine's own; dx is reduced while wgrad runs, and more overlaps in a job"
+)
+_PACKED = Refusal((None,), "give query_layer, key_layer and value_layer, which may be views of a packed tensor")
+_SCORE_MOD = Refusal((None,), "attention's kernels take no function of the scores; use a mask, a bias or softcap")
+_CONTEXT = Refusal((None,), "sequences are sharded over ranks in a job only, by parallel.context")
+
+REFUSED: Mapping[str, Refusal] = {
+    "ub_tp_comm_overlap": _USERBUFFERS,
+    "ub_overlap_ag": _USERBUFFERS,
+    "ub_overlap_rs": _USERBUFFERS,
+    "ub_overlap_rs_dgrad": _USERBUFFERS,
+    "ub_bulk_dgrad": _USERBUFFERS,
+    "ub_bulk_wgrad": _USERBUFFERS,
+    "delay_wgrad_compute": Refusal((False,), "weight gradients wait in a job's zero-bubble schedules only"),
+    "symmetric_ar_type": Refusal((None,), "partial sums are all-reduced by the group's own collective"),
+    "fp8_output": Refusal((False, None), "tensors between modules are not quantized"),
+    "fp8_grad": Refusal((False, None), "gradients between modules are not quantized"),
+    "activation_params": Refusal((None,), "those of clamped_swiglu are gpt-oss's, a limit of 7 and a slope of 1.702"),
+    "single_grouped_weight": Refusal((False,), "parameters are weight0, weight1, ..., parts of one tensor"),
+    "single_grouped_bias": Refusal((False,), "parameters are bias0, bias1, ..."),
+    "use_grouped_tensor": Refusal((None, False), "there is one implementation"),
+    "out": Refusal((None,), "the output is a new tensor"),
+    "dgrad_out": Refusal((None,), "the input's gradient is a new tensor"),
+    "inference_params": Refusal((None,), "there is no cache of keys and values"),
+    "cp_group": _CONTEXT,
+    "cp_global_ranks": _CONTEXT,
+    "cp_stream": _CONTEXT,
+    "return_max_logit": Refusal((False, None), "attention's kernels do not return the largest score"),
+    "bf16_backward": Refusal((False, None), "attention is computed in the dtype of its input in both directions"),
+    "num_splits": Refusal((1, None), "the kernel chooses how it splits keys"),
+    "score_mod": _SCORE_MOD,
+    "score_mod_bprop": _SCORE_MOD,
+    "score_mod_tensors": _SCORE_MOD,
+    "score_mod_bprop_tensors": _SCORE_MOD,
+    "qkv_layer": _PACKED,
+    "kv_layer": _PACKED,
+    "thd_attention_policies": Refusal((None,), "all sequences of a batch have the same mask"),
+}  # fmt: skip
+
+
+def refuse(module: object, **arguments: Any) -> None:
+    """ValueError for an argument in `REFUSED` with a value that would change something."""
+    for name, value in arguments.items():
+        accepted, reason = REFUSED[name]
+        if not any(value is x or (isinstance(value, type(x)) and value == x) for x in accepted):
+            shown = type(value).__name__ if hasattr(value, "shape") else repr(value)
+            raise ValueError(
+                f"{type(module).__name__}: {name} is {shown}, which megafp8.nn does not offer: {reason}; "
+                f"{accepted[0]!r} works"
+            )
+
+
+def require(module: object, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(
+            f"{type(module).__name__}: {name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
+        )
+
+
+def chosen(given: T | None, default: T) -> T:
+    """What a call says, or what the module was made with."""
+    return default if given is None else given
+
+
+def divided(module: object, name: str, value: int, ranks: int) -> int:
+    """`value / ranks`; ValueError unless it is a multiple."""
+    if value % ranks:
+        raise ValueError(f"{type(module).__name__}: {name} is {value}; it must be a multiple of the {ranks} tp ranks")
+    return value // ranks

@@ -1,0 +1,409 @@
+"""`DotProductAttention`: softmax attention with Transformer Engine's masks and layouts.
+
+Masks of Transformer Engine by their names, and what they are here (`AttentionMask`):
+
+    no_mask                    all pairs
+    causal                     query i attends to keys up to i ("top left")
+    causal_bottom_right        the last query attends to all keys, each one before it to one less
+    padding                    samples shorter than the tensors: a segment each
+    padding_causal             both of the names
+    padding_causal_bottom_right
+    arbitrary                  a boolean mask, true where a query must not attend
+
+Where a mask is no range of keys that the kernels compute, it is made as a boolean tensor `[.., s, t]`: windows that
+reach differently far to both sides, "top left" where queries and keys differ in number.
+
+Layouts: "sbhd", "bshd", and "thd", where sequences of different lengths follow each other and `cu_seqlens` says where
+they begin. Queries without any key, as padding is, give 0.
+
+Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads of this rank, d head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from megafp8.nn.arguments import chosen, divided, refuse, require
+from megafp8.nn.base import RngTracker, default_device, forked, opaque
+from megafp8.ops.attention import attention
+from megafp8.ops.attention_mask import AttentionMask
+from megafp8.ops.attention_scores import AttentionDropout, Scores
+from megafp8.philox import key_of
+
+Window = tuple[int, int]
+MaskTensor = Tensor | tuple[Tensor, Tensor]
+FORMATS = ("sbhd", "bshd", "thd")
+MASK_TYPES = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+_SAME = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
+
+
+def mask_type(module: object, name: str) -> str:
+    """A mask's name, of two that mean the same one; ValueError if there is none of it."""
+    name = _SAME.get(name, name)
+    require(module, "attn_mask_type", name, MASK_TYPES)
+    return name
+
+
+def check_window(module: object, window: Window | None, causal: bool) -> Window:
+    """(left, right), -1 for any number of keys; of a causal mask, right is 0. ValueError where they contradict."""
+    if window is None:
+        return (-1, 0) if causal else (-1, -1)
+    left, right = window
+    if left < -1 or right < -1:
+        raise ValueError(f"{type(module).__name__}: window_size is {window}; it must be (left, right), each -1 or more")
+    if causal:
+        return left, 0
+    return (-1, -1) if (left, right) == (-1, 0) else (left, right)
+
+
+class DotProductAttention(nn.Module):
+    """softmax(q·kᵀ · scale)·v. The arguments are Transformer Engine's.
+
+    `num_attention_heads`, `num_gqa_groups`: of all tensor-parallel ranks. `kv_channels`: the head width, or those of
+    keys and of values. `softmax_type`: "off-by-one" and "learnable" add a key without a value, with the score 0 or
+    the parameter `softmax_offset`.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: RngTracker | None = None,
+        tp_group: ProcessGroup | None = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        refuse(
+            self, cp_group=cp_group, cp_global_ranks=cp_global_ranks, cp_stream=cp_stream,
+            return_max_logit=return_max_logit,
+        )  # fmt: skip
+        require(self, "qkv_format", qkv_format, FORMATS)
+        require(self, "attention_type", attention_type, ("self", "cross"))
+        require(self, "softmax_type", softmax_type, ("vanilla", "off-by-one", "learnable"))
+        ranks = tp_size if tp_group is None else tp_group.size()
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        divided(self, "num_attention_heads", num_attention_heads, groups)
+        self.heads = divided(self, "num_attention_heads", num_attention_heads, ranks)
+        self.groups = divided(self, "num_gqa_groups", groups, ranks)
+        self.k_channels, self.v_channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        self.qkv_format, self.attention_type = qkv_format, attention_type
+        self.attn_mask_type = mask_type(self, attn_mask_type)
+        self.window_size, self.bottom_right_diagonal, self.softcap = window_size, bottom_right_diagonal, softcap
+        self.attention_dropout, self.get_rng_state_tracker = attention_dropout, get_rng_state_tracker
+        self.layer_number, self.name = layer_number, name
+        self.softmax_scale = self.k_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.softmax_type = softmax_type
+        self.softmax_offset: Tensor | None = None
+        if softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.zeros(self.heads, device=default_device()))
+
+    @opaque
+    def forward(
+        self,
+        query_layer: Tensor | None = None,
+        key_layer: Tensor | None = None,
+        value_layer: Tensor | None = None,
+        attention_mask: MaskTensor | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool | None = False,
+        bf16_backward: bool | None = False,
+        num_splits: int | None = 1,
+        score_mod: Callable[..., Any] | None = None,
+        score_mod_bprop: Callable[..., Any] | None = None,
+        score_mod_tensors: dict[str, Tensor] | None = None,
+        score_mod_bprop_tensors: dict[str, Tensor] | None = None,
+        qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+        thd_attention_policies: Any = None,
+        thd_attention_policy_dispatch: str = "auto",
+    ) -> Tensor:
+        """q `[s, b, a, d]`, k and v `[t, b, g, d]` -> `[s, b, a·d]`; other formats likewise.
+
+        `attention_mask`: true is masked. With "padding", `[b, 1, 1, s]`, for queries and keys one each where they
+        differ; or the lengths as `cu_seqlens_q` and `cu_seqlens_kv` `[b + 1]`.
+        """
+        refuse(
+            self, inference_params=inference_params, fp8_output=fp8_output, bf16_backward=bf16_backward,
+            num_splits=num_splits, score_mod=score_mod, score_mod_bprop=score_mod_bprop,
+            score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors, qkv_layer=qkv_layer,
+            kv_layer=kv_layer, thd_attention_policies=thd_attention_policies,
+        )  # fmt: skip
+        if query_layer is None or key_layer is None or value_layer is None:
+            raise ValueError("DotProductAttention: give query_layer, key_layer and value_layer")
+        form = chosen(qkv_format, self.qkv_format)
+        require(self, "qkv_format", form, FORMATS)
+        if query_layer.shape[-2] != self.heads or key_layer.shape[-2] != self.groups:
+            raise ValueError(
+                f"DotProductAttention: query_layer {list(query_layer.shape)} and key_layer {list(key_layer.shape)} do "
+                f"not have the {self.heads} and {self.groups} heads of this rank"
+            )
+        q, k, v = (_sequence_first(x, form) for x in (query_layer, key_layer, value_layer))
+        given = _Given(
+            module=self,
+            kind=mask_type(self, chosen(attn_mask_type, self.attn_mask_type)),
+            window=chosen(window_size, self.window_size),
+            bottom_right=chosen(bottom_right_diagonal, self.bottom_right_diagonal),
+            mask=attention_mask,
+            packed=form == "thd",
+            cu_q=cu_seqlens_q,
+            cu_k=cu_seqlens_kv,
+            cu_q_padded=cu_seqlens_q_padded if pad_between_seqs is not False else None,
+            cu_k_padded=cu_seqlens_kv_padded if pad_between_seqs is not False else None,
+        )
+        mask = given.attention_mask(len(q), len(k), q.shape[1], q.device)
+        bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, given, len(q), len(k), q)
+        scores = Scores(
+            scale=self.softmax_scale,
+            softcap=chosen(softcap, self.softcap) or None,
+            distance_bias_ar=bias,
+            dropout=self._dropout(q),
+        )
+        sink = self.softmax_offset
+        if self.softmax_type == "off-by-one":
+            sink = torch.zeros(self.heads, device=q.device)
+        if checkpoint_core_attention and torch.is_grad_enabled():
+            y = recomputed(_core, q, k, v, mask, sink, scores, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = _core(q, k, v, mask, sink, scores)
+        y = given.without_padding(y)
+        y = y.squeeze(1) if form == "thd" else y.transpose(0, 1) if form == "bshd" else y
+        return y.flatten(-2)
+
+    def _dropout(self, q_sbad: Tensor) -> AttentionDropout | None:
+        """Numbers of this call's dropout: one for each sample, of the device's generator, which CUDA graphs replay."""
+        if self.attention_dropout == 0 or not self.training:
+            return None
+        with forked(self.get_rng_state_tracker):
+            sample_b = torch.randint(2**32, (q_sbad.shape[1],), device=q_sbad.device)
+        return AttentionDropout(self.attention_dropout, key_of("attention", self.layer_number or 0), sample_b)
+
+    def _bias(
+        self, kind: str, bias: Tensor | None, slopes: Tensor | None, given: _Given, s: int, t: int, q: Tensor
+    ) -> Tensor | None:
+        """By distance, `[a, s + t - 1]`; ALiBi alone is one (Press et al. 2021, arXiv:2108.12409)."""
+        if kind not in ("no_bias", "alibi") or bias is not None:
+            raise ValueError(
+                f"DotProductAttention: core_attention_bias_type is {kind!r}; biases of single pairs are not offered, "
+                "'no_bias' and 'alibi' are"
+            )
+        if kind == "no_bias":
+            return None
+        if given.packed or "padding" in given.kind:
+            raise ValueError("DotProductAttention: alibi needs samples of one length, in sbhd or bshd without padding")
+        if slopes is None:
+            slopes = alibi_slopes(self.heads, q.device)
+        if slopes.dim() != 1:
+            raise ValueError(f"DotProductAttention: alibi_slopes is {list(slopes.shape)}; it must be one for each head")
+        distance = torch.arange(1 - s, t, device=q.device)  # of the key from the query
+        shift = t - s if given.is_bottom_right else 0
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return -slopes.to(wide)[:, None] * (distance - shift).abs()
+
+
+@cache
+def alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    """Slopes of ALiBi, fp32 `[a]`: a geometric series, and of twice as many heads every other where a is no 2^n."""
+    n = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8 * (i + 1) / n) for i in range(n)]
+    slopes += [2.0 ** (-4 * (2 * i + 1) / n) for i in range(heads - n)]
+    return torch.tensor(slopes, device=device)
+
+
+def _sequence_first(x: Tensor, form: str) -> Tensor:
+    return x.unsqueeze(1) if form == "thd" else x.transpose(0, 1) if form == "bshd" else x
+
+
+def _core(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None, scores: Scores) -> Tensor:
+    """Attention whose values may be wider or narrower than keys."""
+    width, v_width = k.shape[-1], v.shape[-1]
+    if v_width < width:
+        v = F.pad(v, (0, width - v_width))
+    elif v_width > width:
+        q, k = (F.pad(x, (0, v_width - width)) for x in (q, k))
+    return attention(q, k, v, mask, sink, scores)[..., :v_width]
+
+
+@dataclass
+class _Given:
+    """What a call says of its mask. `packed`: sequences follow each other (thd)."""
+
+    module: DotProductAttention
+    kind: str
+    window: Window | None
+    bottom_right: bool | None
+    mask: MaskTensor | None
+    packed: bool
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    cu_q_padded: Tensor | None
+    cu_k_padded: Tensor | None
+
+    def __post_init__(self) -> None:
+        if self.packed and self.cu_q is None:
+            raise ValueError("DotProductAttention: qkv_format thd needs cu_seqlens_q")
+        if self.packed and "padding" not in self.kind:
+            raise ValueError(
+                f"DotProductAttention: attn_mask_type is {self.kind!r}; with thd it must be padding, padding_causal or "
+                "padding_causal_bottom_right"
+            )
+        if self.kind == "arbitrary" and not isinstance(self.mask, Tensor):
+            raise ValueError("DotProductAttention: attn_mask_type arbitrary needs an attention_mask, one tensor")
+        if "padding" in self.kind and self.cu_q is None and self.mask is None:
+            raise ValueError(
+                f"DotProductAttention: {self.kind} needs an attention_mask, or cu_seqlens_q and cu_seqlens_kv"
+            )
+
+    @property
+    def causal(self) -> bool:
+        return "causal" in self.kind
+
+    @property
+    def is_bottom_right(self) -> bool:
+        """Diagonals end in the corner of the last query and the last key, else they begin in that of the first."""
+        if self.bottom_right is not None:
+            return self.bottom_right
+        return self.kind not in ("causal", "padding_causal")
+
+    def attention_mask(self, s: int, t: int, b: int, device: torch.device) -> AttentionMask:
+        """The mask of s queries and t keys of b samples."""
+        left, right = check_window(self.module, self.window, self.causal)
+        cu_q, cu_k = self._segments(b)
+        square = cu_q is cu_k and (cu_q is not None or s == t)  # as many keys as queries
+        visible = self._given_mask() if self.kind == "arbitrary" else None
+        # Ranges are counted from the last query and key, reach equally far to both sides, or are causal; then there
+        # must be as many keys as queries, which of samples of different lengths is not known here.
+        from_last = square or self.is_bottom_right
+        if self.causal:
+            is_range = from_last and (square or (cu_q is None and s <= t))
+        else:
+            is_range = (left, right) == (-1, -1) or (from_last and left == right)
+        if not is_range:
+            band = self._band(cu_q, cu_k, s, t, left, right, device)
+            return AttentionMask(cu_q, cu_k, causal=False, visible=band if visible is None else band & visible)
+        reaches_all = left < 0 or (cu_q is None and left + 1 >= max(s, t))
+        window = None if reaches_all else left + 1
+        return AttentionMask(cu_q, cu_k, causal=self.causal, window=window, square=square, visible=visible)
+
+    def _given_mask(self) -> Tensor:
+        assert isinstance(self.mask, Tensor)
+        return ~self.mask[(None,) * (4 - self.mask.dim())]
+
+    def _band(
+        self, cu_q: Tensor | None, cu_k: Tensor | None, s: int, t: int, left: int, right: int, device: torch.device
+    ) -> Tensor:
+        """Pairs in the window, bool `[1 or b, 1, s, t]`, of positions counted from the diagonal of each segment."""
+        i, j = torch.arange(s, device=device)[None], torch.arange(t, device=device)[None]
+        diagonal: Tensor | int = t - s if self.is_bottom_right else 0
+        if cu_q is not None and cu_k is not None:
+            segment = torch.searchsorted(cu_q[:, 1:].contiguous(), i.expand(len(cu_q), -1).contiguous(), right=True)
+            segment = segment.clamp(max=cu_q.shape[1] - 2)
+            at = segment + 1 if self.is_bottom_right else segment
+            diagonal = (cu_k.gather(1, at) - cu_q.gather(1, at)).unsqueeze(-1)
+        distance = j.unsqueeze(1) - i.unsqueeze(-1) - diagonal
+        band = torch.ones_like(distance, dtype=torch.bool)
+        if left >= 0:
+            band &= distance >= -left
+        if right >= 0:
+            band &= distance <= right
+        return band.unsqueeze(1)
+
+    def _segments(self, b: int) -> tuple[Tensor | None, Tensor | None]:
+        """`cu_seqlens` of queries and keys, `[1 or b, n + 1]`; one tensor for both where they are the same."""
+        if "padding" not in self.kind:
+            return None, None
+        if self.packed:
+            q = _with_gaps(self.cu_q, self.cu_q_padded)
+            if self.cu_k is None or (self.cu_k is self.cu_q and self.cu_k_padded is self.cu_q_padded):
+                return q, q
+            return q, _with_gaps(self.cu_k, self.cu_k_padded)
+        if self.cu_q is not None:
+            q = _from_lengths(self.cu_q.diff())
+            return (q, q) if self.cu_k is None or self.cu_k is self.cu_q else (q, _from_lengths(self.cu_k.diff()))
+        if isinstance(self.mask, Tensor):
+            q = _from_lengths(_lengths(self.mask, b))
+            return q, q
+        assert self.mask is not None
+        q_mask, k_mask = self.mask
+        return _from_lengths(_lengths(q_mask, b)), _from_lengths(_lengths(k_mask, b))
+
+    def without_padding(self, y_sbad: Tensor) -> Tensor:
+        """Zero where tokens between sequences are (thd with gaps)."""
+        if not self.packed or self.cu_q_padded is None:
+            return y_sbad
+        cu = _with_gaps(self.cu_q, self.cu_q_padded)[0]
+        i = torch.arange(len(y_sbad), device=y_sbad.device)
+        gap = torch.searchsorted(cu[1:].contiguous(), i, right=True) % 2 == 1
+        return y_sbad.masked_fill(gap[:, None, None, None], 0)
+
+
+def _lengths(mask_b11s: Tensor, b: int) -> Tensor:
+    """Tokens of each sample that are not masked, which come before those that are."""
+    return (~mask_b11s.reshape(b, -1)).sum(-1)
+
+
+def _from_lengths(lengths_b: Tensor) -> Tensor:
+    return F.pad(lengths_b[:, None], (1, 0)).to(torch.int32)
+
+
+def _with_gaps(cu: Tensor | None, padded: Tensor | None) -> Tensor:
+    """`[1, n + 1]`; with `padded`, where sequences start, gaps between them are segments of their own."""
+    assert cu is not None
+    if padded is None:
+        return cu[None].to(torch.int32)
+    starts = padded[:-1]
+    ends = starts + cu.diff()
+    return torch.cat([torch.stack([starts, ends], -1).flatten(), padded[-1:]])[None].to(torch.int32)

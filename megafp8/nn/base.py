@@ -1,0 +1,387 @@
+"""What modules with weights have in common: parameters as Transformer Engine makes them, tensor-parallel groups, FP8.
+
+*Parameters.* Several of them may be one weight (`parameters_split`): they are made as views of one tensor, and
+`joined` puts them together again without a copy as long as they are.
+
+*Tensor parallelism.* `tp_size` gives the shapes, `tp_group` or later `set_tensor_parallel_group` the ranks.
+
+*FP8.* Each linear layer of a module is a `Gemm`. Outside `fp8.autocast` it runs in high precision.
+
+Shapes: n outputs, k inputs of a weight.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+from megafp8.distributed.tp_overlap import default_overlap
+from megafp8.fp8.linear_state import LinearState, QuantizedGradHandoff
+from megafp8.fp8.standalone import StandaloneLayers, StandaloneLinear
+from megafp8.nn.arguments import require
+from megafp8.ops.autograd import once_differentiable
+from megafp8.ops.fusion import LinearInput
+from megafp8.ops.linear import linear
+from megafp8.ops.quantized_gather import LOCAL_COMM, TPComm
+from megafp8.plan import LinearSite
+
+InitMethod = Callable[[Tensor], object]
+RngTracker = Callable[[], Any]
+"""Returns an object whose `fork(name)` is a context with random numbers of its own, as Megatron-LM's is."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PARALLEL_MODES = (None, "column", "row")
+INIT_STD = 0.023
+FP8_ALIGNMENT = 16  # of a weight's dims: rows of 16 bytes for each of the three GEMMs
+
+
+def default_init(weight: Tensor) -> None:
+    """Normal with mean 0 and standard deviation 0.023."""
+    nn.init.normal_(weight, std=INIT_STD)
+
+
+def default_device() -> torch.device:
+    """The current GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def forked(tracker: RngTracker | None, name: str | None = None) -> AbstractContextManager[Any]:
+    """The context of a tracker's random numbers, if there is a tracker."""
+    if tracker is None:
+        return nullcontext()
+    return tracker().fork() if name is None else tracker().fork(name)
+
+
+def opaque(forward: F) -> F:
+    """Decorator of a module's forward that torch.compile runs as it is, with a graph break on both sides."""
+    uncompiled = torch._disable_dynamo(forward)
+
+    @wraps(forward)
+    def call(*args: Any, **options: Any) -> Any:
+        return uncompiled(*args, **options) if torch.compiler.is_compiling() else forward(*args, **options)
+
+    return cast(F, call)
+
+
+class _Init(NamedTuple):
+    """How a parameter is initialized."""
+
+    method: InitMethod
+    tracker: RngTracker | None = None
+    tracker_name: str | None = None
+
+    @torch.no_grad()
+    def __call__(self, parameter: nn.Parameter) -> None:
+        with forked(self.tracker, self.tracker_name):
+            self.method(parameter)
+
+
+class Module(nn.Module):
+    """A module with parameters of its own. `None` for `params_dtype` is torch's default dtype."""
+
+    def __init__(
+        self,
+        *,
+        params_dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        tp_group: ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.params_dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+        self.device = default_device() if device is None else torch.device(device)
+        self.tp_group = tp_group
+        self.tp_size = tp_size if tp_group is None else tp_group.size()
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.name = name
+        self._inits: dict[str, _Init] = {}
+        self._gemms: list[Gemm] = []
+        self.fp8_layers: StandaloneLayers | None = None
+
+    # --- parameters -------------------------------------------------------------------------------------------------
+
+    def new_parameters(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        method: InitMethod,
+        *,
+        tracker: RngTracker | None = None,
+        tracker_name: str | None = None,
+        partition_dim: int | None = None,
+        sequence_parallel: bool = False,
+    ) -> tuple[str, ...]:
+        """Register parameters, rows of one tensor, and return their names.
+
+        `partition_dim`: along which they are sharded. `sequence_parallel`: their gradients are partial sums, which the
+        optimizer's code adds up over the group; both are attributes of the parameters, as Megatron-LM reads them.
+        """
+        rows = [shape[0] for shape in shapes.values()]
+        whole = torch.empty(sum(rows), *next(iter(shapes.values()))[1:], dtype=self.params_dtype, device=self.device)
+        for (name, shape), part in zip(shapes.items(), whole.split(rows), strict=True):
+            assert part.shape == shape
+            parameter: Any = nn.Parameter(part)
+            parameter.sequence_parallel = sequence_parallel
+            if partition_dim is not None:
+                parameter.tensor_model_parallel = True
+                parameter.partition_dim, parameter.partition_stride = partition_dim, 1
+            self.register_parameter(name, parameter)
+            self._inits[name] = _Init(method, tracker, tracker_name)
+        return tuple(shapes)
+
+    def reset_parameters(self) -> None:
+        """Initialize the parameters; those on the meta device are first allocated on the default device."""
+        for name, init in self._inits.items():
+            parameter = self.get_parameter(name)
+            if parameter.is_meta:
+                real = nn.Parameter(torch.empty_like(parameter, device=default_device()), parameter.requires_grad)
+                real.__dict__.update(parameter.__dict__)
+                setattr(self, name, real)
+                parameter = real
+            init(parameter)
+
+    def finish(self) -> None:
+        """End of the constructor: FP8 state of the linear layers, and initial values unless on the meta device."""
+        if self._gemms:
+            self.fp8_layers = StandaloneLayers([gemm.site for gemm in self._gemms])
+            self._tell_group()
+            for gemm in self._gemms:
+                gemm.linear = self.fp8_layers.layers[gemm.site.name]
+                setattr(self, gemm.attribute, gemm.linear)
+        if self.device.type != "meta":
+            self.reset_parameters()
+
+    def weight_of(self, names: Sequence[str]) -> Tensor:
+        """The parameters `names` as one tensor."""
+        if len(names) == 1:
+            return self.get_parameter(names[0])
+        return joined([self.get_parameter(name) for name in names])
+
+    # --- tensor parallelism -----------------------------------------------------------------------------------------
+
+    def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
+        """The ranks over which the module is sharded, where they were not known when it was made."""
+        ranks = 1 if tp_group is None else tp_group.size()
+        if ranks != self.tp_size:
+            raise ValueError(
+                f"{type(self).__name__}: tp_group has {ranks} ranks, and the module was made for {self.tp_size}"
+            )
+        self.tp_group = tp_group
+        self._tell_group()
+
+    def _tell_group(self) -> None:
+        """Tell the FP8 state over which ranks weights are sharded."""
+        for gemm in self._gemms:
+            if gemm.linear is not None and gemm.site.parallel is not None:
+                gemm.linear.tp_group = self.tp_group
+
+    def required_group(self) -> ProcessGroup | None:
+        """The tensor-parallel group; None where the module is whole."""
+        if self.tp_group is None and self.tp_size > 1:
+            raise ValueError(
+                f"{type(self).__name__} was made for tp_size={self.tp_size} without a tp_group; call "
+                "set_tensor_parallel_group before its first forward"
+            )
+        return self.tp_group if self.tp_size > 1 else None
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_inits", ()):  # FSDP2 assigns a parameter when its memory comes or goes
+            for gemm in self._gemms:
+                if gemm.linear is not None:
+                    gemm.linear.release_weight()
+        super().__setattr__(name, value)
+
+    def get_extra_state(self) -> Tensor:
+        """FP8 state for `state_dict`, as bytes; empty where the recipe remembers nothing."""
+        state = {} if self.fp8_layers is None else self.fp8_layers.snapshot()
+        if not state:
+            return torch.empty(0, dtype=torch.uint8)
+        file = io.BytesIO()
+        torch.save({name: tensor.cpu() for name, tensor in state.items()}, file)
+        return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        """Load what `get_extra_state` returned."""
+        if self.fp8_layers is not None and state is not None and state.numel():
+            try:
+                loaded = torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True)
+                self.fp8_layers.restore(loaded)
+            except (pickle.UnpicklingError, RuntimeError, KeyError, AttributeError) as error:
+                raise ValueError(
+                    f"{type(self).__name__}: _extra_state is not what megafp8.nn has saved; leave out the keys that "
+                    "end with _extra_state of a checkpoint from elsewhere, and load with strict=False"
+                ) from error
+
+
+class Gemm:
+    """One linear layer of a module: where it stands, how it communicates, and its FP8 state.
+
+    `site`: fields of its `LinearSite`. `fuse_wgrad_accumulation`: wgrad is added to the weight's `main_grad`.
+    """
+
+    def __init__(
+        self, module: Module, name: str, parallel_mode: str | None, *, fuse_wgrad_accumulation: bool, **site: Any
+    ) -> None:
+        require(module, "parallel_mode", parallel_mode, PARALLEL_MODES)
+        sharded = parallel_mode is not None and module.tp_size > 1
+        self.module, self.fuse_wgrad_accumulation = module, fuse_wgrad_accumulation
+        self.attribute = f"fp8_{name}"
+        self.site = LinearSite(
+            ".".join(filter(None, (module.name, name))),
+            parallel=parallel_mode if sharded else None,  # type: ignore[arg-type]
+            tensor_parallel=module.tp_size if sharded else 1,
+            sequence_parallel=sharded and module.sequence_parallel,
+            **site,
+        )
+        self._high_precision = LinearState(self.site, None, high_reason="outside fp8.autocast")
+        self.linear: StandaloneLinear | None = None
+        self._group: ProcessGroup | None = None
+        self._comm = LOCAL_COMM
+        module._gemms.append(self)
+
+    def comm(self) -> TPComm:
+        """Communication at the layer's ends."""
+        group = self.module.required_group() if self.site.parallel is not None else None
+        if group is not None and group is not self._group:
+            overlap = default_overlap(group, sequence_parallel=self.site.sequence_parallel)
+            self._group = group
+            self._comm = TPComm(input=overlap) if self.site.parallel == "column" else TPComm(output=overlap)
+        return self._comm
+
+    @contextmanager
+    def running(
+        self, x: Tensor, weight_names: Sequence[str], is_first_microbatch: bool | None
+    ) -> Iterator[RunningGemm]:
+        """Context of one forward, of an input on x's device."""
+        module, linear = self.module, self.linear
+        assert linear is not None
+        if is_first_microbatch and torch._C._current_graph_task_id() == -1:  # not of a recomputed forward
+            linear.release_weight()
+        weight = module.weight_of(weight_names)
+        if self.fuse_wgrad_accumulation:
+            MainGradSink.give(module, weight, overwrite=bool(is_first_microbatch) and module.training)
+        with linear.running(x.device, training=module.training) as state:
+            if state is not None:
+                check_fp8_dims(module, self.site.name, tuple(weight.shape))
+            yield RunningGemm(weight, state or self._high_precision, self.comm())
+
+
+class RunningGemm(NamedTuple):
+    """A linear layer in one forward."""
+
+    weight: Tensor
+    state: LinearState
+    comm: TPComm
+
+    def __call__(self, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None) -> Tensor:
+        """`x weightᵀ`."""
+        return linear(x, self.weight, self.state, handoff=handoff, comm=self.comm)  # type: ignore[arg-type]
+
+
+class MainGradSink:
+    """Adds wgrad to the weight's `main_grad`, and tells Megatron-LM's data parallelism so."""
+
+    wgrads = None
+
+    def __init__(self, weight: Any) -> None:
+        self._weight = weakref.ref(weight)
+
+    @classmethod
+    def give(cls, module: nn.Module, weight: Any, *, overwrite: bool) -> None:
+        """Make sure that `weight` has one. `overwrite`: its gradients so far do not count."""
+        if getattr(weight, "main_grad", None) is None:
+            raise ValueError(
+                f"{type(module).__name__}: fuse_wgrad_accumulation needs weight.main_grad, a tensor of the weight's "
+                "shape, before the first forward"
+            )
+        if overwrite and torch._C._current_graph_task_id() == -1:
+            weight.main_grad.zero_()
+        if not isinstance(getattr(weight, "grad_sink", None), cls):
+            weight.grad_sink = cls(weight)
+
+    @property
+    def main_grad(self) -> Tensor:
+        weight: Any = self._weight()
+        return weight.main_grad
+
+    def __call__(self, grad: Tensor) -> None:
+        self.main_grad.add_(grad)
+        self.added()
+
+    def added(self) -> None:
+        """`grad_added_to_main_grad`, where the weight has it, becomes True."""
+        weight: Any = self._weight()
+        if hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+
+
+def check_fp8_dims(module: nn.Module, layer: str, shape: tuple[int, ...]) -> None:
+    """ValueError for a weight that the GEMMs of FP8 cannot take."""
+    if any(n % FP8_ALIGNMENT for n in shape):
+        raise ValueError(
+            f"{type(module).__name__}: the weight of {layer} is {list(shape)} on a rank, and FP8 needs multiples of "
+            f"{FP8_ALIGNMENT}; run it within fp8.autocast(enabled=False), or pad it"
+        )
+
+
+def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """`y + bias` in y's dtype."""
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+@contextmanager
+def autocast_input(x: Tensor) -> Iterator[Tensor]:
+    """x as torch.autocast wants it, in a context where autocast reaches no further."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        yield x
+        return
+    with torch.autocast(device, enabled=False):
+        yield x.to(torch.get_autocast_dtype(device))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all `parts` as one tensor: a view where they are neighbours in one storage, else a copy."""
+    whole = _Joined.apply(*parts)
+    whole.parts = tuple(parts)
+    return whole
+
+
+class _Joined(Function):
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.rows = [len(part) for part in parts]
+        first = parts[0]
+        if not _are_neighbours(parts):
+            return torch.cat(parts)
+        whole = torch.empty(0, dtype=first.dtype, device=first.device)
+        shape = (sum(ctx.rows), *first.shape[1:])
+        return whole.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.split(ctx.rows)
+
+
+def _are_neighbours(parts: Sequence[Tensor]) -> bool:
+    end, storage = parts[0].storage_offset(), parts[0].untyped_storage().data_ptr()
+    for part in parts:
+        if part.storage_offset() != end or part.untyped_storage().data_ptr() != storage or not part.is_contiguous():
+            return False
+        end += part.numel()
+    return storage != 0 and type(parts[0].data) is Tensor

@@ -1,0 +1,283 @@
+"""`Linear` and `LayerNormLinear`: a linear layer, whole or sharded over tensor-parallel ranks, and one after a norm.
+
+Shapes: x `[..., k]`, the first dim being the sequence where it is sharded; y `[..., n]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megafp8.fp8.linear_state import LinearState
+from megafp8.fp8.sources import Plain
+from megafp8.nn.arguments import divided, refuse
+from megafp8.nn.base import (
+    Gemm,
+    InitMethod,
+    Module,
+    RngTracker,
+    RunningGemm,
+    autocast_input,
+    default_init,
+    joined,
+    opaque,
+    with_bias,
+)
+from megafp8.nn.norm import InputNorm
+from megafp8.ops.fusion import LinearInput, Recompute, RecomputedInput, as_matrix
+from megafp8.plan import UNKNOWN, Neighbor
+from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel
+
+
+class _LinearBase(Module):
+    """Weight and bias, as one parameter each or several (`parameters_split`), and the product."""
+
+    def _make_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        init_method: InitMethod | None,
+        bias: bool,
+        return_bias: bool,
+        parallel_mode: str | None,
+        parameters_split: Sequence[str] | dict[str, int] | None,
+        get_rng_state_tracker: RngTracker | None,
+        rng_tracker_name: str | None,
+        fuse_wgrad_accumulation: bool,
+        before: Neighbor,
+        recompute_input: bool = False,
+    ) -> None:
+        self.gemm = Gemm(
+            self,
+            "linear",
+            parallel_mode,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            adds_bias=bias and not return_bias,
+            before=before,
+            recompute_input=recompute_input,
+        )
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias, self.return_bias, self.parallel_mode = bias, return_bias, parallel_mode
+        sizes = self._split(out_features, parameters_split)
+        if parallel_mode == "column":
+            self.out_features = divided(self, "out_features", out_features, self.tp_size)
+            sizes = {name: divided(self, f"the size of {name!r}", n, self.tp_size) for name, n in sizes.items()}
+        elif parallel_mode == "row":
+            self.in_features = divided(self, "in_features", in_features, self.tp_size)
+        sharded = self.tp_size > 1 and parallel_mode is not None
+        self.weight_names = self.new_parameters(
+            {f"{name}weight": (n, self.in_features) for name, n in sizes.items()},
+            init_method or default_init,
+            tracker=get_rng_state_tracker,
+            tracker_name=rng_tracker_name,
+            partition_dim=None if not sharded else 0 if parallel_mode == "column" else 1,
+        )
+        self.bias_names: tuple[str, ...] = tuple(f"{name}bias" for name in sizes)
+        if bias:
+            self.new_parameters(
+                {f"{name}bias": (n,) for name, n in sizes.items()},
+                nn.init.zeros_,
+                partition_dim=0 if sharded and parallel_mode == "column" else None,
+                sequence_parallel=parallel_mode == "row" and self.sequence_parallel,
+            )
+        else:
+            for name in self.bias_names:
+                setattr(self, name, torch.empty(0, dtype=self.params_dtype, device=self.device))
+
+    def _split(self, out_features: int, split: Sequence[str] | dict[str, int] | None) -> dict[str, int]:
+        """Rows of each parameter, of all ranks, by the prefix of its name."""
+        if split is None:
+            return {"": out_features}
+        names = list(split)
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{type(self).__name__}: parameters_split is {split!r}; it must name one part or more")
+        if not isinstance(split, dict):
+            split = {name: divided(self, "out_features", out_features, len(names)) for name in names}
+        if sum(split.values()) != out_features:
+            raise ValueError(
+                f"{type(self).__name__}: parameters_split is {dict(split)!r}, {sum(split.values())} rows in all, and "
+                f"out_features is {out_features}"
+            )
+        return {f"{name.rstrip('_')}_": n for name, n in split.items()}
+
+    @property
+    def whole_bias(self) -> Tensor:
+        """The bias; empty where there is none."""
+        if not self.use_bias or len(self.bias_names) == 1:
+            return getattr(self, self.bias_names[0])
+        return joined([self.get_parameter(name) for name in self.bias_names])
+
+    def _product(self, gemm: RunningGemm, x: Tensor | LinearInput) -> Tensor:
+        """`x wᵀ`, and the bias unless it is returned."""
+        y = gemm(x)
+        return with_bias(y, self.whole_bias) if self.use_bias and not self.return_bias else y
+
+    def extra_repr(self) -> str:
+        """As nn.Linear's."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+class Linear(_LinearBase):
+    """`y = x wᵀ + b`. The arguments are Transformer Engine's; `docs/from-transformer-engine.md` has them all.
+
+    `parallel_mode`: "column" and "row" shard the weight over `tp_group`; with `sequence_parallel` the tokens outside
+    are sharded along the first dim. `parameters_split`: names and sizes of the parameters that the weight's rows are.
+    `return_bias`: the result is `(y, bias)`. `save_original_input`: keep x for backward, and quantize it once more.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: RngTracker | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Sequence[str] | dict[str, int] | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        refuse(
+            self, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad, delay_wgrad_compute=delay_wgrad_compute,
+            symmetric_ar_type=symmetric_ar_type,
+        )  # fmt: skip
+        super().__init__(
+            params_dtype=params_dtype, device=device, tp_group=tp_group, tp_size=tp_size,
+            sequence_parallel=sequence_parallel, name=name or ub_name,
+        )  # fmt: skip
+        self.save_original_input = save_original_input
+        self._make_linear(
+            in_features, out_features, init_method=init_method, bias=bias, return_bias=return_bias,
+            parallel_mode=parallel_mode, parameters_split=parameters_split,
+            get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=rng_tracker_name,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation, before=UNKNOWN, recompute_input=save_original_input,
+        )  # fmt: skip
+        self.finish()
+
+    @opaque
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`[..., k]` -> `[..., n]`, and the bias with `return_bias`."""
+        refuse(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
+        with autocast_input(inp) as x, self.gemm.running(x, self.weight_names, is_first_microbatch) as gemm:
+            y = self._product(gemm, self._kept(x, gemm.state) if self.save_original_input else x)
+            return (y, self.whole_bias.to(y.dtype)) if self.return_bias else y
+
+    def _kept(self, x: Tensor, state: LinearState) -> Tensor | LinearInput:
+        """x, which backward quantizes once more."""
+        if state.plan.saved != "recompute":
+            return x
+        group = self.required_group() if state.plan.gather else None
+        return LinearInput(x, None, RecomputedInput((as_matrix(x),), Recompute(Plain, None, group)))
+
+
+class LayerNormLinear(_LinearBase):
+    """`y = norm(x) wᵀ + b`, the norm fused with the cast of its output.
+
+    `return_layernorm_output`: also return the norm's output, of all tokens with `return_layernorm_output_gathered`;
+    it is then not fused. Other arguments as those of `Linear` and `LayerNorm`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: RngTracker | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Sequence[str] | dict[str, int] | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        refuse(
+            self, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad, delay_wgrad_compute=delay_wgrad_compute,
+            symmetric_ar_type=symmetric_ar_type,
+        )  # fmt: skip
+        super().__init__(
+            params_dtype=params_dtype, device=device, tp_group=tp_group, tp_size=tp_size,
+            sequence_parallel=sequence_parallel, name=name or ub_name,
+        )  # fmt: skip
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.norm = InputNorm(self, in_features, normalization, eps, zero_centered_gamma)
+        self._make_linear(
+            in_features, out_features, init_method=init_method, bias=bias, return_bias=return_bias,
+            parallel_mode=parallel_mode, parameters_split=parameters_split,
+            get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=None,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            before=self.norm.neighbor(values_needed=return_layernorm_output),
+        )  # fmt: skip
+        self.finish()
+
+    @opaque
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> Any:
+        """`[..., k]` -> `[..., n]`; then the bias with `return_bias`; then the norm's output, if it is returned."""
+        refuse(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
+        with autocast_input(inp) as x, self.gemm.running(x, self.weight_names, is_first_microbatch) as gemm:
+            normed = self.norm(x, gemm.state.input_format)
+            y = self._product(gemm, normed)
+            results: list[Any] = [y]
+            if self.return_bias:
+                results.append(self.whole_bias.to(y.dtype))
+            if self.return_layernorm_output:
+                assert isinstance(normed, Tensor)
+                results.append(self._returned(normed))
+            return y if len(results) == 1 else tuple(results)
+
+    def _returned(self, normed: Tensor) -> Tensor:
+        gathered = self.return_layernorm_output_gathered and self.sequence_parallel and self.parallel_mode == "column"
+        return gather_from_sequence_parallel(normed, self.required_group()) if gathered else normed

@@ -1,0 +1,89 @@
+"""Rotary position embedding as Transformer Engine has it: a module for the angles, and heads rotated by them.
+
+Angles are fp32, as there: `[s, 1, 1, r]` for the first r channels of a head, each pair's twice. A pair is the channels
+(i, i + r/2), or (2i, 2i + 1) where it is `interleaved`.
+
+Shapes: s sequence, b micro-batch, a heads, d head width, r rotated channels, t tokens of all sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.nn.base import default_device
+from megafp8.ops.rotary import rotate_heads
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """Angles of the positions of a sequence (Su et al. 2021, arXiv:2104.09864), for `rotary_pos_emb`.
+
+    `dim`: the head width, of which `rotary_percent` is rotated. `seq_len_interpolation_factor` divides positions
+    (arXiv:2306.15595); sequences longer than that times `pretrained_max_position_embeddings` are compressed to fit.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        r = int(dim * rotary_percent)
+        self.factor, self.pretrained = seq_len_interpolation_factor, pretrained_max_position_embeddings
+        self.interleaved = interleaved
+        exponents = torch.arange(0, r, 2, dtype=torch.float32, device=default_device()) / r
+        self.register_buffer("inv_freq", 1.0 / rotary_base**exponents)
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """fp32 `[s, 1, 1, r]`; `offset`: the first position."""
+        positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
+        if self.factor is not None and self.pretrained is not None:
+            positions = positions / max(self.factor, max_seq_len / self.pretrained)
+        angles = positions[:, None] * self.inv_freq.float()
+        both = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat([angles, angles], dim=-1)
+        return both[:, None, None]
+
+
+class Rotary(NamedTuple):
+    """How heads lie, "sbhd", "bshd" or "thd", and whether pairs are neighbouring channels."""
+
+    qkv_format: str
+    interleaved: bool
+
+
+def apply_rotary(x: Tensor, angles: Tensor, form: Rotary, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Heads rotated by `angles` `[s, 1, 1, r]`; of sequences that follow each other, each from its own start."""
+    x_sbad = x.unsqueeze(1) if form.qkv_format == "thd" else x.transpose(0, 1) if form.qkv_format == "bshd" else x
+    r = angles.shape[-1]
+    if r > x.shape[-1]:
+        raise ValueError(f"rotary_pos_emb has {r} channels, and a head {x.shape[-1]}; it must have as many or less")
+    half = (angles[..., ::2] if form.interleaved else angles[..., : r // 2]).to(
+        torch.promote_types(x.dtype, torch.float32)
+    )
+    if form.qkv_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("rotary_pos_emb with qkv_format thd needs cu_seqlens_q and cu_seqlens_kv")
+        i = torch.arange(len(x), device=x.device, dtype=cu_seqlens.dtype)
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), i, right=True).clamp(max=len(cu_seqlens) - 2)
+        half = half[(i - cu_seqlens[sequence]).clamp(max=len(half) - 1)]  # more positions are of padding
+    elif len(x_sbad) > len(half):
+        raise ValueError(f"rotary_pos_emb is of {len(half)} positions, and the sequence has {len(x_sbad)}")
+    else:
+        half = half[: len(x_sbad)]
+    cos, sin = half.cos(), half.sin()
+    rotated = x_sbad[..., :r]
+    if form.interleaved:
+        rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    rotated = rotate_heads(rotated, cos, sin)
+    if form.interleaved:
+        rotated = rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    y = rotated if r == x.shape[-1] else torch.cat([rotated, x_sbad[..., r:]], dim=-1)
+    return y.squeeze(1) if form.qkv_format == "thd" else y.transpose(0, 1) if form.qkv_format == "bshd" else y

@@ -1,0 +1,82 @@
+"""What is between the two linear layers of an MLP: the activation, fused with the casts on both sides where it can be.
+
+`megafp8.fp8.sources` has the activations that kernels compute while they quantize. The others, `UNFUSED`, are PyTorch's
+ops in the dtype of their input; the layer after them quantizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megafp8.fp8.linear_state import LinearState, QuantizedGradHandoff
+from megafp8.fp8.sources import Plain
+from megafp8.ops.activation import activation
+from megafp8.ops.fusion import LinearInput, Recompute, RecomputedInput
+
+T = TypeVar("T")
+_Function = Callable[[Tensor], Tensor]
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _gated(function: _Function) -> _Function:
+    def of_gate_times_up(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return function(gate) * up
+
+    return of_gate_times_up
+
+
+UNFUSED: dict[str, _Function] = {
+    "gelu": F.gelu,
+    "qgelu": _quick_gelu,
+    "silu": F.silu,
+    "geglu": _gated(F.gelu),
+    "reglu": _gated(F.relu),
+    "sreglu": _gated(_squared_relu),
+    "qgeglu": _gated(_quick_gelu),
+    "glu": _gated(torch.sigmoid),
+}
+"""Activations without a kernel: of x, or of [gate | up]."""
+
+
+def _unfused_source(x: Tensor, kind: str) -> Plain:
+    return Plain(UNFUSED[kind](x).flatten(0, -2))
+
+
+def mlp(
+    kind: str,
+    up: Callable[[QuantizedGradHandoff | None], tuple[Tensor, Tensor | None]],
+    down: Callable[[Tensor | LinearInput], T],
+    up_state: LinearState,
+    down_state: LinearState,
+) -> T:
+    """`down(activation(up(handoff)))`.
+
+    `up`: the first layer's output, and the bias that is still to be added to it, which only a fused activation that is
+    not gated does.
+    """
+    form = down_state.input_format
+    if kind not in UNFUSED:
+        handoff = up_state.grad_handoff()
+        y, bias = up(handoff)
+        return down(activation(kind, y, bias, form, handoff))
+    y, bias = up(None)
+    assert bias is None
+    activated = UNFUSED[kind](y)
+    if form is None or not torch.is_grad_enabled():
+        return down(activated)
+    how = Recompute(partial(_unfused_source, kind=kind), None, None)
+    return down(LinearInput(activated, None, RecomputedInput((y,), how)))
