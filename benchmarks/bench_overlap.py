@@ -42,6 +42,7 @@ from megafp8.distributed.tp_overlap import AllGatherHandle, Collective, P2PRing,
 from megafp8.fp8 import describe_path
 from megafp8.models.gpt import LayerInputs
 from megafp8.models.rotary import inverse_frequencies, rotary_table
+from megafp8.ops.attention_scores import PLAIN
 from megafp8.ops.quantized_gather import TPComm
 from megafp8.parallel_state import (
     ParallelState,
@@ -140,7 +141,7 @@ class NoAttention:
     def tensors(self) -> list[torch.Tensor]:
         return []
 
-    def __call__(self, q_sbad: torch.Tensor, *_: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, q_sbad: torch.Tensor, *_: object) -> torch.Tensor:
         return q_sbad
 
 
@@ -158,7 +159,7 @@ class Blocks:
         )
         frequencies = inverse_frequencies(config.model.channels, config.model.rope_theta, None, device)
         rotary = rotary_table(torch.arange(s, device=device), frequencies, dtype)
-        self.inputs = LayerInputs(rotary, {None: NoAttention()})
+        self.inputs = LayerInputs({None: rotary}, {None: NoAttention()}, PLAIN)
         generator = torch.Generator(device).manual_seed(2 + parallel.tensor.rank)
         size = (s // parallel.tensor.size, 1, shape.hidden_size)
         self.x_sbh, self.dy_sbh = (torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(2))

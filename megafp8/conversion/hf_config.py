@@ -1198,6 +1198,8 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
     a, b = canonical(one), canonical(other)
     ignored = {"vocab_multiple", "init_std", "mtp_num_layers", "mtp_loss_scaling_factor"}
     ignored |= {"hidden_dropout", "attention_dropout"}
+    if one.attention_scale is None and other.attention_scale is None:
+        ignored.add("attention_scale")  # it follows from head_dim
     if one.position_embedding == other.position_embedding:
         ignored |= set() if one.position_embedding == "learned" else {"max_position_embeddings"}
         ignored |= (

@@ -81,8 +81,15 @@ def _is_fp8(module: nn.Module) -> bool:
 def _fsdp_params(model: nn.Module) -> list[Any]:
     """torch's records of the parameters that it has sharded in `model`."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
-    return [param for group in groups for param in group.fsdp_params]
+    return [param for module in modules for group in _param_groups(module) for param in group.fsdp_params]
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    """Of the parameters that are gathered together: at most one in torch 2.11, a list in later releases."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _why_not(state: LinearState, rows: int, layer: StandaloneLinear) -> str:
@@ -111,6 +118,7 @@ class _Weight:
 
     def __init__(self, layer: StandaloneLinear, state: LinearState, param: Any) -> None:
         self.layer, self.state, self._param = layer, state, param
+        layer.gathered_in_fp8 = True
         self.shape = torch.Size(param._orig_size)
         self.dtype: torch.dtype = param.mp_policy.param_dtype or param.sharded_param.dtype
         (p, k), device = param.padded_sharded_param_size, self.values.device

@@ -191,29 +191,35 @@ class Fp8LinearModule(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """`input wᵀ + bias`: input `[..., in_features]` -> `[..., out_features]` in its dtype, or torch.autocast's."""
         from megafp8.ops.compiled_linear import compiled_linear  # which imports this package
-        from megafp8.ops.fusion import LinearInput
-        from megafp8.ops.linear import linear
 
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self.fp8.gathered_in_fp8:
             return compiled_linear(input, self.weight, self.bias, self.fp8, self.training)
-        device = input.device.type
-        with self.fp8.running(input.device, training=self.training) as state:
-            if state is None or input.numel() == 0:  # an expert may have no tokens, and a GEMM no rows
-                return F.linear(input, self.weight, self.bias)
-            weight, autocast = cast(nn.Parameter, self.weight), torch.is_autocast_enabled(device)
-            x = input.to(torch.get_autocast_dtype(device)) if autocast else input
-            columnwise = weight.requires_grad and torch.is_grad_enabled()
-            x8 = self.fp8.layers.quantized_input(input, state, dtype=x.dtype, columnwise=columnwise)
-            fused = LinearInput(x, x8, None)
-            if not autocast:
-                return linear(fused, weight, state, bias=self.bias)
-            with torch.autocast(device, enabled=False):  # it would reach into the emulated GEMM
-                return linear(fused, weight, state, bias=self.bias)
+        return _forward(self, input)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             self.fp8.release_weight()
         super().__setattr__(name, value)
+
+
+@torch._disable_dynamo  # the public torch.compiler.disable would import all of it here, which takes a second
+def _forward(layer: Fp8LinearModule, x: Tensor) -> Tensor:
+    from megafp8.ops.fusion import LinearInput  # which imports this package
+    from megafp8.ops.linear import linear
+
+    device = x.device.type
+    with layer.fp8.running(x.device, training=layer.training) as state:
+        if state is None or x.numel() == 0:  # an expert may have no tokens, and a GEMM no rows
+            return F.linear(x, layer.weight, layer.bias)
+        weight, autocast = cast(nn.Parameter, layer.weight), torch.is_autocast_enabled(device)
+        values = x.to(torch.get_autocast_dtype(device)) if autocast else x
+        columnwise = weight.requires_grad and torch.is_grad_enabled()
+        x8 = layer.fp8.layers.quantized_input(x, state, dtype=values.dtype, columnwise=columnwise)
+        fused = LinearInput(values, x8, None)
+        if not autocast:
+            return linear(fused, weight, state, bias=layer.bias)
+        with torch.autocast(device, enabled=False):  # it would reach into the emulated GEMM
+            return linear(fused, weight, state, bias=layer.bias)
 
 
 def _converted_layers(model: nn.Module) -> StandaloneLayers:

@@ -52,6 +52,8 @@ _STEP_IS_OVER = "step_is_over"
 class StandaloneLinear:
     """One linear layer of `layers`: an attribute of the module that has its weight.
 
+    `gathered_in_fp8`: FSDP2 gathers its weight in FP8, and no rank has its values; it is then no part of a compiled
+    graph.
     `last`: the context of its last forward outside a backward pass; `last_state`: its state in its last one in FP8, or
     calibrating. `handle`: a number `[]` by which `layer_of` finds it. By `Autocast.recipe_key`, as far as known:
     `saved_format`, the granularity, by name, in which a forward in FP8 keeps the input for the weight gradient, or
@@ -62,6 +64,7 @@ class StandaloneLinear:
     def __init__(self, layers: StandaloneLayers, site: LinearSite) -> None:
         self.layers, self.site = layers, site
         self.tp_group: ProcessGroup | None = None
+        self.gathered_in_fp8 = False
         self.saved_format = {"": _saved_format_under(layers.own_recipe, site.name)}
         self.input_key = {"": self._input_key(layers.own_recipe)}
         self._reset()
@@ -76,6 +79,7 @@ class StandaloneLinear:
             "layers": self.layers,
             "site": self.site,
             "tp_group": self.tp_group,
+            "gathered_in_fp8": False,
             "saved_format": dict(self.saved_format),
         }
 
