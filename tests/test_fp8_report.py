@@ -144,7 +144,10 @@ def test_the_grid_puts_a_kind_of_layer_together(tmp_path: Path) -> None:
     [
         pytest.param(healthy(steps=range(10, 500, 10), layers=8), marks=pytest.mark.slow),
         pytest.param(healthy(steps=[7], layers=1)[:1], marks=pytest.mark.slow),
-        [replace(r, amax=None if r.operand == "input" else 0.0, snr_db=None) for r in healthy(steps=[7])],
+        pytest.param(
+            [replace(r, amax=None if r.operand == "input" else 0.0, snr_db=None) for r in healthy(steps=[7])],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["large", "one tensor", "no figures"],
 )

@@ -144,6 +144,7 @@ def _losses(folder: Path, name: str, *options: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_the_log_says_so(quickstart_data: QuickstartData, tmp_path: Path) -> None:
     command = [sys.executable, "pretrain_gpt.py", "--config", str(CONFIG), f"run_dir={tmp_path}", "deterministic=true"]
     command += [*quickstart_data.overrides, *ONE_RANK, *SMALL, "training.steps=1", "optimizer.warmup_steps=0"]
