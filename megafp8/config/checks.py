@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from megafp8.config import moe_checks, optimizer_checks
+from megafp8.config import encoder_checks, moe_checks, optimizer_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
 from megafp8.config.schema import Config, LatentAttentionConfig, ModelConfig, MoeConfig, Section, YarnConfig
@@ -41,6 +41,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _checkpoint,
         _tokenizer,
         _packing,
+        encoder_checks.data,
         _blend,
         _deterministic,
         _cuda_graphs,
@@ -170,6 +171,7 @@ def _model(config: Config) -> Iterator[Problem]:
     m, s = config.model, config.training.seq_length
     yield from attention_heads(m)
     yield from moe_checks.experts(m)
+    yield from encoder_checks.model(m)
     rows = m.max_position_embeddings
     if m.position_embedding == "learned" and rows is not None and rows < s:
         rule = f"fewer positions than training.seq_length ({s})"

@@ -185,6 +185,9 @@ class MoeConfig(Section):
 class ModelConfig(Section):
     """The network. The defaults are those of Llama; GPT-2 and Qwen differ in a few fields."""
 
+    architecture: Literal["gpt", "bert"] = "gpt"
+    """gpt: causal language model. bert: bidirectional encoder, trained to predict masked tokens (data.masked_lm). Each
+    is trained by a script of its own, pretrain_gpt.py or pretrain_bert.py."""
     num_layers: Annotated[int, Field(gt=0, le=10_000), _INTEGER]
     """Number of transformer blocks."""
     hidden_size: PositiveInt
@@ -217,6 +220,9 @@ class ModelConfig(Section):
     """rmsnorm (Llama) or layernorm (GPT-2)."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance in norms."""
+    norm_position: Literal["pre", "post"] = "pre"
+    """pre: norms before attention and MLP, and one after the last block (GPT-2, Llama, Megatron-LM's BERT). post: norms
+    of the sums after attention and MLP, and one after the embedding (BERT, RoBERTa)."""
     activation: ActivationName = "swiglu"
     """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), or geglu and geglu_tanh: gelu(gate) * up."""
     linear_bias: bool = False
@@ -231,6 +237,13 @@ class ModelConfig(Section):
     nothing (gpt-oss; Megatron-LM's softmax_type: learnable)."""
     tie_embeddings: bool = False
     """Share one weight between the output layer and the embedding."""
+    token_types: Count = 0
+    """Number of token types, each with a learned embedding that is added to the token's (type_vocab_size of BERT: 2,
+    for the two parts of a pair of sentences)."""
+    binary_head: bool = False
+    """bert: also predict whether the two parts of a pair of sentences are in order, from the first token's output
+    (Megatron-LM's bert_binary_head; BERT's next-sentence head; sentence-order prediction, Lan et al. 2019,
+    arXiv:1909.11942). Samples are then pairs: data.packing must be sentences, and token_types at least 2."""
     sliding_window: PositiveInt | None = None
     """Each token attends to this many latest tokens, including itself. Default: all earlier tokens."""
     full_attention_layers: list[int] = []
@@ -276,6 +289,22 @@ class ModelConfig(Section):
     def layers(self) -> range:
         """All layers, those of multi-token prediction last."""
         return range(self.num_layers + self.mtp_num_layers)
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token attends to earlier tokens only."""
+        return self.architecture == "gpt"
+
+    @property
+    def more_losses(self) -> int:
+        """Losses of a model beside that of its tokens: of each depth of multi-token prediction, or of the binary
+        head."""
+        return self.mtp_num_layers + self.binary_head
+
+    @property
+    def more_losses_factor(self) -> float:
+        """Weight of their mean in the loss that is differentiated."""
+        return 1.0 if self.binary_head else self.mtp_loss_scaling_factor
 
     @property
     def embeds_on_last_stage(self) -> bool:
@@ -597,6 +626,30 @@ class TokenizerConfig(Section):
     (cl100k_base)."""
 
 
+class SpecialTokens(Section):
+    """Ids of tokens that the data sets do not contain. Default of each: the token of that name of data.tokenizer."""
+
+    cls: Count | None = None
+    """Begins a sample. Default: [CLS] or <s>."""
+    sep: Count | None = None
+    """Ends a sample, and each part of a pair of sentences. Default: [SEP] or </s>."""
+    mask: Count | None = None
+    """Replaces tokens that are to be predicted. Default: [MASK] or <mask>."""
+    pad: Count | None = None
+    """Fills a sample up. Default: [PAD] or <pad>."""
+
+
+class MaskedLmConfig(Section):
+    """Masked tokens of a model whose architecture is bert (Devlin et al. 2018, arXiv:1810.04805)."""
+
+    probability: Annotated[float, Field(gt=0, lt=1), _FLOAT] = 0.15
+    """Share of a sample's tokens that are predicted (Megatron-LM's mask_prob). Of these 80% are replaced by the mask
+    token, 10% by a random token, and 10% are left as they are."""
+    whole_words: bool = False
+    """Choose all tokens of a word or none (whole-word masking; Megatron-LM masks so). Words begin where the pieces of
+    the tokenizer say so: no ## in WordPiece, a leading ▁ in sentencepiece, a leading space in byte-level BPE."""
+
+
 class DataConfig(Section):
     """Data sets and their tokenizer."""
 
@@ -605,12 +658,14 @@ class DataConfig(Section):
     is best_fit), so that all finish an epoch at the same time; a blend {prefix: weight} sets their shares of the
     samples, in any unit. A prefix that is listed twice counts twice. When a run resumes, weights may change and data
     sets may be added or removed: each continues with the samples that it has not given."""
-    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    packing: Literal["concatenate", "best_fit", "sentences"] = "concatenate"
     """How documents fill samples. concatenate: shuffled documents one after the other, cut where a sample ends.
     best_fit: each document whole in one sample, by best-fit decreasing; only those longer than a sample are cut, and
     the rest of a sample is padding without loss. A run logs the share of padding, well below 1% with many short
     documents, and the share of documents that are cut in either way. Requires reset_at_documents and mask_eod_loss, and
-    documents that end with the end-of-document token."""
+    documents that end with the end-of-document token. sentences: a run of
+    sentences of one document, as many as fit, the rest padding; for data sets of tools/preprocess_data.py
+    --split-sentences, and models with model.binary_head."""
     split: str = "969,30,1"
     """Proportions of the documents for training, validation and test."""
     restart_changed: bool = False
@@ -622,6 +677,10 @@ class DataConfig(Section):
     """Reset attention and positions at each document boundary in a sample."""
     mask_eod_loss: bool = False
     """Exclude the token after an end of document from the loss."""
+    special_tokens: SpecialTokens = SpecialTokens()
+    """Ids of special tokens, where the tokenizer does not define them."""
+    masked_lm: MaskedLmConfig = MaskedLmConfig()
+    """Masked tokens, with model.architecture bert."""
     num_workers: Annotated[int, Field(ge=0, le=1024), _INTEGER] = 0
     """Number of loader processes per rank. 0: load in the training process."""
     index_cache: str | None = None
@@ -679,7 +738,7 @@ class LoggingConfig(Section):
 
 
 class Config(Section):
-    """The config of a run of pretrain_gpt.py."""
+    """The config of a run of pretrain_gpt.py or pretrain_bert.py."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Name of the run and of its folder."""
@@ -710,6 +769,12 @@ class Config(Section):
         if p.expert_dispatch == "auto":
             return moe is None or p.expert_tensor > 1 or p.expert <= moe.top_k
         return p.expert_dispatch == "all_gather"
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of documents in a sample, at most: of GPT one more than inputs, of BERT without special tokens."""
+        s, model = self.training.seq_length, self.model
+        return s + 1 if model.architecture == "gpt" else s - (3 if model.binary_head else 2)
 
     @property
     def position_rows(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from megafp8.config import LatentAttentionConfig, ModelConfig, MoeConfig, RopeScaling, moe_checks
+from megafp8.config import LatentAttentionConfig, ModelConfig, MoeConfig, RopeScaling, encoder_checks, moe_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.checks import attention_heads
 from megafp8.conversion.base import refuse
@@ -51,7 +51,7 @@ class Trait(NamedTuple):
 class Family(NamedTuple):
     """What `transformers` calls a model_type, with the class that holds its weights.
 
-    `moe`: its layers have experts; `latent`: they have latent attention.
+    `moe`: its layers have experts; `latent`: they have latent attention. `kind`: `ModelConfig.architecture`.
     """
 
     model_type: str
@@ -59,6 +59,7 @@ class Family(NamedTuple):
     traits: tuple[Trait, ...]
     moe: bool = False
     latent: bool = False
+    kind: str = "gpt"
 
 
 def same(
@@ -659,7 +660,98 @@ _DEEPSEEK_V3 = Family(
     moe=True,
     latent=True,
 )
-_ALL = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3)
+_BERT_HEADS = {"BertForPreTraining": True, "BertForMaskedLM": False}
+"""Whether each class has the pooler and the binary head."""
+
+
+def _read_bert_head(hf: HfConfig) -> dict[str, Any]:
+    """Of the class that config.json names; folders of BertForMaskedLM may have the tensors of the other head too."""
+    named = hf.get("architectures") or ["BertForMaskedLM"]
+    if len(named) != 1 or named[0] not in _BERT_HEADS:
+        refuse("architectures", named, " or ".join(repr([name]) for name in _BERT_HEADS))
+    return {"binary_head": _BERT_HEADS[named[0]]}
+
+
+def _write_bert_head(model: ModelConfig) -> dict[str, Any]:
+    return {"architectures": [name for name, binary in _BERT_HEADS.items() if binary == model.binary_head]}
+
+
+_BERT_LIKE = (
+    same("num_layers", "num_hidden_layers"),
+    same("hidden_size", "hidden_size"),
+    same("num_attention_heads", "num_attention_heads"),
+    same("ffn_hidden_size", "intermediate_size"),
+    same("vocab_size", "vocab_size"),
+    same("token_types", "type_vocab_size", 2),
+    same("norm_eps", "layer_norm_eps", 1e-12),
+    _INIT_STD,
+    always(
+        architecture="bert",
+        position_embedding="learned",
+        normalization="layernorm",
+        norm_position="post",
+        linear_bias=True,
+        tie_embeddings=True,
+    ),
+    only(written=False, position_embedding_type="absolute"),
+    only(tie_word_embeddings=True, why="as the head's bias is shared like its weight"),
+    only(written=False, is_decoder=False),
+    # Dropout; and the pooler of multilingual releases, which no class reads.
+    Trait(("attention_probs_dropout_prob", "hidden_dropout_prob", "directionality"), lambda hf: {}),
+    Trait(
+        ("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+        lambda hf: {},
+    ),
+)
+_BERT = Family(
+    "bert",
+    "BertForPreTraining",
+    (
+        *_BERT_LIKE,
+        same("max_position_embeddings", "max_position_embeddings", 512),
+        same(
+            "activation",
+            "hidden_act",
+            "gelu",
+            {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+        ),
+        Trait(("architectures",), _read_bert_head, _write_bert_head),
+    ),
+    kind="bert",
+)
+ROBERTA_OFFSET = 2
+"""Rows of RoBERTa's position table before that of the first token."""
+
+
+def _read_roberta_positions(hf: HfConfig) -> dict[str, Any]:
+    rows = hf.get("max_position_embeddings", 512)
+    if not isinstance(rows, int) or rows <= ROBERTA_OFFSET:
+        refuse("max_position_embeddings", rows, f"more than {ROBERTA_OFFSET}, the rows before the first token's")
+    if hf.get("pad_token_id", 1) != 1:
+        refuse("pad_token_id", hf["pad_token_id"], "1, which positions begin after")
+    return {"max_position_embeddings": rows - ROBERTA_OFFSET}
+
+
+_ROBERTA = Family(
+    "roberta",
+    "RobertaForMaskedLM",
+    (
+        *_BERT_LIKE,
+        Trait(
+            ("max_position_embeddings", "pad_token_id"),
+            _read_roberta_positions,
+            lambda model: {
+                "max_position_embeddings": (model.max_position_embeddings or 0) + ROBERTA_OFFSET,
+                "pad_token_id": 1,
+            },
+        ),
+        always(activation="gelu"),
+        only(hidden_act="gelu", why="which its head has whatever this key says"),
+    ),
+    kind="bert",
+)
+_ALL = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3,
+        _BERT, _ROBERTA)  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
 """In order of preference where several can express a model."""
 
@@ -709,7 +801,8 @@ def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
     if not isinstance(kind, str) or kind not in FAMILIES:
         refuse("model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]
-    if hf.get("architectures") not in (None, [], [family.architecture]):
+    several = any("architectures" in trait.keys for trait in family.traits)
+    if not several and hf.get("architectures") not in (None, [], [family.architecture]):
         refuse("architectures", hf["architectures"], repr([family.architecture]))
     if hf.get("quantization_config"):
         refuse("quantization_config", hf["quantization_config"].get("quant_method"), "weights in floating point")
@@ -740,7 +833,8 @@ def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
 
 def check_model(model: ModelConfig) -> None:
     """Raise ValueError for attention or experts that neither transformers nor megafp8 can build."""
-    if problems := [str(problem) for rule in (attention_heads, moe_checks.experts) for problem in rule(model)]:
+    rules = attention_heads, moe_checks.experts, encoder_checks.model
+    if problems := [str(problem) for rule in rules for problem in rule(model)]:
         raise ValueError("; ".join(problems))
 
 
@@ -756,9 +850,9 @@ def choose(model: ModelConfig) -> Family:
     """The first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
     check_model(model)
     nearest: tuple[int, str] | None = None
-    kind = model.moe is not None, model.latent_attention is not None
+    kind = model.moe is not None, model.latent_attention is not None, model.architecture
     for family in FAMILIES.values():
-        if (family.moe, family.latent) != kind:
+        if (family.moe, family.latent, family.kind) != kind:
             continue
         lacks = _lacks(family, model)
         if not lacks:
@@ -766,9 +860,10 @@ def choose(model: ModelConfig) -> Family:
         if nearest is None or len(lacks) < nearest[0]:
             nearest = len(lacks), f"{family.model_type}, lacks {', '.join(lacks)}"
     if nearest is None:
+        latent = "" if model.latent_attention is None else ", latent attention (model.latent_attention)"
         raise ValueError(
-            "no Hugging Face family has this model: latent attention (model.latent_attention) without experts "
-            "(model.moe)"
+            f"no Hugging Face family has this model: model.architecture {model.architecture}{latent} "
+            f"{'with' if model.moe else 'without'} experts (model.moe)"
         )
     raise ValueError(f"no Hugging Face family has this model; the nearest, {nearest[1]}")
 

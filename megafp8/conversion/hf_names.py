@@ -12,22 +12,25 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from megafp8.conversion.hf_config import ROBERTA_OFFSET
 from megafp8.distributed.sharding import Shape
 
 _NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+")
 
 
 class Place(NamedTuple):
-    """A tensor of theirs, and which of its `parts` along our dim 0 holds ours; `transposed`: stored as `[k, n]`."""
+    """A tensor of theirs, and which of its `parts` along our dim 0 holds ours; `transposed`: stored as `[k, n]`.
+    `skip`: rows of theirs before ours, which are zeros where we write them."""
 
     name: str
     part: int = 0
     parts: int = 1
     transposed: bool = False
+    skip: int = 0
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Shape of the tensor of theirs that holds one of ours of `shape` (without padding of the vocabulary)."""
-        whole = (shape[0] * self.parts, *shape[1:])
+        whole = (self.skip + shape[0] * self.parts, *shape[1:])
         return whole[::-1] if self.transposed else whole
 
 
@@ -94,7 +97,37 @@ _DEEPSEEK = _LLAMA_EXPERTS | {
     "layers.*.projection": Place("model.layers.*.eh_proj"),
     "layers.*.final_norm": Place("model.layers.*.shared_head.norm"),
 }
+_BERT_BLOCKS = {
+    "embedding.word": Place("bert.embeddings.word_embeddings"),
+    "embedding.position": Place("bert.embeddings.position_embeddings"),
+    "embedding.token_type": Place("bert.embeddings.token_type_embeddings"),
+    "embedding_norm": Place("bert.embeddings.LayerNorm"),
+    "layers.*.attention.q": Place("bert.encoder.layer.*.attention.self.query"),
+    "layers.*.attention.k": Place("bert.encoder.layer.*.attention.self.key"),
+    "layers.*.attention.v": Place("bert.encoder.layer.*.attention.self.value"),
+    "layers.*.attention.proj": Place("bert.encoder.layer.*.attention.output.dense"),
+    "layers.*.attention_norm": Place("bert.encoder.layer.*.attention.output.LayerNorm"),
+    "layers.*.mlp.up": Place("bert.encoder.layer.*.intermediate.dense"),
+    "layers.*.mlp.down": Place("bert.encoder.layer.*.output.dense"),
+    "layers.*.mlp_norm": Place("bert.encoder.layer.*.output.LayerNorm"),
+}
+_BERT = _BERT_BLOCKS | {
+    "transform": Place("cls.predictions.transform.dense"),
+    "transform_norm": Place("cls.predictions.transform.LayerNorm"),
+    "output": Place("cls.predictions.decoder"),
+    "output.bias": Place("cls.predictions.bias"),
+    "pooler": Place("bert.pooler.dense"),
+    "binary_head": Place("cls.seq_relationship"),
+}
+_ROBERTA = {ours: Place(f"roberta{theirs.name.removeprefix('bert')}") for ours, theirs in _BERT_BLOCKS.items()} | {
+    "embedding.position": Place("roberta.embeddings.position_embeddings", skip=ROBERTA_OFFSET),
+    "transform": Place("lm_head.dense"),
+    "transform_norm": Place("lm_head.layer_norm"),
+    "output": Place("lm_head.decoder"),
+    "output.bias": Place("lm_head.bias"),
+}
 _MODULES: Mapping[str, Mapping[str, Place]] = {
+    "bert": _BERT,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "gpt2": _GPT2,
@@ -102,20 +135,24 @@ _MODULES: Mapping[str, Mapping[str, Place]] = {
     "olmoe": _LLAMA_EXPERTS,
     "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
+    "roberta": _ROBERTA,
 }
 
 _PARAMETERS = {"mlp.router.bias": "e_score_correction_bias"}
 """Their names of parameters that are not called weight or bias, by module and name of ours."""
 
-_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
+_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|embeddings\.(position|token_type)_ids)$")
 """Constants that older releases of `transformers` saved with the weights."""
 
 
 def place(model_type: str, name: str) -> Place:
     """Where the tensor `name` (`model.layers.3.attention.q.weight`) of a model of `model_type` lies."""
-    module, _, parameter = name.removeprefix("model.").rpartition(".")
-    numbers = iter(_NUMBER.findall(module))
-    found = _MODULES.get(model_type, _LLAMA)[_NUMBER.sub("*", module)]
+    name = name.removeprefix("model.")
+    module, _, parameter = name.rpartition(".")
+    modules, numbers = _MODULES.get(model_type, _LLAMA), iter(_NUMBER.findall(module))
+    if name in modules:  # a parameter under a name of its own
+        return modules[name]
+    found = modules[_NUMBER.sub("*", module)]
     theirs = re.sub(r"\*", lambda _: next(numbers), found.name)
     its_name = next((theirs for ours, theirs in _PARAMETERS.items() if name.endswith(f".{ours}")), parameter)
     return found._replace(name=f"{theirs}.{its_name}", transposed=found.transposed and parameter == "weight")
@@ -126,6 +163,29 @@ def base_prefix(model_type: str) -> str:
     return _MODULES.get(model_type, _LLAMA)["embedding.word"].name.partition(".")[0] + "."
 
 
+def output_layer(model_type: str) -> str:
+    """Name of the output layer's weight, which files of a tied model lack."""
+    return place(model_type, "model.output.weight").name
+
+
+def is_of_head(model_type: str, name: str) -> bool:
+    """Whether a tensor of theirs belongs to the output layer and what is beside it."""
+    return name.partition(".")[0] == output_layer(model_type).partition(".")[0]
+
+
+def present_name(name: str) -> str:
+    """The name of a tensor in present releases; BERT's first releases named parameters of norms as TensorFlow does."""
+    return re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name))
+
+
+_OTHER_HEADS = re.compile(r"((ro)?bert\.pooler|cls\.seq_relationship)\..*")
+
+
+def is_of_other_head(name: str) -> bool:
+    """Whether a tensor of theirs belongs to the pooler and binary head, which a model may have without using them."""
+    return _OTHER_HEADS.fullmatch(name) is not None
+
+
 def is_buffer(name: str) -> bool:
     """Whether a tensor of theirs is no weight."""
     return _BUFFERS.search(name) is not None
@@ -134,3 +194,9 @@ def is_buffer(name: str) -> bool:
 def is_copy(name: str) -> bool:
     """Whether a tensor of theirs repeats the embedding or the output layer, for multi-token prediction."""
     return re.fullmatch(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight", name) is not None
+
+
+def copy_of(name: str) -> str | None:
+    """The tensor of theirs that `name` must be a copy of, if it is there: the bias of BERT's output layer."""
+    known = {"cls.predictions.decoder.bias": "cls.predictions.bias", "lm_head.decoder.bias": "lm_head.bias"}
+    return known.get(name)

@@ -139,7 +139,7 @@ def _describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
 
 def _blocks(values: Tensor, there: Place, stored: Stored) -> Iterator[tuple[int, Tensor]]:
     """`values`, one of our tensors, as contiguous blocks of the file: first byte and values of each."""
-    (shape, dtype), part = stored.info, there.part * values.shape[0]
+    (shape, dtype), part = stored.info, there.skip + there.part * values.shape[0]
     if there.transposed:
         values = values.t()
     row_bytes = math.prod(values.shape[1:]) * dtype.itemsize

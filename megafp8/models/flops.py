@@ -23,6 +23,7 @@ def matmul_parameters(config: ModelConfig) -> int:
         attention = down + heads * (up + latent.value_head_dim * h)
     mlps, depths = sum(_mlp_parameters(config, layer) for layer in config.layers), config.mtp_num_layers
     outputs = (1 + depths) * h * config.padded_vocab_size
+    outputs += h * h * (config.architecture == "bert")  # the head's transform
     return len(config.layers) * attention + mlps + depths * 2 * h * h + outputs
 
 
@@ -37,13 +38,15 @@ def _mlp_parameters(config: ModelConfig, layer: int) -> int:
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
-    """Model FLOPs of forward and backward per token: 6·N_matmul + 6·L·s·h_attn, causal attention counted as half.
+    """Model FLOPs of forward and backward per token: 6·N_matmul + 6·L·s·h_attn, causal attention counted as half;
+    twice as many of attention where it is bidirectional.
 
     h_attn: heads times their width; where keys and values differ in width, the mean of both. A sliding window or
     document boundaries are not subtracted, and recompute is not added.
     """
     h_attn = config.num_attention_heads * (config.channels + config.value_channels) / 2
-    return 6.0 * matmul_parameters(config) + 6.0 * len(config.layers) * seq_length * h_attn
+    of_attention = (6.0 if config.causal else 12.0) * len(config.layers) * seq_length * h_attn
+    return 6.0 * matmul_parameters(config) + of_attention
 
 
 _RELATIVE_RATE = {False: 0.85, True: 1.3}

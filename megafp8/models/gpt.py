@@ -1,7 +1,10 @@
-"""GPT, one pipeline stage at a time.
+"""GPT and BERT, one pipeline stage at a time.
 
 A stage is a run of consecutive blocks; the first stage also has the embedding, the last one the final norm, the output
 layer and the loss. What flows between stages is the residual stream `[s/t, b, h]`. A model of one stage has it all.
+
+BERT differs in three things: attention is bidirectional, the head transforms hidden states before the output layer and
+may have a second loss (`megafp8.models.bert`), and norms may stand after attention and MLP (`norm_position`).
 
 With tied embeddings and more than one stage, the last stage holds a copy of the embedding: it starts from the same
 (seed, name), its gradient is summed with the first stage's, so the copies stay equal bit for bit (`is_copy`). So it
@@ -20,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +33,18 @@ from megafp8.config.activations import ACTIVATIONS
 from megafp8.context_parallel.attention import ContextAttention, plan
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
 from megafp8.models.attention import Attention, CoreAttention
+from megafp8.models.bert import BinaryHead, HeadTransform
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.latent_attention import LatentAttention
 from megafp8.models.mlp import MLP
 from megafp8.models.moe import MoE
-from megafp8.models.norms import Norm
+from megafp8.models.norms import block_norm, normalized
 from megafp8.models.offload import ActivationOffload, Forward
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.models.router import Router
 from megafp8.ops.attention import SelfAttention, fastest_backends
-from megafp8.ops.attention_mask import causal_mask
+from megafp8.ops.attention_mask import bidirectional_mask, causal_mask
 from megafp8.ops.linear import linear
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -62,47 +66,43 @@ class LayerInputs:
         return [*(self.rotary or ()), *(x for core in self.cores.values() for x in core.tensors)]
 
 
-def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
-    return Norm(
-        name,
-        config.hidden_size,
-        context,
-        kind=config.normalization,
-        eps=config.norm_eps,
-        sees_a_slice=context.sequence_sharded,
-    )
-
-
-def _normalized(norm: Norm, x_sbh: Tensor, branch_sbh: Tensor | None = None) -> Tensor:
-    """The norm of `x + branch`, as values."""
-    _, normed = norm.residual(x_sbh, branch_sbh, None)
-    assert isinstance(normed, Tensor)
-    return normed
+POST_NORM = "the residual stream is the norm's output, whose values are needed (model.norm_position post)"
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block; `parallel_block` feeds attention and MLP the same input and adds both."""
+    """Transformer block. Its norms are before attention and MLP, or (`norm_position` post) of the sums after them;
+    `parallel_block` feeds attention and MLP the same input and adds both."""
 
     def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__()
         name = f"layers.{index}"
         self.parallel, self.window = config.parallel_block, config.window_of(index)
-        self.attention_norm = _norm(f"{name}.attention_norm", config, context)
+        self.post_norm = config.norm_position == "post"
+        fuses: Literal["any", "none"] = "none" if self.post_norm else "any"
+        if self.post_norm:
+            memory = replace(memory, norms=False)
+        self.attention_norm = block_norm(f"{name}.attention_norm", config, context)
         self.attention: Attention | LatentAttention
         if config.latent_attention is None:
-            norm = Neighbor("attention_norm", "any")
+            norm = Neighbor("attention_norm", fuses, POST_NORM)
             self.attention = Attention(f"{name}.attention", config, context, input=norm, memory=memory)
         else:
             self.attention = LatentAttention(f"{name}.attention", config, context, memory)
-        self.mlp_norm = _norm(f"{name}.mlp_norm", config, context)
+        self.mlp_norm = block_norm(f"{name}.mlp_norm", config, context)
         self.mlp: MLP | MoE
         if config.moe_of(index) is None:
-            self.mlp = MLP(f"{name}.mlp", config, context, input=Neighbor("mlp_norm", "any"), memory=memory)
+            norm = Neighbor("mlp_norm", fuses, POST_NORM)
+            self.mlp = MLP(f"{name}.mlp", config, context, input=norm, memory=memory)
         else:
             self.mlp = MoE(f"{name}.mlp", config, context, memory)
 
-    def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
+    def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them."""
+        if self.post_norm:
+            assert branch_sbh is None
+            attention = self.attention(x_sbh, inputs.rotary, inputs.cores[self.window])
+            x_sbh = normalized(self.attention_norm, x_sbh, attention)
+            return normalized(self.mlp_norm, x_sbh, self.mlp(x_sbh)), None
         x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_format)
         attention = self.attention(normed, inputs.rotary, inputs.cores[self.window])
         between = None if self.parallel else attention
@@ -128,15 +128,15 @@ class PredictionLayer(nn.Module):
         self.projection_state = context.fp8.linear(
             LinearSite(f"{name}.projection"), high_precision="whole on each rank, it stays in training.precision"
         )
-        self.embedding_norm = _norm(f"{name}.embedding_norm", config, context)
-        self.hidden_norm = _norm(f"{name}.hidden_norm", config, context)
+        self.embedding_norm = block_norm(f"{name}.embedding_norm", config, context)
+        self.hidden_norm = block_norm(f"{name}.hidden_norm", config, context)
         self.block = Block(index, config, context, memory)
-        self.final_norm = _norm(f"{name}.final_norm", config, context)
+        self.final_norm = block_norm(f"{name}.final_norm", config, context)
 
     def forward(self, hidden_sbh: Tensor, embedded_sbh: Tensor, inputs: LayerInputs) -> Tensor:
-        both = [_normalized(self.embedding_norm, embedded_sbh), _normalized(self.hidden_norm, hidden_sbh)]
+        both = [normalized(self.embedding_norm, embedded_sbh), normalized(self.hidden_norm, hidden_sbh)]
         x_sbh = linear(torch.cat(both, dim=-1), self.projection, self.projection_state)
-        return _normalized(self.final_norm, *self.block(x_sbh, None, inputs))
+        return normalized(self.final_norm, *self.block(x_sbh, None, inputs))
 
 
 def _word_embedding(
@@ -156,7 +156,10 @@ def _word_embedding(
 
 
 class Embedding(nn.Module):
-    """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel), learned positions added."""
+    """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel).
+
+    Embeddings of learned positions and token types are added; with `norm_position` post the sum is normed.
+    """
 
     def __init__(self, config: ModelConfig, context: BuildContext, positions: int) -> None:
         super().__init__()
@@ -164,29 +167,45 @@ class Embedding(nn.Module):
         self.word = _word_embedding(config, context)
         self.position: nn.Parameter | None = None
         if config.position_embedding == "learned":
-            shards = unsharded("embedding.position.weight", (positions, config.hidden_size))
-            self.position = replicated_parameter(context, shards, Init("normal", config.init_std))
+            self.position = self._table("position", positions, config)
+        self.token_type = self._table("token_type", config.token_types, config) if config.token_types else None
+        self.norm = block_norm("embedding_norm", config, context) if config.norm_position == "post" else None
 
-    def forward(self, tokens_bs: Tensor, position_ids_bs: Tensor | None) -> Tensor:
+    def _table(self, name: str, rows: int, config: ModelConfig) -> nn.Parameter:
+        shards = unsharded(f"embedding.{name}.weight", (rows, config.hidden_size))
+        return replicated_parameter(self.context, shards, Init("normal", config.init_std))
+
+    def forward(
+        self, tokens_bs: Tensor, position_ids_bs: Tensor | None, token_types_bs: Tensor | None = None
+    ) -> Tensor:
+        """`token_types_bs` is None where all are of type 0."""
         x_sbh = self.word(tokens_bs)
-        if self.position is None:
-            return x_sbh
-        if position_ids_bs is None:
-            ids_sb = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).unsqueeze(-1)
-        else:
-            ids_sb = position_ids_bs.transpose(0, 1)
+        if self.position is not None:
+            if position_ids_bs is None:
+                position_ids_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)[None]
+            x_sbh = x_sbh + self._look_up(self.position, position_ids_bs)
+        if self.token_type is not None:
+            types_bs = torch.zeros_like(tokens_bs) if token_types_bs is None else token_types_bs
+            x_sbh = x_sbh + self._look_up(self.token_type, types_bs)
+        return x_sbh if self.norm is None else normalized(self.norm, x_sbh)
+
+    def _look_up(self, table: nn.Parameter, ids_bs: Tensor) -> Tensor:
+        ids_sb = ids_bs.transpose(0, 1)
         if self.context.sequence_sharded:  # the table's gradient is then this rank's share: reduce_over_tp
             ids_sb = scatter_to_sequence_parallel(ids_sb, self.context.tensor)
-        return x_sbh + nn.functional.embedding(ids_sb, self.position)
+        return nn.functional.embedding(ids_sb, table)
 
 
 class Head(nn.Module):
-    """Final norm, output layer and loss of the last stage."""
+    """Final norm, output layer and loss of the last stage; of BERT with its transform, and perhaps its binary head."""
 
     def __init__(self, config: ModelConfig, context: BuildContext, tied: nn.Parameter | None, z_loss: float) -> None:
         super().__init__()
         self.context, self.vocab_size, self.z_loss = context, config.vocab_size, z_loss
-        self.norm = _norm("final_norm", config, context)
+        self.norm = block_norm("final_norm", config, context) if config.norm_position == "pre" else None
+        of_bert = config.architecture == "bert"
+        self.transform = HeadTransform(config, context) if of_bert else None
+        self.binary = BinaryHead(config, context) if config.binary_head else None
         self.output = ColumnParallelLinear(
             "output",
             config.hidden_size,
@@ -194,13 +213,23 @@ class Head(nn.Module):
             init=Init("normal", config.init_std),
             high_precision="the output layer stays in training.precision",
             weight=tied,
+            bias=of_bert,
             site=context.site(),
             **context.linear_options(),
         )
 
+    def _hidden(self, x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
+        """The model's hidden states."""
+        if self.norm is not None:
+            return normalized(self.norm, x_sbh, branch_sbh)
+        return x_sbh if branch_sbh is None else x_sbh + branch_sbh
+
+    def _logits(self, hidden_sbh: Tensor) -> Tensor:
+        return self.output(hidden_sbh if self.transform is None else self.transform(hidden_sbh))
+
     def logits(self, x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
         """This rank's logits `[s, b, v/t]`."""
-        return self.output(_normalized(self.norm, x_sbh, branch_sbh))
+        return self._logits(self._hidden(x_sbh, branch_sbh))
 
     def forward(
         self,
@@ -209,17 +238,26 @@ class Head(nn.Module):
         labels_bs: Tensor,
         look_ahead: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Loss of each token, `[s, b]` float32. `look_ahead`: the output layer's input with that of all depths of
-        multi-token prediction, from that of the model."""
+        """Loss of each token, `[s, b]` float32; beside it, `[s, 2b]`, that of the binary head in the first row.
+
+        `look_ahead`: the output layer's input with that of all depths of multi-token prediction, from that of the
+        model.
+        """
         assert self.vocab_size is not None
-        labels_sb, normed = labels_bs.transpose(0, 1).contiguous(), _normalized(self.norm, x_sbh, branch_sbh)
-        return vocab_parallel_cross_entropy(
-            self.output(normed if look_ahead is None else look_ahead(normed)),
-            labels_sb,
+        hidden_sbh = self._hidden(x_sbh, branch_sbh)
+        b = hidden_sbh.shape[1]
+        token_labels_bs = labels_bs if self.binary is None else labels_bs[:b]
+        loss_sb = vocab_parallel_cross_entropy(
+            self._logits(hidden_sbh if look_ahead is None else look_ahead(hidden_sbh)),
+            token_labels_bs.transpose(0, 1).contiguous(),
             self.context.tensor,
             vocab_size=self.vocab_size,
             z_loss=self.z_loss,
         )
+        if self.binary is None:
+            return loss_sb
+        of_samples_1b = self.binary(hidden_sbh, labels_bs[b:, 0]).to(loss_sb.dtype).unsqueeze(0)
+        return torch.cat([loss_sb, nn.functional.pad(of_samples_1b, (0, 0, 0, len(loss_sb) - 1))], dim=1)
 
 
 class GPTStage(nn.Module):
@@ -315,11 +353,13 @@ class GPTStage(nn.Module):
         return LayerInputs(rotary, {window: self._core(s, window, cu_seqlens_bn) for window in self._windows})
 
     def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None) -> CoreAttention:
-        group, device = self.context.context_parallel, self.context.device
+        group, device, causal = self.context.context_parallel, self.context.device, self.config.causal
         if group is None or group.size() == 1:
+            if not causal:
+                return SelfAttention(bidirectional_mask(cu_seqlens_bn))
             return SelfAttention(causal_mask(cu_seqlens_bn, window, s, device))
         rank, ranks = group.rank(), group.size()
-        calls = plan(s * ranks, rank, ranks, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device)
+        calls = plan(s * ranks, rank, ranks, causal=causal, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device)
         return ContextAttention(group, calls)
 
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
@@ -365,18 +405,19 @@ class GPTStage(nn.Module):
         labels_bs: Tensor,
         position_ids_bs: Tensor | None = None,
         cu_seqlens_bn: Tensor | None = None,
+        token_types_bs: Tensor | None = None,
     ) -> Tensor:
         """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`.
 
         With d depths of multi-token prediction labels are those of `Batch.with_later_labels`, and the losses of all
-        depths are side by side, `[s, (1 + d) b]`.
+        depths are side by side, `[s, (1 + d) b]`. So are those of BERT's tokens and of its binary head (`MaskedLM`).
 
         `x_sbh` is None on the first stage. Where sequences are cut over ranks, tokens and labels are this rank's,
         `position_ids_bs` `[1 or b, s]` says where they stand, and `cu_seqlens_bn` is of the whole sequences.
         """
         inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, cu_seqlens_bn)
         if self.embedding is not None:
-            x_sbh = self.embedding(tokens_bs, position_ids_bs)
+            x_sbh = self.embedding(tokens_bs, position_ids_bs, token_types_bs)
         assert x_sbh is not None, "a later stage needs the previous stage's output"
         with fastest_backends():
             offload = self._offload(x_sbh, inputs)

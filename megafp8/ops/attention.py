@@ -54,7 +54,7 @@ def attention(
         return _Attention.apply(q_sbad, k_sbgd, v_sbgd, sink_a, mask)
     q, k, v = q_sbad.permute(1, 2, 0, 3), k_sbgd.permute(1, 2, 0, 3), v_sbgd.permute(1, 2, 0, 3)
     with nullcontext() if _backends_are_set or not q.is_cuda else sdpa_kernel(sdpa_backends(), set_priority=True):
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, enable_gqa=q.shape[1] != k.shape[1])
     return y.permute(2, 0, 1, 3)
 
 

@@ -58,3 +58,8 @@ def causal_mask(cu_seqlens_bn: Tensor | None, window: int | None, s: int, device
             return CAUSAL
         cu_seqlens_bn = one_segment(s, device)
     return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, window=window, square=True)
+
+
+def bidirectional_mask(cu_seqlens_bn: Tensor | None) -> AttentionMask:
+    """Self-attention of all tokens of a segment to each other; padding is a segment of its own."""
+    return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, causal=False, square=True)

@@ -211,8 +211,22 @@ def _stage(config: Config, layers: range) -> list[_Parameter]:
     positions = _Parameter((model.max_position_embeddings or config.training.seq_length) * h)
     embedding = [*table * (first or (last and model.embeds_on_last_stage))]
     embedding += [positions] * (first and model.position_embedding == "learned")
+    embedding += [_Parameter(model.token_types * h)] * (first and model.token_types > 0)
+    post = model.norm_position == "post"
+    embedding += _norm(config) * (first and post)
     blocks = [parameter for index in layers for parameter in _block(config, index)]
-    return [*embedding, *blocks, *_norm(config) * last, *table * (last and not model.tie_embeddings)]
+    head = [*_norm(config) * (not post), *_bert_head(config), *table * (not model.tie_embeddings)]
+    bias = [_Parameter(model.padded_vocab_size // config.parallel.tensor)] * (model.architecture == "bert")
+    return [*embedding, *blocks, *(*head, *bias) * last]
+
+
+def _bert_head(config: Config) -> list[_Parameter]:
+    """The parameters of the head but for the output layer's."""
+    model, h = config.model, config.model.hidden_size
+    if model.architecture != "bert":
+        return []
+    dense = [_Parameter(h * h), _Parameter(h)]
+    return [*dense, *_norm(config), *[*dense, _Parameter(2 * h), _Parameter(2)] * model.binary_head]
 
 
 def _table(config: Config) -> int:

@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.distributed import ProcessGroup
 
 from megafp8.config import Config, ConfigError, Problem
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment, shares
 from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset, idx_path
+from megafp8.data.masked_lm import MaskedLM, SpecialIds
+from megafp8.data.objectives import NextToken, Objective
 from megafp8.data.packing import BestFit
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
 from megafp8.data.samples import PackedDataset, split_documents
@@ -55,6 +58,7 @@ class Inputs:
     """Tokenizer and data of a run. `validation` is None if there is no evaluation.
 
     `train` and `validation` mix the data sets according to `progress`, which is that of a new run until `resumed`.
+    `objective` makes micro-batches of their samples.
     """
 
     config: Config
@@ -63,15 +67,12 @@ class Inputs:
     progress: Progress
     train: Blend
     validation: Blend | None
+    objective: Objective
 
     @property
     def fingerprint(self) -> str | None:
         """Identity of the vocabulary, None if no tokenizer is configured."""
         return None if self.tokenizer is None else self.tokenizer.fingerprint
-
-    @property
-    def eod_id(self) -> int | None:
-        return None if self.tokenizer is None else self.tokenizer.eod_id
 
     def resumed(self, saved: Mapping[str, Any]) -> tuple[Inputs, list[str]]:
         """These inputs at the position of the checkpoint with metadata `saved`, and descriptions of blend changes.
@@ -108,11 +109,65 @@ def open_inputs(config: Config, source: str) -> Inputs:
     config = _resolve_vocabulary(config, tokenizer, source)
     vocab_size = config.model.vocab_size
     assert vocab_size is not None, "config.checks: given, or known from the tokenizer"
+    objective = objective_of(config, tokenizer, source)
     data_sets = open_data_sets(config)
     for data_set in data_sets:
         check_dataset(data_set.dataset, vocab_size, tokenizer.fingerprint if tokenizer else None)
     progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
-    return Inputs(config, tokenizer, data_sets, progress, *_blends(data_sets, progress, config.seed))
+    return Inputs(config, tokenizer, data_sets, progress, *_blends(data_sets, progress, config.seed), objective)
+
+
+def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Objective:
+    """What the model is trained to predict. Raises ConfigError if a token or a property of the tokenizer is missing."""
+    d, s, eod_id = config.data, config.training.seq_length, None if tokenizer is None else tokenizer.eod_id
+    if config.model.architecture == "gpt":
+        return NextToken(s, eod_id, d.reset_at_documents, d.mask_eod_loss)
+    vocab_size, masked = config.model.vocab_size, d.masked_lm
+    assert vocab_size is not None
+    starts = None
+    if masked.whole_words:
+        starts = None if tokenizer is None else tokenizer.word_starts()
+        if starts is None:
+            rule = "the tokens of data.tokenizer do not tell where words begin"
+            raise ConfigError(source, [Problem("data.masked_lm.whole_words", True, rule, "try false")])
+        starts = np.append(starts, np.ones(max(0, vocab_size - len(starts)), np.bool_))
+    return MaskedLM(
+        s,
+        config.seed,
+        _special_ids(config, tokenizer, source),
+        vocab_size,
+        eod_id=eod_id,
+        probability=masked.probability,
+        word_starts=starts,
+        pairs=config.model.binary_head,
+    )
+
+
+_NAMES = {"cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>"), "mask": ("[MASK]", "<mask>"), "pad": ("[PAD]", "<pad>")}
+"""Special tokens of BERT's and RoBERTa's tokenizers."""
+
+
+def _special_ids(config: Config, tokenizer: Tokenizer | None, source: str) -> SpecialIds:
+    """Ids of special tokens, from the config or the tokenizer. Raises ConfigError naming those that are missing."""
+    given, problems, found = config.data.special_tokens, [], {}
+    size = config.model.vocab_size
+    assert size is not None
+    for key, names in _NAMES.items():
+        ids = [getattr(given, key), *(None if tokenizer is None else tokenizer.id_of(name) for name in names)]
+        number = next((i for i in ids if i is not None), None)
+        if number is None:
+            rule = f"not given, and data.tokenizer has neither {' nor '.join(names)}"
+            works = f"give the id of a token for it below model.vocab_size ({size}), which may be enlarged for it"
+            problems.append(Problem(f"data.special_tokens.{key}", None, rule, works))
+        elif number >= size:
+            rule = f"model.vocab_size is {size}"
+            works = f"try model.vocab_size={number + 1}, or a smaller id"
+            problems.append(Problem(f"data.special_tokens.{key}", number, rule, works))
+        else:
+            found[key] = number
+    if problems:
+        raise ConfigError(source, problems)
+    return SpecialIds(**found)
 
 
 def open_data_sets(config: Config) -> list[DataSet]:
@@ -130,7 +185,7 @@ def open_data_sets(config: Config) -> list[DataSet]:
             PackedDataset(
                 dataset,
                 documents,
-                config.training.seq_length,
+                config.sample_tokens - 1,
                 config.seed,
                 cache_dir=config.data.index_cache,
                 vocab_size=config.model.vocab_size,

@@ -239,7 +239,7 @@ class Job:
             logger.info(f"pipeline trace of step {self.step}: {path}; to draw it: {draw}")
 
     def _batches(self, dataset: Blend, consumed_samples: int) -> Iterator[list[Batch]]:
-        t, d = self.config.training, self.config.data
+        t = self.config.training
         return batch_stream(
             dataset,
             consumed_samples=consumed_samples,
@@ -247,10 +247,8 @@ class Job:
             micro_batch_size=t.micro_batch_size,
             data_parallel_rank=self.parallel.data.rank,
             data_parallel_size=self.parallel.data.size,
-            num_workers=d.num_workers,
-            eod_id=self.inputs.eod_id,
-            reset_at_documents=d.reset_at_documents,
-            mask_eod_loss=d.mask_eod_loss,
+            num_workers=self.config.data.num_workers,
+            objective=self.inputs.objective,
             pin_memory=self.parallel.device.type == "cuda",
         )
 
@@ -293,7 +291,8 @@ class Job:
             save_seconds=save_seconds,
             skipped_in_a_row=self.skipped_in_a_row,
             validation_loss=validation_loss,
-            mtp_loss=loss.mtp,
+            mtp_loss=None if self.config.model.binary_head else loss.more,
+            binary_loss=loss.more if self.config.model.binary_head else None,
             router_aux_loss=None if load is None else load.aux_loss,
             router_z_loss=None if load is None else load.z_loss,
             expert_imbalance=None if load is None else load.imbalance,

@@ -40,8 +40,8 @@ class StepMetrics:
     `time`: end of the step, UTC, ISO 8601. `tokens`, `consumed_samples`: since the beginning of the run.
     `step_seconds`: of the step alone, including `data_seconds` of waiting for data. Not included: `evaluation_seconds`
     after the step, and `save_seconds` for which training stalled for checkpoints since the previous record.
-    `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`: mean loss of multi-token
-    prediction, unweighted; None without. Of a model with experts, as
+    `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`, `binary_loss`: mean loss
+    of multi-token prediction, unweighted, and of BERT's binary head; None without. Of a model with experts, as
     `megafp8.training.expert_load.ExpertLoad` has them: `router_aux_loss`, `router_z_loss`, `expert_imbalance` and
     `router_entropy`; else None.
     """
@@ -65,6 +65,7 @@ class StepMetrics:
     skipped_in_a_row: int = 0
     validation_loss: float | None = None
     mtp_loss: float | None = None
+    binary_loss: float | None = None
     router_aux_loss: float | None = None
     router_z_loss: float | None = None
     expert_imbalance: float | None = None
@@ -277,6 +278,7 @@ class LogWriter:
         parts = [
             f"loss {metrics.loss:.4f}",
             *([] if metrics.mtp_loss is None else [f"mtp loss {metrics.mtp_loss:.4f}"]),
+            *([] if metrics.binary_loss is None else [f"binary loss {metrics.binary_loss:.4f}"]),
             f"grad norm {metrics.grad_norm:.3f}",
             f"lr {metrics.learning_rate:.2e}",
             f"{seconds / len(self._since):.3f} s/step",

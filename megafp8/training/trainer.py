@@ -6,7 +6,7 @@ whole batch, in any layout. If masks leave fewer tokens, the true number is know
 the gradients are multiplied by nominal / true once, before clipping.
 
 The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), though the last tokens
-of a sample have none.
+of a sample have none. So is that of BERT's binary head, which counts as often as its sample has tokens to predict.
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
@@ -64,7 +64,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, 
 
 class _Passes(NamedTuple):
     """What the forward and backward passes of a step leave beside gradients: this rank's `[sum of losses, tokens]`,
-    float64, then those of each depth of multi-token prediction, last the number of layers without room for all rows of
+    float64, then those of each further loss of the model, last the number of layers without room for all rows of
     experts; and what the FP8 report recorded."""
 
     report: Tensor
@@ -75,12 +75,13 @@ class _Passes(NamedTuple):
 class Loss:
     """Mean loss over the unmasked tokens of a global batch, and their number.
 
-    `mtp`: mean loss of multi-token prediction over the tokens that have one to predict, averaged over depths.
+    `more`: mean of the model's other losses (`ModelConfig.more_losses`): that of multi-token prediction over the tokens
+    that have one to predict, averaged over depths, or that of the binary head.
     """
 
     mean: float
     tokens: int
-    mtp: float | None = None
+    more: float | None = None
 
 
 class Trainer:
@@ -338,7 +339,8 @@ class Trainer:
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Forward of a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
-        y = stage(x, microbatch.tokens, microbatch.labels, microbatch.position_ids, microbatch.cu_seqlens)
+        own = microbatch
+        y = stage(x, own.tokens, own.labels, own.position_ids, own.cu_seqlens, own.token_types)
         if stage.head is None:
             return StageOutput(y)
         mask_sb = torch.ones_like(y) if microbatch.loss_mask is None else microbatch.loss_mask.transpose(0, 1)
@@ -347,7 +349,7 @@ class Trainer:
         report = torch.stack([x.detach().double() for pair in zip(losses, tokens) for x in pair])
         loss, *later = losses
         if later:
-            loss = loss + self.config.model.mtp_loss_scaling_factor * torch.stack(later).mean()
+            loss = loss + self.config.model.more_losses_factor * torch.stack(later).mean()
         return StageOutput(loss / self.nominal_tokens, report)
 
     def _total(self, report: Tensor) -> Tensor:
@@ -462,7 +464,7 @@ class Trainer:
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
         """The report of this rank's micro-batches, float64; zeros for losses and tokens where no stage has a loss."""
-        size = 2 * (1 + self.config.model.mtp_num_layers)
+        size = 2 * (1 + self.config.model.more_losses)
         total = torch.zeros(size + 1, dtype=torch.float64, device=self.parallel.device)
         if self._has_loss:
             torch.sum(torch.stack(list(reports)), dim=0, out=total[:-1])
@@ -511,5 +513,5 @@ class Trainer:
     @staticmethod
     def _loss(total: Tensor) -> Loss:
         loss, tokens, *later, _ = total.tolist()
-        means = [mtp / max(count, 1.0) for mtp, count in zip(later[::2], later[1::2])]
+        means = [more / max(count, 1.0) for more, count in zip(later[::2], later[1::2])]
         return Loss(loss / max(tokens, 1.0), int(tokens), sum(means) / len(means) if means else None)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +26,7 @@ from megafp8.checkpoint import CheckpointReader
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout, load_config
 from megafp8.data import sampler
+from megafp8.data.masked_lm import MaskedLM, SpecialIds
 from megafp8.data.samples import PADDING, Batch, next_token_batch
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
@@ -89,6 +91,10 @@ DEEPSEEK = {
     "top_groups": 2, "selection_bias": True, "bias_update_rate": 0.05, "shared_ffn_hidden_size": 64,
     "first_dense_layers": 1,
 }  # fmt: skip
+BERT = {
+    **_GPT2, "architecture": "bert", "norm_position": "post", "activation": "gelu", "tie_embeddings": True,
+    "num_query_groups": None, "token_types": 2, "binary_head": True,
+}  # fmt: skip
 LATENT = {"q_rank": 32, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 8}
 WORDS: dict[str, Sections] = {
     # models
@@ -108,6 +114,9 @@ WORDS: dict[str, Sections] = {
                                          "aux_loss_scope": "global_batch"}}},
     "dropping": {"model": {"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "capacity_factor": 0.8}}},
     "deepseek": {"model": {"moe": DEEPSEEK, "latent_attention": LATENT, "num_query_groups": None}},
+    "bert": {"model": BERT, "data": {"packing": "sentences"}},
+    "bert-pre": {"model": {**BERT, "norm_position": "pre", "activation": "gelu_tanh", "tie_embeddings": False,
+                           "binary_head": False}},
     # precision; a CPU is slow at bf16
     "fp64": {"training": {"precision": "fp64"}},
     "bf16": {
@@ -293,7 +302,8 @@ def check_config(config: Config, ranks: int) -> None:
 
     But for what only runs of this module have: masks without a tokenizer, and a short history under every recipe.
     """
-    plain = {"reset_at_documents": False, "mask_eod_loss": False, "packing": "concatenate"}
+    packing = "concatenate" if config.data.packing == "best_fit" else config.data.packing
+    plain = {"reset_at_documents": False, "mask_eod_loss": False, "packing": packing}
     data = config.data.model_copy(update=plain)
     fp8 = config.fp8.model_copy(update={"amax_history_len": 1024})
     checked = config.model_copy(update={"data": data, "fp8": fp8})
@@ -342,6 +352,8 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     if d.packing == "best_fit":
         end = torch.randint(t.seq_length // 2, t.seq_length + 2, first.shape, generator=generator)
         tokens[torch.arange(t.seq_length + 1) >= end] = PADDING
+    if config.model.architecture != "gpt":
+        return _encoder_batches(step, config, parallel, tokens)
     own = tokens.split(t.micro_batch_size)[data.rank :: data.size]
     eod = 0 if d.mask_eod_loss or d.reset_at_documents else None
     return [
@@ -349,14 +361,26 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     ]
 
 
+def _encoder_batches(step: int, config: Config, parallel: ParallelState, tokens: Tensor) -> list[Batch]:
+    """The same for other objectives, which take samples as pieces; some are shorter than others."""
+    t, data, pairs = config.training, parallel.data, config.model.binary_head
+    objective = MaskedLM(t.seq_length, config.seed, SpecialIds(96, 97, 98, 99), VOCABULARY, pairs=pairs)
+    rows = []
+    for i, sample in enumerate(tokens.numpy()):
+        text = sample[: config.sample_tokens - 5 * (i % 3) * pairs]
+        rows.append(torch.from_numpy(objective.row(np.split(text, [4, 11]), step * t.global_batch_size + i)))
+    own = torch.stack(rows).split(t.micro_batch_size)[data.rank :: data.size]
+    return [objective.batch(x) for x in own]
+
+
 def text_batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     """The same of real data, through the sampler."""
-    t, d, data = config.training, config.data, parallel.data
+    t, data = config.training, parallel.data
     inputs = _open(config.model_dump_json())
     stream = sampler.batches(
         inputs.train, consumed_samples=step * t.global_batch_size, global_batch_size=t.global_batch_size,
         micro_batch_size=t.micro_batch_size, data_parallel_rank=data.rank, data_parallel_size=data.size, num_workers=0,
-        eod_id=inputs.eod_id, reset_at_documents=d.reset_at_documents, mask_eod_loss=d.mask_eod_loss, pin_memory=False,
+        objective=inputs.objective, pin_memory=False,
     )  # fmt: skip
     return next(stream)
 
@@ -372,7 +396,7 @@ def steps_of(trainer: Trainer, parallel: ParallelState, steps: Iterable[int]) ->
     for step in steps:
         loss, result = trainer.train_step(step, batches(step, trainer.config, parallel))
         assert not result.skipped
-        curve.append((loss.mean + (loss.mtp or 0.0), result.grad_norm))
+        curve.append((loss.mean + (loss.more or 0.0), result.grad_norm))
     return curve
 
 
