@@ -26,8 +26,12 @@ def key_of(*parts: int | str) -> Key:
 
 def philox(counter: Tensor, key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words in [0, 2^32), as int64, for each 64-bit counter (int64, non-negative)."""
-    x0, x1 = counter & _MASK, counter >> 32
-    x2, x3 = torch.zeros_like(counter), torch.zeros_like(counter)
+    zero = torch.zeros_like(counter)
+    return philox_of_words(counter & _MASK, counter >> 32, zero, zero, key)
+
+
+def philox_of_words(x0: Tensor, x1: Tensor, x2: Tensor, x3: Tensor, key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `philox`, from the four words of a counter (int64 in [0, 2^32)), which are broadcast against each other."""
     k0, k1 = key
     for _ in range(10):
         p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57  # wraps modulo 2^64 as it should; the sign bit is masked off below

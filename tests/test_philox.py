@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.philox import Key, key_of, philox
+from megafp8.philox import Key, key_of, philox, philox_of_words
 
 
 def philox_by_hand(counter: int, key: Key) -> list[int]:
-    """Philox-4x32-10 in Python integers, straight from the paper."""
-    x, (k0, k1) = [counter & 0xFFFFFFFF, counter >> 32, 0, 0], key
+    """Philox-4x32-10 in Python integers, straight from the paper. `counter`: up to 128 bits."""
+    x, (k0, k1) = [counter >> 32 * i & 0xFFFFFFFF for i in range(4)], key
     for _ in range(10):
         p0, p1 = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
         x = [(p1 >> 32) ^ x[1] ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ x[3] ^ k1, p0 & 0xFFFFFFFF]
@@ -18,10 +18,13 @@ def philox_by_hand(counter: int, key: Key) -> list[int]:
     return x
 
 
-def test_known_answer() -> None:
-    """Random123's kat_vectors: counter 0, key 0."""
+def test_known_answers() -> None:
+    """Random123's kat_vectors: counter 0, key 0; and digits of π."""
     words = philox(torch.tensor([0]), (0, 0))
     assert [word.item() for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    pi = [torch.tensor(word) for word in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
+    words = philox_of_words(*pi, (0xA4093822, 0x299F31D0))
+    assert [word.item() for word in words] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 
 @pytest.mark.parametrize("key", [(0, 0), (0xFFFFFFFF, 0xFFFFFFFF), key_of(1234, "layers.0.mlp.down.weight")])

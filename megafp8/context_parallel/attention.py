@@ -16,6 +16,9 @@ sequence.
 
 Where attention is bidirectional, one call has all of a rank's queries and the keys of their whole documents.
 
+What these calls do not cover has one call of all keys, which says where the rank's queries stand among them: windows on
+both sides, prefixes, and scores that depend on positions.
+
 With a sliding window one call has a chunk's keys and those before it that the window reaches. Kernels skip what is
 before the window only where a segment has as many queries as keys. So the keys before a chunk get queries too, zeros,
 whose outputs are dropped and whose gradients are zero.
@@ -29,7 +32,7 @@ key-value heads of width d; m documents of a sample.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,11 +46,13 @@ from megafp8.context_parallel.split import (
     offsets,
     place_tokens,
     rank_rows,
+    shard_positions,
     slots_of,
 )
 from megafp8.distributed.collectives import all_gather_async, reduce_scatter
 from megafp8.ops import attention
 from megafp8.ops.attention_mask import CAUSAL, AttentionMask, one_segment
+from megafp8.ops.attention_scores import PLAIN, Scores
 
 
 class Call(NamedTuple):
@@ -67,18 +72,28 @@ class Call(NamedTuple):
 
 def plan(
     s: int, rank: int, ranks: int, *, window: int | None, cu_seqlens_bm: Tensor | None, device: torch.device,
-    causal: bool = True,
+    causal: bool = True, prefix_b: Tensor | None = None, positions: bool = False,
 ) -> tuple[Call, ...]:  # fmt: skip
     """The calls of `rank` in the order to make them. Does not synchronize the host.
 
-    `window`: a token attends to that many latest tokens, itself included. `cu_seqlens_bm`: int32 `[b, m + 1]`, the
-    first token of each document of the whole sequence, and s; attention stays within documents. `causal`: else it is
-    bidirectional.
+    `window`, `causal`, `prefix_b`: as in `AttentionMask`. `cu_seqlens_bm`: int32 `[b, m + 1]`, the first token of each
+    document of the whole sequence, and s; attention stays within documents. `positions`: whether scores may depend on
+    positions (`Scores.depend_on_positions`).
     """
     c, slots, shard = s // (2 * ranks), slots_of(rank, ranks), slice(0, s // ranks)
-    if not causal:
+    if window is not None and window >= s:
+        window = None
+    if not causal and window is None and not positions:
         return (_bidirectional(shard, slots, s, ranks, cu_seqlens_bm, device),)
-    if window is not None and window < s:
+    if positions or not causal or prefix_b is not None:
+        whole = one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
+        mask = AttentionMask(
+            cu_seqlens_bm, cu_seqlens_bm, causal, window, prefix_b=prefix_b,
+            positions_bs=shard_positions(cu_seqlens_bm, s, rank, ranks, device),
+        )  # fmt: skip
+        row_bs = rank_rows(place_tokens(whole, 2 * ranks, s).slot_bs, ranks)
+        return (Call(shard, mask, row_bs.T, (s,)),)
+    if window is not None:
         return (_windowed(shard, slots, s, ranks, window, cu_seqlens_bm, device),)
     if cu_seqlens_bm is None:  # plain triangles and rectangles have faster kernels
         slot_bs = place_tokens(one_segment(s, device), 2 * ranks, s).slot_bs
@@ -170,9 +185,16 @@ class ContextAttention:
     group: ProcessGroup
     calls: tuple[Call, ...]
 
-    def __call__(self, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, sink_a: Tensor | None = None) -> Tensor:
-        """`[r, b, a, d]` from this rank's shards of q, k and v. `sink_a`: each head's sink."""
-        return _ContextAttention.apply(q_rbad, k_rbgd, v_rbgd, sink_a, self)
+    def __call__(
+        self, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
+    ) -> Tensor:
+        """`[r, b, a, d]` from this rank's shards of q, k and v. `sink_a`: each head's sink.
+
+        The gradient of the bias of `scores` is that of this rank's queries, as those of parameters are.
+        """
+        known = all(call.mask.positions_bs is not None for call in self.calls)
+        assert known or not scores.depend_on_positions, "a plan with positions=True"
+        return _ContextAttention.apply(q_rbad, k_rbgd, v_rbgd, sink_a, scores.distance_bias_ar, self, scores)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -242,8 +264,9 @@ def merge(o_sbad: Tensor, lse_sba: Tensor, more_sbad: Tensor, more_sba: Tensor) 
 class _ContextAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, sink_a: Tensor | None, context: ContextAttention
-    ) -> Tensor:
+        ctx: Any, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, sink_a: Tensor | None, bias_ar: Tensor | None,
+        context: ContextAttention, scores: Scores,
+    ) -> Tensor:  # fmt: skip
         keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, context.group)
         queries = q_rbad.contiguous()
         o_rbad = torch.empty_like(queries)
@@ -252,21 +275,23 @@ class _ContextAttention(Function):
         for call in context.calls:
             rows = call.rows
             k, v = keys_and_values.of(call)
-            o, lse = (_of_queries(call, x) for x in attention.forward(_with_zeros(call, queries), k, v, call.mask))
+            found = attention.forward(_with_zeros(call, queries), k, v, call.mask, scores)
+            o, lse = (_of_queries(call, x) for x in found)
             if rows.stop <= written:
                 o, lse = merge(o_rbad[rows], lse_rba[rows], o, lse)
             o_rbad[rows], lse_rba[rows] = o, lse
             written = max(written, rows.stop)
         if sink_a is not None:
             o_rbad, lse_rba = attention.with_sink(o_rbad, lse_rba, sink_a)
-        ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba)  # views: their base is kept anyway
-        ctx.context, ctx.sink_a = context, sink_a
+        ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba, bias_ar)  # views: their base is kept anyway
+        ctx.context, ctx.sink_a, ctx.scores = context, sink_a, replace(scores, distance_bias_ar=None)
         return o_rbad
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_rbad: Tensor) -> tuple[Tensor | None, ...]:
-        q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba = ctx.saved_tensors
+        q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba, bias_ar = ctx.saved_tensors
+        scores, bias_grad = replace(ctx.scores, distance_bias_ar=bias_ar), ctx.needs_input_grad[4]
         context: ContextAttention = ctx.context
         group = context.group
         keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, group)
@@ -276,12 +301,15 @@ class _ContextAttention(Function):
         r, *rest = k_rbgd.shape
         own = [k_rbgd.new_zeros(r, *rest) for _ in range(2)]
         of_all_ranks = [k_rbgd.new_zeros(r * group.size(), *rest, dtype=wide) for _ in range(2)]
+        dbias_ar: Tensor | None = None
         for call in context.calls:
             do, q, o, lse = (_with_zeros(call, x) for x in (do_rbad, q_rbad, o_rbad, lse_rba))
             k, v = keys_and_values.of(call)
-            dq, *dkv = attention.backward(do, q, k, v, o, lse, call.mask)
+            dq, dk, dv, more = attention.backward(do, q, k, v, o, lse, call.mask, scores, bias_grad=bias_grad)
+            if more is not None:
+                dbias_ar = more if dbias_ar is None else dbias_ar + more
             dq_rbad[call.rows] += _of_queries(call, dq)
-            for mine, total, part in zip(own, of_all_ranks, dkv, strict=True):
+            for mine, total, part in zip(own, of_all_ranks, (dk, dv), strict=True):
                 if call.keys_tb is None:
                     mine[call.rows] += part
                     continue
@@ -293,4 +321,4 @@ class _ContextAttention(Function):
             for total, mine in zip(of_all_ranks, own, strict=True)
         )
         dsink = None if ctx.sink_a is None else attention.sink_gradient(do_rbad, o_rbad, lse_rba, ctx.sink_a)
-        return dq_rbad, dk, dv, dsink, None
+        return dq_rbad, dk, dv, dsink, None if dbias_ar is None else dbias_ar.to(bias_ar.dtype), None, None

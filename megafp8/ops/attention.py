@@ -1,21 +1,22 @@
 """Softmax attention whose cost is that of the pairs of tokens that attend to each other.
 
 Which pairs these are, an `AttentionMask` says: documents packed one after the other into a sequence, a causal or a full
-triangle, a sliding window. No mask is ever made as a matrix. Forward also returns the log-sum-exp of each query's
-scores, so that results over parts of the keys merge, and backward needs only the output and that (Dao et al. 2022,
-arXiv:2205.14135; Liu et al. 2023, arXiv:2310.01889).
+triangle, a sliding window, a prefix. No mask is ever made as a matrix. `Scores` says what a score is, where it is more
+than q·k/√d. Forward also returns the log-sum-exp of each query's scores, so that results over parts of the keys merge,
+and backward needs only the output and that (Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023, arXiv:2310.01889).
 
 *Sinks.* A head may have a learned score that takes part in its softmax and has no value, so that the head can attend to
 nothing (Xiao et al. 2023, arXiv:2309.17453; gpt-oss, arXiv:2508.10925). It is one more key, with the value zero, so
 its share follows from the log-sum-exp, and backward needs nothing but the output and the log-sum-exp with it.
 
-Kernels (docs/decisions/0029-attention-of-documents.md has the measurements):
+Kernels, of which `choose` takes one (docs/decisions/0029-attention-of-documents.md and 0036-attention-scores.md):
 
     without documents and window   torch's cuDNN kernel, twice as fast on Hopper as the flash kernel that torch ships
     with                           cuDNN's variable-length kernel through its front end (`ops.cudnn_attention`)
-    where that is not installed, or torch.use_deterministic_algorithms is on
+    where that is not installed, or torch.use_deterministic_algorithms is on, or a window has no causality
                                    torch's flash kernel: cuDNN adds up dq in the order in which blocks of keys come
-    on a CPU, or in fp32 or fp64   the reference in PyTorch, some queries at a time
+    soft caps, biases, dropout; prefixes, boolean masks, queries that are some tokens of their sequence
+    on a CPU, or in fp32 or fp64   the reference in PyTorch, some queries at a time (`ops.attention_reference`)
 
 cuDNN's graphs are cached by the layout of q, k and v, and expect all other tensors in the layout that the forward pass
 produces. So all tensors here are dense, sequence first.
@@ -28,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,23 +39,26 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megafp8.ops import cudnn_attention
+from megafp8.ops import attention_reference, cudnn_attention
 from megafp8.ops.attention_mask import CAUSAL, AttentionMask, one_segment
+from megafp8.ops.attention_scores import PLAIN, Scores
 from megafp8.ops.wgrad import deliver, wgrad_dtype
-
-_ROWS = 512
-"""Queries that the reference computes at once, and so the height of its matrix of scores."""
 
 
 def attention(
-    q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, mask: AttentionMask = CAUSAL, sink_a: Tensor | None = None
-) -> Tensor:
-    """softmax(q·kᵀ/√d)·v over the pairs of `mask`, `[s, b, a, d]`; differentiable. `sink_a`: each head's sink."""
-    if mask.cu_seqlens_q is not None or sink_a is not None:
-        return _Attention.apply(q_sbad, k_sbgd, v_sbgd, sink_a, mask)
-    q, k, v = q_sbad.permute(1, 2, 0, 3), k_sbgd.permute(1, 2, 0, 3), v_sbgd.permute(1, 2, 0, 3)
+    q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask = CAUSAL, sink_a: Tensor | None = None,
+    scores: Scores = PLAIN,
+) -> Tensor:  # fmt: skip
+    """softmax(scores of q·kᵀ)·v over the pairs of `mask`, `[s, b, a, d]`; differentiable. `sink_a`: each head's sink.
+
+    ValueError if bias or dropout of `scores` do not fit the shapes.
+    """
+    if sink_a is not None or not scores.only_scales or not mask.is_plain(len(q_sbad), len(k_tbgd)):
+        return _Attention.apply(q_sbad, k_tbgd, v_tbgd, sink_a, scores.distance_bias_ar, mask, scores)
+    q, k, v = q_sbad.permute(1, 2, 0, 3), k_tbgd.permute(1, 2, 0, 3), v_tbgd.permute(1, 2, 0, 3)
+    grouped = q.shape[1] != k.shape[1]
     with nullcontext() if _backends_are_set or not q.is_cuda else sdpa_kernel(sdpa_backends(), set_priority=True):
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, enable_gqa=q.shape[1] != k.shape[1])
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scores.scale, enable_gqa=grouped)
     return y.permute(2, 0, 1, 3)
 
 
@@ -80,10 +84,12 @@ def fastest_backends() -> Iterator[None]:
 class CoreAttention(Protocol):
     """Attention of a micro-batch, for any layer: from q `[s, b, a, d]`, k and v `[s, b, g, d]` to `[s, b, a, d]`.
 
-    `sink_a`: the layer's sinks, if it has any.
+    `sink_a`: the layer's sinks, if it has any. `scores`: how the layer computes its scores.
     """
 
-    def __call__(self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, /) -> Tensor: ...
+    def __call__(
+        self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN, /
+    ) -> Tensor: ...
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -97,8 +103,10 @@ class SelfAttention:
 
     mask: AttentionMask
 
-    def __call__(self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None) -> Tensor:
-        return attention(q_sbad, k_sbgd, v_sbgd, self.mask, sink_a)
+    def __call__(
+        self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
+    ) -> Tensor:
+        return attention(q_sbad, k_sbgd, v_sbgd, self.mask, sink_a, scores)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -108,22 +116,27 @@ class SelfAttention:
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None, mask: AttentionMask
-    ) -> Tensor:
-        o, lse = forward(q_sbad.contiguous(), k_sbgd.contiguous(), v_sbgd.contiguous(), mask)
+        ctx: Any, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, sink_a: Tensor | None, bias_ar: Tensor | None,
+        mask: AttentionMask, scores: Scores,
+    ) -> Tensor:  # fmt: skip
+        o, lse = forward(q_sbad.contiguous(), k_tbgd.contiguous(), v_tbgd.contiguous(), mask, scores)
         if sink_a is not None:
             o, lse = with_sink(o, lse, sink_a)
-        ctx.save_for_backward(q_sbad, k_sbgd, v_sbgd, o, lse)  # views: their base is kept anyway
-        ctx.mask, ctx.sink_a = mask, sink_a
+        ctx.save_for_backward(q_sbad, k_tbgd, v_tbgd, o, lse, bias_ar)  # views: their base is kept anyway
+        ctx.mask, ctx.sink_a, ctx.scores = mask, sink_a, replace(scores, distance_bias_ar=None)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_sbad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors  # once: recomputed tensors can be read a single time
-        do = do_sbad.contiguous()
+        q, k, v, o, lse, bias_ar = ctx.saved_tensors  # once: recomputed tensors can be read a single time
+        do, scores = do_sbad.contiguous(), replace(ctx.scores, distance_bias_ar=bias_ar)
         dsink = None if ctx.sink_a is None else sink_gradient(do, o, lse, ctx.sink_a)
-        return *backward(do, q.contiguous(), k.contiguous(), v.contiguous(), o, lse, ctx.mask), dsink, None
+        dq, dk, dv, dbias = backward(
+            do, q.contiguous(), k.contiguous(), v.contiguous(), o, lse, ctx.mask, scores,
+            bias_grad=ctx.needs_input_grad[4],
+        )  # fmt: skip
+        return dq, dk, dv, dsink, None if dbias is None else dbias.to(bias_ar.dtype), None, None
 
 
 def with_sink(o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,64 +171,137 @@ def sdpa_backends() -> list[SDPBackend]:
     return _SDPA_BACKENDS[1:] if torch.are_deterministic_algorithms_enabled() else _SDPA_BACKENDS
 
 
-def forward(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+class Choice(NamedTuple):
+    """A kernel (`sdpa`, `cudnn`, `flash`, `reference`), in words, and why it is not the fastest, if so."""
+
+    kernel: str
+    what: str
+    why: str = ""
+
+
+def choose(
+    mask: AttentionMask, scores: Scores, s: int, t: int, head_dim: int, device_type: str, dtype: torch.dtype,
+    *, deterministic: bool, front_end: bool,
+) -> Choice:  # fmt: skip
+    """The kernel of s queries and t keys. `front_end`: whether cuDNN's is installed."""
+    own = _what_only_ours_computes(mask, scores, s, t)
+    if device_type != "cuda":
+        return Choice("reference", "the reference in PyTorch")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Choice("reference", "the reference in PyTorch", f"kernels take bf16 and fp16, not {dtype}")
+    if own is not None:
+        return Choice("reference", "the reference in PyTorch", f"no kernel computes {own}")
+    if deterministic:
+        return Choice("flash", "torch's flash kernel", "deterministic is true")
+    if mask.window is not None and not mask.causal:
+        return Choice("flash", "torch's flash kernel", "the window is on both sides")
+    if mask.cu_seqlens_q is None and mask.window is None:
+        return Choice("sdpa", "torch's cuDNN kernel")
+    if front_end and mask.cu_seqlens_q is not None:
+        return Choice("cudnn", "cuDNN's variable-length kernel")
+    why = "cuDNN's is faster, and needs nvidia-cudnn-frontend (pip install -e '.[gpu]')"
+    return Choice("flash", "torch's flash kernel", why)
+
+
+def _what_only_ours_computes(mask: AttentionMask, scores: Scores, s: int, t: int) -> str | None:
+    if scores.softcap is not None:
+        return "a soft cap"
+    if scores.distance_bias_ar is not None:
+        return "a bias by distance"
+    if scores.dropout is not None:
+        return "dropout that is the same under every layout"
+    if mask.prefix_b is not None:
+        return "a prefix"
+    if mask.visible is not None:
+        return "a boolean mask in blocks"
+    if mask.cu_seqlens_q is not None or mask.window is not None:
+        return None if mask.positions_bs is None else "queries that are some tokens of their sequence"
+    return None if mask.is_plain(s, t) else "a causal mask of fewer queries than keys"
+
+
+def _choice(q: Tensor, k: Tensor, mask: AttentionMask, scores: Scores) -> str:
+    deterministic, front_end = torch.are_deterministic_algorithms_enabled(), cudnn_attention.is_available()
+    s, t, d = len(q), len(k), q.shape[-1]
+    return choose(
+        mask, scores, s, t, d, q.device.type, q.dtype, deterministic=deterministic, front_end=front_end
+    ).kernel
+
+
+_DOCUMENTS = AttentionMask(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32))
+
+
+def describe(device: torch.device, mask: AttentionMask = _DOCUMENTS, scores: Scores = PLAIN) -> str:
+    """Which kernel computes such attention in bf16, by default of documents, and why: a line for the log."""
+    found = choose(
+        mask, scores, 1, 1, 128, device.type, torch.bfloat16,
+        deterministic=torch.are_deterministic_algorithms_enabled(), front_end=cudnn_attention.is_available(),
+    )  # fmt: skip
+    own = _what_only_ours_computes(mask, scores, 1, 1)
+    of = f"attention with {own}" if own is not None else "attention of documents and windows"
+    return f"{of}: {found.what}" + (f", since {found.why}" if found.why else "")
+
+
+def forward(
+    q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores = PLAIN
+) -> tuple[Tensor, Tensor]:
     """The output `[s, b, a, d]`, and the log-sum-exp of each query's scores `[s, b, a]`, fp32 or wider.
 
     All dense. A query without any key has the output 0 and the log-sum-exp -inf.
     """
-    kernel = _kernel(q_sbad, mask)
+    _check_shapes(q_sbad, k_tbgd, mask, scores)
+    kernel = _choice(q_sbad, k_tbgd, mask, scores)
     if kernel == "cudnn":
-        return cudnn_attention.forward(q_sbad, k_tbgd, v_tbgd, mask)
+        return cudnn_attention.forward(q_sbad, k_tbgd, v_tbgd, mask, scores.scale)
+    if kernel == "flash":
+        return _flash_forward(q_sbad, k_tbgd, v_tbgd, mask, scores.scale)
     if kernel == "sdpa":
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbad, k_tbgd, v_tbgd))
-        o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, mask.causal)
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, mask.causal, scale=scores.scale
+        )
         return o.permute(2, 0, 1, 3).contiguous(), lse.view(*q.shape[:3]).permute(2, 0, 1).contiguous()
-    return (_flash_forward if kernel == "flash" else _reference_forward)(q_sbad, k_tbgd, v_tbgd, mask)
+    return attention_reference.forward(q_sbad, k_tbgd, v_tbgd, mask, scores)
 
 
 def backward(
     do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
-    mask: AttentionMask,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    mask: AttentionMask, scores: Scores = PLAIN, *, bias_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The contribution of these keys to dq `[s, b, a, d]`, and of these queries to dk and dv `[t, b, g, d]`.
 
-    `o_sbad` and `lse_sba` are over all keys that the queries attend to. All dense.
+    Fourth, with `bias_grad`, the gradient of the bias of `scores`, fp32 or wider. `o_sbad` and `lse_sba` are over all
+    keys that the queries attend to. All dense.
     """
-    kernel = _kernel(q_sbad, mask)
+    kernel = _choice(q_sbad, k_tbgd, mask, scores)
     tensors = do_sbad, q_sbad, k_tbgd, v_tbgd, o_sbad, lse_sba
     if kernel == "cudnn":
-        return cudnn_attention.backward(*tensors, mask)
+        return *cudnn_attention.backward(*tensors, mask, scores.scale), None
+    if kernel == "flash":
+        return *_flash_backward(*tensors, mask, scores.scale), None
     if kernel == "sdpa":
         do, q, k, v, o = (x.permute(1, 2, 0, 3) for x in tensors[:5])
         lse = lse_sba.permute(1, 2, 0).contiguous().unsqueeze(-1)
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's seed and offset
-        gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse, unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, mask.causal
-        )
-        return tuple(x.permute(2, 0, 1, 3) for x in gradients)
-    return (_flash_backward if kernel == "flash" else _reference_backward)(*tensors, mask)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse, unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, mask.causal,
+            scale=scores.scale,
+        )  # fmt: skip
+        return dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3), None
+    return attention_reference.backward(*tensors, mask, scores, bias_grad)
 
 
-def _kernel(q: Tensor, mask: AttentionMask) -> str:
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
-        return "reference"
-    if torch.are_deterministic_algorithms_enabled():
-        return "flash"
-    if mask.cu_seqlens_q is None:
-        return "sdpa"
-    return "cudnn" if cudnn_attention.is_available() else "flash"
-
-
-def describe(device: torch.device) -> str:
-    """Which kernel computes documents and windows in bf16, and why if it is not the fastest: a line for the log."""
-    what = "attention of documents and windows:"
-    if device.type != "cuda":
-        return f"{what} the reference in PyTorch"
-    if torch.are_deterministic_algorithms_enabled():
-        return f"{what} torch's flash kernel, since deterministic is true"
-    if cudnn_attention.is_available():
-        return f"{what} cuDNN's variable-length kernel"
-    return f"{what} torch's flash kernel; cuDNN's is faster, and needs nvidia-cudnn-frontend (pip install -e '.[gpu]')"
+def _check_shapes(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> None:
+    """ValueError if mask or scores are of other shapes than q and k."""
+    (s, b, a, _), t = q_sbad.shape, len(k_tbgd)
+    scores.check(a, b, s if mask.positions_bs is None else t, t)
+    if mask.visible is not None:
+        given, ours = mask.visible.shape, (b, a, s, t)
+        if len(given) != 4 or given[2:] != ours[2:] or any(n not in (1, m) for n, m in zip(given, ours, strict=True)):
+            raise ValueError(f"visible: {list(given)} is not [1 or {b}, 1 or {a}, {s}, {t}]")
+        if mask.visible.dtype != torch.bool:
+            raise ValueError(f"visible: {mask.visible.dtype} is not torch.bool")
+    if mask.prefix_b is not None and mask.prefix_b.shape != (b,):
+        raise ValueError(f"prefix_b: {list(mask.prefix_b.shape)} is not [{b}], one length per sequence")
 
 
 # --- torch's flash kernel ---------------------------------------------------------------------------------------------
@@ -234,15 +320,21 @@ def _flash_arguments(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask) -> tup
     # A sample's end is the next one's start: between them is an empty segment.
     offsets_q = ((whole_q if mask.cu_seqlens_q is None else mask.cu_seqlens_q) + sample * s).flatten()
     offsets_k = ((whole_k if mask.cu_seqlens_k is None else mask.cu_seqlens_k) + sample * t).flatten()
-    window = {} if mask.window is None else {"window_size_left": mask.window - 1, "window_size_right": 0}
+    window = {}
+    if mask.window is not None:
+        window = {"window_size_left": mask.window - 1, "window_size_right": 0 if mask.causal else mask.window - 1}
     return (offsets_q, offsets_k, s, t), window
 
 
-def _flash_forward(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+def _flash_forward(
+    q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scale: float | None
+) -> tuple[Tensor, Tensor]:
     s, b, a, _ = q_sbad.shape
     packed = [_packed(x) for x in (q_sbad, k_tbgd, v_tbgd)]
     offsets, window = _flash_arguments(q_sbad, k_tbgd, mask)
-    o, lse, *_ = torch.ops.aten._flash_attention_forward(*packed, *offsets, 0.0, mask.causal, False, **window)
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *packed, *offsets, 0.0, mask.causal, False, scale=scale, **window
+    )
     o_sbad = o.unflatten(0, (b, s)).transpose(0, 1).contiguous()
     lse_sba = lse.view(a, b, s).permute(2, 1, 0).contiguous()
     if mask.cu_seqlens_q is mask.cu_seqlens_k:
@@ -253,7 +345,7 @@ def _flash_forward(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: Attenti
 
 def _flash_backward(
     do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
-    mask: AttentionMask,
+    mask: AttentionMask, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (s, b), t = q_sbad.shape[:2], k_tbgd.shape[0]
     do, q, k, v, o = (_packed(x) for x in (do_sbad, q_sbad, k_tbgd, v_tbgd, o_sbad))
@@ -261,95 +353,6 @@ def _flash_backward(
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's seed and offset
     offsets, window = _flash_arguments(q_sbad, k_tbgd, mask)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        do, q, k, v, o, lse, *offsets, 0.0, mask.causal, unused, unused, **window
+        do, q, k, v, o, lse, *offsets, 0.0, mask.causal, unused, unused, scale=scale, **window
     )
     return tuple(x.unflatten(0, (b, n)).transpose(0, 1) for x, n in ((dq, s), (dk, t), (dv, t)))
-
-
-# --- reference --------------------------------------------------------------------------------------------------------
-
-
-class _QueryBlock(NamedTuple):
-    """Some queries of a sample, the keys that any of them attends to, and which do: bool `[queries, keys]`."""
-
-    sample: int
-    queries: slice
-    keys: slice
-    visible: Tensor
-
-
-def _query_blocks(s: int, b: int, t: int, mask: AttentionMask, device: torch.device) -> Iterator[_QueryBlock]:
-    """All queries that have keys."""
-    ends_q, ends_k = (
-        [[0, n]] * b if ends is None else ends.tolist() * (b // ends.shape[0])
-        for n, ends in ((s, mask.cu_seqlens_q), (t, mask.cu_seqlens_k))
-    )
-    for sample in range(b):
-        segments = zip(ends_q[sample], ends_q[sample][1:], ends_k[sample], ends_k[sample][1:], strict=False)
-        for q_start, q_end, k_start, k_end in segments:
-            ahead = (k_end - k_start) - (q_end - q_start)  # of the first query, where the last ones are aligned
-            for start in range(q_start, q_end, _ROWS):
-                end = min(start + _ROWS, q_end)
-                latest = torch.arange(start, end, device=device)[:, None] - q_start + ahead
-                first, last = k_start, k_end
-                if mask.causal:
-                    last = k_start + end - q_start + ahead
-                if mask.window is not None:
-                    first = max(k_start, k_start + start - q_start + ahead + 1 - mask.window)
-                keys = torch.arange(first, last, device=device) - k_start
-                visible = torch.ones(end - start, len(keys), dtype=torch.bool, device=device)
-                if mask.causal:
-                    visible &= keys <= latest
-                if mask.window is not None:
-                    visible &= keys > latest - mask.window
-                if len(keys):
-                    yield _QueryBlock(sample, slice(start, end), slice(first, last), visible)
-
-
-def _heads_first(x_sad: Tensor, groups: int) -> Tensor:
-    """`[g, a/g, s, d]`, at least fp32."""
-    wide = torch.promote_types(x_sad.dtype, torch.float32)
-    return x_sad.to(wide).transpose(0, 1).unflatten(0, (groups, -1))
-
-
-def _sequence_first(x_gnsd: Tensor) -> Tensor:
-    return x_gnsd.flatten(0, 1).transpose(0, 1)
-
-
-def _scores(q_gnsd: Tensor, k_g1td: Tensor, visible: Tensor) -> Tensor:
-    return (q_gnsd @ k_g1td.mT / math.sqrt(q_gnsd.shape[-1])).masked_fill(~visible, -math.inf)
-
-
-def _reference_forward(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-    (s, b, a, _), (t, _, groups, _) = q_sbad.shape, k_tbgd.shape
-    o_sbad = torch.zeros_like(q_sbad)
-    wide = torch.promote_types(q_sbad.dtype, torch.float32)
-    lse_sba = torch.full((s, b, a), -math.inf, dtype=wide, device=q_sbad.device)
-    for sample, queries, keys, visible in _query_blocks(s, b, t, mask, q_sbad.device):
-        q, k, v = (
-            _heads_first(x[part, sample], groups) for x, part in ((q_sbad, queries), (k_tbgd, keys), (v_tbgd, keys))
-        )
-        scores = _scores(q, k, visible)
-        lse = scores.logsumexp(-1, keepdim=True)
-        o_sbad[queries, sample] = _sequence_first((scores - lse).exp() @ v).to(o_sbad.dtype)
-        lse_sba[queries, sample] = lse.flatten(0, 1).squeeze(-1).T
-    return o_sbad, lse_sba
-
-
-def _reference_backward(
-    do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
-    mask: AttentionMask,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (s, b, _, d), (t, _, groups, _) = q_sbad.shape, k_tbgd.shape
-    wide = torch.promote_types(q_sbad.dtype, torch.float32)
-    dq_sbad, dk_tbgd, dv_tbgd = (torch.zeros_like(x, dtype=wide) for x in (q_sbad, k_tbgd, v_tbgd))
-    for sample, queries, keys, visible in _query_blocks(s, b, t, mask, q_sbad.device):
-        do, q, o = (_heads_first(x[queries, sample], groups) for x in (do_sbad, q_sbad, o_sbad))
-        k, v = (_heads_first(x[keys, sample], groups) for x in (k_tbgd, v_tbgd))
-        lse = lse_sba[queries, sample].T.unflatten(0, (groups, -1)).unsqueeze(-1)
-        p = (_scores(q, k, visible) - lse).exp()
-        ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) / math.sqrt(d)
-        dq_sbad[queries, sample] += _sequence_first(ds @ k)
-        dk_tbgd[keys, sample] += _sequence_first((ds.mT @ q).sum(1, keepdim=True))
-        dv_tbgd[keys, sample] += _sequence_first((p.mT @ do).sum(1, keepdim=True))
-    return dq_sbad.to(q_sbad.dtype), dk_tbgd.to(k_tbgd.dtype), dv_tbgd.to(v_tbgd.dtype)

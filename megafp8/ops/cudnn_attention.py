@@ -42,11 +42,14 @@ class _Shape(NamedTuple):
     causal: bool
     square: bool
     window: int | None
+    scale: float
 
 
-def forward(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+def forward(
+    q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scale: float | None
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exps, as `ops.attention.forward` says; bf16 or fp16. `mask` has segments."""
-    shape = _shape(q_sbad, k_tbgd, mask)
+    shape = _shape(q_sbad, k_tbgd, mask, scale)
     lse_sba = q_sbad.new_empty(q_sbad.shape[:3], dtype=torch.float32)
     o_sbad = torch.empty_like(q_sbad)
     if mask.cu_seqlens_q is not mask.cu_seqlens_k:  # the kernel does not write the outputs of queries without keys
@@ -59,10 +62,10 @@ def forward(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask)
 
 def backward(
     do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
-    mask: AttentionMask,
+    mask: AttentionMask, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv, as `ops.attention.backward` says; bf16 or fp16."""
-    shape = _shape(q_sbad, k_tbgd, mask)
+    shape = _shape(q_sbad, k_tbgd, mask, scale)
     # Nor does it write the gradients of keys without queries.
     make = torch.empty_like if mask.cu_seqlens_q is mask.cu_seqlens_k else torch.zeros_like
     dq, dk, dv = make(q_sbad), make(k_tbgd), make(v_tbgd)
@@ -73,12 +76,13 @@ def backward(
     return dq, dk, dv
 
 
-def _shape(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask) -> _Shape:
+def _shape(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scale: float | None) -> _Shape:
     s, b, a, d = q_sbad.shape
     t, _, g, _ = k_tbgd.shape
     assert mask.cu_seqlens_q is not None
     n = mask.cu_seqlens_q.shape[1] - 1
-    return _Shape(q_sbad.device, q_sbad.dtype, s, t, b, a, g, d, n, mask.causal, mask.square, mask.window)
+    scale = d**-0.5 if scale is None else scale
+    return _Shape(q_sbad.device, q_sbad.dtype, s, t, b, a, g, d, n, mask.causal, mask.square, mask.window, scale)
 
 
 def _segments(shape: _Shape, mask: AttentionMask) -> dict[str, Tensor]:
@@ -145,7 +149,7 @@ class _Graph:
             vector(name, segments + 1, cudnn.data_type.INT64)
         q, k, v = heads("q", "offset_q"), heads("k", "offset_k"), heads("v", "offset_k")
         common: dict[str, Any] = {
-            "attn_scale": d**-0.5, "use_padding_mask": True,
+            "attn_scale": shape.scale, "use_padding_mask": True,
             "seq_len_q": tensors["length_q"], "seq_len_kv": tensors["length_k"],
         }  # fmt: skip
         if shape.causal:

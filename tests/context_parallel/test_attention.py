@@ -11,7 +11,7 @@ from megafp8.context_parallel.split import shard_positions
 from megafp8.ops import attention
 from megafp8.ops.attention_mask import AttentionMask, causal_mask
 from megafp8.parallel_state import Group, initialize_model_parallel
-from tests.ops.test_attention import B, allowed, offsets, twin
+from tests.ops.test_attention import B, allowed, offsets, scores_of, twin
 from tests.world import World
 
 D, CPU = 6, torch.device("cpu")
@@ -37,19 +37,35 @@ def _shard(x_sbad: Tensor, cu_seqlens: Tensor | None, group: Group) -> Tensor:
     return torch.stack([x_sbad[positions[sample], sample] for sample in range(b)], dim=1)
 
 
-def _compare(s: int, heads: int, groups: int, window: int | None, documents: bool) -> None:
+def _compare(
+    s: int, heads: int, groups: int, window: int | None, documents: bool, kind: str = "plain", causal: bool = True,
+    prefix: bool = False,
+) -> None:  # fmt: skip
     group, widths = _context_group(), (heads, groups, groups)
     *qkv, do = _random(s, (*widths, heads), torch.float64)
-    ends = DOCUMENTS[s] if documents else None
-    o, _, gradients = twin(*qkv, allowed(s, s, causal_mask(ends, window, s, CPU)), do)
+    ends, scores = DOCUMENTS[s] if documents else None, scores_of(kind, s, s, heads)
+    prefix_b = torch.tensor([s // 2 + 3, 1]) if prefix else None
+    mask = AttentionMask(ends, ends, causal, window, prefix_b=prefix_b)
+    o, _, (*expected, dbias) = twin(*qkv, allowed(s, s, mask), do, scores=scores)
+    if scores.distance_bias_ar is None:
+        expected.append(dbias)
+    else:
+        scores.distance_bias_ar.requires_grad_()
     # Views of one packed tensor, as the model's are.
     packed = torch.cat([_shard(x, ends, group) for x in qkv], dim=2).requires_grad_()
-    calls = plan(s, group.rank, group.size, window=window, cu_seqlens_bm=ends, device=CPU)
-    found = ContextAttention(group.group, calls)(*packed.split(widths, dim=2))
+    calls = plan(
+        s, group.rank, group.size, window=window, cu_seqlens_bm=ends, device=CPU, causal=causal, prefix_b=prefix_b,
+        positions=scores.depend_on_positions,
+    )  # fmt: skip
+    found = ContextAttention(group.group, calls)(*packed.split(widths, dim=2), None, scores)
     found.backward(_shard(do, ends, group))
     assert packed.grad is not None
-    for ours, theirs in zip((found, *packed.grad.split(widths, dim=2)), (o, *gradients), strict=True):
+    for ours, theirs in zip((found, *packed.grad.split(widths, dim=2)), (o, *expected), strict=True):
         torch.testing.assert_close(ours, _shard(theirs, ends, group), rtol=1e-11, atol=1e-12)
+    if scores.distance_bias_ar is not None:
+        of_all_ranks = scores.distance_bias_ar.grad
+        torch.distributed.all_reduce(of_all_ranks, group=group.group)
+        torch.testing.assert_close(of_all_ranks, dbias, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -87,6 +103,24 @@ def _in_bf16(window: int | None) -> float:
     return ((own[1].grad.double() - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.parametrize(
+    ("kind", "window", "documents", "causal", "prefix"),
+    [
+        ("all", None, True, False, False),
+        ("all", 11, True, True, False),
+        ("bias", None, False, True, True),
+        ("softcap", 11, True, True, False),
+        ("plain", 7, False, False, False),
+        ("plain", None, False, False, False),
+    ],
+)
+def test_scores_and_masks_of_the_whole_sequence(
+    world4: World, kind: str, window: int | None, documents: bool, causal: bool, prefix: bool
+) -> None:
+    """Dropout too is that of one process, and the bias's gradient a sum over ranks."""
+    world4.run(_compare, 48, 4, 2, window, documents, kind, causal, prefix, ranks=2)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_bf16_is_as_exact_as_bf16_can_be(world4: World, window: int | None) -> None:
     assert max(world4.run(_in_bf16, window)) < 2**-7
@@ -109,7 +143,7 @@ def test_parts_merge_to_the_whole(device: str) -> None:
     o, _, gradients = twin(q, k, v, torch.ones(B, s, t, dtype=torch.bool, device=device), do)
     parts = slice(0, t // 4), slice(t // 4, None)
     found, lse = merge(*(x for part in parts for x in attention.forward(q, k[part], v[part], WHOLE)))
-    first, second = (attention.backward(do, q, k[part], v[part], found, lse, WHOLE) for part in parts)
+    first, second = (attention.backward(do, q, k[part], v[part], found, lse, WHOLE)[:3] for part in parts)
     dk, dv = (torch.cat([first[i], second[i]]) for i in (1, 2))
     for ours, theirs in zip((found, first[0] + second[0], dk, dv), (o, *gradients), strict=True):
         assert (ours.double() - theirs).norm() / theirs.norm() < (1e-12 if device == "cpu" else 0.01)

@@ -1,10 +1,11 @@
-"""Attention of documents and windows, forward and backward, against a float64 twin that masks a matrix of scores."""
+"""Attention, forward and backward, against a float64 twin that masks a matrix of scores."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,33 +14,65 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafp8.ops import attention as module
+from megafp8.ops import attention_reference
 from megafp8.ops.attention import attention, backward, forward
 from megafp8.ops.attention_mask import CAUSAL, AttentionMask, causal_mask
+from megafp8.ops.attention_scores import PLAIN, AttentionDropout, Scores
+from tests.test_philox import philox_by_hand
 
 B = 2
 
 
 def twin(
-    q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, allowed_bst: Tensor, do_sbad: Tensor
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output, log-sum-exps, and gradients of q, k and v, in float64; a query without keys has the output 0."""
-    q, k, v = inputs = [x.detach().double().requires_grad_() for x in (q_sbad, k_tbgd, v_tbgd)]
-    outputs, sums = [], []
-    for head in range(q.shape[2]):
-        group = head * k.shape[2] // q.shape[2]
-        scores = torch.einsum("sbd,tbd->bst", q[:, :, head], k[:, :, group]) / math.sqrt(q.shape[3])
-        weights = torch.where(allowed_bst, scores.exp(), 0.0)
-        total = weights.sum(-1)
-        sums.append(total.log().T)
-        outputs.append(torch.einsum("bst,tbd->sbd", weights / total.clamp(min=1e-300)[..., None], v[:, :, group]))
-    o = torch.stack(outputs, dim=2)
-    o.backward(do_sbad.double())
-    gradients = [x.grad for x in inputs if x.grad is not None]
-    return o.detach(), torch.stack(sums, dim=2).detach(), gradients
+    q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, allowed_bst: Tensor, do_sbad: Tensor, *,
+    scores: Scores = PLAIN, sink_a: Tensor | None = None, positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Output, log-sum-exps, and gradients of q, k, v, bias and sinks, as far as there are any, by autograd in float64.
+
+    A query without keys has the output 0. `allowed_bst` may have heads, `[b, a, s, t]`. `positions`: of queries.
+    """
+    given = [x for x in (q_sbad, k_tbgd, v_tbgd, scores.distance_bias_ar, sink_a) if x is not None]
+    leaves = [x.detach().double().requires_grad_() for x in given]
+    (q, k, v), rest = leaves[:3], leaves[3:]
+    (s, b, a, d), t, repeat = q.shape, len(k), q.shape[2] // k.shape[2]
+    i_bs = (torch.arange(s) if positions is None else positions).expand(b, s).to(q.device)
+    x = torch.einsum("sbad,tbad->bast", q, k.repeat_interleave(repeat, 2))
+    x = x / math.sqrt(d) if scores.scale is None else x * scores.scale
+    if scores.softcap is not None:
+        x = torch.tanh(x / scores.softcap) * scores.softcap
+    if scores.distance_bias_ar is not None:
+        zero = rest[0].shape[1] - t
+        x = x + rest[0][:, torch.arange(t, device=q.device) - i_bs[..., None] + zero].transpose(0, 1)
+    visible = allowed_bst.to(q.device) if allowed_bst.dim() == 4 else allowed_bst.to(q.device)[:, None]
+    weights = torch.where(visible, x.exp(), 0.0)
+    total = weights.sum(-1)
+    if sink_a is not None:
+        total = total + rest[-1].exp()[:, None]
+    p = weights / total.clamp(min=1e-300)[..., None]
+    if scores.dropout is not None:
+        p = p * dropped_by_hand(scores.dropout, a, i_bs, t).to(q.device)
+    o = torch.einsum("bast,tbad->sbad", p, v.repeat_interleave(repeat, 2))
+    return o.detach(), total.detach().log().permute(2, 0, 1), list(torch.autograd.grad(o, leaves, do_sbad.double()))
+
+
+def dropped_by_hand(dropout: AttentionDropout, a: int, i_bs: Tensor, t: int) -> Tensor:
+    """What probabilities `[b, a, s, t]` are multiplied by: 0 or 1/(1 - p)."""
+    factors = torch.zeros(i_bs.shape[0], a, i_bs.shape[1], t, dtype=torch.float64)
+    for sample, head, query, group in itertools.product(*map(range, factors.shape[:3]), range(-(-t // 4))):
+        high = (dropout.first_head + head) << 64 | (int(dropout.sample_b[sample]) & 0xFFFFFFFF) << 96
+        words = philox_by_hand(group | int(i_bs[sample, query]) << 32 | high, dropout.key)
+        for key in range(4 * group, min(4 * group + 4, t)):
+            if words[key % 4] >= round(dropout.p * 2**32):
+                factors[sample, head, query, key] = 1 / (1 - dropout.p)
+    return factors
 
 
 def allowed(s: int, t: int, mask: AttentionMask) -> Tensor:
-    """`[b, s, t]`, pair by pair, as the docstring of AttentionMask says."""
+    """`[b, s, t]`, or `[b, a, s, t]`, pair by pair, as the docstring of AttentionMask says."""
+    if mask.positions_bs is not None:
+        whole = allowed(t, t, replace(mask, positions_bs=None))
+        rows = mask.positions_bs.long().expand(B, s)
+        return torch.stack([whole[sample, rows[sample]] for sample in range(B)])
     found = torch.zeros(B, s, t, dtype=torch.bool)
     for sample in range(B):
         ends_q, ends_k = (
@@ -48,13 +81,14 @@ def allowed(s: int, t: int, mask: AttentionMask) -> Tensor:
         )
         for (q0, q1), (k0, k1) in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True):
             for query, key in itertools.product(range(q0, q1), range(k0, k1)):
-                distance = (q1 - query) - (k1 - key)  # from the latest key to this one; below 0 after it
-                behind = -distance
-                visible = not mask.causal or behind >= 0
+                distance = (q1 - query) - (k1 - key)  # from the latest key to this one; below 0 before it
+                visible = not mask.causal or distance <= 0
                 if mask.window is not None:
-                    visible &= behind < mask.window
+                    visible &= abs(distance) < mask.window
+                if mask.prefix_b is not None:
+                    visible |= key < int(mask.prefix_b[sample])
                 found[sample, query, key] = visible
-    return found
+    return found if mask.visible is None else found[:, None] & mask.visible
 
 
 def offsets(*lengths: list[int]) -> Tensor:
@@ -68,6 +102,9 @@ LESS = offsets([7, 0, 9, 0, 0], [0, 0, 6, 9, 1])
 KEYS = offsets([0, 3, 10, 20, 7], [9, 0, 11, 20, 0])
 """None for some queries, queries for none."""
 QUERIES, MORE_KEYS = offsets([5, 1, 34, 0], [1, 19, 20, 0]), offsets([5, 1, 34, 8], [1, 19, 20, 8])
+SOME = torch.tensor([[0, 1, 2, 5, 20, 21, 38, 39], [3, 4, 1, 2, 39, 38, 37, 36]])
+VISIBLE = torch.rand(B, 4, 40, 40, generator=torch.Generator().manual_seed(3)) > 0.3
+VISIBLE[:, :, 7] = False
 MASKS = {
     "causal": (40, 40, CAUSAL),
     "whole": (16, 40, AttentionMask(causal=False)),
@@ -78,6 +115,15 @@ MASKS = {
     "parts window": (16, 40, AttentionMask(PARTS, DOCUMENTS, window=3)),
     "keys without queries": (40, 48, AttentionMask(QUERIES, MORE_KEYS, window=3, square=True)),
     "parts whole": (16, 40, AttentionMask(LESS, KEYS, causal=False)),
+    "both sides": (40, 40, AttentionMask(causal=False, window=7)),
+    "documents both sides": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, causal=False, window=3, square=True)),
+    "prefix": (40, 40, AttentionMask(prefix_b=torch.tensor([13, 0]))),
+    "documents prefix": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, prefix_b=torch.tensor([13, 31]), square=True)),
+    "last queries": (16, 40, CAUSAL),
+    "some queries": (8, 40, AttentionMask(DOCUMENTS, DOCUMENTS, positions_bs=SOME)),
+    "some queries window": (8, 40, AttentionMask(causal=False, window=5, positions_bs=SOME[:1])),
+    "visible": (40, 40, AttentionMask(visible=VISIBLE)),
+    "visible whole": (40, 40, AttentionMask(causal=False, visible=VISIBLE[:1, :1])),
 }
 LARGER = 25
 """On GPUs, where lengths then are odd multiples of no tile."""
@@ -85,10 +131,17 @@ LARGER = 25
 
 def larger(mask: AttentionMask) -> AttentionMask:
     """For GPUs."""
-    q, k = (None if x is None else (x * LARGER).cuda() for x in (mask.cu_seqlens_q, mask.cu_seqlens_k))
+    q, k, prefix_b = (
+        None if x is None else (x * LARGER).cuda() for x in (mask.cu_seqlens_q, mask.cu_seqlens_k, mask.prefix_b)
+    )
     same = mask.cu_seqlens_q is mask.cu_seqlens_k
     window = None if mask.window is None else mask.window * LARGER
-    return AttentionMask(q, q if same else k, mask.causal, window, mask.square)
+    visible, positions = mask.visible, mask.positions_bs
+    if visible is not None:
+        visible = visible.repeat_interleave(LARGER, 2).repeat_interleave(LARGER, 3).cuda()
+    if positions is not None:
+        positions = (positions[..., None] * LARGER + torch.arange(LARGER)).flatten(1).cuda()
+    return AttentionMask(q, q if same else k, mask.causal, window, mask.square, prefix_b, visible, positions)
 
 
 def inputs(s: int, t: int, heads: int, groups: int, d: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -98,55 +151,81 @@ def inputs(s: int, t: int, heads: int, groups: int, d: int, dtype: torch.dtype, 
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype).to(device) for shape in shapes]
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(3, 3), (4, 2)])
+def scores_of(name: str, s: int, t: int, heads: int, dtype: torch.dtype = torch.float64) -> Scores:
+    """Scores by name; the bias is that of s queries and t keys."""
+    bias = torch.randn(heads, s + t - 1, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).to(dtype)
+    dropout = AttentionDropout(0.3, (7, 2**32 - 1), torch.tensor([2**40 + 5, 0]), first_head=3)
+    return {
+        "plain": PLAIN,
+        "softcap": Scores(scale=0.7, softcap=2.0),
+        "bias": Scores(scale=1.0, distance_bias_ar=bias),
+        "dropout": Scores(dropout=dropout),
+        "all": Scores(0.6, 3.0, bias, dropout),
+    }[name]
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
 @pytest.mark.parametrize("rows", [512, 5])
 @pytest.mark.parametrize("name", MASKS)
 def test_the_reference(name: str, rows: int, heads: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ROWS", rows)
+    """With plain scores, or, where few queries are computed at once, with everything that scores can have."""
+    monkeypatch.setattr(attention_reference, "_ROWS", rows)
     s, t, mask = MASKS[name]
+    total = s if mask.positions_bs is None else t
+    scores = scores_of("plain" if rows == 512 else "all", total, t, heads)
     q, k, v, do = inputs(s, t, heads, groups, 6, torch.float64, "cpu")
-    o, lse, gradients = twin(q, k, v, allowed(s, t, mask), do)
-    found, found_lse = forward(q, k, v, mask)
+    o, lse, gradients = twin(q, k, v, allowed(s, t, mask), do, scores=scores, positions=mask.positions_bs)
+    found, found_lse = forward(q, k, v, mask, scores)
     torch.testing.assert_close(found, o, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found_lse, lse, rtol=1e-12, atol=1e-12)
-    for ours, theirs in zip(backward(do, q, k, v, found, found_lse, mask), gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+    ours = backward(do, q, k, v, found, found_lse, mask, scores, bias_grad=scores is not PLAIN)
+    for one, other in itertools.zip_longest(ours[: len(gradients)], gradients):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["causal", "documents", "window"])
-def test_autograd(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("causal", "plain"), ("whole", "plain"), ("documents", "plain"), ("window", "plain"), ("visible", "plain"),
+        ("documents", "softcap"), ("whole", "bias"), ("prefix", "bias"), ("window", "dropout"), ("visible", "all"),
+        ("some queries", "all"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("sinks", [False, True])
+def test_autograd(name: str, kind: str, sinks: bool) -> None:
     s, t, mask = MASKS[name]
+    total = s if mask.positions_bs is None else t
+    scores, sink_a = scores_of(kind, total, t, 4), torch.tensor([-3.0, 0.0, 1.0, 40.0]).double() if sinks else None
     *qkv, do = inputs(s, t, 4, 2, 6, torch.float64, "cpu")
-    o, _, gradients = twin(*qkv, allowed(s, t, mask), do)
-    packed = torch.cat(qkv, dim=2).requires_grad_()  # views of one tensor, as the model's are
-    found = attention(*packed.split([4, 2, 2], dim=2), mask)
+    o, _, gradients = twin(*qkv, allowed(s, t, mask), do, scores=scores, sink_a=sink_a, positions=mask.positions_bs)
+    kv = torch.cat(qkv[1:], dim=2).requires_grad_()  # views of one tensor, as the model's are
+    leaves = [x.requires_grad_() for x in (qkv[0], scores.distance_bias_ar, sink_a) if x is not None]
+    found = attention(leaves[0], *kv.split([2, 2], dim=2), mask, sink_a, scores)
     torch.testing.assert_close(found, o, rtol=1e-12, atol=1e-12)
-    (gradient,) = torch.autograd.grad(found, packed, do)
-    torch.testing.assert_close(gradient, torch.cat(gradients, dim=2), rtol=1e-11, atol=1e-12)
-
-
-def with_sinks(q: Tensor, k: Tensor, v: Tensor, sink_a: Tensor, allowed_bst: Tensor, do: Tensor) -> list[Tensor]:
-    """Output and gradients of q, k, v and the sinks, which are a column of the matrix of scores, in float64."""
-    leaves = [x.detach().double().cpu().requires_grad_() for x in (q, k, v, sink_a)]
-    q, k, v, sink_a = leaves
-    repeat = q.shape[2] // k.shape[2]
-    scores = torch.einsum("sbad,tbad->bast", q, k.repeat_interleave(repeat, 2)) / math.sqrt(q.shape[3])
-    scores = scores.masked_fill(~allowed_bst[:, None], -math.inf)
-    sinks = sink_a[None, :, None, None].expand(*scores.shape[:3], 1)
-    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    o = torch.einsum("bast,tbad->sbad", weights, v.repeat_interleave(repeat, 2))
-    return [o.detach(), *torch.autograd.grad(o, leaves, do.double().cpu())]
-
-
-@pytest.mark.parametrize("name", ["causal", "documents", "window"])
-def test_sinks(name: str) -> None:
-    s, t, mask = MASKS[name]
-    *qkv, do = inputs(s, t, 4, 2, 6, torch.float64, "cpu")
-    leaves = [x.requires_grad_() for x in (*qkv, torch.tensor([-3.0, 0.0, 1.0, 40.0], dtype=torch.float64))]
-    found = attention(*leaves[:3], mask, leaves[3])
-    gradients = torch.autograd.grad(found, leaves, do)
-    for ours, theirs in zip((found, *gradients), with_sinks(*leaves, allowed(s, t, mask), do), strict=True):
+    dq, dkv, *rest = torch.autograd.grad(found, [leaves[0], kv, *leaves[1:]], do)
+    for ours, theirs in zip((dq, *dkv.split([2, 2], dim=2), *rest), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("message", "mask", "scores"),
+    [
+        (r"prefix_b: without causal", lambda: AttentionMask(causal=False, prefix_b=torch.zeros(B)), PLAIN),
+        (r"prefix_b: not with window = 3", lambda: AttentionMask(window=3, prefix_b=torch.zeros(B)), PLAIN),
+        (r"prefix_b: \[1\] is not \[2\]", lambda: AttentionMask(prefix_b=torch.zeros(1)), PLAIN),
+        (r"visible: \[1, 3, 4, 4\] is not \[1 or 2, 1 or 2, 4, 4\]",
+         lambda: AttentionMask(visible=torch.ones(1, 3, 4, 4) > 0), PLAIN),
+        (r"visible: torch.float32 is not", lambda: AttentionMask(visible=torch.ones(1, 2, 4, 4)), PLAIN),
+        (r"distance_bias_ar: \[2, 6\] is not .* = \[2, 7\]", lambda: CAUSAL, {"distance_bias_ar": torch.ones(2, 6)}),
+        (r"sample_b is \[3\], not \[2\]", lambda: CAUSAL, {"dropout": AttentionDropout(0.1, (0, 0), torch.arange(3))}),
+        (r"p = 1.0 is not in \[0, 1\)", lambda: CAUSAL, {"dropout": AttentionDropout(1.0, (0, 0), torch.arange(2))}),
+        (r"softcap: 0.0 is not above 0", lambda: CAUSAL, {"softcap": 0.0}),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(message: str, mask: Any, scores: Any) -> None:
+    q, k, v, _ = inputs(4, 4, 2, 2, 6, torch.float64, "cpu")
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, mask(), None, scores if scores is PLAIN else Scores(**scores))
 
 
 @pytest.mark.gpu
@@ -164,9 +243,9 @@ def test_sinks_on_a_gpu(name: str, deterministic: bool) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     on_cpu = AttentionMask(*(x if x is None else x.cpu() for x in mask.tensors[:2]), window=mask.window)
-    expected = with_sinks(*leaves, allowed(s, t, on_cpu), do)
-    for ours, theirs in zip((found, *gradients), expected, strict=True):
-        difference = (ours.double().cpu() - theirs).norm() / theirs.norm()
+    o, _, expected = twin(*leaves[:3], allowed(s, t, on_cpu), do, sink_a=leaves[3])
+    for ours, theirs in zip((found, *gradients), (o, *expected), strict=True):
+        difference = (ours.double() - theirs).norm() / theirs.norm()
         assert difference < 0.01, "bf16's rounding, of some 0.004"
 
 
@@ -225,23 +304,39 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "groups", "d"), [(4, 4, 64), (8, 2, 128)])
+@pytest.mark.parametrize(("heads", "groups", "d"), [(4, 4, 64), (4, 2, 128), (4, 2, 80), (4, 1, 256)])
+@pytest.mark.parametrize("kind", ["plain", "softcap", "bias", "dropout", "all"])
 @pytest.mark.parametrize("name", MASKS)
-def test_kernels(name: str, heads: int, groups: int, d: int, mode: str) -> None:
+def test_kernels(name: str, kind: str, heads: int, groups: int, d: int, mode: str) -> None:
+    """Dropout and bias would take the reference the longest time and memory: at smaller sizes."""
     s, t, small = MASKS[name]
     mask = larger(small)
     s, t = s * LARGER, t * LARGER
+    total = s if mask.positions_bs is None else t
+    scores = scores_of(kind, total, t, heads, torch.float32)
+    bias = scores.distance_bias_ar
+    exact_scores, dropout = scores, scores.dropout
+    if dropout is not None:
+        scores = replace(scores, dropout=dropout._replace(sample_b=dropout.sample_b.cuda()))
+    if bias is not None:
+        scores = replace(scores, distance_bias_ar=bias.cuda())
+        exact_scores = replace(scores, distance_bias_ar=bias.cuda().double())
+    else:
+        exact_scores = scores
     q, k, v, do = inputs(s, t, heads, groups, d, torch.bfloat16, "cuda")
     exact = [x.double() for x in (q, k, v, do)]
-    o, lse = module._reference_forward(*exact[:3], mask)
-    gradients = module._reference_backward(exact[3], *exact[:3], o, lse, mask)
-    found, found_lse = forward(q, k, v, mask)
+    o, lse = attention_reference.forward(*exact[:3], mask, exact_scores)
+    gradients = attention_reference.backward(exact[3], *exact[:3], o, lse, mask, exact_scores, bias is not None)
+    found, found_lse = forward(q, k, v, mask, scores)
     torch.testing.assert_close(found_lse.double(), lse, rtol=1e-3, atol=1e-3)
-    all_found = [found, *backward(do, q, k, v, found, found_lse, mask)]
-    for what, ours, theirs in zip(("o", "dq", "dk", "dv"), all_found, (o, *gradients), strict=True):
+    all_found = [found, *backward(do, q, k, v, found, found_lse, mask, scores, bias_grad=bias is not None)]
+    for what, ours, theirs in zip(("o", "dq", "dk", "dv", "dbias"), all_found, (o, *gradients), strict=True):
+        if theirs is None or ours is None:
+            assert ours is theirs
+            continue
         assert torch.isfinite(ours).all(), what
         error = ((ours.double() - theirs).norm() / theirs.norm()).item()
         assert error < 0.01, f"{what}: {error}"
     if mode == "deterministic":
-        again = backward(do, q, k, v, found, found_lse, mask)
-        assert all(torch.equal(a, b) for a, b in zip(again, all_found[1:], strict=True))
+        again = backward(do, q, k, v, found, found_lse, mask, scores, bias_grad=bias is not None)
+        assert all(a is b or torch.equal(a, b) for a, b in zip(again, all_found[1:], strict=True))
