@@ -1,6 +1,6 @@
 """Pretrain a BERT model, a bidirectional encoder that predicts masked tokens, from one YAML file.
 
-    torchrun --nproc-per-node 8 pretrain_bert.py --config configs/bert-large.yaml parallel.tensor=2 fp8.recipe=delayed
+    torchrun --nproc-per-node 8 pretrain_bert.py --config configs/bert-base.yaml parallel.tensor=2 fp8.recipe=delayed
     python pretrain_bert.py --config configs/bert-base.yaml --dry-run --world-size 64
     python pretrain_bert.py --print-schema > megafp8.schema.json        # completion in editors
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-ActivationName = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
+ActivationName = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True)
@@ -63,4 +63,5 @@ ACTIVATIONS: Mapping[ActivationName, Activation] = {
     "gelu": Activation(
         gated=False, fused=False, hugging_face=("gelu",), megatron={"swiglu": False, "bias_gelu_fusion": False}
     ),
+    "relu": Activation(gated=False, fused=False, hugging_face=("relu",), megatron={}),
 }  # fmt: skip

@@ -192,15 +192,16 @@ def _tensor(config: Config) -> Iterator[Problem]:
 
 
 def _stages(config: Config) -> Iterator[Problem]:
-    p, layers = config.parallel, config.model.num_layers
+    p, layers = config.parallel, config.model.num_blocks
+    name = "model.num_layers + model.num_decoder_layers" if config.model.decoder_blocks else "model.num_layers"
     stages, explicit = p.pipeline * p.virtual_pipeline, p.layers_per_stage
     if p.pipeline > layers:
-        rule = f"a stage would have no layers: model.num_layers is {layers}"
+        rule = f"a stage would have no layers: {name} is {layers}"
         yield Problem("parallel.pipeline", p.pipeline, rule, f"try {layers} or less")
     elif stages > layers:
         rule = f"with parallel.pipeline = {p.pipeline} that makes {stages} stages, and a stage would have no layers"
         works = f"try {layers // p.pipeline} or less"
-        yield Problem("parallel.virtual_pipeline", p.virtual_pipeline, f"{rule}: model.num_layers is {layers}", works)
+        yield Problem("parallel.virtual_pipeline", p.virtual_pipeline, f"{rule}: {name} is {layers}", works)
     elif isinstance(explicit, list):
         base, more = divmod(layers, stages)
         works = f"try {[base + (i < more) for i in range(stages)]}"
@@ -210,7 +211,7 @@ def _stages(config: Config) -> Iterator[Problem]:
         elif min(explicit) < 1:
             rule = f"stage {explicit.index(min(explicit))} would have no layers"
         elif sum(explicit) != layers:
-            rule = f"adds up to {sum(explicit)}, model.num_layers is {layers}"
+            rule = f"adds up to {sum(explicit)}, {name} is {layers}"
         else:
             return
         yield Problem("parallel.layers_per_stage", explicit, rule, works)
@@ -250,7 +251,7 @@ def _schedule(config: Config) -> Iterator[Problem]:
 
 
 def _recompute(config: Config) -> Iterator[Problem]:
-    p, layers = config.parallel, config.model.num_layers
+    p, layers = config.parallel, config.model.num_blocks
     stages, split = p.pipeline * p.virtual_pipeline, p.layers_per_stage
     most = layers - stages + 1 if split == "balanced" else -(-layers // stages)
     largest = (max(split) if isinstance(split, list) and split else most) + config.model.mtp_num_layers
@@ -299,7 +300,7 @@ def _overlap(config: Config) -> Iterator[Problem]:
 
 
 def _fp8(config: Config) -> Iterator[Problem]:
-    f, layers = config.fp8, config.model.num_layers
+    f, layers = config.fp8, config.model.num_blocks
     kept = f.first_blocks_bf16 + f.last_blocks_bf16
     if f.recipe != "none" and kept >= layers:
         yield Problem(

@@ -185,11 +185,14 @@ class MoeConfig(Section):
 class ModelConfig(Section):
     """The network. The defaults are those of Llama; GPT-2 and Qwen differ in a few fields."""
 
-    architecture: Literal["gpt", "bert"] = "gpt"
-    """gpt: causal language model. bert: bidirectional encoder, trained to predict masked tokens (data.masked_lm). Each
-    is trained by a script of its own, pretrain_gpt.py or pretrain_bert.py."""
+    architecture: Literal["gpt", "bert", "t5"] = "gpt"
+    """gpt: causal language model. bert: bidirectional encoder, trained to predict masked tokens (data.masked_lm).
+    t5: encoder and decoder, trained to restore spans of a text (data.span_corruption). Each is trained by a script of
+    its own: pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py."""
     num_layers: Annotated[int, Field(gt=0, le=10_000), _INTEGER]
-    """Number of transformer blocks."""
+    """Number of transformer blocks, in t5 of the encoder."""
+    num_decoder_layers: PositiveInt | None = None
+    """t5: number of blocks of the decoder. Default: num_layers."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
     num_attention_heads: PositiveInt
@@ -208,8 +211,12 @@ class ModelConfig(Section):
     max_position_embeddings: PositiveInt | None = None
     """Rows of the learned position table. Default: training.seq_length. With rope it has no effect but as the longest
     context in a conversion to Hugging Face."""
-    position_embedding: Literal["rope", "learned", "none"] = "rope"
-    """rope (rotary, Llama), learned (GPT-2) or none."""
+    position_embedding: Literal["rope", "learned", "relative", "none"] = "rope"
+    """rope (rotary, Llama), learned (GPT-2), relative (T5: biases of scores by distance) or none."""
+    relative_attention_num_buckets: PositiveInt = 32
+    """relative: number of ranges of distances with a bias of their own."""
+    relative_attention_max_distance: PositiveInt = 128
+    """relative: distances from this on share a bias."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
@@ -224,7 +231,8 @@ class ModelConfig(Section):
     """pre: norms before attention and MLP, and one after the last block (GPT-2, Llama, Megatron-LM's BERT). post: norms
     of the sums after attention and MLP, and one after the embedding (BERT, RoBERTa)."""
     activation: ActivationName = "swiglu"
-    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), or geglu and geglu_tanh: gelu(gate) * up."""
+    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), relu (T5 1.0), or geglu and geglu_tanh (T5
+    1.1): gelu(gate) * up."""
     linear_bias: bool = False
     """Add biases to all linear layers of the blocks (GPT-2)."""
     qkv_bias: bool = False
@@ -288,7 +296,21 @@ class ModelConfig(Section):
     @property
     def layers(self) -> range:
         """All layers, those of multi-token prediction last."""
-        return range(self.num_layers + self.mtp_num_layers)
+        return range(self.num_blocks + self.mtp_num_layers)
+
+    @property
+    def num_blocks(self) -> int:
+        """Transformer blocks that pipeline stages divide between them."""
+        return self.num_layers + self.decoder_blocks
+
+    @property
+    def decoder_blocks(self) -> int:
+        """Blocks of t5's decoder."""
+        return (self.num_decoder_layers or self.num_layers) if self.architecture == "t5" else 0
+
+    def is_decoder(self, layer: int) -> bool:
+        """Whether a layer is one of t5's decoder, which are numbered after the encoder's."""
+        return self.architecture == "t5" and layer >= self.num_layers
 
     @property
     def causal(self) -> bool:
@@ -535,7 +557,10 @@ class TrainingConfig(Section):
     """Save and stop after this step, counted from the beginning of the run. Changes nothing else: the same command
     without it continues as if the run had not stopped. Default: training.steps."""
     seq_length: PositiveInt
-    """Number of tokens in a sample."""
+    """Number of tokens in a sample, in t5 of the encoder's."""
+    decoder_seq_length: PositiveInt | None = None
+    """t5: number of tokens of the decoder's samples. Default: as many as the spans need, rounded up to a multiple of
+    64."""
     micro_batch_size: PositiveInt = 1
     """Number of samples in one forward pass of a rank."""
     global_batch_size: PositiveInt
@@ -636,7 +661,10 @@ class SpecialTokens(Section):
     mask: Count | None = None
     """Replaces tokens that are to be predicted. Default: [MASK] or <mask>."""
     pad: Count | None = None
-    """Fills a sample up. Default: [PAD] or <pad>."""
+    """Fills a sample up, and begins that of t5's decoder. Default: [PAD] or <pad>."""
+    sentinels: list[Count] | None = None
+    """t5: ids of the tokens that mark spans, from the first span on. Default: <extra_id_0>, <extra_id_1> and so on; if
+    the tokenizer has none, the last ids below model.vocab_size that it does not use, from the end."""
 
 
 class MaskedLmConfig(Section):
@@ -648,6 +676,29 @@ class MaskedLmConfig(Section):
     whole_words: bool = False
     """Choose all tokens of a word or none (whole-word masking; Megatron-LM masks so). Words begin where the pieces of
     the tokenizer say so: no ## in WordPiece, a leading ▁ in sentencepiece, a leading space in byte-level BPE."""
+
+
+class SpanCorruptionConfig(Section):
+    """Spans of a text that a model whose architecture is t5 restores (Raffel et al. 2019, arXiv:1910.10683)."""
+
+    noise_density: Annotated[float, Field(gt=0, lt=1), _FLOAT] = 0.15
+    """Share of a text's tokens that are in spans."""
+    mean_span_length: Annotated[float, Field(ge=1), _FLOAT, _IN_FP32] = 3.0
+    """Mean number of tokens of a span."""
+
+    def lengths(self, text: int) -> tuple[int, int]:
+        """Tokens in spans, and number of spans, of a text."""
+        noise = min(max(round(text * self.noise_density), 1), text - 1)
+        return noise, min(max(round(noise / self.mean_span_length), 1), text - noise)
+
+    def text_length(self, inputs: int) -> int:
+        """Tokens of the longest text whose corrupted form, with a sentinel for each span and an end, fits `inputs`."""
+        text = inputs
+        while True:
+            noise, spans = self.lengths(text + 1)
+            if text + 1 - noise + spans + 1 > inputs:
+                return text
+            text += 1
 
 
 class DataConfig(Section):
@@ -681,6 +732,8 @@ class DataConfig(Section):
     """Ids of special tokens, where the tokenizer does not define them."""
     masked_lm: MaskedLmConfig = MaskedLmConfig()
     """Masked tokens, with model.architecture bert."""
+    span_corruption: SpanCorruptionConfig = SpanCorruptionConfig()
+    """Spans to restore, with model.architecture t5."""
     num_workers: Annotated[int, Field(ge=0, le=1024), _INTEGER] = 0
     """Number of loader processes per rank. 0: load in the training process."""
     index_cache: str | None = None
@@ -738,7 +791,7 @@ class LoggingConfig(Section):
 
 
 class Config(Section):
-    """The config of a run of pretrain_gpt.py or pretrain_bert.py."""
+    """The config of a run of pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Name of the run and of its folder."""
@@ -772,9 +825,20 @@ class Config(Section):
 
     @property
     def sample_tokens(self) -> int:
-        """Tokens of documents in a sample, at most: of GPT one more than inputs, of BERT without special tokens."""
+        """Tokens of documents in a sample, at most: of GPT one more than inputs, of BERT without special tokens, of T5
+        before its spans are taken out."""
         s, model = self.training.seq_length, self.model
+        if model.architecture == "t5":
+            return self.data.span_corruption.text_length(s)
         return s + 1 if model.architecture == "gpt" else s - (3 if model.binary_head else 2)
+
+    @property
+    def decoder_length(self) -> int | None:
+        """Tokens of a sample of t5's decoder; None without one."""
+        if self.model.architecture != "t5":
+            return None
+        noise, spans = self.data.span_corruption.lengths(self.sample_tokens)
+        return self.training.decoder_seq_length or -(-(noise + spans + 1) // 64) * 64
 
     @property
     def position_rows(self) -> int:

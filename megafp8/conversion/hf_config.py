@@ -750,8 +750,63 @@ _ROBERTA = Family(
     ),
     kind="bert",
 )
+_T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu_tanh"}
+
+
+def _check_t5_activation(hf: HfConfig) -> dict[str, Any]:
+    """Keys that follow from feed_forward_proj, but that transformers writes beside it."""
+    gated = hf.get("feed_forward_proj", "relu") == "gated-gelu"
+    for key, value in (("is_gated_act", gated), ("dense_act_fn", "gelu_new" if gated else "relu")):
+        if hf.get(key, value) != value:
+            refuse(key, hf[key], f"{value!r}, as feed_forward_proj says")
+    return {}
+
+
+def _read_t5_tied(hf: HfConfig) -> dict[str, Any]:
+    """transformers 5 writes tie_word_embeddings = true always, and what it was under the other key."""
+    return {
+        "tie_embeddings": _true_by_default(hf, "tie_word_embeddings") and _true_by_default(hf, "scale_decoder_outputs")
+    }
+
+
+def _true_by_default(hf: HfConfig, key: str) -> bool:
+    value = hf.get(key, True)
+    if not isinstance(value, bool):
+        refuse(key, value, "true, false")
+    return value
+
+
+_T5 = Family(
+    "t5",
+    "T5ForConditionalGeneration",
+    (
+        same("num_layers", "num_layers"),
+        same("num_decoder_layers", "num_decoder_layers", None),
+        same("hidden_size", "d_model"),
+        same("num_attention_heads", "num_heads"),
+        same("head_dim", "d_kv", 64),
+        same("ffn_hidden_size", "d_ff"),
+        same("vocab_size", "vocab_size"),
+        same("relative_attention_num_buckets", "relative_attention_num_buckets", 32),
+        same("relative_attention_max_distance", "relative_attention_max_distance", 128),
+        same("norm_eps", "layer_norm_epsilon", 1e-6),
+        same("activation", "feed_forward_proj", "relu", _T5_ACTIVATIONS),
+        Trait(("is_gated_act", "dense_act_fn"), _check_t5_activation),
+        Trait(
+            ("tie_word_embeddings", "scale_decoder_outputs"),
+            _read_t5_tied,
+            lambda model: {"tie_word_embeddings": model.tie_embeddings},
+        ),
+        always(architecture="t5", position_embedding="relative", normalization="rmsnorm"),
+        only(is_encoder_decoder=True),
+        only(written=False, is_decoder=False),
+        # Dropout, initial values, and a length that no class reads.
+        Trait(("dropout_rate", "classifier_dropout", "initializer_factor", "n_positions"), lambda hf: {}),
+    ),
+    kind="t5",
+)
 _ALL = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT2, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3,
-        _BERT, _ROBERTA)  # fmt: skip
+        _BERT, _ROBERTA, _T5)  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
 """In order of preference where several can express a model."""
 
@@ -890,6 +945,7 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": model.query_groups,
         "head_dim": model.channels,
         "ffn_hidden_size": model.ffn_size,
+        "num_decoder_layers": model.decoder_blocks or None,
     }
 
 
@@ -900,6 +956,8 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
     if one.position_embedding == other.position_embedding:
         ignored |= set() if one.position_embedding == "learned" else {"max_position_embeddings"}
         ignored |= set() if one.position_embedding == "rope" else {"rope_theta", "rope_scaling", "yarn"}
+        of_distances = {"relative_attention_num_buckets", "relative_attention_max_distance"}
+        ignored |= set() if one.position_embedding == "relative" else of_distances
     if one.linear_bias and other.linear_bias:
         ignored.add("qkv_bias")  # it adds nothing then
     for section in _SECTIONS:

@@ -9,13 +9,16 @@ ours; transformers 5 fuses them in memory only.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
+from megafp8.config import ModelConfig
+from megafp8.config.activations import ACTIVATIONS
 from megafp8.conversion.hf_config import ROBERTA_OFFSET
 from megafp8.distributed.sharding import Shape
 
-_NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+")
+_NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=decoder\.)\d+")
 
 
 class Place(NamedTuple):
@@ -126,6 +129,38 @@ _ROBERTA = {ours: Place(f"roberta{theirs.name.removeprefix('bert')}") for ours, 
     "output": Place("lm_head.decoder"),
     "output.bias": Place("lm_head.bias"),
 }
+_T5_BLOCK = {
+    "*.attention_norm": "block.*.layer.0.layer_norm",
+    "*.attention.q": "block.*.layer.0.SelfAttention.q",
+    "*.attention.k": "block.*.layer.0.SelfAttention.k",
+    "*.attention.v": "block.*.layer.0.SelfAttention.v",
+    "*.attention.proj": "block.*.layer.0.SelfAttention.o",
+}
+
+
+def _t5(gated: bool) -> dict[str, Place]:
+    """The first linear layer of an MLP without a gate has a name of its own."""
+    found = {
+        "embedding.word": Place("shared"),
+        "encoder.relative_bias": Place("encoder.block.0.layer.0.SelfAttention.relative_attention_bias"),
+        "decoder.relative_bias": Place("decoder.block.0.layer.0.SelfAttention.relative_attention_bias"),
+        "encoder_norm": Place("encoder.final_layer_norm"),
+        "final_norm": Place("decoder.final_layer_norm"),
+        "output": Place("lm_head"),
+        "decoder.*.cross_norm": Place("decoder.block.*.layer.1.layer_norm"),
+    }
+    for part, theirs in (("q", "q"), ("k", "k"), ("v", "v"), ("proj", "o")):
+        found[f"decoder.*.cross_attention.{part}"] = Place(f"decoder.block.*.layer.1.EncDecAttention.{theirs}")
+    for ours, stack, last in (("layers", "encoder", 1), ("decoder", "decoder", 2)):
+        found |= {f"{ours}.{name}": Place(f"{stack}.{theirs}") for name, theirs in _T5_BLOCK.items()}
+        mlp = f"{stack}.block.*.layer.{last}"
+        found[f"{ours}.*.mlp_norm"] = Place(f"{mlp}.layer_norm")
+        found[f"{ours}.*.mlp.gate"] = Place(f"{mlp}.DenseReluDense.wi_0")
+        found[f"{ours}.*.mlp.up"] = Place(f"{mlp}.DenseReluDense.{'wi_1' if gated else 'wi'}")
+        found[f"{ours}.*.mlp.down"] = Place(f"{mlp}.DenseReluDense.wo")
+    return found
+
+
 _MODULES: Mapping[str, Mapping[str, Place]] = {
     "bert": _BERT,
     "deepseek_v2": _DEEPSEEK,
@@ -136,18 +171,36 @@ _MODULES: Mapping[str, Mapping[str, Place]] = {
     "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
     "roberta": _ROBERTA,
+    "t5": _t5(gated=True),
+    "t5 without gates": _t5(gated=False),
 }
 
 _PARAMETERS = {"mlp.router.bias": "e_score_correction_bias"}
 """Their names of parameters that are not called weight or bias, by module and name of ours."""
 
-_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|embeddings\.(position|token_type)_ids)$")
+_BUFFERS = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|embeddings\.(position|token_type)_ids"
+    r"|EncDecAttention\.relative_attention_bias\.weight)$"  # of T5's first release, which nothing reads
+)
 """Constants that older releases of `transformers` saved with the weights."""
 
 
-def place(model_type: str, name: str) -> Place:
-    """Where the tensor `name` (`model.layers.3.attention.q.weight`) of a model of `model_type` lies."""
+def names_of(model_type: str, model: ModelConfig) -> Callable[[str], Place]:
+    """`place` of the tensors of `model`, by our names."""
+    gates = model.architecture != "t5" or ACTIVATIONS[model.activation].gated
+    kind = model_type if gates else f"{model_type} without gates"
+    return partial(place, kind, encoder_layers=model.num_layers if model.architecture == "t5" else None)
+
+
+def place(model_type: str, name: str, encoder_layers: int | None = None) -> Place:
+    """Where the tensor `name` (`model.layers.3.attention.q.weight`) of a model of `model_type` lies.
+
+    `encoder_layers`: of T5, whose layers from this one on are the decoder's.
+    """
     name = name.removeprefix("model.")
+    layer = re.match(r"layers\.(\d+)\.", name)
+    if encoder_layers is not None and layer is not None and int(layer[1]) >= encoder_layers:
+        name = f"decoder.{int(layer[1]) - encoder_layers}.{name[layer.end() :]}"
     module, _, parameter = name.rpartition(".")
     modules, numbers = _MODULES.get(model_type, _LLAMA), iter(_NUMBER.findall(module))
     if name in modules:  # a parameter under a name of its own
@@ -197,6 +250,7 @@ def is_copy(name: str) -> bool:
 
 
 def copy_of(name: str) -> str | None:
-    """The tensor of theirs that `name` must be a copy of, if it is there: the bias of BERT's output layer."""
+    """The tensor of theirs that `name` must be a copy of, if it is there: of BERT's output bias, of T5's embedding."""
     known = {"cls.predictions.decoder.bias": "cls.predictions.bias", "lm_head.decoder.bias": "lm_head.bias"}
+    known |= {f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")}
     return known.get(name)

@@ -25,7 +25,7 @@ from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
 from megafp8.conversion.hf_config import choose, differences, read_config, write_config
-from megafp8.conversion.hf_names import Place, place
+from megafp8.conversion.hf_names import Place, names_of
 from megafp8.conversion.hf_source import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, WEIGHTS_FILE
 from megafp8.conversion.hf_tokenizer import TokenizerExport, export_tokenizer
 from megafp8.conversion.model import check_source
@@ -58,7 +58,8 @@ class HfSink(Sink):
         self._config |= {key: i for key, i in _token_ids(self._tokenizer).items() if key not in self._config}
         assert model.vocab_size is not None
         self._shapes = {n: (model.vocab_size, *s[1:]) if is_vocabulary(n) else s for n, s in shapes.items()}
-        self._places = {name: place(self._config["model_type"], name) for name in shapes}
+        place = names_of(self._config["model_type"], model)
+        self._places = {name: place(name) for name in shapes}
         headers = self._plan(source)
         layout = [self._config, {file: first.hex() for file, (first, _) in headers.items()}]
         if self._open_journal(source, shapes, options, layout):

@@ -40,6 +40,7 @@ from megafp8.conversion.hf_names import (
     is_copy,
     is_of_head,
     is_of_other_head,
+    names_of,
     output_layer,
     place,
     present_name,
@@ -75,6 +76,7 @@ class HfSource(Source):
         if not model.binary_head:
             self._entries = {name: entry for name, entry in self._entries.items() if not is_of_other_head(name)}
         depths = model.mtp_num_layers if any(is_mtp(model, name) for name in self._entries) else 0
+        self._place = names_of(self._model_type, model)
         self.model = model.model_copy(update={"vocab_multiple": vocab_multiple, "mtp_num_layers": depths})
         self.tensors = self._check()
 
@@ -92,7 +94,7 @@ class HfSource(Source):
         tensors: dict[str, TensorInfo] = {}
         used: set[str] = set()
         for name, shape in model_tensors(self.model).items():
-            there = place(self._model_type, name)
+            there = self._place(name)
             entry = self._entries.get(there.name)
             if entry is None:
                 raise ValueError(f"{self.path} has no tensor {there.name}, which {CONFIG_FILE} promises")
@@ -149,7 +151,7 @@ class HfSource(Source):
         return self.read_rows(name, 0, self.tensors[name].shape[0])
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        shape, there = self._unpadded(name, self.tensors[name].shape), place(self._model_type, name)
+        shape, there = self._unpadded(name, self.tensors[name].shape), self._place(name)
         entry, start = self._entries[there.name], there.skip + there.part * shape[0]
         if there.transposed:
             stored = read_rows(entry, there.name, 0, entry.shape[0])

@@ -225,6 +225,7 @@ class Batch:
     `[b, n + 1]`: None unless attention and positions restart at documents. `cu_seqlens` holds the first token of each
     of a sample's documents, and then s as often as it takes: n is a power of two of at least 64, so that it hardly ever
     differs between batches, as it must not for CUDA graphs. `token_types` int64: None where all are 0.
+    `decoder_tokens` `[b, d]`: of T5, whose labels and mask are then `[b, d]`.
     """
 
     tokens: Tensor
@@ -233,6 +234,13 @@ class Batch:
     position_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
     token_types: Tensor | None = None
+    decoder_tokens: Tensor | None = None
+
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """What a stage reads of it."""
+        found = (self.tokens, self.labels, self.position_ids, self.cu_seqlens, self.token_types)
+        return found if self.decoder_tokens is None else (*found, self.decoder_tokens)
 
     def to(self, device: torch.device) -> Batch:
         """This batch on `device`, copied asynchronously if it is in pinned memory."""

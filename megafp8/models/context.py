@@ -32,6 +32,7 @@ class BuildContext:
     those of them over which each expert is cut. `expert_amax`: the ranks that hold the same ones. `gathers_tokens`,
     `expert_overlap`, `row_bound`: how tokens get to them. `sequence_group`: the ranks that hold slices of the same
     sequences between tensor-parallel regions. `global_batch`, `global_tokens`: sequences and tokens of a step.
+    `encoder_tokens`: as `tokens`, in the encoder of T5; `tokens` are then its decoder's.
     """
 
     tensor: ProcessGroup
@@ -55,6 +56,7 @@ class BuildContext:
     sequence_group: ProcessGroup | None = None
     global_batch: int = 1
     global_tokens: int = 1
+    encoder_tokens: int | None = None
 
     @property
     def buffer_device(self) -> torch.device:
@@ -98,11 +100,11 @@ def replicated_parameter(context: BuildContext, shards: Sequence[ParamShard], in
     return new_parameter(context, shards, init, replicated_over_tp=True, reduce_over_tp=context.sequence_sharded)
 
 
-def tokens_per_rank(config: Config) -> int:
-    """Tokens of a micro-batch on a rank, between tensor-parallel regions."""
+def tokens_per_rank(config: Config, *, encoder: bool = False) -> int:
+    """Tokens of a micro-batch on a rank, between tensor-parallel regions; of T5 in its decoder or its encoder."""
     p, t = config.parallel, config.training
-    sequence = t.seq_length // p.context // (p.tensor if p.sequence_parallel else 1)
-    return sequence * t.micro_batch_size
+    length = t.seq_length if encoder or config.decoder_length is None else config.decoder_length
+    return length // p.context // (p.tensor if p.sequence_parallel else 1) * t.micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def planning_context(config: Config, fp8: Fp8Manager) -> BuildContext:
         device=torch.device("meta"),
         sequence_parallel=config.parallel.sequence_parallel,
         tokens=tokens_per_rank(config),
+        encoder_tokens=tokens_per_rank(config, encoder=True),
         weight_storage=weight_storage(config),
         param_gather=config.fp8.param_gather,
         expert=cast(ProcessGroup, PlannedGroup(config.parallel.expert_ranks)),

@@ -203,6 +203,7 @@ class Head(nn.Module):
         super().__init__()
         self.context, self.vocab_size, self.z_loss = context, config.vocab_size, z_loss
         self.norm = block_norm("final_norm", config, context) if config.norm_position == "pre" else None
+        self.scale = config.hidden_size**-0.5 if config.architecture == "t5" and config.tie_embeddings else None
         of_bert = config.architecture == "bert"
         self.transform = HeadTransform(config, context) if of_bert else None
         self.binary = BinaryHead(config, context) if config.binary_head else None
@@ -221,7 +222,8 @@ class Head(nn.Module):
     def _hidden(self, x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
         """The model's hidden states."""
         if self.norm is not None:
-            return normalized(self.norm, x_sbh, branch_sbh)
+            hidden_sbh = normalized(self.norm, x_sbh, branch_sbh)
+            return hidden_sbh if self.scale is None else hidden_sbh * self.scale
         return x_sbh if branch_sbh is None else x_sbh + branch_sbh
 
     def _logits(self, hidden_sbh: Tensor) -> Tensor:
@@ -287,8 +289,8 @@ class GPTStage(nn.Module):
             of_blocks = replace(context, device=torch.device("meta"), real_device=context.device)
         self.blocks, self.mtp = nn.ModuleList(), nn.ModuleList()
         for i, own in zip(layers, self.memory, strict=True):
-            if i < config.num_layers:
-                self.blocks.append(Block(i, config, of_blocks, own))
+            if i < config.num_blocks:
+                self.blocks.append(self._make_block(i, of_blocks, own))
             else:
                 self.mtp.append(PredictionLayer(i, config, of_blocks, own))
         embeds = config.embeds_on_last_stage and (first or last)
@@ -301,6 +303,13 @@ class GPTStage(nn.Module):
         self.offload = ActivationOffload(context.device) if any(own.offload for own in self.memory) else None
         self._frequencies: Tensor | None = None
         self._windows = dict.fromkeys(config.window_of(i) for i in layers)
+
+    def _make_block(self, index: int, context: BuildContext, memory: BlockMemory) -> Block:
+        return Block(index, self.config, context, memory)
+
+    def stream_rows(self, s: int, b: int, decoder: int) -> int:
+        """Rows of the tensor between stages, for s tokens of each of b samples; `decoder`: of T5's decoder."""
+        return s // self.context.tensor.size() if self.context.sequence_sharded else s
 
     def _shared_weight(self, *, first: bool, last: bool) -> nn.Parameter:
         """The embedding's weight, shared by this stage's layers or with another stage; not on the first a copy."""
@@ -372,9 +381,11 @@ class GPTStage(nn.Module):
         held = [x_sbh, *inputs.tensors] if x_sbh.is_leaf else inputs.tensors  # a leaf is what the engine received
         return self.offload.forward(held) if self.offload is not None and torch.is_grad_enabled() else None
 
-    def _run_blocks(self, x_sbh: Tensor, inputs: LayerInputs, offload: Forward | None) -> tuple[Tensor, Tensor | None]:
+    def _run_blocks(
+        self, x_sbh: Tensor, inputs: LayerInputs, offload: Forward | None, which: slice = slice(None)
+    ) -> tuple[Tensor, Tensor | None]:
         branch_sbh: Tensor | None = None
-        for block, memory in zip(self.blocks, self.memory):
+        for block, memory in zip(list(self.blocks)[which], self.memory[which]):
             if memory.full and torch.is_grad_enabled() and branch_sbh is not None:
                 x_sbh, branch_sbh = x_sbh + branch_sbh, None  # one tensor is kept for a block, not two
             x_sbh, branch_sbh = self._run(memory, offload, block, x_sbh, branch_sbh, inputs)
@@ -432,11 +443,13 @@ def fp8_layer_names(config: ModelConfig, blocks: range | None = None) -> Iterato
     """Names of all linear layers of `blocks`, by default the whole model's, that an FP8 pattern can select."""
     for index in config.layers if blocks is None else blocks:
         yield from fp8_layer_sizes(config, 1, range(index, index + 1))
+        yield from cross_layer_sizes(config, 1, range(index, index + 1))
         yield from expert_layer_sizes(config, 1, index)
 
 
 def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) -> dict[str, tuple[int, int]]:
-    """Inputs k and outputs n of a rank's slice of each layer in `fp8_layer_names`, without those of experts.
+    """Inputs k and outputs n of a rank's slice of each layer in `fp8_layer_names`, without those of experts and of
+    cross attention.
 
     t: tensor-parallel size.
     """
@@ -457,6 +470,18 @@ def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) ->
             mlp = f"{name}.mlp" if moe is None else f"{name}.mlp.shared"
             sizes[f"{mlp}.{kind.up_layer}"] = (h, kind.up_width(f) // t)
             sizes[f"{mlp}.down"] = (f // t, h)
+    return sizes
+
+
+def cross_layer_sizes(config: ModelConfig, t: int, layers: range) -> dict[str, tuple[int, int]]:
+    """Inputs k and outputs n of a rank's slice of the linear layers of cross attention in `layers`, by name."""
+    h, d, sizes = config.hidden_size, config.channels, dict[str, tuple[int, int]]()
+    for index in layers:
+        if config.is_decoder(index):
+            name = f"layers.{index}.cross_attention"
+            sizes[f"{name}.q"] = (h, config.num_attention_heads * d // t)
+            sizes[f"{name}.kv"] = (h, 2 * config.query_groups * d // t)
+            sizes[f"{name}.proj"] = (config.num_attention_heads * d // t, h)
     return sizes
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.config import ModelConfig
-from megafp8.config.activations import ACTIVATIONS
+from megafp8.config.activations import ACTIVATIONS, ActivationName
 from megafp8.distributed.sharding import Init
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.fp8.sources import Plain
@@ -27,16 +27,18 @@ from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
-def exact_gelu(x: Tensor, gated: bool) -> Tensor:
-    """GELU of x, or of the gate of [gate | up] times up, by PyTorch's ops in x's dtype."""
-    if not gated:
+def unfused_activation(x: Tensor, kind: ActivationName) -> Tensor:
+    """An activation that has no kernel of ours, by PyTorch's ops in x's dtype: of x, or of [gate | up]."""
+    if kind == "relu":
+        return F.relu(x)
+    if not ACTIVATIONS[kind].gated:
         return F.gelu(x)
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate) * up
 
 
-def _exact_gelu_source(x: Tensor, gated: bool) -> Plain:
-    return Plain(exact_gelu(x, gated).flatten(0, -2))
+def _unfused_source(x: Tensor, kind: ActivationName) -> Plain:
+    return Plain(unfused_activation(x, kind).flatten(0, -2))
 
 
 class MLP(nn.Module):
@@ -52,7 +54,7 @@ class MLP(nn.Module):
         self.kind = config.activation
         f, self.activation = config.ffn_size, ACTIVATIONS[config.activation]
         common = context.linear_options() | {"bias": config.linear_bias}
-        neighbor = Neighbor(self.kind, "any" if self.activation.fused else "none", "exact GELU has no fused kernel")
+        neighbor = Neighbor(self.kind, "any" if self.activation.fused else "none", f"{self.kind} has no fused kernel")
         self.up = ColumnParallelLinear(
             f"{name}.{self.activation.up_layer}",
             config.hidden_size,
@@ -84,11 +86,11 @@ class MLP(nn.Module):
     def forward(self, x_sbh: Tensor | LinearInput) -> Tensor:
         form = self.down.state.input_format
         if not self.activation.fused:
-            y_sbf, gated = self.up(x_sbh), self.activation.gated
-            activated = exact_gelu(y_sbf, gated)
+            y_sbf = self.up(x_sbh)
+            activated = unfused_activation(y_sbf, self.kind)
             if form is None or not torch.is_grad_enabled():
                 return self.down(activated)
-            how = Recompute(partial(_exact_gelu_source, gated=gated), None, None)
+            how = Recompute(partial(_unfused_source, kind=self.kind), None, None)
             return self.down(LinearInput(activated, None, RecomputedInput((y_sbf,), how)))
         handoff = self.up.state.grad_handoff()
         y = self.up(x_sbh, handoff)

@@ -36,7 +36,7 @@ from megafp8.expert_parallel.own_rows import RowBound, own_rows
 from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.groups import RowGroups
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
-from megafp8.models.mlp import MLP, exact_gelu
+from megafp8.models.mlp import MLP, unfused_activation
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.router import Router
 from megafp8.ops.activation import activation
@@ -67,7 +67,7 @@ class Experts(nn.Module):
         into = [shard_dim(f"{name}.{e}.{layer}.weight", (f, h), 0, part, parts) for e in own for layer in first]
         out_of = [shard_dim(f"{name}.{e}.down.weight", (h, f), 1, part, parts) for e in own]
         between = Neighbor(
-            self.kind, "per_tensor" if self.activation.fused else "none", "exact GELU has no fused kernel"
+            self.kind, "per_tensor" if self.activation.fused else "none", f"{self.kind} has no fused kernel"
         )
         up_names, down_names = ([f"{name}.{e}.{layer}" for e in own] for layer in (self.activation.up_layer, "down"))
         self.up_state = self._state(up_names, context, parallel="column", after=between)
@@ -97,7 +97,7 @@ class Experts(nn.Module):
             form = self.down_state.input_format(rows_mh, self.down, groups)
             activated = activation(self.kind, y, None, form, handoff)
         else:
-            activated = exact_gelu(y, self.activation.gated)
+            activated = unfused_activation(y, self.kind)
         return grouped_linear(activated, self.down, groups, self.down_state)
 
 

@@ -23,6 +23,7 @@ from megafp8.data.objectives import NextToken, Objective
 from megafp8.data.packing import BestFit
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
 from megafp8.data.samples import PackedDataset, split_documents
+from megafp8.data.span_corruption import SpanCorruption
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettingError, build_tokenizer
 from megafp8.distributed.collectives import all_gather_objects
 
@@ -122,6 +123,8 @@ def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Ob
     d, s, eod_id = config.data, config.training.seq_length, None if tokenizer is None else tokenizer.eod_id
     if config.model.architecture == "gpt":
         return NextToken(s, eod_id, d.reset_at_documents, d.mask_eod_loss)
+    if config.model.architecture == "t5":
+        return _span_corruption(config, tokenizer, source)
     vocab_size, masked = config.model.vocab_size, d.masked_lm
     assert vocab_size is not None
     starts = None
@@ -134,7 +137,7 @@ def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Ob
     return MaskedLM(
         s,
         config.seed,
-        _special_ids(config, tokenizer, source),
+        SpecialIds(**_special_ids(config, tokenizer, source, tuple(_NAMES))),
         vocab_size,
         eod_id=eod_id,
         probability=masked.probability,
@@ -143,16 +146,50 @@ def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Ob
     )
 
 
+def _span_corruption(config: Config, tokenizer: Tokenizer | None, source: str) -> SpanCorruption:
+    noise, spans = config.data.span_corruption.lengths(config.sample_tokens)
+    length = config.decoder_length
+    assert length is not None
+    found = _special_ids(config, tokenizer, source, ("sep", "pad"))
+    sentinels = _sentinels(config, tokenizer, spans, source)
+    return SpanCorruption(
+        config.training.seq_length, length, config.seed, noise, spans, sentinels, found["sep"], found["pad"]
+    )
+
+
+def _sentinels(config: Config, tokenizer: Tokenizer | None, spans: int, source: str) -> list[int]:
+    """Ids of the tokens that mark spans. Raises ConfigError if there are too few."""
+    size, given = config.model.vocab_size, config.data.special_tokens.sentinels
+    assert size is not None
+    if given is not None:
+        found = given
+    else:
+        found = []
+        while tokenizer is not None and (number := tokenizer.id_of(f"<extra_id_{len(found)}>")) is not None:
+            found.append(number)
+        found = found or [*range(size - 1, (0 if tokenizer is None else tokenizer.vocab_size) - 1, -1)][:spans]
+    if len(found) < spans or max(found) >= size or len(set(found)) < len(found):
+        rule = f"{len(found)} different ids below model.vocab_size ({size}), and a sample has {spans} spans"
+        more = size + spans - len(found)
+        works = f"try model.vocab_size={more}, give {spans} ids, or try a larger data.span_corruption.mean_span_length"
+        raise ConfigError(source, [Problem("data.special_tokens.sentinels", given, rule, works)])
+    return found
+
+
 _NAMES = {"cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>"), "mask": ("[MASK]", "<mask>"), "pad": ("[PAD]", "<pad>")}
-"""Special tokens of BERT's and RoBERTa's tokenizers."""
+"""Special tokens of the tokenizers of BERT, and of RoBERTa or T5."""
 
 
-def _special_ids(config: Config, tokenizer: Tokenizer | None, source: str) -> SpecialIds:
-    """Ids of special tokens, from the config or the tokenizer. Raises ConfigError naming those that are missing."""
+def _special_ids(config: Config, tokenizer: Tokenizer | None, source: str, needed: Sequence[str]) -> dict[str, int]:
+    """Ids of the special tokens `needed`, from the config or the tokenizer.
+
+    Raises ConfigError naming those that are missing.
+    """
     given, problems, found = config.data.special_tokens, [], {}
     size = config.model.vocab_size
     assert size is not None
-    for key, names in _NAMES.items():
+    for key in needed:
+        names = _NAMES[key]
         ids = [getattr(given, key), *(None if tokenizer is None else tokenizer.id_of(name) for name in names)]
         number = next((i for i in ids if i is not None), None)
         if number is None:
@@ -167,7 +204,7 @@ def _special_ids(config: Config, tokenizer: Tokenizer | None, source: str) -> Sp
             found[key] = number
     if problems:
         raise ConfigError(source, problems)
-    return SpecialIds(**found)
+    return found
 
 
 def open_data_sets(config: Config) -> list[DataSet]:

@@ -36,6 +36,7 @@ from megafp8.distributed.sharding import spec_of
 from megafp8.expert_parallel.own_rows import RowBound
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.health import Record, Statistics
+from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, tokens_per_rank, weight_storage
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
@@ -121,6 +122,7 @@ class Trainer:
             build_tp_overlap(p, parallel, os.environ),
             blocks_on_meta=p.fsdp,
             tokens=tokens_per_rank(config),
+            encoder_tokens=tokens_per_rank(config, encoder=True),
             weight_storage=weight_storage(config),
             param_gather=config.fp8.param_gather,
             expert=parallel.expert.group,
@@ -166,12 +168,13 @@ class Trainer:
             self.weights.release_fp8_params()
         if self.released:
             self.publish_weights()
-        s = t.seq_length // p.context // (parallel.tensor.size if context.sequence_sharded else 1)
+        b = t.micro_batch_size
+        rows = self.stages[0].stream_rows(t.seq_length // p.context, b, config.decoder_length or 0)
         self.engine = PipelineEngine(
             parallel.pipeline,
             parallel.pipeline_backward,
             self.plan.placement,
-            (s, t.micro_batch_size, config.model.hidden_size),
+            (rows, b, config.model.hidden_size),
             dtype,
             parallel.device,
             wgrads,
@@ -302,7 +305,7 @@ class Trainer:
 
     def _build(self, stage: int, context: BuildContext) -> GPTStage:
         layers = self.plan.layers[stage]
-        return GPTStage(
+        return build_stage(
             self.config.model,
             context,
             layers=layers,
@@ -339,8 +342,7 @@ class Trainer:
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Forward of a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
-        own = microbatch
-        y = stage(x, own.tokens, own.labels, own.position_ids, own.cu_seqlens, own.token_types)
+        y = stage(x, *microbatch.inputs)
         if stage.head is None:
             return StageOutput(y)
         mask_sb = torch.ones_like(y) if microbatch.loss_mask is None else microbatch.loss_mask.transpose(0, 1)

@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope by layer": (L | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one rotary embedding"),
     "half a head turned": (L | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5: .*supported: 1.0"),
     "relu in Llama": (L | {"hidden_act": "relu"}, "hidden_act = 'relu': .*supported: silu, swish, gelu_pytorch_tanh"),
-    "relu in GPT-2": (G | {"activation_function": "relu"}, "activation_function = 'relu': .*supported: gelu_new"),
+    "silu in GPT-2": (G | {"activation_function": "silu"}, "activation_function = 'silu': .*supported: gelu_new"),
     "unscaled attention": (G | {"scale_attn_weights": False}, "scale_attn_weights = False: .*supported: True"),
     "scaled by layer": (G | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     "mixed layers": (
@@ -449,7 +449,7 @@ def test_every_family_is_tested() -> None:
     assert {family for family, _ in OURS.values()} == {name for name, x in FAMILIES.items() if x.kind == "gpt"}
 
 
-_FAMILIES = "Llama Mistral Qwen2 Qwen3 GPT2 Mixtral Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3 Bert Roberta"
+_FAMILIES = "Llama Mistral Qwen2 Qwen3 GPT2 Mixtral Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3 Bert Roberta T5"
 
 
 @pytest.mark.parametrize("kind", _FAMILIES.split())

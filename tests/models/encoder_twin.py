@@ -82,3 +82,57 @@ def bert_loss(
         return loss, torch.zeros(len(tokens), dtype=torch.float64)
     pooled = torch.tanh(linear(x[:, 0], w, "pooler"))
     return loss, F.cross_entropy(linear(pooled, w, "binary_head"), swapped, reduction="none")
+
+
+def _bucket(distance: int, config: ModelConfig, *, bidirectional: bool) -> int:
+    """Of a key that is `distance` after its query (Raffel et al. 2019; Mesh TensorFlow's definition)."""
+    count, start = config.relative_attention_num_buckets, 0
+    if bidirectional:
+        count //= 2
+        start, distance = (count if distance > 0 else 0), abs(distance)
+    else:
+        distance = max(-distance, 0)
+    exact = count // 2
+    if distance < exact:
+        return start + distance
+    far = math.log(distance / exact) / math.log(config.relative_attention_max_distance / exact) * (count - exact)
+    return start + min(exact + int(far), count - 1)
+
+
+def _t5_mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
+    up = linear(x, w, f"{name}.up")
+    inner = gelu(linear(x, w, f"{name}.gate"), config) * up if f"{name}.gate.weight" in w else up.relu()
+    return linear(inner, w, f"{name}.down")
+
+
+def t5_logits(w: Weights, config: ModelConfig, tokens: Tensor, decoder_tokens: Tensor) -> Tensor:
+    """`[b, d, v]`."""
+    (b, s), d, heads = tokens.shape, decoder_tokens.shape[1], config.num_attention_heads
+
+    def bias(n: int, stack: str, *, bidirectional: bool) -> Tensor:
+        found = [[_bucket(j - i, config, bidirectional=bidirectional) for j in range(n)] for i in range(n)]
+        return w[f"{stack}.relative_bias.weight"][torch.tensor(found)].permute(2, 0, 1)
+
+    def attention(x: Tensor, of: Tensor, name: str, allowed: Tensor, bias: Tensor | None) -> Tensor:
+        q, k, v = linear(x, w, f"{name}.q"), linear(of, w, f"{name}.k"), linear(of, w, f"{name}.v")
+        return linear(attend(q, k, v, heads, 1.0, allowed.expand(b, -1, -1), bias), w, f"{name}.proj")
+
+    x, everything = w["embedding.word.weight"][tokens], torch.ones(1, s, s, dtype=torch.bool)
+    of_encoder = bias(s, "encoder", bidirectional=True)
+    for i in range(config.num_layers):
+        y = norm(x, w, f"layers.{i}.attention_norm", config)
+        x = x + attention(y, y, f"layers.{i}.attention", everything, of_encoder)
+        x = x + _t5_mlp(norm(x, w, f"layers.{i}.mlp_norm", config), w, f"layers.{i}.mlp", config)
+    encoded = norm(x, w, "encoder_norm", config)
+    x, earlier = w["embedding.word.weight"][decoder_tokens], torch.ones(1, d, d, dtype=torch.bool).tril()
+    of_decoder = bias(d, "decoder", bidirectional=False)
+    for i in range(config.num_layers, config.num_blocks):
+        y = norm(x, w, f"layers.{i}.attention_norm", config)
+        x = x + attention(y, y, f"layers.{i}.attention", earlier, of_decoder)
+        y = norm(x, w, f"layers.{i}.cross_norm", config)
+        x = x + attention(y, encoded, f"layers.{i}.cross_attention", torch.ones(1, d, s, dtype=torch.bool), None)
+        x = x + _t5_mlp(norm(x, w, f"layers.{i}.mlp_norm", config), w, f"layers.{i}.mlp", config)
+    x = norm(x, w, "final_norm", config)
+    if config.tie_embeddings:
+        return x / math.sqrt(config.hidden_size) @ w["embedding.word.weight"].T
+    return x @ w["output.weight"].T

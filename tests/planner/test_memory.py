@@ -313,7 +313,9 @@ def test_state_of_a_rank_with_fp8_parameters(world4: World, precision: str) -> N
                 assert 0.97 * planned[i] <= measured[i] <= planned[i]
 
 
-@pytest.mark.parametrize("model", ["llama3-8b", "llama3-405b", "gpt2-125m", "mixtral-8x7b", "deepseek-v3", "bert-base"])
+@pytest.mark.parametrize(
+    "model", ["llama3-8b", "llama3-405b", "gpt2-125m", "mixtral-8x7b", "deepseek-v3", "bert-base", "t5-base"]
+)
 def test_parameters_are_those_of_the_constructors(model: str) -> None:
     for options in ([], ["model.tie_embeddings=true", "model.qk_norm=true", "model.qkv_bias=true"]):
         config = load_config(CONFIG.parent / f"{model}.yaml", ["model.vocab_size=50257", *options])

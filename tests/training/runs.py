@@ -27,7 +27,9 @@ from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout, load_config
 from megafp8.data import sampler
 from megafp8.data.masked_lm import MaskedLM, SpecialIds
+from megafp8.data.objectives import Objective
 from megafp8.data.samples import PADDING, Batch, next_token_batch
+from megafp8.data.span_corruption import SpanCorruption
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training import job
@@ -95,6 +97,10 @@ BERT = {
     **_GPT2, "architecture": "bert", "norm_position": "post", "activation": "gelu", "tie_embeddings": True,
     "num_query_groups": None, "token_types": 2, "binary_head": True,
 }  # fmt: skip
+T5 = {
+    "architecture": "t5", "num_decoder_layers": 2, "num_query_groups": None, "position_embedding": "relative",
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "activation": "geglu_tanh",
+}  # fmt: skip
 LATENT = {"q_rank": 32, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 8}
 WORDS: dict[str, Sections] = {
     # models
@@ -117,6 +123,8 @@ WORDS: dict[str, Sections] = {
     "bert": {"model": BERT, "data": {"packing": "sentences"}},
     "bert-pre": {"model": {**BERT, "norm_position": "pre", "activation": "gelu_tanh", "tie_embeddings": False,
                            "binary_head": False}},
+    "t5": {"model": T5, "training": {"decoder_seq_length": 16}},
+    "t5-tied": {"model": {**T5, "activation": "relu", "tie_embeddings": True}, "training": {"decoder_seq_length": 16}},
     # precision; a CPU is slow at bf16
     "fp64": {"training": {"precision": "fp64"}},
     "bf16": {
@@ -364,9 +372,15 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
 def _encoder_batches(step: int, config: Config, parallel: ParallelState, tokens: Tensor) -> list[Batch]:
     """The same for other objectives, which take samples as pieces; some are shorter than others."""
     t, data, pairs = config.training, parallel.data, config.model.binary_head
-    objective = MaskedLM(t.seq_length, config.seed, SpecialIds(96, 97, 98, 99), VOCABULARY, pairs=pairs)
+    objective: Objective = MaskedLM(t.seq_length, config.seed, SpecialIds(96, 97, 98, 99), VOCABULARY, pairs=pairs)
+    samples = tokens.numpy()
+    if config.decoder_length is not None:
+        lengths = config.data.span_corruption.lengths(config.sample_tokens)
+        sentinels = [98, 97, 96, 95, 94]
+        objective = SpanCorruption(t.seq_length, config.decoder_length, config.seed, *lengths, sentinels, 1, 99)
+        samples = np.concatenate([samples, samples], axis=1)
     rows = []
-    for i, sample in enumerate(tokens.numpy()):
+    for i, sample in enumerate(samples):
         text = sample[: config.sample_tokens - 5 * (i % 3) * pairs]
         rows.append(torch.from_numpy(objective.row(np.split(text, [4, 11]), step * t.global_batch_size + i)))
     own = torch.stack(rows).split(t.micro_batch_size)[data.rank :: data.size]

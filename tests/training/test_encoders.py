@@ -12,13 +12,18 @@ from megafp8.config import Config, ConfigError, check_layout
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.training.inputs import open_inputs
 from tests.quickstart_data import VOCABULARY, QuickstartData
-from tests.training.runs import BERT, merged, start, text_batches
+from tests.training.runs import BERT, T5, merged, start, text_batches
 from tests.world import World
 
 IDS = {"cls": VOCABULARY, "sep": VOCABULARY + 1, "mask": VOCABULARY + 2, "pad": VOCABULARY + 3}
 MASKED_LM = {
     "model": {**BERT, "binary_head": False, "token_types": 0, "norm_position": "pre", "position_embedding": "rope"},
     "data": {"special_tokens": IDS},
+}
+SPANS = {
+    "model": {**T5, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
+    "data": {"special_tokens": {"pad": VOCABULARY}},
+    "training": {"decoder_seq_length": 16},
 }
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "ffn_hidden_size": 256, "init_std": 0.05},
@@ -46,7 +51,7 @@ def _entropy(data: QuickstartData) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sections", [MASKED_LM], ids=["masked-lm"])
+@pytest.mark.parametrize("sections", [MASKED_LM, SPANS], ids=["masked-lm", "span-corruption"])
 def test_what_a_model_learns_from_context(
     world2: World, quickstart_data: QuickstartData, sections: dict[str, Any]
 ) -> None:
@@ -65,6 +70,25 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+T5_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"model": {"position_embedding": "rope"}}, "model.position_embedding = 'rope': model.architecture is t5"),
+    ({"model": {"qk_norm": True}}, "model.qk_norm = True: model.architecture is t5"),
+    ({"model": {"relative_attention_num_buckets": 6}}, "model.relative_attention_num_buckets = 6: half"),
+    ({"training": {"decoder_seq_length": 9}}, "training.decoder_seq_length = 9: a sample of 64 tokens has 10 in 3"),
+    ({"parallel": {"context": 2}}, "parallel.context = 2: model.architecture is t5"),
+    ({"parallel": {"offload": True, "tensor": 2}}, "parallel.offload = True: model.architecture is t5"),
+    (
+        {"data": {"special_tokens": {"sentinels": [519, 518]}}},
+        "data.special_tokens.sentinels = [519, 518]: 2 different",
+    ),
+]
+
+
+def _open(config: Config) -> None:
+    check_layout(config, config.parallel.tensor * config.parallel.context)
+    open_inputs(config, "test")
+
+
 def test_mistakes_are_named(quickstart_data: QuickstartData) -> None:
     given = {"model": BERT, "data": {"packing": "sentences", "special_tokens": IDS}}
     check_layout(_config(quickstart_data, given), 1)
@@ -73,6 +97,13 @@ def test_mistakes_are_named(quickstart_data: QuickstartData) -> None:
             check_layout(_config(quickstart_data, given, mistake), 1)
         assert expected in str(error.value)
         assert "try " in str(error.value) or "leave it out" in str(error.value)
+    t5 = _config(quickstart_data, SPANS)
+    check_layout(t5, 1)
+    assert open_inputs(t5, "test").objective.sentinels == [519, 518, 517]
+    for mistake, expected in T5_MISTAKES:
+        with pytest.raises(ConfigError) as error:
+            _open(_config(quickstart_data, SPANS, mistake))
+        assert expected in str(error.value)
     for ids, expected in (
         ({}, "data.special_tokens.mask = None: not given, and data.tokenizer has neither [MASK] nor <mask>"),
         ({"mask": VOCABULARY + 8}, "data.special_tokens.mask = 520: model.vocab_size is 520; try model.vocab_size=521"),
