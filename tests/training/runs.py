@@ -372,12 +372,12 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
 def _encoder_batches(step: int, config: Config, parallel: ParallelState, tokens: Tensor) -> list[Batch]:
     """The same for other objectives, which take samples as pieces; some are shorter than others."""
     t, data, pairs = config.training, parallel.data, config.model.binary_head
-    objective: Objective = MaskedLM(t.seq_length, config.seed, SpecialIds(96, 97, 98, 99), VOCABULARY, pairs=pairs)
+    objective: Objective = MaskedLM(t.seq_length, 1234, SpecialIds(96, 97, 98, 99), VOCABULARY, pairs=pairs)
     samples = tokens.numpy()
     if config.decoder_length is not None:
         lengths = config.data.span_corruption.lengths(config.sample_tokens)
         sentinels = [98, 97, 96, 95, 94]
-        objective = SpanCorruption(t.seq_length, config.decoder_length, config.seed, *lengths, sentinels, 1, 99)
+        objective = SpanCorruption(t.seq_length, config.decoder_length, 1234, *lengths, sentinels, 1, 99)
         samples = np.concatenate([samples, samples], axis=1)
     rows = []
     for i, sample in enumerate(samples):

@@ -21,9 +21,15 @@ MASKED_LM = {
     "data": {"special_tokens": IDS},
 }
 SPANS = {
-    "model": {**T5, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
+    "model": {
+        **T5,
+        "num_layers": 1,
+        "num_decoder_layers": 1,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+    },
     "data": {"special_tokens": {"pad": VOCABULARY}},
-    "training": {"decoder_seq_length": 16},
+    "training": {"decoder_seq_length": 16, "steps": 200},
 }
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "ffn_hidden_size": 256, "init_std": 0.05},
@@ -51,6 +57,7 @@ def _entropy(data: QuickstartData) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("sections", [MASKED_LM, SPANS], ids=["masked-lm", "span-corruption"])
 def test_what_a_model_learns_from_context(
     world2: World, quickstart_data: QuickstartData, sections: dict[str, Any]
