@@ -69,7 +69,7 @@ def our_logits(source: Source, tp: int) -> tuple[Tensor, Tensor | None]:
     assert stage.embedding is not None
     assert stage.head is not None
     inputs = stage.layer_inputs(S, None, cu_seqlens)
-    x_sbh, branch_sbh = stage.run_blocks(stage.embedding(tokens(), None, types), inputs)
+    x_sbh, branch_sbh = stage.run_blocks(stage.embedding(tokens(), None, token_types_bs=types), inputs)
     binary = None if stage.head.binary is None else stage.head.binary.logits(x_sbh)
     logits_sbv = gather_from_tensor_parallel(stage.head.logits(x_sbh, branch_sbh), state.tensor.group)
     return logits_sbv.transpose(0, 1)[..., : model.vocab_size].contiguous(), binary

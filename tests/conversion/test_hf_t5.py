@@ -60,8 +60,8 @@ def our_logits(source: Source, tp: int) -> Tensor:
     )
     load_weights(source, collect(stages.parameters(), lambda param: param.detach(), "model."))
     head = stages[1].head
-    head.forward = lambda x, branch, labels: head.logits(x, branch)
-    inputs = (tokens(S), tokens(D), None, None, None, tokens(D))
+    head.forward = lambda x, branch, *_: head.logits(x, branch)
+    inputs = (tokens(S), tokens(D), None, None, None, None, tokens(D))
     logits_dbv = gather_from_tensor_parallel(stages[1](stages[0](None, *inputs), *inputs), state.tensor.group)
     return logits_dbv.transpose(0, 1)[..., : model.vocab_size].contiguous()
 
