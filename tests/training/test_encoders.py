@@ -79,6 +79,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"token_types": 1}}, "model.token_types = 1: model.binary_head is true"),
     ({"model": {"mtp_num_layers": 1}}, "model.mtp_num_layers = 1: model.architecture is bert"),
     ({"model": {"parallel_block": True}}, "model.parallel_block = True: model.norm_position is post"),
+    ({"model": {"position_embedding": "alibi"}}, "model.position_embedding = 'alibi': model.architecture is bert"),
     ({"data": {"packing": "concatenate"}}, "data.packing = 'concatenate': model.binary_head is true"),
     ({"data": {"reset_at_documents": True}}, "data.reset_at_documents = True: model.architecture is bert"),
 ]

@@ -92,7 +92,7 @@ QUICK_CASES = [
     "tp2 pp2 current", "dp2 pp2 delayed", "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
     "mtp dp2 fsdp", "dp2 pp2 fp16 zero delayed",
     "bert tp2 pp2 4-samples dropout", "bert dp2 fsdp", "bert-pre tp2 cp2 fp64 delayed", "t5 tp2 fp64 delayed",
-    "t5-tied pp2 dp2 zero dropout",  # encoders
+    "t5-tied pp2 dp2 zero dropout", "t5 pp2 fp16 dropout", "bert dp2 fp16 zero",  # encoders
 ]  # fmt: skip
 SLOW_CASES = [
     *product(["dp2", "dp2 ep2", "tp2", "cp2 ep2", "cp2 dp2 ep4"], ["moe", "deepseek"]),
