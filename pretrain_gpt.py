@@ -12,115 +12,12 @@ Exit codes: 0 done or stopped cleanly; 2 wrong config, data or checkpoint, or a 
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
-import os
-import shlex
-import sys
-from typing import TYPE_CHECKING, Any, NoReturn
-
-from megafp8.config import Config, ConfigError, Problem, check_layout, load_config
-from megafp8.training.errors import run_and_report
-
-if TYPE_CHECKING:
-    from megafp8.training.inputs import Inputs
-
-
-def _ranks(text: str) -> int:
-    """The type of --world-size."""
-    ranks = int(text)
-    if ranks < 1:
-        raise argparse.ArgumentTypeError(f"{ranks} ranks; at least 1 is needed")
-    return ranks
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises errors instead of printing them: all ranks find the same error, and one of them reports it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("command line", [Problem("(arguments)", shlex.join(sys.argv[1:]), message, "see --help")])
-
-
-class _Once(argparse.Action):
-    """An argument that may be given once; argparse would silently use the last one."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
-        before = getattr(namespace, self.dest)
-        if before is not None:
-            parser.error(f"{self.option_strings[0]} is given twice: {before} and {values}; give one")
-        setattr(namespace, self.dest, values)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", action=_Once, help="the YAML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. parallel.tensor=2")
-    shown = "print config, rank layout, parameters, memory per rank and data sets, then stop"
-    parser.add_argument("--dry-run", action="store_true", help=shown)
-    help = "with --dry-run: the number of ranks to plan for"
-    parser.add_argument("--world-size", action=_Once, type=_ranks, help=help)
-    parser.add_argument("--print-schema", action="store_true", help="print the JSON schema of the config, then stop")
-    arguments = parser.parse_intermixed_args()
-    if not arguments.config and not arguments.print_schema:
-        parser.error("--config is required, for example --config configs/quickstart.yaml")
-    if arguments.world_size is not None and not arguments.dry_run:
-        parser.error("--world-size is for --dry-run; a run has as many ranks as torchrun starts processes")
-    return arguments
-
-
-def _complete_model(tree: dict[str, Any], source: str) -> None:
-    from megafp8.training.init_from import complete_model  # needs torch
-
-    complete_model(tree, source)
-
-
-def prepare(arguments: argparse.Namespace) -> Inputs | None:
-    """Do all checks that need no process group; None if there is nothing to train.
-
-    Importing torch takes longer than all checks, so those that do not need it come before the import.
-    """
-    if arguments.print_schema:
-        print(json.dumps(Config.model_json_schema(), indent=2))
-        return None
-    config = load_config(arguments.config, arguments.overrides, _complete_model)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if arguments.dry_run:
-        p = config.parallel
-        world_size = arguments.world_size or max(world_size, p.tensor * p.pipeline * p.context)
-        gc.disable()  # this process ends soon, and collecting takes a sixth of its time
-    check_layout(config, world_size, arguments.config)
-
-    # From here on torch is needed; a dry run imports no more of it than it must.
-    from megafp8.training.fp8_config import check_recipe
-
-    check_recipe(config, arguments.config)
-    if arguments.dry_run:
-        from megafp8.training.describe import dry_run
-
-        print(dry_run(config, world_size, arguments.config))
-        return None
-
-    from megafp8.training.validate import validate
-
-    return validate(config, world_size, arguments.config)
-
-
-def run() -> None:
-    inputs = prepare(parse_arguments())
-    if inputs is not None:
-        from megafp8.training.job import train
-
-        train(inputs)
+from megafp8.training import command_line
 
 
 def main() -> int:
-    return run_and_report(run)
+    return command_line.main(__doc__, "gpt")
 
 
 if __name__ == "__main__":
-    code = main()
-    if code:  # without waiting for communicators, which may wait for ranks that wait for this one
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    command_line.exit_with(main())

@@ -30,14 +30,17 @@ BASE: dict[str, Any] = {
 CONDITIONS = {
     "always": lambda m: True,
     "`position_embedding: learned`": lambda m: m.position_embedding == "learned",
-    "`normalization: layernorm`": lambda m: m.normalization == "layernorm",
-    "`norm_position: pre` or `both`": lambda m: m.norm_position != "output",
-    "`norm_position: output` or `both`": lambda m: m.norm_position != "pre",
-    "`norm_position: pre` or `both` with `normalization: layernorm`": lambda m: (
+    "unless `norm_position: post`": lambda m: m.norm_position != "post",
+    "`normalization: layernorm` unless `norm_position: post`": lambda m: (
+        m.norm_position != "post" and m.normalization == "layernorm"
+    ),
+    "`norm_position: pre`, `both` or `post`": lambda m: m.norm_position != "output",
+    "`norm_position: output` or `both`": lambda m: m.norm_position in ("output", "both"),
+    "`norm_position: pre`, `both` or `post` with `normalization: layernorm`": lambda m: (
         m.norm_position != "output" and m.normalization == "layernorm"
     ),
     "`norm_position: output` or `both` with `normalization: layernorm`": lambda m: (
-        m.norm_position != "pre" and m.normalization == "layernorm"
+        m.norm_position in ("output", "both") and m.normalization == "layernorm"
     ),
     "`linear_bias` or `qkv_bias`": lambda m: m.linear_bias or m.qkv_bias,
     "`qk_norm: true`": lambda m: m.qk_norm,
@@ -63,6 +66,7 @@ MODELS = [
         "norm_position": "both",
         "mtp_num_layers": 1,
     },
+    {"normalization": "layernorm", "norm_position": "post"},
     {"activation": "geglu_tanh", "linear_bias": True, "tie_embeddings": True, "vocab_multiple": 64},
 ]
 

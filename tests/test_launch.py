@@ -123,4 +123,4 @@ def test_a_config_that_is_not_there(tools: dict[str, str], script: str) -> None:
     assert "usage:" in launch(script, **tools).stderr
     done = launch(script, "configs/absent.yaml", **tools)
     assert done.returncode == 2
-    assert "no such config: configs/absent.yaml; there are: configs/deepseek-v3.yaml configs/gemma2" in done.stderr
+    assert "no such config: configs/absent.yaml; there are: configs/bert-base.yaml configs/deepseek" in done.stderr

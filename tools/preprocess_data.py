@@ -28,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     add_tokenizer_flags(parser, required=True)
     parser.add_argument("--output-prefix", required=True)
     parser.add_argument("--no-append-eod", action="store_true", help="add no end-of-document token after each document")
+    help = "store each sentence of a document as a sequence, for data.packing sentences"
+    parser.add_argument("--split-sentences", action="store_true", help=help)
     parser.add_argument("--workers", type=int, default=0, help="processes that tokenize; 0 (default): this process")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing data set")
     arguments = parser.parse_args(argv)
@@ -43,6 +45,7 @@ def _preprocess(arguments: argparse.Namespace) -> None:
         tokenizer=tokenizer_settings(arguments),
         workers=arguments.workers,
         append_eod=not arguments.no_append_eod,
+        sentences=arguments.split_sentences,
         skip_errors=arguments.skip_errors,
         overwrite=arguments.overwrite,
         sources=[str(file.path) for file in files],

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from megafp8.config import moe_checks, optimizer_checks
+from megafp8.config import encoder_checks, moe_checks, optimizer_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
 from megafp8.config.schema import Config, LatentAttentionConfig, ModelConfig, MoeConfig, Section, YarnConfig
@@ -42,6 +42,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _checkpoint,
         _tokenizer,
         _packing,
+        encoder_checks.data,
         _blend,
         _deterministic,
         _cuda_graphs,
@@ -186,6 +187,7 @@ def _model(config: Config) -> Iterator[Problem]:
     m, s = config.model, config.training.seq_length
     yield from attention_heads(m)
     yield from moe_checks.experts(m)
+    yield from encoder_checks.model(m)
     rows = m.max_position_embeddings
     if m.position_embedding == "learned" and rows is not None and rows < s:
         rule = f"fewer positions than training.seq_length ({s})"
@@ -206,15 +208,16 @@ def _tensor(config: Config) -> Iterator[Problem]:
 
 
 def _stages(config: Config) -> Iterator[Problem]:
-    p, layers = config.parallel, config.model.num_layers
+    p, layers = config.parallel, config.model.num_blocks
+    name = "model.num_layers + model.num_decoder_layers" if config.model.decoder_blocks else "model.num_layers"
     stages, explicit = p.pipeline * p.virtual_pipeline, p.layers_per_stage
     if p.pipeline > layers:
-        rule = f"a stage would have no layers: model.num_layers is {layers}"
+        rule = f"a stage would have no layers: {name} is {layers}"
         yield Problem("parallel.pipeline", p.pipeline, rule, f"try {layers} or less")
     elif stages > layers:
         rule = f"with parallel.pipeline = {p.pipeline} that makes {stages} stages, and a stage would have no layers"
         works = f"try {layers // p.pipeline} or less"
-        yield Problem("parallel.virtual_pipeline", p.virtual_pipeline, f"{rule}: model.num_layers is {layers}", works)
+        yield Problem("parallel.virtual_pipeline", p.virtual_pipeline, f"{rule}: {name} is {layers}", works)
     elif isinstance(explicit, list):
         base, more = divmod(layers, stages)
         works = f"try {[base + (i < more) for i in range(stages)]}"
@@ -224,7 +227,7 @@ def _stages(config: Config) -> Iterator[Problem]:
         elif min(explicit) < 1:
             rule = f"stage {explicit.index(min(explicit))} would have no layers"
         elif sum(explicit) != layers:
-            rule = f"adds up to {sum(explicit)}, model.num_layers is {layers}"
+            rule = f"adds up to {sum(explicit)}, {name} is {layers}"
         else:
             return
         yield Problem("parallel.layers_per_stage", explicit, rule, works)
@@ -264,7 +267,7 @@ def _schedule(config: Config) -> Iterator[Problem]:
 
 
 def _recompute(config: Config) -> Iterator[Problem]:
-    p, layers = config.parallel, config.model.num_layers
+    p, layers = config.parallel, config.model.num_blocks
     stages, split = p.pipeline * p.virtual_pipeline, p.layers_per_stage
     most = layers - stages + 1 if split == "balanced" else -(-layers // stages)
     largest = (max(split) if isinstance(split, list) and split else most) + config.model.mtp_num_layers
@@ -313,7 +316,7 @@ def _overlap(config: Config) -> Iterator[Problem]:
 
 
 def _fp8(config: Config) -> Iterator[Problem]:
-    f, layers = config.fp8, config.model.num_layers
+    f, layers = config.fp8, config.model.num_blocks
     kept = f.first_blocks_bf16 + f.last_blocks_bf16
     if f.recipe != "none" and kept >= layers:
         yield Problem(

@@ -188,8 +188,14 @@ class MoeConfig(Section):
 class ModelConfig(Section):
     """The network. The defaults are those of Llama; GPT-2 and Qwen differ in a few fields."""
 
+    architecture: Literal["gpt", "bert", "t5"] = "gpt"
+    """gpt: causal language model. bert: bidirectional encoder, trained to predict masked tokens (data.masked_lm).
+    t5: encoder and decoder, trained to restore spans of a text (data.span_corruption). Each is trained by a script of
+    its own: pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py."""
     num_layers: Annotated[int, Field(gt=0, le=10_000), _INTEGER]
-    """Number of transformer blocks."""
+    """Number of transformer blocks, in t5 of the encoder."""
+    num_decoder_layers: PositiveInt | None = None
+    """t5: number of blocks of the decoder. Default: num_layers."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
     num_attention_heads: PositiveInt
@@ -208,11 +214,15 @@ class ModelConfig(Section):
     max_position_embeddings: PositiveInt | None = None
     """Rows of the learned position table. Default: training.seq_length. With rope it has no effect but as the longest
     context in a conversion to Hugging Face."""
-    position_embedding: Literal["rope", "learned", "alibi", "none"] = "rope"
+    position_embedding: Literal["rope", "learned", "alibi", "relative", "none"] = "rope"
     """rope (rotary, Llama), learned (GPT-2), alibi (scores fall with the distance, at a rate of each head's own: Press
-    et al. 2021, arXiv:2108.12409; BLOOM) or none."""
+    et al. 2021, arXiv:2108.12409; BLOOM), relative (T5: learned biases of scores by distance) or none."""
+    relative_attention_num_buckets: PositiveInt = 32
+    """relative: number of ranges of distances with a bias of their own."""
+    relative_attention_max_distance: PositiveInt = 128
+    """relative: distances from this on share a bias."""
     embedding_norm: bool = False
-    """Normalize the embeddings before the first block (BLOOM)."""
+    """Normalize the embeddings before the first block (BLOOM, BERT)."""
     embedding_multiplier: PositiveFloat = 1.0
     """Embeddings are multiplied by this, rounded to training.precision (Granite; Gemma: √hidden_size)."""
     rope_theta: PositiveFloat = 10000.0
@@ -234,16 +244,17 @@ class ModelConfig(Section):
     """rmsnorm (Llama) or layernorm (GPT-2)."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance in norms."""
-    norm_position: Literal["pre", "output", "both"] = "pre"
-    """Where attention and MLP, f, have their norms. pre: x + f(norm(x)) (Llama, GPT-2). output: x + norm(f(x)), before
-    the addition (OLMo 2). both: x + norm(f(norm(x))), a sandwich (Gemma 2 and 3)."""
+    norm_position: Literal["pre", "output", "both", "post"] = "pre"
+    """Where attention and MLP, f, have their norms. pre: x + f(norm(x)) (Llama, GPT-2, Megatron-LM's BERT). output: x +
+    norm(f(x)), before the addition (OLMo 2). both: x + norm(f(norm(x))), a sandwich (Gemma 2 and 3). post: norm(x +
+    f(x)), after the addition, and no final norm (BERT, RoBERTa, with embedding_norm)."""
     zero_centered_gamma: bool = False
     """Norms multiply by 1 + weight instead of weight, so that weights are around zero, where bf16 is finest (Gemma;
     Megatron-LM's apply_layernorm_1p)."""
     activation: ActivationName = "swiglu"
-    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), geglu and geglu_tanh: gelu(gate) * up, relu (OPT), squared_relu
-    (Primer, Nemotron), or clamped_swiglu (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1) of gate up to 7 and up from
-    -7 to 7."""
+    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), geglu and geglu_tanh (T5 1.1): gelu(gate) * up, relu (OPT, T5
+    1.0), squared_relu (Primer, Nemotron), or clamped_swiglu (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1) of gate
+    up to 7 and up from -7 to 7."""
     linear_bias: bool = False
     """Add biases to all linear layers of the blocks (GPT-2), also to those of experts and routers (gpt-oss)."""
     qkv_bias: bool = False
@@ -256,13 +267,20 @@ class ModelConfig(Section):
     nothing (gpt-oss; Megatron-LM's softmax_type: learnable)."""
     tie_embeddings: bool = False
     """Share one weight between the output layer and the embedding."""
+    token_types: Count = 0
+    """Number of token types, each with a learned embedding that is added to the token's (type_vocab_size of BERT: 2,
+    for the two parts of a pair of sentences)."""
+    binary_head: bool = False
+    """bert: also predict whether the two parts of a pair of sentences are in order, from the first token's output
+    (Megatron-LM's bert_binary_head; BERT's next-sentence head; sentence-order prediction, Lan et al. 2019,
+    arXiv:1909.11942). Samples are then pairs: data.packing must be sentences, and token_types at least 2."""
     sliding_window: PositiveInt | None = None
     """Each token attends to this many latest tokens, including itself. Default: all earlier tokens."""
     full_attention_layers: list[int] = []
     """Layers, counted from 0, to which sliding_window does not apply (Qwen2, Gemma 2 and 3, gpt-oss)."""
     attention_scale: PositiveFloat | None = None
     """Scores of attention are multiplied by this (Gemma's query_pre_attn_scalar^-0.5, Granite's attention_multiplier).
-    Default: 1 / √head_dim."""
+    Default: 1 / √head_dim, in t5 1."""
     attention_softcap: PositiveFloat | None = None
     """Scores become softcap · tanh(score / softcap) (Gemma 2's attn_logit_softcapping). Default: they do not."""
     parallel_block: bool = False
@@ -270,7 +288,7 @@ class ModelConfig(Section):
     residual_multiplier: PositiveFloat = 1.0
     """What attention and MLP add to the residual stream is multiplied by this (Granite)."""
     logits_scaling: PositiveFloat = 1.0
-    """Logits are divided by this (Granite)."""
+    """Logits are divided by this (Granite); in t5 with tie_embeddings by √hidden_size besides."""
     logit_softcap: PositiveFloat | None = None
     """Logits become softcap · tanh(logit / softcap) (Gemma 2's final_logit_softcapping). Default: they do not."""
     latent_attention: LatentAttentionConfig | None = None
@@ -313,7 +331,9 @@ class ModelConfig(Section):
     @property
     def score_scale(self) -> float:
         """What scores of attention are multiplied by."""
-        return self.channels**-0.5 if self.attention_scale is None else self.attention_scale
+        if self.attention_scale is not None:
+            return self.attention_scale
+        return 1.0 if self.architecture == "t5" else self.channels**-0.5
 
     @property
     def value_channels(self) -> int:
@@ -323,7 +343,37 @@ class ModelConfig(Section):
     @property
     def layers(self) -> range:
         """All layers, those of multi-token prediction last."""
-        return range(self.num_layers + self.mtp_num_layers)
+        return range(self.num_blocks + self.mtp_num_layers)
+
+    @property
+    def num_blocks(self) -> int:
+        """Transformer blocks that pipeline stages divide between them."""
+        return self.num_layers + self.decoder_blocks
+
+    @property
+    def decoder_blocks(self) -> int:
+        """Blocks of t5's decoder."""
+        return (self.num_decoder_layers or self.num_layers) if self.architecture == "t5" else 0
+
+    def is_decoder(self, layer: int) -> bool:
+        """Whether a layer is one of t5's decoder, which are numbered after the encoder's."""
+        return self.architecture == "t5" and layer >= self.num_layers
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token attends to earlier tokens only."""
+        return self.architecture == "gpt"
+
+    @property
+    def more_losses(self) -> int:
+        """Losses of a model beside that of its tokens: of each depth of multi-token prediction, or of the binary
+        head."""
+        return self.mtp_num_layers + self.binary_head
+
+    @property
+    def more_losses_factor(self) -> float:
+        """Weight of their mean in the loss that is differentiated."""
+        return 1.0 if self.binary_head else self.mtp_loss_scaling_factor
 
     @property
     def embeds_on_last_stage(self) -> bool:
@@ -570,7 +620,10 @@ class TrainingConfig(Section):
     """Save and stop after this step, counted from the beginning of the run. Changes nothing else: the same command
     without it continues as if the run had not stopped. Default: training.steps."""
     seq_length: PositiveInt
-    """Number of tokens in a sample."""
+    """Number of tokens in a sample, in t5 of the encoder's."""
+    decoder_seq_length: PositiveInt | None = None
+    """t5: number of tokens of the decoder's samples. Default: as many as the spans need, rounded up to a multiple of
+    64."""
     micro_batch_size: PositiveInt = 1
     """Number of samples in one forward pass of a rank."""
     global_batch_size: PositiveInt
@@ -665,6 +718,56 @@ class TokenizerConfig(Section):
     (cl100k_base)."""
 
 
+class SpecialTokens(Section):
+    """Ids of tokens that the data sets do not contain. Default of each: the token of that name of data.tokenizer."""
+
+    cls: Count | None = None
+    """Begins a sample. Default: [CLS] or <s>."""
+    sep: Count | None = None
+    """Ends a sample, and each part of a pair of sentences. Default: [SEP] or </s>."""
+    mask: Count | None = None
+    """Replaces tokens that are to be predicted. Default: [MASK] or <mask>."""
+    pad: Count | None = None
+    """Fills a sample up, and begins that of t5's decoder. Default: [PAD] or <pad>."""
+    sentinels: list[Count] | None = None
+    """t5: ids of the tokens that mark spans, from the first span on. Default: <extra_id_0>, <extra_id_1> and so on; if
+    the tokenizer has none, the last ids below model.vocab_size that it does not use, from the end."""
+
+
+class MaskedLmConfig(Section):
+    """Masked tokens of a model whose architecture is bert (Devlin et al. 2018, arXiv:1810.04805)."""
+
+    probability: Annotated[float, Field(gt=0, lt=1), _FLOAT] = 0.15
+    """Share of a sample's tokens that are predicted (Megatron-LM's mask_prob). Of these 80% are replaced by the mask
+    token, 10% by a random token, and 10% are left as they are."""
+    whole_words: bool = False
+    """Choose all tokens of a word or none (whole-word masking; Megatron-LM masks so). Words begin where the pieces of
+    the tokenizer say so: no ## in WordPiece, a leading ▁ in sentencepiece, a leading space in byte-level BPE."""
+
+
+class SpanCorruptionConfig(Section):
+    """Spans of a text that a model whose architecture is t5 restores (Raffel et al. 2019, arXiv:1910.10683)."""
+
+    noise_density: Annotated[float, Field(gt=0, lt=1), _FLOAT] = 0.15
+    """Share of a text's tokens that are in spans."""
+    mean_span_length: Annotated[float, Field(ge=1), _FLOAT, _IN_FP32] = 3.0
+    """Mean number of tokens of a span."""
+
+    def lengths(self, text: int) -> tuple[int, int]:
+        """Tokens in spans, and number of spans, of a text."""
+        noise = min(max(round(text * self.noise_density), 1), text - 1)
+        return noise, min(max(round(noise / self.mean_span_length), 1), text - noise)
+
+    def text_length(self, inputs: int) -> int:
+        """Tokens of the longest text whose corrupted form, with a sentinel for each span and an end, fits `inputs`."""
+        text = inputs
+        while True:
+            noise, spans = self.lengths(text + 1)
+            if text + 1 - noise + spans + 1 > inputs:
+                return text
+            text += 1
+
+
 class DataConfig(Section):
     """Data sets and their tokenizer."""
 
@@ -673,12 +776,14 @@ class DataConfig(Section):
     is best_fit), so that all finish an epoch at the same time; a blend {prefix: weight} sets their shares of the
     samples, in any unit. A prefix that is listed twice counts twice. When a run resumes, weights may change and data
     sets may be added or removed: each continues with the samples that it has not given."""
-    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    packing: Literal["concatenate", "best_fit", "sentences"] = "concatenate"
     """How documents fill samples. concatenate: shuffled documents one after the other, cut where a sample ends.
     best_fit: each document whole in one sample, by best-fit decreasing; only those longer than a sample are cut, and
     the rest of a sample is padding without loss. A run logs the share of padding, well below 1% with many short
     documents, and the share of documents that are cut in either way. Requires reset_at_documents and mask_eod_loss, and
-    documents that end with the end-of-document token."""
+    documents that end with the end-of-document token. sentences: a run of
+    sentences of one document, as many as fit, the rest padding; for data sets of tools/preprocess_data.py
+    --split-sentences, and models with model.binary_head."""
     split: str = "969,30,1"
     """Proportions of the documents for training, validation and test."""
     restart_changed: bool = False
@@ -690,6 +795,12 @@ class DataConfig(Section):
     """Reset attention and positions at each document boundary in a sample."""
     mask_eod_loss: bool = False
     """Exclude the token after an end of document from the loss."""
+    special_tokens: SpecialTokens = SpecialTokens()
+    """Ids of special tokens, where the tokenizer does not define them."""
+    masked_lm: MaskedLmConfig = MaskedLmConfig()
+    """Masked tokens, with model.architecture bert."""
+    span_corruption: SpanCorruptionConfig = SpanCorruptionConfig()
+    """Spans to restore, with model.architecture t5."""
     num_workers: Annotated[int, Field(ge=0, le=1024), _INTEGER] = 0
     """Number of loader processes per rank. 0: load in the training process."""
     index_cache: str | None = None
@@ -747,7 +858,7 @@ class LoggingConfig(Section):
 
 
 class Config(Section):
-    """The config of a run of pretrain_gpt.py."""
+    """The config of a run of pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Name of the run and of its folder."""
@@ -778,6 +889,23 @@ class Config(Section):
         if p.expert_dispatch == "auto":
             return moe is None or p.expert_tensor > 1 or p.expert <= moe.top_k
         return p.expert_dispatch == "all_gather"
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of documents in a sample, at most: of GPT one more than inputs, of BERT without special tokens, of T5
+        before its spans are taken out."""
+        s, model = self.training.seq_length, self.model
+        if model.architecture == "t5":
+            return self.data.span_corruption.text_length(s)
+        return s + 1 if model.architecture == "gpt" else s - (3 if model.binary_head else 2)
+
+    @property
+    def decoder_length(self) -> int | None:
+        """Tokens of a sample of t5's decoder; None without one."""
+        if self.model.architecture != "t5":
+            return None
+        noise, spans = self.data.span_corruption.lengths(self.sample_tokens)
+        return self.training.decoder_seq_length or -(-(noise + spans + 1) // 64) * 64
 
     @property
     def position_rows(self) -> int:

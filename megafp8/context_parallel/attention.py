@@ -1,4 +1,4 @@
-"""Causal attention of sequences that are sharded over context-parallel ranks.
+"""Self-attention of sequences that are sharded over context-parallel ranks.
 
 A rank computes the outputs of its own queries and needs all ranks' keys and values. It all-gathers them, in forward and
 again in backward, and reduce-scatters their gradients. It saves its own shard of q, k, v and the output only.
@@ -14,8 +14,10 @@ causal triangle, which needs no other rank's keys, and to all of their document'
 results are merged by their log-sum-exps. The keys of a call are copied from the gathered shards in the order of the
 sequence.
 
-What these calls do not cover has one call of all keys, which says where the rank's queries stand among them: attention
-that is not causal, prefixes, and scores that depend on positions.
+Where attention is bidirectional, one call has all of a rank's queries and the keys of their whole documents.
+
+What these calls do not cover has one call of all keys, which says where the rank's queries stand among them: windows on
+both sides, prefixes, and scores that depend on positions.
 
 With a sliding window one call has a chunk's keys and those before it that the window reaches. Kernels skip what is
 before the window only where a segment has as many queries as keys. So the keys before a chunk get queries too, zeros,
@@ -81,6 +83,8 @@ def plan(
     c, slots, shard = s // (2 * ranks), slots_of(rank, ranks), slice(0, s // ranks)
     if window is not None and window >= s:
         window = None
+    if not causal and window is None and not positions:
+        return (_bidirectional(shard, slots, s, ranks, cu_seqlens_bm, device),)
     if positions or not causal or prefix_b is not None:
         whole = one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
         mask = AttentionMask(
@@ -117,6 +121,20 @@ def plan(
             tuple(x.shape[1] for x in keys),
         ),
     )
+
+
+def _bidirectional(
+    rows: slice, slots: tuple[int, int], s: int, ranks: int, cu_seqlens_bm: Tensor | None, device: torch.device
+) -> Call:
+    """All keys of the sequence; of documents once for each slot, as segments have their queries side by side."""
+    whole = one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
+    lengths, _, _, slot_bs = place_tokens(whole, 2 * ranks, s)
+    row_bs = rank_rows(slot_bs, ranks)
+    if cu_seqlens_bm is None:
+        return Call(rows, AttentionMask(causal=False), row_bs.T, (s,))
+    queries = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
+    keys = offsets(lengths.sum(-1).repeat(1, 2))
+    return Call(rows, AttentionMask(queries, keys, causal=False), row_bs.repeat(1, 2).T, (s, s))
 
 
 def _windowed(

@@ -55,4 +55,4 @@ def refuse(key: str, value: object, supported: str) -> NoReturn:
 
 def is_vocabulary(name: str) -> bool:
     """Whether rows of the tensor `name` are tokens, the last of them padding."""
-    return name in ("model.embedding.word.weight", "model.output.weight")
+    return name in ("model.embedding.word.weight", "model.output.weight", "model.output.bias")

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from megafp8.config import LatentAttentionConfig, ModelConfig, MoeConfig, RopeScaling, moe_checks
+from megafp8.config import LatentAttentionConfig, ModelConfig, MoeConfig, RopeScaling, encoder_checks, moe_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.checks import attention_heads
 from megafp8.conversion.base import refuse
@@ -51,7 +51,8 @@ class Trait(NamedTuple):
 class Family(NamedTuple):
     """What `transformers` calls a model_type, with the class that holds its weights.
 
-    `moe`: its layers have experts; `latent`: they have latent attention. `also`: another name of the class.
+    `moe`: its layers have experts; `latent`: they have latent attention. `also`: another name of the class. `kind`:
+    `ModelConfig.architecture`.
     """
 
     model_type: str
@@ -60,6 +61,7 @@ class Family(NamedTuple):
     moe: bool = False
     latent: bool = False
     also: str | None = None
+    kind: str = "gpt"
 
 
 def same(
@@ -1042,10 +1044,170 @@ _GPT_OSS = Family(
     ),
     moe=True,
 )
+_BERT_HEADS = {"BertForPreTraining": True, "BertForMaskedLM": False}
+"""Whether each class has the pooler and the binary head."""
+
+
+def _read_bert_head(hf: HfConfig) -> dict[str, Any]:
+    """Of the class that config.json names; folders of BertForMaskedLM may have the tensors of the other head too."""
+    named = hf.get("architectures") or ["BertForMaskedLM"]
+    if len(named) != 1 or named[0] not in _BERT_HEADS:
+        refuse("architectures", named, " or ".join(repr([name]) for name in _BERT_HEADS))
+    return {"binary_head": _BERT_HEADS[named[0]]}
+
+
+def _write_bert_head(model: ModelConfig) -> dict[str, Any]:
+    return {"architectures": [name for name, binary in _BERT_HEADS.items() if binary == model.binary_head]}
+
+
+_BERT_LIKE = (
+    same("num_layers", "num_hidden_layers"),
+    same("hidden_size", "hidden_size"),
+    same("num_attention_heads", "num_attention_heads"),
+    same("ffn_hidden_size", "intermediate_size"),
+    same("vocab_size", "vocab_size"),
+    same("token_types", "type_vocab_size", 2),
+    same("norm_eps", "layer_norm_eps", 1e-12),
+    _INIT_STD,
+    always(
+        architecture="bert",
+        position_embedding="learned",
+        normalization="layernorm",
+        norm_position="post",
+        embedding_norm=True,
+        linear_bias=True,
+        tie_embeddings=True,
+    ),
+    only(written=False, position_embedding_type="absolute"),
+    only(tie_word_embeddings=True, why="as the head's bias is shared like its weight"),
+    only(written=False, is_decoder=False),
+    same("attention_dropout", "attention_probs_dropout_prob", 0.1),
+    same("hidden_dropout", "hidden_dropout_prob", 0.1),
+    # The pooler of multilingual releases, which no class reads.
+    Trait(
+        (
+            "directionality",
+            "pooler_fc_size",
+            "pooler_num_attention_heads",
+            "pooler_num_fc_layers",
+            "pooler_size_per_head",
+            "pooler_type",
+        ),
+        lambda hf: {},
+    ),
+)
+_BERT = Family(
+    "bert",
+    "BertForPreTraining",
+    (
+        *_BERT_LIKE,
+        same("max_position_embeddings", "max_position_embeddings", 512),
+        same(
+            "activation",
+            "hidden_act",
+            "gelu",
+            {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+        ),
+        Trait(("architectures",), _read_bert_head, _write_bert_head),
+    ),
+    kind="bert",
+)
+ROBERTA_OFFSET = 2
+"""Rows of RoBERTa's position table before that of the first token."""
+
+
+def _read_roberta_positions(hf: HfConfig) -> dict[str, Any]:
+    rows = hf.get("max_position_embeddings", 512)
+    if not isinstance(rows, int) or rows <= ROBERTA_OFFSET:
+        refuse("max_position_embeddings", rows, f"more than {ROBERTA_OFFSET}, the rows before the first token's")
+    if hf.get("pad_token_id", 1) != 1:
+        refuse("pad_token_id", hf["pad_token_id"], "1, which positions begin after")
+    return {"max_position_embeddings": rows - ROBERTA_OFFSET}
+
+
+_ROBERTA = Family(
+    "roberta",
+    "RobertaForMaskedLM",
+    (
+        *_BERT_LIKE,
+        Trait(
+            ("max_position_embeddings", "pad_token_id"),
+            _read_roberta_positions,
+            lambda model: {
+                "max_position_embeddings": (model.max_position_embeddings or 0) + ROBERTA_OFFSET,
+                "pad_token_id": 1,
+            },
+        ),
+        always(activation="gelu"),
+        only(hidden_act="gelu", why="which its head has whatever this key says"),
+    ),
+    kind="bert",
+)
+_T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu_tanh"}
+
+
+def _check_t5_activation(hf: HfConfig) -> dict[str, Any]:
+    """Keys that follow from feed_forward_proj, but that transformers writes beside it."""
+    gated = hf.get("feed_forward_proj", "relu") == "gated-gelu"
+    for key, value in (("is_gated_act", gated), ("dense_act_fn", "gelu_new" if gated else "relu")):
+        if hf.get(key, value) != value:
+            refuse(key, hf[key], f"{value!r}, as feed_forward_proj says")
+    return {}
+
+
+def _read_t5_tied(hf: HfConfig) -> dict[str, Any]:
+    """transformers 5 writes tie_word_embeddings = true always, and what it was under the other key."""
+    return {
+        "tie_embeddings": _true_by_default(hf, "tie_word_embeddings") and _true_by_default(hf, "scale_decoder_outputs")
+    }
+
+
+def _true_by_default(hf: HfConfig, key: str) -> bool:
+    value = hf.get(key, True)
+    if not isinstance(value, bool):
+        refuse(key, value, "true, false")
+    return value
+
+
+_T5 = Family(
+    "t5",
+    "T5ForConditionalGeneration",
+    (
+        same("num_layers", "num_layers"),
+        same("num_decoder_layers", "num_decoder_layers", None),
+        same("hidden_size", "d_model"),
+        same("num_attention_heads", "num_heads"),
+        same("head_dim", "d_kv", 64),
+        same("ffn_hidden_size", "d_ff"),
+        same("vocab_size", "vocab_size"),
+        same("relative_attention_num_buckets", "relative_attention_num_buckets", 32),
+        same("relative_attention_max_distance", "relative_attention_max_distance", 128),
+        same("norm_eps", "layer_norm_epsilon", 1e-6),
+        same("activation", "feed_forward_proj", "relu", _T5_ACTIVATIONS),
+        Trait(("is_gated_act", "dense_act_fn"), _check_t5_activation),
+        Trait(
+            ("tie_word_embeddings", "scale_decoder_outputs"),
+            _read_t5_tied,
+            lambda model: {"tie_word_embeddings": model.tie_embeddings},
+        ),
+        always(architecture="t5", position_embedding="relative", normalization="rmsnorm"),
+        only(is_encoder_decoder=True),
+        only(written=False, is_decoder=False),
+        Trait(
+            ("dropout_rate",),
+            lambda hf: {f"{kind}_dropout": hf.get("dropout_rate", 0.1) for kind in ("hidden", "attention")},
+            lambda model: {"dropout_rate": model.hidden_dropout},
+        ),
+        # Initial values, and a length that no class reads.
+        Trait(("classifier_dropout", "initializer_factor", "n_positions"), lambda hf: {}),
+    ),
+    kind="t5",
+)
 _ALL = (
     _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _OPT, _GPT2, _OLMO2, _GEMMA2, _GEMMA3, _PHI3, _GRANITE, _BLOOM, _GLM,
     _GLM4, _GPT_NEOX, _BAICHUAN,
     _MIXTRAL, _GRANITE_MOE, _GPT_OSS, _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _DEEPSEEK_V2, _DEEPSEEK_V3,
+    _BERT, _ROBERTA, _T5,
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
 """In order of preference where several can express a model."""
@@ -1096,7 +1258,8 @@ def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
     if not isinstance(kind, str) or kind not in FAMILIES:
         refuse("model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]
-    if hf.get("architectures") not in (None, [], [family.architecture], [family.also]):
+    several = any("architectures" in trait.keys for trait in family.traits)
+    if not several and hf.get("architectures") not in (None, [], [family.architecture], [family.also]):
         refuse("architectures", hf["architectures"], repr([family.architecture]))
     if hf.get("quantization_config"):
         refuse("quantization_config", hf["quantization_config"].get("quant_method"), "weights in floating point")
@@ -1127,7 +1290,8 @@ def read_config(hf: HfConfig) -> tuple[Family, ModelConfig]:
 
 def check_model(model: ModelConfig) -> None:
     """Raise ValueError for attention or experts that neither transformers nor megafp8 can build."""
-    if problems := [str(problem) for rule in (attention_heads, moe_checks.experts) for problem in rule(model)]:
+    rules = attention_heads, moe_checks.experts, encoder_checks.model
+    if problems := [str(problem) for rule in rules for problem in rule(model)]:
         raise ValueError("; ".join(problems))
 
 
@@ -1143,9 +1307,9 @@ def choose(model: ModelConfig) -> Family:
     """The first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
     check_model(model)
     nearest: tuple[int, str] | None = None
-    kind = model.moe is not None, model.latent_attention is not None
+    kind = model.moe is not None, model.latent_attention is not None, model.architecture
     for family in FAMILIES.values():
-        if (family.moe, family.latent) != kind:
+        if (family.moe, family.latent, family.kind) != kind:
             continue
         lacks = _lacks(family, model)
         if not lacks:
@@ -1153,9 +1317,10 @@ def choose(model: ModelConfig) -> Family:
         if nearest is None or len(lacks) < nearest[0]:
             nearest = len(lacks), f"{family.model_type}, lacks {', '.join(lacks)}"
     if nearest is None:
+        latent = "" if model.latent_attention is None else ", latent attention (model.latent_attention)"
         raise ValueError(
-            "no Hugging Face family has this model: latent attention (model.latent_attention) without experts "
-            "(model.moe)"
+            f"no Hugging Face family has this model: model.architecture {model.architecture}{latent} "
+            f"{'with' if model.moe else 'without'} experts (model.moe)"
         )
     raise ValueError(f"no Hugging Face family has this model; the nearest, {nearest[1]}")
 
@@ -1182,6 +1347,7 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": model.query_groups,
         "head_dim": model.channels,
         "ffn_hidden_size": model.ffn_size,
+        "num_decoder_layers": model.decoder_blocks or None,
         "attention_scale": model.score_scale,
         "rope_local_theta": model.rope_local_theta if _has_local_rope(model) else None,
     }
@@ -1207,6 +1373,8 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
             if one.position_embedding == "rope"
             else {key for key in a if "rope" in key or "rotary" in key or key == "yarn"}
         )
+        of_distances = {"relative_attention_num_buckets", "relative_attention_max_distance"}
+        ignored |= set() if one.position_embedding == "relative" else of_distances
     if one.linear_bias and other.linear_bias:
         ignored.add("qkv_bias")  # it adds nothing then
     for section in _SECTIONS:

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from megafp8.config import ModelConfig
+from megafp8.config.activations import ACTIVATIONS
+from megafp8.conversion.hf_config import ROBERTA_OFFSET
 from megafp8.distributed.sharding import Shape
 
-_NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+")
+_NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=decoder\.)\d+")
 
 
 class Location(NamedTuple):
@@ -240,8 +242,70 @@ _GPT_OSS = _LLAMA | {
     "layers.*.mlp.experts.*.down": Place("model.layers.*.mlp.experts.down_proj", **_GPT_OSS_EXPERTS),
 }
 _GEMMA = _OLMO2 | {"layers.*.mlp_norm": Place("model.layers.*.pre_feedforward_layernorm")}
+_BERT_BLOCKS = {
+    "embedding.word": "embeddings.word_embeddings",
+    "embedding.position": "embeddings.position_embeddings",
+    "embedding.token_type": "embeddings.token_type_embeddings",
+    "embedding_norm": "embeddings.LayerNorm",
+    "layers.*.attention.q": "encoder.layer.*.attention.self.query",
+    "layers.*.attention.k": "encoder.layer.*.attention.self.key",
+    "layers.*.attention.v": "encoder.layer.*.attention.self.value",
+    "layers.*.attention.proj": "encoder.layer.*.attention.output.dense",
+    "layers.*.attention_norm": "encoder.layer.*.attention.output.LayerNorm",
+    "layers.*.mlp.up": "encoder.layer.*.intermediate.dense",
+    "layers.*.mlp.down": "encoder.layer.*.output.dense",
+    "layers.*.mlp_norm": "encoder.layer.*.output.LayerNorm",
+}
+_OUTPUT_OF_BERT = {"weight": ".decoder.weight", "bias": ".bias"}
+_BERT = {ours: Place(f"bert.{theirs}") for ours, theirs in _BERT_BLOCKS.items()} | {
+    "transform": Place("cls.predictions.transform.dense"),
+    "transform_norm": Place("cls.predictions.transform.LayerNorm"),
+    "output": Place("cls.predictions", parameters=_OUTPUT_OF_BERT),
+    "pooler": Place("bert.pooler.dense"),
+    "binary_head": Place("cls.seq_relationship"),
+}
+_ROBERTA = {ours: Place(f"roberta.{theirs}") for ours, theirs in _BERT_BLOCKS.items()} | {
+    "embedding.position": Place("roberta.embeddings.position_embeddings", _after(ROBERTA_OFFSET)),
+    "transform": Place("lm_head.dense"),
+    "transform_norm": Place("lm_head.layer_norm"),
+    "output": Place("lm_head", parameters=_OUTPUT_OF_BERT),
+}
+_T5_BLOCK = {
+    "*.attention_norm": "block.*.layer.0.layer_norm",
+    "*.attention.q": "block.*.layer.0.SelfAttention.q",
+    "*.attention.k": "block.*.layer.0.SelfAttention.k",
+    "*.attention.v": "block.*.layer.0.SelfAttention.v",
+    "*.attention.proj": "block.*.layer.0.SelfAttention.o",
+}
+
+
+def _t5(gated: bool) -> dict[str, Place]:
+    """The first linear layer of an MLP without a gate has a name of its own."""
+    found = {
+        "embedding.word": Place("shared"),
+        "encoder.relative_bias": Place("encoder.block.0.layer.0.SelfAttention.relative_attention_bias"),
+        "decoder.relative_bias": Place("decoder.block.0.layer.0.SelfAttention.relative_attention_bias"),
+        "encoder_norm": Place("encoder.final_layer_norm"),
+        "final_norm": Place("decoder.final_layer_norm"),
+        "output": Place("lm_head"),
+        "decoder.*.cross_norm": Place("decoder.block.*.layer.1.layer_norm"),
+    }
+    for part, theirs in (("q", "q"), ("k", "k"), ("v", "v"), ("proj", "o")):
+        found[f"decoder.*.cross_attention.{part}"] = Place(f"decoder.block.*.layer.1.EncDecAttention.{theirs}")
+    for ours, stack, last in (("layers", "encoder", 1), ("decoder", "decoder", 2)):
+        found |= {f"{ours}.{name}": Place(f"{stack}.{theirs}") for name, theirs in _T5_BLOCK.items()}
+        mlp = f"{stack}.block.*.layer.{last}"
+        found[f"{ours}.*.mlp_norm"] = Place(f"{mlp}.layer_norm")
+        found[f"{ours}.*.mlp.gate"] = Place(f"{mlp}.DenseReluDense.wi_0")
+        found[f"{ours}.*.mlp.up"] = Place(f"{mlp}.DenseReluDense.{'wi_1' if gated else 'wi'}")
+        found[f"{ours}.*.mlp.down"] = Place(f"{mlp}.DenseReluDense.wo")
+    return found
+
+
+_T5_WITHOUT_GATES = _t5(gated=False)
 _MODULES: Mapping[str, Mapping[str, Place]] = {
     "baichuan": _BAICHUAN,
+    "bert": _BERT,
     "bloom": _BLOOM,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
@@ -260,11 +324,16 @@ _MODULES: Mapping[str, Mapping[str, Place]] = {
     "phi3": _PHI3,
     "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
+    "roberta": _ROBERTA,
+    "t5": _t5(gated=True),
 }
 _NEIGHBORS = frozenset({"glm", "glm4"})
 """Families that rotate neighbouring channels."""
 
-_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
+_BUFFERS = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|embeddings\.(position|token_type)_ids"
+    r"|EncDecAttention\.relative_attention_bias\.weight)$"  # of T5's first release, which nothing reads
+)
 """Constants that older releases of `transformers` saved with the weights."""
 
 
@@ -273,9 +342,10 @@ def locate(model_type: str, model: ModelConfig, name: str, shape: Shape) -> Loca
 
     `model` is one of `model_type`.
     """
-    module, _, parameter = name.removeprefix("model.").rpartition(".")
+    module, _, parameter = _of_stack(model, name.removeprefix("model.")).rpartition(".")
     numbers = _NUMBER.findall(module)
-    there = _places(model_type)[_NUMBER.sub("*", module)]
+    ungated = model_type == "t5" and not ACTIVATIONS[model.activation].gated
+    there = (_T5_WITHOUT_GATES if ungated else _places(model_type))[_NUMBER.sub("*", module)]
     expert = int(numbers.pop()) if there.stacked else None
     left = iter(numbers)
     theirs = re.sub(r"\*", lambda _: next(left), there.name) + there.parameters.get(parameter, f".{parameter}")
@@ -288,6 +358,14 @@ def locate(model_type: str, model: ModelConfig, name: str, shape: Shape) -> Loca
         assert model.moe is not None
         stored = (model.moe.num_experts, *stored)
     return Location(theirs, stored, rows, transposed, expert)
+
+
+def _of_stack(model: ModelConfig, name: str) -> str:
+    """The name of a tensor of T5's decoder with the layer counted from the decoder's first; of others as it is."""
+    layer = re.match(r"layers\.(\d+)\.", name)
+    if layer is None or not model.is_decoder(int(layer[1])):
+        return name
+    return f"decoder.{int(layer[1]) - model.num_layers}.{name[layer.end() :]}"
 
 
 def _channels(model_type: str, model: ModelConfig) -> Tensor:
@@ -311,8 +389,27 @@ def base_prefix(model_type: str) -> str:
 
 
 def output_name(model_type: str) -> str:
-    """Name of the output layer's weight."""
-    return _places(model_type)["output"].name + ".weight"
+    """Name of the output layer's weight, which files of a tied model may lack."""
+    there = _places(model_type)["output"]
+    return there.name + there.parameters.get("weight", ".weight")
+
+
+def is_of_head(model_type: str, name: str) -> bool:
+    """Whether a tensor of theirs belongs to the output layer and what is beside it."""
+    return name.partition(".")[0] == output_name(model_type).partition(".")[0]
+
+
+def present_name(name: str) -> str:
+    """The name of a tensor in present releases; BERT's first releases named parameters of norms as TensorFlow does."""
+    return re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name))
+
+
+_OTHER_HEADS = re.compile(r"((ro)?bert\.pooler|cls\.seq_relationship)\..*")
+
+
+def is_of_other_head(name: str) -> bool:
+    """Whether a tensor of theirs belongs to the pooler and binary head, which a model may have without using them."""
+    return _OTHER_HEADS.fullmatch(name) is not None
 
 
 def is_buffer(name: str) -> bool:
@@ -323,3 +420,10 @@ def is_buffer(name: str) -> bool:
 def is_copy(name: str) -> bool:
     """Whether a tensor of theirs repeats the embedding or the output layer, for multi-token prediction."""
     return re.fullmatch(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight", name) is not None
+
+
+def copy_of(name: str) -> str | None:
+    """The tensor of theirs that `name` must be a copy of, if it is there: of BERT's output bias, of T5's embedding."""
+    known = {"cls.predictions.decoder.bias": "cls.predictions.bias", "lm_head.decoder.bias": "lm_head.bias"}
+    known |= {f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")}
+    return known.get(name)

@@ -33,7 +33,18 @@ from torch import Tensor
 from megafp8.checkpoint.files import BLOCK_BYTES, parse_object, read_file
 from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
 from megafp8.conversion.hf_config import MTP_LAYERS, read_config
-from megafp8.conversion.hf_names import Location, base_prefix, is_buffer, is_copy, locate, output_name
+from megafp8.conversion.hf_names import (
+    Location,
+    base_prefix,
+    copy_of,
+    is_buffer,
+    is_copy,
+    is_of_head,
+    is_of_other_head,
+    locate,
+    output_name,
+    present_name,
+)
 from megafp8.conversion.model import is_mtp, model_tensors
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
 from megafp8.conversion.target import TOKENIZER_NAMES
@@ -62,6 +73,8 @@ class HfSource(Source):
         self.tokenizer_files = [file for file in others if file.is_file()]
         self._model_type = family.model_type
         self._entries = self._with_prefix(_entries(self.path))
+        if not model.binary_head:
+            self._entries = {name: entry for name, entry in self._entries.items() if not is_of_other_head(name)}
         depths = model.mtp_num_layers if any(is_mtp(model, name) for name in self._entries) else 0
         self.model = model.model_copy(update={"vocab_multiple": vocab_multiple, "mtp_num_layers": depths})
         self.tensors = self._check()
@@ -70,8 +83,9 @@ class HfSource(Source):
         """Entries under the names of a model with an output layer, without constants."""
         prefix = base_prefix(self._model_type)
         has_it = any(name.startswith(prefix) for name in entries)
-        of_output = output_name(self._model_type)
-        full = {n if has_it or n == of_output else prefix + n: e for n, e in entries.items()}
+        full = {
+            present_name(n if has_it or is_of_head(self._model_type, n) else prefix + n): e for n, e in entries.items()
+        }
         return {name: entry for name, entry in full.items() if not is_buffer(name)}
 
     def _check(self) -> dict[str, TensorInfo]:
@@ -90,10 +104,20 @@ class HfSource(Source):
                 raise ValueError(f"{entry.file}: {there.name} has shape {shapes}")
             tensors[name] = TensorInfo(shape, DTYPES[entry.dtype])
             used.add(there.name)
-        output = output_name(self._model_type)
-        if self.model.tie_embeddings and output in self._entries:
-            self._check_copy(output)
+        if self.model.tie_embeddings and (output := output_name(self._model_type)) in self._entries:
+            ours = "model.embedding.word.weight"
+            word = self._locate(ours, model_tensors(self.model)[ours]).name
+            if not self._is_equal(output, word):
+                raise ValueError(
+                    f"{self.path}: {CONFIG_FILE} has tie_word_embeddings = true, but {output} in "
+                    f"{self._entries[output].file.name} is not {word}, and releases of transformers differ in what "
+                    "they use. Set tie_word_embeddings to false to use both tensors (as transformers 5 does), or "
+                    f"remove {output} to tie them (as 4 does)"
+                )
             used.add(output)
+        for name, original in ((name, copy_of(name)) for name in self._entries):
+            if original in self._entries and self._is_equal(name, original):
+                used.add(name)
         if self.model.mtp_num_layers:
             used |= {name for name in self._entries if is_mtp(self.model, name) and is_copy(name)}
         if unknown := sorted(self._entries.keys() - used):
@@ -104,23 +128,18 @@ class HfSource(Source):
             )
         return tensors
 
-    def _check_copy(self, copy: str) -> None:
-        """Raise ValueError where the output layer of a tied model is not a copy of its embedding."""
-        ours = "model.embedding.word.weight"
-        name = self._locate(ours, model_tensors(self.model)[ours]).name
-        word, output = self._entries[name], self._entries[copy]
-        equal = output.shape == word.shape and output.dtype in DTYPES
-        step = max(1, BLOCK_BYTES // max(1, math.prod(word.shape[1:]) * DTYPES[word.dtype].itemsize))
-        for first in range(0, word.shape[0] if equal else 0, step):
-            last = min(first + step, word.shape[0])
-            one, other = (read_rows(e, n, first, last) for e, n in ((word, name), (output, copy)))
-            equal = equal and torch.equal(one.double(), other.double())
-        if not equal:
-            raise ValueError(
-                f"{self.path}: {CONFIG_FILE} has tie_word_embeddings = true, but {copy} in {output.file.name} is "
-                f"not {name}, and releases of transformers differ in what they use. Set tie_word_embeddings to false "
-                f"to use both tensors (as transformers 5 does), or remove {copy} to tie them (as 4 does)"
-            )
+    def _is_equal(self, copy: str, original: str) -> bool:
+        """Whether one tensor of theirs is a copy of another."""
+        one, other = self._entries[copy], self._entries[original]
+        if one.shape != other.shape or one.dtype not in DTYPES:
+            return False
+        step = max(1, BLOCK_BYTES // max(1, math.prod(other.shape[1:]) * DTYPES[other.dtype].itemsize))
+        for first in range(0, other.shape[0], step):
+            last = min(first + step, other.shape[0])
+            a, b = read_rows(one, copy, first, last), read_rows(other, original, first, last)
+            if not torch.equal(a.double(), b.double()):
+                return False
+        return True
 
     def _locate(self, name: str, shape: Shape) -> Location:
         """Where our tensor `name` of `shape` lies. It has no rows for the padding of the vocabulary."""

@@ -13,8 +13,8 @@ from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8 import Fp8Manager
+from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, PlannedGroup
-from megafp8.models.gpt import GPTStage
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def model_tensors(model: ModelConfig) -> dict[str, Shape]:
         device=torch.device("meta"),
         sequence_parallel=False,
     )
-    stage = GPTStage(model, context, layers=model.layers, positions=model.max_position_embeddings or 1)
+    stage = build_stage(model, context, layers=model.layers, positions=model.max_position_embeddings or 1)
     weights = {piece.name: piece.global_shape for x in stage.parameters() for piece in spec_of(x).shards}
     weights |= {name: tuple(values.shape) for name, values in stage.constants.items()}
     return {f"model.{name}": shape for name, shape in weights.items()}

@@ -105,3 +105,8 @@ class Blend:
         """Global sample `index`, int64 `[seq_length + 1]`. Raises DataError."""
         source, number = self.segment.locate(index)
         return self.datasets[source][number]
+
+    def parts(self, index: int) -> list[NDArray[Any]]:
+        """The pieces of documents that global sample `index` consists of. Raises DataError."""
+        source, number = self.segment.locate(index)
+        return self.datasets[source].parts(number)

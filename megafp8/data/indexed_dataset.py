@@ -27,7 +27,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -110,6 +110,11 @@ class IndexedDataset:
     def _positions(self) -> NDArray[np.int64]:
         """Position in the stream of each sequence's first token, and the stream's end: `[sequences + 1]`."""
         return _running_sum(self.sizes)
+
+    def sentence_lengths(self, documents: range) -> NDArray[np.int64]:
+        """Tokens of each sequence of `documents`, which is a sentence where documents were split into sentences."""
+        first, last = self.document_starts[documents.start], self.document_starts[documents.stop]
+        return self.sizes[first:last].astype(np.int64)
 
     def document(self, index: int) -> NDArray[Any]:
         """The tokens of document `index`."""
@@ -318,9 +323,13 @@ class IndexedDatasetWriter:
         except OSError as error:
             raise ValueError(f"{bin_path(prefix)} cannot be written: {error}") from None
         self._sizes: list[int] = []
+        self._marks = [0]
 
-    def add_document(self, tokens: NDArray[Any]) -> None:
-        """Append a document of one sequence. ValueError for tokens that do not fit the dtype."""
+    def add_document(self, tokens: NDArray[Any], sequences: Sequence[int] | None = None) -> None:
+        """Append a document. `sequences`: the lengths of those that it consists of; default one.
+
+        ValueError for tokens that do not fit the dtype.
+        """
         stored = tokens.astype(self.dtype, copy=False)
         if not np.array_equal(stored, tokens):
             raise ValueError(f"{self.prefix}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}")
@@ -328,7 +337,8 @@ class IndexedDatasetWriter:
             raise ValueError(f"{self.prefix}: a document of {len(tokens):,} tokens; the index holds 32 bits of length")
         with _naming(self._bin):
             self._file.write(stored.tobytes())
-        self._sizes.append(len(tokens))
+        self._sizes += [len(tokens)] if sequences is None else sequences
+        self._marks.append(len(self._sizes))
 
     def close(self, about: Mapping[str, Any] | None = None) -> None:
         """Write the index, flush to disk, and rename the files. On failure no files are left.
@@ -357,8 +367,8 @@ class IndexedDatasetWriter:
         sizes = np.asarray(self._sizes, np.int32)
         lengths = sizes.astype(np.int64) * self.dtype.itemsize
         pointers = _running_sum(lengths)[:-1]
-        header = _HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(sizes), len(sizes) + 1)
-        marks = np.arange(len(sizes) + 1, dtype=np.int64)
+        header = _HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(sizes), len(self._marks))
+        marks = np.asarray(self._marks, np.int64)
         contents = [header, sizes.tobytes(), pointers.tobytes(), marks.tobytes()]
         _write_flushed(self._idx, contents)
         return hashlib.sha256(b"".join(contents)).hexdigest()

@@ -1,4 +1,4 @@
-"""Which tokens of which documents form a sample of seq_length + 1 tokens: two ways to pack documents.
+"""Which tokens of which documents form a sample of seq_length + 1 tokens: three ways to pack documents.
 
 `Concatenation` joins shuffled documents and cuts the stream into windows. No token is padding, but most documents that
 are not much shorter than a window are cut: what follows a cut is trained without its context.
@@ -10,6 +10,9 @@ lengths only, so it is computed on their histogram (as Krell et al. 2021, arXiv:
 length are placed together, and samples that hold the same lengths are one group, a range of samples. Time and memory
 grow with the number of different lengths, at most s, and not with that of documents. What each epoch draws at random
 is which document of a length goes where, and the order of the samples.
+
+`Sentences` fills a sample with consecutive sentences of one document, as many as fit, for models that are trained on
+pairs of sentences.
 
 A sample has s + 1 tokens, of which s are labels. A document of n tokens has n - 1 to predict, all but its first, so it
 fits whole if n <= s + 1. A longer one is cut into full samples and a *rest*, which overlap by one token: the last label
@@ -25,12 +28,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-PackingName = Literal["concatenate", "best_fit"]
+PackingName = Literal["concatenate", "best_fit", "sentences"]
 Arrays = Sequence[NDArray[Any]]
 Layout = Sequence[tuple[type[np.generic], int]]
 """Dtype and length of each of several arrays."""
@@ -161,6 +165,47 @@ class BestFit:
         """Full samples of each document, and tokens of its rest, one of which is not predicted: both `[n]`."""
         full, rests = np.divmod(np.maximum(self.lengths - 1, 0), self.seq_length)
         return full, rests + 1
+
+
+class Sentences:
+    """Runs of sentences of one document, of at most s + 1 tokens; each token of an epoch is in one sample.
+
+    A sentence that is longer than a sample is cut. `lengths` `[n]`: of the sentences of all documents; `starts`: the
+    first token of each document. Index: the permuted samples.
+    """
+
+    name: PackingName = "sentences"
+    too_few = "none of them in a sentence"
+
+    def __init__(self, lengths: NDArray[np.int64], starts: NDArray[np.int64], seq_length: int) -> None:
+        self._documents, self._ends = starts, np.cumsum(lengths)
+        self._samples = _runs(self._ends, starts, seq_length + 1)
+        self.samples = len(self._samples) - 1
+        self.layout: Layout = ((_smallest(self.samples), self.samples),)
+
+    def make_index(self, generator: np.random.Generator) -> Arrays:
+        return (generator.permutation(self.samples).astype(self.layout[0][0]),)
+
+    def spans(self, index: Arrays, place: int) -> Iterator[Span]:
+        """A span for each sentence, or part of one."""
+        sample = int(index[0][place])
+        start, end = (int(x) for x in self._samples[sample : sample + 2])
+        document = int(np.searchsorted(self._documents, start, side="right")) - 1
+        inner = self._ends[np.searchsorted(self._ends, start, side="right") : np.searchsorted(self._ends, end)]
+        bounds = [start, *inner.tolist(), end]
+        for first, last in pairwise(bounds):
+            yield Span(document, first - int(self._documents[document]), last - first)
+
+
+def _runs(ends: NDArray[np.int64], starts: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """The first token of each sample of `Sentences`, and the number of all tokens."""
+    found, total = [0], int(ends[-1]) if len(ends) else 0
+    for stop in [*starts[1:].tolist(), total]:
+        while (start := found[-1]) < stop:
+            latest = int(np.searchsorted(ends, min(start + capacity, stop), side="right")) - 1
+            whole = int(ends[latest]) if latest >= 0 else 0
+            found.append(whole if whole > start else start + capacity)
+    return np.array(found, np.int64)
 
 
 PACKINGS: dict[PackingName, Callable[[NDArray[np.int64], int], Packing]] = {x.name: x for x in (Concatenation, BestFit)}

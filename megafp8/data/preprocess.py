@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from megafp8.data.documents import Document
 from megafp8.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, sidecar_path
+from megafp8.data.sentences import split_sentences
 from megafp8.data.tokenizers import TokenizerSettings, build_tokenizer
 from megafp8.data.workers import map_in_order
 
@@ -57,6 +58,7 @@ def preprocess(
     tokenizer: TokenizerSettings,
     workers: int = 0,
     append_eod: bool = True,
+    sentences: bool = False,
     skip_errors: bool = False,
     overwrite: bool = False,
     sources: Sequence[str] = (),
@@ -65,9 +67,9 @@ def preprocess(
     """Tokenize `documents` into `<prefix>.bin`, `.idx` and `.json`. Documents without text are skipped and counted.
 
     `workers` processes tokenize, or this process if 0. Tokens are uint16 if the vocabulary fits, else int32. `sources`
-    are the files of the documents. Raises ValueError for a document that cannot be read or tokenized, naming file and
-    line, unless `skip_errors`; ValueError if the output exists or is one of the sources; ChildProcessError if a worker
-    dies. No files are left then, nor on Ctrl-C.
+    are the files of the documents. `sentences`: each sentence of a document is a sequence of its own. Raises ValueError
+    for a document that cannot be read or tokenized, naming file and line, unless `skip_errors`; ValueError if the
+    output exists or is one of the sources; ChildProcessError if a worker dies. No files are left then, nor on Ctrl-C.
     """
     if workers < 0:
         raise ValueError(f"--workers {workers}: must be 0 or more")
@@ -79,15 +81,18 @@ def preprocess(
     writer = IndexedDatasetWriter(prefix, np.uint16 if model.vocab_size <= 2**16 else np.int32, overwrite=overwrite)
     summary = Summary()
     try:
-        with contextlib.closing(_tokenized(documents, tokenizer, workers)) as results:
-            for document, ids in tqdm(results, unit=" documents", disable=not progress):
+        with contextlib.closing(_tokenized(documents, tokenizer, workers, sentences)) as results:
+            for document, parts in tqdm(results, unit=" documents", disable=not progress):
                 if document.error is not None and not skip_errors:
                     message = f"{document.origin}: {document.error}"
                     raise ValueError(f"{message}; --skip-errors skips and counts such documents")
-                ids = ids if ids is not None and len(ids) else None
-                if ids is not None:
-                    ids = np.append(ids, np.int32(model.eod_id)) if append_eod else ids
-                    writer.add_document(ids)
+                parts = [part for part in parts or [] if len(part)]
+                ids = None
+                if parts:
+                    if append_eod:
+                        parts[-1] = np.append(parts[-1], np.int32(model.eod_id))
+                    ids = np.concatenate(parts)
+                    writer.add_document(ids, [len(part) for part in parts])
                 summary.add(document, ids)
         if not summary.documents:
             first = f"; the first: {summary.messages[0]}" if summary.errors else ""
@@ -114,10 +119,11 @@ def preprocess(
 
 
 def _tokenized(
-    documents: Iterable[Document], tokenizer: TokenizerSettings, workers: int
-) -> Generator[tuple[Document, Ids | None], None, None]:
-    """`documents` in order with their token ids; None for those with an error."""
-    chunks = map_in_order(partial(_make_tokenize, tokenizer), _chunks(documents), workers=workers, describe=_describe)
+    documents: Iterable[Document], tokenizer: TokenizerSettings, workers: int, sentences: bool
+) -> Generator[tuple[Document, list[Ids] | None], None, None]:
+    """`documents` in order with the token ids of their sequences; None for those with an error."""
+    make = partial(_make_tokenize, tokenizer, sentences)
+    chunks = map_in_order(make, _chunks(documents), workers=workers, describe=_describe)
     with contextlib.closing(chunks):
         for chunk, results in chunks:
             for document, ids in zip(chunk, results):
@@ -144,13 +150,19 @@ def _describe(chunk: Sequence[Document]) -> str:
     return chunk[0].origin if len(chunk) == 1 else f"{chunk[0].origin} ... {chunk[-1].origin}"
 
 
-def _make_tokenize(tokenizer: TokenizerSettings) -> Callable[[Sequence[Document]], list[Ids | str | None]]:
-    """The function of a worker: token ids of each document, None for one without text, or the tokenizer's error."""
+def _make_tokenize(
+    tokenizer: TokenizerSettings, sentences: bool
+) -> Callable[[Sequence[Document]], list[list[Ids] | str | None]]:
+    """The function of a worker: token ids of each document, or of its sentences, None for one without text, or the
+    tokenizer's error."""
     model = build_tokenizer(*tokenizer)
 
-    def tokenize(document: Document) -> Ids | str | None:
+    def tokenize(document: Document) -> list[Ids] | str | None:
         try:
-            return np.asarray(model.encode(document.text), np.int32) if document.text else None
+            if not document.text:
+                return None
+            texts = split_sentences(document.text) if sentences else [document.text]
+            return [np.asarray(model.encode(text), np.int32) for text in texts]
         except Exception as error:  # libraries raise any; one document must not cost the others
             return f"{type(error).__name__}: {error}"
 

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from megafp8.data import DataError
 from megafp8.data.blend import Blend
-from megafp8.data.samples import Batch, next_token_batch
+from megafp8.data.objectives import Objective
+from megafp8.data.samples import Batch
 
 
 def sample_indices(
@@ -41,33 +42,34 @@ def sample_indices(
 
 
 class _Samples(Dataset[Any]):
-    """Samples by global number, with it. A DataError is returned, not raised.
+    """What `objective` makes of samples, by global number, with it. A DataError is returned, not raised.
 
     torch's loader would raise it in the main process with the loader process's traceback as the message. For the same
     reason a loader process opens the files when it reads its first sample, not when it is started.
     """
 
-    def __init__(self, blend: Blend) -> None:
+    def __init__(self, blend: Blend, objective: Objective) -> None:
         self.blend: Blend | bytes = blend
+        self.objective = objective
 
     def __getitem__(self, index: int) -> tuple[int, NDArray[np.int64]] | DataError:
         try:
             if isinstance(self.blend, bytes):
                 self.blend = cast(Blend, pickle.loads(self.blend))
-            return index, self.blend[index]
+            return index, self.objective.row(self.blend.parts(index), index)
         except DataError as error:
             return error
 
     def __getstate__(self) -> dict[str, object]:
-        return {"blend": self.blend if isinstance(self.blend, bytes) else pickle.dumps(self.blend)}
+        blend = self.blend if isinstance(self.blend, bytes) else pickle.dumps(self.blend)
+        return {"blend": blend, "objective": self.objective}
 
 
-def _collate(rows: list[Any], eod_id: int | None, reset_at_documents: bool, mask_eod_loss: bool) -> Batch | DataError:
+def _collate(rows: list[Any], objective: Objective) -> Batch | DataError:
     for row in rows:
         if isinstance(row, DataError):
             return row
-    tokens = torch.from_numpy(np.stack([tokens for _, tokens in rows]))
-    batch = next_token_batch(tokens, eod_id, reset_at_documents=reset_at_documents, mask_eod_loss=mask_eod_loss)
+    batch = objective.batch(torch.from_numpy(np.stack([row for _, row in rows])))
     return replace(batch, samples=torch.tensor([index for index, _ in rows]))
 
 
@@ -80,9 +82,7 @@ def batches(
     data_parallel_rank: int,
     data_parallel_size: int,
     num_workers: int,
-    eod_id: int | None,
-    reset_at_documents: bool,
-    mask_eod_loss: bool,
+    objective: Objective,
     pin_memory: bool,
 ) -> Iterator[list[Batch]]:
     """This rank's micro-batches, one list per step, from the step after `consumed_samples` on, without end.
@@ -97,9 +97,9 @@ def batches(
         for rows in sample_indices(consumed, global_batch_size, *place)
     )
     loader: DataLoader[Any] = DataLoader(
-        _Samples(dataset),
+        _Samples(dataset, objective),
         batch_sampler=micro_batches,
-        collate_fn=partial(_collate, eod_id=eod_id, reset_at_documents=reset_at_documents, mask_eod_loss=mask_eod_loss),
+        collate_fn=partial(_collate, objective=objective),
         num_workers=num_workers,
         pin_memory=pin_memory,
         multiprocessing_context="spawn" if num_workers else None,

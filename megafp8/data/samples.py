@@ -22,7 +22,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +34,21 @@ from torch import Tensor
 
 from megafp8.context_parallel.split import shard_positions
 from megafp8.data import DataError
-from megafp8.data.indexed_dataset import IndexedDataset, all_within, check_ids
-from megafp8.data.packing import PACKINGS, Arrays, Packing, PackingName
+from megafp8.data.indexed_dataset import IndexedDataset, check_ids
+from megafp8.data.packing import PACKINGS, Arrays, Packing, PackingName, Sentences
 
 logger = logging.getLogger(__name__)
 
 PADDING = -1
 """In a sample: no token."""
+
+
+def padded(parts: Sequence[NDArray[Any]], length: int) -> NDArray[np.int64]:
+    """`parts` one after the other, int64, and `PADDING` up to `length`."""
+    sample = np.full(length, PADDING, np.int64)
+    tokens = np.concatenate(parts)
+    sample[: len(tokens)] = tokens
+    return sample
 
 
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
@@ -94,7 +102,14 @@ class PackedDataset:
         span = slice(documents.start, documents.stop)
         lengths, self._positions = dataset.document_lengths[span], dataset.document_positions[span]
         self.num_tokens = int(lengths.sum())
-        self.packing: Packing = PACKINGS[packing](lengths, seq_length)
+        self.packing: Packing
+        if packing == "sentences":
+            starts = self._positions - self._positions[:1]
+            lengths = dataset.sentence_lengths(documents)
+            self.packing = Sentences(lengths, starts, seq_length)
+            lengths = np.concatenate([lengths, starts])
+        else:
+            self.packing = PACKINGS[packing](lengths, seq_length)
         self.samples_per_epoch = self.packing.samples
         if self.samples_per_epoch < 1:
             raise DataError(
@@ -106,18 +121,19 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Sample `index` >= 0, int64 `[seq_length + 1]`, padded at its end by `PADDING`."""
+        return padded(self.parts(index), self.seq_length + 1)
+
+    def parts(self, index: int) -> list[NDArray[Any]]:
+        """The pieces of documents, or sentences, that sample `index` >= 0 consists of, in order."""
         number, place = divmod(index, self.samples_per_epoch)
         firsts, parts = [], []
         for document, skip, count in self.packing.spans(self._load(number).arrays, place):
             firsts.append(int(self._positions[document]) + skip)
             parts.append(self.dataset.read(firsts[-1], count))
-        tokens = np.concatenate(parts)
-        if self.vocab_size is not None and not all_within(tokens, self.vocab_size):
+        if self.vocab_size is not None:
             for first, part in zip(firsts, parts):
                 check_ids(self.dataset, part, self.vocab_size, first)
-        sample = np.full(self.seq_length + 1, PADDING, np.int64)
-        sample[: len(tokens)] = tokens
-        return sample
+        return parts
 
     def __getstate__(self) -> dict[str, object]:  # loader processes read the index from the cache
         return {**self.__dict__, "_index": None}
@@ -209,7 +225,8 @@ class Batch:
     `[b, n + 1]`: None unless attention and positions restart at documents. `cu_seqlens` holds the first token of each
     of a sample's documents, and then s as often as it takes: n is a power of two of at least 64, so that it hardly ever
     differs between batches, as it must not for CUDA graphs. `samples` int64 `[b]`: the indices of the samples in the
-    run; None: no dropout.
+    run; None: no dropout. `token_types` int64: None where all are 0. `decoder_tokens` `[b, d]`: of T5, whose labels and
+    mask are then `[b, d]`.
     """
 
     tokens: Tensor
@@ -218,6 +235,14 @@ class Batch:
     position_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
     samples: Tensor | None = None
+    token_types: Tensor | None = None
+    decoder_tokens: Tensor | None = None
+
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """What a stage reads of it."""
+        found = (self.tokens, self.labels, self.position_ids, self.cu_seqlens, self.samples, self.token_types)
+        return found if self.decoder_tokens is None else (*found, self.decoder_tokens)
 
     def to(self, device: torch.device) -> Batch:
         """This batch on `device`, copied asynchronously if it is in pinned memory."""
@@ -270,7 +295,8 @@ class Batch:
 
         positions = mine if self.position_ids is None else take(self.position_ids)
         mask = None if self.loss_mask is None else take(self.loss_mask)
-        return Batch(take(self.tokens), take(self.labels), mask, positions, self.cu_seqlens, self.samples)
+        types = None if self.token_types is None else take(self.token_types)
+        return Batch(take(self.tokens), take(self.labels), mask, positions, self.cu_seqlens, self.samples, types)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megafp8.data.packages import import_package
 
@@ -21,7 +24,11 @@ _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back. `eod_id` ends a document. `model`: the library's object, which conversions read."""
+    """Text to token ids and back. `eod_id` ends a document. `model`: the library's object, which conversions read.
+
+    `id_of`: the id of a token by its name, None if there is no such token. `word_starts`: by token id, whether it
+    begins a word; None if tokens do not tell.
+    """
 
     vocab_size: int
     eod_id: int
@@ -29,6 +36,8 @@ class Tokenizer:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     model: Any = None
+    id_of: Callable[[str], int | None] = lambda name: None
+    word_starts: Callable[[], NDArray[np.bool_] | None] = lambda: None
 
 
 class TokenizerSettings(NamedTuple):
@@ -120,7 +129,30 @@ def _sentencepiece(path: str, end_token: str | None) -> Tokenizer:
         special = [model.id_to_piece(i) for i in range(model.vocab_size()) if model.is_control(i)]
         raise _end_token_error(end_token, path, special)
     fingerprint = _fingerprint("sentencepiece", Path(path).read_bytes(), eod_id=eod_id if eod_id != default else None)
-    return Tokenizer(model.vocab_size(), eod_id, fingerprint, model.encode, model.decode, model)
+
+    def id_of(name: str) -> int | None:
+        found: int = model.piece_to_id(name)
+        return found if model.id_to_piece(found) == name else None
+
+    return Tokenizer(
+        model.vocab_size(),
+        eod_id,
+        fingerprint,
+        model.encode,
+        model.decode,
+        model,
+        id_of,
+        lambda: _word_starts([model.id_to_piece(i) for i in range(model.vocab_size())]),
+    )
+
+
+def _word_starts(pieces: Sequence[str]) -> NDArray[np.bool_] | None:
+    """From the texts of all tokens: those without ## where any has it (WordPiece), else those with ▁ (sentencepiece),
+    or Ġ or a space (byte-level BPE)."""
+    if any(piece.startswith("##") and len(piece) > 2 for piece in pieces):
+        return np.array([not piece.startswith("##") for piece in pieces])
+    starts = np.array([piece.startswith(("▁", "Ġ", " ")) for piece in pieces])
+    return starts if starts.any() else None
 
 
 def _huggingface(path: str, end_token: str | None) -> Tokenizer:
@@ -139,12 +171,15 @@ def _huggingface(path: str, end_token: str | None) -> Tokenizer:
     if eod_id is None:
         known = [token.content for _, token in sorted(model.get_added_tokens_decoder().items())]
         raise _end_token_error(end_token, path, known)
+    vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
     return Tokenizer(
-        vocab_size=max(model.get_vocab(with_added_tokens=True).values()) + 1,
+        vocab_size=vocab_size,
         eod_id=eod_id,
         fingerprint=_fingerprint("huggingface", Path(path).read_bytes(), eod_id=eod_id if eod_id != default else None),
         encode=lambda text: model.encode(text, add_special_tokens=False).ids,
         decode=lambda ids: model.decode(ids, skip_special_tokens=False),
+        id_of=model.token_to_id,
+        word_starts=lambda: _word_starts([model.id_to_token(i) or "" for i in range(vocab_size)]),
     )
 
 
@@ -192,7 +227,19 @@ def _tiktoken(path: str, end_token: str | None, pattern: str | None) -> Tokenize
         pattern=None if pattern == _GPT4_PATTERN else pattern,
         eod_id=None if eod_id == default else eod_id,
     )
-    return Tokenizer(model.n_vocab, eod_id, fingerprint, model.encode_ordinary, model.decode, model)
+
+    def id_of(name: str) -> int | None:
+        try:
+            found: int = model.encode_single_token(name)
+        except KeyError:
+            return None
+        return found
+
+    def word_starts() -> NDArray[np.bool_] | None:
+        texts = [token.decode("utf-8", errors="replace") for token in model.token_byte_values()]
+        return _word_starts(texts + [""] * (model.n_vocab - len(texts)))
+
+    return Tokenizer(model.n_vocab, eod_id, fingerprint, model.encode_ordinary, model.decode, model, id_of, word_starts)
 
 
 def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:

@@ -34,6 +34,7 @@ class BuildContext:
     sequences between tensor-parallel regions. `global_batch`, `global_tokens`: sequences and tokens of a step.
 
     `seed`: of the random streams of dropout. `loss_scale`: fp32 `[]`, by which the loss is multiplied; None: 1.
+    `encoder_tokens`: as `tokens`, in the encoder of T5; `tokens` are then its decoder's.
     """
 
     tensor: ProcessGroup
@@ -59,6 +60,7 @@ class BuildContext:
     global_tokens: int = 1
     seed: int = 0
     loss_scale: Tensor | None = None
+    encoder_tokens: int | None = None
 
     @property
     def buffer_device(self) -> torch.device:
@@ -103,11 +105,11 @@ def replicated_parameter(context: BuildContext, shards: Sequence[ParamShard], in
     return new_parameter(context, shards, init, **spec)
 
 
-def tokens_per_rank(config: Config) -> int:
-    """Tokens of a micro-batch on a rank, between tensor-parallel regions."""
+def tokens_per_rank(config: Config, *, encoder: bool = False) -> int:
+    """Tokens of a micro-batch on a rank, between tensor-parallel regions; of T5 in its decoder or its encoder."""
     p, t = config.parallel, config.training
-    sequence = t.seq_length // p.context // (p.tensor if p.sequence_parallel else 1)
-    return sequence * t.micro_batch_size
+    length = t.seq_length if encoder or config.decoder_length is None else config.decoder_length
+    return length // p.context // (p.tensor if p.sequence_parallel else 1) * t.micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ def planning_context(config: Config, fp8: Fp8Manager) -> BuildContext:
         device=torch.device("meta"),
         sequence_parallel=config.parallel.sequence_parallel,
         tokens=tokens_per_rank(config),
+        encoder_tokens=tokens_per_rank(config, encoder=True),
         weight_storage=weight_storage(config),
         param_gather=config.fp8.param_gather,
         expert=cast(ProcessGroup, PlannedGroup(config.parallel.expert_ranks)),

@@ -23,7 +23,9 @@ def matmul_parameters(config: ModelConfig) -> int:
         attention = down + heads * (up + latent.value_head_dim * h)
     mlps, depths = sum(_mlp_parameters(config, layer) for layer in config.layers), config.mtp_num_layers
     outputs = (1 + depths) * h * config.padded_vocab_size
-    return len(config.layers) * attention + mlps + depths * 2 * h * h + outputs
+    outputs += h * h * (config.architecture == "bert")  # the head's transform
+    attention_layers = len(config.layers) + config.decoder_blocks  # and cross attention
+    return attention_layers * attention + mlps + depths * 2 * h * h + outputs
 
 
 def _mlp_parameters(config: ModelConfig, layer: int) -> int:
@@ -36,14 +38,31 @@ def _mlp_parameters(config: ModelConfig, layer: int) -> int:
     return h * moe.num_experts + moe.top_k * expert + shared_expert
 
 
-def flops_per_token(config: ModelConfig, seq_length: int) -> float:
-    """Model FLOPs of forward and backward per token: 6·N_matmul + 6·L·s·h_attn, causal attention counted as half.
+def flops_per_token(config: ModelConfig, seq_length: int, decoder_length: int | None = None) -> float:
+    """Model FLOPs of forward and backward per token: 6·N_matmul + 6·L·s·h_attn, causal attention counted as half;
+    twice as many of attention where it is bidirectional.
 
     h_attn: heads times their width; where keys and values differ in width, the mean of both. A sliding window or
-    document boundaries are not subtracted, and recompute is not added.
+    document boundaries are not subtracted, and recompute is not added. Of T5, of a sample divided by the encoder's
+    tokens.
     """
+    if decoder_length is not None:
+        return _t5_flops(config, seq_length, decoder_length) / seq_length
     h_attn = config.num_attention_heads * (config.channels + config.value_channels) / 2
-    return 6.0 * matmul_parameters(config) + 6.0 * len(config.layers) * seq_length * h_attn
+    of_attention = (6.0 if config.causal else 12.0) * len(config.layers) * seq_length * h_attn
+    return 6.0 * matmul_parameters(config) + of_attention
+
+
+def _t5_flops(config: ModelConfig, s: int, d: int) -> float:
+    """Of a sample of s tokens of the encoder and d of the decoder."""
+    h, c = config.hidden_size, config.channels
+    q, kv = 2 * h * c * config.num_attention_heads, 2 * h * c * config.query_groups
+    block = q + kv + _mlp_parameters(config, 0)
+    encoder, decoder = config.num_layers, config.decoder_blocks
+    of_s = s * (encoder * block + decoder * kv)
+    of_d = d * (decoder * (block + q) + h * config.padded_vocab_size)
+    pairs = encoder * s * s + decoder * (d * d / 2 + d * s)
+    return 6.0 * (of_s + of_d) + 12.0 * pairs * config.num_attention_heads * c
 
 
 _RELATIVE_RATE = {False: 0.85, True: 1.3}
@@ -53,7 +72,8 @@ On H200 the output layer of Llama-3-8B takes as long as 1.74 blocks in bf16 or 2
 
 def output_layer_in_blocks(config: ModelConfig, seq_length: int, *, fp8: bool) -> float:
     """Time of the output layer, and of multi-token prediction, in units of a block's, approximately."""
-    block = flops_per_token(config.model_copy(update={"num_layers": 1, "mtp_num_layers": 0}), seq_length)
+    one = {"num_layers": 1, "mtp_num_layers": 0, "architecture": "gpt"}
+    block = flops_per_token(config.model_copy(update=one), seq_length)
     output = 6.0 * config.hidden_size * config.padded_vocab_size
     of_output, depths = output / (block - output) * _RELATIVE_RATE[fp8], config.mtp_num_layers
     projection = 12.0 * config.hidden_size**2 / (block - output) * _RELATIVE_RATE[fp8]

@@ -1,7 +1,10 @@
-"""GPT, one pipeline stage at a time.
+"""GPT and BERT, one pipeline stage at a time.
 
 A stage is a run of consecutive blocks; the first stage also has the embedding, the last one the final norm, the output
 layer and the loss. What flows between stages is the residual stream `[s/t, b, h]`. A model of one stage has it all.
+
+BERT differs in three things: attention is bidirectional, the head transforms hidden states before the output layer and
+may have a second loss (`megafp8.models.bert`), and norms may stand after the additions (`norm_position` post).
 
 With tied embeddings and more than one stage, the last stage holds a copy of the embedding: it starts from the same
 (seed, name), its gradient is summed with the first stage's, so the copies stay equal bit for bit (`is_copy`). So it
@@ -16,6 +19,7 @@ Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel siz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -33,17 +37,18 @@ from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, u
 from megafp8.fp8.linear_state import InputFormat
 from megafp8.models.alibi import alibi_bias
 from megafp8.models.attention import Attention, CoreAttention
+from megafp8.models.bert import BinaryHead, HeadTransform
 from megafp8.models.context import BuildContext, replicated_parameter
 from megafp8.models.latent_attention import LatentAttention
 from megafp8.models.mlp import MLP
 from megafp8.models.moe import MoE
-from megafp8.models.norms import Norm
+from megafp8.models.norms import Norm, block_norm, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.models.router import Router
 from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import SelfAttention, fastest_backends
-from megafp8.ops.attention_mask import causal_mask
+from megafp8.ops.attention_mask import bidirectional_mask, causal_mask
 from megafp8.ops.attention_scores import Scores
 from megafp8.ops.dropout_reference import Dropout, DropoutStream, TokenPlaces
 from megafp8.ops.fusion import LinearInput
@@ -57,6 +62,7 @@ from megafp8.tensor_parallel.mappings import scatter_to_sequence_parallel
 T = TypeVar("T")
 
 _NO_NORM = Neighbor("residual stream", "none", "no norm is before the layer")
+_POST_NORM = "the residual stream is the norm's output, whose values are needed (model.norm_position post)"
 
 
 @dataclass(frozen=True)
@@ -78,25 +84,6 @@ class LayerInputs:
         return [*tables, *(x for core in self.cores.values() for x in core.tensors), *bias, *of_dropout]
 
 
-def _norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
-    return Norm(
-        name,
-        config.hidden_size,
-        context,
-        kind=config.normalization,
-        eps=config.norm_eps,
-        sees_a_slice=context.sequence_sharded,
-        zero_centered=config.zero_centered_gamma,
-    )
-
-
-def _normalized(norm: Norm, x_sbh: Tensor, branch_sbh: Tensor | None = None, dropout: Dropout | None = None) -> Tensor:
-    """The norm of `x + branch`, as values. `dropout`: of the branch."""
-    _, normed = norm.residual(x_sbh, branch_sbh, None, dropout)
-    assert isinstance(normed, Tensor)
-    return normed
-
-
 def _input(
     norm: Norm | None, x_sbh: Tensor, branch_sbh: Tensor | None, form: InputFormat | None, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor | LinearInput]:
@@ -113,7 +100,8 @@ def _input(
 class Block(nn.Module):
     """Transformer block; `parallel_block` feeds attention and MLP the same input and adds both.
 
-    `norm_position` says which norms there are: of the inputs of attention and MLP, of their outputs, or of both.
+    `norm_position` says which norms there are: of the inputs of attention and MLP, of their outputs, of both, or of the
+    sums after them.
     """
 
     def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
@@ -121,17 +109,20 @@ class Block(nn.Module):
         name = f"layers.{index}"
         self.parallel, self.window = config.parallel_block, config.window_of(index)
         self.multiplier = config.residual_multiplier
-        of_inputs, of_outputs = config.norm_position != "output", config.norm_position != "pre"
+        self.post_norm = config.norm_position == "post"
+        of_inputs, of_outputs = config.norm_position in ("pre", "both"), config.norm_position in ("output", "both")
 
         def norm(which: str, there: bool) -> Norm | None:
-            return _norm(f"{name}.{which}", config, context) if there else None
+            return block_norm(f"{name}.{which}", config, context) if there else None
 
         def before(which: str) -> Neighbor:
+            if self.post_norm:
+                return Neighbor(which, "none", _POST_NORM)
             return Neighbor(which, "any") if of_inputs else _NO_NORM
 
         if not of_inputs:
             memory = replace(memory, norms=False)
-        self.attention_norm = norm("attention_norm", of_inputs)
+        self.attention_norm = norm("attention_norm", of_inputs or self.post_norm)
         self.attention: Attention | LatentAttention
         if config.latent_attention is None:
             input = before("attention_norm")
@@ -139,7 +130,7 @@ class Block(nn.Module):
         else:
             self.attention = LatentAttention(f"{name}.attention", config, context, memory)
         self.attention_output_norm = norm("attention_output_norm", of_outputs)
-        self.mlp_norm = norm("mlp_norm", of_inputs)
+        self.mlp_norm = norm("mlp_norm", of_inputs or self.post_norm)
         self.mlp: MLP | MoE
         if config.moe_of(index) is None:
             self.mlp = MLP(f"{name}.mlp", config, context, input=before("mlp_norm"), memory=memory)
@@ -152,16 +143,21 @@ class Block(nn.Module):
 
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """The residual stream and what is still to be added to it, in and out: a norm adds both as it reads them.
 
-        `dropout`: of the branch that comes in; that of the branch that goes out is `mlp_branch_dropout`.
+        `dropout`: of the branch that comes in; that of the branch that goes out is `branch_dropout`.
         """
-        x_sbh, normed = _input(self.attention_norm, x_sbh, branch_sbh, self.attention.input_format, dropout)
-        rotary, core = inputs.rotary.get(self.window), inputs.cores[self.window]
-        attention = self.attention(normed, rotary, core, inputs.scores, inputs.samples_b)
-        attention = self._output(attention, self.attention_output_norm)
         own = self.attention_branch_dropout.at(inputs.places)
+        if self.post_norm:
+            assert branch_sbh is None
+            assert self.attention_norm is not None
+            assert self.mlp_norm is not None
+            x_sbh = normalized(self.attention_norm, x_sbh, self._attention(x_sbh, inputs), own)
+            of_mlp = self.mlp_branch_dropout.at(inputs.places)
+            return normalized(self.mlp_norm, x_sbh, self._output(self.mlp(x_sbh), None), of_mlp), None
+        x_sbh, normed = _input(self.attention_norm, x_sbh, branch_sbh, self.attention.input_format, dropout)
+        attention = self._attention(normed, inputs)
         between = None if self.parallel else attention
         total_sbh, normed = _input(self.mlp_norm, x_sbh, between, self.mlp.input_format, own)
         mlp = self._output(self.mlp(normed), self.mlp_output_norm)
@@ -171,16 +167,20 @@ class Block(nn.Module):
             return total_sbh, mlp + attention
         return dropouts.add(total_sbh, attention, own), mlp  # each branch has a dropout of its own
 
+    def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
+        """Of the branch that goes out, if there is one."""
+        return None if self.post_norm else self.mlp_branch_dropout.at(inputs.places)
+
+    def _attention(self, x_sbh: Tensor | LinearInput, inputs: LayerInputs) -> Tensor:
+        """What self-attention adds to the residual stream."""
+        rotary, core = inputs.rotary.get(self.window), inputs.cores[self.window]
+        attention = self.attention(x_sbh, rotary, core, inputs.scores, inputs.samples_b)
+        return self._output(attention, self.attention_output_norm)
+
     def _output(self, y_sbh: Tensor, norm: Norm | None) -> Tensor:
         """What attention or MLP add to the residual stream."""
-        y_sbh = y_sbh if norm is None else _normalized(norm, y_sbh)
+        y_sbh = y_sbh if norm is None else normalized(norm, y_sbh)
         return y_sbh if self.multiplier == 1 else y_sbh * self.multiplier
-
-
-def _branch_dropout(block: nn.Module, inputs: LayerInputs) -> Dropout | None:
-    """Of the branch that a block returns."""
-    assert isinstance(block, Block)
-    return block.mlp_branch_dropout.at(inputs.places)
 
 
 class PredictionLayer(nn.Module):
@@ -200,18 +200,18 @@ class PredictionLayer(nn.Module):
         self.projection_state = context.fp8.linear(
             LinearSite(f"{name}.projection"), high_precision="whole on each rank, it stays in training.precision"
         )
-        self.embedding_norm = _norm(f"{name}.embedding_norm", config, context)
-        self.hidden_norm = _norm(f"{name}.hidden_norm", config, context)
+        self.embedding_norm = block_norm(f"{name}.embedding_norm", config, context)
+        self.hidden_norm = block_norm(f"{name}.hidden_norm", config, context)
         self.block = Block(index, config, context, memory)
-        self.final_norm = _norm(f"{name}.final_norm", config, context)
+        self.final_norm = block_norm(f"{name}.final_norm", config, context)
         self.dropout = DropoutStream.of(config.hidden_dropout, context.seed, f"{name}.embedding")
 
     def forward(self, hidden_sbh: Tensor, embedded_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         embedded_sbh = dropouts.add(None, embedded_sbh, self.dropout.at(inputs.places))
-        both = [_normalized(self.embedding_norm, embedded_sbh), _normalized(self.hidden_norm, hidden_sbh)]
+        both = [normalized(self.embedding_norm, embedded_sbh), normalized(self.hidden_norm, hidden_sbh)]
         x_sbh = linear(torch.cat(both, dim=-1), self.projection, self.projection_state)
         x_sbh, branch_sbh = self.block(x_sbh, None, inputs)
-        return _normalized(self.final_norm, x_sbh, branch_sbh, _branch_dropout(self.block, inputs))
+        return normalized(self.final_norm, x_sbh, branch_sbh, self.block.branch_dropout(inputs))
 
 
 def _word_embedding(
@@ -232,9 +232,10 @@ def _word_embedding(
 
 
 class Embedding(nn.Module):
-    """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel), learned positions added, and
-    normalized where the model has that.
+    """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel).
 
+    Embeddings of learned positions and token types are added, and the sum is normalized, where the model has that.
+    `token_types_bs` is None where all are of type 0.
     `places`: those of the residual stream's tokens; None: no dropout.
     """
 
@@ -244,37 +245,53 @@ class Embedding(nn.Module):
         self.word = _word_embedding(config, context)
         self.position: nn.Parameter | None = None
         if config.position_embedding == "learned":
-            shards = unsharded("embedding.position.weight", (positions, config.hidden_size))
-            self.position = replicated_parameter(context, shards, Init("normal", config.init_std))
-        self.norm = _norm("embedding_norm", config, context) if config.embedding_norm else None
+            self.position = self._table("position", positions, config)
+        self.token_type = self._table("token_type", config.token_types, config) if config.token_types else None
+        self.norm = block_norm("embedding_norm", config, context) if config.embedding_norm else None
         self.dropout = DropoutStream.of(config.hidden_dropout, context.seed, "embedding")
 
-    def forward(self, tokens_bs: Tensor, position_ids_bs: Tensor | None, places: TokenPlaces | None = None) -> Tensor:
+    def _table(self, name: str, rows: int, config: ModelConfig) -> nn.Parameter:
+        shards = unsharded(f"embedding.{name}.weight", (rows, config.hidden_size))
+        return replicated_parameter(self.context, shards, Init("normal", config.init_std))
+
+    def forward(
+        self,
+        tokens_bs: Tensor,
+        position_ids_bs: Tensor | None,
+        places: TokenPlaces | None = None,
+        token_types_bs: Tensor | None = None,
+    ) -> Tensor:
         x_sbh = self.word(tokens_bs)
         if self.position is not None:
-            x_sbh = x_sbh + self._positions(tokens_bs, position_ids_bs)
-        x_sbh = x_sbh if self.norm is None else _normalized(self.norm, x_sbh)
+            if position_ids_bs is None:
+                position_ids_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)[None]
+            x_sbh = x_sbh + self._look_up(self.position, position_ids_bs)
+        if self.token_type is not None:
+            types_bs = torch.zeros_like(tokens_bs) if token_types_bs is None else token_types_bs
+            x_sbh = x_sbh + self._look_up(self.token_type, types_bs)
+        x_sbh = x_sbh if self.norm is None else normalized(self.norm, x_sbh)
         return dropouts.add(None, x_sbh, self.dropout.at(places))
 
-    def _positions(self, tokens_bs: Tensor, position_ids_bs: Tensor | None) -> Tensor:
-        assert self.position is not None
-        if position_ids_bs is None:
-            ids_sb = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).unsqueeze(-1)
-        else:
-            ids_sb = position_ids_bs.transpose(0, 1)
+    def _look_up(self, table: nn.Parameter, ids_bs: Tensor) -> Tensor:
+        ids_sb = ids_bs.transpose(0, 1)
         if self.context.sequence_sharded:  # the table's gradient is then this rank's share: reduce_over_tp
             ids_sb = scatter_to_sequence_parallel(ids_sb, self.context.tensor)
-        return nn.functional.embedding(ids_sb, self.position)
+        return nn.functional.embedding(ids_sb, table)
 
 
 class Head(nn.Module):
-    """Final norm, output layer and loss of the last stage."""
+    """Final norm, output layer and loss of the last stage; of BERT with its transform, and perhaps its binary head."""
 
     def __init__(self, config: ModelConfig, context: BuildContext, tied: nn.Parameter | None, z_loss: float) -> None:
         super().__init__()
         self.context, self.vocab_size, self.z_loss = context, config.vocab_size, z_loss
         self.scaling, self.softcap = config.logits_scaling, config.logit_softcap
-        self.norm = _norm("final_norm", config, context)
+        if config.architecture == "t5" and config.tie_embeddings:
+            self.scaling *= math.sqrt(config.hidden_size)
+        self.norm = None if config.norm_position == "post" else block_norm("final_norm", config, context)
+        of_bert = config.architecture == "bert"
+        self.transform = HeadTransform(config, context) if of_bert else None
+        self.binary = BinaryHead(config, context) if config.binary_head else None
         self.output = ColumnParallelLinear(
             "output",
             config.hidden_size,
@@ -282,18 +299,27 @@ class Head(nn.Module):
             init=Init("normal", config.init_std),
             high_precision="the output layer stays in training.precision",
             weight=tied,
+            bias=of_bert,
             site=context.site(),
             **context.linear_options(),
         )
 
+    def _hidden(self, x_sbh: Tensor, branch_sbh: Tensor | None, dropout: Dropout | None = None) -> Tensor:
+        """The model's hidden states."""
+        if self.norm is None:
+            assert branch_sbh is None
+            return x_sbh
+        return normalized(self.norm, x_sbh, branch_sbh, dropout)
+
     def logits(self, x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
         """This rank's logits `[s, b, v/t]`."""
-        logits_sbv = self._uncapped(_normalized(self.norm, x_sbh, branch_sbh))
+        logits_sbv = self._uncapped(self._hidden(x_sbh, branch_sbh))
         return logits_sbv if self.softcap is None else self.softcap * (logits_sbv / self.softcap).tanh()
 
-    def _uncapped(self, normed_sbh: Tensor) -> Tensor:
+    def _uncapped(self, hidden_sbh: Tensor) -> Tensor:
         """Logits before the soft cap. Their input, which is smaller, is scaled in their place."""
-        logits_sbv: Tensor = self.output(normed_sbh if self.scaling == 1 else normed_sbh / self.scaling)
+        x_sbh = hidden_sbh if self.transform is None else self.transform(hidden_sbh)
+        logits_sbv: Tensor = self.output(x_sbh if self.scaling == 1 else x_sbh / self.scaling)
         return logits_sbv
 
     def forward(
@@ -304,18 +330,27 @@ class Head(nn.Module):
         look_ahead: Callable[[Tensor], Tensor] | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
-        """Loss of each token, `[s, b]` float32. `look_ahead`: the output layer's input with that of all depths of
-        multi-token prediction, from that of the model. `dropout`: of the branch."""
+        """Loss of each token, `[s, b]` float32; beside it, `[s, 2b]`, that of the binary head in the first row.
+
+        `look_ahead`: the output layer's input with that of all depths of multi-token prediction, from that of the
+        model. `dropout`: of the branch.
+        """
         assert self.vocab_size is not None
-        labels_sb, normed = labels_bs.transpose(0, 1).contiguous(), _normalized(self.norm, x_sbh, branch_sbh, dropout)
-        return vocab_parallel_cross_entropy(
-            self._uncapped(normed if look_ahead is None else look_ahead(normed)),
-            labels_sb,
+        hidden_sbh = self._hidden(x_sbh, branch_sbh, dropout)
+        b = hidden_sbh.shape[1]
+        token_labels_bs = labels_bs if self.binary is None else labels_bs[:b]
+        loss_sb = vocab_parallel_cross_entropy(
+            self._uncapped(hidden_sbh if look_ahead is None else look_ahead(hidden_sbh)),
+            token_labels_bs.transpose(0, 1).contiguous(),
             self.context.tensor,
             vocab_size=self.vocab_size,
             z_loss=self.z_loss,
             softcap=self.softcap,
         )
+        if self.binary is None:
+            return loss_sb
+        of_samples_1b = self.binary(hidden_sbh, labels_bs[b:, 0]).to(loss_sb.dtype).unsqueeze(0)
+        return torch.cat([loss_sb, nn.functional.pad(of_samples_1b, (0, 0, 0, len(loss_sb) - 1))], dim=1)
 
 
 class GPTStage(nn.Module):
@@ -345,8 +380,8 @@ class GPTStage(nn.Module):
             of_blocks = replace(context, device=torch.device("meta"), real_device=context.device)
         self.blocks, self.mtp = nn.ModuleList(), nn.ModuleList()
         for i, own in zip(layers, self.memory, strict=True):
-            if i < config.num_layers:
-                self.blocks.append(Block(i, config, of_blocks, own))
+            if i < config.num_blocks:
+                self.blocks.append(self._make_block(i, of_blocks, own))
             else:
                 self.mtp.append(PredictionLayer(i, config, of_blocks, own))
         embeds = config.embeds_on_last_stage and (first or last)
@@ -360,6 +395,13 @@ class GPTStage(nn.Module):
         self._frequencies: dict[bool, Tensor] = {}  # by whether they are those of layers with a window
         self._alibi: dict[int, Tensor] = {}  # by the length of the sequence
         self._windows = dict.fromkeys(config.window_of(i) for i in layers)
+
+    def _make_block(self, index: int, context: BuildContext, memory: BlockMemory) -> Block:
+        return Block(index, self.config, context, memory)
+
+    def stream_rows(self, s: int, b: int, decoder: int) -> int:
+        """Rows of the tensor between stages, for s tokens of each of b samples; `decoder`: of T5's decoder."""
+        return s // self.context.tensor.size() if self.context.sequence_sharded else s
 
     def _shared_weight(self, *, first: bool, last: bool) -> nn.Parameter:
         """The embedding's weight, shared by this stage's layers or with another stage; not on the first a copy."""
@@ -464,13 +506,16 @@ class GPTStage(nn.Module):
 
     def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None, *, positions: bool) -> CoreAttention:
         """`positions`: scores depend on them."""
-        group, device = self.context.context_parallel, self.context.device
+        group, device, causal = self.context.context_parallel, self.context.device, self.config.causal
         if group is None or group.size() == 1:
+            if not causal:
+                return SelfAttention(bidirectional_mask(cu_seqlens_bn))
             return SelfAttention(causal_mask(cu_seqlens_bn, window, s, device))
         rank, ranks = group.rank(), group.size()
         calls = plan(
-            s * ranks, rank, ranks, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device, positions=positions
-        )
+            s * ranks, rank, ranks, causal=causal, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device,
+            positions=positions,
+        )  # fmt: skip
         return ContextAttention(group, calls)
 
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
@@ -483,15 +528,24 @@ class GPTStage(nn.Module):
         held = [x_sbh, *inputs.tensors] if x_sbh.is_leaf else inputs.tensors  # a leaf is what the engine received
         return self.offload.forward(held) if self.offload is not None and torch.is_grad_enabled() else None
 
-    def _run_blocks(self, x_sbh: Tensor, inputs: LayerInputs, offload: Forward | None) -> tuple[Tensor, Tensor | None]:
+    def _run_blocks(
+        self, x_sbh: Tensor, inputs: LayerInputs, offload: Forward | None, which: slice = slice(None)
+    ) -> tuple[Tensor, Tensor | None]:
         branch_sbh: Tensor | None = None
         dropout: Dropout | None = None
-        for block, memory in zip(self.blocks, self.memory):
+        for block, memory in zip(list(self.blocks)[which], self.memory[which]):
             if memory.full and torch.is_grad_enabled() and branch_sbh is not None:
                 x_sbh, branch_sbh = dropouts.add(x_sbh, branch_sbh, dropout), None  # one tensor is kept, not two
             x_sbh, branch_sbh = self._run(memory, offload, block, x_sbh, branch_sbh, inputs, dropout)
-            dropout = _branch_dropout(block, inputs)
+            assert isinstance(block, Block)
+            dropout = block.branch_dropout(inputs)
         return x_sbh, branch_sbh
+
+    def _branch_dropout(self, inputs: LayerInputs, last: int = -1) -> Dropout | None:
+        """Of what is still to be added to the residual stream after this stage's block `last`."""
+        block = self.blocks[last]
+        assert isinstance(block, Block)
+        return block.branch_dropout(inputs)
 
     def look_ahead(self, labels_bs: Tensor, inputs: LayerInputs, offload: Forward | None, normed_sbh: Tensor) -> Tensor:
         """The output layer's input at all depths, one below the other along b. Each embeds the labels of the one
@@ -519,11 +573,12 @@ class GPTStage(nn.Module):
         position_ids_bs: Tensor | None = None,
         cu_seqlens_bn: Tensor | None = None,
         samples_b: Tensor | None = None,
+        token_types_bs: Tensor | None = None,
     ) -> Tensor:
         """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`.
 
         With d depths of multi-token prediction labels are those of `Batch.with_later_labels`, and the losses of all
-        depths are side by side, `[s, (1 + d) b]`.
+        depths are side by side, `[s, (1 + d) b]`. So are those of BERT's tokens and of its binary head (`MaskedLM`).
 
         `x_sbh` is None on the first stage. Where sequences are cut over ranks, tokens and labels are this rank's,
         `position_ids_bs` `[1 or b, s]` says where they stand, and `cu_seqlens_bn` is of the whole sequences.
@@ -531,28 +586,29 @@ class GPTStage(nn.Module):
         """
         inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, cu_seqlens_bn, samples_b)
         if self.embedding is not None:
-            x_sbh = self.embedding(tokens_bs, position_ids_bs, inputs.places)
+            x_sbh = self.embedding(tokens_bs, position_ids_bs, inputs.places, token_types_bs)
         assert x_sbh is not None, "a later stage needs the previous stage's output"
         with fastest_backends():
             offload = self._offload(x_sbh, inputs)
             x_sbh, branch_sbh = self._run_blocks(x_sbh, inputs, offload)
-            dropout = _branch_dropout(self.blocks[-1], inputs)
+            dropout = self._branch_dropout(inputs)
             if self.head is not None:
                 look_ahead = partial(self.look_ahead, labels_bs, inputs, offload) if len(self.mtp) else None
                 return self.head(x_sbh, branch_sbh, labels_bs, look_ahead, dropout)
-        assert branch_sbh is not None
-        return dropouts.add(x_sbh, branch_sbh, dropout)
+        return x_sbh if branch_sbh is None else dropouts.add(x_sbh, branch_sbh, dropout)
 
 
 def fp8_layer_names(config: ModelConfig, blocks: range | None = None) -> Iterator[str]:
     """Names of all linear layers of `blocks`, by default the whole model's, that an FP8 pattern can select."""
     for index in config.layers if blocks is None else blocks:
         yield from fp8_layer_sizes(config, 1, range(index, index + 1))
+        yield from cross_layer_sizes(config, 1, range(index, index + 1))
         yield from expert_layer_sizes(config, 1, index)
 
 
 def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) -> dict[str, tuple[int, int]]:
-    """Inputs k and outputs n of a rank's slice of each layer in `fp8_layer_names`, without those of experts.
+    """Inputs k and outputs n of a rank's slice of each layer in `fp8_layer_names`, without those of experts and of
+    cross attention.
 
     t: tensor-parallel size.
     """
@@ -573,6 +629,18 @@ def fp8_layer_sizes(config: ModelConfig, t: int, blocks: range | None = None) ->
             mlp = f"{name}.mlp" if moe is None else f"{name}.mlp.shared"
             sizes[f"{mlp}.{kind.up_layer}"] = (h, kind.up_width(f) // t)
             sizes[f"{mlp}.down"] = (f // t, h)
+    return sizes
+
+
+def cross_layer_sizes(config: ModelConfig, t: int, layers: range) -> dict[str, tuple[int, int]]:
+    """Inputs k and outputs n of a rank's slice of the linear layers of cross attention in `layers`, by name."""
+    h, d, sizes = config.hidden_size, config.channels, dict[str, tuple[int, int]]()
+    for index in layers:
+        if config.is_decoder(index):
+            name = f"layers.{index}.cross_attention"
+            sizes[f"{name}.q"] = (h, config.num_attention_heads * d // t)
+            sizes[f"{name}.kv"] = (h, 2 * config.query_groups * d // t)
+            sizes[f"{name}.proj"] = (config.num_attention_heads * d // t, h)
     return sizes
 
 

@@ -37,7 +37,7 @@ class MLP(nn.Module):
         self.kind = config.activation
         f, self.activation = config.ffn_size, ACTIVATIONS[config.activation]
         common = context.linear_options() | {"bias": config.linear_bias}
-        neighbor = Neighbor(self.kind, "any" if self.activation.fused else "none", "exact GELU has no fused kernel")
+        neighbor = Neighbor(self.kind, "any" if self.activation.fused else "none", f"{self.kind} has no fused kernel")
         self.up = ColumnParallelLinear(
             f"{name}.{self.activation.up_layer}",
             config.hidden_size,

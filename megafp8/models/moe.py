@@ -71,7 +71,7 @@ class Experts(nn.Module):
         into = [shard_dim(f"{name}.{e}.{layer}.weight", (f, h), 0, part, parts) for e in own for layer in first]
         out_of = [shard_dim(f"{name}.{e}.down.weight", (h, f), 1, part, parts) for e in own]
         between = Neighbor(
-            self.kind, "per_tensor" if self.activation.fused else "none", "exact GELU has no fused kernel"
+            self.kind, "per_tensor" if self.activation.fused else "none", f"{self.kind} has no fused kernel"
         )
         up_names, down_names = ([f"{name}.{e}.{layer}" for e in own] for layer in (self.activation.up_layer, "down"))
         biased = config.linear_bias

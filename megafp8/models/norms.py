@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from megafp8.config import ModelConfig
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim, unsharded
 from megafp8.fp8.linear_state import InputFormat
@@ -78,6 +79,26 @@ class Norm(nn.Module):
         return norm(
             x, branch, self.weight, self.bias, self.eps, form, dropout=dropout, zero_centered=self.zero_centered
         )
+
+
+def block_norm(name: str, config: ModelConfig, context: BuildContext) -> Norm:
+    """A norm of hidden states, as the model has it."""
+    return Norm(
+        name,
+        config.hidden_size,
+        context,
+        kind=config.normalization,
+        eps=config.norm_eps,
+        sees_a_slice=context.sequence_sharded,
+        zero_centered=config.zero_centered_gamma,
+    )
+
+
+def normalized(norm: Norm, x: Tensor, branch: Tensor | None = None, dropout: Dropout | None = None) -> Tensor:
+    """The norm of `x + branch`, as values. `dropout`: of the branch."""
+    _, normed = norm.residual(x, branch, None, dropout)
+    assert isinstance(normed, Tensor)
+    return normed
 
 
 class ProjectionNorms(nn.Module):

@@ -85,6 +85,11 @@ def causal_mask(cu_seqlens_bn: Tensor | None, window: int | None, s: int, device
     return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, window=window, square=True)
 
 
+def bidirectional_mask(cu_seqlens_bn: Tensor | None) -> AttentionMask:
+    """Self-attention of all tokens of a segment to each other; padding is a segment of its own."""
+    return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, causal=False, square=True)
+
+
 def key_ranges(mask: AttentionMask, s: int, t: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """First key of each query and the one after its last, int64 `[1 or b, s]`; 0 and 0 of queries without keys.
 

@@ -20,8 +20,9 @@ from megafp8.expert_parallel.own_rows import MARGIN
 from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.recipes.base import OPERANDS, OperandName
 from megafp8.fp8.tensor import Granularity
+from megafp8.models.build import build_stage
 from megafp8.models.context import planning_context
-from megafp8.models.gpt import GPTStage, expert_layer_sizes, fp8_layer_sizes
+from megafp8.models.gpt import cross_layer_sizes, expert_layer_sizes, fp8_layer_sizes
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.plan import LinearPlan
 from megafp8.planner.stages import stages_of
@@ -64,6 +65,19 @@ def sizes(config: Config) -> Sizes:
     )
 
 
+def at_layer(config: Config, index: int) -> Config:
+    """`config` with the number of tokens of layer `index`, which in T5's decoder is another."""
+    if not config.model.is_decoder(index):
+        return config
+    lengths = {"seq_length": config.decoder_length, "decoder_seq_length": config.decoder_length}
+    return config.model_copy(update={"training": config.training.model_copy(update=lengths)})
+
+
+def own_decoder_tokens(config: Config) -> int:
+    """Tokens of T5's decoder on this rank between tensor-parallel regions; else 0."""
+    return 0 if config.decoder_length is None else sizes(at_layer(config, config.model.num_layers)).m_own
+
+
 def layer_plans(config: Config, fp8: Fp8Manager) -> Mapping[str, LinearPlan]:
     """Plans of the model's linear layers by name; unless `fp8` has any, the model is constructed on the meta device.
 
@@ -79,7 +93,7 @@ def layer_plans(config: Config, fp8: Fp8Manager) -> Mapping[str, LinearPlan]:
         model, context = config.model.model_copy(update=sizes), planning_context(config, fp8)
         for layers in stages_of(config)[1]:
             memory = block_memory(config.parallel, len(layers))
-            GPTStage(model, context, layers=layers, positions=1, memory=memory)
+            build_stage(model, context, layers=layers, positions=1, memory=memory)
     return {plan.name: plan for plan in fp8.plans}
 
 
@@ -106,17 +120,17 @@ def _saved_input(fp8: Fp8Manager, plan: LinearPlan, k: int, x: Sizes) -> int:
 
 
 def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory) -> dict[str, int]:
-    """Bytes that block `index` saves for its backward pass, offloaded or not."""
+    """Bytes that block `index` saves for its backward pass, offloaded or not; of cross attention at most these."""
+    plans, x_encoder, config = layer_plans(config, fp8), sizes(config), at_layer(config, index)
     x, model = sizes(config), config.model
-    stream, ahead = x.m_own * x.h * x.e, index >= model.num_layers
+    stream, ahead = x.m_own * x.h * x.e, index >= model.num_blocks
     tokens = {"tokens": 8 * x.m} if ahead else {}  # int64, of the embedding
     if memory.full:
         return {"block input": stream * (2 if ahead else 1), **tokens}
-    plans = layer_plans(config, fp8)
     layers = fp8_layer_sizes(model, config.parallel.tensor, range(index, index + 1))
     ups, proj, mlp = _by_place([plans[layer] for layer in layers], latent=model.latent_attention is not None)
     statistics = x.m_own * x.w * (2 if model.normalization == "layernorm" else 1)
-    sums, branches = 1 if model.parallel_block else 2, {"pre": 0, "output": 2, "both": 2}[model.norm_position]
+    sums, branches = 1 if model.parallel_block else 2, 2 * (model.norm_position in ("output", "both"))
     saved = {
         # Where attention and MLP read it without a norm between, it is among their inputs.
         "residual stream": stream * sums * (model.norm_position != "output"),
@@ -149,12 +163,25 @@ def saved_by_block(config: Config, fp8: Fp8Manager, index: int, memory: BlockMem
         saved["proj input"] = _saved_input(fp8, proj, x.a * model.value_channels, x)
     if mlp:
         saved |= _saved_by_mlp(config, fp8, mlp, _mlp_width(config, index))
+    if model.is_decoder(index):
+        saved["cross attention"] = stream + statistics + _saved_by_cross(fp8, plans, index, x, x_encoder, memory)
     experts = expert_layers(config, fp8, index)
     if experts is not None:
         # The router's input is the norm's output, which a shared expert may save too.
         shares_input = bool(mlp) and mlp[0].saved == "high" and x.m == x.m_own
         saved |= _saved_by_experts(config, fp8, experts, shares_input=shares_input)
     return saved
+
+
+def _saved_by_cross(
+    fp8: Fp8Manager, plans: Mapping[str, LinearPlan], index: int, x: Sizes, x_encoder: Sizes, memory: BlockMemory
+) -> int:
+    """Of cross attention without its norm; what layers share of the encoder's output is counted for each."""
+    q, kv, proj = (plans[f"layers.{index}.cross_attention.{part}"] for part in ("q", "kv", "proj"))
+    inputs = _saved_input(fp8, q, x.h, x) + _saved_input(fp8, kv, x.h, x_encoder)
+    inputs += _saved_input(fp8, proj, x.a * x.d, x)
+    heads = x.m * x.a * x.d * x.e + 2 * x_encoder.m * x.g * x.d * x.e
+    return inputs + heads + (0 if memory.attention else x.m * x.a * (x.d * x.e * (proj.saved != "high") + x.w))
 
 
 def _by_place(
@@ -264,7 +291,8 @@ def block_backward(config: Config, fp8: Fp8Manager, index: int) -> int:
     with the cast, and of the residual stream, sharded and gathered. Dropout's mask is not stored, but behind it the
     gradient of the MLP's output is another tensor than that of the residual stream.
     """
-    x, kind, experts = sizes(config), ACTIVATIONS[config.model.activation], expert_layers(config, fp8, index)
+    x, kind = sizes(at_layer(config, index)), ACTIVATIONS[config.model.activation]
+    experts = expert_layers(config, fp8, index)
     stream = x.m_own * x.h * x.e * (2 if config.model.hidden_dropout else 1)
     if experts is not None:
         return experts.rows * (sum(experts.up) + sum(experts.down)) * x.e + stream
@@ -275,9 +303,11 @@ def block_backward(config: Config, fp8: Fp8Manager, index: int) -> int:
 def deferred_wgrad(config: Config, fp8: Fp8Manager, index: int) -> int:
     """Bytes of the operands of block `index`'s weight gradients, for schedules that compute these separately: of each
     linear layer the input and the output's gradient, columnwise in FP8."""
-    x, plans, total = sizes(config), layer_plans(config, fp8), 0
-    for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor, range(index, index + 1)).items():
-        total += x.m * (k + n) * (x.e if plans[name].gemms[2] == "high" else 1)
+    plans, total, at = layer_plans(config, fp8), 0, range(index, index + 1)
+    x, encoder, t = sizes(at_layer(config, index)), sizes(config), config.parallel.tensor
+    for name, (k, n) in (fp8_layer_sizes(config.model, t, at) | cross_layer_sizes(config.model, t, at)).items():
+        tokens = encoder.m if name.endswith(".kv") else x.m
+        total += tokens * (k + n) * (x.e if plans[name].gemms[2] == "high" else 1)
     experts = expert_layers(config, fp8, index)
     if experts is not None:
         total += sum(experts.rows * (k + n) * (x.e if p.gemms[2] == "high" else 1) for (k, n), p in experts.layers)

@@ -30,18 +30,20 @@ from megafp8.config import Config
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.data_parallel.buckets import bucket_layout
 from megafp8.fp8 import Fp8Manager
-from megafp8.models.gpt import fp8_layer_sizes
+from megafp8.models.gpt import cross_layer_sizes, fp8_layer_sizes
 from megafp8.models.recompute import block_memory
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
 from megafp8.planner.activations import (
     ELEMENT,
+    at_layer,
     block_backward,
     deferred_wgrad,
     expert_layers,
     fp8_bytes,
     granularity,
     layer_plans,
+    own_decoder_tokens,
     saved_by_block,
     sizes,
 )
@@ -163,14 +165,17 @@ def _block(config: Config, index: int) -> list[_Parameter]:
     """The parameters of block `index`."""
     model, x, norm = config.model, sizes(config), _norm(config)
     attention, mlp = _attention(config, index)
-    before, after = norm * (model.norm_position != "output"), norm * (model.norm_position != "pre")
+    before, after = norm * (model.norm_position != "output"), norm * (model.norm_position in ("output", "both"))
     if model.moe_of(index) is not None:
         mlp = [*_experts(config), *mlp]
     else:
         (up, down), bias = mlp, [_Parameter(x.h)] * model.linear_bias
         mlp = [up, *[_Parameter(x.up)] * model.linear_bias, down, *bias]
     block = [*before, *attention, *after, *before, *mlp, *after]
-    ahead = index >= model.num_layers  # multi-token prediction
+    for name, (k, n) in cross_layer_sizes(model, config.parallel.tensor, range(index, index + 1)).items():
+        more = [*norm * name.endswith(".q"), _Parameter(k * n, name)]
+        block += [*more, *[_Parameter(n)] * model.linear_bias]
+    ahead = index >= model.num_blocks  # multi-token prediction
     return [_Parameter(2 * x.h * x.h), *norm, *norm, *block, *norm] if ahead else block
 
 
@@ -214,10 +219,30 @@ def _stage(config: Config, layers: range) -> list[_Parameter]:
     first, last = layers.start == 0, layers.stop == model.layers.stop
     positions = _Parameter((model.max_position_embeddings or config.training.seq_length) * h)
     embedding = [*table * (first or (last and model.embeds_on_last_stage))]
+    biases = [_Parameter(model.relative_attention_num_buckets * sizes(config).a)] * 2
     embedding += [positions] * (first and model.position_embedding == "learned")
+    embedding += [_Parameter(model.token_types * h)] * (first and model.token_types > 0)
     embedding += _norm(config) * (first and model.embedding_norm)
     blocks = [parameter for index in layers for parameter in _block(config, index)]
-    return [*embedding, *blocks, *_norm(config) * last, *table * (last and not model.tie_embeddings)]
+    head = [*_norm(config) * (model.norm_position != "post"), *_bert_head(config), *table * (not model.tie_embeddings)]
+    bias = [_Parameter(model.padded_vocab_size // config.parallel.tensor)] * (model.architecture == "bert")
+    encoder_norm = _norm(config) * (model.architecture == "t5" and model.num_layers - 1 in layers)
+    return [
+        *embedding,
+        *blocks,
+        *(*head, *bias) * last,
+        *encoder_norm,
+        *biases * (first and model.architecture == "t5"),
+    ]
+
+
+def _bert_head(config: Config) -> list[_Parameter]:
+    """The parameters of the head but for the output layer's."""
+    model, h = config.model, config.model.hidden_size
+    if model.architecture != "bert":
+        return []
+    dense = [_Parameter(h * h), _Parameter(h)]
+    return [*dense, *_norm(config), *[*dense, _Parameter(2 * h), _Parameter(2)] * model.binary_head]
 
 
 def _table(config: Config) -> int:
@@ -248,7 +273,8 @@ def _is_fp8(config: Config, fp8: Fp8Manager, layer: str) -> bool:
 def fp8_weight_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
     """FP8 copies of the weights of `layers`: rowwise unless they are the weights, and columnwise for dgrad."""
     total = 0
-    for name, (k, n) in fp8_layer_sizes(config.model, config.parallel.tensor, layers).items():
+    t = config.parallel.tensor
+    for name, (k, n) in (fp8_layer_sizes(config.model, t, layers) | cross_layer_sizes(config.model, t, layers)).items():
         fprop, dgrad, _ = layer_plans(config, fp8)[name].gemms
         if fprop == dgrad == "high":
             continue
@@ -268,7 +294,8 @@ def fp8_weight_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
 def amax_history_bytes(config: Config, fp8: Fp8Manager, layers: range) -> int:
     """Amax histories of the operands of a stage's layers, fp32."""
     count = 0
-    held = dict.fromkeys(fp8_layer_sizes(config.model, config.parallel.tensor, layers), 1)
+    t = config.parallel.tensor
+    held = dict.fromkeys([*fp8_layer_sizes(config.model, t, layers), *cross_layer_sizes(config.model, t, layers)], 1)
     for experts in filter(None, (expert_layers(config, fp8, index) for index in layers)):
         held |= {experts.up_plan.name: experts.experts, experts.down_plan.name: experts.experts}
     for name, copies in held.items():
@@ -301,7 +328,7 @@ def rank_memory(
         fp8_weights=0 if p.fsdp else sum(fp8_weight_bytes(config, fp8, layers) for layers in stages),
         amax_history=sum(amax_history_bytes(config, fp8, layers) for layers in stages),
         # An activation and a gradient in flight each way; the received activation is the first block's input.
-        communication=0 if p.pipeline == 1 else 3 * x.m_own * x.h * x.e,
+        communication=0 if p.pipeline == 1 else 3 * (x.m_own + own_decoder_tokens(config)) * x.h * x.e,
         workspace=_WORKSPACES,
     )
     overlaps = p.overlap_grad_reduce and any(action.microbatch for action in actions)
@@ -390,8 +417,9 @@ def _chunk(config: Config, fp8: Fp8Manager, layers: range, overlaps: bool) -> _C
     on_device = [0 if own.offload else size for size, own in zip(saved, memory)]
     offloaded = [size if own.offload else 0 for size, own in zip(saved, memory)]
     if layers.start == 0 and config.model.embedding_norm:  # its input and statistics
-        on_device[0] += x.m_own * (x.h * x.e + x.w * (2 if config.model.normalization == "layernorm" else 1))
-    predicted = (1 + config.model.mtp_num_layers) * x.m
+        tokens, statistics = x.m_own + own_decoder_tokens(config), 2 if config.model.normalization == "layernorm" else 1
+        on_device[0] += tokens * (x.h * x.e + x.w * statistics)
+    predicted = (1 + config.model.mtp_num_layers) * sizes(at_layer(config, config.model.num_blocks - 1)).m
     logits = predicted * (config.model.padded_vocab_size // config.parallel.tensor) * x.e
     last = layers.stop == config.model.layers.stop
     candidates = []

@@ -11,7 +11,7 @@ from megafp8.pipeline_parallel.split import balanced, even, stage_layers
 
 def layers_of_stages(config: Config, placement: Placement) -> list[range]:
     """The last stage also has the layers of multi-token prediction."""
-    layers, counts = config.model.num_layers, config.parallel.layers_per_stage
+    layers, counts = config.model.num_blocks, config.parallel.layers_per_stage
     if counts is None:
         counts = even(layers, placement.num_stages)
     elif counts == "balanced":

@@ -18,6 +18,7 @@ from torch import nn
 from megafp8.config import Config
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
+from megafp8.models.build import build_stage
 from megafp8.models.context import planning_context
 from megafp8.models.flops import flops_per_token, matmul_parameters
 from megafp8.models.gpt import GPTStage
@@ -43,7 +44,7 @@ def planned_stage(config: Config, stage: int) -> GPTStage:
 
 def _stage_of(config: Config, layers: range) -> GPTStage:
     context = planning_context(config, Fp8Manager(None, amax_group=None))
-    return GPTStage(config.model, context, layers=layers, positions=config.position_rows)
+    return build_stage(config.model, context, layers=layers, positions=config.position_rows)
 
 
 class _StageSize(NamedTuple):
@@ -121,11 +122,13 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline * p.context)
     groups = rank_groups(world_size, p.tensor, p.pipeline, p.context, p.fsdp_replicas, p.expert, p.expert_tensor)
-    alike: dict[tuple[int, int, bool, bool], _StageSize] = {}  # stages with as many layers have as many parameters
+    alike: dict[tuple[int | bool, ...], _StageSize] = {}  # stages with as many layers have as many parameters
     sizes = []
     for span in plan.layers:
         sparse = sum(config.model.moe_of(layer) is not None for layer in span)
-        key = len(span), sparse, span.start == 0, span.stop == config.model.layers.stop
+        decoder = sum(config.model.is_decoder(layer) for layer in span)
+        ends = span.start == 0, config.model.num_layers - 1 in span, span.stop == config.model.layers.stop
+        key = len(span), sparse, decoder, *ends
         if key not in alike:
             alike[key] = _stage_size(config, span)
         sizes.append(alike[key])
@@ -141,7 +144,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
         f"parameters: {sum(size.of_model for size in sizes):,} in the model{_describe_active(config)};"
-        f" {flops_per_token(config.model, t.seq_length) / 1e9:.3f} GFLOP per token",
+        f" {flops_per_token(config.model, t.seq_length, config.decoder_length) / 1e9:.3f} GFLOP per token",
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
         cuda_graphs.describe(cuda_graphs.why_not(config, "cuda" if config.device == "auto" else config.device)),
         "",

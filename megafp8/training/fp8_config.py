@@ -154,7 +154,7 @@ def _expert_layers(config: Config) -> Iterator[tuple[str, tuple[int, int]]]:
 
 def _kept_blocks(config: Config) -> list[str]:
     """Patterns of the first and last blocks that stay in high precision."""
-    f, n = config.fp8, config.model.num_layers
+    f, n = config.fp8, config.model.num_blocks
     return [f"layers.{i}.*" for i in range(n) if i < f.first_blocks_bf16 or i >= n - f.last_blocks_bf16]
 
 

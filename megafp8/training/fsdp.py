@@ -4,8 +4,8 @@ With `fp8.param_gather` each rank quantizes its rows after the step and FP8 data
 bits, nothing to quantize in between. Without it, an FP8 layer quantizes what was gathered, rowwise in forward and
 columnwise in backward. Neither keeps copies: these would be as large as what sharding saves.
 
-The embedding is needed in forward only, and the output layer from its forward right to its backward. A weight that
-several layers of a stage share stays gathered in between.
+The embedding is needed in forward only, unless it ends with a norm, and the output layer from its forward right to its
+backward. A weight that several layers of a stage share stays gathered in between.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def shard(
         with torch.no_grad():
             rows.values.copy_(rounded)
     for stage in stages:
-        if isinstance(stage.embedding, FSDPModule):
+        if isinstance(stage.embedding, FSDPModule) and stage.embedding.norm is None:
             stage.embedding.set_unshard_in_backward(False)
         if isinstance(stage.head, FSDPModule):
             stage.head.set_reshard_after_forward(False)

@@ -11,15 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.distributed import ProcessGroup
 
 from megafp8.config import Config, ConfigError, Problem
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment, shares
 from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset, idx_path
+from megafp8.data.masked_lm import MaskedLM, SpecialIds
+from megafp8.data.objectives import NextToken, Objective
 from megafp8.data.packing import BestFit
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
 from megafp8.data.samples import PackedDataset, split_documents
+from megafp8.data.span_corruption import SpanCorruption
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettingError, build_tokenizer
 from megafp8.distributed.collectives import all_gather_objects
 
@@ -55,6 +59,7 @@ class Inputs:
     """Tokenizer and data of a run. `validation` is None if there is no evaluation.
 
     `train` and `validation` mix the data sets according to `progress`, which is that of a new run until `resumed`.
+    `objective` makes micro-batches of their samples.
     """
 
     config: Config
@@ -63,15 +68,12 @@ class Inputs:
     progress: Progress
     train: Blend
     validation: Blend | None
+    objective: Objective
 
     @property
     def fingerprint(self) -> str | None:
         """Identity of the vocabulary, None if no tokenizer is configured."""
         return None if self.tokenizer is None else self.tokenizer.fingerprint
-
-    @property
-    def eod_id(self) -> int | None:
-        return None if self.tokenizer is None else self.tokenizer.eod_id
 
     def resumed(self, saved: Mapping[str, Any]) -> tuple[Inputs, list[str]]:
         """These inputs at the position of the checkpoint with metadata `saved`, and descriptions of blend changes.
@@ -108,11 +110,101 @@ def open_inputs(config: Config, source: str) -> Inputs:
     config = _resolve_vocabulary(config, tokenizer, source)
     vocab_size = config.model.vocab_size
     assert vocab_size is not None, "config.checks: given, or known from the tokenizer"
+    objective = objective_of(config, tokenizer, source)
     data_sets = open_data_sets(config)
     for data_set in data_sets:
         check_dataset(data_set.dataset, vocab_size, tokenizer.fingerprint if tokenizer else None)
     progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
-    return Inputs(config, tokenizer, data_sets, progress, *_blends(data_sets, progress, config.seed))
+    return Inputs(config, tokenizer, data_sets, progress, *_blends(data_sets, progress, config.seed), objective)
+
+
+def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Objective:
+    """What the model is trained to predict. Raises ConfigError if a token or a property of the tokenizer is missing."""
+    d, s, eod_id = config.data, config.training.seq_length, None if tokenizer is None else tokenizer.eod_id
+    if config.model.architecture == "gpt":
+        return NextToken(s, eod_id, d.reset_at_documents, d.mask_eod_loss)
+    if config.model.architecture == "t5":
+        return _span_corruption(config, tokenizer, source)
+    vocab_size, masked = config.model.vocab_size, d.masked_lm
+    assert vocab_size is not None
+    starts = None
+    if masked.whole_words:
+        starts = None if tokenizer is None else tokenizer.word_starts()
+        if starts is None:
+            rule = "the tokens of data.tokenizer do not tell where words begin"
+            raise ConfigError(source, [Problem("data.masked_lm.whole_words", True, rule, "try false")])
+        starts = np.append(starts, np.ones(max(0, vocab_size - len(starts)), np.bool_))
+    return MaskedLM(
+        s,
+        config.seed,
+        SpecialIds(**_special_ids(config, tokenizer, source, tuple(_NAMES))),
+        vocab_size,
+        eod_id=eod_id,
+        probability=masked.probability,
+        word_starts=starts,
+        pairs=config.model.binary_head,
+    )
+
+
+def _span_corruption(config: Config, tokenizer: Tokenizer | None, source: str) -> SpanCorruption:
+    noise, spans = config.data.span_corruption.lengths(config.sample_tokens)
+    length = config.decoder_length
+    assert length is not None
+    found = _special_ids(config, tokenizer, source, ("sep", "pad"))
+    sentinels = _sentinels(config, tokenizer, spans, source)
+    return SpanCorruption(
+        config.training.seq_length, length, config.seed, noise, spans, sentinels, found["sep"], found["pad"]
+    )
+
+
+def _sentinels(config: Config, tokenizer: Tokenizer | None, spans: int, source: str) -> list[int]:
+    """Ids of the tokens that mark spans. Raises ConfigError if there are too few."""
+    size, given = config.model.vocab_size, config.data.special_tokens.sentinels
+    assert size is not None
+    if given is not None:
+        found = given
+    else:
+        found = []
+        while tokenizer is not None and (number := tokenizer.id_of(f"<extra_id_{len(found)}>")) is not None:
+            found.append(number)
+        found = found or [*range(size - 1, (0 if tokenizer is None else tokenizer.vocab_size) - 1, -1)][:spans]
+    if len(found) < spans or max(found) >= size or len(set(found)) < len(found):
+        rule = f"{len(found)} different ids below model.vocab_size ({size}), and a sample has {spans} spans"
+        more = size + spans - len(found)
+        works = f"try model.vocab_size={more}, give {spans} ids, or try a larger data.span_corruption.mean_span_length"
+        raise ConfigError(source, [Problem("data.special_tokens.sentinels", given, rule, works)])
+    return found
+
+
+_NAMES = {"cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>"), "mask": ("[MASK]", "<mask>"), "pad": ("[PAD]", "<pad>")}
+"""Special tokens of the tokenizers of BERT, and of RoBERTa or T5."""
+
+
+def _special_ids(config: Config, tokenizer: Tokenizer | None, source: str, needed: Sequence[str]) -> dict[str, int]:
+    """Ids of the special tokens `needed`, from the config or the tokenizer.
+
+    Raises ConfigError naming those that are missing.
+    """
+    given, problems, found = config.data.special_tokens, [], {}
+    size = config.model.vocab_size
+    assert size is not None
+    for key in needed:
+        names = _NAMES[key]
+        ids = [getattr(given, key), *(None if tokenizer is None else tokenizer.id_of(name) for name in names)]
+        number = next((i for i in ids if i is not None), None)
+        if number is None:
+            rule = f"not given, and data.tokenizer has neither {' nor '.join(names)}"
+            works = f"give the id of a token for it below model.vocab_size ({size}), which may be enlarged for it"
+            problems.append(Problem(f"data.special_tokens.{key}", None, rule, works))
+        elif number >= size:
+            rule = f"model.vocab_size is {size}"
+            works = f"try model.vocab_size={number + 1}, or a smaller id"
+            problems.append(Problem(f"data.special_tokens.{key}", number, rule, works))
+        else:
+            found[key] = number
+    if problems:
+        raise ConfigError(source, problems)
+    return found
 
 
 def open_data_sets(config: Config) -> list[DataSet]:
@@ -130,7 +222,7 @@ def open_data_sets(config: Config) -> list[DataSet]:
             PackedDataset(
                 dataset,
                 documents,
-                config.training.seq_length,
+                config.sample_tokens - 1,
                 config.seed,
                 cache_dir=config.data.index_cache,
                 vocab_size=config.model.vocab_size,

@@ -245,7 +245,7 @@ class Job:
             logger.info(f"pipeline trace of step {self.step}: {path}; to draw it: {draw}")
 
     def _batches(self, dataset: Blend, consumed_samples: int) -> Iterator[list[Batch]]:
-        t, d = self.config.training, self.config.data
+        t = self.config.training
         return batch_stream(
             dataset,
             consumed_samples=consumed_samples,
@@ -253,10 +253,8 @@ class Job:
             micro_batch_size=t.micro_batch_size,
             data_parallel_rank=self.parallel.data.rank,
             data_parallel_size=self.parallel.data.size,
-            num_workers=d.num_workers,
-            eod_id=self.inputs.eod_id,
-            reset_at_documents=d.reset_at_documents,
-            mask_eod_loss=d.mask_eod_loss,
+            num_workers=self.config.data.num_workers,
+            objective=self.inputs.objective,
             pin_memory=self.parallel.device.type == "cuda",
         )
 
@@ -273,7 +271,7 @@ class Job:
         t, load = self.config.training, self.trainer.expert_load
         tokens = t.global_batch_size * t.seq_length
         per_gpu = tokens / seconds / self.parallel.world_size
-        flops = per_gpu * flops_per_token(self.config.model, t.seq_length)
+        flops = per_gpu * flops_per_token(self.config.model, t.seq_length, self.config.decoder_length)
         peak = PEAK_FLOPS["fp8" if self.config.fp8.recipe != "none" else t.precision] if self._peak_is_known() else None
         start = time.perf_counter()
         evaluate = _is_at(t.eval_interval, self.step) or (t.eval_interval > 0 and self.step == t.last_step)
@@ -300,7 +298,8 @@ class Job:
             skipped_in_a_row=self.skipped_in_a_row,
             loss_scale=result.loss_scale,
             validation_loss=validation_loss,
-            mtp_loss=loss.mtp,
+            mtp_loss=None if self.config.model.binary_head else loss.more,
+            binary_loss=loss.more if self.config.model.binary_head else None,
             router_aux_loss=None if load is None else load.aux_loss,
             router_z_loss=None if load is None else load.z_loss,
             expert_imbalance=None if load is None else load.imbalance,

@@ -41,8 +41,8 @@ class StepMetrics:
     `step_seconds`: of the step alone, including `data_seconds` of waiting for data. Not included: `evaluation_seconds`
     after the step, and `save_seconds` for which training stalled for checkpoints since the previous record.
     `loss_scale`: of the step, in fp16; else None.
-    `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`: mean loss of multi-token
-    prediction, unweighted; None without. Of a model with experts, as
+    `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`, `binary_loss`: mean loss
+    of multi-token prediction, unweighted, and of BERT's binary head; None without. Of a model with experts, as
     `megafp8.training.expert_load.ExpertLoad` has them: `router_aux_loss`, `router_z_loss`, `expert_imbalance` and
     `router_entropy`; else None.
     """
@@ -67,6 +67,7 @@ class StepMetrics:
     loss_scale: float | None = None
     validation_loss: float | None = None
     mtp_loss: float | None = None
+    binary_loss: float | None = None
     router_aux_loss: float | None = None
     router_z_loss: float | None = None
     expert_imbalance: float | None = None
@@ -279,6 +280,7 @@ class LogWriter:
         parts = [
             f"loss {metrics.loss:.4f}",
             *([] if metrics.mtp_loss is None else [f"mtp loss {metrics.mtp_loss:.4f}"]),
+            *([] if metrics.binary_loss is None else [f"binary loss {metrics.binary_loss:.4f}"]),
             f"grad norm {metrics.grad_norm:.3f}",
             f"lr {metrics.learning_rate:.2e}",
             *([] if metrics.loss_scale is None else [f"loss scale {metrics.loss_scale:g}"]),

@@ -6,7 +6,7 @@ then those of the mean over the whole batch, in any layout. If masks leave fewer
 after all ranks have counted, and the gradients are multiplied by nominal / true once, before clipping.
 
 The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), though the last tokens
-of a sample have none.
+of a sample have none. So is that of BERT's binary head, which counts as often as its sample has tokens to predict.
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
@@ -36,6 +36,7 @@ from megafp8.distributed.sharding import spec_of
 from megafp8.expert_parallel.own_rows import RowBound
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.health import Record, Statistics
+from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, tokens_per_rank, weight_storage
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
@@ -71,7 +72,7 @@ DTYPES = {
 
 class _Passes(NamedTuple):
     """What the forward and backward passes of a step leave beside gradients: this rank's `[sum of losses, tokens]`,
-    float64, then those of each depth of multi-token prediction, last the number of layers without room for all rows of
+    float64, then those of each further loss of the model, last the number of layers without room for all rows of
     experts; and what the FP8 report recorded."""
 
     report: Tensor
@@ -82,12 +83,13 @@ class _Passes(NamedTuple):
 class Loss:
     """Mean loss over the unmasked tokens of a global batch, and their number.
 
-    `mtp`: mean loss of multi-token prediction over the tokens that have one to predict, averaged over depths.
+    `more`: mean of the model's other losses (`ModelConfig.more_losses`): that of multi-token prediction over the tokens
+    that have one to predict, averaged over depths, or that of the binary head.
     """
 
     mean: float
     tokens: int
-    mtp: float | None = None
+    more: float | None = None
 
 
 class Trainer:
@@ -128,6 +130,7 @@ class Trainer:
             build_tp_overlap(p, parallel, os.environ),
             blocks_on_meta=p.fsdp,
             tokens=tokens_per_rank(config),
+            encoder_tokens=tokens_per_rank(config, encoder=True),
             weight_storage=weight_storage(config),
             param_gather=config.fp8.param_gather,
             expert=parallel.expert.group,
@@ -175,12 +178,13 @@ class Trainer:
             self.weights.release_fp8_params()
         if self.released:
             self.publish_weights()
-        s = t.seq_length // p.context // (parallel.tensor.size if context.sequence_sharded else 1)
+        b = t.micro_batch_size
+        rows = self.stages[0].stream_rows(t.seq_length // p.context, b, config.decoder_length or 0)
         self.engine = PipelineEngine(
             parallel.pipeline,
             parallel.pipeline_backward,
             self.plan.placement,
-            (s, t.micro_batch_size, config.model.hidden_size),
+            (rows, b, config.model.hidden_size),
             dtype,
             parallel.device,
             wgrads,
@@ -312,7 +316,7 @@ class Trainer:
 
     def _build(self, stage: int, context: BuildContext) -> GPTStage:
         layers = self.plan.layers[stage]
-        return GPTStage(
+        return build_stage(
             self.config.model,
             context,
             layers=layers,
@@ -354,14 +358,7 @@ class Trainer:
 
     def _forward(self, stage: GPTStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Forward of a micro-batch through a stage; on the last stage the report is `[sum of losses, tokens, ...]`."""
-        y = stage(
-            x,
-            microbatch.tokens,
-            microbatch.labels,
-            microbatch.position_ids,
-            microbatch.cu_seqlens,
-            microbatch.samples,
-        )
+        y = stage(x, *microbatch.inputs)
         if stage.head is None:
             return StageOutput(y)
         mask_sb = torch.ones_like(y) if microbatch.loss_mask is None else microbatch.loss_mask.transpose(0, 1)
@@ -370,7 +367,7 @@ class Trainer:
         report = torch.stack([x.detach().double() for pair in zip(losses, tokens) for x in pair])
         loss, *later = losses
         if later:
-            loss = loss + self.config.model.mtp_loss_scaling_factor * torch.stack(later).mean()
+            loss = loss + self.config.model.more_losses_factor * torch.stack(later).mean()
         if self.loss_scaler is not None:
             loss = loss * self.loss_scaler.scale
         return StageOutput(loss / self.nominal_tokens, report)
@@ -491,7 +488,7 @@ class Trainer:
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
         """The report of this rank's micro-batches, float64; zeros for losses and tokens where no stage has a loss."""
-        size = 2 * (1 + self.config.model.mtp_num_layers)
+        size = 2 * (1 + self.config.model.more_losses)
         total = torch.zeros(size + 1, dtype=torch.float64, device=self.parallel.device)
         if self._has_loss:
             torch.sum(torch.stack(list(reports)), dim=0, out=total[:-1])
@@ -541,5 +538,5 @@ class Trainer:
     @staticmethod
     def _loss(total: Tensor) -> Loss:
         loss, tokens, *later, _ = total.tolist()
-        means = [mtp / max(count, 1.0) for mtp, count in zip(later[::2], later[1::2])]
+        means = [more / max(count, 1.0) for more, count in zip(later[::2], later[1::2])]
         return Loss(loss / max(tokens, 1.0), int(tokens), sum(means) / len(means) if means else None)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment
+from megafp8.data.objectives import NextToken
 from megafp8.data.sampler import _Samples, batches, sample_indices
 from megafp8.data.samples import PackedDataset
 from tests.data.datasets import write_dataset
@@ -35,10 +36,10 @@ def test_ranks_share_a_step_between_them(consumed: int, micro: int, dp: int, cou
 class Numbers:
     """Sample i is 10 i, 10 i + 1, ...; from 20 on they cannot be read."""
 
-    def __getitem__(self, index: int) -> Any:
+    def parts(self, index: int) -> Any:
         if index >= 20:
             raise DataError(f"x.bin: sample {index} holds token -1")
-        return np.arange(5) + 10 * index
+        return [np.arange(5) + 10 * index]
 
 
 def stream(consumed: int, workers: int, rank: int = 0, dp: int = 1) -> Any:
@@ -50,9 +51,7 @@ def stream(consumed: int, workers: int, rank: int = 0, dp: int = 1) -> Any:
         data_parallel_rank=rank,
         data_parallel_size=dp,
         num_workers=workers,
-        eod_id=None,
-        reset_at_documents=False,
-        mask_eod_loss=False,
+        objective=NextToken(seq_length=4),
         pin_memory=False,
     )
 
@@ -81,7 +80,7 @@ def test_loader_processes_change_nothing() -> None:
 def test_files_that_a_loader_process_cannot_open(tmp_path: Path) -> None:
     """They may have been moved since the run began: an evaluation starts loader processes of its own."""
     samples = PackedDataset(write_dataset(tmp_path / "x", [range(50)]), range(1), 4, 0, tmp_path)
-    sent = pickle.dumps(_Samples(Blend([samples], Segment.fresh([1], 0))))
+    sent = pickle.dumps(_Samples(Blend([samples], Segment.fresh([1], 0)), NextToken(seq_length=4)))
     index, tokens = pickle.loads(sent)[7]
     assert index == 7
     assert np.array_equal(tokens, samples[7])

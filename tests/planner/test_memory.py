@@ -80,6 +80,14 @@ MODELS: dict[str, list[str]] = {
     "llama": [],
     "gpt2": GPT2,
     "gelu": [*GPT2, "model.activation=gelu", *DROPOUT],
+    "bert": [
+        *GPT2,
+        "model.activation=gelu",
+        "model.architecture=bert",
+        "model.norm_position=post",
+        "model.embedding_norm=true",
+        *DROPOUT,
+    ],
     "geglu": ["model.activation=geglu"],
     "geglu-tanh-output-norms": ["model.activation=geglu_tanh", "model.norm_position=output"],
     "parallel-block-mtp": ["model.parallel_block=true", "model.qk_norm=projection", "model.mtp_num_layers=1", *DROPOUT],
@@ -324,7 +332,18 @@ def test_state_of_a_rank_with_fp8_parameters(world4: World, precision: str) -> N
 
 @pytest.mark.parametrize(
     "model",
-    ["llama3-8b", "llama3-405b", "gpt2-125m", "mixtral-8x7b", "deepseek-v3", "olmo2-7b", "gemma2-9b", "gpt-oss-20b"],
+    [
+        "llama3-8b",
+        "llama3-405b",
+        "gpt2-125m",
+        "mixtral-8x7b",
+        "deepseek-v3",
+        "olmo2-7b",
+        "gemma2-9b",
+        "gpt-oss-20b",
+        "bert-base",
+        "t5-base",
+    ],
 )
 def test_parameters_are_those_of_the_constructors(model: str) -> None:
     for options in ([], ["model.tie_embeddings=true", "model.qk_norm=true", "model.qkv_bias=true"]):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +26,10 @@ from megafp8.checkpoint import CheckpointReader
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout, load_config
 from megafp8.data import sampler
+from megafp8.data.masked_lm import MaskedLM, SpecialIds
+from megafp8.data.objectives import Objective
 from megafp8.data.samples import PADDING, Batch, next_token_batch
+from megafp8.data.span_corruption import SpanCorruption
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training import job
@@ -89,6 +93,14 @@ DEEPSEEK = {
     "top_groups": 2, "selection_bias": True, "bias_update_rate": 0.05, "shared_ffn_hidden_size": 64,
     "first_dense_layers": 1,
 }  # fmt: skip
+BERT = {
+    **_GPT2, "architecture": "bert", "norm_position": "post", "embedding_norm": True, "activation": "gelu",
+    "tie_embeddings": True, "num_query_groups": None, "token_types": 2, "binary_head": True,
+}  # fmt: skip
+T5 = {
+    "architecture": "t5", "num_decoder_layers": 2, "num_query_groups": None, "position_embedding": "relative",
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "activation": "geglu_tanh",
+}  # fmt: skip
 LATENT = {"q_rank": 32, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 8}
 WORDS: dict[str, Sections] = {
     # models
@@ -116,6 +128,11 @@ WORDS: dict[str, Sections] = {
                           "linear_bias": True, "attention_sinks": True, "activation": "clamped_swiglu",
                           "norm_position": "output"}},
     "deepseek": {"model": {"moe": DEEPSEEK, "latent_attention": LATENT, "num_query_groups": None}},
+    "bert": {"model": BERT, "data": {"packing": "sentences"}},
+    "bert-pre": {"model": {**BERT, "norm_position": "pre", "embedding_norm": False, "activation": "gelu_tanh",
+                           "tie_embeddings": False, "binary_head": False}},
+    "t5": {"model": T5, "training": {"decoder_seq_length": 16}},
+    "t5-tied": {"model": {**T5, "activation": "relu", "tie_embeddings": True}, "training": {"decoder_seq_length": 16}},
     # precision; a CPU is slow at bf16
     "fp64": {"training": {"precision": "fp64"}},
     "bf16": {
@@ -307,7 +324,8 @@ def check_config(config: Config, ranks: int) -> None:
 
     But for what only runs of this module have: masks without a tokenizer, and a short history under every recipe.
     """
-    plain = {"reset_at_documents": False, "mask_eod_loss": False, "packing": "concatenate"}
+    packing = "concatenate" if config.data.packing == "best_fit" else config.data.packing
+    plain = {"reset_at_documents": False, "mask_eod_loss": False, "packing": packing}
     data = config.data.model_copy(update=plain)
     fp8 = config.fp8.model_copy(update={"amax_history_len": 1024})
     checked = config.model_copy(update={"data": data, "fp8": fp8})
@@ -357,20 +375,40 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
         end = torch.randint(t.seq_length // 2, t.seq_length + 2, first.shape, generator=generator)
         tokens[torch.arange(t.seq_length + 1) >= end] = PADDING
     samples = torch.arange(step * t.global_batch_size, (step + 1) * t.global_batch_size)
+    if config.model.architecture != "gpt":
+        return _encoder_batches(config, parallel, tokens, samples)
     own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (tokens, samples)))
     eod = 0 if d.mask_eod_loss or d.reset_at_documents else None
     options = {"reset_at_documents": d.reset_at_documents, "mask_eod_loss": d.mask_eod_loss}
     return [replace(next_token_batch(x, eod, **options), samples=indices) for x, indices in own]
 
 
+def _encoder_batches(config: Config, parallel: ParallelState, tokens: Tensor, indices: Tensor) -> list[Batch]:
+    """The same for other objectives, which take samples as pieces; some are shorter than others."""
+    t, data, pairs = config.training, parallel.data, config.model.binary_head
+    objective: Objective = MaskedLM(t.seq_length, 1234, SpecialIds(96, 97, 98, 99), VOCABULARY, pairs=pairs)
+    samples = tokens.numpy()
+    if config.decoder_length is not None:
+        lengths = config.data.span_corruption.lengths(config.sample_tokens)
+        sentinels = [98, 97, 96, 95, 94]
+        objective = SpanCorruption(t.seq_length, config.decoder_length, 1234, *lengths, sentinels, 1, 99)
+        samples = np.concatenate([samples, samples], axis=1)
+    rows = []
+    for i, (index, sample) in enumerate(zip(indices.tolist(), samples)):
+        text = sample[: config.sample_tokens - 5 * (i % 3) * pairs]
+        rows.append(torch.from_numpy(objective.row(np.split(text, [4, 11]), index)))
+    own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (torch.stack(rows), indices)))
+    return [replace(objective.batch(x), samples=numbers) for x, numbers in own]
+
+
 def text_batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     """The same of real data, through the sampler."""
-    t, d, data = config.training, config.data, parallel.data
+    t, data = config.training, parallel.data
     inputs = _open(config.model_dump_json())
     stream = sampler.batches(
         inputs.train, consumed_samples=step * t.global_batch_size, global_batch_size=t.global_batch_size,
         micro_batch_size=t.micro_batch_size, data_parallel_rank=data.rank, data_parallel_size=data.size, num_workers=0,
-        eod_id=inputs.eod_id, reset_at_documents=d.reset_at_documents, mask_eod_loss=d.mask_eod_loss, pin_memory=False,
+        objective=inputs.objective, pin_memory=False,
     )  # fmt: skip
     return next(stream)
 
@@ -386,7 +424,7 @@ def steps_of(trainer: Trainer, parallel: ParallelState, steps: Iterable[int]) ->
     for step in steps:
         loss, result = trainer.train_step(step, batches(step, trainer.config, parallel))
         assert not result.skipped
-        curve.append((loss.mean + (loss.mtp or 0.0), result.grad_norm))
+        curve.append((loss.mean + (loss.more or 0.0), result.grad_norm))
     return curve
 
 

@@ -61,17 +61,16 @@ def overrides(data: QuickstartData, folder: Path, *more: str) -> list[str]:
 
 def _stream(config: Config, rank: int = 0, ranks: int = 1) -> Any:
     t = config.training
+    inputs = open_inputs(config, "test")
     return batches(
-        open_inputs(config, "test").train,
+        inputs.train,
         consumed_samples=0,
         global_batch_size=t.global_batch_size,
         micro_batch_size=t.micro_batch_size,
         data_parallel_rank=rank,
         data_parallel_size=ranks,
         num_workers=0,
-        eod_id=None,
-        reset_at_documents=False,
-        mask_eod_loss=False,
+        objective=inputs.objective,
         pin_memory=False,
     )
 

@@ -91,6 +91,8 @@ QUICK_CASES = [
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
     "tp2 pp2 current", "dp2 pp2 delayed", "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
     "mtp dp2 fsdp", "dp2 pp2 fp16 zero delayed",
+    "bert tp2 pp2 4-samples dropout", "bert dp2 fsdp", "bert-pre tp2 cp2 fp64 delayed", "t5 tp2 fp64 delayed",
+    "t5-tied pp2 dp2 zero dropout", "t5 pp2 fp16 dropout", "bert dp2 fp16 zero",  # encoders
 ]  # fmt: skip
 SLOW_CASES = [
     *product(["dp2", "dp2 ep2", "tp2", "cp2 ep2", "cp2 dp2 ep4"], ["moe", "deepseek"]),
@@ -128,6 +130,13 @@ SLOW_CASES = [
     *product(["mtp"], ["tied dp2 fsdp", "pp2 dp2 fsdp", "dp4 hsdp", "moe dp2 fsdp", "dp2 fsdp fp8-gather current"]),
     *product(["mtp"], ["full", "pp2 full", "offload", "pp2 offload", "graphs", "bf16 dp2", "pp2 dp2 zero late-gather"]),
     "mtp deepseek tp2 cp2 ep4", "mtp 4-layers deepseek pp2 dp2 ep2 zb-v", "mtp tp2 ring fp64 delayed selective",
+    *product(["bert", "bert-pre"], ["tp2", "pp2", "cp2", "pp2 dp2 zero", "tp2 fp64 current", "tp2 ring fp64 delayed"]),
+    *product(["t5", "t5-tied"], ["tp2", "tp2 no-sp", "pp2", "dp2 fsdp", "pp4 4-samples", "tp2 pp2 1+3", "pp2 full"]),
+    *product(["t5-tied 4-layers"], ["pp2 interleaved", "pp2 zb-v", "pp2 zb-h1", "pp2 dp2 dualpipev"]),
+    *product(["t5"], ["pp2 zb-h1 current", "pp2 dp2 fsdp", "selective", "tp2 ring fp64 current", "graphs", "bf16 dp2"]),
+    "t5 dp2 fsdp fp8-gather delayed", "t5 pp2 dp2 zero fp8-gather current",
+    *product(["bert"], ["tp2 no-sp", "tp2 cp2 dp2", "pp2 4-layers zb-v", "4-layers pp4 4-samples", "graphs"]),
+    *product(["bert"], ["dp2 fsdp fp8-gather delayed", "full", "selective", "pp2 zb-h1 offload", "bf16 dp2"]),
     "mtp deepseek tp2 dp2 ep4 zero delayed fp8-gather", "mtp tp2 cp2 fp64 delayed", "mtp dp2 zero fp8-gather delayed",
 ]  # fmt: skip
 

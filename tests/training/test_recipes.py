@@ -160,7 +160,7 @@ def _trainer(overrides: list[str]) -> tuple[Trainer, Iterator[list[Batch]]]:
     stream = batches(
         inputs.train, consumed_samples=0, global_batch_size=config.training.global_batch_size,
         micro_batch_size=config.training.micro_batch_size, data_parallel_rank=0, data_parallel_size=1, num_workers=0,
-        eod_id=None, reset_at_documents=False, mask_eod_loss=False, pin_memory=False,
+        objective=inputs.objective, pin_memory=False,
     )  # fmt: skip
     return Trainer(inputs.config, parallel), stream
 

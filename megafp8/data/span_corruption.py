@@ -1,0 +1,74 @@
+"""Span corruption: spans of a text are replaced by sentinels, and the decoder restores them (T5).
+
+    text      t0 t1 t2 t3 t4 t5 t6 t7 t8 t9
+    encoder   t0 t1 <0> t4 t5 t6 <1> t8 t9 </s>
+    decoder   [PAD] <0> t2 t3 <1> t7                     reads
+    labels    <0> t2 t3 <1> t7 </s>                      predicts
+
+The number of tokens in spans, and of spans, is that of Raffel et al. (2019, arXiv:1910.10683) for the text's length, so
+all samples have the same lengths; which spans is drawn at random. The decoder's samples are padded at their end, where
+no label counts: its attention is causal, so no token sees the padding.
+
+Shapes: b micro-batch, s and d tokens of the encoder and the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megafp8.data.objectives import Parts, generator_of
+from megafp8.data.samples import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class SpanCorruption:
+    """Samples of s tokens for the encoder and d for the decoder, of texts with `noise` tokens in `spans` spans.
+
+    `sentinels`: marks of the spans, at least as many. `end_id` ends both, `pad_id` fills up and begins the decoder's.
+    """
+
+    seq_length: int
+    decoder_length: int
+    seed: int
+    noise: int
+    spans: int
+    sentinels: Sequence[int]
+    end_id: int
+    pad_id: int
+
+    def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
+        """The encoder's tokens, the decoder's, its labels, and which count, one after the other: `[s + 3d]`."""
+        text = np.concatenate(parts).astype(np.int64)
+        generator, rest = generator_of(self.seed, index), len(text) - self.noise
+        lengths = np.stack([_divided(n, self.spans, generator) for n in (rest, self.noise)], axis=1).flatten()
+        pieces = np.split(text, np.cumsum(lengths)[:-1])  # kept, taken out, kept, ...
+        encoder: list[NDArray[np.int64]] = []
+        restored: list[NDArray[np.int64]] = []
+        for sentinel, kept, taken in zip(self.sentinels, pieces[::2], pieces[1::2]):
+            mark = np.array([sentinel])
+            encoder += [kept, mark]
+            restored += [mark, taken]
+        labels = np.concatenate([*restored, [self.end_id]])
+        row = np.full(self.seq_length + 3 * self.decoder_length, self.pad_id, np.int64)
+        inputs, counts = np.concatenate([*encoder, [self.end_id]]), row[self.seq_length + 2 * self.decoder_length :]
+        row[: len(inputs)] = inputs
+        row[self.seq_length + 1 : self.seq_length + len(labels)] = labels[:-1]
+        row[self.seq_length + self.decoder_length :][: len(labels)] = labels
+        counts[:] = np.arange(self.decoder_length) < len(labels)
+        return row
+
+    def batch(self, rows: Tensor) -> Batch:
+        d = self.decoder_length
+        tokens, decoder, labels, counts = (x.contiguous() for x in rows.split([self.seq_length, d, d, d], dim=1))
+        return Batch(tokens, labels, counts.float(), decoder_tokens=decoder)
+
+
+def _divided(total: int, parts: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    """Lengths of `parts` parts of `total`, none empty, all divisions equally likely."""
+    cuts = np.sort(generator.permutation(total - 1)[: parts - 1]) + 1
+    return np.diff(cuts, prepend=0, append=total)

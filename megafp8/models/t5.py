@@ -1,0 +1,323 @@
+"""T5, one pipeline stage at a time: an encoder, and a decoder that attends to the encoder's output.
+
+Layers are numbered through: `layers.0` to `layers.n - 1` are the encoder's, those from n on the decoder's. So stages,
+FP8 patterns, recompute and checkpoints know nothing of the two stacks, and a stage may have layers of both.
+
+*Between stages* one tensor travels, whatever stacks they belong to: `[decoder | encoder | biases]` along the sequence.
+The first stage embeds the tokens of both stacks in one look-up, and sends the decoder's along, which wait until the
+encoder is done; from there on the encoder's part is its output, which every decoder layer reads. Its gradient is
+complete when backward gets to the encoder, as is that of the tables of relative position biases, which all layers of a
+stack share: the first stage has them, and their values travel in the last rows. So no weight but a tied embedding is on
+two stages, the engine moves tensors of one shape, and any schedule works. The price is the decoder's tokens on the way
+through the encoder, a fifth more bytes with 512 and 114 tokens.
+
+Under sequence parallelism each part is sharded by itself: a rank has [decoder shard | encoder shard | biases].
+
+*Relative positions* (Raffel et al. 2019, arXiv:1910.10683): a score gets a learned bias by head and by the bucket of
+the distance, in both directions in the encoder and backwards in the decoder. Scores are not divided by the root of the
+head's width.
+
+Shapes: s, d tokens of the encoder and the decoder; b micro-batch, h hidden, a heads of this rank, t tensor-parallel
+size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megafp8.config import ModelConfig
+from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
+from megafp8.fp8.linear_state import InputFormat
+from megafp8.models.attention import ATTENTION, ProbabilityDropout
+from megafp8.models.context import BuildContext
+from megafp8.models.gpt import Block, GPTStage, LayerInputs
+from megafp8.models.norms import block_norm, normalized
+from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
+from megafp8.ops import dropout as dropouts
+from megafp8.ops.attention import SelfAttention, fastest_backends
+from megafp8.ops.attention_mask import CAUSAL, AttentionMask
+from megafp8.ops.attention_scores import Scores
+from megafp8.ops.dropout_reference import Dropout, DropoutStream
+from megafp8.ops.fusion import LinearInput
+from megafp8.plan import Neighbor
+from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+ALL_KEYS = AttentionMask(causal=False)
+ENCODER = Neighbor("encoder", "none", "all layers of the decoder read the encoder's output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderInputs(LayerInputs):
+    """What decoder blocks read besides: the encoder's output `[s/t, b, h]`, and how cross attention computes scores."""
+
+    encoder_sbh: Tensor
+    cross_scores: Scores
+
+
+class CrossAttention(nn.Module):
+    """Attention of the decoder's tokens to the encoder's: `[d, b, h]` and `[s, b, h]` (a t-th of each
+    sequence-parallel) -> `[d, b, h]`."""
+
+    def __init__(
+        self, name: str, config: ModelConfig, context: BuildContext, *, input: Neighbor, memory: BlockMemory
+    ) -> None:
+        super().__init__()
+        self.recompute, self.channels = memory.attention, config.channels
+        self.dropout = ProbabilityDropout.build(name, config, context)
+        q_size, kv_size = config.num_attention_heads * config.channels, config.query_groups * config.channels
+        common = context.linear_options() | {"bias": config.linear_bias}
+        init = Init("normal", config.init_std)
+        of_encoder = replace(context, tokens=context.encoder_tokens)
+        self.query = ColumnParallelLinear(
+            f"{name}.q",
+            config.hidden_size,
+            q_size,
+            init=init,
+            site=context.site(before=input, after=ATTENTION, recompute_input=memory.norms),
+            **common,
+        )
+        self.key_value = ColumnParallelLinear(
+            f"{name}.kv",
+            config.hidden_size,
+            2 * kv_size,
+            parts={f"{name}.k": kv_size, f"{name}.v": kv_size},
+            init=init,
+            site=of_encoder.site(before=ENCODER, after=ATTENTION),
+            **common,
+        )
+        self.proj = RowParallelLinear(
+            f"{name}.proj",
+            q_size,
+            config.hidden_size,
+            init=Init("normal", config.init_std / math.sqrt(2 * config.num_layers)),
+            site=context.site(before=ATTENTION),
+            **common,
+        )
+
+    @property
+    def input_format(self) -> InputFormat | None:
+        """The form in which the norm before it gives its input."""
+        return self.query.state.input_format
+
+    def forward(
+        self, x_dbh: Tensor | LinearInput, encoder_sbh: Tensor, scores: Scores, samples_b: Tensor | None
+    ) -> Tensor:
+        """`scores`: of all layers, without dropout. `samples_b`: indices of samples in the run; None: no dropout."""
+        inputs = self.query(x_dbh), self.key_value(encoder_sbh), self.dropout.added_to(scores, samples_b)
+        y_dbad = recomputed(self._attend, *inputs) if self.recompute else self._attend(*inputs)
+        return self.proj(y_dbad.flatten(-2))
+
+    def _attend(self, q_dbc: Tensor, kv_sbc: Tensor, scores: Scores) -> Tensor:
+        q, k, v = (x.unflatten(-1, (-1, self.channels)) for x in (q_dbc, *kv_sbc.chunk(2, dim=-1)))
+        return SelfAttention(ALL_KEYS)(q, k, v, None, scores)
+
+
+class DecoderBlock(Block):
+    """A block that attends to the encoder's output between attention and MLP."""
+
+    def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
+        super().__init__(index, config, context, memory)
+        name = f"layers.{index}"
+        self.cross_norm = block_norm(f"{name}.cross_norm", config, context)
+        norm = Neighbor("cross_norm", "any")
+        name = f"{name}.cross_attention"
+        self.cross = CrossAttention(name, config, context, input=norm, memory=memory)
+        self.cross_branch_dropout = DropoutStream.of(config.hidden_dropout, context.seed, name)
+
+    def forward(
+        self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(inputs, DecoderInputs)
+        assert self.attention_norm is not None
+        assert self.mlp_norm is not None
+        x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.attention.input_format, dropout)
+        attention, own = self._attention(normed, inputs), self.attention_branch_dropout.at(inputs.places)
+        x_sbh, normed = self.cross_norm.residual(x_sbh, attention, self.cross.input_format, own)
+        cross = self.cross(normed, inputs.encoder_sbh, inputs.cross_scores, inputs.samples_b)
+        own = self.cross_branch_dropout.at(inputs.places)
+        x_sbh, normed = self.mlp_norm.residual(x_sbh, self._output(cross, None), self.mlp.input_format, own)
+        return x_sbh, self._output(self.mlp(normed), None)
+
+
+def distance_buckets(
+    queries: int, keys: int, *, buckets: int, max_distance: int, bidirectional: bool, device: torch.device
+) -> Tensor:
+    """The bucket of each distance from -(queries - 1) to keys - 1 of a key from a query, int64.
+
+    Half of a direction's buckets are single distances, the others grow with the distance up to `max_distance`; all
+    that is farther is in the last one. Without `bidirectional` later keys are in bucket 0.
+    """
+    distance = torch.arange(-(queries - 1), keys, device=device)
+    start = torch.zeros_like(distance)
+    if bidirectional:
+        buckets //= 2
+        start, distance = (distance > 0) * buckets, distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = buckets // 2
+    grown = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
+    far = (exact + grown.long()).clamp(max=buckets - 1)
+    return start + torch.where(distance < exact, distance, far)
+
+
+class RelativeBiases(nn.Module):
+    """Biases of encoder and decoder by bucket, of this rank's heads: `[2, buckets, a]`."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (self._table(stack, config, context) for stack in ("encoder", "decoder"))
+
+    @staticmethod
+    def _table(stack: str, config: ModelConfig, context: BuildContext) -> nn.Parameter:
+        group, shape = context.tensor, (config.relative_attention_num_buckets, config.num_attention_heads)
+        piece = shard_dim(f"{stack}.relative_bias.weight", shape, 1, group.rank(), group.size())
+        weight = nn.Parameter(torch.empty(piece.shape, dtype=context.dtype, device=context.device))
+        init = Init("normal", config.init_std)
+        return set_spec(weight, ParamSpec((piece,), init, replicated_over_tp=False, weight_decay=False))
+
+    def forward(self) -> Tensor:
+        return torch.stack([self.encoder, self.decoder])
+
+
+class EncoderNorm(nn.Module):
+    """The norm after the encoder's last block."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.norm = block_norm("encoder_norm", config, context)
+
+    def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, dropout: Dropout | None) -> Tensor:
+        """`dropout`: of the branch."""
+        return normalized(self.norm, x_sbh, branch_sbh, dropout)
+
+
+class T5Stage(GPTStage):
+    """The blocks `layers` of encoder and decoder, and what belongs to the first and last stage."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext, **options: Any) -> None:
+        super().__init__(config, context, **options)
+        encoder = range(self.layers.start, min(self.layers.stop, config.num_layers))
+        self.encoder_blocks = len(encoder)
+        ends = config.num_layers - 1 in self.layers
+        self.encoder_norm = EncoderNorm(config, context) if ends else None
+        self.biases = RelativeBiases(config, context) if self.embedding is not None else None
+        self.encoder_dropout, self.decoder_dropout = (
+            DropoutStream.of(config.hidden_dropout, context.seed, f"{stack}.embedding")
+            for stack in ("encoder", "decoder")
+        )
+
+    @property
+    def units(self) -> list[nn.Module]:
+        blocks, k = list(self.blocks), self.encoder_blocks
+        modules = (self.embedding, self.biases, *blocks[:k], self.encoder_norm, *blocks[k:], self.head)
+        return [module for module in modules if module is not None]
+
+    def _make_block(self, index: int, context: BuildContext, memory: BlockMemory) -> Block:
+        if index < self.config.num_layers:
+            return Block(index, self.config, replace(context, tokens=context.encoder_tokens), memory)
+        return DecoderBlock(index, self.config, context, memory)
+
+    def stream_rows(self, s: int, b: int, decoder: int) -> int:
+        """Rows of the tensor between stages, for s and `decoder` tokens of b samples."""
+        t = self.context.tensor.size() if self.context.sequence_sharded else 1
+        return s // t + decoder // t + self._bias_rows(b)
+
+    @property
+    def _biases_shape(self) -> tuple[int, int, int]:
+        """Of both tables: `[2, buckets, a]`."""
+        heads = self.config.num_attention_heads // self.context.tensor.size()
+        return 2, self.config.relative_attention_num_buckets, heads
+
+    def _bias_rows(self, b: int) -> int:
+        return -(-math.prod(self._biases_shape) // (b * self.config.hidden_size))
+
+    def forward(
+        self,
+        x_sbh: Tensor | None,
+        tokens_bs: Tensor,
+        labels_bd: Tensor,
+        position_ids_bs: Tensor | None = None,
+        cu_seqlens_bn: Tensor | None = None,
+        samples_b: Tensor | None = None,
+        token_types_bs: Tensor | None = None,
+        decoder_tokens_bd: Tensor | None = None,
+    ) -> Tensor:
+        """The stage's output: what travels to the next one, or on the last stage the loss of each token `[d, b]`."""
+        assert position_ids_bs is None
+        assert cu_seqlens_bn is None
+        assert token_types_bs is None
+        assert decoder_tokens_bd is not None
+        t = self.context.tensor.size() if self.context.sequence_sharded else 1
+        (b, s), d = tokens_bs.shape, decoder_tokens_bd.shape[1]
+        if self.embedding is not None:
+            assert self.biases is not None
+            # A rank's shard of this is its shards of both.
+            parts = zip(decoder_tokens_bd.chunk(t, 1), tokens_bs.chunk(t, 1), strict=True)
+            stream_sbh = self.embedding(torch.cat([part for pair in parts for part in pair], 1), None)
+            biases = self.biases()
+        else:
+            assert x_sbh is not None, "a later stage needs the previous stage's output"
+            stream_sbh, rows_sbh = x_sbh.split([s // t + d // t, self._bias_rows(b)])
+            biases = rows_sbh.flatten()[: math.prod(self._biases_shape)].view(self._biases_shape)
+        x_dbh, encoder_sbh = stream_sbh.split([d // t, s // t])
+        of_encoder, of_decoder = (self._places(length, None, samples_b) for length in (s, d))
+        if self.embedding is not None:
+            x_dbh = dropouts.add(None, x_dbh, self.decoder_dropout.at(of_decoder))
+            encoder_sbh = dropouts.add(None, encoder_sbh, self.encoder_dropout.at(of_encoder))
+        branch_dbh: Tensor | None = None
+        dropout: Dropout | None = None
+        with fastest_backends():
+            if self.encoder_blocks:
+                scores = self._with_biases(biases[0], s, bidirectional=True)
+                inputs = LayerInputs({}, {None: SelfAttention(ALL_KEYS)}, scores, samples_b, of_encoder)
+                encoder_sbh = self._encode(encoder_sbh, inputs)
+            if self.encoder_blocks < len(self.blocks):
+                inputs = DecoderInputs(
+                    {},
+                    {None: SelfAttention(CAUSAL)},
+                    self._with_biases(biases[1], d, bidirectional=False),
+                    samples_b,
+                    of_decoder,
+                    encoder_sbh=encoder_sbh,
+                    cross_scores=self._scores,
+                )
+                x_dbh, branch_dbh = self._run_blocks(x_dbh, inputs, None, slice(self.encoder_blocks, None))
+                dropout = self._branch_dropout(inputs)
+            if self.head is not None:
+                return self.head(x_dbh, branch_dbh, labels_bd, None, dropout)
+        if branch_dbh is not None:
+            x_dbh = dropouts.add(x_dbh, branch_dbh, dropout)
+        numbers = self._bias_rows(b) * b * self.config.hidden_size
+        rows_sbh = F.pad(biases.flatten(), (0, numbers - biases.numel())).view(-1, b, self.config.hidden_size)
+        return torch.cat([x_dbh, encoder_sbh, rows_sbh])
+
+    def _encode(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        """The encoder's stream after this stage's blocks, normed after the last one."""
+        x_sbh, branch_sbh = self._run_blocks(x_sbh, inputs, None, slice(self.encoder_blocks))
+        dropout = self._branch_dropout(inputs, self.encoder_blocks - 1)
+        if self.encoder_norm is not None:
+            return self.encoder_norm(x_sbh, branch_sbh, dropout)
+        return x_sbh if branch_sbh is None else dropouts.add(x_sbh, branch_sbh, dropout)
+
+    @property
+    def _scores(self) -> Scores:
+        """How all attention computes its scores, without biases by distance and dropout."""
+        return Scores(self.config.score_scale, self.config.attention_softcap)
+
+    def _with_biases(self, table: Tensor, tokens: int, *, bidirectional: bool) -> Scores:
+        """Those of self-attention of so many tokens. `table`: of one stack."""
+        buckets_r = distance_buckets(
+            tokens,
+            tokens,
+            buckets=self.config.relative_attention_num_buckets,
+            max_distance=self.config.relative_attention_max_distance,
+            bidirectional=bidirectional,
+            device=table.device,
+        )
+        return replace(self._scores, distance_bias_ar=F.embedding(buckets_r, table).T.contiguous())
