@@ -20,6 +20,7 @@ from megafp8.config import Config, ConfigError, check_layout
 from megafp8.ops.attention import sdpa_backends
 from megafp8.training.determinism import describe_determinism, make_deterministic
 from megafp8.training.fp8_config import build_fp8
+from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 from tests.training.runs import ONE_RANK, SMALL, Outcome, RankResult, config_of, result_of, start, train
 from tests.world import World
@@ -123,7 +124,7 @@ def _run(config: Config) -> RankResult:
     return result_of(trainer, train(trainer, parallel))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", slow_but(["delayed", "nvfp4"], "delayed"))
 def test_two_runs_on_a_cpu(world4: World, recipe: str) -> None:
     """Everything at once: tensor, sequence, pipeline; the noise of nvfp4 too."""
     config = _deterministic(f"tp2 pp2 zb-h1 documents {recipe}", device="cpu")
@@ -153,6 +154,7 @@ def test_the_log_says_so(quickstart_data: QuickstartData, tmp_path: Path) -> Non
     assert f"] {describe_determinism('cpu')}\n" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_mixed_benchmark_is_refused(tmp_path: Path) -> None:
     sizes = ["--set", "model.num_layers=1", "training.seq_length=16"]
     with pytest.raises(AssertionError, match="all must be or none"):

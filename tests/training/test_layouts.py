@@ -80,16 +80,15 @@ CONTEXT = ["cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "tp2 cp2", "pp2 cp2"]
 EXACT_FP8 = ["fp64 current", "fp64 delayed"]
 QUICK_CASES = [
     "4-layers pp4 4-samples", *product(["tp2 no-sp", "tp2 pp2", "dp2 pp2", *UNEVEN], ["gpt2 tied"]),  # fp32
-    "dropout dp2 fsdp", "tp2 cp2", "cp4 window",
+    "dropout dp2 fsdp", "cp4 window",
     *product(["dropout micro2 dp2 pp2", "dropout tp2 cp2", "mtp dropout tp2 pp2"], ["documents"]),
     "dp2 masked", "pp2 cp2 masked",
     "dp2 cp2 text", "dp2 cp2 best-fit",
-    "moe dropout fp64 delayed tp2 cp2 ep2 etp2", "deepseek tp2 cp2 ep4", "moe dp4 ep2 fsdp",  # experts
-    "moe tp2 dp2 fsdp",
+    "moe dropout fp64 delayed tp2 cp2 ep2 etp2", "moe tp2 dp2 fsdp",  # experts
     "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "4-layers moe pp2 tp2 ep2 dualpipev",
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
     "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
-    "tp2 pp2 current", "dp2 pp2 delayed", "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
+    "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
     "mtp dp2 fsdp", "dp2 pp2 fp16 zero delayed",
     "bert tp2 pp2 4-samples dropout", "bert dp2 fsdp", "bert-pre tp2 cp2 fp64 delayed", "t5 tp2 fp64 delayed",
     "t5-tied pp2 dp2 zero dropout", "t5 pp2 fp16 dropout", "bert dp2 fp16 zero",  # encoders
@@ -97,7 +96,7 @@ QUICK_CASES = [
 SLOW_CASES = [
     *product(["dp2", "dp2 ep2", "tp2", "cp2 ep2", "cp2 dp2 ep4"], ["moe", "deepseek"]),
     *product(["tp2 dp2 ep2 zero", "pp2 dp2 ep2"], ["moe", "deepseek"]),
-    "moe cp2 dp2 ep4 full", "4-layers moe pp2 dp2 ep2 zb-h1 selective", "moe dp2 ep2 zero masked documents",
+    "moe cp2 dp2 ep4 full", "tp2 cp2", "deepseek tp2 cp2 ep4", "tp2 pp2 current", "dp2 pp2 delayed", "4-layers moe pp2 dp2 ep2 zb-h1 selective", "moe dp2 ep2 zero masked documents",
     "moe bf16 dp2 ep2", "moe offload dp2 ep2", "moe bf16 graphs", "deepseek tp2 cp2 ep4 fp64",
     "moe dp2 ep2 bf16-reduce", "4-layers moe pp2 dp4 ep4 interleaved", "moe dp2 ep2 fp8-moments", "moe dp4 hsdp",
     "4-layers deepseek pp2 dp2 ep2 zb-v", "moe cp2 ep2 fp64 current",
