@@ -96,7 +96,8 @@ QUICK_CASES = [
 SLOW_CASES = [
     *product(["dp2", "dp2 ep2", "tp2", "cp2 ep2", "cp2 dp2 ep4"], ["moe", "deepseek"]),
     *product(["tp2 dp2 ep2 zero", "pp2 dp2 ep2"], ["moe", "deepseek"]),
-    "moe cp2 dp2 ep4 full", "tp2 cp2", "deepseek tp2 cp2 ep4", "tp2 pp2 current", "dp2 pp2 delayed", "4-layers moe pp2 dp2 ep2 zb-h1 selective", "moe dp2 ep2 zero masked documents",
+    "tp2 cp2", "deepseek tp2 cp2 ep4", "moe dp4 ep2 fsdp", "tp2 pp2 current", "dp2 pp2 delayed",
+    "moe cp2 dp2 ep4 full", "4-layers moe pp2 dp2 ep2 zb-h1 selective", "moe dp2 ep2 zero masked documents",
     "moe bf16 dp2 ep2", "moe offload dp2 ep2", "moe bf16 graphs", "deepseek tp2 cp2 ep4 fp64",
     "moe dp2 ep2 bf16-reduce", "4-layers moe pp2 dp4 ep4 interleaved", "moe dp2 ep2 fp8-moments", "moe dp4 hsdp",
     "4-layers deepseek pp2 dp2 ep2 zb-v", "moe cp2 ep2 fp64 current",
