@@ -33,6 +33,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from megafp8.fp8.autocast import in_onnx_export
 from megafp8.nn.arguments import chosen, divided, refuse, require
 from megafp8.nn.base import RngTracker, default_device, forked, opaque
 from megafp8.ops.attention import attention
@@ -204,8 +205,9 @@ class DotProductAttention(nn.Module):
             cu_q_padded=cu_seqlens_q_padded if pad_between_seqs is not False else None,
             cu_k_padded=cu_seqlens_kv_padded if pad_between_seqs is not False else None,
         )
-        mask = given.attention_mask(len(q), len(k), q.shape[1], q.device)
-        bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, given, len(q), len(k), q)
+        (s, b), t = q.shape[:2], k.shape[0]  # len() would be a constant of an exported graph
+        mask = given.attention_mask(s, t, b, q.device)
+        bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, given, s, t, q)
         scores = Scores(
             scale=self.softmax_scale,
             softcap=chosen(softcap, self.softcap) or None,
@@ -215,6 +217,11 @@ class DotProductAttention(nn.Module):
         sink = self.softmax_offset
         if self.softmax_type == "off-by-one":
             sink = torch.zeros(self.heads, device=q.device)
+        if in_onnx_export() and not (sink is None and scores.only_scales and mask.is_plain(s, t)):
+            raise ValueError(
+                f"DotProductAttention: a mask {given.kind!r} with this window, or a soft cap, bias or sink, cannot be "
+                "exported to ONNX; 'causal' of as many queries as keys and 'no_mask' can"
+            )
         if checkpoint_core_attention and torch.is_grad_enabled():
             y = recomputed(_core, q, k, v, mask, sink, scores, use_reentrant=False, preserve_rng_state=False)
         else:

@@ -54,7 +54,7 @@ def attention(
 
     ValueError if bias or dropout of `scores` do not fit the shapes.
     """
-    if sink_a is not None or not scores.only_scales or not mask.is_plain(len(q_sbad), len(k_tbgd)):
+    if sink_a is not None or not scores.only_scales or not mask.is_plain(q_sbad.shape[0], k_tbgd.shape[0]):
         return _Attention.apply(q_sbad, k_tbgd, v_tbgd, sink_a, scores.distance_bias_ar, mask, scores)
     q, k, v = q_sbad.permute(1, 2, 0, 3), k_tbgd.permute(1, 2, 0, 3), v_tbgd.permute(1, 2, 0, 3)
     grouped = q.shape[1] != k.shape[1]

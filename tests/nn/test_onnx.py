@@ -1,0 +1,137 @@
+"""ONNX export: what onnxruntime computes against the model's own inference, and what is refused.
+
+Shapes: x `[s, b, h]`.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+from examples.llama import LlamaForCausalLM
+from megafp8 import fp8, nn
+from megafp8.fp8.onnx import exported
+
+H = 32
+CPU: dict[str, Any] = {"device": "cpu"}
+POWERS_OF_TWO = fp8.DelayedScaling(power_of_two_scale=True)
+
+
+def trained(module: torch.nn.Module, recipe: fp8.Fp8Recipe, *args: Tensor) -> torch.nn.Module:
+    """After a step that gave it scales."""
+    with fp8.autocast(recipe=recipe):
+        module(*args).sum().backward()
+    fp8.end_step(module)
+    return module.eval()
+
+
+def in_onnxruntime(
+    module: torch.nn.Module, recipe: fp8.Fp8Recipe, traced: Tensor, x: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+    """Outputs for x of the module and of its export; data type and number of dims of each initializer."""
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    with torch.no_grad(), fp8.autocast(recipe=recipe):
+        expected, _ = module(x), module(traced)
+        program = torch.onnx.export(module, (traced,), dynamo=True, verbose=False, **options)
+    file = io.BytesIO()
+    program.save(file)
+    model = onnx.load_from_string(file.getvalue())
+    onnx.checker.check_model(model)
+    session = runtime.InferenceSession(file.getvalue())
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    return expected, torch.from_numpy(y), [(i.data_type, len(i.dims)) for i in model.graph.initializer]
+
+
+@pytest.mark.slow
+def test_a_linear_layer_is_exported_bit_for_bit() -> None:
+    """Small integers, so that all sums are exact in fp32; the scales are powers of two."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(H, 48, **CPU), torch.randint(-9, 10, (4, 2, H)).float()
+    with torch.no_grad():
+        layer.weight.copy_(torch.randint(-40, 41, (48, H)))
+        layer.bias.copy_(torch.randint(-9, 10, (48,)))
+    expected, actual, initializers = in_onnxruntime(trained(layer, POWERS_OF_TWO, x), POWERS_OF_TWO, x, x)
+    assert torch.equal(actual, expected)
+    assert not torch.equal(expected, x @ layer.weight.T + layer.bias)  # integers above 16 are rounded
+    assert (17, 2) in initializers  # FLOAT8E4M3FN
+    assert (1, 2) not in initializers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["layer", "converted"])
+def test_a_model_is_exported(kind: str) -> None:
+    """With dynamic dims, at another length than it was traced with. A difference of sums may round an FP8 value."""
+    torch.manual_seed(0)
+    module: torch.nn.Module
+    if kind == "layer":
+        recipe: fp8.Fp8Recipe = POWERS_OF_TWO
+        traced, x = torch.randn(8, 2, H), torch.randn(5, 3, H)
+        options: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu", "num_gqa_groups": 2}
+        module = nn.TransformerLayer(H, 64, 4, hidden_dropout=0, attention_dropout=0, **options, **CPU)
+        layers = 4
+    else:
+        recipe = fp8.CurrentScaling()
+        traced, x = torch.randint(32, (2, 8)), torch.randint(32, (3, 5))
+        module = fp8.convert(LlamaForCausalLM(vocab=32, h=H, intermediate=64, layers=1, heads=2), recipe)
+        layers = 7
+    module = trained(module, recipe, traced)
+    dims = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
+    expected, actual, initializers = in_onnxruntime(module, recipe, traced, x, dynamic_shapes=dims)
+    assert initializers.count((17, 2)) == layers
+    with torch.no_grad():
+        fp8_error = (module(x) - expected).abs().mean()
+    assert (actual - expected).abs().mean() < 0.02 * fp8_error
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (fp8.MXFP8Scaling(), "one scale per tensor"),
+        (fp8.CurrentScaling(power_of_two=True), "no operator"),
+        (fp8.StaticScaling(calibration_steps=2), "calibrates"),
+        (None, "run the model once"),
+    ],
+)
+def test_what_onnx_cannot_express_is_refused(recipe: fp8.Fp8Recipe | None, message: str) -> None:
+    layer, x = nn.Linear(H, H, **CPU).eval(), torch.ones(1, 1, H)
+    linear = layer.gemm.linear
+    assert linear is not None
+    with torch.no_grad(), fp8.autocast(recipe=recipe):
+        if recipe is not None:
+            layer(x)
+        with pytest.raises(ValueError, match=message):
+            exported(linear, x.device)
+        with fp8.autocast(enabled=False):
+            assert exported(linear, x.device) is None
+
+
+def test_a_changed_weight_and_a_gpu_are_refused() -> None:
+    layer, x = nn.Linear(H, H, **CPU).eval(), torch.ones(1, 1, H)
+    linear = layer.gemm.linear
+    assert linear is not None
+    with torch.no_grad(), fp8.autocast():
+        layer(x)
+        assert exported(linear, x.device) is not None
+        with pytest.raises(ValueError, match=r"cuda; .* on the CPU"):
+            exported(linear, torch.device("cuda"))
+        layer.weight.mul_(2)
+        with pytest.raises(ValueError, match="no FP8 weight"):
+            exported(linear, x.device)
+
+
+def test_experts_and_other_masks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in ("fp8.standalone", "nn.attention"):
+        monkeypatch.setattr(f"megafp8.{file}.in_onnx_export", lambda: True)
+    with fp8.autocast(), pytest.raises(ValueError, match="experts"):
+        nn.GroupedLinear(2, H, H, **CPU)(torch.ones(4, H), [2, 2])
+    q = torch.ones(4, 1, 2, 16)
+    assert nn.DotProductAttention(2, 16)(q, q, q).shape == (4, 1, H)
+    for options in ({"window_size": (1, 0)}, {"softcap": 5.0}, {"softmax_type": "off-by-one"}):
+        with pytest.raises(ValueError, match="cannot be exported"):
+            nn.DotProductAttention(2, 16, **options)(q, q, q)
