@@ -125,13 +125,58 @@ def test_a_changed_weight_and_a_gpu_are_refused() -> None:
             exported(linear, x.device)
 
 
-def test_experts_and_other_masks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_and_packed_sequences_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for file in ("fp8.standalone", "nn.attention"):
         monkeypatch.setattr(f"megafp8.{file}.in_onnx_export", lambda: True)
     with fp8.autocast(), pytest.raises(ValueError, match="experts"):
         nn.GroupedLinear(2, H, H, **CPU)(torch.ones(4, H), [2, 2])
-    q = torch.ones(4, 1, 2, 16)
-    assert nn.DotProductAttention(2, 16)(q, q, q).shape == (4, 1, H)
-    for options in ({"window_size": (1, 0)}, {"softcap": 5.0}, {"softmax_type": "off-by-one"}):
-        with pytest.raises(ValueError, match="cannot be exported"):
-            nn.DotProductAttention(2, 16, **options)(q, q, q)
+    q, cu = torch.ones(4, 2, 16), torch.tensor([0, 4])
+    with pytest.raises(ValueError, match="thd cannot be exported"):
+        nn.DotProductAttention(2, 16, qkv_format="thd", attn_mask_type="padding")(q, q, q, cu_seqlens_q=cu)
+    with pytest.raises(ValueError, match="attention_dropout cannot be exported"):
+        nn.DotProductAttention(2, 16, attention_dropout=0.1)(q[:, None], q[:, None], q[:, None])
+
+
+MASKED = torch.arange(6) >= torch.tensor([4, 6])[:, None]
+ATTENTION: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"attn_mask_type": "padding_causal", "softcap": 2.0}, {"attention_mask": MASKED[:, None, None]}),
+    ({"attn_mask_type": "padding", "window_size": (1, 2)}, {"attention_mask": MASKED[:, None, None]}),
+    ({"attn_mask_type": "arbitrary", "softmax_type": "off-by-one"}, {"attention_mask": torch.eye(6, dtype=torch.bool)}),
+    ({"window_size": (2, 0), "softmax_type": "learnable"}, {}),
+    ({}, {"core_attention_bias_type": "alibi"}),
+]
+
+
+@pytest.mark.parametrize(("options", "arguments"), ATTENTION)
+def test_attention_in_one_block_is_attention(
+    options: dict[str, Any], arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    module = nn.DotProductAttention(4, 8, 2, **options).eval()
+    q, k, v = (torch.randn(6, 2, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    expected = module(q, k, v, **arguments)
+    for file in ("attention", "attention_mask"):
+        monkeypatch.setattr(f"megafp8.ops.{file}.in_onnx_export", lambda: True)
+    torch.testing.assert_close(module(q, k, v, **arguments), expected, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(expected, nn.DotProductAttention(4, 8, 2)(q, k, v))
+
+
+class _Attention(torch.nn.Module):
+    """Attention with arguments besides x, of which it makes q, k and v."""
+
+    def __init__(self, options: dict[str, Any], arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.attention, self.arguments = nn.DotProductAttention(4, 8, **options).eval(), arguments
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (4, -1)).chunk(3, dim=-1)
+        return self.attention(q, k, v, **self.arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "arguments"), ATTENTION)
+def test_attention_is_exported(options: dict[str, Any], arguments: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 2, 96)
+    expected, actual, _ = in_onnxruntime(_Attention(options, arguments).eval(), POWERS_OF_TWO, x, x)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
