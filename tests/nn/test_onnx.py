@@ -5,6 +5,7 @@ Shapes: x `[s, b, h]`.
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -31,20 +32,25 @@ def trained(module: torch.nn.Module, recipe: fp8.Fp8Recipe, *args: Tensor) -> to
 
 
 def in_onnxruntime(
-    module: torch.nn.Module, recipe: fp8.Fp8Recipe, traced: Tensor, x: Tensor, **options: Any
+    module: torch.nn.Module,
+    recipe: fp8.Fp8Recipe,
+    traced: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
+    **options: Any,
 ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-    """Outputs for x of the module and of its export; data type and number of dims of each initializer."""
+    """Outputs of the module and of a copy's export; data type and number of dims of each initializer."""
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
+    copied = copy.deepcopy(module)
     with torch.no_grad(), fp8.autocast(recipe=recipe):
-        expected, _ = module(x), module(traced)
-        program = torch.onnx.export(module, (traced,), dynamo=True, verbose=False, **options)
+        expected, _ = module(*inputs), copied(*traced)
+        program = torch.onnx.export(copied, traced, dynamo=True, opset_version=20, verbose=False, **options)
     file = io.BytesIO()
     program.save(file)
     model = onnx.load_from_string(file.getvalue())
     onnx.checker.check_model(model)
     session = runtime.InferenceSession(file.getvalue())
-    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    (y,) = session.run(None, {own.name: x.numpy() for own, x in zip(session.get_inputs(), inputs, strict=True)})
     return expected, torch.from_numpy(y), [(i.data_type, len(i.dims)) for i in model.graph.initializer]
 
 
@@ -56,7 +62,7 @@ def test_a_linear_layer_is_exported_bit_for_bit() -> None:
     with torch.no_grad():
         layer.weight.copy_(torch.randint(-40, 41, (48, H)))
         layer.bias.copy_(torch.randint(-9, 10, (48,)))
-    expected, actual, initializers = in_onnxruntime(trained(layer, POWERS_OF_TWO, x), POWERS_OF_TWO, x, x)
+    expected, actual, initializers = in_onnxruntime(trained(layer, POWERS_OF_TWO, x), POWERS_OF_TWO, (x,), (x,))
     assert torch.equal(actual, expected)
     assert not torch.equal(expected, x @ layer.weight.T + layer.bias)  # integers above 16 are rounded
     assert (17, 2) in initializers  # FLOAT8E4M3FN
@@ -71,22 +77,31 @@ def test_a_model_is_exported(kind: str) -> None:
     module: torch.nn.Module
     if kind == "layer":
         recipe: fp8.Fp8Recipe = POWERS_OF_TWO
-        traced, x = torch.randn(8, 2, H), torch.randn(5, 3, H)
+        traced, inputs = ((torch.randn(s, b, H), _masked(s, b)) for s, b in ((8, 2), (5, 3)))
         options: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu", "num_gqa_groups": 2}
-        module = nn.TransformerLayer(H, 64, 4, hidden_dropout=0, attention_dropout=0, **options, **CPU)
-        layers = 4
+        options |= {"hidden_dropout": 0, "attention_dropout": 0, "self_attn_mask_type": "padding_causal"}
+        module, layers = nn.TransformerLayer(H, 64, 4, **options, **CPU), 4
+        dims: Any = {"hidden_states": _DYNAMIC, "attention_mask": {0: Dim.DYNAMIC, 3: Dim.DYNAMIC}}
     else:
         recipe = fp8.CurrentScaling()
-        traced, x = torch.randint(32, (2, 8)), torch.randint(32, (3, 5))
-        module = fp8.convert(LlamaForCausalLM(vocab=32, h=H, intermediate=64, layers=1, heads=2), recipe)
-        layers = 7
-    module = trained(module, recipe, traced)
-    dims = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
-    expected, actual, initializers = in_onnxruntime(module, recipe, traced, x, dynamic_shapes=dims)
+        traced, inputs = ((torch.randint(32, shape),) for shape in ((2, 8), (3, 5)))
+        module, layers = LlamaForCausalLM(vocab=32, h=H, intermediate=64, layers=1, heads=2), 7
+        fp8.convert(module, recipe)
+        dims = (_DYNAMIC,)
+    module = trained(module, recipe, *traced)
+    expected, actual, initializers = in_onnxruntime(module, recipe, traced, inputs, dynamic_shapes=dims)
     assert initializers.count((17, 2)) == layers
     with torch.no_grad():
-        fp8_error = (module(x) - expected).abs().mean()
+        fp8_error = (module(*inputs) - expected).abs().mean()
     assert (actual - expected).abs().mean() < 0.02 * fp8_error
+
+
+_DYNAMIC = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+
+
+def _masked(s: int, b: int) -> Tensor:
+    """A mask of samples of different lengths, the last of length s."""
+    return (torch.arange(s) >= torch.arange(s - b + 1, s + 1)[:, None])[:, None, None]
 
 
 @pytest.mark.parametrize(
@@ -178,5 +193,5 @@ class _Attention(torch.nn.Module):
 def test_attention_is_exported(options: dict[str, Any], arguments: dict[str, Any]) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 2, 96)
-    expected, actual, _ = in_onnxruntime(_Attention(options, arguments).eval(), POWERS_OF_TWO, x, x)
+    expected, actual, _ = in_onnxruntime(_Attention(options, arguments).eval(), POWERS_OF_TWO, (x,), (x,))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
