@@ -66,6 +66,11 @@ def current() -> Autocast:
     return _newest.context if torch.compiler.is_compiling() else _current.context
 
 
+def in_onnx_export() -> bool:
+    """Whether `torch.onnx.export` traces what runs."""
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+
+
 @contextmanager
 def autocast(
     enabled: bool = True,

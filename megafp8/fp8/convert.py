@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megafp8.fp8.autocast import in_onnx_export
 from megafp8.fp8.gemm.dispatch import GemmBackend
 from megafp8.fp8.manager import Fp8Manager
+from megafp8.fp8.onnx import exported
 from megafp8.fp8.recipes import RECIPES, CurrentScaling, Fp8Recipe
 from megafp8.fp8.recipes.base import no_match
 from megafp8.fp8.speed_model import LinearSize, ceilings_of, device_name, predict
@@ -192,6 +194,9 @@ class Fp8LinearModule(nn.Linear):
         """`input wᵀ + bias`: input `[..., in_features]` -> `[..., out_features]` in its dtype, or torch.autocast's."""
         from megafp8.ops.compiled_linear import compiled_linear  # which imports this package
 
+        if in_onnx_export() and (product := exported(self.fp8, input.device)):
+            y = product(input)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
         if torch.compiler.is_compiling() and not self.fp8.gathered_in_fp8:
             return compiled_linear(input, self.weight, self.bias, self.fp8, self.training)
         return _forward(self, input)

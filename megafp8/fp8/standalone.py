@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megafp8.fp8.autocast import OUTSIDE, Autocast, current
+from megafp8.fp8.autocast import OUTSIDE, Autocast, current, in_onnx_export
 from megafp8.fp8.gemm.dispatch import GemmBackend
 from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.linear_state import LinearState
@@ -110,6 +110,8 @@ class StandaloneLinear:
         if not context.enabled and not context.calibrating:
             yield None
             return
+        if in_onnx_export():
+            raise ValueError(f"{self.site.name}: experts and layers sharded by DTensor cannot be exported to ONNX")
         if training and not recomputing:
             self.layers.begin_forward(context)
         state = self.layers.state_of(self.site.name, context, device)
@@ -310,6 +312,11 @@ class StandaloneLayers:
             part = self._parts[key] = self._build(*key[:2], names, device)
         return part.states[name]
 
+    def known_state_of(self, name: str, context: Autocast) -> LinearState | None:
+        """`state_of`, if it has been made."""
+        part = self._parts.get(self._key(name, context))
+        return None if part is None else part.states[name]
+
     def group_of(self, names: tuple[str, ...], context: Autocast, device: torch.device) -> GroupState:
         """The state of the experts `names`, whose weights are one parameter."""
         states = [self.state_of(name, context, device) for name in names]
@@ -497,6 +504,11 @@ class WatchingLinearState(LinearState):
     def invalidate_weight(self) -> None:
         self._copies = None
 
+    @property
+    def kept_weight(self) -> ScaledTensor | None:
+        """The rowwise copy of the weight as it is, if it has been made."""
+        return None if self._copies is None else self._copies.kept
+
     def release_weight(self) -> None:
         """Free the FP8 copies, also for graphs that need them: these quantize the weight again."""
         if self._copies is not None:
@@ -560,6 +572,11 @@ class _WeightCopies:
             self._made_from = _stamp(self.weight)
             self._made = self._quantizer(Plain(self.weight.detach()), rowwise=True, columnwise=columnwise)
         return self._made
+
+    @property
+    def kept(self) -> ScaledTensor | None:
+        """The rowwise copy, if it has been made and the weight is unchanged."""
+        return None if self._made is None or self._made_from != _stamp(self.weight) else self._made.rowwise
 
     def release(self) -> None:
         self._made = None

@@ -33,10 +33,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from megafp8.fp8.autocast import in_onnx_export
 from megafp8.nn.arguments import chosen, divided, refuse, require
 from megafp8.nn.base import RngTracker, default_device, forked, opaque
 from megafp8.ops.attention import attention
-from megafp8.ops.attention_mask import AttentionMask
+from megafp8.ops.attention_mask import AttentionMask, segments_of
 from megafp8.ops.attention_scores import AttentionDropout, Scores
 from megafp8.philox import key_of
 
@@ -204,8 +205,9 @@ class DotProductAttention(nn.Module):
             cu_q_padded=cu_seqlens_q_padded if pad_between_seqs is not False else None,
             cu_k_padded=cu_seqlens_kv_padded if pad_between_seqs is not False else None,
         )
-        mask = given.attention_mask(len(q), len(k), q.shape[1], q.device)
-        bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, given, len(q), len(k), q)
+        (s, b), t = q.shape[:2], k.shape[0]  # len() would be a constant of an exported graph
+        mask = given.attention_mask(s, t, b, q.device)
+        bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, given, s, t, q)
         scores = Scores(
             scale=self.softmax_scale,
             softcap=chosen(softcap, self.softcap) or None,
@@ -215,6 +217,11 @@ class DotProductAttention(nn.Module):
         sink = self.softmax_offset
         if self.softmax_type == "off-by-one":
             sink = torch.zeros(self.heads, device=q.device)
+        if in_onnx_export() and (given.packed or scores.dropout is not None):
+            what = "attention_dropout" if scores.dropout is not None else "qkv_format thd"
+            raise ValueError(
+                f"DotProductAttention: {what} cannot be exported to ONNX; a model in evaluation, with sbhd or bshd, can"
+            )
         if checkpoint_core_attention and torch.is_grad_enabled():
             y = recomputed(_core, q, k, v, mask, sink, scores, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -349,7 +356,7 @@ class _Given:
         i, j = torch.arange(s, device=device)[None], torch.arange(t, device=device)[None]
         diagonal: Tensor | int = t - s if self.is_bottom_right else 0
         if cu_q is not None and cu_k is not None:
-            segment = torch.searchsorted(cu_q[:, 1:].contiguous(), i.expand(len(cu_q), -1).contiguous(), right=True)
+            segment = segments_of(i.expand(cu_q.shape[0], -1), cu_q[:, 1:])
             segment = segment.clamp(max=cu_q.shape[1] - 2)
             at = segment + 1 if self.is_bottom_right else segment
             diagonal = (cu_k.gather(1, at) - cu_q.gather(1, at)).unsqueeze(-1)

@@ -26,7 +26,9 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed.tp_overlap import default_overlap
+from megafp8.fp8.autocast import in_onnx_export
 from megafp8.fp8.linear_state import LinearState, QuantizedGradHandoff
+from megafp8.fp8.onnx import QdqLinear, exported
 from megafp8.fp8.standalone import StandaloneLayers, StandaloneLinear
 from megafp8.nn.arguments import require
 from megafp8.ops.autograd import once_differentiable
@@ -272,6 +274,9 @@ class Gemm:
         if is_first_microbatch and torch._C._current_graph_task_id() == -1:  # not of a recomputed forward
             linear.release_weight()
         weight = module.weight_of(weight_names)
+        if in_onnx_export():
+            yield RunningGemm(weight, self._high_precision, self.comm(), exported(linear, x.device))
+            return
         if self.fuse_wgrad_accumulation:
             MainGradSink.give(module, weight, overwrite=bool(is_first_microbatch) and module.training)
         with linear.running(x.device, training=module.training) as state:
@@ -286,9 +291,13 @@ class RunningGemm(NamedTuple):
     weight: Tensor
     state: LinearState
     comm: TPComm
+    qdq: QdqLinear | None = None  # in FP8, in a forward that is exported to ONNX
 
     def __call__(self, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None) -> Tensor:
         """`x weightᵀ`."""
+        if self.qdq is not None:
+            assert isinstance(x, Tensor)
+            return self.qdq(x)
         return linear(x, self.weight, self.state, handoff=handoff, comm=self.comm)  # type: ignore[arg-type]
 
 
@@ -356,6 +365,8 @@ def autocast_input(x: Tensor) -> Iterator[Tensor]:
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all `parts` as one tensor: a view where they are neighbours in one storage, else a copy."""
+    if in_onnx_export():
+        return torch.cat(list(parts))
     whole = _Joined.apply(*parts)
     whole.parts = tuple(parts)
     return whole

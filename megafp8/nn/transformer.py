@@ -201,7 +201,7 @@ class TransformerLayer(nn.Module):
         softcap: float | None = None,
     ) -> Tensor:
         """`[s, b, h]`, or as `attn_input_format` says, -> the same."""
-        length = len(hidden_states) * self.tp_size
+        length = hidden_states.shape[0] * self.tp_size
         if self.sequence_parallel and length != chosen(self.seq_length, length):
             raise ValueError(
                 f"TransformerLayer: hidden_states are {list(hidden_states.shape)}; with sequence_parallel the first "

@@ -40,6 +40,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megafp8.fp8.autocast import in_onnx_export
 from megafp8.ops import attention_reference, cudnn_attention
 from megafp8.ops.attention_mask import CAUSAL, AttentionMask, one_segment
 from megafp8.ops.attention_scores import PLAIN, Scores
@@ -54,7 +55,9 @@ def attention(
 
     ValueError if bias or dropout of `scores` do not fit the shapes.
     """
-    if sink_a is not None or not scores.only_scales or not mask.is_plain(len(q_sbad), len(k_tbgd)):
+    if sink_a is not None or not scores.only_scales or not mask.is_plain(q_sbad.shape[0], k_tbgd.shape[0]):
+        if in_onnx_export():
+            return attention_reference.in_one_block(q_sbad, k_tbgd, v_tbgd, mask, sink_a, scores)
         return _Attention.apply(q_sbad, k_tbgd, v_tbgd, sink_a, scores.distance_bias_ar, mask, scores)
     q, k, v = q_sbad.permute(1, 2, 0, 3), k_tbgd.permute(1, 2, 0, 3), v_tbgd.permute(1, 2, 0, 3)
     grouped = q.shape[1] != k.shape[1]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafp8.fp8.autocast import in_onnx_export
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
@@ -90,6 +92,13 @@ def bidirectional_mask(cu_seqlens_bn: Tensor | None) -> AttentionMask:
     return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, causal=False, square=True)
 
 
+def segments_of(i_bs: Tensor, ends_bn: Tensor) -> Tensor:
+    """The segment of each position, int64 `[b, s]`, by the ends of all: those that are not after it are counted."""
+    if in_onnx_export():  # ONNX has no search
+        return (ends_bn[:, None] <= i_bs[..., None]).sum(-1)
+    return torch.searchsorted(ends_bn.contiguous(), i_bs.contiguous(), right=True)
+
+
 def key_ranges(mask: AttentionMask, s: int, t: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """First key of each query and the one after its last, int64 `[1 or b, s]`; 0 and 0 of queries without keys.
 
@@ -101,9 +110,9 @@ def key_ranges(mask: AttentionMask, s: int, t: int, device: torch.device) -> tup
         latest = i if mask.positions_bs is not None else i + (t - s)
     else:
         ends_q, ends_k = mask.cu_seqlens_q.long(), mask.cu_seqlens_k.long()
-        rows = max(len(i), len(ends_q))
+        rows = max(i.shape[0], ends_q.shape[0])
         i, ends_q, ends_k = (x.expand(rows, -1).contiguous() for x in (i, ends_q, ends_k))
-        segment = torch.searchsorted(ends_q[:, 1:].contiguous(), i, right=True)
+        segment = segments_of(i, ends_q[:, 1:])
         outside = segment == ends_q.shape[1] - 1
         segment = segment.clamp(max=ends_q.shape[1] - 2)
         start = ends_k.gather(1, segment)

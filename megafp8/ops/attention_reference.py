@@ -115,6 +115,41 @@ def forward(
     return o_sbad, lse_sba
 
 
+def in_one_block(
+    q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, sink_a: Tensor | None, scores: Scores
+) -> Tensor:
+    """Attention `[s, b, a, d]` with the scores of all pairs at once, and no choice by values, for exporters.
+
+    Not with dropout, nor with `positions_bs`.
+    """
+    (s, _, a, d), (t, _, groups, _), device = q_sbad.shape, k_tbgd.shape, q_sbad.device
+    assert scores.dropout is None
+    assert mask.positions_bs is None
+    first_bs, end_bs = key_ranges(mask, s, t, device)
+    i, j = torch.arange(s, device=device), torch.arange(t, device=device)
+    visible_b1st = ((j >= first_bs[..., None]) & (j < end_bs[..., None])).unsqueeze(1)
+    if mask.visible is not None:
+        visible_b1st = visible_b1st & mask.visible
+    wide = torch.promote_types(q_sbad.dtype, torch.float32)
+    q, k, v = (x.to(wide).permute(1, 2, 0, 3) for x in (q_sbad, k_tbgd, v_tbgd))
+    k, v = (x.repeat_interleave(a // groups, dim=1) for x in (k, v))
+    x = q @ k.mT * scores.scale_of(d)
+    if scores.softcap is not None:
+        x = scores.softcap * torch.tanh(x / scores.softcap)
+    if scores.distance_bias_ar is not None:
+        x = x + scores.distance_bias_ar[:, j - i[:, None] + (s - 1)].to(wide)
+    x = x.masked_fill(~visible_b1st, -math.inf)
+    top = x.amax(-1, keepdim=True)
+    if sink_a is not None:
+        top = torch.maximum(top, sink_a.to(wide)[:, None, None])
+    top = top.masked_fill(top == -math.inf, 0.0)
+    p = (x - top).exp()
+    total = p.sum(-1, keepdim=True)
+    if sink_a is not None:
+        total = total + (sink_a.to(wide)[:, None, None] - top).exp()
+    return (p @ v / total.masked_fill(total == 0, 1.0)).to(q_sbad.dtype).permute(2, 0, 1, 3)
+
+
 def backward(
     do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
     mask: AttentionMask, scores: Scores, bias_grad: bool,
