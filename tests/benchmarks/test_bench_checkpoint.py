@@ -10,6 +10,7 @@ import pytest
 from benchmarks import bench_checkpoint
 
 
+@pytest.mark.slow
 def test_it_measures_every_way_and_cleans_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--folder", str(tmp_path / "disk"), "--parameters", "1", "--step-seconds", "0.01", "--rounds", "2"]
     assert bench_checkpoint.main([*arguments, "--json", str(tmp_path / "rows.json")]) == 0

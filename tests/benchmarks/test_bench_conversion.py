@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.bench_conversion import SHAPES, Synthetic, measure, plot, table
 from megafp8.config import ModelConfig
 
 TINY = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 1000, "num_attention_heads": 4}
 
 
+@pytest.mark.slow
 def test_a_tiny_shape(tmp_path: Path) -> None:
     figures = measure(ModelConfig(**TINY, max_position_embeddings=32), tmp_path, rounds=1)
     assert figures.bytes == 2 * figures.parameters == 2 * (2 * 1024 * 64 + 2 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 64)

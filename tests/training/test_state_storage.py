@@ -151,7 +151,8 @@ def test_the_loss_hardly_changes(
     assert abs(_last(found) - _last(fp32)) < most * learnt
 
 
-@pytest.mark.parametrize("recipe", slow_but(["current", "delayed"], "delayed"))
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_fp8_learns_like_fp32(world2: World, quickstart_data: QuickstartData, fp32: Curve, recipe: str) -> None:
     found = _run(world2, quickstart_data, f"fp8.recipe={recipe}")
     assert _last(found) == pytest.approx(_last(fp32), rel=0.02)
