@@ -77,12 +77,12 @@ def _qkv_by_head(part: int) -> Rows:
 
 
 def _every(part: int, parts: int) -> Rows:
-    """Rows of all parts take turns."""
+    """Rows of all parts alternate."""
     return lambda model, n: (part + parts * torch.arange(n), parts * n)
 
 
 def _after(first: int) -> Rows:
-    """After rows that nobody reads."""
+    """After rows that are not read."""
     return lambda model, n: (first + torch.arange(n), first + n)
 
 

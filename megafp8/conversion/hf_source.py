@@ -18,7 +18,7 @@ them, so config.json may promise layers that are not there. Their copies of the 
 out.
 
 A tensor is read when it is asked for, by rows where only some are wanted. q, k and v of GPT-2 are parts of one
-transposed tensor, which is read whole for each of them; so are the parts of tensors whose rows take turns.
+transposed tensor, which is read whole for each of them; so are the parts of tensors whose rows alternate.
 """
 
 from __future__ import annotations

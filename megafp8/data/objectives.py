@@ -1,6 +1,6 @@
 """What a model is trained to predict: from a sample of the data sets to a micro-batch.
 
-An objective turns a sample into a row of integers (`row`), in the process that reads it, and rows into a `Batch`
+An objective makes of a sample a row of integers (`row`), in the process that reads it, and rows into a `Batch`
 (`batch`). A row is a function of the seed and of the sample's number in the run, so a resumed run, or one in another
 layout, trains on the same batches.
 

@@ -192,12 +192,12 @@ class Fp8LinearModule(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input wᵀ + bias`: input `[..., in_features]` -> `[..., out_features]` in its dtype, or torch.autocast's."""
-        from megafp8.ops.compiled_linear import compiled_linear  # which imports this package
-
         if in_onnx_export() and (product := exported(self.fp8, input.device)):
             y = product(input)
             return y if self.bias is None else y + self.bias.to(y.dtype)
         if torch.compiler.is_compiling() and not self.fp8.gathered_in_fp8:
+            from megafp8.ops.compiled_linear import compiled_linear  # which imports this package
+
             return compiled_linear(input, self.weight, self.bias, self.fp8, self.training)
         return _forward(self, input)
 

@@ -118,7 +118,7 @@ class Experts(nn.Module):
 
 
 def one_hot_experts(ends_e: Tensor, m: int, dtype: torch.dtype) -> Tensor:
-    """1 where a row is an expert's, else 0, `[m, e]`; rows behind the last end are nobody's."""
+    """1 where a row is an expert's, else 0, `[m, e]`; rows behind the last end are no expert's."""
     row = torch.arange(m, device=ends_e.device).unsqueeze(1)
     return ((row >= F.pad(ends_e[:-1], (1, 0))) & (row < ends_e)).to(dtype)
 
@@ -136,7 +136,7 @@ class _AddBiases(Function):
     @once_differentiable
     def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor, Tensor, None]:
         (expert_me,) = ctx.saved_tensors
-        own_mn = dy_mn.masked_fill(~expert_me.any(dim=1, keepdim=True), 0.0)  # rows of nobody may hold anything
+        own_mn = dy_mn.masked_fill(~expert_me.any(dim=1, keepdim=True), 0.0)  # rows of no expert may hold anything
         return dy_mn, (expert_me.t() @ own_mn).flatten().to(ctx.dtype), None
 
 

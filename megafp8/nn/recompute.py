@@ -121,5 +121,5 @@ def checkpoint(
 
 
 def _copied(states: dict[str, Any]) -> dict[str, Any]:
-    """Tensors, or generators' states, that nobody draws from."""
+    """Tensors, or generators' states, that are not drawn from."""
     return {name: x.clone() if isinstance(x, Tensor) else x.clone_state() for name, x in states.items()}

@@ -8,7 +8,7 @@ and T5 (arXiv:1910.10683), whose learned biases of ranges of distances are gathe
 
 *Dropout* draws the numbers of a probability from where it is: Philox's counter is the position of the key, that of the
 query, the head and the sample, and its key is (seed, layer). So every layout of ranks, and recomputation, drops the
-same probabilities, and nobody keeps a mask.
+same probabilities, and no mask is stored.
 
 Positions are those in the tensors, or in the whole sequence where an `AttentionMask` has `positions_bs`.
 
