@@ -67,7 +67,8 @@ def _build(package: ModuleType, module: str, scale: int, device: torch.device) -
 def _engine() -> ModuleType | None:
     try:
         import transformer_engine.pytorch as engine
-    except ImportError:
+    except ImportError as error:
+        print(f"without Transformer Engine: {error}", file=sys.stderr)
         return None
     return engine
 

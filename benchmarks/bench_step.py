@@ -119,6 +119,8 @@ def resolve(arguments: argparse.Namespace, layout: str, variant: str, world_size
         size = arguments.micro_batches * config.training.micro_batch_size * data
         config = load_config(arguments.config, [*overrides, f"training.global_batch_size={size}"])
     check_layout(config, world_size, arguments.config)
+    if config.model.vocab_size is None:
+        raise ValueError("model.vocab_size: no tokenizer is read here; give it, as in --set model.vocab_size=50257")
     return config
 
 
