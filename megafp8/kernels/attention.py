@@ -134,6 +134,23 @@ def _score(x, i, j, bias_r, zero, r, inner, outer, SOFTCAP: tl.constexpr, BIAS: 
 
 
 @triton.jit
+def _masked_scores(
+    q, k, i, j, position, first, end, seen, bias_r, s, t, r, inner, outer,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, VISIBLE: tl.constexpr, PARTLY: tl.constexpr,
+):  # fmt: skip
+    """`_score` of queries i and keys j, `[M, N]`, minus infinity where masked; `PARTLY`: ranges of keys bound some."""
+    x = tl.dot(q, tl.trans(k))
+    x, tanh = _score(x, position[:, None], j[None, :], bias_r, r - t, r, inner, outer, SOFTCAP, BIAS)
+    if PARTLY:
+        x = tl.where((j[None, :] >= first[:, None]) & (j[None, :] < end[:, None]), x, float("-inf"))
+    if VISIBLE:
+        at = i.to(tl.int64)[:, None] * t + j[None, :]
+        see = tl.load(seen + at, mask=(i < s)[:, None] & (j < t)[None, :], other=0)
+        x = tl.where(see != 0, x, float("-inf"))
+    return x, tanh
+
+
+@triton.jit
 def _kept(i, n, head, sample, key0, key1, threshold, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Which probabilities of positions `i` and the N keys from n on are kept, `[M, N]` or `[N, M]`."""
     group, query = (n // 4 + tl.arange(0, N // 4)).to(tl.uint32), i.to(tl.uint32)
@@ -204,16 +221,10 @@ def forward_kernel(
         for n in range(begin, until, N):
             j = n + tl.arange(0, N)
             k = _rows(k_head, j, t, b * g * D, D, WIDTH)
-            x = tl.dot(q, tl.trans(k))
-            x, _tanh = _score(
-                x, position[:, None], j[None, :], bias_ar + head * r, r - t, r, inner, outer, SOFTCAP, BIAS
-            )
-            if part != 1:
-                x = tl.where((j[None, :] >= first[:, None]) & (j[None, :] < end[:, None]), x, float("-inf"))
-            if VISIBLE:
-                at = i.to(tl.int64)[:, None] * t + j[None, :]
-                see = tl.load(seen + at, mask=(i < s)[:, None] & (j < t)[None, :], other=0)
-                x = tl.where(see != 0, x, float("-inf"))
+            x, _tanh = _masked_scores(
+                q, k, i, j, position, first, end, seen, bias_ar + head * r, s, t, r, inner, outer,
+                SOFTCAP, BIAS, VISIBLE, part != 1,
+            )  # fmt: skip
             larger = tl.maximum(largest, tl.max(x, axis=1))
             finite = tl.where(larger == float("-inf"), 0.0, larger)
             shrink = tl.exp2(largest - finite)
@@ -265,16 +276,10 @@ def dq_kernel(
         for n in range(begin, until, N):
             j = n + tl.arange(0, N)
             k = _rows(k_head, j, t, b * g * D, D, WIDTH)
-            x = tl.dot(q, tl.trans(k))
-            x, tanh = _score(
-                x, position[:, None], j[None, :], bias_ar + head * r, r - t, r, inner, outer, SOFTCAP, BIAS
-            )
-            if part != 1:
-                x = tl.where((j[None, :] >= first[:, None]) & (j[None, :] < end[:, None]), x, float("-inf"))
-            if VISIBLE:
-                at = i.to(tl.int64)[:, None] * t + j[None, :]
-                see = tl.load(seen + at, mask=(i < s)[:, None] & (j < t)[None, :], other=0)
-                x = tl.where(see != 0, x, float("-inf"))
+            x, tanh = _masked_scores(
+                q, k, i, j, position, first, end, seen, bias_ar + head * r, s, t, r, inner, outer,
+                SOFTCAP, BIAS, VISIBLE, part != 1,
+            )  # fmt: skip
             p = tl.exp2(x - lse[:, None])
             v = _rows(v_head, j, t, b * g * D, D, WIDTH)
             dp = tl.dot(do, tl.trans(v))
