@@ -293,12 +293,15 @@ class RunningGemm(NamedTuple):
     comm: TPComm
     qdq: QdqLinear | None = None  # in FP8, in a forward that is exported to ONNX
 
-    def __call__(self, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None) -> Tensor:
-        """`x weightᵀ`."""
+    def __call__(
+        self, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """`x weightᵀ + bias`."""
         if self.qdq is not None:
             assert isinstance(x, Tensor)
-            return self.qdq(x)
-        return linear(x, self.weight, self.state, handoff=handoff, comm=self.comm)  # type: ignore[arg-type]
+            y = self.qdq(x)
+            return y if bias is None else y + bias.to(y.dtype)
+        return linear(x, self.weight, self.state, bias=bias, handoff=handoff, comm=self.comm)  # type: ignore[arg-type]
 
 
 class MainGradSink:
@@ -345,11 +348,6 @@ def check_fp8_dims(module: nn.Module, layer: str, shape: tuple[int, ...]) -> Non
             f"{type(module).__name__}: the weight of {layer} is {list(shape)} on a rank, and FP8 needs multiples of "
             f"{FP8_ALIGNMENT}; run it within fp8.autocast(enabled=False), or pad it"
         )
-
-
-def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    """`y + bias` in y's dtype."""
-    return y if bias is None else y + bias.to(y.dtype)
 
 
 @contextmanager

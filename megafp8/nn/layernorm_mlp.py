@@ -26,7 +26,6 @@ from megafp8.nn.base import (
     autocast_input,
     default_init,
     opaque,
-    with_bias,
 )
 from megafp8.nn.norm import InputNorm
 from megafp8.ops.fusion import LinearInput
@@ -154,9 +153,8 @@ class LayerNormMLP(Module):
             self.fc2.running(x, ["fc2_weight"], is_first_microbatch) as fc2,
         ):
             normed = self.norm(x, fc1.state.input_format)
-            y: Tensor = mlp(self.kind, partial(self._fc1, fc1, normed), fc2.__call__, fc1.state, fc2.state)
-            if self.use_bias and not self.return_bias:
-                y = with_bias(y, self.bias_of("fc2"))
+            down = partial(fc2.__call__, bias=self.bias_of("fc2") if self.use_bias and not self.return_bias else None)
+            y: Tensor = mlp(self.kind, partial(self._fc1, fc1, normed), down, fc1.state, fc2.state)
             results: list[Any] = [y]
             if self.return_bias:
                 results.append(self.bias_of("fc2").to(y.dtype))
@@ -169,7 +167,7 @@ class LayerNormMLP(Module):
     def _fc1(
         self, fc1: RunningGemm, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None
     ) -> tuple[Tensor, Tensor | None]:
-        y = fc1(x, handoff)
+        bias = self.bias_of("fc1") if self.use_bias else None
         if self.activation_adds_bias:
-            return y, self.bias_of("fc1")
-        return (with_bias(y, self.bias_of("fc1")) if self.use_bias else y), None
+            return fc1(x, handoff), bias
+        return fc1(x, handoff, bias), None

@@ -25,7 +25,6 @@ from megafp8.nn.base import (
     default_init,
     joined,
     opaque,
-    with_bias,
 )
 from megafp8.nn.norm import InputNorm
 from megafp8.ops.fusion import LinearInput, Recompute, RecomputedInput, as_matrix
@@ -114,8 +113,7 @@ class _LinearBase(Module):
 
     def _product(self, gemm: RunningGemm, x: Tensor | LinearInput) -> Tensor:
         """`x wᵀ`, and the bias unless it is returned."""
-        y = gemm(x)
-        return with_bias(y, self.whole_bias) if self.use_bias and not self.return_bias else y
+        return gemm(x, bias=self.whole_bias if self.use_bias and not self.return_bias else None)
 
     def extra_repr(self) -> str:
         """As nn.Linear's."""

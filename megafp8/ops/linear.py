@@ -58,7 +58,7 @@ def linear(
     """`x wᵀ + bias` as `state.plan` says: x `[..., k]`, weight `[n, k]`, bias `[n]` -> `[..., n]` in x's dtype.
 
     `handoff`: `state.grad_handoff()`, given to the operation after the layer too; excludes a bias. With `comm` the
-    first dim of y is not that of x.
+    first dim of y is not that of x, and the bias is added after the sum over ranks.
     """
     plan = state.plan
     if plan.calibrating:
@@ -70,9 +70,10 @@ def linear(
     assert not plan.smoothed or fused.quantized is not None, "a smoothed layer cannot quantize its input itself"
     assert bias is None or handoff is None
     if plan.fp8_only and comm == LOCAL_COMM:
-        y = _LocalFp8Linear.apply(fused.tensor, weight, state, fused.quantized, handoff, torch.is_grad_enabled())
-    else:
-        y = _Fp8Linear.apply(fused.tensor, weight, state, fused, handoff, torch.is_grad_enabled(), comm)
+        return _LocalFp8Linear.apply(
+            fused.tensor, weight, bias, state, fused.quantized, handoff, torch.is_grad_enabled()
+        )
+    y = _Fp8Linear.apply(fused.tensor, weight, state, fused, handoff, torch.is_grad_enabled(), comm)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -82,9 +83,8 @@ def high_precision_linear(
     """`x wᵀ + bias` in x's dtype; a weight of another dtype is converted first."""
     values, recompute = (x, None) if isinstance(x, Tensor) else (x.tensor, x.recompute)
     if recompute is None and comm == LOCAL_COMM:
-        y = _LocalLinear.apply(values, weight)
-    else:
-        y = _HighPrecisionLinear.apply(values, weight, recompute, comm)
+        return _LocalLinear.apply(values, weight, bias)
+    y = _HighPrecisionLinear.apply(values, weight, recompute, comm)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -113,20 +113,22 @@ def _shaped(y_mn: Tensor, x: Tensor) -> Tensor:
 
 
 class _LocalLinear(Function):
-    """`_HighPrecisionLinear` without communication and recompute."""
+    """`_HighPrecisionLinear` without communication and recompute, and with the bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        needs_dx, needs_dw = ctx.needs_input_grad
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
         x_mk, w_nk = as_matrix(x), _in_dtype(weight, x.dtype)
         ctx.save_for_backward(weight if needs_dx else None, x_mk if needs_dw else None)
         ctx.weight = weight  # saved tensors may come back as other objects, without their sink
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        bias = None if bias is None else _in_dtype(bias, x.dtype)
         # Matrices of our own: where a dim is 1, torch.matmul may not see that x is one, and multiplies row by row.
-        return _unsafe_view(gemm(x_mk, w_nk.t(), x.dtype), [*x.shape[:-1], w_nk.shape[0]])
+        return _unsafe_view(gemm(x_mk, w_nk.t(), x.dtype, bias=bias), [*x.shape[:-1], w_nk.shape[0]])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         weight, x_mk = ctx.saved_tensors
         dy_mn = as_matrix(dy)
         dx = dw = None
@@ -134,11 +136,16 @@ class _LocalLinear(Function):
             dx = gemm(dy_mn, _in_dtype(weight, dy.dtype), dy.dtype).view(*dy.shape[:-1], weight.shape[1])
         if x_mk is not None:
             dw = wgrad_now_or_later(ctx.weight, dy_mn, x_mk)
-        return dx, dw
+        return dx, dw, _bias_grad(dy_mn, ctx.bias_dtype) if ctx.needs_input_grad[2] else None
 
 
-def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight if weight.dtype == dtype else weight.to(dtype)
+def _in_dtype(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return parameter if parameter.dtype == dtype else parameter.to(dtype)
+
+
+def _bias_grad(dy_mn: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over tokens, in fp32 for 16-bit dtypes, rounded once to the bias's."""
+    return dy_mn.sum(0, dtype=dtype)
 
 
 def _product(a: AllGatherHandle, b_kn: Tensor, dtype: torch.dtype) -> Product:
@@ -184,13 +191,14 @@ def _values(kept_x: Sequence[Tensor | None], recompute: Recompute | None) -> Cal
 
 
 class _LocalFp8Linear(Function):
-    """`_Fp8Linear` without communication, of a layer whose plan is `fp8_only`."""
+    """`_Fp8Linear` without communication and with the bias, of a layer whose plan is `fp8_only`."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         state: LinearState,
         x8: QuantizedTensor | None,
         handoff: QuantizedGradHandoff | None,
@@ -201,7 +209,9 @@ class _LocalFp8Linear(Function):
             x8 = state.quantizers.input(Plain(as_matrix(x)), rowwise=True, columnwise=needs_dw)
         w8 = state.fp8_weight(weight, columnwise=needs_dx)
         fast = state.fast_accum.fprop
-        y_mn = state.gemm.tn(x8.required_rowwise, w8.required_rowwise, x.dtype, use_fast_accum=fast)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        bias = None if bias is None else _in_dtype(bias, x.dtype)
+        y_mn = state.gemm.tn(x8.required_rowwise, w8.required_rowwise, x.dtype, use_fast_accum=fast, bias=bias)
         if needs_dw:
             data, scale_inv, ctx.granularity, tensor_scale = x8.required_columnwise
             ctx.save_for_backward(data, scale_inv, tensor_scale)
@@ -211,8 +221,9 @@ class _LocalFp8Linear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         state, weight = ctx.state, ctx.weight
+        db = _bias_grad(as_matrix(dy), ctx.bias_dtype) if needs_db else None
         dy8 = None if ctx.handoff is None else ctx.handoff.take()
         if dy8 is None:
             dy8 = state.quantizers.grad_output(Plain(as_matrix(dy)), rowwise=needs_dx, columnwise=needs_dw)
@@ -229,7 +240,7 @@ class _LocalFp8Linear(Function):
                 dw = _fp8_wgrad(state, weight, dy_nm, x_km)
             else:
                 store.put(partial(_begin_wgrad, state, weight, dy_nm, None, x_km, None))
-        return dx, dw, *[None] * 4
+        return dx, dw, db, *[None] * 4
 
 
 class _Fp8Linear(Function):

@@ -112,9 +112,8 @@ class ColumnParallelLinear(nn.Module):
         self, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """`handoff`: `state.grad_handoff()`, given to the operation that uses the output too."""
-        y = linear(x, self.weight, self.state, handoff=handoff, comm=self.comm)
-        if self.bias is not None and not self.skip_bias_add:
-            y = y + self.bias
+        bias = None if self.skip_bias_add else self.bias
+        y = linear(x, self.weight, self.state, bias=bias, handoff=handoff, comm=self.comm)
         if self.gather_output:
             y = gather_from_tensor_parallel(y, self.group)
         return (y, self.bias) if self.skip_bias_add else y
@@ -181,10 +180,8 @@ class RowParallelLinear(nn.Module):
         if not self.input_is_parallel:
             assert isinstance(x, Tensor)
             x = scatter_to_tensor_parallel(x, self.group)
-        y = linear(x, self.weight, self.state, comm=self.comm)
-        if self.skip_bias_add:
-            return y, self.bias
-        return y if self.bias is None else y + self.bias
+        y = linear(x, self.weight, self.state, bias=None if self.skip_bias_add else self.bias, comm=self.comm)
+        return (y, self.bias) if self.skip_bias_add else y
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -129,29 +129,39 @@ class Plan:
         self._a_layout = lt.matrix_layout_create(a_type, *a_size, a_size[0])
         self._out_layout = lt.matrix_layout_create(_CUDA_TYPES[problem.out_dtype], n, m, n)
         self._alpha, self._beta = ctypes.c_float(1.0), ctypes.c_float(float(problem.accumulate))
-        self._scale_inv = ctypes.c_int64(0)
-        self._addresses = tuple(ctypes.addressof(x) for x in (self._alpha, self._beta, self._scale_inv))
+        self._pointer = ctypes.c_int64(0)
+        self._addresses = tuple(ctypes.addressof(x) for x in (self._alpha, self._beta, self._pointer))
 
         attribute = lt.MatmulDescAttribute
         self._desc = lt.matmul_desc_create(_COMPUTE_FP32, _FP32)
-        settings = {attribute.TRANSA: problem.b_order == "nk", attribute.TRANSB: problem.a_order == "km"}
+        settings: dict[Any, int] = {
+            attribute.TRANSA: problem.b_order == "nk",
+            attribute.TRANSB: problem.a_order == "km",
+        }
         if problem.a_scaling != "none":
             settings[attribute.FAST_ACCUM] = problem.fast
             settings[attribute.A_SCALE_MODE] = lt.MatmulMatrixScale[_SCALE_MODES[problem.b_scaling]]
             settings[attribute.B_SCALE_MODE] = lt.MatmulMatrixScale[_SCALE_MODES[problem.a_scaling]]
+        if problem.bias:
+            settings[attribute.EPILOGUE] = lt.Epilogue.BIAS
+            settings[attribute.BIAS_DATA_TYPE] = _CUDA_TYPES[problem.out_dtype]
         for name, value in settings.items():
             _set(lt.matmul_desc_set_attribute, lt.get_matmul_desc_attribute_dtype, self._desc, name, int(value))
         self._a_scale_inv, self._b_scale_inv = int(attribute.B_SCALE_POINTER), int(attribute.A_SCALE_POINTER)
+        self._bias = int(attribute.BIAS_POINTER)
         self.algorithm = np.zeros(_ALGO_BYTES // 8, dtype=np.uint64)
         self._chosen = self.algorithm.ctypes.data
 
-    def set_scale_inv(self, a_pointer: int, b_pointer: int) -> None:
-        """Set the addresses of scale_inv of a and b for the launches that follow."""
-        set_attribute, pointer, at = self._lt.matmul_desc_set_attribute, self._scale_inv, self._addresses[2]
-        pointer.value = a_pointer
+    def set_pointers(self, a_scale_inv: int, b_scale_inv: int, bias: int) -> None:
+        """Set the addresses of scale_inv of a and b, and of the bias if there is one, for the launches that follow."""
+        set_attribute, pointer, at = self._lt.matmul_desc_set_attribute, self._pointer, self._addresses[2]
+        pointer.value = a_scale_inv
         set_attribute(self._desc, self._a_scale_inv, at, 8)
-        pointer.value = b_pointer
+        pointer.value = b_scale_inv
         set_attribute(self._desc, self._b_scale_inv, at, 8)
+        if bias:
+            pointer.value = bias
+            set_attribute(self._desc, self._bias, at, 8)
 
     def launch(self, a: int, b: int, out: int, workspace: int, stream: int) -> None:
         """Launch the chosen algorithm on these addresses."""
@@ -223,14 +233,22 @@ class CublasLt:
         self._workspaces: dict[int, Tensor] = {}  # one for each stream: two GEMMs at once must not share one
 
     def matmul_tn(
-        self, a: ScaledTensor, b: ScaledTensor, out_mn: Tensor, *, accumulate: bool, use_fast_accum: bool
+        self,
+        a: ScaledTensor,
+        b: ScaledTensor,
+        out_mn: Tensor,
+        *,
+        accumulate: bool,
+        use_fast_accum: bool,
+        bias: Tensor | None = None,
     ) -> None:
-        """`out = a · bᵀ`, or `out += a · bᵀ`, of quantized operands a `[m, k]` and b `[n, k]`.
+        """`out = a · bᵀ`, or `out += a · bᵀ`, of quantized operands a `[m, k]` and b `[n, k]`; plus `bias`.
 
         `out_mn` is row-major, bf16 or fp32; accumulated in bf16, the product is rounded before it is added. E4M3 and
         E5M2 mix, but two E5M2 do not. Granularities are `HOPPER_PAIRS`, scale_inv laid out as `arranged` does;
         `use_fast_accum` has an effect on per-tensor and per-row ones. ValueError where cuBLASLt does not support the
-        problem: n and k must be multiples of 16, m of 4 if a's blocks are 1x128.
+        problem: n and k must be multiples of 16, m of 4 if a's blocks are 1x128. `bias` `[n]`, contiguous and of out's
+        dtype, where `cublaslt_problem.adds_bias`.
         """
         a8, b8, a_scale_inv, b_scale_inv = a.data, b.data, a.scale_inv, b.scale_inv
         assert a8.is_contiguous()
@@ -238,14 +256,17 @@ class CublasLt:
         # All that a plan was made for and checked against, as cheaply as it can be had.
         key = (
             a8.shape, b8.shape, out_mn.shape, a8.dtype, b8.dtype, out_mn.dtype, a_scale_inv.stride(),
-            b_scale_inv.stride(), a.granularity.name, b.granularity.name, accumulate, use_fast_accum,
+            b_scale_inv.stride(), a.granularity.name, b.granularity.name, accumulate, use_fast_accum, bias is None,
         )  # fmt: skip
-        pointers = (a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
+        pointers = (a_scale_inv.data_ptr(), b_scale_inv.data_ptr(), 0 if bias is None else bias.data_ptr())
         plan = self._plans.get(key)
         if plan is None:
-            problem = Problem.of_scaled(a, b, out_mn, accumulate=accumulate, use_fast_accum=use_fast_accum)
+            assert bias is None or (bias.shape == out_mn.shape[1:] and bias.dtype == out_mn.dtype)
+            problem = Problem.of_scaled(
+                a, b, out_mn, accumulate=accumulate, use_fast_accum=use_fast_accum, bias=bias is not None
+            )
             plan = self._plans[key] = self._make_plan(problem, a8, b8, pointers)
-        plan.set_scale_inv(*pointers)
+        plan.set_pointers(*pointers)
         self._launch(plan, a8, b8, out_mn)
 
     def matmul(self, a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool) -> None:
@@ -274,15 +295,15 @@ class CublasLt:
         assert (at_a | at_b | at_out) % ALIGNMENT == 0
         plan.launch(at_a, at_b, at_out, workspace.data_ptr(), stream)
 
-    def _make_plan(self, problem: Problem, a: Tensor, b: Tensor, scale_inv: tuple[int, int] | None) -> Plan:
+    def _make_plan(self, problem: Problem, a: Tensor, b: Tensor, pointers: tuple[int, int, int] | None) -> Plan:
         """A plan with its algorithm: the stored one, the fastest on these operands, or the first.
 
-        `scale_inv`: the addresses of the operands' scales.
+        `pointers`: as for `Plan.set_pointers`.
         """
         problem.require_supported()
         plan = Plan(self._lt, self._handle, problem)
-        if scale_inv is not None:
-            plan.set_scale_inv(*scale_inv)
+        if pointers is not None:
+            plan.set_pointers(*pointers)
         algorithm = None if self._file is None else self._file.find(str(problem))
         if algorithm is None:
             candidates = plan.candidates(_CANDIDATES if self._autotune else 1)

@@ -56,11 +56,16 @@ def arranged(x: ScaledTensor) -> ScaledTensor:
     return x._replace(scale_inv=x.scale_inv.t().contiguous().t())
 
 
+def adds_bias(scalings: str, out_dtype: torch.dtype) -> bool:
+    """Whether products with these granularities, as "tensor·tensor", add a bias of the result's dtype."""
+    return scalings == f"{TENSOR.name}·{TENSOR.name}" and out_dtype in (torch.bfloat16, torch.float16)
+
+
 class Problem(NamedTuple):
     """All that cuBLASLt's choice of an algorithm depends on.
 
     `*_order`: an operand's dims, the contiguous one last. `*_scaling`: the name of its granularity, or "none". `fast`:
-    sums are accumulated in the tensor cores' 14 bits.
+    sums are accumulated in the tensor cores' 14 bits. `bias`: a vector `[n]` is added before the result is rounded.
     """
 
     m: int
@@ -75,10 +80,11 @@ class Problem(NamedTuple):
     out_dtype: torch.dtype
     accumulate: bool
     fast: bool
+    bias: bool = False
 
     @staticmethod
     def of_scaled(
-        a: ScaledTensor, b: ScaledTensor, out_mn: Tensor, *, accumulate: bool, use_fast_accum: bool
+        a: ScaledTensor, b: ScaledTensor, out_mn: Tensor, *, accumulate: bool, use_fast_accum: bool, bias: bool = False
     ) -> Problem:
         """`out (+)= a · bᵀ`, a `[m, k]`, b `[n, k]`. Sums of blocks are promoted at every block, so never fast."""
         (m, k), n = a.data.shape, b.data.shape[0]
@@ -89,7 +95,7 @@ class Problem(NamedTuple):
         fast = use_fast_accum and a.granularity in (TENSOR, ROW)
         return Problem(
             m, n, k, a.data.dtype, "mk", a.granularity.name, b.data.dtype, "nk", b.granularity.name, out_mn.dtype,
-            accumulate, fast,
+            accumulate, fast, bias,
         )  # fmt: skip
 
     @staticmethod
@@ -112,7 +118,7 @@ class Problem(NamedTuple):
         b = f"{self.b_order}:{self.b_dtype}:{self.b_scaling}"
         size = f"m={self.m} n={self.n} k={self.k}"
         text = f"{size} {a} {b} {'+=' if self.accumulate else '='}:{self.out_dtype} {'fast' if self.fast else 'split'}"
-        return text.replace("torch.", "")
+        return text.replace("torch.", "") + (" bias" if self.bias else "")
 
     def require_supported(self) -> None:
         """ValueError where cuBLASLt has nothing for the problem on Hopper."""
@@ -132,6 +138,7 @@ class Problem(NamedTuple):
                 (scalings in _SCALINGS, f"granularities must be one of {' '.join(_SCALINGS)}"),
                 (aligned, f"n and k must be multiples of {ALIGNMENT}; pad with zeros"),
                 (self.a_scaling != "1x128" or self.m % 4 == 0, "m must be a multiple of 4; pad with zeros"),
+                (not self.bias or adds_bias(scalings, self.out_dtype), "a bias needs per-tensor scales and 16 bits"),
             ]
         for holds, rule in rules:
             if not holds:

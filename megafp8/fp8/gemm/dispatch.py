@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megafp8.fp8.gemm.cublaslt import CublasLt, available
-from megafp8.fp8.gemm.cublaslt_problem import ALIGNMENT, arranged
+from megafp8.fp8.gemm.cublaslt_problem import ALIGNMENT, adds_bias, arranged
 from megafp8.fp8.gemm.scaled_mm import block_scaled_mm, multiplies
 from megafp8.fp8.gemm.scaled_mm_check import why_emulated
 from megafp8.fp8.tensor import BLOCK_1X128, BLOCK_128X128, HOPPER_PAIRS, ROW, TENSOR, ScaledTensor, zero_pad
@@ -83,24 +83,40 @@ class Fp8Gemm:
         *,
         use_fast_accum: bool,
         out: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """`a · bᵀ`, `[m, n]` in `out_dtype`, rounded to it once; into `out`, contiguous, if given.
 
-        `use_fast_accum` has an effect on Hopper only.
+        `use_fast_accum` has an effect on Hopper only. `bias` `[n]` is added before rounding where cuBLASLt does it,
+        otherwise to the rounded product.
         """
+        if bias is not None and not self._adds(a_mk, b_nk, out_dtype, bias):
+            return self.tn(a_mk, b_nk, out_dtype, use_fast_accum=use_fast_accum, out=out).add_(bias)
         if self._has_block_scaled and multiplies(a_mk, b_nk, out_dtype):
             return _into(out, block_scaled_mm(a_mk, b_nk, out_dtype))
         if self._cublaslt is not None and _fits(a_mk, b_nk):
             if out is None:
                 a8 = a_mk.data
                 out = torch.empty(a8.shape[0], b_nk.data.shape[0], dtype=out_dtype, device=a8.device)
-            self._cublaslt.matmul_tn(a_mk, b_nk, out, accumulate=False, use_fast_accum=use_fast_accum)
+            self._cublaslt.matmul_tn(a_mk, b_nk, out, accumulate=False, use_fast_accum=use_fast_accum, bias=bias)
             return out
         assert a_mk.data.is_contiguous()
         assert b_nk.data.is_contiguous()
         if self.backend == "emulated" or (a_mk.granularity, b_nk.granularity) not in HOPPER_PAIRS:
             return _into(out, _emulated(a_mk, b_nk, out_dtype))
         return _into(out, _scaled_mm(a_mk, b_nk, out_dtype, use_fast_accum))
+
+    def _adds(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, bias: Tensor) -> bool:
+        """Whether cuBLASLt adds this bias to this product."""
+        scalings = f"{a_mk.granularity.name}·{b_nk.granularity.name}"
+        return (
+            self._cublaslt is not None
+            and _fits(a_mk, b_nk)
+            and adds_bias(scalings, out_dtype)
+            and bias.dtype == out_dtype
+            and bias.is_contiguous()
+            and bias.data_ptr() % ALIGNMENT == 0
+        )
 
     def accumulate_tn(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_mn: Tensor, *, use_fast_accum: bool) -> None:
         """Add `a · bᵀ` to `out_mn`, fp32 and contiguous."""
@@ -158,12 +174,18 @@ def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, u
     return y_mn[:m, :n].contiguous() if pad_m or pad_n else y_mn
 
 
-def gemm(a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def gemm(
+    a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype, out: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """`a · b` of two matrices of one dtype in any layout, `[m, n]` in `out_dtype`; into `out` if given.
 
     Sums are fp32 for 16-bit operands, and reach an fp32 result unrounded. On CPU those operands are widened first: the
-    same products and sums, and far faster there.
+    same products and sums, and far faster there. `bias` `[n]`: as for `Fp8Gemm.tn`.
     """
+    if bias is not None:
+        if a_mk.is_cuda and out_dtype == a_mk.dtype == bias.dtype:
+            return torch.addmm(bias, a_mk, b_kn, out=out)
+        return gemm(a_mk, b_kn, out_dtype, out).add_(bias)
     if a_mk.is_cuda and out_dtype == a_mk.dtype:
         return torch.mm(a_mk, b_kn, out=out)
     wide = torch.promote_types(a_mk.dtype, torch.float32)

@@ -131,6 +131,27 @@ def test_fp8_against_float64(
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E4M3, E5M2)])
+@pytest.mark.parametrize("out_dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("shape", [(256, 640, 384), (7, 48, 144)])
+def test_a_bias_is_added_before_rounding(
+    lt: CublasLt, shape: tuple[int, int, int], out_dtype: torch.dtype, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    m, n, k = shape
+    a, b = (operand(r, k, dtypes[i], TENSOR, "cuda", i) for i, r in enumerate((m, n)))
+    for seed in range(2):  # the second by the first's plan, with another pointer
+        bias = (torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 30).to("cuda", out_dtype)
+        out = torch.empty(m, n, dtype=out_dtype, device="cuda")
+        lt.matmul_tn(a, b, out, accumulate=False, use_fast_accum=False, bias=bias)
+        a64, b64 = a.dequantize(torch.float64), b.dequantize(torch.float64).t()
+        expected = a64 @ b64 + bias.double()
+        unit = 2.0**-8 if out_dtype == BF16 else 2.0**-11
+        bound = FP8_SUM * (a64.abs() @ b64.abs()) + unit * expected.abs() + 2.0**-24
+        assert ((out.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.gpu
+@needs_hopper
 @pytest.mark.parametrize("shape", [(16, 16, 16), (80, 144, 272), (1, 16, 32), (7, 48, 144), (144, 16, 1040)])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0].name}·{p[1].name}")
 def test_uneven_shapes(lt: CublasLt, pair: tuple[Granularity, Granularity], shape: tuple[int, int, int]) -> None:

@@ -18,7 +18,7 @@ def scaled(r: int, c: int, granularity: Granularity, dtype: torch.dtype = E4M3) 
 
 
 def test_every_field_of_a_problem_tells_in_its_name() -> None:
-    other = Problem(1, 2, 3, E5M2, "km", "row", E5M2, "kn", "row", FP32, True, False)
+    other = Problem(1, 2, 3, E5M2, "km", "row", E5M2, "kn", "row", FP32, True, False, True)
     changed = [PROBLEM._replace(**{name: getattr(other, name)}) for name in Problem._fields]
     assert len({str(p) for p in (PROBLEM, *changed)}) == 1 + len(Problem._fields)
     assert str(PROBLEM) == "m=32 n=48 k=64 mk:float8_e4m3fn:tensor nk:float8_e4m3fn:tensor =:bfloat16 fast"
@@ -38,6 +38,8 @@ def test_every_field_of_a_problem_tells_in_its_name() -> None:
         ({"a_scaling": "row"}, "granularities must be one of"),
         ({"a_scaling": "128x128", "b_scaling": "128x128"}, "granularities must be one of"),
         ({"out_dtype": torch.float64}, "the result must be bf16, fp16 or fp32"),
+        ({"bias": True, "out_dtype": FP32}, "a bias needs per-tensor scales and 16 bits"),
+        ({"bias": True, "a_scaling": "row", "b_scaling": "row"}, "a bias needs per-tensor scales and 16 bits"),
     ],
 )
 def test_problems_that_hopper_has_no_kernel_for(change: dict[str, object], rule: str) -> None:
