@@ -24,7 +24,8 @@ from megafp8.kernels.launch import BoundKernel, Kernel
 from megafp8.ops.dropout_reference import Dropout
 from megafp8.ops.norm_reference import EXACT
 
-_PROGRAMS = 4 if INTERPRETED else 264  # two for each of an H200's 132 multiprocessors; measured
+# Programs of backward: two for each of an H200's 132 multiprocessors, four where rows are narrow. Measured.
+_PROGRAMS, _NARROW = 4 if INTERPRETED else 264, 1024
 
 
 def _forward_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, weight_c, bias_c, y_rc, position_r, sample_r, c, eps,
@@ -185,7 +186,7 @@ def backward(
     dy, x, weight = kernel_input(dy), kernel_input(x_rc), kernel_input(weight_c)
     dx = torch.empty_like(dy)
     dbranch = dx if dropout is None else torch.empty_like(dy)
-    programs = min(r, _PROGRAMS)
+    programs = min(r, _PROGRAMS if c > _NARROW else 2 * _PROGRAMS)
     dweight_pc = torch.empty(programs, c, dtype=EXACT, device=x.device)
     dbias_pc = None if mean_r is None else torch.empty_like(dweight_pc)
     if r:
@@ -208,5 +209,5 @@ def add_sums_(total_c: Tensor, partials_pc: Tensor, like: Tensor) -> None:
     assert total_c.dtype == torch.float32
     assert total_c.is_contiguous()
     if p:
-        kernel = add_sums_kernel.bind(ROWS=64, COLUMNS=32, num_warps=4, enable_fp_fusion=False)
-        kernel.launch((ceil_div(c, 32), 1), (partials_pc, total_c, like), (p, c))
+        kernel = add_sums_kernel.bind(ROWS=256, COLUMNS=8, num_warps=4, enable_fp_fusion=False)
+        kernel.launch((ceil_div(c, 8), 1), (partials_pc, total_c, like), (p, c))

@@ -45,7 +45,7 @@ def _tiles(matrix: Tile, activation: Tile, activation_grad: Tile, **qkv_grad: Ti
     return {"matrix": matrix, "activation": activation, "activation_grad": activation_grad, **qkv_grad}
 
 
-_SUM_TILE = Tile(32, 128, 4)
+_SUM_TILE = Tile(128, 64, 4)
 # By pass, then by `tile_group`. Measured on H200 (`benchmarks/bench_casts.py --sweep`). A qkv gradient's tile is at
 # most half a head wide.
 TILES = {
