@@ -11,7 +11,7 @@ of ours in between. So it is a tensor (a wrapper subclass), and these rules hold
   history has seen, and would saturate. That costs one more pass over the weight for each write.
 - *Views.* Slices, transposes and others write to the weight they are of, as a tensor's do.
 - *Copies.* `detach`, `clone`, `deepcopy`, `.to(device)`, pickle and `copy_` from another such weight keep the FP8 bits.
-  `.to(dtype)` with another dtype gives a plain tensor.
+  `.to(dtype)` with another dtype gives a plain tensor, and so does `.float()` always.
 
 A write puts new tensors in the place of data and scale: what an older graph has of them stays as it was.
 
@@ -24,15 +24,16 @@ Shapes: n rows, k columns.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
 from megafp8.fp8.formats import E4M3
@@ -79,8 +80,8 @@ class WeightFormat(NamedTuple):
         source, options = Plain(values_nk.detach().contiguous()), {"rowwise": True, "columnwise": False}
         if self.blocks:
             power_of_two, eps = self.rule.power_of_two, self.rule.eps
-            cast = implementation(cast_128x128, source)
-            return cast(source, E4M3, **options, power_of_two=power_of_two, eps=eps).required_rowwise
+            blocks = implementation(cast_128x128, source)(source, E4M3, **options, power_of_two=power_of_two, eps=eps)
+            return blocks.required_rowwise
         scale = self.rule.scale(casts(source).amax(source))
         made = casts(source).cast_tensor(source, scale, scale.reciprocal(), E4M3, **options, newest_amax=None)
         return made.required_rowwise
@@ -164,6 +165,25 @@ class Fp8Weight(torch.Tensor):
         """The values as a plain tensor of `dtype`, by default the weight's, without gradient."""
         return self._stored.read(dtype) if self._view is None else self._view(self._stored.read()).to(dtype)
 
+    def float(self) -> Tensor:
+        """The values as a plain fp32 tensor, also where the weight's dtype is fp32, as for an optimizer's master."""
+        return self._converted(torch.float32)
+
+    def double(self) -> Tensor:
+        """The values as a plain float64 tensor."""
+        return self._converted(torch.float64)
+
+    def half(self) -> Tensor:
+        """The values as a plain fp16 tensor."""
+        return self._converted(torch.float16)
+
+    def bfloat16(self) -> Tensor:
+        """The values as a plain bf16 tensor."""
+        return self._converted(torch.bfloat16)
+
+    def _converted(self, dtype: torch.dtype) -> Tensor:
+        return self.to(dtype) if _conversion.running else cast(Tensor, _Dequantized.apply(self)).to(dtype)
+
     def _write(self, values: Tensor) -> None:
         if self._view is not None:
             whole_nk = self._stored.read()
@@ -182,7 +202,11 @@ class Fp8Weight(torch.Tensor):
             raise ValueError(
                 f"an FP8 weight is {list(self.shape)}, and what is assigned to its data {list(values.shape)}"
             )
-        self.detach().copy_(values)
+        if _conversion.running and isinstance(values, Fp8Weight):
+            torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+            self._stored = values._stored
+        else:
+            self.detach().copy_(values)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Fp8Weight({self.dequantize()!r}, scale_inv={self.scale_inv!r})"
@@ -209,18 +233,6 @@ class Fp8Weight(torch.Tensor):
         how = (tuple(rule), blocks)
         return _rebuilt, (stored.data, stored.scale_inv, stored.dtype, how, self.requires_grad, attributes_of(self))
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["fp8_data", "scale_inv"], (self._stored.dtype, self._stored.format, self._view)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: Mapping[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
-    ) -> Fp8Weight:
-        dtype, how, view = context
-        stored = _Stored(dtype, how, inner["fp8_data"], inner["scale_inv"])
-        like = None if view is None else torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        return Fp8Weight(stored, view, like)
-
     # --- operations -------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -235,6 +247,16 @@ class Fp8Weight(torch.Tensor):
         if _is_view(func):
             return _views(func, *args, **kwargs)
         return _computed(func, args, kwargs)
+
+
+class _Dequantized(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Fp8Weight) -> Tensor:
+        return weight.dequantize()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
@@ -349,18 +371,15 @@ def _to_copy(
     non_blocking: bool = False,
     **_: Any,
 ) -> Any:
-    if weight._view is not None:
-        return NotImplemented
     dtype = dtype or weight.dtype
-    if dtype == weight.dtype or (_conversion.running and dtype.is_floating_point):
-        return Fp8Weight(replace(weight._stored.copy(device=device, non_blocking=non_blocking), dtype=dtype))
-    return weight.dequantize(dtype).to(device, non_blocking=non_blocking)
+    if weight._view is not None or not (dtype == weight.dtype or _conversion.running):
+        return NotImplemented
+    return Fp8Weight(replace(weight._stored.copy(device=device, non_blocking=non_blocking), dtype=dtype))
 
 
-def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     if not isinstance(to, Fp8Weight):
-        assert isinstance(source, Fp8Weight)
-        return to.copy_(source.dequantize(to.dtype) if source._view is None else source.dequantize(), non_blocking)
+        return NotImplemented
     if isinstance(source, Fp8Weight) and _stored_alike(to, source):
         copied = source._stored.copy(device=to.device)
         to._stored.data, to._stored.scale_inv = copied.data, copied.scale_inv

@@ -203,10 +203,10 @@ class Module(nn.Module):
         if self._gemms:
             recipe = self.model_init.recipe if self.model_init.enabled else None
             self.fp8_layers = StandaloneLayers([gemm.site for gemm in self._gemms], recipe)
-            self._tell_group()
             for gemm in self._gemms:
                 gemm.linear = self.fp8_layers.layers[gemm.site.name]
                 setattr(self, gemm.attribute, gemm.linear)
+            self._tell_group()
         if self.device.type != "meta":
             self.reset_parameters()
 
@@ -329,6 +329,11 @@ class Gemm:
             linear.release_weight()
         weight = module.weight_of(weight_names)
         if in_onnx_export():
+            if weight_names[0] in module._fp8_formats:
+                raise ValueError(
+                    f"{type(module).__name__}: weights of fp8.model_init are not exported to ONNX; load the state_dict "
+                    "into a module that was constructed outside of it, and export that"
+                )
             yield RunningGemm(weight, self._high_precision, self.comm(), exported(linear, x.device))
             return
         if self.fuse_wgrad_accumulation:
