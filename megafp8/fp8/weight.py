@@ -132,9 +132,10 @@ class Fp8Weight(torch.Tensor):
         """`like`: a tensor of the view's shape, strides and dtype."""
         like = stored.data if like is None else like
         dtype = stored.dtype if view is None else like.dtype
-        self: Fp8Weight = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=dtype, device=stored.data.device
-        )
+        with torch.inference_mode(False):  # a view of a normal tensor is one, also in inference
+            self: Fp8Weight = torch.Tensor._make_wrapper_subclass(
+                cls, like.shape, strides=like.stride(), dtype=dtype, device=stored.data.device
+            )
         self._stored, self._view = stored, view
         return self
 
@@ -344,15 +345,13 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return read[id(x)]
 
     result = func(*tree_map(values, args), **tree_map(values, kwargs))
-    written: dict[int, Fp8Weight] = {}
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
             for x in given if isinstance(given, (list, tuple)) else [given]:
                 if isinstance(x, Fp8Weight):
                     x._write(read[id(x)])
-                    written[id(read[id(x)])] = x
-    return tree_map(lambda y: written.get(id(y), y), result)
+    return result
 
 
 def _alias(weight: Fp8Weight) -> Fp8Weight:

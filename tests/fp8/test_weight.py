@@ -178,6 +178,18 @@ def test_gradients_are_those_of_the_values() -> None:
     assert torch.equal(w.grad, twin.grad)
 
 
+def test_in_inference_mode() -> None:
+    w = weight(dtype=torch.bfloat16)
+    twin = w.dequantize()
+    with torch.inference_mode():
+        assert torch.equal(torch.ones(2, K).bfloat16() @ w.t()[:, 4:], torch.ones(2, K).bfloat16() @ twin.t()[:, 4:])
+        for each in (w, twin):
+            each[:4].fill_(2.0)
+        assert w.mul_(2) is w
+        twin.mul_(2)
+    assert_cast_of(w, twin)
+
+
 def _saved(x: Any, weights_only: bool = True) -> Any:
     file = io.BytesIO()
     torch.save(x, file)
@@ -191,7 +203,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "to": lambda w: w.to("cpu", copy=True),
     "saved": _saved,
     "saved in a dict": lambda w: _saved({"weight": w.detach()})["weight"],
-    "copy_": lambda w: weight("current", torch.float32, 9).detach().copy_(w),
+    "copy_": lambda w: weight("delayed", torch.float32, 9).detach().copy_(w),
 }
 
 
@@ -209,7 +221,7 @@ def test_copies_have_the_same_bits(how: str) -> None:
         made.add_(1.0)
         assert not same_bits(made, w)
         twin = w.dequantize(made.dtype).add_(1.0)
-    assert_cast_of(made, twin, "blockwise" if how != "copy_" else "current")
+    assert_cast_of(made, twin, "blockwise" if how != "copy_" else "delayed")
 
 
 def test_conversions_give_plain_tensors_but_within_a_module() -> None:

@@ -210,7 +210,9 @@ def test_outside_autocast_and_with_gemms_in_high_precision() -> None:
     assert not high.load_state_dict(module.state_dict(), strict=True).missing_keys  # it dequantizes
     no_weight_gemm = fp8.CurrentScaling(override_linear_precision=(True, True, False))
     for recipe in (None, no_weight_gemm):
-        results = []
+        results: list[list[Tensor]] = []
+        with torch.inference_mode(), fp8.autocast(enabled=recipe is not None, recipe=recipe):
+            assert torch.equal(module(batch(0, torch.bfloat16)), high(batch(0, torch.bfloat16)))
         for each in (module, high):
             x = batch(0, torch.bfloat16).requires_grad_()
             with fp8.autocast(enabled=recipe is not None, recipe=recipe):
