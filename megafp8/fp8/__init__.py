@@ -5,6 +5,7 @@ from megafp8.fp8.convert import convert, end_step, load_state_dict, state_dict
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.gemm.describe import describe_path
 from megafp8.fp8.manager import ContextGroups, Fp8Manager
+from megafp8.fp8.model_init import model_init
 from megafp8.fp8.recipes import (
     RECIPES,
     BlockwiseScaling,
@@ -18,6 +19,7 @@ from megafp8.fp8.recipes import (
     Rule,
     StaticScaling,
 )
+from megafp8.fp8.weight import Fp8Weight
 
 __all__ = [
     "E4M3",
@@ -31,6 +33,7 @@ __all__ = [
     "Format",
     "Fp8Manager",
     "Fp8Recipe",
+    "Fp8Weight",
     "MXFP8Scaling",
     "NVFP4Scaling",
     "RowwiseScaling",
@@ -41,5 +44,6 @@ __all__ = [
     "describe_path",
     "end_step",
     "load_state_dict",
+    "model_init",
     "state_dict",
 ]

@@ -44,6 +44,7 @@ from megafp8.fp8.recipes import DelayedScaling, Fp8Recipe
 from megafp8.fp8.recipes.base import Fp8Tensor, RecipeQuantizer
 from megafp8.fp8.sources import Plain
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
+from megafp8.fp8.weight import Fp8Weight
 from megafp8.plan import LinearSite
 
 _STEP_IS_OVER = "step_is_over"
@@ -495,11 +496,23 @@ class WatchingLinearState(LinearState):
     def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
         if self.gathered_weight is not None:
             return cast(QuantizedTensor, _GatheredWeight(self))
+        if isinstance(weight, Fp8Weight):
+            return cast(QuantizedTensor, self._stored_weight(weight))
         if self._copies is None or not self._copies.are_of(weight):
             self._copies = _WeightCopies(weight, self.quantizers.weight)
         self._copies.weight = weight  # where it was joined of others, the older tensor may be a copy of older values
         self._copies.make(columnwise=columnwise)
         return cast(QuantizedTensor, self._copies)  # it has the same interface
+
+    def _stored_weight(self, weight: Fp8Weight) -> _StoredWeight:
+        wanted, made = cast(RecipeQuantizer, self.own_quantizers.weight), weight.scaled
+        if made.granularity is not wanted.granularity:
+            raise ValueError(
+                f"{self.site.name}: its weight is stored in FP8 with a scale for each {made.granularity.name}, and "
+                f"{wanted.recipe.name} scaling needs one for each {wanted.granularity.name}; give fp8.autocast the "
+                "recipe of fp8.model_init"
+            )
+        return _StoredWeight(made)
 
     def invalidate_weight(self) -> None:
         self._copies = None
@@ -537,6 +550,16 @@ class _GatheredWeight:
     def required_rowwise(self) -> ScaledTensor:
         assert self._state.gathered_weight is not None
         return self._state.gathered_weight
+
+    @property
+    def required_columnwise(self) -> ScaledTensor:
+        return self.required_rowwise.t()
+
+
+class _StoredWeight(NamedTuple):
+    """A weight that exists in FP8 only, with the interface of `QuantizedTensor`: columnwise it is made when read."""
+
+    required_rowwise: ScaledTensor
 
     @property
     def required_columnwise(self) -> ScaledTensor:

@@ -5,7 +5,8 @@
 
 *Tensor parallelism.* `tp_size` gives the shapes, `tp_group` or later `set_tensor_parallel_group` the ranks.
 
-*FP8.* Each linear layer of a module is a `Gemm`. Outside `fp8.autocast` it runs in high precision.
+*FP8.* Each linear layer of a module is a `Gemm`. Outside `fp8.autocast` it runs in high precision. Within
+`fp8.model_init` its weight is constructed as an `Fp8Weight`.
 
 Shapes: n outputs, k inputs of a weight.
 """
@@ -28,8 +29,10 @@ from torch.distributed import ProcessGroup
 from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.fp8.autocast import in_onnx_export
 from megafp8.fp8.linear_state import LinearState, QuantizedGradHandoff
+from megafp8.fp8.model_init import current_model_init
 from megafp8.fp8.onnx import QdqLinear, exported
 from megafp8.fp8.standalone import StandaloneLayers, StandaloneLinear
+from megafp8.fp8.weight import Fp8Weight, WeightFormat, attributes_of, converting_modules
 from megafp8.nn.arguments import require
 from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.fusion import LinearInput
@@ -109,7 +112,9 @@ class Module(nn.Module):
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.sequence_parallel = sequence_parallel and self.tp_size > 1
         self.name = name
+        self.model_init = current_model_init()
         self._inits: dict[str, _Init] = {}
+        self._fp8_formats: dict[str, WeightFormat] = {}  # of the parameters that are `Fp8Weight`s
         self._gemms: list[Gemm] = []
         self.fp8_layers: StandaloneLayers | None = None
 
@@ -124,14 +129,21 @@ class Module(nn.Module):
         tracker_name: str | None = None,
         partition_dim: int | None = None,
         sequence_parallel: bool = False,
+        gemm: Gemm | None = None,
     ) -> tuple[str, ...]:
         """Register parameters, rows of one tensor, and return their names.
 
         `partition_dim`: along which they are sharded. `sequence_parallel`: their gradients are partial sums, which the
         optimizer's code adds up over the group; both are attributes of the parameters, as Megatron-LM reads them.
+        `gemm`: whose weight they are.
         """
         rows = [shape[0] for shape in shapes.values()]
-        whole = torch.empty(sum(rows), *next(iter(shapes.values()))[1:], dtype=self.params_dtype, device=self.device)
+        how = None if gemm is None else self.model_init.weight_format(gemm.site.name)
+        if how is not None:
+            self._check_fp8_weight(shapes)
+            self._fp8_formats |= dict.fromkeys(shapes, how)
+        device = self.device if how is None else "meta"  # an FP8 weight is allocated once it has values
+        whole = torch.empty(sum(rows), *next(iter(shapes.values()))[1:], dtype=self.params_dtype, device=device)
         for (name, shape), part in zip(shapes.items(), whole.split(rows), strict=True):
             assert part.shape == shape
             parameter: Any = nn.Parameter(part)
@@ -143,25 +155,58 @@ class Module(nn.Module):
             self._inits[name] = _Init(method, tracker, tracker_name)
         return tuple(shapes)
 
+    def _check_fp8_weight(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """ValueError unless these parameters of one weight can be constructed in FP8."""
+        kind = type(self).__name__
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{kind}: {', '.join(shapes)} are one weight, and fp8.model_init stores a weight as one parameter with "
+                "its scale; leave out parameters_split, which is fuse_qkv_params=True for attention"
+            )
+        for name, shape in shapes.items():
+            if any(n % FP8_ALIGNMENT for n in shape):
+                raise ValueError(
+                    f"{kind}: {name} is {list(shape)} on a rank, and FP8 needs multiples of {FP8_ALIGNMENT}; pad it, "
+                    "or construct the module within fp8.model_init(enabled=False)"
+                )
+
     def reset_parameters(self) -> None:
-        """Initialize the parameters; those on the meta device are first allocated on the default device."""
+        """Initialize the parameters; those on the meta device are first allocated, on the default device if need be."""
         for name, init in self._inits.items():
-            parameter = self.get_parameter(name)
-            if parameter.is_meta:
-                real = nn.Parameter(torch.empty_like(parameter, device=default_device()), parameter.requires_grad)
-                real.__dict__.update(parameter.__dict__)
-                setattr(self, name, real)
-                parameter = real
-            init(parameter)
+            old, how = self.get_parameter(name), self._fp8_formats.get(name)
+            if how is None and not old.is_meta:
+                init(old)
+                continue
+            device = old.device
+            if old.is_meta:
+                device = default_device() if self.device.type == "meta" else self.device
+            values = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device), old.requires_grad)
+            vars(values).update(attributes_of(old))
+            init(values)
+            setattr(self, name, values if how is None else self._fp8_weight(old, values, how))
+
+    def _fp8_weight(self, old: Tensor, values: nn.Parameter, how: WeightFormat) -> Fp8Weight:
+        """The weight `old` with new `values`: the same object where it is in FP8 already."""
+        weight: Any = old
+        if isinstance(old, Fp8Weight) and not old.is_meta:
+            with torch.no_grad():
+                weight.copy_(values)
+        else:
+            weight = nn.Parameter(Fp8Weight.cast(values, how), values.requires_grad)
+            vars(weight).update(attributes_of(old))
+        if self.model_init.preserve_high_precision_init_val:
+            weight.preserve_init_val(values)
+        return weight
 
     def finish(self) -> None:
         """End of the constructor: FP8 state of the linear layers, and initial values unless on the meta device."""
         if self._gemms:
-            self.fp8_layers = StandaloneLayers([gemm.site for gemm in self._gemms])
-            self._tell_group()
+            recipe = self.model_init.recipe if self.model_init.enabled else None
+            self.fp8_layers = StandaloneLayers([gemm.site for gemm in self._gemms], recipe)
             for gemm in self._gemms:
                 gemm.linear = self.fp8_layers.layers[gemm.site.name]
                 setattr(self, gemm.attribute, gemm.linear)
+            self._tell_group()
         if self.device.type != "meta":
             self.reset_parameters()
 
@@ -200,11 +245,20 @@ class Module(nn.Module):
 
     # --- state ------------------------------------------------------------------------------------------------------
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with converting_modules():
+            return super()._apply(fn, recurse)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_inits", ()):  # FSDP2 assigns a parameter when its memory comes or goes
             for gemm in self._gemms:
                 if gemm.linear is not None:
                     gemm.linear.release_weight()
+        if name in self.__dict__.get("_fp8_formats", ()) and type(value) not in (Fp8Weight, nn.Parameter):
+            raise ValueError(
+                f"{type(self).__name__}: {name} becomes a {type(value).__name__}, and weights of fp8.model_init cannot "
+                "be sharded by fully_shard or DTensor; construct the module outside of it"
+            )
         super().__setattr__(name, value)
 
     def get_extra_state(self) -> Tensor:
@@ -275,6 +329,11 @@ class Gemm:
             linear.release_weight()
         weight = module.weight_of(weight_names)
         if in_onnx_export():
+            if weight_names[0] in module._fp8_formats:
+                raise ValueError(
+                    f"{type(module).__name__}: weights of fp8.model_init are not exported to ONNX; load the state_dict "
+                    "into a module that was constructed outside of it, and export that"
+                )
             yield RunningGemm(weight, self._high_precision, self.comm(), exported(linear, x.device))
             return
         if self.fuse_wgrad_accumulation:

@@ -77,6 +77,11 @@ class GroupedLinear(Module):
         if fuse_wgrad_accumulation or save_original_input:
             what = "fuse_wgrad_accumulation" if fuse_wgrad_accumulation else "save_original_input"
             raise ValueError(f"GroupedLinear: {what} is True; one kernel computes all weights' gradients, use False")
+        if self.model_init.enabled:
+            raise ValueError(
+                "GroupedLinear: it cannot be constructed within fp8.model_init, as kernels read the FP8 data of all "
+                "experts as one tensor; construct it within fp8.model_init(enabled=False)"
+            )
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         if parallel_mode == "column":
             out_features = divided(self, "out_features", out_features, self.tp_size)

@@ -118,13 +118,13 @@ class LayerNormMLP(Module):
             adds_bias=bias and not return_bias, before=neighbor,
         )  # fmt: skip
         sharded = set_parallel_mode and self.tp_size > 1
-        for layer, shape, method, dim in (
-            ("fc1", (fc1_size, hidden_size), init_method, 0),
-            ("fc2", (hidden_size, f), output_layer_init_method, 1),
+        for layer, gemm, shape, method, dim in (
+            ("fc1", self.fc1, (fc1_size, hidden_size), init_method, 0),
+            ("fc2", self.fc2, (hidden_size, f), output_layer_init_method, 1),
         ):
             self.new_parameters(
                 {f"{layer}_weight": shape}, method or default_init, tracker=get_rng_state_tracker,
-                partition_dim=dim if sharded else None,
+                partition_dim=dim if sharded else None, gemm=gemm,
             )  # fmt: skip
             if bias:
                 self.new_parameters(

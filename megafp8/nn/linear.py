@@ -75,6 +75,7 @@ class _LinearBase(Module):
             tracker=get_rng_state_tracker,
             tracker_name=rng_tracker_name,
             partition_dim=None if not sharded else 0 if parallel_mode == "column" else 1,
+            gemm=self.gemm,
         )
         self.bias_names: tuple[str, ...] = tuple(f"{name}bias" for name in sizes)
         if bias:

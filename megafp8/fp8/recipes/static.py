@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.fp8.quantize import amax, scale_from_amax
+from megafp8.fp8.formats import Format
+from megafp8.fp8.quantize import ScaleRule, amax, scale_from_amax
 from megafp8.fp8.quantizers import casts
 from megafp8.fp8.recipes.base import (
     PER_TENSOR,
@@ -102,6 +103,9 @@ class StaticScaling(Fp8Recipe):
     @property
     def calibrates(self) -> bool:
         return self.calibration_steps > 0
+
+    def scale_rule(self, fmt: Format) -> ScaleRule:
+        return ScaleRule(fmt.max, margin=self.margin, power_of_two=self.power_of_two)
 
     def given_amax(self, tensor: str) -> float | None:
         """The amax of a tensor that needs no calibration."""
