@@ -205,7 +205,8 @@ class DelayedState:
         """Recompute what follows from histories and scales, after these were read from a checkpoint."""
         self.scale_inv_t.copy_(self.scale_t.reciprocal())
         if self.quantizers:
-            self._set_fresh(not bool((self.history_tl != 0).any()) and bool((self.scale_t == 1).all()))
+            # Slot 0 is the running step's, which may be the first: then no scale is known yet.
+            self._set_fresh(not bool((self.history_tl[:, 1:] != 0).any()) and bool((self.scale_t == 1).all()))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Views of the buffers by global name: `fp8.<tensor>.amax_history` `[l]` and `fp8.<tensor>.scale` `[]`.

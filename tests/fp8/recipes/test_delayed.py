@@ -102,6 +102,12 @@ def test_the_first_step_scales_by_the_tensor_at_hand() -> None:
         expected = tiny.x_rc.double() * (57344 / 3e-7)
         assert torch.equal(operand.rowwise.data.double(), expected.float().to(torch.float8_e5m2).double())
         assert operand.rowwise.dequantize(torch.float32).allclose(tiny.x_rc, rtol=0.125)
+    loaded = state_of(DelayedScaling(amax_history_len=4), "a.grad_output")  # saved before the first step has ended
+    for name, tensor in loaded.state_dict().items():
+        tensor.copy_(state.state_dict()[name])
+    loaded.refresh()
+    again = loaded.quantizers["a.grad_output"](tiny, rowwise=True, columnwise=False)
+    assert torch.equal(again.required_rowwise.data.float(), operand.rowwise.data.float())
     end_step([(state, None)])
     assert state.scale_t.item() == pytest.approx(57344 / 3e-7)
     grown = quantizer(Plain(torch.tensor([[1.0]])), rowwise=True, columnwise=False)
