@@ -112,6 +112,32 @@ class YarnConfig(Section):
         return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
 
 
+class LongRopeConfig(Section):
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): rotary frequencies divided by numbers found by a search, one set
+    for short sequences and one for long ones (Phi-3, Phi-4-mini). Which of them a run has follows from the length of
+    its sequences, training.seq_length."""
+
+    short_factor: list[PositiveFloat]
+    """Divisors of the frequencies of sequences of up to original_max_position_embeddings tokens, one for each rotated
+    pair of channels of a head."""
+    long_factor: list[PositiveFloat]
+    """Those of longer sequences."""
+    factor: Annotated[float, Field(ge=1), _FLOAT, _IN_FP32]
+    """Factor by which the context is extended. Rotated channels of queries and keys are multiplied by √(1 + ln factor /
+    ln original_max_position_embeddings), in short sequences too."""
+    original_max_position_embeddings: Annotated[int, Field(ge=2), _INTEGER] = 4096
+    """Context length before the extension, in tokens."""
+
+    def divisors(self, length: int) -> list[float]:
+        """Those of the frequencies in sequences of `length` tokens."""
+        return self.long_factor if length > self.original_max_position_embeddings else self.short_factor
+
+    @property
+    def rotated_factor(self) -> float:
+        """Factor of rotated channels of queries and keys."""
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+
 class LatentAttentionConfig(Section):
     """Multi-head latent attention (DeepSeek-V2 and V3). Replaces head_dim and num_query_groups."""
 
@@ -240,6 +266,8 @@ class ModelConfig(Section):
     """Frequency scaling as in Llama 3.1. Default: none."""
     yarn: YarnConfig | None = None
     """Frequency scaling by YaRN. Default: none."""
+    longrope: LongRopeConfig | None = None
+    """Frequency scaling by LongRoPE. Default: none."""
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """rmsnorm (Llama) or layernorm (GPT-2)."""
     norm_eps: PositiveFloat = 1e-5

@@ -392,7 +392,8 @@ class GPTStage(nn.Module):
         tied = self.shared_weight if config.tie_embeddings else None
         self.head = Head(config, context, tied, z_loss) if last else None
         self.offload = ActivationOffload(context.device) if any(own.offload for own in self.memory) else None
-        self._frequencies: dict[bool, Tensor] = {}  # by whether they are those of layers with a window
+        # By the length of the sequence, and whether they are those of layers with a window.
+        self._frequencies: dict[tuple[int, bool], Tensor] = {}
         self._alibi: dict[int, Tensor] = {}  # by the length of the sequence
         self._windows = dict.fromkeys(config.window_of(i) for i in layers)
 
@@ -451,12 +452,14 @@ class GPTStage(nn.Module):
         `samples_b`: int64, the indices of its samples in the run; None: no dropout.
         """
         config, context = self.config, self.context
+        length = s if context.context_parallel is None else s * context.context_parallel.size()
         rotary: dict[int | None, tuple[Tensor, Tensor]] = {}
         if config.position_embedding == "rope":
             positions = torch.arange(s, device=context.device) if position_ids_bs is None else position_ids_bs
-            tables = {local: self._rotary_table(positions, local=local) for local in map(self._is_local, self._windows)}
+            kinds = set(map(self._is_local, self._windows))
+            tables = {local: self._rotary_table(positions, length, local=local) for local in kinds}
             rotary = {window: tables[self._is_local(window)] for window in self._windows}
-        scores = self.scores(s if context.context_parallel is None else s * context.context_parallel.size())
+        scores = self.scores(length)
         drops = samples_b is not None and config.attention_dropout > 0
         positions_matter = drops or scores.depend_on_positions
         cores = {window: self._core(s, window, cu_seqlens_bn, positions=positions_matter) for window in self._windows}
@@ -476,18 +479,23 @@ class GPTStage(nn.Module):
         """Whether layers with this window have rotary frequencies of their own."""
         return self.config.rope_local_theta is not None and window is not None
 
-    def _rotary_table(self, positions: Tensor, *, local: bool) -> tuple[Tensor, Tensor]:
+    def _rotary_table(self, positions: Tensor, length: int, *, local: bool) -> tuple[Tensor, Tensor]:
+        """`length`: tokens of a whole sequence."""
         config = self.config
-        if local not in self._frequencies:
-            theta, scaling = config.rope_theta, config.yarn or config.rope_scaling
+        key = length, local
+        if key not in self._frequencies:
+            theta, scaling = config.rope_theta, config.yarn or config.longrope or config.rope_scaling
             if local:
                 assert config.rope_local_theta is not None
                 theta, scaling = config.rope_local_theta, None
             width = config.channels if config.latent_attention is None else None
-            frequencies = inverse_frequencies(config.rotary_channels, theta, scaling, self.context.device, width=width)
-            self._frequencies[local] = frequencies if local else frequencies / config.rope_interpolation_factor
-        factor = 1.0 if config.yarn is None or local else config.yarn.rotated_factor
-        return rotary_table(positions, self._frequencies[local], self.context.dtype, factor)
+            frequencies = inverse_frequencies(
+                config.rotary_channels, theta, scaling, self.context.device, length=length, width=width
+            )
+            self._frequencies[key] = frequencies if local else frequencies / config.rope_interpolation_factor
+        scaled = config.yarn or config.longrope
+        factor = 1.0 if scaled is None or local else scaled.rotated_factor
+        return rotary_table(positions, self._frequencies[key], self.context.dtype, factor)
 
     def _places(self, s: int, cu_seqlens_bn: Tensor | None, samples_b: Tensor | None) -> TokenPlaces | None:
         """Of the tokens of this rank's residual stream; None without dropout."""

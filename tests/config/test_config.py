@@ -281,6 +281,7 @@ EXPERTS: list[tuple[list[str], int, str]] = [
     (["model.hidden_dropout=1"], 1, "model.hidden_dropout"),
 ]  # fmt: skip
 LATENT = "model.latent_attention={q_rank: 32, kv_rank: 16, nope_head_dim: 8, rope_head_dim: 4, value_head_dim: 8}"
+LONGROPE = "model.longrope={short_factor: [1, 1, 1, 1], long_factor: [1, 2, 3, 4], factor: 4}"
 LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     ([LATENT, "model.head_dim=8"], 1,
      "model.head_dim = 8: model.latent_attention is set, and its heads have the widths nope_head_dim, rope_head_dim "
@@ -313,6 +314,11 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     (["model.yarn={factor: 4, mscale_all_dim: 1}"], 1, "model.yarn.mscale_all_dim = 1.0: without model.latent_att"),
     (["model.yarn={factor: 4}", "model.rope_theta=1"], 1, "model.rope_theta = 1.0: model.yarn is set, and it needs"),
     (["model.yarn={factor: 4}", "model.rope_interpolation_factor=2"], 1, "model.yarn scales the frequencies already"),
+    (["model.yarn={factor: 4}", LONGROPE], 1, "model.longrope.factor = 4.0: model.yarn scales the frequencies already"),
+    ([LONGROPE, "model.partial_rotary_factor=0.5"], 1, "model.longrope.long_factor = [1.0, 2.0, 3.0, 4.0]: 4 numbers, "
+     "where 2 pairs of channels of a head are rotated; give 2 numbers"),
+    ([LONGROPE, "model.max_position_embeddings=64"], 1, "model.max_position_embeddings = 64: not model.longrope's "
+     "factor × original_max_position_embeddings (16384); try 16384"),
     (["model.rope_local_theta=5"], 1, "model.rope_local_theta = 5.0: no layer has a window; set model.sliding_window"),
     (["model.head_dim=16", "model.partial_rotary_factor=0.2"], 1,
      "model.partial_rotary_factor = 0.2: rotary embeddings rotate pairs, and it makes 3 of 16 channels"),

@@ -40,6 +40,12 @@ GPT2: dict[str, Any] = LLAMA | {
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0, "truncate": False}
+LONGROPE = {
+    "short_factor": [1.0, 2.0],
+    "long_factor": [1.5, 7.0],
+    "factor": 8.0,
+    "original_max_position_embeddings": 12,  # sequences of test_context_parallel are longer
+}
 LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -74,7 +80,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen": LLAMA
     | DROPOUT
-    | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True, "activation": "clamped_swiglu"},
+    | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True, "activation": "clamped_swiglu"}
+    | {"longrope": LONGROPE},
     "olmo-window-mtp": LLAMA
     | DROPOUT
     | {
