@@ -50,6 +50,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _checkpoint,
         _tokenizer,
         _packing,
+        _prefix_lm,
         encoder_checks.data,
         _blend,
         _deterministic,
@@ -83,6 +84,36 @@ def _packing(config: Config) -> Iterator[Problem]:
     if d.tokenizer is None:
         works += " and a data.tokenizer"
     yield Problem("data.packing", d.packing, rule, f"{works}, or data.packing=concatenate")
+
+
+def _prefix_lm(config: Config) -> Iterator[Problem]:
+    m, d, s, prefix = config.model, config.data, config.training.seq_length, config.data.prefix_lm
+    if prefix is None:
+        return
+    given, off = "data.prefix_lm is set, and", "or leave data.prefix_lm out"
+    if m.architecture != "gpt":
+        rule = f"{given} a prefix is for models that predict the next token"
+        yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
+        return
+    if m.sliding_window is not None:
+        rule = f"{given} all tokens attend to the whole prefix, which a window would not show them"
+        yield Problem("model.sliding_window", m.sliding_window, rule, f"leave it out, {off}")
+    if m.position_embedding == "alibi":
+        rule = f"{given} its tokens attend to later ones, while scores of ALiBi fall with the distance to earlier ones"
+        yield Problem("model.position_embedding", "alibi", rule, f"try rope, {off}")
+    if m.mtp_num_layers:
+        rule = f"{given} a token of the prefix would see the embedding of a token that it is to predict"
+        yield Problem("model.mtp_num_layers", m.mtp_num_layers, rule, f"try 0, {off}")
+    if d.reset_at_documents:
+        rule = f"{given} a sample has one prefix, which only its first documents would see"
+        yield Problem("data.reset_at_documents", True, rule, f"try false, {off}")
+    longest = prefix.max_length or s
+    if longest > s:
+        rule = f"training.seq_length is {s}, and a prefix leaves at least one label to predict"
+        yield Problem("data.prefix_lm.max_length", longest, rule, f"try {s} or less")
+    if prefix.min_length > longest:
+        rule = f"longer than the longest prefix ({longest})"
+        yield Problem("data.prefix_lm.min_length", prefix.min_length, rule, f"try {min(longest, s)} or less")
 
 
 def _blend(config: Config) -> Iterator[Problem]:

@@ -796,6 +796,18 @@ class SpanCorruptionConfig(Section):
             text += 1
 
 
+class PrefixLmConfig(Section):
+    """Prefixes of samples: tokens that see each other in both directions, and that the model does not predict (Raffel
+    et al. 2019, arXiv:1910.10683; GLM; UL2's S-denoising). The length of a sample's prefix is drawn at random, all
+    lengths from min_length to max_length being equally likely."""
+
+    min_length: PositiveInt = 1
+    """Tokens of the shortest prefix. 1: that sample is one of plain next-token prediction."""
+    max_length: PositiveInt | None = None
+    """Tokens of the longest prefix; that of min_length for prefixes of one length. Default: training.seq_length, of
+    which only the token after it is predicted."""
+
+
 class DataConfig(Section):
     """Data sets and their tokenizer."""
 
@@ -823,6 +835,8 @@ class DataConfig(Section):
     """Reset attention and positions at each document boundary in a sample."""
     mask_eod_loss: bool = False
     """Exclude the token after an end of document from the loss."""
+    prefix_lm: PrefixLmConfig | None = None
+    """With model.architecture gpt: train as a prefix language model. Default: each token sees earlier ones only."""
     special_tokens: SpecialTokens = SpecialTokens()
     """Ids of special tokens, where the tokenizer does not define them."""
     masked_lm: MaskedLmConfig = MaskedLmConfig()

@@ -48,7 +48,7 @@ from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.models.router import Router
 from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import SelfAttention, fastest_backends
-from megafp8.ops.attention_mask import bidirectional_mask, causal_mask
+from megafp8.ops.attention_mask import AttentionMask, bidirectional_mask, causal_mask
 from megafp8.ops.attention_scores import Scores
 from megafp8.ops.dropout_reference import Dropout, DropoutStream, TokenPlaces
 from megafp8.ops.fusion import LinearInput
@@ -446,10 +446,11 @@ class GPTStage(nn.Module):
         position_ids_bs: Tensor | None,
         cu_seqlens_bn: Tensor | None,
         samples_b: Tensor | None = None,
+        prefix_b: Tensor | None = None,
     ) -> LayerInputs:
         """What blocks read of a micro-batch, of whose sequences this rank has s tokens.
 
-        `samples_b`: int64, the indices of its samples in the run; None: no dropout.
+        `samples_b`: int64, the indices of its samples in the run; None: no dropout. `prefix_b`: as in `Batch.prefix`.
         """
         config, context = self.config, self.context
         length = s if context.context_parallel is None else s * context.context_parallel.size()
@@ -462,7 +463,10 @@ class GPTStage(nn.Module):
         scores = self.scores(length)
         drops = samples_b is not None and config.attention_dropout > 0
         positions_matter = drops or scores.depend_on_positions
-        cores = {window: self._core(s, window, cu_seqlens_bn, positions=positions_matter) for window in self._windows}
+        cores = {
+            window: self._core(s, window, cu_seqlens_bn, prefix_b, positions=positions_matter)
+            for window in self._windows
+        }
         return LayerInputs(rotary, cores, scores, samples_b, self._places(s, cu_seqlens_bn, samples_b))
 
     def scores(self, s: int) -> Scores:
@@ -512,17 +516,21 @@ class GPTStage(nn.Module):
             positions_sb = scatter_to_sequence_parallel(positions_sb, context.tensor)
         return TokenPlaces.of(positions_sb, samples_b)
 
-    def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None, *, positions: bool) -> CoreAttention:
+    def _core(
+        self, s: int, window: int | None, cu_seqlens_bn: Tensor | None, prefix_b: Tensor | None, *, positions: bool
+    ) -> CoreAttention:
         """`positions`: scores depend on them."""
         group, device, causal = self.context.context_parallel, self.context.device, self.config.causal
         if group is None or group.size() == 1:
             if not causal:
                 return SelfAttention(bidirectional_mask(cu_seqlens_bn))
+            if prefix_b is not None:
+                return SelfAttention(AttentionMask(cu_seqlens_bn, cu_seqlens_bn, window=window, prefix_b=prefix_b))
             return SelfAttention(causal_mask(cu_seqlens_bn, window, s, device))
         rank, ranks = group.rank(), group.size()
         calls = plan(
             s * ranks, rank, ranks, causal=causal, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device,
-            positions=positions,
+            prefix_b=prefix_b, positions=positions,
         )  # fmt: skip
         return ContextAttention(group, calls)
 
@@ -582,6 +590,7 @@ class GPTStage(nn.Module):
         cu_seqlens_bn: Tensor | None = None,
         samples_b: Tensor | None = None,
         token_types_bs: Tensor | None = None,
+        prefix_b: Tensor | None = None,
     ) -> Tensor:
         """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`.
 
@@ -590,9 +599,10 @@ class GPTStage(nn.Module):
 
         `x_sbh` is None on the first stage. Where sequences are cut over ranks, tokens and labels are this rank's,
         `position_ids_bs` `[1 or b, s]` says where they stand, and `cu_seqlens_bn` is of the whole sequences.
-        `samples_b`: indices of the samples in the run, for dropout; None, as in evaluation: no dropout.
+        `samples_b`: indices of the samples in the run, for dropout; None, as in evaluation: no dropout. `prefix_b`: of
+        whole sequences, as in `Batch.prefix`.
         """
-        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, cu_seqlens_bn, samples_b)
+        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, cu_seqlens_bn, samples_b, prefix_b)
         if self.embedding is not None:
             x_sbh = self.embedding(tokens_bs, position_ids_bs, inputs.places, token_types_bs)
         assert x_sbh is not None, "a later stage needs the previous stage's output"

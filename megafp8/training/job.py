@@ -23,6 +23,7 @@ from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
 from megafp8.models.flops import PEAK_FLOPS, flops_per_token
 from megafp8.ops import attention
+from megafp8.ops.attention_mask import AttentionMask
 from megafp8.ops.attention_scores import AttentionDropout
 from megafp8.parallel_state import (
     ParallelState,
@@ -154,7 +155,10 @@ class Job:
         if p:
             scores = replace(scores, dropout=AttentionDropout(p, (0, 0), torch.zeros(1)))
         masked = self.config.model.sliding_window is not None or self.config.data.reset_at_documents
-        if masked or not scores.only_scales:
+        if self.config.data.prefix_lm is not None:
+            mask = AttentionMask(prefix_b=torch.zeros(1))
+            logger.info(attention.describe(parallel.device, mask, scores))
+        elif masked or not scores.only_scales:
             logger.info(attention.describe(parallel.device, scores=scores))
         weights, sharded = self.trainer.weights, self.trainer.sharded
         if weights is not None and weights.fp8_data:

@@ -161,6 +161,7 @@ MEMORY = {
 def _compare(
     model: dict[str, Any], tp: int, sequence_parallel: bool, recompute: str = "none", documents: bool = False,
     z_loss: float = 0.0, cp: int = 1, ep: int = 1, etp: int = 1, gathers_tokens: bool = True,
+    prefix: list[int] | None = None,
 ) -> int:  # fmt: skip
     config, s = ModelConfig(**model), 8 if cp == 1 else 16
     state = initialize_model_parallel(
@@ -190,17 +191,18 @@ def _compare(
     cu_seqlens = torch.tensor(starts, dtype=torch.int32) if documents else None
     positions = torch.tensor([[row[:i].count(row[i]) for i in range(s)] for row in DOCUMENTS[s]]) if documents else None
     counted = torch.ones(B, s, dtype=torch.float64)
-    batch = Batch(tokens, labels, counted, positions, cu_seqlens, torch.tensor(SAMPLES))
+    prefix_b = None if prefix is None else torch.tensor(prefix)
+    batch = Batch(tokens, labels, counted, positions, cu_seqlens, torch.tensor(SAMPLES), prefix=prefix_b)
     batch = batch.with_later_labels(config.mtp_num_layers)
     weight_bs = torch.rand(batch.labels.shape, dtype=torch.float64, generator=generator)
     shard = replace(batch, loss_mask=weight_bs * batch.loss_mask).shard(state.context.rank, cp)
-    loss_sb = stage(None, shard.tokens, shard.labels, shard.position_ids, shard.cu_seqlens, shard.samples)
+    loss_sb = stage(None, *shard.inputs)
     (loss_sb * shard.loss_mask.T).sum().backward()
 
     of_routers = [torch.zeros(())]
     expected = twin_loss(
         whole, config, tokens, labels, positions=positions, documents=ids, z_loss=z_loss, router_losses=of_routers,
-        seed=SEED, samples=SAMPLES,
+        seed=SEED, samples=SAMPLES, prefix=prefix,
     )  # fmt: skip
     ((expected * weight_bs).sum() + sum(of_routers)).backward()
     expected_shard = replace(batch, loss_mask=expected.detach()).shard(state.context.rank, cp).loss_mask
@@ -238,6 +240,23 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel, "full", True, 0.01, ranks=tp)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "cp", "recompute"),
+    [
+        ("llama", 2, 1, "none"),
+        ("qwen", 1, 1, "full"),  # dropout and sinks
+        ("latent", 2, 1, "selective"),
+        ("gpt2", 2, 2, "none"),
+        pytest.param("parallel-block", 1, 2, "full", marks=pytest.mark.slow),
+        pytest.param("llama-gqa-rope-scaling", 1, 4, "none", marks=pytest.mark.slow),
+    ],
+)
+def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int, recompute: str) -> None:
+    """Of another length in each sample, one of them the whole of it."""
+    prefix = [3, 8] if cp == 1 else [11, 16]
+    world4.run(_compare, MODELS[name], tp, True, recompute, False, 0.0, cp, 1, 1, True, prefix, ranks=tp * cp)
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 4), (2, 2)])

@@ -301,15 +301,16 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
     return torch.stack(out).view_as(x)
 
 
-def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
+def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None, prefix: list[int] | None) -> Tensor:
     b, s = tokens.shape
     allowed = torch.zeros(b, s, s, dtype=torch.bool)
     for row in range(b):
         for i in range(s):
-            for j in range(i + 1):
+            for j in range(s):
                 near = window is None or i - j < window
                 same = documents is None or documents[row, i] == documents[row, j]
-                allowed[row, i, j] = near and bool(same)
+                earlier = j <= i or (prefix is not None and j < prefix[row])
+                allowed[row, i, j] = earlier and near and bool(same)
     return allowed
 
 
@@ -362,15 +363,17 @@ def twin_loss(
     router_losses: list[Tensor] | None = None,
     seed: int = 0,
     samples: list[int] | None = None,
+    prefix: list[int] | None = None,
 ) -> Tensor:
     """Loss of each token `[b, s]` of the whole model, float64. Appends to `router_losses`.
 
-    `samples`: their indices in the run, for dropout, with its `seed`.
+    `samples`: their indices in the run, for dropout, with its `seed`. `prefix`: of each sample, how many first tokens
+    all of its tokens attend to.
 
     With multi-token prediction the losses of all depths, one below the other; zero where a token has none to predict.
     """
     windows = [None if i in config.full_attention_layers else config.sliding_window for i in range(config.num_layers)]
-    allowed = {window: _allowed(tokens, documents, window) for window in set(windows)}
+    allowed = {window: _allowed(tokens, documents, window, prefix) for window in set(windows)}
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     x, kind = config.embedding_multiplier * w["embedding.word.weight"][tokens], config.normalization
