@@ -302,6 +302,9 @@ class ModelConfig(Section):
     """bert: also predict whether the two parts of a pair of sentences are in order, from the first token's output
     (Megatron-LM's bert_binary_head; BERT's next-sentence head; sentence-order prediction, Lan et al. 2019,
     arXiv:1909.11942). Samples are then pairs: data.packing must be sentences, and token_types at least 2."""
+    transform_activation: Literal["gelu", "gelu_tanh"] | None = None
+    """bert: the GELU before the output layer. RoBERTa and Megatron-LM have gelu, the exact one, beside any
+    model.activation. Default: gelu_tanh with that model.activation, gelu with others."""
     sliding_window: PositiveInt | None = None
     """Each token attends to this many latest tokens, including itself. Default: all earlier tokens."""
     full_attention_layers: list[int] = []
@@ -402,6 +405,13 @@ class ModelConfig(Section):
     def more_losses_factor(self) -> float:
         """Weight of their mean in the loss that is differentiated."""
         return 1.0 if self.binary_head else self.mtp_loss_scaling_factor
+
+    @property
+    def head_activation(self) -> str | None:
+        """bert: the GELU before the output layer."""
+        if self.architecture != "bert":
+            return None
+        return self.transform_activation or ("gelu_tanh" if self.activation == "gelu_tanh" else "gelu")
 
     @property
     def embeds_on_last_stage(self) -> bool:

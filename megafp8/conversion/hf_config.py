@@ -1111,6 +1111,12 @@ _BERT_LIKE = (
     same("ffn_hidden_size", "intermediate_size"),
     same("vocab_size", "vocab_size"),
     same("token_types", "type_vocab_size", 2),
+    same(
+        "activation",
+        "hidden_act",
+        "gelu",
+        {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+    ),
     same("norm_eps", "layer_norm_eps", 1e-12),
     _INIT_STD,
     always(
@@ -1146,12 +1152,6 @@ _BERT = Family(
     (
         *_BERT_LIKE,
         same("max_position_embeddings", "max_position_embeddings", 512),
-        same(
-            "activation",
-            "hidden_act",
-            "gelu",
-            {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
-        ),
         Trait(("architectures",), _read_bert_head, _write_bert_head),
     ),
     kind="bert",
@@ -1182,8 +1182,7 @@ _ROBERTA = Family(
                 "pad_token_id": 1,
             },
         ),
-        always(activation="gelu"),
-        only(hidden_act="gelu", why="which its head has whatever this key says"),
+        always(transform_activation="gelu"),
     ),
     kind="bert",
 )
@@ -1393,6 +1392,7 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_size,
         "num_decoder_layers": model.decoder_blocks or None,
         "attention_scale": model.score_scale,
+        "transform_activation": model.head_activation,
         "rope_local_theta": model.rope_local_theta if _has_local_rope(model) else None,
     }
 
