@@ -145,7 +145,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
         f"parameters: {sum(size.of_model for size in sizes):,} in the model{_describe_active(config)};"
         f" {flops_per_token(config.model, t.seq_length, config.decoder_length) / 1e9:.3f} GFLOP per token",
-        *_describe_longrope(config),
+        *describe_longrope(config),
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
         cuda_graphs.describe(cuda_graphs.why_not(config, "cuda" if config.device == "auto" else config.device)),
         "",
@@ -207,7 +207,7 @@ def _describe_experts(config: Config, world_size: int) -> str:
     )
 
 
-def _describe_longrope(config: Config) -> list[str]:
+def describe_longrope(config: Config) -> list[str]:
     """Which of its two sets of rotary frequencies the run has."""
     rope, length = config.model.longrope, config.training.seq_length
     if rope is None:

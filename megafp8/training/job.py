@@ -36,6 +36,7 @@ from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.training import cuda_graphs, expert_load
 from megafp8.training import fp8_param_gather as fp8_parameters
 from megafp8.training import fsdp as fully_sharded
+from megafp8.training.describe import describe_longrope
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
 from megafp8.training.errors import TrainingError
@@ -148,6 +149,8 @@ class Job:
         """Log the data sets, and what was chosen when the trainer was built."""
         trainer, parallel = self.trainer, self.parallel
         logger.info("data:\n" + describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
+        for line in describe_longrope(self.config):
+            logger.info(line)
         logger.info(f"optimizer: {trainer.optimizer.reason}")
         logger.info(cuda_graphs.describe(trainer.why_no_graphs))
         logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
