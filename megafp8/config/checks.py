@@ -15,7 +15,15 @@ from collections.abc import Iterator
 from megafp8.config import encoder_checks, moe_checks, optimizer_checks
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.config.errors import ConfigError, Problem, divisors
-from megafp8.config.schema import Config, LatentAttentionConfig, ModelConfig, MoeConfig, Section, YarnConfig
+from megafp8.config.schema import (
+    Config,
+    LatentAttentionConfig,
+    LongRopeConfig,
+    ModelConfig,
+    MoeConfig,
+    Section,
+    YarnConfig,
+)
 from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
 
 
@@ -42,6 +50,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _checkpoint,
         _tokenizer,
         _packing,
+        _prefix_lm,
         encoder_checks.data,
         _blend,
         _deterministic,
@@ -77,6 +86,36 @@ def _packing(config: Config) -> Iterator[Problem]:
     yield Problem("data.packing", d.packing, rule, f"{works}, or data.packing=concatenate")
 
 
+def _prefix_lm(config: Config) -> Iterator[Problem]:
+    m, d, s, prefix = config.model, config.data, config.training.seq_length, config.data.prefix_lm
+    if prefix is None:
+        return
+    given, off = "data.prefix_lm is set, and", "or leave data.prefix_lm out"
+    if m.architecture != "gpt":
+        rule = f"{given} a prefix is for models that predict the next token"
+        yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
+        return
+    if m.sliding_window is not None:
+        rule = f"{given} all tokens attend to the whole prefix, which a window would not show them"
+        yield Problem("model.sliding_window", m.sliding_window, rule, f"leave it out, {off}")
+    if m.position_embedding == "alibi":
+        rule = f"{given} its tokens attend to later ones, while scores of ALiBi fall with the distance to earlier ones"
+        yield Problem("model.position_embedding", "alibi", rule, f"try rope, {off}")
+    if m.mtp_num_layers:
+        rule = f"{given} a token of the prefix would see the embedding of a token that it is to predict"
+        yield Problem("model.mtp_num_layers", m.mtp_num_layers, rule, f"try 0, {off}")
+    if d.reset_at_documents:
+        rule = f"{given} a sample has one prefix, which only its first documents would see"
+        yield Problem("data.reset_at_documents", True, rule, f"try false, {off}")
+    longest = prefix.max_length or s
+    if longest > s:
+        rule = f"training.seq_length is {s}, and a prefix leaves at least one label to predict"
+        yield Problem("data.prefix_lm.max_length", longest, rule, f"try {s} or less")
+    if prefix.min_length > longest:
+        rule = f"longer than the longest prefix ({longest})"
+        yield Problem("data.prefix_lm.min_length", prefix.min_length, rule, f"try {min(longest, s)} or less")
+
+
 def _blend(config: Config) -> Iterator[Problem]:
     weights = config.data.train
     if not isinstance(weights, dict):
@@ -99,10 +138,15 @@ def attention_heads(m: ModelConfig) -> Iterator[Problem]:
         yield Problem(path, scaling.high_freq_factor, rule, f"try {4 * low}")
     if m.yarn is not None:
         yield from _yarn(m, m.yarn)
-
-    if m.rope_interpolation_factor > 1 and (m.rope_scaling is not None or m.yarn is not None):
-        section = "model.yarn" if m.rope_scaling is None else "model.rope_scaling"
-        rule, works = f"{section} scales the frequencies already", f"try 1, or leave {section} out"
+    if m.longrope is not None:
+        yield from _longrope(m, m.longrope)
+    sections = {"model.rope_scaling": scaling, "model.yarn": m.yarn, "model.longrope": m.longrope}
+    scaled = {path: section.factor for path, section in sections.items() if section is not None}
+    rule = f"{next(iter(scaled), '')} scales the frequencies already"
+    for path, factor in [*scaled.items()][1:]:
+        yield Problem(f"{path}.factor", factor, rule, f"leave {' or '.join(scaled)} out")
+    if m.rope_interpolation_factor > 1 and scaled:
+        works = f"try 1, or leave {' and '.join(scaled)} out"
         yield Problem("model.rope_interpolation_factor", m.rope_interpolation_factor, rule, works)
     if m.rope_local_theta is not None and m.sliding_window is None:
         works = "set model.sliding_window, or leave it out"
@@ -110,9 +154,6 @@ def attention_heads(m: ModelConfig) -> Iterator[Problem]:
 
 
 def _yarn(m: ModelConfig, yarn: YarnConfig) -> Iterator[Problem]:
-    if m.rope_scaling is not None:
-        rule = "model.rope_scaling scales the frequencies already"
-        yield Problem("model.yarn.factor", yarn.factor, rule, "leave model.yarn or model.rope_scaling out")
     if yarn.beta_fast <= yarn.beta_slow:
         rule = f"not above beta_slow ({yarn.beta_slow}), so there is no band to interpolate in"
         yield Problem("model.yarn.beta_fast", yarn.beta_fast, rule, f"try {32 * yarn.beta_slow}")
@@ -122,6 +163,18 @@ def _yarn(m: ModelConfig, yarn: YarnConfig) -> Iterator[Problem]:
     if m.rope_theta <= 1:
         rule = "model.yarn is set, and it needs frequencies that fall"
         yield Problem("model.rope_theta", m.rope_theta, rule, "try 10000")
+
+
+def _longrope(m: ModelConfig, longrope: LongRopeConfig) -> Iterator[Problem]:
+    pairs = m.rotary_channels // 2
+    for key in ("short_factor", "long_factor"):
+        if len(given := getattr(longrope, key)) != pairs:
+            rule = f"{len(given)} numbers, where {pairs} pairs of channels of a head are rotated"
+            yield Problem(f"model.longrope.{key}", given, rule, f"give {pairs} numbers")
+    longest = round(longrope.factor * longrope.original_max_position_embeddings)
+    if m.max_position_embeddings not in (None, longest):
+        rule = f"not model.longrope's factor × original_max_position_embeddings ({longest})"
+        yield Problem("model.max_position_embeddings", m.max_position_embeddings, rule, f"try {longest}")
 
 
 def _equal_heads(m: ModelConfig) -> Iterator[Problem]:

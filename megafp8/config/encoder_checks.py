@@ -11,7 +11,7 @@ from megafp8.config.schema import Config, ModelConfig
 def model(m: ModelConfig) -> Iterator[Problem]:
     """Rules about the network that hold in any run."""
     if m.architecture == "gpt":
-        for key in ("token_types", "binary_head", "num_decoder_layers"):
+        for key in ("token_types", "binary_head", "transform_activation", "num_decoder_layers"):
             if value := getattr(m, key):
                 rule = "model.architecture is gpt, which has none"
                 wants = "t5" if key == "num_decoder_layers" else "bert"
@@ -44,7 +44,7 @@ def model(m: ModelConfig) -> Iterator[Problem]:
 def _t5(m: ModelConfig) -> Iterator[Problem]:
     unused = {
         "norm_position": "pre", "parallel_block": False, "moe": None, "latent_attention": None, "qk_norm": False,
-        "attention_sinks": False, "token_types": 0, "binary_head": False,
+        "attention_sinks": False, "token_types": 0, "binary_head": False, "transform_activation": None,
     }  # fmt: skip
     for key, value in unused.items():
         if getattr(m, key) != value:

@@ -112,6 +112,32 @@ class YarnConfig(Section):
         return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
 
 
+class LongRopeConfig(Section):
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): rotary frequencies divided by numbers found by a search, one set
+    for short sequences and one for long ones (Phi-3, Phi-4-mini). Which of them a run has follows from the length of
+    its sequences, training.seq_length."""
+
+    short_factor: list[PositiveFloat]
+    """Divisors of the frequencies of sequences of up to original_max_position_embeddings tokens, one for each rotated
+    pair of channels of a head."""
+    long_factor: list[PositiveFloat]
+    """Those of longer sequences."""
+    factor: Annotated[float, Field(ge=1), _FLOAT, _IN_FP32]
+    """Factor by which the context is extended. Rotated channels of queries and keys are multiplied by √(1 + ln factor /
+    ln original_max_position_embeddings), in short sequences too."""
+    original_max_position_embeddings: Annotated[int, Field(ge=2), _INTEGER] = 4096
+    """Context length before the extension, in tokens."""
+
+    def divisors(self, length: int) -> list[float]:
+        """Those of the frequencies in sequences of `length` tokens."""
+        return self.long_factor if length > self.original_max_position_embeddings else self.short_factor
+
+    @property
+    def rotated_factor(self) -> float:
+        """Factor of rotated channels of queries and keys."""
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+
 class LatentAttentionConfig(Section):
     """Multi-head latent attention (DeepSeek-V2 and V3). Replaces head_dim and num_query_groups."""
 
@@ -240,6 +266,8 @@ class ModelConfig(Section):
     """Frequency scaling as in Llama 3.1. Default: none."""
     yarn: YarnConfig | None = None
     """Frequency scaling by YaRN. Default: none."""
+    longrope: LongRopeConfig | None = None
+    """Frequency scaling by LongRoPE. Default: none."""
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """rmsnorm (Llama) or layernorm (GPT-2)."""
     norm_eps: PositiveFloat = 1e-5
@@ -274,6 +302,9 @@ class ModelConfig(Section):
     """bert: also predict whether the two parts of a pair of sentences are in order, from the first token's output
     (Megatron-LM's bert_binary_head; BERT's next-sentence head; sentence-order prediction, Lan et al. 2019,
     arXiv:1909.11942). Samples are then pairs: data.packing must be sentences, and token_types at least 2."""
+    transform_activation: Literal["gelu", "gelu_tanh"] | None = None
+    """bert: the GELU before the output layer. RoBERTa and Megatron-LM have gelu, the exact one, beside any
+    model.activation. Default: gelu_tanh with that model.activation, gelu with others."""
     sliding_window: PositiveInt | None = None
     """Each token attends to this many latest tokens, including itself. Default: all earlier tokens."""
     full_attention_layers: list[int] = []
@@ -374,6 +405,13 @@ class ModelConfig(Section):
     def more_losses_factor(self) -> float:
         """Weight of their mean in the loss that is differentiated."""
         return 1.0 if self.binary_head else self.mtp_loss_scaling_factor
+
+    @property
+    def head_activation(self) -> str | None:
+        """bert: the GELU before the output layer."""
+        if self.architecture != "bert":
+            return None
+        return self.transform_activation or ("gelu_tanh" if self.activation == "gelu_tanh" else "gelu")
 
     @property
     def embeds_on_last_stage(self) -> bool:
@@ -768,6 +806,18 @@ class SpanCorruptionConfig(Section):
             text += 1
 
 
+class PrefixLmConfig(Section):
+    """Prefixes of samples: tokens that see each other in both directions, and that the model does not predict (Raffel
+    et al. 2019, arXiv:1910.10683; GLM; UL2's S-denoising). The length of a sample's prefix is drawn at random, all
+    lengths from min_length to max_length being equally likely."""
+
+    min_length: PositiveInt = 1
+    """Tokens of the shortest prefix. 1: that sample is one of plain next-token prediction."""
+    max_length: PositiveInt | None = None
+    """Tokens of the longest prefix; that of min_length for prefixes of one length. Default: training.seq_length, of
+    which only the token after it is predicted."""
+
+
 class DataConfig(Section):
     """Data sets and their tokenizer."""
 
@@ -795,6 +845,8 @@ class DataConfig(Section):
     """Reset attention and positions at each document boundary in a sample."""
     mask_eod_loss: bool = False
     """Exclude the token after an end of document from the loss."""
+    prefix_lm: PrefixLmConfig | None = None
+    """With model.architecture gpt: train as a prefix language model. Default: each token sees earlier ones only."""
     special_tokens: SpecialTokens = SpecialTokens()
     """Ids of special tokens, where the tokenizer does not define them."""
     masked_lm: MaskedLmConfig = MaskedLmConfig()

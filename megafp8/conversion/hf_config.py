@@ -139,10 +139,12 @@ _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _YARN = ("factor", _ORIGINAL_LENGTH)
 _ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (), "linear": ("factor",), "llama3": tuple(RopeScaling.model_fields), "yarn": _YARN,
+    "longrope": ("short_factor", "long_factor", _ORIGINAL_LENGTH),
 }  # fmt: skip
 """Supported values of rope_type, and the keys that each requires."""
 _OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
-"""Keys of yarn that need not be there."""
+_OPTIONAL = {"yarn": _OF_YARN, "longrope": ("factor", "attention_factor")}
+"""By rope_type, keys that need not be there."""
 
 
 def _read_rope(hf: HfConfig, default_theta: float, partial: float | None = None) -> dict[str, Any]:
@@ -170,14 +172,13 @@ def _read_rope_dict(key: str, rope: Any, hf: HfConfig, default_theta: float) -> 
         refuse(key, rope, "one rotary embedding for all layers")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_TYPES:
-        why = ". longrope has two sets of frequencies, of which a batch has that of its longest sequence"
-        refuse(f"{key}.rope_type", kind, ", ".join(_ROPE_TYPES) + why * (kind in ("longrope", "su")))
+        refuse(f"{key}.rope_type", kind, ", ".join(_ROPE_TYPES))
     if rope.get("type", kind) != kind:
         refuse(f"{key}.type", rope["type"], f"the value of {key}.rope_type ({kind!r}), of which it is the old name")
     theta = rope.get("rope_theta", hf.get("rope_theta", default_theta))
     if hf.get("rope_theta", theta) != theta:
         refuse("rope_theta", hf["rope_theta"], f"the value of {key}.rope_theta ({theta!r}), or no second copy")
-    needed, others = _ROPE_TYPES[kind], _OF_YARN if kind == "yarn" else ()
+    needed, others = _ROPE_TYPES[kind], _OPTIONAL.get(kind, ())
     if missing := [name for name in needed if name not in rope]:
         raise ValueError(f"{key} has no key {missing[0]}")
     if unknown := sorted(rope.keys() - {*needed, *others, "rope_type", "type", "rope_theta", "partial_rotary_factor"}):
@@ -192,7 +193,23 @@ def _read_rope_dict(key: str, rope: Any, hf: HfConfig, default_theta: float) -> 
         refuse(_ORIGINAL_LENGTH, hf[_ORIGINAL_LENGTH], f"the value of {copy}, or no second copy")
     if kind == "yarn":
         return {"rope_theta": theta, "yarn": _read_yarn(key, rope)}
+    if kind == "longrope":
+        return {"rope_theta": theta, "longrope": _read_longrope(key, rope, hf)}
     return {"rope_theta": theta, "rope_scaling": {name: rope[name] for name in needed}}
+
+
+def _read_longrope(key: str, rope: Mapping[str, Any], hf: HfConfig) -> dict[str, Any]:
+    """The section model.longrope. transformers 4 takes the factor from two lengths, 5 from the key if it is there."""
+    lengths = {"max_position_embeddings": hf.get("max_position_embeddings"), _ORIGINAL_LENGTH: rope[_ORIGINAL_LENGTH]}
+    for name, length in lengths.items():
+        if not isinstance(length, int) or length < 1:
+            refuse(name, length, "a number of tokens, from which longrope has its factor")
+    if rope.get("attention_factor") is not None:
+        refuse(f"{key}.attention_factor", rope["attention_factor"], "null, as it follows from the factor")
+    longest, original = lengths.values()
+    if rope.get("factor") not in (None, longest / original):
+        refuse(f"{key}.factor", rope["factor"], f"max_position_embeddings / {_ORIGINAL_LENGTH} ({longest / original})")
+    return {name: rope[name] for name in _ROPE_TYPES["longrope"]} | {"factor": longest / original}
 
 
 def _read_yarn(key: str, rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,6 +248,11 @@ def _write_local_rope(model: ModelConfig) -> dict[str, Any]:
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
     """Keys of transformers 4, which 5 and other engines read too."""
     written = None
+    if model.longrope is not None:
+        written = {"rope_type": "longrope", **model.longrope.model_dump()}
+        original = model.longrope.original_max_position_embeddings
+        lengths = {"max_position_embeddings": round(written.pop("factor") * original), _ORIGINAL_LENGTH: original}
+        return {"rope_theta": model.rope_theta, "rope_scaling": written, **lengths}
     if model.yarn is not None:
         written = {"rope_type": "yarn", **model.yarn.model_dump()}
         if model.yarn.mscale == 1 and not model.yarn.mscale_all_dim:
@@ -352,20 +374,40 @@ def _num_experts(key: str, other: str) -> Trait:
     return either("moe.num_experts", key, other)
 
 
-def _partial_rope(partial: float, *, scaled: bool = True) -> Trait:
-    """Rotary embedding of a part of each head; `partial`: the default of `transformers`. `scaled`: or of any type."""
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        found = _read_rope(hf, 1e4, partial)
-        if not scaled and found.keys() != {"rope_theta", "partial_rotary_factor"}:
-            refuse("rope_scaling", hf.get("rope_scaling") or hf.get("rope_parameters"), "null in this family")
-        return found
-
+def _partial_rope(partial: float) -> Trait:
+    """Rotary embedding of a part of each head; `partial`: the default of `transformers`."""
     return Trait(
         (*_ROPE_KEYS, _ORIGINAL_LENGTH),
-        read,
+        lambda hf: _read_rope(hf, 1e4, partial),
         lambda model: _write_rope(model) | {"partial_rotary_factor": model.partial_rotary_factor},
     )
+
+
+def _read_phi3_rope(hf: HfConfig) -> dict[str, Any]:
+    """longrope, whose first name is su, or none: transformers takes yarn for longrope in this family.
+
+    It reads the original length at the top level of config.json, with a default, whatever the dictionary says.
+    """
+    original, ropes = hf.get(_ORIGINAL_LENGTH, 4096), {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(rope := hf.get(key), dict):
+            continue
+        rope = {name: "longrope" if name in ("type", "rope_type") and x == "su" else x for name, x in rope.items()}
+        ropes[key] = {_ORIGINAL_LENGTH: original} | rope if "longrope" in map(str, rope.values()) else rope
+    found = _read_rope({**hf, **ropes, _ORIGINAL_LENGTH: original}, 1e4, 1.0)
+    if not found.keys() <= {"rope_theta", "partial_rotary_factor", "longrope"}:
+        given = hf.get("rope_scaling") or hf.get("rope_parameters")
+        refuse("rope_scaling", given, "in this family rope_type 'longrope', or null")
+    return found
+
+
+def _write_phi3_rope(model: ModelConfig) -> dict[str, Any]:
+    """transformers 4 takes three keys of rope_scaling only."""
+    written = _write_rope(model) | {"partial_rotary_factor": model.partial_rotary_factor}
+    if model.longrope is not None:
+        kept = ("short_factor", "long_factor")
+        written["rope_scaling"] = {"type": "longrope", **{key: written["rope_scaling"][key] for key in kept}}
+    return written
 
 
 def _read_neox_rope(hf: HfConfig) -> dict[str, Any]:
@@ -852,10 +894,12 @@ _PHI3 = Family(
     (
         *_heads_like_llama(None, None, 1e-5),
         always(position_embedding="rope"),
-        _partial_rope(1.0, scaled=False),
+        Trait((*_ROPE_KEYS, _ORIGINAL_LENGTH), _read_phi3_rope, _write_phi3_rope),
         _NO_PADDING,
         _window_of_all(None),
-        only(written=False, attention_bias=False, mlp_bias=False),
+        # The others are in Phi-4-mini's, and are read by code of its own.
+        only(written=False, attention_bias=False, mlp_bias=False, lm_head_bias=False),
+        only(written=False, full_attn_mod=1, interpolate_factor=1),
     ),
 )
 _MULTIPLIERS = (
@@ -1067,6 +1111,12 @@ _BERT_LIKE = (
     same("ffn_hidden_size", "intermediate_size"),
     same("vocab_size", "vocab_size"),
     same("token_types", "type_vocab_size", 2),
+    same(
+        "activation",
+        "hidden_act",
+        "gelu",
+        {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+    ),
     same("norm_eps", "layer_norm_eps", 1e-12),
     _INIT_STD,
     always(
@@ -1102,12 +1152,6 @@ _BERT = Family(
     (
         *_BERT_LIKE,
         same("max_position_embeddings", "max_position_embeddings", 512),
-        same(
-            "activation",
-            "hidden_act",
-            "gelu",
-            {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
-        ),
         Trait(("architectures",), _read_bert_head, _write_bert_head),
     ),
     kind="bert",
@@ -1138,8 +1182,7 @@ _ROBERTA = Family(
                 "pad_token_id": 1,
             },
         ),
-        always(activation="gelu"),
-        only(hidden_act="gelu", why="which its head has whatever this key says"),
+        always(transform_activation="gelu"),
     ),
     kind="bert",
 )
@@ -1349,13 +1392,15 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_size,
         "num_decoder_layers": model.decoder_blocks or None,
         "attention_scale": model.score_scale,
+        "transform_activation": model.head_activation,
         "rope_local_theta": model.rope_local_theta if _has_local_rope(model) else None,
     }
 
 
 def _has_local_rope(model: ModelConfig) -> bool:
     """Whether layers with a window have other rotary frequencies than the others."""
-    scaled = model.yarn is not None or model.rope_scaling is not None or model.rope_interpolation_factor > 1
+    sections = model.yarn, model.longrope, model.rope_scaling
+    scaled = any(section is not None for section in sections) or model.rope_interpolation_factor > 1
     return model.sliding_window is not None and (scaled or model.rope_local_theta != model.rope_theta)
 
 

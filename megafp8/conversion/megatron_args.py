@@ -79,8 +79,11 @@ _SAME: dict[str, tuple[str, Any]] = {
 """Fields of ours that have an argument of the same meaning, and its default."""
 
 
-def read_args(args: Args, vocab_size: int, vocab_multiple: int) -> ModelConfig:
-    """The model. Raises ValueError naming the argument where it is not supported, or is missing."""
+def read_args(args: Args, vocab_size: int, vocab_multiple: int, *, bert: bool = False) -> ModelConfig:
+    """The model, of pretrain_gpt.py or of pretrain_bert.py, which no argument says.
+
+    Raises ValueError naming the argument where it is not supported, or is missing.
+    """
     for key, (meaning, harmless) in _REFUSED.items():
         value = args.get(key)
         if value and value not in harmless:
@@ -112,13 +115,20 @@ def read_args(args: Args, vocab_size: int, vocab_multiple: int) -> ModelConfig:
         fields[field] = default if args.get(key) is None else args[key]
         if fields[field] is _REQUIRED:
             raise ValueError(f"the arguments have no {key}")
-    model = ModelConfig.model_validate(fields | {"moe": _moe(args)})
+    model = ModelConfig.model_validate(fields | {"moe": _moe(args)} | (_bert(args) if bert else {}))
     check_model(model)
     if model.moe is not None and model.linear_bias:
         raise ValueError(
             "add_bias_linear = True with num_experts: where experts have biases, megafp8's routers have too"
         )
     return model
+
+
+def _bert(args: Args) -> dict[str, Any]:
+    """Fields of BertModel; the GELU of its head is exact whatever that of the MLP is."""
+    binary = bool(args.get("bert_binary_head", True))
+    of_head = {"binary_head": binary, "token_types": 2 * binary, "transform_activation": "gelu"}
+    return {"architecture": "bert", **of_head}
 
 
 def _moe(args: Args) -> dict[str, Any] | None:
@@ -219,6 +229,8 @@ def _activation(args: Args) -> str:
 
 def write_args(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
     """The arguments that describe `model`. Raises ValueError where Megatron-LM has no such model."""
+    if (kind := model.architecture) != "gpt":
+        raise ValueError(f"model.architecture = {kind!r}: of Megatron-LM's models megafp8 writes gpt only")
     assert model.vocab_size is not None
     words = {ours: theirs for table in (_POSITIONS, _NORMS) for theirs, ours in table.items()}
     fields = canonical(model)

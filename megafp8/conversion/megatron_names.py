@@ -22,7 +22,14 @@ Megatron core's GPTModel, its layers counted from 0 on each pipeline stage:
 
 With Transformer Engine the norms belong to the layers after them (`linear_qkv.layer_norm_weight`), though not before
 experts, and its grouped GEMMs number the weights of the experts (`experts.linear_fc1.weight0`). Models from before
-Megatron core have other names for the same tensors. `canonical` translates all of these to the above.
+Megatron core have other names for the same tensors. BertModel has `encoder` in place of `decoder`, and
+
+    embedding.tokentype_embeddings.weight             [2, h]          first stage
+    lm_head.dense.weight, lm_head.layer_norm.weight   [h, h], [h]     last stage, as all below
+    output_layer.bias                                 [v/t]
+    pooler.dense.weight, binary_head.weight           [h, h], [2, h]
+
+`canonical` translates all of these to the above.
 
 Three of these are sharded along dim 0 and hold several of our tensors, or padding. In the concatenation of all ranks'
 tensors along the sharded dim, each tensor of ours is a few `Run`s:
@@ -48,7 +55,12 @@ from megafp8.distributed.sharding import Shape
 _OUTER = {
     "embedding.word": "embedding.word_embeddings",
     "embedding.position": "embedding.position_embeddings",
+    "embedding.token_type": "embedding.tokentype_embeddings",
     "final_norm": "decoder.final_layernorm",
+    "transform": "lm_head.dense",
+    "transform_norm": "lm_head.layer_norm",
+    "pooler": "pooler.dense",
+    "binary_head": "binary_head",
     "output": "output_layer",
 }
 _LAYER = {
@@ -80,7 +92,7 @@ _PARAMETERS = {
 }
 """Their names of parameters that are not called weight or bias."""
 OUTPUT = "output_layer.weight"
-_VOCABULARY = ("embedding.word_embeddings.weight", OUTPUT)
+_VOCABULARY = ("embedding.word_embeddings.weight", OUTPUT, "output_layer.bias")
 _SINK = "core_attention.softmax_offset"
 _SHARDED_ROWS = (*_VOCABULARY, "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", _SINK)
 _SHARDED_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
@@ -92,6 +104,7 @@ _TRANSFORMER_ENGINE = (
 _GROUPED = re.compile(r"\.experts\.(linear_fc\d)\.weight(\d+)$")
 _SEQUENTIAL = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight$")
 _LEGACY = (
+    (r"^encoder\.", "decoder."),  # of BertModel
     (r"^language_model\.embedding\.", "embedding."),
     (r"^language_model\.(encoder|transformer)\.", "decoder."),
     (r"^(language_model\.output_layer|word_embeddings_for_head)\.", "output_layer."),
@@ -151,7 +164,8 @@ def place(name: str) -> Place:
 
 
 def canonical(key: str) -> str:
-    """A key of Transformer Engine's layers or of a legacy model as a key of Megatron core's own layers."""
+    """A key of Transformer Engine's layers, a legacy model or BertModel as a key of GPTModel of Megatron core's own
+    layers."""
     for core, fused in _TRANSFORMER_ENGINE:
         key = key.replace(fused, core)
     for pattern, core in _LEGACY:

@@ -37,6 +37,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("model_optim_rng.pt", "model_rng.pt")  # the second: old versions with a distributed optimizer
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _NO_WEIGHTS = ("_extra_state", "inv_freq")  # FP8 state, and constants
+_BERT_HEAD = "lm_head.dense.weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -90,11 +91,12 @@ class MegatronSource(Source):
         of_tensor_ranks = [tensors for (_, e), tensors in self._stages[0].tensors.items() if e == 0]
         rows = [tensors[_EMBEDDING].shape[0] for tensors in of_tensor_ranks if _EMBEDDING in tensors]
         if len(rows) != self._t:
-            raise ValueError(f"{first.path} has no {_EMBEDDING}: it is not the first stage of a GPT model")
+            raise ValueError(f"{first.path} has no {_EMBEDDING}: it is not the first stage of a GPT or BERT model")
         self._padded_vocab = sum(rows)
         try:
             vocab = _vocab_size(args, vocab_size, self._padded_vocab)
-            self.model = read_args(args, vocab, args.get("make_vocab_size_divisible_by") or 128)
+            bert = any(_BERT_HEAD in stage.tensors[0, 0] for stage in self._stages)
+            self.model = read_args(args, vocab, args.get("make_vocab_size_divisible_by") or 128, bert=bert)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{first.path}: {error}") from error
         experts = 1 if self.model.moe is None else self.model.moe.num_experts
@@ -271,7 +273,12 @@ def _model(file: TorchFile, key: str, may_lack: bool) -> dict[str, StoredTensor]
     if key not in file.content and not may_lack:
         raise ValueError(f"{file.path} has no weights: there is {', '.join(map(str, file.content))}, and no {key}")
     found = {}
-    for name, value in _leaves(file.content.get(key, {}), ""):
+    leaves = dict(_leaves(file.content.get(key, {}), ""))
+    if any(name.startswith(("encoder_relative_pos_emb.", "lm_head.output_layer.")) for name in leaves) or all(
+        any(name.startswith(f"{stack}.layers.") for name in leaves) for stack in ("encoder", "decoder")
+    ):
+        raise ValueError(f"{file.path} is of T5; megafp8 reads Megatron-LM's GPT and BERT")
+    for name, value in leaves.items():
         if name.endswith(_NO_WEIGHTS) or value is None:
             continue
         if not isinstance(value, StoredTensor):

@@ -4,8 +4,8 @@ An objective makes of a sample a row of integers (`row`), in the process that re
 (`batch`). A row is a function of the seed and of the sample's number in the run, so a resumed run, or one in another
 layout, trains on the same batches.
 
-`NextToken` is the objective of GPT, `MaskedLM` (`megafp8.data.masked_lm`) that of BERT, `SpanCorruption`
-(`megafp8.data.span_corruption`) that of T5.
+`NextToken` is the objective of GPT, or `PrefixLM` (`megafp8.data.prefix_lm`), `MaskedLM` (`megafp8.data.masked_lm`)
+that of BERT, `SpanCorruption` (`megafp8.data.span_corruption`) that of T5.
 
 Shapes: b micro-batch, s sequence.
 """

@@ -225,7 +225,8 @@ class Batch:
     `[b, n + 1]`: None unless attention and positions restart at documents. `cu_seqlens` holds the first token of each
     of a sample's documents, and then s as often as it takes: n is a power of two of at least 64, so that it hardly ever
     differs between batches, as it must not for CUDA graphs. `samples` int64 `[b]`: the indices of the samples in the
-    run; None: no dropout. `token_types` int64: None where all are 0. `decoder_tokens` `[b, d]`: of T5, whose labels and
+    run; None: no dropout. `token_types` int64: None where all are 0. `prefix` int64 `[b]`: how many of a sample's first
+    tokens all of its tokens attend to; None: earlier tokens only. `decoder_tokens` `[b, d]`: of T5, whose labels and
     mask are then `[b, d]`.
     """
 
@@ -236,12 +237,14 @@ class Batch:
     cu_seqlens: Tensor | None = None
     samples: Tensor | None = None
     token_types: Tensor | None = None
+    prefix: Tensor | None = None
     decoder_tokens: Tensor | None = None
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
         """What a stage reads of it."""
-        found = (self.tokens, self.labels, self.position_ids, self.cu_seqlens, self.samples, self.token_types)
+        of_samples = self.cu_seqlens, self.samples, self.token_types, self.prefix
+        found = (self.tokens, self.labels, self.position_ids, *of_samples)
         return found if self.decoder_tokens is None else (*found, self.decoder_tokens)
 
     def to(self, device: torch.device) -> Batch:
@@ -282,7 +285,7 @@ class Batch:
         return replace(self, labels=torch.cat(later), loss_mask=torch.cat(masks))
 
     def shard(self, rank: int, ranks: int) -> Batch:
-        """The tokens of context-parallel `rank`, with their positions `[b, s/ranks]`, and `cu_seqlens` as it is.
+        """The tokens of context-parallel `rank`, with their positions `[b, s/ranks]`; what is of whole samples stays.
 
         Positions are `[1, s/ranks]` where they are the same in all samples.
         """
@@ -296,7 +299,10 @@ class Batch:
         positions = mine if self.position_ids is None else take(self.position_ids)
         mask = None if self.loss_mask is None else take(self.loss_mask)
         types = None if self.token_types is None else take(self.token_types)
-        return Batch(take(self.tokens), take(self.labels), mask, positions, self.cu_seqlens, self.samples, types)
+        return replace(
+            self, tokens=take(self.tokens), labels=take(self.labels), loss_mask=mask, position_ids=positions,
+            token_types=types,
+        )  # fmt: skip
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -44,7 +44,7 @@ class HeadTransform(nn.Module):
         self.state = context.fp8.linear(
             LinearSite("transform"), high_precision="whole on each rank, it stays in training.precision"
         )
-        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.approximate = "tanh" if config.head_activation == "gelu_tanh" else "none"
         self.norm = block_norm("transform_norm", config, context)
 
     def forward(self, x_sbh: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ from megafp8.models.rotary import inverse_frequencies, rotary_table
 from megafp8.models.router import Router
 from megafp8.ops import dropout as dropouts
 from megafp8.ops.attention import SelfAttention, fastest_backends
-from megafp8.ops.attention_mask import bidirectional_mask, causal_mask
+from megafp8.ops.attention_mask import AttentionMask, bidirectional_mask, causal_mask
 from megafp8.ops.attention_scores import Scores
 from megafp8.ops.dropout_reference import Dropout, DropoutStream, TokenPlaces
 from megafp8.ops.fusion import LinearInput
@@ -392,7 +392,8 @@ class GPTStage(nn.Module):
         tied = self.shared_weight if config.tie_embeddings else None
         self.head = Head(config, context, tied, z_loss) if last else None
         self.offload = ActivationOffload(context.device) if any(own.offload for own in self.memory) else None
-        self._frequencies: dict[bool, Tensor] = {}  # by whether they are those of layers with a window
+        # By the length of the sequence, and whether they are those of layers with a window.
+        self._frequencies: dict[tuple[int, bool], Tensor] = {}
         self._alibi: dict[int, Tensor] = {}  # by the length of the sequence
         self._windows = dict.fromkeys(config.window_of(i) for i in layers)
 
@@ -445,21 +446,27 @@ class GPTStage(nn.Module):
         position_ids_bs: Tensor | None,
         cu_seqlens_bn: Tensor | None,
         samples_b: Tensor | None = None,
+        prefix_b: Tensor | None = None,
     ) -> LayerInputs:
         """What blocks read of a micro-batch, of whose sequences this rank has s tokens.
 
-        `samples_b`: int64, the indices of its samples in the run; None: no dropout.
+        `samples_b`: int64, the indices of its samples in the run; None: no dropout. `prefix_b`: as in `Batch.prefix`.
         """
         config, context = self.config, self.context
+        length = s if context.context_parallel is None else s * context.context_parallel.size()
         rotary: dict[int | None, tuple[Tensor, Tensor]] = {}
         if config.position_embedding == "rope":
             positions = torch.arange(s, device=context.device) if position_ids_bs is None else position_ids_bs
-            tables = {local: self._rotary_table(positions, local=local) for local in map(self._is_local, self._windows)}
+            kinds = set(map(self._is_local, self._windows))
+            tables = {local: self._rotary_table(positions, length, local=local) for local in kinds}
             rotary = {window: tables[self._is_local(window)] for window in self._windows}
-        scores = self.scores(s if context.context_parallel is None else s * context.context_parallel.size())
+        scores = self.scores(length)
         drops = samples_b is not None and config.attention_dropout > 0
         positions_matter = drops or scores.depend_on_positions
-        cores = {window: self._core(s, window, cu_seqlens_bn, positions=positions_matter) for window in self._windows}
+        cores = {
+            window: self._core(s, window, cu_seqlens_bn, prefix_b, positions=positions_matter)
+            for window in self._windows
+        }
         return LayerInputs(rotary, cores, scores, samples_b, self._places(s, cu_seqlens_bn, samples_b))
 
     def scores(self, s: int) -> Scores:
@@ -476,18 +483,23 @@ class GPTStage(nn.Module):
         """Whether layers with this window have rotary frequencies of their own."""
         return self.config.rope_local_theta is not None and window is not None
 
-    def _rotary_table(self, positions: Tensor, *, local: bool) -> tuple[Tensor, Tensor]:
+    def _rotary_table(self, positions: Tensor, length: int, *, local: bool) -> tuple[Tensor, Tensor]:
+        """`length`: tokens of a whole sequence."""
         config = self.config
-        if local not in self._frequencies:
-            theta, scaling = config.rope_theta, config.yarn or config.rope_scaling
+        key = length, local
+        if key not in self._frequencies:
+            theta, scaling = config.rope_theta, config.yarn or config.longrope or config.rope_scaling
             if local:
                 assert config.rope_local_theta is not None
                 theta, scaling = config.rope_local_theta, None
             width = config.channels if config.latent_attention is None else None
-            frequencies = inverse_frequencies(config.rotary_channels, theta, scaling, self.context.device, width=width)
-            self._frequencies[local] = frequencies if local else frequencies / config.rope_interpolation_factor
-        factor = 1.0 if config.yarn is None or local else config.yarn.rotated_factor
-        return rotary_table(positions, self._frequencies[local], self.context.dtype, factor)
+            frequencies = inverse_frequencies(
+                config.rotary_channels, theta, scaling, self.context.device, length=length, width=width
+            )
+            self._frequencies[key] = frequencies if local else frequencies / config.rope_interpolation_factor
+        scaled = config.yarn or config.longrope
+        factor = 1.0 if scaled is None or local else scaled.rotated_factor
+        return rotary_table(positions, self._frequencies[key], self.context.dtype, factor)
 
     def _places(self, s: int, cu_seqlens_bn: Tensor | None, samples_b: Tensor | None) -> TokenPlaces | None:
         """Of the tokens of this rank's residual stream; None without dropout."""
@@ -504,17 +516,21 @@ class GPTStage(nn.Module):
             positions_sb = scatter_to_sequence_parallel(positions_sb, context.tensor)
         return TokenPlaces.of(positions_sb, samples_b)
 
-    def _core(self, s: int, window: int | None, cu_seqlens_bn: Tensor | None, *, positions: bool) -> CoreAttention:
+    def _core(
+        self, s: int, window: int | None, cu_seqlens_bn: Tensor | None, prefix_b: Tensor | None, *, positions: bool
+    ) -> CoreAttention:
         """`positions`: scores depend on them."""
         group, device, causal = self.context.context_parallel, self.context.device, self.config.causal
         if group is None or group.size() == 1:
             if not causal:
                 return SelfAttention(bidirectional_mask(cu_seqlens_bn))
+            if prefix_b is not None:
+                return SelfAttention(AttentionMask(cu_seqlens_bn, cu_seqlens_bn, window=window, prefix_b=prefix_b))
             return SelfAttention(causal_mask(cu_seqlens_bn, window, s, device))
         rank, ranks = group.rank(), group.size()
         calls = plan(
             s * ranks, rank, ranks, causal=causal, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device,
-            positions=positions,
+            prefix_b=prefix_b, positions=positions,
         )  # fmt: skip
         return ContextAttention(group, calls)
 
@@ -574,6 +590,7 @@ class GPTStage(nn.Module):
         cu_seqlens_bn: Tensor | None = None,
         samples_b: Tensor | None = None,
         token_types_bs: Tensor | None = None,
+        prefix_b: Tensor | None = None,
     ) -> Tensor:
         """The stage's output: residual stream `[s/t, b, h]`, or on the last stage the loss of each token `[s, b]`.
 
@@ -582,9 +599,10 @@ class GPTStage(nn.Module):
 
         `x_sbh` is None on the first stage. Where sequences are cut over ranks, tokens and labels are this rank's,
         `position_ids_bs` `[1 or b, s]` says where they stand, and `cu_seqlens_bn` is of the whole sequences.
-        `samples_b`: indices of the samples in the run, for dropout; None, as in evaluation: no dropout.
+        `samples_b`: indices of the samples in the run, for dropout; None, as in evaluation: no dropout. `prefix_b`: of
+        whole sequences, as in `Batch.prefix`.
         """
-        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, cu_seqlens_bn, samples_b)
+        inputs = self.layer_inputs(tokens_bs.shape[1], position_ids_bs, cu_seqlens_bn, samples_b, prefix_b)
         if self.embedding is not None:
             x_sbh = self.embedding(tokens_bs, position_ids_bs, inputs.places, token_types_bs)
         assert x_sbh is not None, "a later stage needs the previous stage's output"

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama-3's frequency scaling or YaRN's.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with frequency scaling of Llama 3, YaRN or LongRoPE.
 
 A head's first and second half are the pairs that are rotated (Hugging Face's "rotate half" layout), so most Hugging
 Face weights need no permutation. Where only a part of the pairs is rotated, the others have the frequency zero, so the
@@ -17,31 +17,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.config import RopeScaling, YarnConfig
+from megafp8.config import LongRopeConfig, RopeScaling, YarnConfig
+
+Scaling = RopeScaling | YarnConfig | LongRopeConfig
 
 
 def inverse_frequencies(
-    d: int, theta: float, scaling: RopeScaling | YarnConfig | None, device: torch.device, *, width: int | None = None
+    d: int, theta: float, scaling: Scaling | None, device: torch.device, *, length: int = 0, width: int | None = None
 ) -> Tensor:
     """Radians per position of each pair, `[d/2]` float64.
 
-    `width`: that of heads of which only d channels are rotated; then it is `[width/2]`, and zero for the other pairs.
-    With `scaling`, low frequencies are divided by `factor`, high ones unchanged, and those between interpolated: by
-    wavelength as in Llama 3.1's reference code, or by the number of the pair as in YaRN's.
+    `length`: tokens of a sequence, which the frequencies of LongRoPE depend on. `width`: that of heads of which only d
+    channels are rotated; then it is `[width/2]`, and zero for the other pairs.
+    With other `scaling`, low frequencies are divided by `factor`, high ones unchanged, and those between interpolated:
+    by wavelength as in Llama 3.1's reference code, or by the number of the pair as in YaRN's.
     """
     frequencies = theta ** -(torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
-    return F.pad(_scaled(frequencies, d, theta, scaling), (0, 0 if width is None else (width - d) // 2))
+    return F.pad(_scaled(frequencies, d, theta, scaling, length), (0, 0 if width is None else (width - d) // 2))
 
 
-def _scaled(frequencies: Tensor, d: int, theta: float, scaling: RopeScaling | YarnConfig | None) -> Tensor:
+def _scaled(frequencies: Tensor, d: int, theta: float, scaling: Scaling | None, length: int) -> Tensor:
     if scaling is None:
         return frequencies
-    length = scaling.original_max_position_embeddings
+    if isinstance(scaling, LongRopeConfig):
+        return frequencies / frequencies.new_tensor(scaling.divisors(length))
+    original = scaling.original_max_position_embeddings
     if isinstance(scaling, YarnConfig):
         pairs = torch.arange(d // 2, dtype=torch.float64, device=frequencies.device)
         # The pairs of beta_fast and beta_slow rotations in the original context.
         fast, slow = (
-            d * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+            d * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
             for rotations in (scaling.beta_fast, scaling.beta_slow)
         )
         if scaling.truncate:
@@ -50,7 +55,7 @@ def _scaled(frequencies: Tensor, d: int, theta: float, scaling: RopeScaling | Ya
         unscaled = 1 - (pairs - first) / (last - first if last != first else 0.001)
     else:
         wavelengths = 2 * math.pi / frequencies
-        ratio = length / wavelengths
+        ratio = original / wavelengths
         unscaled = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     unscaled = unscaled.clamp(0, 1)  # 1: high frequency; 0: low frequency, stretched
     return frequencies * (unscaled + (1 - unscaled) / scaling.factor)

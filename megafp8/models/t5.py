@@ -246,12 +246,14 @@ class T5Stage(GPTStage):
         cu_seqlens_bn: Tensor | None = None,
         samples_b: Tensor | None = None,
         token_types_bs: Tensor | None = None,
+        prefix_b: Tensor | None = None,
         decoder_tokens_bd: Tensor | None = None,
     ) -> Tensor:
         """The stage's output: what travels to the next one, or on the last stage the loss of each token `[d, b]`."""
         assert position_ids_bs is None
         assert cu_seqlens_bn is None
         assert token_types_bs is None
+        assert prefix_b is None
         assert decoder_tokens_bd is not None
         t = self.context.tensor.size() if self.context.sequence_sharded else 1
         (b, s), d = tokens_bs.shape, decoder_tokens_bd.shape[1]

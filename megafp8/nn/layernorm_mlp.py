@@ -29,7 +29,7 @@ from megafp8.nn.base import (
 )
 from megafp8.nn.norm import InputNorm
 from megafp8.ops.fusion import LinearInput
-from megafp8.ops.mlp import UNFUSED, mlp
+from megafp8.ops.mlp import is_fused, mlp
 from megafp8.plan import Neighbor
 from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel
 
@@ -101,7 +101,7 @@ class LayerNormMLP(Module):
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.checkpoint = checkpoint
         self.kind, gated = ACTIVATIONS[activation], "glu" in activation
-        fused = self.kind not in UNFUSED
+        fused = is_fused(self.kind)
         self.activation_adds_bias = bias and fused and not gated
         f = divided(self, "ffn_hidden_size", ffn_hidden_size, self.tp_size)
         fc1_size = 2 * f if gated else f

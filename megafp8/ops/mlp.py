@@ -1,7 +1,7 @@
 """What is between the two linear layers of an MLP: the activation, fused with the casts on both sides where it can be.
 
-`megafp8.fp8.sources` has the activations that kernels compute while they quantize. The others, `UNFUSED`, are PyTorch's
-ops in the dtype of their input; the layer after them quantizes.
+`ACTIVATION_SOURCES` of `megafp8.fp8.sources` are the activations that kernels compute while they quantize. The others
+are PyTorch's ops in the dtype of their input, `UNFUSED`; the layer after them quantizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megafp8.fp8.linear_state import LinearState, QuantizedGradHandoff
-from megafp8.fp8.sources import Plain
+from megafp8.fp8.sources import ACTIVATION_SOURCES, Plain
 from megafp8.ops.activation import activation
 from megafp8.ops.fusion import LinearInput, Recompute, RecomputedInput
 
@@ -49,7 +49,12 @@ UNFUSED: dict[str, _Function] = {
     "qgeglu": _gated(_quick_gelu),
     "glu": _gated(torch.sigmoid),
 }
-"""Activations without a kernel: of x, or of [gate | up]."""
+"""What activations without a kernel compute: of x, or of [gate | up]."""
+
+
+def is_fused(kind: str) -> bool:
+    """Whether a kernel computes the activation while it quantizes."""
+    return kind in ACTIVATION_SOURCES
 
 
 def _unfused_source(x: Tensor, kind: str) -> Plain:
@@ -69,7 +74,7 @@ def mlp(
     not gated does.
     """
     form = down_state.input_format
-    if kind not in UNFUSED:
+    if is_fused(kind):
         handoff = up_state.grad_handoff()
         y, bias = up(handoff)
         return down(activation(kind, y, bias, form, handoff))

@@ -145,6 +145,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
         f"parameters: {sum(size.of_model for size in sizes):,} in the model{_describe_active(config)};"
         f" {flops_per_token(config.model, t.seq_length, config.decoder_length) / 1e9:.3f} GFLOP per token",
+        *describe_longrope(config),
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
         cuda_graphs.describe(cuda_graphs.why_not(config, "cuda" if config.device == "auto" else config.device)),
         "",
@@ -204,6 +205,16 @@ def _describe_experts(config: Config, world_size: int) -> str:
         f"experts: {moe.num_experts} a layer, {moe.top_k} for each token{on_ranks}{parts}; each "
         f"{world_size // p.pipeline // ranks} times{how}; memory below is that of an even load"
     )
+
+
+def describe_longrope(config: Config) -> list[str]:
+    """Which of its two sets of rotary frequencies the run has."""
+    rope, length = config.model.longrope, config.training.seq_length
+    if rope is None:
+        return []
+    original = rope.original_max_position_embeddings
+    used, compared = ("long", "above") if length > original else ("short", "up to")
+    return [f"longrope: {used}_factor, as sequences of {length} tokens are {compared} the original {original}"]
 
 
 def _describe_active(config: Config) -> str:

@@ -21,6 +21,7 @@ from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset
 from megafp8.data.masked_lm import MaskedLM, SpecialIds
 from megafp8.data.objectives import NextToken, Objective
 from megafp8.data.packing import BestFit
+from megafp8.data.prefix_lm import PrefixLM
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
 from megafp8.data.samples import PackedDataset, split_documents
 from megafp8.data.span_corruption import SpanCorruption
@@ -122,7 +123,10 @@ def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Ob
     """What the model is trained to predict. Raises ConfigError if a token or a property of the tokenizer is missing."""
     d, s, eod_id = config.data, config.training.seq_length, None if tokenizer is None else tokenizer.eod_id
     if config.model.architecture == "gpt":
-        return NextToken(s, eod_id, d.reset_at_documents, d.mask_eod_loss)
+        next_token = NextToken(s, eod_id, d.reset_at_documents, d.mask_eod_loss)
+        if d.prefix_lm is None:
+            return next_token
+        return PrefixLM(next_token, config.seed, d.prefix_lm.min_length, d.prefix_lm.max_length or s)
     if config.model.architecture == "t5":
         return _span_corruption(config, tokenizer, source)
     vocab_size, masked = config.model.vocab_size, d.masked_lm

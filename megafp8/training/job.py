@@ -23,6 +23,7 @@ from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
 from megafp8.models.flops import PEAK_FLOPS, flops_per_token
 from megafp8.ops import attention
+from megafp8.ops.attention_mask import AttentionMask
 from megafp8.ops.attention_scores import AttentionDropout
 from megafp8.parallel_state import (
     ParallelState,
@@ -35,6 +36,7 @@ from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.training import cuda_graphs, expert_load
 from megafp8.training import fp8_param_gather as fp8_parameters
 from megafp8.training import fsdp as fully_sharded
+from megafp8.training.describe import describe_longrope
 from megafp8.training.determinism import describe_determinism
 from megafp8.training.divergence import diverged
 from megafp8.training.errors import TrainingError
@@ -147,6 +149,8 @@ class Job:
         """Log the data sets, and what was chosen when the trainer was built."""
         trainer, parallel = self.trainer, self.parallel
         logger.info("data:\n" + describe_data(self.config, self.inputs.data_sets, self.inputs.progress))
+        for line in describe_longrope(self.config):
+            logger.info(line)
         logger.info(f"optimizer: {trainer.optimizer.reason}")
         logger.info(cuda_graphs.describe(trainer.why_no_graphs))
         logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
@@ -154,7 +158,10 @@ class Job:
         if p:
             scores = replace(scores, dropout=AttentionDropout(p, (0, 0), torch.zeros(1)))
         masked = self.config.model.sliding_window is not None or self.config.data.reset_at_documents
-        if masked or not scores.only_scales:
+        if self.config.data.prefix_lm is not None:
+            mask = AttentionMask(prefix_b=torch.zeros(1))
+            logger.info(attention.describe(parallel.device, mask, scores))
+        elif masked or not scores.only_scales:
             logger.info(attention.describe(parallel.device, scores=scores))
         weights, sharded = self.trainer.weights, self.trainer.sharded
         if weights is not None and weights.fp8_data:

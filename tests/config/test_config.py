@@ -281,6 +281,8 @@ EXPERTS: list[tuple[list[str], int, str]] = [
     (["model.hidden_dropout=1"], 1, "model.hidden_dropout"),
 ]  # fmt: skip
 LATENT = "model.latent_attention={q_rank: 32, kv_rank: 16, nope_head_dim: 8, rope_head_dim: 4, value_head_dim: 8}"
+PREFIX = "data.prefix_lm={}"
+LONGROPE = "model.longrope={short_factor: [1, 1, 1, 1], long_factor: [1, 2, 3, 4], factor: 4}"
 LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     ([LATENT, "model.head_dim=8"], 1,
      "model.head_dim = 8: model.latent_attention is set, and its heads have the widths nope_head_dim, rope_head_dim "
@@ -313,6 +315,19 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     (["model.yarn={factor: 4, mscale_all_dim: 1}"], 1, "model.yarn.mscale_all_dim = 1.0: without model.latent_att"),
     (["model.yarn={factor: 4}", "model.rope_theta=1"], 1, "model.rope_theta = 1.0: model.yarn is set, and it needs"),
     (["model.yarn={factor: 4}", "model.rope_interpolation_factor=2"], 1, "model.yarn scales the frequencies already"),
+    (["model.yarn={factor: 4}", LONGROPE], 1, "model.longrope.factor = 4.0: model.yarn scales the frequencies already"),
+    ([LONGROPE, "model.partial_rotary_factor=0.5"], 1, "model.longrope.long_factor = [1.0, 2.0, 3.0, 4.0]: 4 numbers, "
+     "where 2 pairs of channels of a head are rotated; give 2 numbers"),
+    ([LONGROPE, "model.max_position_embeddings=64"], 1, "model.max_position_embeddings = 64: not model.longrope's "
+     "factor × original_max_position_embeddings (16384); try 16384"),
+    ([PREFIX, "model.sliding_window=4"], 1, "model.sliding_window = 4: data.prefix_lm is set, and all tokens attend"),
+    ([PREFIX, "model.position_embedding=alibi"], 1, "model.position_embedding = 'alibi': data.prefix_lm is set, and"),
+    ([PREFIX, "model.mtp_num_layers=1"], 1, "model.mtp_num_layers = 1: data.prefix_lm is set, and a token of the "
+     "prefix would see the embedding of a token that it is to predict; try 0, or leave data.prefix_lm out"),
+    ([PREFIX, "model.architecture=bert"], 1, "model.architecture = 'bert': data.prefix_lm is set, and a prefix is for"),
+    ([PREFIX, "data.reset_at_documents=true"], 1, "data.reset_at_documents = True: data.prefix_lm is set, and"),
+    (["data.prefix_lm={max_length: 65}"], 1, "data.prefix_lm.max_length = 65: training.seq_length is 32, and a prefix"),
+    (["data.prefix_lm={min_length: 9, max_length: 8}"], 1, "data.prefix_lm.min_length = 9: longer than the longest"),
     (["model.rope_local_theta=5"], 1, "model.rope_local_theta = 5.0: no layer has a window; set model.sliding_window"),
     (["model.head_dim=16", "model.partial_rotary_factor=0.2"], 1,
      "model.partial_rotary_factor = 0.2: rotary embeddings rotate pairs, and it makes 3 of 16 channels"),

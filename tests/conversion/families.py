@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,10 @@ GPT_OSS: dict[str, Any] = LLAMA | {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+LONGROPE: dict[str, Any] = {
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.25, 2.0], "long_factor": [1.5, 3.0, 6.0]},
+    "partial_rotary_factor": 0.75,
+}
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", LLAMA | {"num_key_value_heads": 4}),
     "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3_ROPE}),
@@ -150,6 +155,21 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3", LLAMA | {"sliding_window": 5, "partial_rotary_factor": 0.5}),
+    # Sequences of S tokens are longer than the original ones, and shorter.
+    "phi3-longrope": ("Phi3", LLAMA | LONGROPE | {"original_max_position_embeddings": 8}),
+    "phi3-longrope-short": ("Phi3", LLAMA | LONGROPE | {"original_max_position_embeddings": 16}),
+    "qwen2-longrope": (
+        "Qwen2",
+        LLAMA
+        | {
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.5, 3.0, 6.0, 6.5],
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
     "granite": ("Granite", LLAMA | GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "granite-moe": ("GraniteMoe", LLAMA | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "opt": ("OPT", OPT),
@@ -264,6 +284,31 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"qk_norm": True, "rope_theta": 1e4, "rope_local_theta": 50.0, "rope_interpolation_factor": 4.0},
     ),
     "phi3": ("phi3", SMALL | {"partial_rotary_factor": 0.5, "rope_theta": 500.0}),
+    "phi3-longrope": (
+        "phi3",
+        SMALL
+        | {
+            "partial_rotary_factor": 0.75,
+            "longrope": {
+                "short_factor": [1.0, 1.25, 2.0],
+                "long_factor": [1.5, 3.0, 6.0],
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
+    "llama-longrope": (
+        "llama",
+        SMALL
+        | {
+            "longrope": {
+                "short_factor": [1.0, 1.25, 2.0, 3.0],
+                "long_factor": [1.5, 3.0, 6.0, 7.0],
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
     "granite": (
         "granite",
         SMALL | {"embedding_multiplier": 3, "residual_multiplier": 0.4, "attention_scale": 0.3, "logits_scaling": 2},
@@ -351,7 +396,7 @@ def make_theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
     kind, options = THEIRS[name]
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
-        config_class(kind)(**options)
+        config_class(kind)(**deepcopy(options))  # which it changes
     )
     randomize(model, norms=0.0 if kind.startswith("Gemma") else 1.0)
     if kind == "OPT":

@@ -4,7 +4,7 @@ A rank of tensor-parallel rank r of t has, of an attention with a query heads in
 [r·g/t, (r+1)·g/t): for each the rows of its query heads, of its key head, of its value head. Of a gated MLP it has its
 shard of gate above its shard of up. Of e experts, rank x of n expert-parallel ranks has [x·e/n, (x+1)·e/n), each cut
 like an MLP, and with the other ranks' copies of all else. `SelfAttention`, `MLP`, `SequentialMLP`, `TEGroupedMLP`,
-`SharedExpertMLP`, `GPTModel` in megatron/core say so.
+`SharedExpertMLP`, `GPTModel`, `BertModel`, `BertLMHead`, `Pooler` in megatron/core say so.
 """
 
 from __future__ import annotations
@@ -63,6 +63,20 @@ MODELS = {
     },
     "exact gelu": TINY | {"activation": "gelu", "linear_bias": True, "position_embedding": "none"},
 }
+BERT: dict[str, Any] = TINY | {
+    "architecture": "bert",
+    "position_embedding": "learned",
+    "normalization": "layernorm",
+    "activation": "gelu_tanh",
+    "transform_activation": "gelu",
+    "linear_bias": True,
+    "tie_embeddings": True,
+    "token_types": 2,
+    "binary_head": True,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+}
+READ_ONLY = {"bert": BERT, "bert without pairs": BERT | {"token_types": 0, "binary_head": False, "activation": "gelu"}}
 
 
 def heads(x: Tensor, d: int) -> list[Tensor]:
@@ -152,12 +166,16 @@ def stage(
     te: bool,
     multiple: int,
 ) -> dict[str, Tensor]:
-    """`GPTModel.state_dict` of a stage; the vocabulary is padded with zeros to a multiple of t · `multiple`."""
+    """`state_dict` of a stage of GPTModel or BertModel; the vocabulary is padded with zeros to a multiple of
+    t · `multiple`."""
+    bert = model.architecture == "bert"
+    stack = "encoder" if bert else "decoder"
 
-    def padded(name: str) -> Tensor:
-        rows = -(-TINY["vocab_size"] // (multiple * t)) * multiple * t
-        x = whole[f"model.{name}.weight"]
-        return shard(torch.cat([x, x.new_zeros(max(0, rows - len(x)), x.shape[1])])[:rows], r, t)
+    def padded(name: str, kind: str = "weight") -> Tensor:
+        assert model.vocab_size is not None
+        rows = -(-model.vocab_size // (multiple * t)) * multiple * t
+        x = whole[f"model.{name}.{kind}"]
+        return shard(torch.cat([x, x.new_zeros(max(0, rows - len(x)), *x.shape[1:])])[:rows], r, t)
 
     found: dict[str, Tensor] = {}
     first, last = layers.start == 0, layers.stop == model.num_layers
@@ -165,18 +183,26 @@ def stage(
         found["embedding.word_embeddings.weight"] = padded("embedding.word")
         if model.position_embedding == "learned":
             found["embedding.position_embeddings.weight"] = whole["model.embedding.position.weight"]
+        if model.token_types:
+            found["embedding.tokentype_embeddings.weight"] = whole["model.embedding.token_type.weight"]
     for here, i in enumerate(layers):
         prefix = f"model.layers.{i}."
         w = {name.removeprefix(prefix): x for name, x in whole.items() if name.startswith(prefix)}
-        found |= {f"decoder.layers.{here}.{key}": x for key, x in layer(w, model, r, t, te, x, n).items()}
+        found |= {f"{stack}.layers.{here}.{key}": x for key, x in layer(w, model, r, t, te, x, n).items()}
     if last:
         for kind in ("weight", "bias"):
             if f"model.final_norm.{kind}" in whole:
-                found[f"decoder.final_layernorm.{kind}"] = whole[f"model.final_norm.{kind}"]
+                found[f"{stack}.final_layernorm.{kind}"] = whole[f"model.final_norm.{kind}"]
         if not model.tie_embeddings:
             found["output_layer.weight"] = padded("output")
         elif not first:
             found["output_layer.weight"] = padded("embedding.word")
+        heads = {"transform": "lm_head.dense", "transform_norm": "lm_head.layer_norm"} if bert else {}
+        heads |= {"pooler": "pooler.dense", "binary_head": "binary_head"} if model.binary_head else {}
+        for ours, theirs in heads.items():
+            found |= {f"{theirs}.{kind}": whole[f"model.{ours}.{kind}"] for kind in ("weight", "bias")}
+        if bert:
+            found["output_layer.bias"] = padded("output", "bias")
     return found
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from typing import Any
 
 import pytest
 
-from megafp8.config import ModelConfig, MoeConfig, YarnConfig, load_config
+from megafp8.config import LongRopeConfig, ModelConfig, MoeConfig, YarnConfig, load_config
 from megafp8.conversion.hf_config import FAMILIES, choose, differences, read_config, write_config
 from megafp8.conversion.model import is_mtp, model_tensors
 from tests.conversion.families import (
@@ -20,6 +21,7 @@ from tests.conversion.families import (
     LATENT,
     LLAMA,
     LLAMA3_ROPE,
+    LONGROPE,
     NEOX,
     OPT,
     OURS,
@@ -46,6 +48,7 @@ G3 = GEMMA | {"model_type": "gemma3_text"}
 G = GPT2 | {"model_type": "gpt2"}
 ORIGINAL = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.5, 3.0]}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another family": (
@@ -117,8 +120,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gpt-oss without a rope": (GO, "rope_scaling = None: .*releases of transformers differ in its default"),
     "Baichuan 2": (BA | {"model_max_length": 16, "z_loss_weight": 0}, "this is Baichuan 2, whose output layer norm"),
     "two lengths": (BA | {"model_max_length": 16, "max_position_embeddings": 16}, "has max_position_embeddings and mo"),
-    "longrope": (P3 | {"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope': .*longrope has two sets of fre"),
-    "a scaled rope in Phi-3": (P3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "null in this family"),
+    "longrope without frequencies": (P3 | {"rope_scaling": {"type": "longrope"}}, "rope_scaling has no key short_fac"),
+    "longrope with too few": (
+        P3 | {"rope_scaling": LONG, "max_position_embeddings": 8192},
+        r"longrope.short_factor = \[1.0, 2.0\]: 2 numbers, where 4 pairs of channels",
+    ),
+    "longrope with a length that one release reads": (
+        Q2 | {"rope_scaling": LONG, "original_max_position_embeddings": 16},
+        "rope_scaling has no key original_max_position_embeddings",
+    ),
+    "longrope without a length": (
+        {key: x for key, x in P3.items() if key != "max_position_embeddings"} | {"rope_scaling": LONG},
+        "max_position_embeddings = None: .*a number of tokens",
+    ),
+    "longrope with a factor of scores": (
+        P3 | {"rope_scaling": LONG | {"attention_factor": 1.2}},
+        "attention_factor = 1.2: .*null, as it follows from the factor",
+    ),
+    "longrope with another factor": (
+        P3 | {"rope_scaling": LONG | {"factor": 3.0}, "max_position_embeddings": 8192},
+        r"rope_scaling.factor = 3.0: .*max_position_embeddings / original_max_position_embeddings \(2.0\)",
+    ),
+    "an original length that transformers does not read": (
+        P3 | {"rope_scaling": LONG | {"original_max_position_embeddings": 8}},
+        "original_max_position_embeddings = 4096: .*rope_scaling.original_max_position_embeddings",
+    ),
+    "a scaled rope in Phi-3": (
+        P3 | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_type 'longrope', or nul",
+    ),
     "two parts of a head": (
         P3 | {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
         r"partial_rotary_factor = 0.25: .*the value of its other copy \(0.5\)",
@@ -347,6 +377,17 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"full_attention_layers": [1], "rope_theta": 500.0, "rope_local_theta": 5.0, "rope_interpolation_factor": 8.0},
     ),
+    "Phi-4-mini, with what its own code reads": (
+        P3
+        | LONGROPE
+        | {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
+        | {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
+        {"longrope": LongRopeConfig(short_factor=[1, 1.25, 2], long_factor=[1.5, 3, 6], factor=32), "yarn": None},
+    ),
+    "su, the first name of longrope": (
+        P3 | LONGROPE | {"rope_scaling": LONGROPE["rope_scaling"] | {"type": "su"}, "max_position_embeddings": 8192},
+        {"longrope": LongRopeConfig(short_factor=[1, 1.25, 2], long_factor=[1.5, 3, 6], factor=2)},
+    ),
     "theta, version 4": (L | {"rope_theta": 5e5}, {"rope_theta": 5e5}),
     "theta, version 5": (L | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5}),
 }
@@ -371,7 +412,7 @@ def test_our_models_round_trip_through_their_family(name: str) -> None:
 @pytest.mark.parametrize("name", THEIRS)
 def test_transformers_reads_our_config_as_its_own(name: str) -> None:
     kind, options = THEIRS[name]
-    theirs = config_class(kind)(**options).to_dict()
+    theirs = config_class(kind)(**deepcopy(options)).to_dict()
     family, model = read_config(theirs)
     ours = config_class(kind)(**write_config(family, model)).to_dict()
     ignored = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id", "max_window_layers"}

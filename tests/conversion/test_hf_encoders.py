@@ -16,14 +16,18 @@ from megafp8.conversion.base import Source
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.load import load_weights
+from megafp8.conversion.megatron_source import MegatronSource
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
+from megafp8.models.norms import normalized
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.tensor_parallel.mappings import gather_from_tensor_parallel
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import RandomSource, S, V, randomize
 from tests.conversion.families import tokens as any_tokens
+from tests.conversion.megatron_reference import BERT as BERT_OF_MEGATRON
+from tests.conversion.megatron_reference import save as save_as_megatron
 from tests.world import World
 
 LENGTHS = [S, 7]
@@ -34,7 +38,7 @@ BERT: dict[str, Any] = {
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "BertForPreTraining": ("Bert", BERT),
     "BertForMaskedLM": ("Bert", BERT | {"hidden_act": "gelu_new", "type_vocab_size": 3}),
-    "RobertaForMaskedLM": ("Roberta", BERT | {"type_vocab_size": 1, "layer_norm_eps": 1e-5}),
+    "RobertaForMaskedLM": ("Roberta", BERT | {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "hidden_act": "gelu_new"}),
 }
 OURS: dict[str, dict[str, Any]] = {
     "bert": {
@@ -70,7 +74,8 @@ def our_logits(source: Source, tp: int) -> tuple[Tensor, Tensor | None]:
     assert stage.head is not None
     inputs = stage.layer_inputs(S, None, cu_seqlens)
     x_sbh, branch_sbh = stage.run_blocks(stage.embedding(tokens(), None, token_types_bs=types), inputs)
-    binary = None if stage.head.binary is None else stage.head.binary.logits(x_sbh)
+    hidden_sbh = x_sbh if stage.head.norm is None else normalized(stage.head.norm, x_sbh, branch_sbh)
+    binary = None if stage.head.binary is None else stage.head.binary.logits(hidden_sbh)
     logits_sbv = gather_from_tensor_parallel(stage.head.logits(x_sbh, branch_sbh), state.tensor.group)
     return logits_sbv.transpose(0, 1)[..., : model.vocab_size].contiguous(), binary
 
@@ -162,3 +167,50 @@ THEIRS_ROBERTA = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 18,
     "type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1,
 }  # fmt: skip
+
+
+_OF_LAYER = {
+    "attention_norm": "attention.ln", "attention.q": "attention.self.query", "attention.k": "attention.self.key",
+    "attention.v": "attention.self.value", "attention.proj": "attention.output.dense", "mlp_norm": "ln",
+    "mlp.up": "intermediate.dense", "mlp.down": "output.dense",
+}  # fmt: skip
+_OUTER = {
+    "embedding.word": "bert.embeddings.word_embeddings", "embedding.position": "bert.embeddings.position_embeddings",
+    "embedding.token_type": "bert.embeddings.token_type_embeddings", "final_norm": "bert.encoder.ln",
+    "pooler": "bert.pooler.dense", "transform": "cls.predictions.transform.dense",
+    "transform_norm": "cls.predictions.transform.LayerNorm", "binary_head": "cls.seq_relationship",
+    "output": "cls.predictions",
+}  # fmt: skip
+
+
+def _as_megatron_bert(name: str) -> str:
+    """The name of our tensor in a MegatronBertForPreTraining of `transformers`."""
+    module, _, kind = name.removeprefix("model.").rpartition(".")
+    if module in _OUTER:
+        return f"{_OUTER[module]}.{kind}"
+    _, layer, part = module.split(".", 2)
+    return f"bert.encoder.layer.{layer}.{_OF_LAYER[part]}.{kind}"
+
+
+def _from_megatron(path: Path, tp: int) -> tuple[Tensor, Tensor | None]:
+    return our_logits(MegatronSource(path), tp)
+
+
+def test_megatrons_checkpoint_of_bert(world2: World, tmp_path: Path) -> None:
+    """`transformers` has a model for it, whose head has the MLP's GELU, where Megatron-LM's is exact."""
+    import transformers
+
+    source = RandomSource(ModelConfig(**BERT_OF_MEGATRON | {"head_dim": 4, "vocab_size": V}))
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": 32, "vocab_size": V}
+    args = {"num_layers": 4, "kv_channels": 4, "ffn_hidden_size": 24, "make_vocab_size_divisible_by": 8, **sizes}
+    save_as_megatron(tmp_path, source, args, (2, 2, 1))
+    options = {"num_hidden_layers": 4, "intermediate_size": 24, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5}
+    model = transformers.MegatronBertForPreTraining(transformers.MegatronBertConfig(**sizes, **options)).eval()
+    model.cls.predictions.transform.transform_act_fn = torch.nn.GELU()
+    weights = {_as_megatron_bert(name): x for name, x in source.whole.items()}
+    weights = {key: x[:V] if "word_emb" in key or key == "cls.predictions.bias" else x for key, x in weights.items()}
+    weights["cls.predictions.decoder.weight"] = weights["bert.embeddings.word_embeddings.weight"]
+    weights["cls.predictions.decoder.bias"] = weights["cls.predictions.bias"]
+    model.load_state_dict(weights)
+    for tp in (1, 2):
+        _hold(world2.run(_from_megatron, tmp_path, tp, ranks=tp)[0], _their_logits(model))

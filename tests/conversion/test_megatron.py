@@ -16,7 +16,7 @@ from megafp8.conversion.megatron_source import MegatronSource, is_megatron
 from megafp8.models.router import choose
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import RandomSource
-from tests.conversion.megatron_reference import MODELS, TINY, chosen, folders, rank, save
+from tests.conversion.megatron_reference import MODELS, READ_ONLY, TINY, chosen, folders, rank, save
 
 # Arguments as a user of Megatron-LM would give them for MODELS, and its defaults of those they would not.
 COMMON = {
@@ -90,6 +90,9 @@ ARGS: dict[str, dict[str, Any]] = {
     | {"position_embedding_type": "none", "normalization": "RMSNorm", "bias_gelu_fusion": False}
     | {"untie_embeddings_and_output_weights": True},
 }
+BERT = COMMON | {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "bert_binary_head": True}
+BERT |= {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+ARGS |= {"bert": BERT, "bert without pairs": BERT | {"bert_binary_head": False, "bias_gelu_fusion": False}}
 LAYOUTS = [(1, 1, 1), (2, 2, 2)]
 MORE = [("llama", (1, 2, 1)), ("gpt2", (1, 2, 1)), ("llama", (1, 4, 1)), ("llama", (4, 1, 1)), ("gpt2", (4, 2, 2))]
 EXPERTS = [(1, 1, 1), (2, 1, 1, 4), (2, 2, 2, 2)]
@@ -100,7 +103,7 @@ CASES: list[tuple[str, tuple[int, ...]]] = [
 
 
 def random_source(name: str, **options: Any) -> RandomSource:
-    return RandomSource(ModelConfig.model_validate(MODELS[name]), **options)
+    return RandomSource(ModelConfig.model_validate((MODELS | READ_ONLY)[name]), **options)
 
 
 def assert_same(read: MegatronSource, truth: RandomSource) -> None:
@@ -109,7 +112,7 @@ def assert_same(read: MegatronSource, truth: RandomSource) -> None:
         tensor = read.read(name)
         assert tensor.dtype == expected.dtype == read.tensors[name].dtype, name
         assert tuple(tensor.shape) == read.tensors[name].shape, name
-        if name in ("model.embedding.word.weight", "model.output.weight"):
+        if name in ("model.embedding.word.weight", "model.output.weight", "model.output.bias"):
             tensor, expected = tensor[:50], expected[:50]
         assert torch.equal(tensor, expected), name
 
@@ -142,7 +145,9 @@ def test_each_rank_is_written_as_megatron_has_it(name: str, layout: tuple[int, .
                 assert torch.equal(found[n], x), (folder, key, n)
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "layout"), [*CASES, *((name, layout) for name in READ_ONLY for layout in LAYOUTS)], ids=str
+)
 def test_each_tensor_is_read_from_what_megatron_writes(name: str, layout: tuple[int, ...], tmp_path: Path) -> None:
     truth = random_source(name, dtype=torch.bfloat16)
     read = MegatronSource(save(tmp_path, truth, ARGS[name], layout, te=name not in ("gpt2", "mixtral")))
@@ -277,6 +282,7 @@ def test_a_router_chooses_as_its_arguments_say(args: dict[str, Any]) -> None:
         ({"activation": "geglu_tanh"}, (), "no model with activation = 'geglu_tanh'"),
         ({"rope_scaling": {"low_freq_factor": 2.0}}, (), "no model with rope_scaling"),
         ({"normalization": "layernorm", "qk_norm": True}, (), "qk_layernorm with normalization = 'LayerNorm'"),
+        (READ_ONLY["bert"], (), "architecture = 'bert': of Megatron-LM's models megafp8 writes gpt only"),
         ({}, (3,), "TP 3 does not divide the model's num_attention_heads = 4"),
         ({"num_query_groups": 2}, (4,), "TP 4 does not divide the model's num_query_groups = 2"),
         ({}, (1, 3), "do not divide 4 layers"),
@@ -297,6 +303,17 @@ def test_what_the_format_cannot_hold_is_refused(
     with pytest.raises(ValueError, match=message):
         MegatronSink(tmp_path / "out", *layout).begin(RandomSource(ModelConfig.model_validate(TINY | model)), {})
     assert not list(tmp_path.iterdir())
+
+
+def test_t5_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, random_source("bert"), ARGS["bert"], (1, 1, 1))
+    (file,) = tmp_path.rglob("*.pt")
+    content = torch.load(file, weights_only=False)
+    first = {key: x for key, x in content["model"].items() if key.startswith("encoder.layers.0.")}
+    content["model"] |= {key.replace("encoder", "decoder"): x for key, x in first.items()}
+    torch.save(content, file)
+    with pytest.raises(ValueError, match=r"model_optim_rng\.pt is of T5; megafp8 reads Megatron-LM's GPT and BERT"):
+        MegatronSource(tmp_path)
 
 
 def test_a_folder_is_recognized(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def linear(x: Tensor, w: Weights, name: str) -> Tensor:
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-def gelu(x: Tensor, config: ModelConfig) -> Tensor:
-    if config.activation.endswith("tanh"):
+def gelu(x: Tensor, kind: str) -> Tensor:
+    if kind.endswith("tanh"):
         return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
@@ -74,7 +74,7 @@ def bert_hidden(
         if post:
             x = norm(x, w, f"{name}.attention_norm", config)
         y = x if post else norm(x, w, f"{name}.mlp_norm", config)
-        y = linear(gelu(linear(y, w, f"{name}.mlp.up"), config), w, f"{name}.mlp.down")
+        y = linear(gelu(linear(y, w, f"{name}.mlp.up"), config.activation), w, f"{name}.mlp.down")
         x = x + dropouts.hidden(y, f"{name}.mlp")
         if post:
             x = norm(x, w, f"{name}.mlp_norm", config)
@@ -87,7 +87,8 @@ def bert_loss(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Loss of each token `[b, s]`, and of each sample `[b]`, zero without a binary head."""
     x = bert_hidden(w, config, tokens, types, lengths, dropouts)
-    y = norm(gelu(linear(x, w, "transform"), config), w, "transform_norm", config)
+    y = gelu(linear(x, w, "transform"), config.transform_activation or config.activation)
+    y = norm(y, w, "transform_norm", config)
     output = w["embedding.word.weight"] if config.tie_embeddings else w["output.weight"]
     logits = (y @ output.T + w["output.bias"])[..., : config.vocab_size]
     loss = logits.logsumexp(-1) - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -114,7 +115,7 @@ def _bucket(distance: int, config: ModelConfig, *, bidirectional: bool) -> int:
 
 def _t5_mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
     up = linear(x, w, f"{name}.up")
-    inner = gelu(linear(x, w, f"{name}.gate"), config) * up if f"{name}.gate.weight" in w else up.relu()
+    inner = gelu(linear(x, w, f"{name}.gate"), config.activation) * up if f"{name}.gate.weight" in w else up.relu()
     return linear(inner, w, f"{name}.down")
 
 

@@ -30,7 +30,8 @@ BERT: dict[str, Any] = {
 MODELS = {
     "bert": BERT | {"hidden_dropout": 0.2, "attention_dropout": 0.3},
     "megatron": BERT
-    | {"norm_position": "pre", "embedding_norm": False, "activation": "gelu_tanh", "tie_embeddings": False},
+    | {"norm_position": "pre", "embedding_norm": False, "activation": "gelu_tanh", "tie_embeddings": False}
+    | {"transform_activation": "gelu"},
     "roberta": BERT | {"token_types": 0, "binary_head": False},
 }
 SEED, SAMPLES = 42, [5, 2**32 + 7]

@@ -40,6 +40,12 @@ GPT2: dict[str, Any] = LLAMA | {
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0, "truncate": False}
+LONGROPE = {
+    "short_factor": [1.0, 2.0],
+    "long_factor": [1.5, 7.0],
+    "factor": 8.0,
+    "original_max_position_embeddings": 12,  # sequences of test_context_parallel are longer
+}
 LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -74,7 +80,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen": LLAMA
     | DROPOUT
-    | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True, "activation": "clamped_swiglu"},
+    | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True, "activation": "clamped_swiglu"}
+    | {"longrope": LONGROPE},
     "olmo-window-mtp": LLAMA
     | DROPOUT
     | {
@@ -154,6 +161,7 @@ MEMORY = {
 def _compare(
     model: dict[str, Any], tp: int, sequence_parallel: bool, recompute: str = "none", documents: bool = False,
     z_loss: float = 0.0, cp: int = 1, ep: int = 1, etp: int = 1, gathers_tokens: bool = True,
+    prefix: list[int] | None = None,
 ) -> int:  # fmt: skip
     config, s = ModelConfig(**model), 8 if cp == 1 else 16
     state = initialize_model_parallel(
@@ -183,17 +191,18 @@ def _compare(
     cu_seqlens = torch.tensor(starts, dtype=torch.int32) if documents else None
     positions = torch.tensor([[row[:i].count(row[i]) for i in range(s)] for row in DOCUMENTS[s]]) if documents else None
     counted = torch.ones(B, s, dtype=torch.float64)
-    batch = Batch(tokens, labels, counted, positions, cu_seqlens, torch.tensor(SAMPLES))
+    prefix_b = None if prefix is None else torch.tensor(prefix)
+    batch = Batch(tokens, labels, counted, positions, cu_seqlens, torch.tensor(SAMPLES), prefix=prefix_b)
     batch = batch.with_later_labels(config.mtp_num_layers)
     weight_bs = torch.rand(batch.labels.shape, dtype=torch.float64, generator=generator)
     shard = replace(batch, loss_mask=weight_bs * batch.loss_mask).shard(state.context.rank, cp)
-    loss_sb = stage(None, shard.tokens, shard.labels, shard.position_ids, shard.cu_seqlens, shard.samples)
+    loss_sb = stage(None, *shard.inputs)
     (loss_sb * shard.loss_mask.T).sum().backward()
 
     of_routers = [torch.zeros(())]
     expected = twin_loss(
         whole, config, tokens, labels, positions=positions, documents=ids, z_loss=z_loss, router_losses=of_routers,
-        seed=SEED, samples=SAMPLES,
+        seed=SEED, samples=SAMPLES, prefix=prefix,
     )  # fmt: skip
     ((expected * weight_bs).sum() + sum(of_routers)).backward()
     expected_shard = replace(batch, loss_mask=expected.detach()).shard(state.context.rank, cp).loss_mask
@@ -231,6 +240,23 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
 def test_document_boundaries_z_loss_and_recompute(world4: World, name: str, tp: int, sequence_parallel: bool) -> None:
     world4.run(_compare, MODELS[name], tp, sequence_parallel, "full", True, 0.01, ranks=tp)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "cp", "recompute"),
+    [
+        ("llama", 2, 1, "none"),
+        ("qwen", 1, 1, "full"),  # dropout and sinks
+        ("latent", 2, 1, "selective"),
+        ("gpt2", 2, 2, "none"),
+        pytest.param("parallel-block", 1, 2, "full", marks=pytest.mark.slow),
+        pytest.param("llama-gqa-rope-scaling", 1, 4, "none", marks=pytest.mark.slow),
+    ],
+)
+def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int, recompute: str) -> None:
+    """Of another length in each sample, one of them the whole of it."""
+    prefix = [3, 8] if cp == 1 else [11, 16]
+    world4.run(_compare, MODELS[name], tp, True, recompute, False, 0.0, cp, 1, 1, True, prefix, ranks=tp * cp)
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 4), (2, 2)])

@@ -57,7 +57,7 @@ def _compare(model: dict[str, Any], tp: int, sequence_parallel: bool, recompute:
     weight = torch.rand(B, D, dtype=torch.float64, generator=generator)
     x = None
     for stage in stages:
-        x = stage(x, tokens, labels, None, None, torch.tensor(SAMPLES), None, decoder_tokens)
+        x = stage(x, tokens, labels, None, None, torch.tensor(SAMPLES), decoder_tokens_bd=decoder_tokens)
         if stage.head is None:
             assert len(x) == stage.stream_rows(S, B, D)
     (x * weight.T).sum().backward()

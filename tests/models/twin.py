@@ -91,12 +91,15 @@ def _yarn_frequency(f: float, pair: int, d: int, config: ModelConfig) -> float:
     return f * (1 - stretched) + f / y.factor * stretched
 
 
-def _frequency(pair: int, d: int, config: ModelConfig, window: int | None = None) -> float:
+def _frequency(pair: int, d: int, config: ModelConfig, length: int, window: int | None = None) -> float:
     if window is not None and config.rope_local_theta is not None:
         return config.rope_local_theta ** (-2 * pair / d)
     f = config.rope_theta ** (-2 * pair / d) / config.rope_interpolation_factor
     if config.yarn is not None:
         return _yarn_frequency(f, pair, d, config)
+    if config.longrope is not None:
+        short = length <= config.longrope.original_max_position_embeddings
+        return f / (config.longrope.short_factor if short else config.longrope.long_factor)[pair]
     r = config.rope_scaling
     if r is None:
         return f
@@ -111,8 +114,11 @@ def _frequency(pair: int, d: int, config: ModelConfig, window: int | None = None
     return (1 - smooth) * f / r.factor + smooth * f
 
 
-def _yarn_factors(config: ModelConfig) -> tuple[float, float]:
+def _scaled_factors(config: ModelConfig) -> tuple[float, float]:
     """Of rotated channels, and of latent attention's scores."""
+    if config.longrope is not None:
+        lengths = config.longrope.factor, config.longrope.original_max_position_embeddings
+        return (1 + math.log(lengths[0], lengths[1])) ** 0.5, 1
     if config.yarn is None:
         return 1, 1
     rotated, all_channels = (0.1 * m * math.log(config.yarn.factor) + 1
@@ -124,8 +130,10 @@ def _rotate(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig, window: in
     """The halves of a head as complex numbers, the first of them rotated by position × frequency."""
     half = x_bsd.shape[-1] // 2
     pairs = round(half * config.partial_rotary_factor)
-    frequencies = torch.tensor([_frequency(i, 2 * pairs, config, window) for i in range(pairs)], dtype=torch.float64)
-    factor = 1 if window is not None and config.rope_local_theta is not None else _yarn_factors(config)[0]
+    frequencies = torch.tensor(
+        [_frequency(i, 2 * pairs, config, x_bsd.shape[1], window) for i in range(pairs)], dtype=torch.float64
+    )
+    factor = 1 if window is not None and config.rope_local_theta is not None else _scaled_factors(config)[0]
     rotations = torch.polar(
         torch.tensor(factor, dtype=torch.float64), positions_bs.double().unsqueeze(-1) * frequencies
     )
@@ -180,10 +188,10 @@ def _attention(
 def _interleaved(x_bsd: Tensor, positions_bs: Tensor, config: ModelConfig) -> Tensor:
     """Neighbouring channels as complex numbers, rotated by position × frequency."""
     d = x_bsd.shape[-1]
-    frequencies = torch.tensor([_frequency(i, d, config) for i in range(d // 2)], dtype=torch.float64)
+    frequencies = torch.tensor([_frequency(i, d, config, x_bsd.shape[1]) for i in range(d // 2)], dtype=torch.float64)
     angles = positions_bs.double().unsqueeze(-1) * frequencies
     rotated = torch.complex(x_bsd[..., 0::2], x_bsd[..., 1::2]) * torch.polar(
-        _yarn_factors(config)[0] * torch.ones_like(angles), angles
+        _scaled_factors(config)[0] * torch.ones_like(angles), angles
     )
     return torch.view_as_real(rotated).flatten(-2)
 
@@ -213,7 +221,7 @@ def _latent_attention(
         qn, qr = q[..., head * (n + r) : (head + 1) * (n + r)].split([n, r], dim=-1)
         kn, vh = kv[..., head * (n + v) : (head + 1) * (n + v)].split([n, v], dim=-1)
         scores = qn @ kn.transpose(-1, -2) + _interleaved(qr, positions, config) @ k_rotary.transpose(-1, -2)
-        scores = scores * _yarn_factors(config)[1]
+        scores = scores * _scaled_factors(config)[1]
         probabilities = (scores / math.sqrt(n + r)).masked_fill(~allowed, -math.inf).softmax(-1)
         out.append(dropouts.probabilities(probabilities, name, head) @ vh)
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
@@ -293,15 +301,16 @@ def moe(x: Tensor, w: Weights, name: str, config: ModelConfig, losses: list[Tens
     return torch.stack(out).view_as(x)
 
 
-def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
+def _allowed(tokens: Tensor, documents: Tensor | None, window: int | None, prefix: list[int] | None) -> Tensor:
     b, s = tokens.shape
     allowed = torch.zeros(b, s, s, dtype=torch.bool)
     for row in range(b):
         for i in range(s):
-            for j in range(i + 1):
+            for j in range(s):
                 near = window is None or i - j < window
                 same = documents is None or documents[row, i] == documents[row, j]
-                allowed[row, i, j] = near and bool(same)
+                earlier = j <= i or (prefix is not None and j < prefix[row])
+                allowed[row, i, j] = earlier and near and bool(same)
     return allowed
 
 
@@ -354,15 +363,17 @@ def twin_loss(
     router_losses: list[Tensor] | None = None,
     seed: int = 0,
     samples: list[int] | None = None,
+    prefix: list[int] | None = None,
 ) -> Tensor:
     """Loss of each token `[b, s]` of the whole model, float64. Appends to `router_losses`.
 
-    `samples`: their indices in the run, for dropout, with its `seed`.
+    `samples`: their indices in the run, for dropout, with its `seed`. `prefix`: of each sample, how many first tokens
+    all of its tokens attend to.
 
     With multi-token prediction the losses of all depths, one below the other; zero where a token has none to predict.
     """
     windows = [None if i in config.full_attention_layers else config.sliding_window for i in range(config.num_layers)]
-    allowed = {window: _allowed(tokens, documents, window) for window in set(windows)}
+    allowed = {window: _allowed(tokens, documents, window, prefix) for window in set(windows)}
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     x, kind = config.embedding_multiplier * w["embedding.word.weight"][tokens], config.normalization

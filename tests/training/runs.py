@@ -27,8 +27,9 @@ from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout, load_config
 from megafp8.data import sampler
 from megafp8.data.masked_lm import MaskedLM, SpecialIds
-from megafp8.data.objectives import Objective
-from megafp8.data.samples import PADDING, Batch, next_token_batch
+from megafp8.data.objectives import NextToken, Objective
+from megafp8.data.prefix_lm import PrefixLM
+from megafp8.data.samples import PADDING, Batch
 from megafp8.data.span_corruption import SpanCorruption
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
@@ -156,6 +157,7 @@ WORDS: dict[str, Sections] = {
     "masked": {"data": {"mask_eod_loss": True}},
     "documents": {"data": {"mask_eod_loss": True, "reset_at_documents": True}, "training": {"z_loss": 1e-4}},
     "best-fit": {"data": {"packing": "best_fit", "mask_eod_loss": True, "reset_at_documents": True}},
+    "prefix": {"data": {"prefix_lm": {"min_length": 2, "max_length": 20}}},
     "text": {},  # the quickstart's; `Runs` knows where it is
     # FP8
     "delayed": _fp8("delayed"),
@@ -377,10 +379,14 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     samples = torch.arange(step * t.global_batch_size, (step + 1) * t.global_batch_size)
     if config.model.architecture != "gpt":
         return _encoder_batches(config, parallel, tokens, samples)
-    own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (tokens, samples)))
     eod = 0 if d.mask_eod_loss or d.reset_at_documents else None
-    options = {"reset_at_documents": d.reset_at_documents, "mask_eod_loss": d.mask_eod_loss}
-    return [replace(next_token_batch(x, eod, **options), samples=indices) for x, indices in own]
+    objective: Objective = NextToken(t.seq_length, eod, d.reset_at_documents, d.mask_eod_loss)
+    if d.prefix_lm is not None:
+        assert d.prefix_lm.max_length is not None
+        objective = PrefixLM(objective, 1234, d.prefix_lm.min_length, d.prefix_lm.max_length)
+    rows = torch.stack([torch.from_numpy(objective.row([x.numpy()], i)) for i, x in zip(samples.tolist(), tokens)])
+    own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (rows, samples)))
+    return [replace(objective.batch(x), samples=indices) for x, indices in own]
 
 
 def _encoder_batches(config: Config, parallel: ParallelState, tokens: Tensor, indices: Tensor) -> list[Batch]:

@@ -82,7 +82,7 @@ QUICK_CASES = [
     "4-layers pp4 4-samples", *product(["tp2 no-sp", "tp2 pp2", "dp2 pp2", *UNEVEN], ["gpt2 tied"]),  # fp32
     "dropout dp2 fsdp", "cp4 window",
     *product(["dropout micro2 dp2 pp2", "dropout tp2 cp2", "mtp dropout tp2 pp2"], ["documents"]),
-    "dp2 masked", "pp2 cp2 masked",
+    "dp2 masked", "pp2 cp2 masked", "prefix 4-layers tp2 pp2 masked",
     "dp2 cp2 text", "dp2 cp2 best-fit",
     "moe dropout fp64 delayed tp2 cp2 ep2 etp2", "moe tp2 dp2 fsdp",  # experts
     "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "4-layers moe pp2 tp2 ep2 dualpipev",
@@ -96,6 +96,8 @@ QUICK_CASES = [
 SLOW_CASES = [
     *product(["dp2", "dp2 ep2", "tp2", "cp2 ep2", "cp2 dp2 ep4"], ["moe", "deepseek"]),
     *product(["tp2 dp2 ep2 zero", "pp2 dp2 ep2"], ["moe", "deepseek"]),
+    *product(["prefix"], ["tp2", "4-layers pp2 full", "cp2 dropout", "tp2 cp2 delayed fp64", "dp2 fsdp", "graphs"]),
+    "prefix text dp2 pp2", "prefix moe tp2 ep2",
     "tp2 cp2", "deepseek tp2 cp2 ep4", "moe dp4 ep2 fsdp", "tp2 pp2 current", "dp2 pp2 delayed",
     "moe cp2 dp2 ep4 full", "4-layers moe pp2 dp2 ep2 zb-h1 selective", "moe dp2 ep2 zero masked documents",
     "moe bf16 dp2 ep2", "moe offload dp2 ep2", "moe bf16 graphs", "deepseek tp2 cp2 ep4 fp64",

@@ -1,0 +1,52 @@
+"""Prefix language modelling: a sample's first tokens see each other, and the model predicts the others.
+
+    tokens    t0 t1 t2 | t3 t4 t5 t6        a prefix of 3
+    labels    t1 t2 t3   t4 t5 t6 t7
+    counts     0  0  1    1  1  1  1
+    t1 sees   t0 t1 t2                      the prefix, in both directions
+    t4 sees   t0 t1 t2   t3 t4              the prefix, and what is before it
+
+(Raffel et al. 2019, arXiv:1910.10683, section 3.2.1; UL2's S-denoising, arXiv:2205.05131; GLM.) The last token of the
+prefix predicts the first one after it; labels within the prefix do not count, since the model sees them. A prefix of
+one token is plain next-token prediction.
+
+Shapes: b micro-batch, s sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megafp8.data.objectives import NextToken, Parts, generator_of
+from megafp8.data.samples import Batch
+
+
+@dataclass(frozen=True)
+class PrefixLM:
+    """`next_token` with prefixes whose length is drawn from `shortest` to `longest` tokens, all equally likely.
+
+    A length depends on the seed and on the sample's number in the run only.
+    """
+
+    next_token: NextToken
+    seed: int
+    shortest: int
+    longest: int
+
+    def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
+        """The sample's tokens, and last the length of its prefix: `[s + 2]`."""
+        length = generator_of(self.seed, index).integers(self.shortest, self.longest, endpoint=True)
+        return np.append(self.next_token.row(parts, index), length)
+
+    def batch(self, rows: Tensor) -> Batch:
+        """With `prefix`, and a loss mask."""
+        batch, prefix_b = self.next_token.batch(rows[:, :-1]), rows[:, -1].contiguous()
+        counts_bs = (torch.arange(batch.tokens.shape[1]) >= prefix_b[:, None] - 1).float()
+        if batch.loss_mask is not None:
+            counts_bs = counts_bs * batch.loss_mask
+        return replace(batch, loss_mask=counts_bs, prefix=prefix_b)
