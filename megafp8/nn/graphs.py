@@ -170,9 +170,8 @@ def graph(
         sample = Arguments(args, kwargs)
         devices = {str(x.device) for x in (*sample.tensors, *module.parameters(), *module.buffers())}
         if not sample.tensors or len(devices) != 1:
-            raise ValueError(
-                f"{name} has tensors on {', '.join(sorted(devices))}; all must be on one GPU, arguments too"
-            )
+            where = ", ".join(sorted(devices))
+            raise ValueError(f"{name} has tensors on {where}; all, one argument at least, must be on one GPU")
         if new_capture is CudaCapture and sample.tensors[0].device.type != "cuda":
             raise ValueError(f"{name} is on {devices.pop()}, and CUDA graphs are of a GPU; train without them there")
         graphed.append(GraphedModule(module, name, sample, precision))
@@ -287,8 +286,12 @@ class GraphedModule:
         self.takes_first_microbatch = False
         self.own = _OwnForward(module)
         self.modules = list(module.modules())
-        self.linears = [linear for linear in linears_of(module) if isinstance(linear, StandaloneLinear)]
-        self.layers = list(dict.fromkeys(linear.layers for linear in self.linears))
+        self.linears = [
+            (each, linear)
+            for each in self.modules
+            for linear in vars(each).values()
+            if isinstance(linear, StandaloneLinear)
+        ]
         self.weights: list[FixedWeightCopies] = []
         self.warm_passes = 0
         self._warmed_with: Any = None
@@ -309,13 +312,18 @@ class GraphedModule:
             raise ValueError(f"{self.name} is recomputed in backward, which a graph is not; checkpoint parts within it")
         self.sample.check(given, self.name)
         self._check_context()
-        for layers in self.layers if self.precision.enabled else ():
-            layers.begin_forward(current())
+        self.begin_forward()
         replays = self.together.replays_of(self) if self.settled else None
         if replays is None:
             return self._run_eagerly(args, kwargs)
         outputs = _Replay.apply(replays, kwargs.get(FIRST_MICROBATCH), *given.tensors, *replays.parameters)
         return tree_unflatten(list(outputs), replays.output_spec)
+
+    def begin_forward(self) -> None:
+        """End the FP8 step that is over, if one is, for the layers that are in training."""
+        if self.precision.enabled:
+            for layers in dict.fromkeys(linear.layers for module, linear in self.linears if module.training):
+                layers.begin_forward(current())
 
     def _check_context(self) -> None:
         if Precision.now() != self.precision:
@@ -332,10 +340,10 @@ class GraphedModule:
         self._autocast_dtype = torch.get_autocast_dtype(self._device_type) if enabled else None
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outputs = self.own(*args, **kwargs)
         key = self.key()
         if key != self._warmed_with:
             self.warm_passes, self._warmed_with = 0, key
-        outputs = self.own(*args, **kwargs)
         for state in self.states:
             quantizer = state.own_quantizers.grad_output
             if isinstance(quantizer, RecipeQuantizer) and quantizer.recipe.capabilities.stochastic_rounding:
@@ -356,7 +364,7 @@ class GraphedModule:
     @property
     def states(self) -> list[WatchingLinearState]:
         """Of the layers in FP8, as far as they have run."""
-        return [state for linear in self.linears for state in linear.fp8_states]
+        return [state for _, linear in self.linears for state in linear.fp8_states]
 
     def copies(self) -> list[FixedWeightCopies]:
         """Of the weights that have been quantized since they changed."""
@@ -385,6 +393,7 @@ class GraphedModule:
             [module.training for module in self.modules],
             [(p.data_ptr(), p.requires_grad, _address(getattr(p, "main_grad", None))) for p in self.parameters()],
             [_address(buffer) for module in self.modules for buffer in module._buffers.values()],
+            [getattr(state.own_quantizers.weight, "recording", True) for state in self.states],
         )
 
     @contextmanager
@@ -446,8 +455,7 @@ class GraphedModules:
         start, weights = time.perf_counter(), [copies for module in self.modules for copies in module.weights]
         for module in self.modules:
             with module.context():
-                for layers in module.layers if module.precision.enabled else ():
-                    layers.begin_forward(current())  # which must not end a step in a capture
+                module.begin_forward()  # which must not end a step in a capture
         recorded: list[Replays] = []
         order: list[weakref.ref[_Pass]] = []
         capture, name = self._new_capture(), ""

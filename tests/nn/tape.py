@@ -20,15 +20,17 @@ UNINITIALIZED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty
 
 
 class TapeCapture:
-    """Records and replays; like a graph's capture, recording leaves no trace in memory or random numbers."""
+    """Records and replays; like a graph's capture, recording leaves no trace in memory or random numbers.
 
-    recorded = 0  # of all captures
+    `replays`: of each recording, by all captures that share the list.
+    """
 
-    def __init__(self) -> None:
-        TapeCapture.recorded = 0
+    def __init__(self, replays: list[int]) -> None:
+        self.replays = replays
 
     def __call__(self, work: Callable[[], T]) -> Callable[[], T]:
-        TapeCapture.recorded += 1
+        number = len(self.replays)
+        self.replays.append(0)
         tape, random_state = _Tape(), torch.get_rng_state()
         try:
             with tape:
@@ -38,6 +40,7 @@ class TapeCapture:
             tape.undo()
 
         def replay() -> T:
+            self.replays[number] += 1
             tape.replay()
             return result
 
