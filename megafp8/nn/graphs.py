@@ -33,7 +33,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -396,6 +396,10 @@ class GraphedModule:
             [getattr(state.own_quantizers.weight, "recording", True) for state in self.states],
         )
 
+    def without_autocast(self) -> AbstractContextManager[Any]:
+        """In which torch.autocast, if this is in one, has no effect."""
+        return torch.autocast(self._device_type, enabled=False)
+
     @contextmanager
     def context(self) -> Iterator[None]:
         """What calls are in."""
@@ -504,8 +508,9 @@ class Replays:
         """Record what quantizes the weights."""
 
         def quantize() -> None:
-            for copies in self._weights:
-                copies.quantize()
+            with self.module.without_autocast():
+                for copies in self._weights:
+                    copies.quantize()
 
         if self._weights:
             self._write_weights = new_capture()(quantize)
@@ -544,7 +549,8 @@ class Replays:
 
         def backward() -> None:
             outputs = [y for y in self._outputs if y.requires_grad]
-            found.extend(torch.autograd.grad(outputs, wanted, self._grad_outputs, allow_unused=True))
+            with self.module.without_autocast():  # as training calls backward
+                found.extend(torch.autograd.grad(outputs, wanted, self._grad_outputs, allow_unused=True))
 
         self._backward = self._capture(backward)
         rest = iter(found)

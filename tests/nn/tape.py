@@ -96,7 +96,8 @@ class _Tape(TorchDispatchMode):
 
     def replay(self) -> None:
         self._forget()
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        below = torch._C._AutoDispatchBelowAutograd()
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), below:
             for func, args, kwargs, outputs in self._calls:
                 result = func(*args, **kwargs)
                 for old, new in zip(outputs, result if isinstance(result, (tuple, list)) else [result]):

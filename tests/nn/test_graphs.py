@@ -221,7 +221,7 @@ def in_own_memory(module: torch.nn.Module) -> torch.nn.Module:
 
 VARIANTS: dict[str, tuple[Callable[[], torch.nn.Module], Loop]] = {
     "keywords": (lambda: made("converted", "delayed")[0], Loop(kwargs=scaled)),
-    "constant": (block, Loop("current", kwargs=lambda seed: {"checkpoint_core_attention": True})),
+    "constant": (block, Loop("current", kwargs=lambda _: {"checkpoint_core_attention": True})),
     "dropout": (lambda: block(hidden_dropout=0.1, drop_path_rate=0.3), Loop()),
     "recomputed": (lambda: mlp(checkpoint=True), Loop()),
     "main_grad": (
