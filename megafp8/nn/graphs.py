@@ -391,7 +391,7 @@ class GraphedModule:
         return (
             self._autocast_dtype,
             [module.training for module in self.modules],
-            [(p.data_ptr(), p.requires_grad, _address(getattr(p, "main_grad", None))) for p in self.parameters()],
+            [(id(p), p.data_ptr(), p.requires_grad, _address(getattr(p, "main_grad", None))) for p in self.parameters()],
             [_address(buffer) for module in self.modules for buffer in module._buffers.values()],
             [getattr(state.own_quantizers.weight, "recording", True) for state in self.states],
         )
