@@ -23,17 +23,17 @@ error, for everyone who keeps them.
 
 *Memory.* Forward and backward graphs share one pool, so the intermediate results of one may lie where the activations
 of another lay that was done before. Hence modules must run in the order in which they were given, and backward in the
-reverse order; a pass out of order is an error. A weights' graph runs within this order at any place, and its result
-outlives it, so it has a pool of its own.
+reverse order; a backward whose activations have been overwritten is an error. A weights' graph runs anywhere within
+this order, and its result outlives the step's passes, so it has a pool of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -99,9 +99,9 @@ def make_graphed_callables(
         cache_quantized_params: No effect: weights are quantized once after they have changed.
         fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: Older names of these.
 
-    ValueError, here or at a call, for what graphs cannot hold: modules on a CPU, layers of experts, layers sharded over
-    ranks, hooks of modules within a module, gradients rounded stochastically, another order of passes, arguments or
-    contexts other than said here.
+    ValueError, here, at a call or in backward, for what graphs cannot hold: modules on a CPU, layers of experts, layers
+    sharded over ranks, hooks of modules within a module, gradients rounded stochastically, another order of passes,
+    arguments or contexts other than said here.
     """
     refuse(
         make_graphed_callables, _order=_order, _num_layers_per_chunk=_num_layers_per_chunk, pool=pool,
@@ -272,12 +272,6 @@ def _described(kind: tuple[Any, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}{' with a gradient' * requires_grad}"
 
 
-class _Pass:
-    """A forward of a module and its backward; it is under way until that has begun, or autograd's graph is freed."""
-
-    done = False
-
-
 class GraphedModule:
     """The forward of `module`, in place of its own: eager at first and in evaluation, replayed in training."""
 
@@ -305,8 +299,8 @@ class GraphedModule:
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = Arguments(args, kwargs)
-        trains = any(x.requires_grad for x in (*given.tensors, *self.parameters()))
-        if not (self.module.training and torch.is_grad_enabled() and trains):
+        trains = self.module.training and torch.is_grad_enabled()
+        if not (trains and any(x.requires_grad for x in chain(given.tensors, self.parameters()))):
             return self.own(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(f"{self.name} is recomputed in backward, which a graph is not; checkpoint parts within it")
@@ -381,17 +375,19 @@ class GraphedModule:
         """Whether so many eager passes went like those to be recorded."""
         return self.warm_passes >= passes and self.key() == self._warmed_with
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Each of the module's parameters, once."""
-        found = (p for module in self.modules for p in module._parameters.values() if p is not None)
-        return list(dict.fromkeys(found))
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of all modules in it; one that is shared, more than once."""
+        return (p for module in self.modules for p in module._parameters.values() if p is not None)
 
     def key(self) -> Any:
         """What a recording depends on, besides arguments and `precision`."""
         return (
             self._autocast_dtype,
             [module.training for module in self.modules],
-            [(id(p), p.data_ptr(), p.requires_grad, _address(getattr(p, "main_grad", None))) for p in self.parameters()],
+            [
+                (id(p), p.data_ptr(), p.requires_grad, _address(getattr(p, "main_grad", None)))
+                for p in self.parameters()
+            ],
             [_address(buffer) for module in self.modules for buffer in module._buffers.values()],
             [getattr(state.own_quantizers.weight, "recording", True) for state in self.states],
         )
@@ -461,12 +457,12 @@ class GraphedModules:
             with module.context():
                 module.begin_forward()  # which must not end a step in a capture
         recorded: list[Replays] = []
-        order: list[weakref.ref[_Pass]] = []
+        under_way: list[object] = []
         capture, name = self._new_capture(), ""
         try:
             for module in self.modules:
                 name = module.name
-                recorded.append(Replays(module, capture, order))
+                recorded.append(Replays(module, capture, under_way))
                 recorded[-1].record_weights(self._new_capture)
                 recorded[-1].record_forward()
             for replays in reversed(recorded):
@@ -487,13 +483,18 @@ class GraphedModules:
 
 
 class Replays:
-    """The graphs of `module`. `passes`: the last of each module recorded with it so far, which its own joins."""
+    """The graphs of `module`.
 
-    def __init__(self, module: GraphedModule, capture: Capture, passes: list[weakref.ref[_Pass]]) -> None:
-        self.module, self._capture, self._passes = module, capture, passes
-        self._index = len(passes)
-        passes.append(weakref.ref(_Pass()))
-        self.key, self.parameters, self._weights = module.key(), module.parameters(), module.weights
+    `under_way`: of each module recorded before it with `capture`, and then of itself, the forward whose activations are
+    there, as an object of no other meaning; None where a later pass may have overwritten them.
+    """
+
+    def __init__(self, module: GraphedModule, capture: Capture, under_way: list[object]) -> None:
+        self.module, self._capture, self._under_way = module, capture, under_way
+        self._index = len(under_way)
+        under_way.append(None)
+        self.key, self._weights = module.key(), module.weights
+        self.parameters = list(dict.fromkeys(module.parameters()))
         self._aliases = [_alias(parameter) for parameter in self.parameters]
         self._inputs = [torch.empty_like(x, requires_grad=False) for x in module.sample.tensors]
         self._write_weights: Callable[[], None] | None = None
@@ -570,25 +571,10 @@ class Replays:
 
     # --- replaying --------------------------------------------------------------------------------------------------
 
-    def begin(self) -> _Pass:
-        """Begin a forward. ValueError where its graph would overwrite what a backward still needs."""
-        self._check_order(self._index, "is called")
-        begun = _Pass()
-        self._passes[self._index] = weakref.ref(begun)
-        return begun
-
-    def _check_order(self, first: int, what: str) -> None:
-        for i, last in enumerate(self._passes[first:], first):
-            running = last()
-            if running is not None and not running.done:
-                which = "its own" if i == self._index else f"that of modules[{i}]"
-                raise ValueError(
-                    f"{self.module.name} {what} before the backward of an earlier forward, {which}; CUDA graphs run in "
-                    "the order in which modules were given, backward in reverse, one micro-batch after the other"
-                )
-
-    def forward(self, tensors: Sequence[Tensor], first_microbatch: bool | None) -> list[Tensor]:
-        """The outputs for arguments with these tensors."""
+    def forward(self, tensors: Sequence[Tensor], first_microbatch: bool | None) -> tuple[object, list[Tensor]]:
+        """Begin a forward, and the outputs for arguments with these tensors."""
+        self._overwrite_activations()
+        begun = self._under_way[self._index] = object()
         if first_microbatch:
             for parameter in self.parameters:
                 if isinstance(getattr(parameter, "grad_sink", None), MainGradSink):
@@ -599,14 +585,20 @@ class Replays:
                 copies.written()
         _copy(self._inputs, tensors)
         self._forward()
-        return _copied(self._outputs)
+        return begun, _copied(self._outputs)
 
-    def backward(self, begun: _Pass, grad_outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of tensors and parameters; None where there is none."""
-        if begun.done:
-            raise ValueError(f"{self.module.name}: the backward of a CUDA graph runs once, whatever retain_graph says")
-        self._check_order(self._index + 1, "runs backward")
-        begun.done = True
+    def _overwrite_activations(self) -> None:
+        """Those of this module and of later ones, whose memory its graphs use too."""
+        self._under_way[self._index :] = [None] * (len(self._under_way) - self._index)
+
+    def backward(self, begun: object, grad_outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of tensors and parameters, None where there is none. `begun`: the forward."""
+        if self._under_way[self._index] is not begun:
+            raise ValueError(
+                f"{self.module.name}: backward needs activations that a later pass has overwritten; CUDA graphs run in "
+                "the order in which modules were given, backward in reverse and once, one micro-batch after the other"
+            )
+        self._overwrite_activations()
         _copy(self._grad_outputs, [g for g, needed in zip(grad_outputs, self.differentiable, strict=True) if needed])
         self._backward()
         for sink in self._sinks:
@@ -618,8 +610,8 @@ class Replays:
 class _Replay(Function):
     @staticmethod
     def forward(ctx: Any, replays: Replays, first_microbatch: bool | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.replays, ctx.begun = replays, replays.begin()
-        outputs = replays.forward(tensors[: len(tensors) - len(replays.parameters)], first_microbatch)
+        ctx.replays, arguments = replays, tensors[: len(tensors) - len(replays.parameters)]
+        ctx.begun, outputs = replays.forward(arguments, first_microbatch)
         ctx.mark_non_differentiable(
             *(y for y, needed in zip(outputs, replays.differentiable, strict=True) if not needed)
         )
