@@ -43,7 +43,8 @@ RECIPES: dict[str, fp8.Fp8Recipe | None] = {
 class Loop(NamedTuple):
     """A training of modules in a row: `micro` micro-batches a step, and an evaluation after each step.
 
-    `kwargs(seed)`: of each micro-batch. `edit(step, modules)`: before each step. `autocast`: torch's, to bf16.
+    `kwargs(seed)`: of each micro-batch. `edit(step, modules)`: before each step. `autocast`: torch's, to bf16. `apart`:
+    each module in an `fp8.autocast` of its own.
     """
 
     recipe: str = "delayed"
@@ -53,6 +54,7 @@ class Loop(NamedTuple):
     kwargs: Callable[[int], dict[str, Any]] = lambda seed: {}
     edit: Edit = lambda step, modules: None
     autocast: bool = False
+    apart: bool = False
     shape: tuple[int, ...] = (S, B, H)
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
@@ -74,10 +76,12 @@ def trained(modules: Modules, loop: Loop) -> dict[str, Tensor | None]:
 
     def forward(x: Tensor, **given: Any) -> Tensor:
         values = torch.autocast(loop.device, torch.bfloat16, cache_enabled=False) if loop.autocast else nullcontext()
-        with fp8.autocast(loop.precision.enabled, loop.precision.recipe), values:
-            for module in modules:
-                y = module(x, **given)
-                x = y["y"] if isinstance(y, dict) else y
+        with values:
+            for together in [[module] for module in modules] if loop.apart else [modules]:
+                with fp8.autocast(loop.precision.enabled, loop.precision.recipe):
+                    for module in together:
+                        y = module(x, **given)
+                        x = y["y"] if isinstance(y, dict) else y
         return x
 
     for step in range(loop.steps):
@@ -290,6 +294,39 @@ def test_what_changes_between_steps(edit: str) -> None:
     """What graphs depend on has them recorded again."""
     make, change, graphs = EDITS[edit]
     assert len(assert_replayed_as_eager(lambda: [make()], Loop(steps=7, edit=change))) == graphs
+
+
+def test_each_module_in_an_autocast_of_its_own() -> None:
+    assert_replayed_as_eager(lambda: made("mlp", "delayed"), Loop(apart=True))
+    assert_replayed_as_eager(lambda: made("mlp", "current"), Loop("current", micro=1, apart=True))
+
+
+def _written_unseen(module: Any) -> bool:
+    module.fc1_weight.data.mul_(1.5)
+    return True  # what is_first_microbatch is to be
+
+
+def _released_and_written(module: Any) -> bool:
+    module.fc1_weight = module.fc1_weight
+    with torch.no_grad():
+        module.fc1_weight.mul_(1.5)
+    return False
+
+
+@pytest.mark.parametrize("write", [_written_unseen, _released_and_written])
+def test_weights_that_change_within_a_step(write: Callable[[Any], bool]) -> None:
+    eager, module, loop = mlp(), mlp(), Loop("current", first_microbatch=True)
+    graphed([module], loop)
+    for seed in range(4):
+        results = []
+        for each in (eager, module):
+            is_first = seed > 1 and write(each)
+            x = loop.batch(seed).requires_grad_()
+            with fp8.autocast(recipe=RECIPES["current"]):
+                y = each(x, is_first_microbatch=is_first)
+            y.sum().backward()
+            results.append((y, x.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_results_may_be_kept() -> None:
