@@ -523,8 +523,8 @@ def _blocks(**options: Any) -> Modules:
 
 
 def _stock_on_gpu() -> Modules:
-    layers = [torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))] * 1
-    model = randomized(torch.nn.Sequential(*layers, torch.nn.Linear(256, 256)).to("cuda", torch.bfloat16))
+    first = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
+    model = randomized(torch.nn.Sequential(first, torch.nn.Linear(256, 256)).to("cuda", torch.bfloat16))
     fp8.convert(model, fp8.DelayedScaling(), skip=())
     return list(model)
 
