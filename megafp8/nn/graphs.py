@@ -191,7 +191,7 @@ def _why_not(module: Any, args: Any) -> str:
         return "has layers of experts, whose numbers of rows differ from step to step; leave these out"
     for name, parameter in module.named_parameters():
         if type(parameter) is not nn.Parameter:
-            return f"has {name}, a {type(parameter).__name__}, whose memory a graph cannot rely on; leave it out"
+            return f"has {name}, a {type(parameter).__name__}, and graphs hold plain parameters only; leave it out"
     for name, each in module.named_modules():
         if getattr(each, "tp_size", 1) > 1:
             return f"is sharded over {each.tp_size} ranks; graphs of collectives are a job's (training.cuda_graphs)"

@@ -485,6 +485,11 @@ def _hooked() -> torch.nn.Module:
     return module
 
 
+def _fp8_only() -> torch.nn.Module:
+    with fp8.model_init(recipe=fp8.CurrentScaling()):
+        return nn.Linear(H, H, device="cpu")
+
+
 def _twice() -> torch.nn.Module:
     module = mlp()
     graphed([module], Loop())
@@ -502,6 +507,7 @@ def _twice() -> torch.nn.Module:
      (mlp, {}, r"the module \(LayerNormMLP\) is on cpu, and CUDA graphs are of a GPU"),
      (_hooked, {}, "has hooks of layernorm_mlp, which a replay does not run"),
      (_twice, {}, "has graphs already"),
+     (_fp8_only, {}, "has weight, a Fp8Weight, and graphs hold plain parameters only"),
      (lambda: nn.GroupedLinear(2, H, H, device="cpu"), {}, "has layers of experts"),
      (lambda: nn.Linear(H, H, parallel_mode="column", tp_size=2, device="cpu"), {}, "is sharded over 2 ranks"),
      (lambda: torch.tanh, {}, "is no nn.Module")],
