@@ -147,6 +147,11 @@ class StandaloneLinear:
         self.site, self.tp_group = site, tp_group
         self.input_key.clear()
 
+    @property
+    def fp8_states(self) -> list[WatchingLinearState]:
+        """Its states in FP8, under all recipes and groups that it has run with."""
+        return [state for state in self.layers.states_of(self.site.name) if state.precision is not None]
+
     def release_weight(self) -> None:
         """Free the FP8 copies of the weight, whose memory comes or goes."""
         for state in self.layers.states_of(self.site.name):
@@ -462,11 +467,15 @@ def end_steps(several: Sequence[StandaloneLayers]) -> None:
         _record_weights(part, True)
 
 
-def layers_of(module: nn.Module) -> list[StandaloneLayers]:
+def linears_of(module: nn.Module) -> list[StandaloneLinear | StandaloneExperts]:
     """The FP8 layers of `module` and the modules in it."""
     values = [value for m in module.modules() for value in vars(m).values()]
-    own = [value for value in values if isinstance(value, StandaloneLinear | StandaloneExperts)]
-    return list(dict.fromkeys(linear.layers for linear in own))
+    return [value for value in values if isinstance(value, StandaloneLinear | StandaloneExperts)]
+
+
+def layers_of(module: nn.Module) -> list[StandaloneLayers]:
+    """What the state of each of `linears_of` is allocated with."""
+    return list(dict.fromkeys(linear.layers for linear in linears_of(module)))
 
 
 def _record_weights(part: _Part, flag: bool) -> None:
@@ -611,6 +620,52 @@ class _WeightCopies:
     @property
     def required_columnwise(self) -> ScaledTensor:
         return self.make(columnwise=True).required_columnwise
+
+
+class FixedWeightCopies:
+    """The FP8 copies of a layer's weight at addresses that stay, where a CUDA graph writes and another reads them.
+
+    They have the orientations that `state` holds when this is made. While they are of the weight as it is, they are the
+    layer's own, so that eager forwards read them too.
+    """
+
+    def __init__(self, state: WatchingLinearState) -> None:
+        assert state._copies is not None
+        assert state._copies._made is not None
+        self._state, self._columnwise = state, state._copies._made.columnwise is not None
+        weight: Any = state._copies.weight
+        self._weight, parts = weight, _parts(weight)
+        if len(parts) > 1:
+            self._weight = weight.detach()  # without the autograd graph of the forward that joined it
+            self._weight.parts = parts
+        self._made: QuantizedTensor | None = None
+        self._copies: _WeightCopies | None = None
+
+    def quantize(self) -> None:
+        """Allocate the copies and write them: to be recorded, and replayed to write them again."""
+        parts = _parts(self._weight)
+        is_view = self._weight.data_ptr() == parts[0].data_ptr()
+        values = self._weight.detach() if is_view else torch.cat([part.detach() for part in parts])
+        self._made = self._state.quantizers.weight(Plain(values), rowwise=True, columnwise=self._columnwise)
+        self.written()
+
+    def written(self) -> None:
+        """Tell the layer that these are the copies of its weight as it is."""
+        self._copies = _WeightCopies(self._weight, self._state.quantizers.weight)
+        self._copies._made, self._copies._made_from = self._made, _stamp(self._weight)
+        self._state._copies = self._copies
+
+    def forget(self) -> None:
+        """Tell the layer that it has no copies."""
+        self._state.invalidate_weight()
+
+    @property
+    def current(self) -> bool:
+        """Whether these are the copies that the layer uses, of its weight as it is."""
+        copies = self._copies
+        if copies is None or self._state._copies is not copies or copies._made is not self._made:
+            return False
+        return copies.are_of(self._weight)
 
 
 def _parts(weight: Tensor) -> tuple[Tensor, ...]:

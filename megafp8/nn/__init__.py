@@ -5,6 +5,7 @@
 
 from megafp8.nn.attention import DotProductAttention
 from megafp8.nn.cpu_offload import get_cpu_offload_context
+from megafp8.nn.graphs import make_graphed_callables
 from megafp8.nn.grouped_linear import Fp8Padding, Fp8Unpadding, GroupedLinear
 from megafp8.nn.layernorm_mlp import LayerNormMLP
 from megafp8.nn.linear import LayerNormLinear, Linear
@@ -30,4 +31,5 @@ __all__ = [
     "TransformerLayer",
     "checkpoint",
     "get_cpu_offload_context",
+    "make_graphed_callables",
 ]

@@ -24,6 +24,8 @@ _USERBUFFERS = Refusal(
 )
 _PACKED = Refusal((None,), "give query_layer, key_layer and value_layer, which may be views of a packed tensor")
 _SCORE_MOD = Refusal((None,), "attention's kernels take no function of the scores; use a mask, a bias or softcap")
+_PIPELINE = Refusal((None,), "a module has graphs for one micro-batch at a time; pipelines are a job's")
+_WARMUP = Refusal((None,), "modules warm up in the training's own steps")
 _CONTEXT = Refusal((None,), "sequences are sharded over ranks in a job only, by parallel.context")
 
 REFUSED: Mapping[str, Refusal] = {
@@ -57,18 +59,25 @@ REFUSED: Mapping[str, Refusal] = {
     "qkv_layer": _PACKED,
     "kv_layer": _PACKED,
     "thd_attention_policies": Refusal((None,), "all sequences of a batch have the same mask"),
+    "_order": _PIPELINE,
+    "_num_layers_per_chunk": _PIPELINE,
+    "pool": Refusal((None,), "graphs of other calls would overwrite what a backward needs"),
+    "retain_graph_in_backward": Refusal((False,), "a backward frees the memory of activations for the next one"),
+    "_reuse_graph_input_output_buffers": Refusal((False,), "it takes the order of a pipeline"),
+    "pre_warmup_hook": _WARMUP,
+    "post_warmup_hook": _WARMUP,
 }  # fmt: skip
 
 
 def refuse(module: object, **arguments: Any) -> None:
-    """ValueError for an argument in `REFUSED` with a value that would change something."""
+    """ValueError for an argument, of a module or function, in `REFUSED` with a value that would change something."""
     for name, value in arguments.items():
         accepted, reason = REFUSED[name]
         if not any(value is x or (isinstance(value, type(x)) and value == x) for x in accepted):
             shown = type(value).__name__ if hasattr(value, "shape") else repr(value)
+            what = getattr(module, "__name__", type(module).__name__)
             raise ValueError(
-                f"{type(module).__name__}: {name} is {shown}, which megafp8.nn does not offer: {reason}; "
-                f"{accepted[0]!r} works"
+                f"{what}: {name} is {shown}, which megafp8.nn does not offer: {reason}; {accepted[0]!r} works"
             )
 
 

@@ -46,13 +46,14 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from megafp8.config import Config
 from megafp8.config import checks as config_checks
 from megafp8.data.samples import Batch
+from megafp8.ops.capture import Capture, CudaCapture
 from megafp8.training import fp8_config
 
 logger = logging.getLogger(__name__)
@@ -75,35 +76,6 @@ def why_not(config: Config, device: str) -> str:
 def describe(reason: str) -> str:
     """One line for the log, of what `why_not` returned."""
     return f"CUDA graphs: not used: {reason}" if reason else "CUDA graphs: forward and backward passes are replayed"
-
-
-class Capture(Protocol):
-    """Records `work` without running it, and returns what replays it, one recording at a time.
-
-    Every replay returns the same object, whose tensors it has overwritten.
-    """
-
-    def __call__(self, work: Callable[[], T]) -> Callable[[], T]: ...
-
-
-class CudaCapture:
-    """Records into CUDA graphs that share one memory pool."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Callable[[], T]) -> Callable[[], T]:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: what other threads do, such as a loader that pins memory or the watchdog of a process group,
-        # need not break a capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
-
-        def replay() -> T:
-            graph.replay()
-            return result
-
-        return replay
 
 
 class Graphs:

@@ -283,6 +283,11 @@ class RecipeQuantizer:
         return None
 
     @property
+    def settled(self) -> bool:
+        """Whether what the host decides about its casts is the same in all later steps, as a CUDA graph needs it."""
+        return True
+
+    @property
     def recorded_amax(self) -> Tensor | None:
         """What is to be raised to the amax of what is cast, fp32 `[]`; None where nothing remembers it."""
         return None

@@ -71,6 +71,10 @@ class DelayedQuantizer(RecipeQuantizer):
         return None if self.fresh else (self.scale, self.scale_inv)
 
     @property
+    def settled(self) -> bool:
+        return not self.fresh
+
+    @property
     def recorded_amax(self) -> Tensor:
         return self.newest_amax
 

@@ -63,6 +63,10 @@ class StaticQuantizer(RecipeQuantizer):
     def known_scale(self) -> tuple[Tensor, Tensor]:
         return self.scale, self.scale_inv
 
+    @property
+    def settled(self) -> bool:
+        return not self.calibrating
+
     def for_sharded_input(self, group: ProcessGroup) -> StaticQuantizer:
         return self
 
