@@ -64,8 +64,10 @@ REFUSED: Mapping[str, Refusal] = {
     "pool": Refusal((None,), "graphs of other calls would overwrite what a backward needs"),
     "retain_graph_in_backward": Refusal((False,), "a backward frees the memory of activations for the next one"),
     "_reuse_graph_input_output_buffers": Refusal((False,), "it takes the order of a pipeline"),
+    "clone_param_grads_on_return": Refusal((True,), "the next replay would overwrite gradients"),
     "pre_warmup_hook": _WARMUP,
     "post_warmup_hook": _WARMUP,
+    "capture_time_hooks": Refusal((None,), "modules are recorded in a step of the training, whose hooks have run"),
 }  # fmt: skip
 
 

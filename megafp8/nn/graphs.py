@@ -78,8 +78,10 @@ def make_graphed_callables(
     pool: Any = None,
     retain_graph_in_backward: bool = False,
     _reuse_graph_input_output_buffers: bool = False,
+    clone_param_grads_on_return: bool = True,
     pre_warmup_hook: Callable[[], None] | None = None,
     post_warmup_hook: Callable[[], None] | None = None,
+    capture_time_hooks: list[Any] | None = None,
 ) -> Any:
     """Replay the forward and backward passes of `modules` from CUDA graphs, in training; returns the same modules.
 
@@ -106,8 +108,9 @@ def make_graphed_callables(
     refuse(
         make_graphed_callables, _order=_order, _num_layers_per_chunk=_num_layers_per_chunk, pool=pool,
         retain_graph_in_backward=retain_graph_in_backward,
-        _reuse_graph_input_output_buffers=_reuse_graph_input_output_buffers, pre_warmup_hook=pre_warmup_hook,
-        post_warmup_hook=post_warmup_hook,
+        _reuse_graph_input_output_buffers=_reuse_graph_input_output_buffers,
+        clone_param_grads_on_return=clone_param_grads_on_return, pre_warmup_hook=pre_warmup_hook,
+        post_warmup_hook=post_warmup_hook, capture_time_hooks=capture_time_hooks,
     )  # fmt: skip
     several = modules if isinstance(modules, tuple) else (modules,)
     if not isinstance(modules, tuple):

@@ -18,8 +18,8 @@ What it gives up. Two algorithms round differently, so which one ran is part of 
 only if both read the same cache file, or neither tunes. Given the algorithm, NVIDIA promises the same bits. Processes
 that share a file agree from their first call, because the first to finish timing a problem decides for all. Ranks that
 share none may choose differently; data-parallel ranks keep identical weights all the same, since they apply the same
-reduced gradient. Each call changes its plan's descriptors, so only one thread at a time may call a `CublasLt`;
-autograd's may, as the thread that called `backward` waits for it.
+reduced gradient. Each call changes its plan's descriptors, so only one thread at a time may call a `CublasLt`, which
+all layers of a process on one device share; autograd's may, as the thread that called `backward` waits for it.
 
 Shapes: m, n the result's dims, k the dim summed over.
 """

@@ -23,6 +23,7 @@ Shapes: m, n the result's dims, k the dim summed over.
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +54,12 @@ def algorithm_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megafp8" / "cublaslt.json"
 
 
+@cache
+def _shared_cublaslt(device: torch.device, autotune: bool) -> CublasLt:
+    """One for all layers of the process: a model may have a state of its own for every layer, and workspaces add up."""
+    return CublasLt(device, autotune=autotune, cache_file=algorithm_file() if autotune else None)
+
+
 class Fp8Gemm:
     """FP8 products with one backend on one device. `backend` "auto" is the fastest there is on the device.
 
@@ -73,7 +80,7 @@ class Fp8Gemm:
         self._has_block_scaled = backend != "emulated" and why_emulated(device) is None
         self._cublaslt: CublasLt | None = None
         if backend == "cublaslt":
-            self._cublaslt = CublasLt(device, autotune=autotune, cache_file=algorithm_file() if autotune else None)
+            self._cublaslt = _shared_cublaslt(device, autotune)
 
     def tn(
         self,
