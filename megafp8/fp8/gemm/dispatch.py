@@ -55,8 +55,9 @@ def algorithm_file() -> Path:
 
 
 @cache
-def _shared_cublaslt(device: torch.device, autotune: bool) -> CublasLt:
-    """One for all layers of the process: a model may have a state of its own for every layer, and workspaces add up."""
+def _shared_cublaslt(index: int, autotune: bool) -> CublasLt:
+    """That of GPU `index`, for all layers of the process: were each to have its own, workspaces would add up."""
+    device = torch.device("cuda", index)
     return CublasLt(device, autotune=autotune, cache_file=algorithm_file() if autotune else None)
 
 
@@ -80,7 +81,8 @@ class Fp8Gemm:
         self._has_block_scaled = backend != "emulated" and why_emulated(device) is None
         self._cublaslt: CublasLt | None = None
         if backend == "cublaslt":
-            self._cublaslt = _shared_cublaslt(device, autotune)
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._cublaslt = _shared_cublaslt(index, autotune)
 
     def tn(
         self,
