@@ -77,6 +77,12 @@ def _tokenizer(config: Config) -> Iterator[Problem]:
 
 def _packing(config: Config) -> Iterator[Problem]:
     d = config.data
+    if d.loss_on is not None and config.model.architecture != "gpt":
+        rule = f"model.architecture is {config.model.architecture}, which is not trained to predict the next token"
+        yield Problem("data.loss_on", d.loss_on, rule, "leave it out")
+    elif d.loss_on is not None and d.packing != "best_fit":
+        rule = f"data.loss_on is {d.loss_on}, and other ways to pack cut answers from what they answer"
+        yield Problem("data.packing", d.packing, rule, "try best_fit")
     if d.packing != "best_fit" or (d.reset_at_documents and d.mask_eod_loss):
         return
     rule = "each document attends only to itself and padding has no loss, so it needs two more keys"

@@ -847,6 +847,11 @@ class DataConfig(Section):
     """Exclude the token after an end of document from the loss."""
     prefix_lm: PrefixLmConfig | None = None
     """With model.architecture gpt: train as a prefix language model. Default: each token sees earlier ones only."""
+    loss_on: Literal["answers", "all"] | None = None
+    """Required for data sets with a loss mask, such as chats. answers: only tokens that the mask names are learned, the
+    answers of chats and completions of prompts; the loss is their mean over the global batch. all: all tokens are.
+    Documents are those of the data set, whatever tokens end them. Requires packing best_fit. Default: data sets have no
+    loss mask."""
     special_tokens: SpecialTokens = SpecialTokens()
     """Ids of special tokens, where the tokenizer does not define them."""
     masked_lm: MaskedLmConfig = MaskedLmConfig()
