@@ -271,6 +271,10 @@ def test_chats_become_a_data_set_with_a_mask(
     about = json.loads((tmp_path / "out.json").read_text())
     assert about["learned_tokens"] == sum(sum(mask) for _, mask in expected)
     assert f"loss mask: {about['learned_tokens']:,} tokens of answers" in capsys.readouterr().out
+    settings = ["--tokenizer", "huggingface", "--tokenizer-path", str(tokenizer_path)]
+    assert inspect_data.main([str(tmp_path / "out"), "--documents", "1", *settings]) == 0
+    shown = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n"
+    assert f"--- document 0\n{shown}" in capsys.readouterr().out
 
 
 def test_completions_become_a_data_set_with_a_mask(tmp_path: Path, tokenizer_path: Path, tokenizer: Tokenizer) -> None:

@@ -20,7 +20,7 @@ S, EOD = 11, 0
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> IndexedDataset:
-    """Documents of 1 to 30 tokens, a third of them `EOD`, though not where a sample begins, and half of them answers."""
+    """Documents of 1 to 30 tokens: a third `EOD`, though not where a sample begins, and half of them answers."""
     rng = np.random.default_rng(0)
     writer = IndexedDatasetWriter(tmp_path / "x", np.uint16, loss_mask=True)
     for number, length in enumerate([*rng.integers(1, 9, 40).tolist(), 30, 12, 1]):

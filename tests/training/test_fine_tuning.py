@@ -40,7 +40,7 @@ S, SAMPLES = 96, 4
 VOCABULARY = 340
 
 
-def arithmetic(count: int) -> list[list[dict[str, str]]]:
+def make_chats(count: int) -> list[list[dict[str, str]]]:
     """Chats of one to three questions whose answers can be learned; of questions alone nobody can tell what follows."""
     rng = random.Random(0)
     chats = []
@@ -48,8 +48,8 @@ def arithmetic(count: int) -> list[list[dict[str, str]]]:
         chat: list[dict[str, str]] = []
         for _ in range(rng.randint(1, 3)):
             a, b = rng.randint(0, 9), rng.randint(0, 9)
-            chat.append({"role": "user", "content": f"{a} + {b}"})
-            chat.append({"role": "assistant", "content": "even" if (a + b) % 2 == 0 else "odd number"})
+            chat.append({"role": "user", "content": f"{a} of {b}?"})
+            chat.append({"role": "assistant", "content": "even" if a % 2 == 0 else "odd number"})
         chats.append(chat)
     return chats
 
@@ -60,7 +60,7 @@ def prepare(folder: Path, count: int = 40) -> list[str]:
     families.THEIRS["here"] = kind, options | {"vocab_size": VOCABULARY, "max_position_embeddings": S}
     families.make_theirs("here").save_pretrained(folder / "model")
     tokenizer = write_tokenizer(folder / "model", CHATML)
-    lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in arithmetic(count))
+    lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in make_chats(count))
     (folder / "chats.jsonl").write_text(lines)
     flags = ["--tokenizer", "huggingface", "--tokenizer-path", str(tokenizer), "--style", "chat"]
     inputs = ["--input", str(folder / "chats.jsonl"), "--output-prefix", str(folder / "chats")]
@@ -310,7 +310,7 @@ def test_answers_are_learned_and_questions_are_not(world2: World, tmp_path: Path
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     end, right = tokenizer.convert_tokens_to_ids("<|im_end|>"), 0
-    for chat in arithmetic(20):
+    for chat in make_chats(20):
         prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_tensors="pt")["input_ids"]
         said = model.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=end)[0, prompt.shape[1] :]
         right += tokenizer.decode(said) == chat[1]["content"] + "<|im_end|>"
