@@ -18,7 +18,7 @@ from megafp8.data import DataError
 from megafp8.data.chats import ChatTemplate, chat_encoder, completion_encoder, read_chat_template
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, all_paths
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
-from tools import preprocess_data
+from tools import inspect_data, preprocess_data
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' "
