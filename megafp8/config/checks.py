@@ -48,6 +48,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _fsdp,
         _param_gather,
         _checkpoint,
+        _lora,
         _tokenizer,
         _packing,
         _prefix_lm,
@@ -61,6 +62,29 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
     problems += [problem for rule in rules_on_ranks for problem in rule(config, world_size)]
     if problems:
         raise ConfigError(source, problems)
+
+
+def _lora(config: Config) -> Iterator[Problem]:
+    if config.lora is None:
+        return
+    m, p = config.model, config.parallel
+    without = "which LoRA is not offered for; leave the section lora out"
+    if m.architecture != "gpt":
+        yield Problem("lora", "set", f"model.architecture is {m.architecture}", without)
+    for key, given in (
+        ("moe", m.moe is not None),
+        ("latent_attention", m.latent_attention is not None),
+        ("mtp_num_layers", m.mtp_num_layers > 0),
+    ):
+        if given:
+            yield Problem("lora", "set", f"the model has model.{key}", without)
+    works = "try false"
+    if p.fsdp:
+        rule = "lora leaves few gradients and little optimizer state to shard, and frozen weights are not sharded"
+        yield Problem("parallel.fsdp", True, rule, f"{works}, and parallel.tensor or pipeline for large models")
+    for key, on in (("param_gather", config.fp8.param_gather), ("smooth_swiglu", config.fp8.smooth_swiglu)):
+        if on:
+            yield Problem(f"fp8.{key}", True, "with lora, weights are frozen and not gathered or rescaled", works)
 
 
 def _tokenizer(config: Config) -> Iterator[Problem]:

@@ -864,6 +864,21 @@ class DataConfig(Section):
     """Folder on local disk for sample indices. Default: in the user's cache folder."""
 
 
+LoraTarget = Literal["q", "k", "v", "proj", "gate", "up", "down"]
+
+
+class LoraConfig(Section):
+    """Low-rank adaptation (arXiv:2106.09685): y = x Wᵀ + alpha / rank · (x Aᵀ) Bᵀ; only A and B are trained."""
+
+    rank: PositiveInt = 16
+    """Rows of A, and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """The product of A and B is multiplied by alpha / rank."""
+    targets: list[LoraTarget] = Field(default=["q", "k", "v", "proj", "gate", "up", "down"], min_length=1)
+    """Projections of each block that are adapted: queries, keys, values and output of attention; gate, up and down of
+    the MLP. Where the MLP has no gate, that one counts for nothing."""
+
+
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
@@ -936,6 +951,8 @@ class Config(Section):
     training: TrainingConfig
     optimizer: OptimizerConfig
     data: DataConfig
+    lora: LoraConfig | None = None
+    """Train adapters of linear layers, and no other weight; usually of checkpoint.init_from. Default: train all."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
