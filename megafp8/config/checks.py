@@ -68,7 +68,7 @@ def _lora(config: Config) -> Iterator[Problem]:
     if config.lora is None:
         return
     m, p = config.model, config.parallel
-    without = "which LoRA is not offered for; leave the section lora out"
+    without = "LoRA is not offered for it; leave the section lora out"
     if m.architecture != "gpt":
         yield Problem("lora", "set", f"model.architecture is {m.architecture}", without)
     for key, given in (

@@ -157,10 +157,10 @@ class RowLora(nn.Module):
         super().__init__()
         t, rank = group.size(), group.rank()
         self.lora, self.group, self.sequence_parallel = lora, group, sequence_parallel and t > 1
-        pieces = (shard_dim(f"{name}.{A}", (lora.rank, inputs), 1, rank, t),)
-        self.a = _parameter(pieces, _init_a(inputs), dtype, device, whole=False, partial=False)
-        pieces = unsharded(f"{name}.{B}", (outputs, lora.rank))
-        self.b = _parameter(pieces, Init("zeros"), dtype, device, whole=True, partial=self.sequence_parallel)
+        of_a = (shard_dim(f"{name}.{A}", (lora.rank, inputs), 1, rank, t),)
+        of_b = unsharded(f"{name}.{B}", (outputs, lora.rank))
+        self.a = _parameter(of_a, _init_a(inputs), dtype, device, whole=False, partial=False)
+        self.b = _parameter(of_b, Init("zeros"), dtype, device, whole=True, partial=self.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         h = (x @ self.a.t()) * self.lora.scale

@@ -134,6 +134,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         if key not in alike:
             alike[key] = _stage_size(config, span)
         sizes.append(alike[key])
+    flops = flops_per_token(config.model, t.seq_length, config.decoder_length, frozen=config.lora is not None)
     lines = [
         yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
         "",
@@ -146,8 +147,9 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
         f"parameters: {sum(size.of_model for size in sizes):,} in the model{_describe_active(config)};"
-        f" {flops_per_token(config.model, t.seq_length, config.decoder_length) / 1e9:.3f} GFLOP per token",
+        f" {flops / 1e9:.3f} GFLOP per token",
         *describe_longrope(config),
+        *(["only LoRA's parameters are trained"] if config.lora is not None else []),
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
         cuda_graphs.describe(cuda_graphs.why_not(config, "cuda" if config.device == "auto" else config.device)),
         "",
