@@ -78,6 +78,8 @@ def _lora(config: Config) -> Iterator[Problem]:
     ):
         if given:
             yield Problem("lora", "set", f"the model has model.{key}", without)
+    if config.lora.targets == ["gate"] and not ACTIVATIONS[m.activation].gated:
+        yield Problem("lora.targets", ["gate"], f"the MLP of model.activation {m.activation} has no gate", "try [up]")
     works = "try false"
     if p.fsdp:
         rule = "lora leaves few gradients and little optimizer state to shard, and frozen weights are not sharded"

@@ -136,6 +136,7 @@ WORDS: dict[str, Sections] = {
     "t5-tied": {"model": {**T5, "activation": "relu", "tie_embeddings": True}, "training": {"decoder_seq_length": 16}},
     "lora": {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}},
     "lora-q-down": {"lora": {"rank": 3, "alpha": 8.0, "targets": ["q", "down"]}, "optimizer": {"learning_rate": 1e-2}},
+    "lora-gate": {"lora": {"targets": ["gate"]}},
     # precision; a CPU is slow at bf16
     "fp64": {"training": {"precision": "fp64"}},
     "bf16": {

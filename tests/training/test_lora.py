@@ -140,6 +140,7 @@ def test_merged_is_unmerged(world2: World, tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, str]] = [
+    ("lora-gate gelu", "lora.targets = ['gate']: the MLP of model.activation gelu has no gate; try [up]"),
     ("lora moe", "lora = 'set': the model has model.moe; LoRA is not offered for it"),
     ("lora deepseek", "lora = 'set': the model has model.latent_attention"),
     ("lora mtp", "lora = 'set': the model has model.mtp_num_layers"),
