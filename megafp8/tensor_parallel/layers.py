@@ -35,7 +35,7 @@ from megafp8.ops.fusion import LinearInput
 from megafp8.ops.linear import linear
 from megafp8.ops.quantized_gather import TPComm
 from megafp8.plan import LinearSite
-from megafp8.tensor_parallel.lora import READS_VALUES, ColumnLora, Lora, RowLora
+from megafp8.tensor_parallel.lora import READS_VALUES, ColumnLora, Lora, Place, RowLora
 from megafp8.tensor_parallel.mappings import (
     gather_from_tensor_parallel,
     reduce_from_tensor_parallel,
@@ -118,9 +118,7 @@ class ColumnParallelLinear(nn.Module):
             set_spec(self.bias, ParamSpec(pieces, ZEROS, replicated_over_tp=False, weight_decay=False))
         self.lora: ColumnLora | None = None
         if lora is not None:
-            self.lora = ColumnLora(
-                lora, parts, input_size, group=group, dtype=dtype, device=device, sequence_parallel=sequence_parallel
-            )
+            self.lora = ColumnLora(lora, parts, input_size, Place(group, dtype, device, sequence_parallel))
 
     def forward(
         self, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None
@@ -197,16 +195,8 @@ class RowParallelLinear(nn.Module):
             set_spec(self.bias, spec)
         self.lora: RowLora | None = None
         if lora is not None:
-            self.lora = RowLora(
-                lora,
-                name,
-                input_size,
-                output_size,
-                group=group,
-                dtype=dtype,
-                device=device,
-                sequence_parallel=sequence_parallel,
-            )
+            place = Place(group, dtype, device, sequence_parallel)
+            self.lora = RowLora(lora, name, input_size, output_size, place)
 
     def forward(self, x: Tensor | LinearInput) -> Tensor | tuple[Tensor, Tensor | None]:
         if not self.input_is_parallel:

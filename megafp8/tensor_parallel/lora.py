@@ -17,8 +17,9 @@ Shapes: s sequence, b micro-batch, k inputs, n outputs; t tensor-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,13 +76,29 @@ def freeze(module: nn.Module) -> None:
         param.requires_grad_(is_lora(spec_of(param).shards[0].name))
 
 
-def _parameter(
-    pieces: tuple[ParamShard, ...], init: Init, dtype: torch.dtype, device: torch.device, *, whole: bool, partial: bool
-) -> nn.Parameter:
-    """`whole`: on each rank; `partial`: each then has the gradient of its own tokens only."""
-    shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
-    spec = ParamSpec(pieces, init, replicated_over_tp=whole, reduce_over_tp=whole and partial)
-    return set_spec(nn.Parameter(torch.empty(shape, dtype=dtype, device=device)), spec)
+class Place(NamedTuple):
+    """Where an adapter's parameters are: as those of its layer."""
+
+    group: ProcessGroup
+    dtype: torch.dtype
+    device: torch.device
+    sequence_parallel: bool
+
+    @property
+    def sequence_sharded(self) -> bool:
+        """Whether a rank has a slice of the tokens outside the layer."""
+        return self.sequence_parallel and self.group.size() > 1
+
+    def sharded(self, name: str, shape: tuple[int, int], dim: int) -> ParamShard:
+        """This rank's shard of a matrix."""
+        return shard_dim(name, shape, dim, self.group.rank(), self.group.size())
+
+    def parameter(self, pieces: Sequence[ParamShard], init: Init, *, whole: bool) -> nn.Parameter:
+        """A parameter of `pieces` below each other. If `whole` on each rank, it has the gradient of own tokens only."""
+        shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
+        reduce = whole and self.sequence_sharded
+        spec = ParamSpec(stack_rows(pieces), init, replicated_over_tp=whole, reduce_over_tp=reduce)
+        return set_spec(nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device)), spec)
 
 
 def _init_a(inputs: int) -> Init:
@@ -89,50 +106,32 @@ def _init_a(inputs: int) -> Init:
 
 
 class ColumnLora(nn.Module):
-    """x `[s, b, k]`, or `[s/t, b, k]` with `sequence_parallel`, -> what is added to y, `[s, b, n/t]`.
+    """x `[s, b, k]`, or `[s/t, b, k]` sequence-parallel, -> what is added to y, `[s, b, n/t]`.
 
     `parts`: the layer's projections and their sizes, of which some are adapted; nothing is added to the others.
     """
 
-    def __init__(
-        self,
-        lora: Lora,
-        parts: Mapping[str, int],
-        inputs: int,
-        *,
-        group: ProcessGroup,
-        dtype: torch.dtype,
-        device: torch.device,
-        sequence_parallel: bool,
-    ) -> None:
+    def __init__(self, lora: Lora, parts: Mapping[str, int], inputs: int, place: Place) -> None:
         super().__init__()
-        t, rank = group.size(), group.rank()
-        self.lora, self.group, self.sequence_parallel = lora, group, sequence_parallel and t > 1
+        self.lora, self.place = lora, place
         names = lora.adapted(parts)
-        pieces = stack_rows([unsharded(f"{name}.{A}", (lora.rank, inputs))[0] for name in names])
-        self.a = _parameter(pieces, _init_a(inputs), dtype, device, whole=True, partial=self.sequence_parallel)
+        pieces = [piece for name in names for piece in unsharded(f"{name}.{A}", (lora.rank, inputs))]
+        self.a = place.parameter(pieces, _init_a(inputs), whole=True)
         self.b = nn.ParameterList(
-            _parameter(
-                (shard_dim(f"{name}.{B}", (parts[name], lora.rank), 0, rank, t),),
-                Init("zeros"),
-                dtype,
-                device,
-                whole=False,
-                partial=False,
-            )
+            place.parameter([place.sharded(f"{name}.{B}", (parts[name], lora.rank), 0)], Init("zeros"), whole=False)
             for name in names
         )
-        self.places = {name: i for i, name in enumerate(names)}
-        self.widths = {name: size // t for name, size in parts.items()}
+        self.numbers = {name: i for i, name in enumerate(names)}
+        self.widths = {name: size // place.group.size() for name, size in parts.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         h = (x @ self.a.t()) * self.lora.scale
-        enter = gather_from_sequence_parallel if self.sequence_parallel else copy_to_tensor_parallel
-        of_parts = enter(h, self.group).split(self.lora.rank, dim=-1)
+        enter = gather_from_sequence_parallel if self.place.sequence_sharded else copy_to_tensor_parallel
+        of_parts = enter(h, self.place.group).split(self.lora.rank, dim=-1)
         lead = of_parts[0].shape[:-1]
         added = [
-            of_parts[self.places[name]] @ self.b[self.places[name]].t()
-            if name in self.places
+            of_parts[self.numbers[name]] @ self.b[self.numbers[name]].t()
+            if name in self.numbers
             else h.new_zeros(*lead, width)
             for name, width in self.widths.items()
         ]
@@ -140,29 +139,16 @@ class ColumnLora(nn.Module):
 
 
 class RowLora(nn.Module):
-    """x `[s, b, k/t]` -> what is added to y, `[s, b, n]`, or `[s/t, b, n]` with `sequence_parallel`."""
+    """x `[s, b, k/t]` -> what is added to y, `[s, b, n]`, or `[s/t, b, n]` sequence-parallel."""
 
-    def __init__(
-        self,
-        lora: Lora,
-        name: str,
-        inputs: int,
-        outputs: int,
-        *,
-        group: ProcessGroup,
-        dtype: torch.dtype,
-        device: torch.device,
-        sequence_parallel: bool,
-    ) -> None:
+    def __init__(self, lora: Lora, name: str, inputs: int, outputs: int, place: Place) -> None:
         super().__init__()
-        t, rank = group.size(), group.rank()
-        self.lora, self.group, self.sequence_parallel = lora, group, sequence_parallel and t > 1
-        of_a = (shard_dim(f"{name}.{A}", (lora.rank, inputs), 1, rank, t),)
-        of_b = unsharded(f"{name}.{B}", (outputs, lora.rank))
-        self.a = _parameter(of_a, _init_a(inputs), dtype, device, whole=False, partial=False)
-        self.b = _parameter(of_b, Init("zeros"), dtype, device, whole=True, partial=self.sequence_parallel)
+        self.lora, self.place = lora, place
+        of_a = [place.sharded(f"{name}.{A}", (lora.rank, inputs), 1)]
+        self.a = place.parameter(of_a, _init_a(inputs), whole=False)
+        self.b = place.parameter(unsharded(f"{name}.{B}", (outputs, lora.rank)), Init("zeros"), whole=True)
 
     def forward(self, x: Tensor) -> Tensor:
         h = (x @ self.a.t()) * self.lora.scale
-        leave = reduce_scatter_to_sequence_parallel if self.sequence_parallel else reduce_from_tensor_parallel
-        return leave(h, self.group) @ self.b.t()
+        leave = reduce_scatter_to_sequence_parallel if self.place.sequence_sharded else reduce_from_tensor_parallel
+        return leave(h, self.place.group) @ self.b.t()
