@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -381,6 +382,52 @@ def test_a_mask_of_another_data_set_is_refused(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "b").has_loss_mask
     with pytest.raises(DataError, match=r"b.loss_mask.idx cannot be opened: no such file"):
         IndexedDataset(tmp_path / "b").loss_mask()
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_kill_while_files_are_replaced_leaves_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masked: bool
+) -> None:
+    """At any rename or removal: what can be opened is the old or the new data set, each with its own mask."""
+    old, new = ([1, 2, 3], [0, 1, 1]), ([4, 5, 6], [0, 0, 1])
+    real = {"replace": os.replace, "unlink": Path.unlink}
+    calls, at, ended = [0], 0, False
+
+    def stopping(name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> None:
+            calls[0] += 1
+            if calls[0] == at:
+                raise SystemError("stands for a kill")
+            real[name](*arguments, **options)  # type: ignore[operator]
+
+        return call
+
+    seen = set()
+    while not ended:
+        write(tmp_path / "x", [old])
+        writer = IndexedDatasetWriter(tmp_path / "x", np.uint16, loss_mask=masked, overwrite=True)
+        writer.add_document(np.array(new[0]), loss_mask=np.array(new[1], np.uint8) if masked else None)
+        calls[0], at = 0, at + 1
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", stopping("replace"))
+            patched.setattr(Path, "unlink", stopping("unlink"))
+            try:
+                writer.close({"max_token_id": 9})
+                ended = True
+            except SystemError:
+                pass
+        if not (tmp_path / "x.idx").exists():
+            seen.add("none")
+            continue
+        dataset = IndexedDataset(tmp_path / "x")
+        found = (
+            dataset.document(0).tolist(),
+            dataset.loss_mask().document(0).tolist() if dataset.has_loss_mask else None,
+        )
+        assert found in (old, new if masked else (new[0], None))
+        seen.add("new" if ended else "old")
+    assert seen == {"none", "old", "new"}
+    assert at > 7
 
 
 def test_overwriting_leaves_no_old_mask(tmp_path: Path, tokenizer_path: Path) -> None:
