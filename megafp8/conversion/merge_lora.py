@@ -40,13 +40,17 @@ class MergedSource:
         }
 
     def read(self, name: str) -> Tensor:
-        return self.read_rows(name, 0, self.tensors[name].shape[0])
+        return self._merged(name, self._source.read(name), slice(None))
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        weight, stem = self._source.read_rows(name, first, last), name.removesuffix(".weight")
+        return self._merged(name, self._source.read_rows(name, first, last), slice(first, last))
+
+    def _merged(self, name: str, weight: Tensor, rows: slice) -> Tensor:
+        """`weight`, which are `rows` of the tensor `name`, with its part of the product."""
+        stem = name.removesuffix(".weight")
         if f"{stem}.{A}" not in self._source.tensors:
             return weight
-        a, b = self._most_precise(f"{stem}.{A}"), self._most_precise(f"{stem}.{B}")[first:last]
+        a, b = self._most_precise(f"{stem}.{A}"), self._most_precise(f"{stem}.{B}")[rows]
         return (weight.float() + self._scale * (b.float() @ a.float())).to(weight.dtype)
 
     def _most_precise(self, name: str) -> Tensor:
