@@ -22,9 +22,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import get_args
 
 from megafp8.data.chats import read_chat_template
-from megafp8.data.documents import read_documents
+from megafp8.data.documents import Style, read_documents
 from megafp8.data.preprocess import Chats, Completions, Method, Texts, preprocess
 from tools.common import add_input_flags, add_tokenizer_flags, input_files, new_parser, run_tool, tokenizer_settings
 
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output-prefix", required=True)
     parser.add_argument("--no-append-eod", action="store_true", help="add no end-of-document token after each document")
     help = "what a record holds: a text (default), a list of messages, or a prompt and its completion"
-    parser.add_argument("--style", choices=("text", "chat", "completion"), default="text", help=help)
+    parser.add_argument("--style", choices=get_args(Style), default="text", help=help)
     parser.add_argument("--completion-key", default="completion", help="key or column of the completion")
     parser.add_argument("--chat-template", help="file with a chat template. Default: that beside --tokenizer-path")
     help = "store each sentence of a document as a sequence, for data.packing sentences"

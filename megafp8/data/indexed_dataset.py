@@ -544,6 +544,19 @@ def check_ids(dataset: IndexedDataset, ids: NDArray[Any], vocab_size: int, posit
     raise DataError(_beyond(where, found, vocab_size))
 
 
+def read_loss_mask(mask: IndexedDataset, position: int, count: int) -> NDArray[Any]:
+    """`mask.read(position, count)` of a loss mask. DataError with file, document and position unless all are 0 or 1."""
+    found = mask.read(position, count)
+    if not all_within(found, 2):
+        wrong = int(np.flatnonzero(found > 1)[0])
+        document, within = mask.locate(position + wrong)
+        raise DataError(
+            f"{bin_path(mask.prefix)}: document {document:,}, position {within:,} holds {int(found[wrong])}: a loss "
+            "mask has 0 and 1; the data set is damaged; copy it again, or write it again"
+        )
+    return found
+
+
 def _beyond(where: str, token: int, vocab_size: int) -> str:
     return (
         f"{where} holds token {token}, but model.vocab_size is {vocab_size}: the vocabulary does not match the data; "

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megafp8.context_parallel.split import shard_positions
 from megafp8.data import DataError
-from megafp8.data.indexed_dataset import IndexedDataset, check_ids
+from megafp8.data.indexed_dataset import IndexedDataset, check_ids, read_loss_mask
 from megafp8.data.packing import PACKINGS, Arrays, Packing, PackingName, Sentences
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ class PackedDataset:
     """Endless samples of `seq_length + 1` tokens from `documents` of `dataset`.
 
     `loss_mask`: that of the data set, if `parts` are to have it. Raises DataError if there are too few tokens for one
-    sample, and from `parts` if a sample holds an id that is not in [0, `vocab_size`); None disables that check.
+    sample, and from `parts` if a sample holds an id that is not in [0, `vocab_size`), unless that is None, or a mask
+    that is neither 0 nor 1.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class PackedDataset:
                 check_ids(self.dataset, part, self.vocab_size, first)
         if self.loss_mask is None:
             return parts
-        masks = [self.loss_mask.read(first, len(part)) for first, part in zip(firsts, parts)]
+        masks = [read_loss_mask(self.loss_mask, first, len(part)) for first, part in zip(firsts, parts)]
         return [np.stack([part, mask]) for part, mask in zip(parts, masks)]
 
     @property

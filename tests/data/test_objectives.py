@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megafp8.data.objectives import Answers
@@ -70,6 +71,20 @@ def test_each_label_of_an_epoch(dataset: IndexedDataset, all_tokens: bool) -> No
             assert not any(counts[len(which) :])
             total += sum(counts)
     assert batch.loss_mask.sum() == total
+
+
+def test_a_damaged_mask_is_named(dataset: IndexedDataset) -> None:
+    path = Path(f"{dataset.prefix}.loss_mask.bin")
+    content = bytearray(path.read_bytes())
+    content[int(dataset.document_positions[40])] ^= 4
+    path.write_bytes(bytes(content))
+    Path(f"{dataset.prefix}.json").unlink()  # which knows the mask's fingerprint
+    every, folder = range(dataset.num_documents), Path(dataset.prefix).parent
+    mask = dataset.loss_mask()
+    packed = PackedDataset(dataset, every, S, 3, folder, packing="best_fit", loss_mask=mask)
+    error = r"x.loss_mask.bin: document 40, position 0 holds [45]: a loss mask has 0 and 1"
+    with pytest.raises(DataError, match=error):
+        [packed.parts(i) for i in range(packed.samples_per_epoch)]
 
 
 def test_padding_has_no_loss_and_is_a_document_of_its_own() -> None:
