@@ -12,10 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
-from megafp8.data.documents import InputFile, SkippedFile, find_files
+from megafp8.data.documents import InputFile, SkippedFile, Style, find_files
 from megafp8.data.tokenizers import TokenizerKind, TokenizerSettingError, TokenizerSettings
 
 _INTERRUPTED, _FAILED = 130, 2
+_JSON_KEYS: dict[Style, str] = {"text": "text", "chat": "messages", "completion": "prompt"}
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
@@ -50,13 +51,14 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json-key",
         nargs="+",
-        default=["text"],
-        help="key or column that holds the text: one for all inputs, or one for each input in their order",
+        help="key or column that holds the text (default text): one for all inputs, or one for each in their order",
     )
     parser.add_argument("--skip-errors", action="store_true", help="skip and count documents that cannot be read")
 
 
-def input_files(arguments: argparse.Namespace) -> list[InputFile]:
+def input_files(
+    arguments: argparse.Namespace, style: Style = "text", completion_key: str = "completion"
+) -> list[InputFile]:
     """The files that the input flags name. Warns of files that are skipped. Raises ValueError if there are none."""
     inputs = list(arguments.input)
     if arguments.input_list:
@@ -64,7 +66,13 @@ def input_files(arguments: argparse.Namespace) -> list[InputFile]:
     inputs = [item for item in inputs if item]
     if not inputs:
         raise ValueError("no inputs: give --input or --input-list")
-    files, skipped = find_files(inputs, json_keys=arguments.json_key, any_text=arguments.text_files)
+    files, skipped = find_files(
+        inputs,
+        json_keys=arguments.json_key or [_JSON_KEYS[style]],
+        any_text=arguments.text_files,
+        style=style,
+        completion_key=completion_key,
+    )
     if skipped:
         print(_describe_skipped(skipped), file=sys.stderr)
     return files

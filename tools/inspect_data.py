@@ -91,8 +91,19 @@ def show(tokens: NDArray[np.int64], tokenizer: Tokenizer | None, most: int = 400
 
 
 def show_documents(dataset: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> None:
+    """The first documents; where there is a loss mask, what is learned of them in ⟦ ⟧."""
+    mask = dataset.loss_mask() if dataset.has_loss_mask else None
     for index in range(min(count, dataset.num_documents)):
-        print(f"\n--- document {index}\n{show(dataset.document(index), tokenizer)}")
+        tokens = dataset.document(index)
+        shown = show(tokens, tokenizer) if mask is None else show_answers(tokens, mask.document(index), tokenizer)
+        print(f"\n--- document {index}\n{shown}")
+
+
+def show_answers(tokens: NDArray[np.int64], mask: NDArray[np.uint8], tokenizer: Tokenizer | None) -> str:
+    """A document with what is learned of it in ⟦ ⟧."""
+    starts = np.flatnonzero(np.diff(mask, prepend=0))  # of answers, and of what is between them
+    runs = [show(run, tokenizer, len(run)) for run in np.split(tokens, starts)]
+    return "".join(f"⟦{run}⟧" if i % 2 else run for i, run in enumerate(runs))
 
 
 def show_samples(dataset: IndexedDataset, count: int, seq_length: int, seed: int, tokenizer: Tokenizer | None) -> None:

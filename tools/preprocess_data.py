@@ -1,14 +1,20 @@
-"""Tokenize text into a Megatron-compatible .bin/.idx data set.
+"""Tokenize text, or chats for fine-tuning, into a Megatron-compatible .bin/.idx data set.
 
     python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --tokenizer sentencepiece \
         --tokenizer-path tokenizer.model --output-prefix data/mine/text --workers 16
     python tools/preprocess_data.py --input wiki/ 'code/*.parquet' --json-key text content --tokenizer bytes \
         --output-prefix data/both
     python tools/preprocess_data.py --input src/ --text-files --tokenizer bytes --output-prefix data/src
+    python tools/preprocess_data.py --input chats.jsonl --style chat --tokenizer huggingface \
+        --tokenizer-path models/mine/tokenizer.json --output-prefix data/chats
 
 Reads .json, .jsonl, .ndjson (one JSON object per line), .parquet (rows) and .txt (one document per file), all but
 parquet also compressed (.gz, .zst, .bz2, .xz). The text is under --json-key. With --text-files every file is one
 document. Other files of a folder are reported and not read. The order of documents does not depend on --workers.
+
+--style chat reads lists of messages with role and content (under --json-key, default messages) and renders them by the
+tokenizer's chat template; --style completion reads a prompt (--json-key, default prompt) and a completion
+(--completion-key). Both write <prefix>.loss_mask.bin and .idx, which data.loss_on reads: 1 for tokens of answers.
 """
 
 from __future__ import annotations
@@ -16,9 +22,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import get_args
 
-from megafp8.data.documents import read_documents
-from megafp8.data.preprocess import preprocess
+from megafp8.data.chats import read_chat_template
+from megafp8.data.documents import Style, read_documents
+from megafp8.data.preprocess import Chats, Completions, Method, Texts, preprocess
 from tools.common import add_input_flags, add_tokenizer_flags, input_files, new_parser, run_tool, tokenizer_settings
 
 
@@ -28,6 +36,10 @@ def main(argv: list[str] | None = None) -> int:
     add_tokenizer_flags(parser, required=True)
     parser.add_argument("--output-prefix", required=True)
     parser.add_argument("--no-append-eod", action="store_true", help="add no end-of-document token after each document")
+    help = "what a record holds: a text (default), a list of messages, or a prompt and its completion"
+    parser.add_argument("--style", choices=get_args(Style), default="text", help=help)
+    parser.add_argument("--completion-key", default="completion", help="key or column of the completion")
+    parser.add_argument("--chat-template", help="file with a chat template. Default: that beside --tokenizer-path")
     help = "store each sentence of a document as a sequence, for data.packing sentences"
     parser.add_argument("--split-sentences", action="store_true", help=help)
     parser.add_argument("--workers", type=int, default=0, help="processes that tokenize; 0 (default): this process")
@@ -38,14 +50,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _preprocess(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
-    files = input_files(arguments)
+    files, method = input_files(arguments, arguments.style, arguments.completion_key), _method(arguments)
     summary = preprocess(
         read_documents(files),
         arguments.output_prefix,
         tokenizer=tokenizer_settings(arguments),
+        method=method,
         workers=arguments.workers,
-        append_eod=not arguments.no_append_eod,
-        sentences=arguments.split_sentences,
         skip_errors=arguments.skip_errors,
         overwrite=arguments.overwrite,
         sources=[str(file.path) for file in files],
@@ -56,10 +67,29 @@ def _preprocess(arguments: argparse.Namespace) -> None:
         f"{summary.characters / max(1, summary.tokens):.2f} characters a token, {seconds:.1f} s "
         f"({summary.empty} empty and {summary.errors} unreadable documents skipped)"
     )
+    if method.has_loss_mask:
+        share = summary.learned / summary.tokens
+        print(f"  loss mask: {summary.learned:,} tokens of answers, {share:.1%} of all")
     for message in summary.messages:
         print(f"  skipped: {message}")
     if summary.errors > len(summary.messages):
         print(f"  and {summary.errors - len(summary.messages):,} more")
+
+
+def _method(arguments: argparse.Namespace) -> Method:
+    """What the flags say of documents. Raises ValueError for flags that say nothing of this style."""
+    style, append_eod = arguments.style, not arguments.no_append_eod
+    others = {
+        "--split-sentences": arguments.split_sentences and style != "text",
+        "--chat-template": arguments.chat_template and style != "chat",
+        "--no-append-eod": not append_eod and style == "chat",  # the template says what ends a chat
+    }
+    for flag, given in others.items():
+        if given:
+            raise ValueError(f"{flag} says nothing of --style {style}: leave it out")
+    if style == "chat":
+        return Chats(read_chat_template(arguments.tokenizer_path, arguments.chat_template))
+    return Completions(append_eod) if style == "completion" else Texts(append_eod, arguments.split_sentences)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _fsdp,
         _param_gather,
         _checkpoint,
+        _lora,
         _tokenizer,
         _packing,
         _prefix_lm,
@@ -61,6 +62,31 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
     problems += [problem for rule in rules_on_ranks for problem in rule(config, world_size)]
     if problems:
         raise ConfigError(source, problems)
+
+
+def _lora(config: Config) -> Iterator[Problem]:
+    if config.lora is None:
+        return
+    m, p = config.model, config.parallel
+    without = "LoRA is not offered for it; leave the section lora out"
+    if m.architecture != "gpt":
+        yield Problem("lora", "set", f"model.architecture is {m.architecture}", without)
+    for key, given in (
+        ("moe", m.moe is not None),
+        ("latent_attention", m.latent_attention is not None),
+        ("mtp_num_layers", m.mtp_num_layers > 0),
+    ):
+        if given:
+            yield Problem("lora", "set", f"the model has model.{key}", without)
+    if config.lora.targets == ["gate"] and not ACTIVATIONS[m.activation].gated:
+        yield Problem("lora.targets", ["gate"], f"the MLP of model.activation {m.activation} has no gate", "try [up]")
+    works = "try false"
+    if p.fsdp:
+        rule = "lora leaves few gradients and little optimizer state to shard, and frozen weights are not sharded"
+        yield Problem("parallel.fsdp", True, rule, f"{works}, and parallel.tensor or pipeline for large models")
+    for key, on in (("param_gather", config.fp8.param_gather), ("smooth_swiglu", config.fp8.smooth_swiglu)):
+        if on:
+            yield Problem(f"fp8.{key}", True, "with lora, weights are frozen and not gathered or rescaled", works)
 
 
 def _tokenizer(config: Config) -> Iterator[Problem]:
@@ -77,6 +103,12 @@ def _tokenizer(config: Config) -> Iterator[Problem]:
 
 def _packing(config: Config) -> Iterator[Problem]:
     d = config.data
+    if d.loss_on is not None and config.model.architecture != "gpt":
+        rule = f"model.architecture is {config.model.architecture}, which is not trained to predict the next token"
+        yield Problem("data.loss_on", d.loss_on, rule, "leave it out")
+    elif d.loss_on is not None and d.packing != "best_fit":
+        rule = f"data.loss_on is {d.loss_on}, and other ways to pack cut answers from what they answer"
+        yield Problem("data.packing", d.packing, rule, "try best_fit")
     if d.packing != "best_fit" or (d.reset_at_documents and d.mask_eod_loss):
         return
     rule = "each document attends only to itself and padding has no loss, so it needs two more keys"

@@ -847,6 +847,11 @@ class DataConfig(Section):
     """Exclude the token after an end of document from the loss."""
     prefix_lm: PrefixLmConfig | None = None
     """With model.architecture gpt: train as a prefix language model. Default: each token sees earlier ones only."""
+    loss_on: Literal["answers", "all"] | None = None
+    """Required for data sets with a loss mask, such as chats. answers: only tokens that the mask names are learned, the
+    answers of chats and completions of prompts; the loss is their mean over the global batch. all: all tokens are.
+    Documents are those of the data set, whatever tokens end them. Requires packing best_fit. Default: data sets have no
+    loss mask."""
     special_tokens: SpecialTokens = SpecialTokens()
     """Ids of special tokens, where the tokenizer does not define them."""
     masked_lm: MaskedLmConfig = MaskedLmConfig()
@@ -857,6 +862,21 @@ class DataConfig(Section):
     """Number of loader processes per rank. 0: load in the training process."""
     index_cache: str | None = None
     """Folder on local disk for sample indices. Default: in the user's cache folder."""
+
+
+LoraTarget = Literal["q", "k", "v", "proj", "gate", "up", "down"]
+
+
+class LoraConfig(Section):
+    """Low-rank adaptation (arXiv:2106.09685): y = x Wᵀ + alpha / rank · (x Aᵀ) Bᵀ; only A and B are trained."""
+
+    rank: PositiveInt = 16
+    """Rows of A, and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """The product of A and B is multiplied by alpha / rank."""
+    targets: list[LoraTarget] = Field(default=["q", "k", "v", "proj", "gate", "up", "down"], min_length=1)
+    """Projections of each block that are adapted: queries, keys, values and output of attention; gate, up and down of
+    the MLP. Where the MLP has no gate, that one counts for nothing."""
 
 
 class CheckpointConfig(Section):
@@ -931,6 +951,8 @@ class Config(Section):
     training: TrainingConfig
     optimizer: OptimizerConfig
     data: DataConfig
+    lora: LoraConfig | None = None
+    """Train adapters of linear layers, and no other weight; usually of checkpoint.init_from. Default: train all."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 

@@ -15,6 +15,7 @@ from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import CONFIG_FILE, HfSource
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import TRACKER, MegatronSource, is_megatron
+from megafp8.conversion.merge_lora import merged
 from megafp8.conversion.native import NativeSink, NativeSource, is_checkpoint
 from megafp8.conversion.target import Sink
 
@@ -42,9 +43,14 @@ def _has(name: str) -> Callable[[Path], bool]:
     return lambda path: (path / name).is_file()
 
 
+def _open_native(path: str | Path) -> Source:
+    """A native checkpoint; one with LoRA as the whole model."""
+    return merged(NativeSource(path))
+
+
 _NATIVE_SIGN = f"{METADATA_FILE} and {INDEX_FILE}, or folders step_<number> of these"
 FORMATS = {
-    "native": Format(_NATIVE_SIGN, _is_native, NativeSource, NativeSink, weights_only=False, mtp=True),
+    "native": Format(_NATIVE_SIGN, _is_native, _open_native, NativeSink, weights_only=False, mtp=True),
     "hf": Format(CONFIG_FILE, _has(CONFIG_FILE), HfSource, HfSink),
     "megatron": Format(f"{TRACKER} or folders mp_rank_<number>", is_megatron, MegatronSource, MegatronSink),
     "consolidated": Format(WEIGHTS_FILE, _has(WEIGHTS_FILE), ConsolidatedSource, ConsolidatedSink, mtp=True),

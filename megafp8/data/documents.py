@@ -1,4 +1,4 @@
-"""Documents of text files, for preprocessing and for training tokenizers.
+"""Documents of text files, for preprocessing and for training tokenizers: texts, chats, and prompts with completions.
 
 `find_files` decides by each file's name how it is read: its content (JSON lines, plain text, parquet) and compression.
 `read_documents` reads the files in order. What cannot be read becomes a `Document` with an error that names the file
@@ -24,6 +24,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from megafp8.data.packages import import_package
 
 Content = Literal["json_lines", "text", "parquet"]
+Style = Literal["text", "chat", "completion"]
+"""What a record holds: a text, a list of messages, or a prompt and its completion."""
 _CONTENTS: dict[str, Content] = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json_lines")
 _CONTENTS |= {".txt": "text", ".parquet": "parquet"}
 _COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
@@ -33,20 +35,27 @@ _BINARY_TYPES = {"string": "binary", "large_string": "large_binary", "string_vie
 
 
 class Document(NamedTuple):
-    """A text and its origin (file, and line or row). `text` is None if it could not be read; `error` says why."""
+    """A text and its origin (file, and line or row). `text` is None if it could not be read; `error` says why.
+
+    Of a chat `text` is None too, and `messages` has its messages as they were read; of a prompt with a completion
+    `text` has the prompt, and `completion` the rest.
+    """
 
     origin: str
     text: str | None
     error: str | None = None
+    messages: list[Any] | None = None
+    completion: str | None = None
 
 
 class InputFile(NamedTuple):
-    """A file and how it is read. `compression` is a suffix or "", `json_key` the key or column of the text."""
+    """A file and how it is read. `compression` is a suffix or ""; `keys` are those, or the columns, of the `style`."""
 
     path: Path
     content: Content
     compression: str
-    json_key: str
+    keys: tuple[str, ...]
+    style: Style = "text"
 
 
 class SkippedFile(NamedTuple):
@@ -57,11 +66,17 @@ class SkippedFile(NamedTuple):
 
 
 def find_files(
-    inputs: Sequence[str], *, json_keys: Sequence[str] = ("text",), any_text: bool = False
+    inputs: Sequence[str],
+    *,
+    json_keys: Sequence[str] = ("text",),
+    any_text: bool = False,
+    style: Style = "text",
+    completion_key: str = "completion",
 ) -> tuple[list[InputFile], list[SkippedFile]]:
     """Files that `inputs` (files, folders, globs) name, in a fixed order, each once for each of its keys.
 
-    `json_keys` is one key for all inputs or one for each. Folders are searched for files with known suffixes, or with
+    `json_keys` is one key for all inputs or one for each: of the text, the messages, or the prompt, whose completion is
+    under `completion_key`. Folders are searched for files with known suffixes, or with
     `any_text`, which reads every file as one document, for all files; the second list has their other files. A file
     that is itself an input, or matches a glob, is read as JSON lines if its suffix is unknown.
 
@@ -72,7 +87,10 @@ def find_files(
             f"--json-key has {len(json_keys)} keys for {len(inputs)} inputs: give one for all, or one for each input "
             "(quote a pattern, so that it is one input)"
         )
-    keys = list(json_keys) * (len(inputs) if len(json_keys) == 1 else 1)
+    if any_text and style != "text":
+        raise ValueError(f"--text-files reads whole files as texts, and --style is {style}: leave one of them out")
+    each = list(json_keys) * (len(inputs) if len(json_keys) == 1 else 1)
+    keys = [_Keys((key, completion_key) if style == "completion" else (key,), style) for key in each]
     found: dict[InputFile, None] = {}
     skipped: dict[SkippedFile, None] = {}
     for item, key in zip(inputs, keys):
@@ -98,7 +116,14 @@ def find_files(
     return list(found), list(skipped)
 
 
-def _classify(path: Path, key: str, any_text: bool, default: Content | None = None) -> InputFile | str:
+class _Keys(NamedTuple):
+    """What is read of each record of an input."""
+
+    keys: tuple[str, ...]
+    style: Style
+
+
+def _classify(path: Path, keys: _Keys, any_text: bool, default: Content | None = None) -> InputFile | str:
     """How a file is read, by its name: `a.jsonl.gz` is JSON lines, compressed by gzip; or the reason why it is not.
 
     `default`: the content of a file whose name does not tell.
@@ -106,24 +131,26 @@ def _classify(path: Path, key: str, any_text: bool, default: Content | None = No
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     compression = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSIONS else ""
     content = _CONTENTS.get(suffixes[-1], default) if suffixes else default
+    if content == "text" and keys.style != "text":
+        return "a plain text has no keys; write JSON lines"
     if any_text or content == "text":
-        return InputFile(path, "text", compression, "")
+        return InputFile(path, "text", compression, ())
     if content == "parquet" and compression:
         return "parquet files have a compression of their own; decompress this one"
     if content is None:
         return f"not one of {'/'.join(_CONTENTS)}, nor these with {'/'.join(_COMPRESSIONS)}"
-    return InputFile(path, content, compression, key)
+    return InputFile(path, content, compression, *keys)
 
 
-def _named_file(path: Path, key: str, any_text: bool) -> InputFile:
+def _named_file(path: Path, keys: _Keys, any_text: bool) -> InputFile:
     """How a file is read that is itself an input. Raises ValueError if it cannot be."""
-    file = _classify(path, key, any_text, "json_lines")
+    file = _classify(path, keys, any_text, "json_lines")
     if isinstance(file, str):
         raise ValueError(f"--input {path}: {file}")
     return file
 
 
-def _search(folder: Path, key: str, any_text: bool) -> tuple[list[InputFile], list[SkippedFile]]:
+def _search(folder: Path, keys: _Keys, any_text: bool) -> tuple[list[InputFile], list[SkippedFile]]:
     """Files of a folder and its subfolders, sorted by path, and those that are skipped."""
     paths: list[Path] = []
     files: list[InputFile] = []
@@ -139,7 +166,7 @@ def _search(folder: Path, key: str, any_text: bool) -> tuple[list[InputFile], li
     for path in sorted(paths):
         if not path.is_file():
             skipped.append(SkippedFile(path, "broken link" if path.is_symlink() else "not a regular file"))
-        elif isinstance(file := _classify(path, key, any_text), str):
+        elif isinstance(file := _classify(path, keys, any_text), str):
             skipped.append(SkippedFile(path, file))
         else:
             files.append(file)
@@ -250,13 +277,13 @@ def _read_json_lines(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
         for number, line in enumerate(stream, 1):
             line = line.removeprefix(_BOM)  # of the file, or of a file appended to it
             if line.strip():
-                yield _parse_line(line, f"{file.path}, line {number}", file.json_key)
+                yield _parse_line(line, f"{file.path}, line {number}", file)
     except _READ_ERRORS as error:
         lost = f" (after line {number}; nothing that follows is read)" if number else ""
         yield Document(str(file.path), None, f"cannot be read: {error}{lost}")
 
 
-def _parse_line(line: bytes, origin: str, key: str) -> Document:
+def _parse_line(line: bytes, origin: str, file: InputFile) -> Document:
     hint = "; it holds zero bytes, as UTF-16 and UTF-32 do: only UTF-8 is read" if b"\0" in line else ""
     try:
         record = json.loads(line.decode("utf-8"))
@@ -264,37 +291,78 @@ def _parse_line(line: bytes, origin: str, key: str) -> Document:
         return Document(origin, None, f"not UTF-8 text: {_position(error)}{hint}")
     except (ValueError, RecursionError) as error:  # RecursionError: brackets nested a thousand deep
         return Document(origin, None, f"not JSON: {error}{hint} (each line must be one JSON object)")
-    if not isinstance(record, dict) or key not in record:
-        found = ", ".join(list(record)[:10]) if isinstance(record, dict) else f"a {type(record).__name__}"
-        return Document(origin, None, f"has no key {key!r} (it has {found}); --json-key names the text")
-    return _document(origin, record[key], key)
+    found = list(record) if isinstance(record, dict) else [f"a {type(record).__name__}"]
+    if not isinstance(record, dict) or any(key not in record for key in file.keys):
+        return Document(origin, None, _missing(file, found, "key"))
+    return _document(origin, [record[key] for key in file.keys], file)
+
+
+_FLAGS: dict[Style, tuple[tuple[str, str], ...]] = {
+    "text": (("--json-key", "text"),),
+    "chat": (("--json-key", "list of messages"),),
+    "completion": (("--json-key", "prompt"), ("--completion-key", "completion")),
+}
+"""The flag that names each key of a record, and what is under it."""
+
+
+def _missing(file: InputFile, found: list[str], what: str) -> str:
+    """The error of a record that has `found`, and not all keys that are read."""
+    flags = dict(zip(file.keys, _FLAGS[file.style]))
+    key = next(key for key in file.keys if key not in found)
+    flag, meaning = flags[key]
+    return f"has no {what} {key!r} (it has {', '.join(found[:10])}); {flag} names the {meaning}"
 
 
 def _position(error: UnicodeDecodeError) -> str:
     return f"byte {error.object[error.start]:#04x} at position {error.start} ({error.reason})"
 
 
-def _document(origin: str, text: Any, key: str) -> Document:
-    """A document of `text`, or of an error. JSON can hold lone surrogates, which tokenizers do not take."""
+def _document(origin: str, values: Sequence[Any], file: InputFile) -> Document:
+    """A document of the values of the file's keys, or of an error."""
+    check = _fault_of_messages if file.style == "chat" else _fault_of_text
+    for key, value in zip(file.keys, values):
+        if fault := check(value, repr(key)):
+            return Document(origin, None, fault)
+    if file.style == "chat":
+        return Document(origin, None, messages=values[0])
+    return Document(origin, values[0], completion=values[1] if file.style == "completion" else None)
+
+
+def _fault_of_text(text: Any, name: str) -> str | None:
+    """Why `text` is none. JSON can hold lone surrogates, which tokenizers do not take."""
+    if isinstance(text, UnicodeDecodeError):
+        return f"not UTF-8 text: {_position(text)}"
     if not isinstance(text, str):
-        return Document(origin, None, f"{key!r} is not a string")
+        return f"{name} is not a string"
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return Document(origin, None, f"{key!r} is not valid Unicode: {error}")
-    return Document(origin, text)
+        return f"{name} is not valid Unicode: {error}"
+    return None
+
+
+def _fault_of_messages(messages: Any, name: str) -> str | None:
+    """Why `messages` are none: a chat is a list of objects with a role and a content, both strings."""
+    if not isinstance(messages, list) or not messages:
+        return f"{name} is not a list of messages"
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            return f"message {number} of {name} is a {type(message).__name__}, not an object with role and content"
+        for part in ("role", "content"):
+            if fault := _fault_of_text(message.get(part), f"{part!r} of message {number} of {name}"):
+                return fault
+    return None
 
 
 def _read_parquet(file: InputFile) -> Iterator[Document]:
     """Row groups are read one by one, so that a damaged one costs only its own rows."""
     parquet = import_package("pyarrow.parquet", "reading .parquet files")
-    path, key = file.path, file.json_key
+    path = file.path
     try:
         table = parquet.ParquetFile(path)
         names = table.schema_arrow.names
-        if key not in names:
-            error = f"has no column {key!r} (it has {', '.join(names)}); --json-key names the text"
-            yield Document(str(path), None, error)
+        if not set(file.keys) <= set(names):
+            yield Document(str(path), None, _missing(file, names, "column"))
             return
         groups = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
     except _READ_ERRORS as failure:
@@ -304,19 +372,16 @@ def _read_parquet(file: InputFile) -> Iterator[Document]:
     for group, rows in enumerate(groups):
         row = first
         try:
-            for batch in table.iter_batches(row_groups=[group], columns=[key]):
-                for text in _parquet_texts(batch.column(0)):
-                    if isinstance(text, UnicodeDecodeError):
-                        yield Document(f"{path}, row {row}", None, f"not UTF-8 text: {_position(text)}")
-                    else:
-                        yield _document(f"{path}, row {row}", text, key)
+            for batch in table.iter_batches(row_groups=[group], columns=list(file.keys)):
+                for values in zip(*(_parquet_values(batch.column(key)) for key in file.keys)):
+                    yield _document(f"{path}, row {row}", values, file)
                     row += 1
         except _READ_ERRORS as error:
             yield Document(f"{path}, rows {row} to {first + rows - 1}", None, f"cannot be read: {error}")
         first += rows
 
 
-def _parquet_texts(column: Any) -> Iterator[Any]:
+def _parquet_values(column: Any) -> Iterator[Any]:
     """Values of a column. Strings are decoded one by one; one that is not UTF-8 yields the error."""
     if hasattr(column, "dictionary_decode"):
         column = column.dictionary_decode()

@@ -8,6 +8,10 @@ Document marks are sequence numbers, from 0 to the number of sequences. Modes ar
 sets; only 0, text, is read. `tools/preprocess_data.py` also writes `<prefix>.json` (the sidecar): the tokenizer's
 identity, the largest token and the SHA-256 of the .idx. Data sets made elsewhere have none.
 
+A data set may have a *loss mask*: `<prefix>.loss_mask.bin` and `.idx`, in the same format, with a byte for each token
+in sequences of the same lengths, 1 if the token is one to learn and 0 if it is only context. The sidecar has its
+fingerprint.
+
 Both files are memory-mapped, and all that can be checked without reading the tokens is checked when they are opened.
 Megatron-LM's .idx has no checksum, but is redundant:
 
@@ -55,6 +59,16 @@ def idx_path(prefix: str | Path) -> Path:
 
 def sidecar_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
+
+
+def loss_mask_prefix(prefix: str | Path) -> str:
+    return f"{prefix}.loss_mask"
+
+
+def all_paths(prefix: str | Path) -> list[Path]:
+    """The files that a data set may consist of."""
+    mask = loss_mask_prefix(prefix)
+    return [bin_path(prefix), idx_path(prefix), sidecar_path(prefix), bin_path(mask), idx_path(mask)]
 
 
 class _Index(NamedTuple):
@@ -150,14 +164,30 @@ class IndexedDataset:
 
         The parts are 64 evenly spaced blocks of 4 KiB, or all of a .bin of at most 256 KiB.
         """
-        content, count, block = self.tokens.view(np.uint8), 64, 4096
-        digest = hashlib.sha256(f"{self.index_sha256} {len(content)} ".encode())
-        if len(content) <= count * block:
-            count, block = 1, len(content)
-        for i in range(count):
-            start = i * (len(content) - block) // max(count - 1, 1)
-            digest.update(content[start : start + block].data)
-        return digest.hexdigest()
+        return _fingerprint(self.index_sha256, self.tokens.view(np.uint8))
+
+    @cached_property
+    def has_loss_mask(self) -> bool:
+        """Whether there is a loss mask, or the sidecar says that there should be one."""
+        return idx_path(loss_mask_prefix(self.prefix)).exists() or "loss_mask" in (self.sidecar() or {})
+
+    def loss_mask(self) -> IndexedDataset:
+        """The loss mask, uint8, whose stream has the places of this one's.
+
+        Raises DataError if it is missing or damaged, or is not that of this data set.
+        """
+        mask = IndexedDataset(loss_mask_prefix(self.prefix))
+        if mask.dtype != np.uint8:
+            raise DataError(f"{idx_path(mask.prefix)} is no loss mask: it holds {mask.dtype}, and a mask is uint8")
+        same = np.array_equal(mask.sizes, self.sizes) and np.array_equal(mask.document_starts, self.document_starts)
+        expected = (self.sidecar() or {}).get("loss_mask", mask.fingerprint)
+        if not same or mask.fingerprint != expected:
+            fault = "is not the one that was written with it" if same else "has sequences of other lengths"
+            raise DataError(
+                f"{bin_path(mask.prefix)} and .idx are not the loss mask of {self.prefix}: it {fault}; copy all files "
+                "of the data set again, or write it again"
+            )
+        return mask
 
     def locate(self, position: int) -> tuple[int, int]:
         """Document of a `position` of the stream, and the position within it."""
@@ -178,6 +208,18 @@ class IndexedDataset:
 _LARGEST_SIDECAR = 2**24
 
 
+def _fingerprint(index_sha256: str, content: NDArray[np.uint8]) -> str:
+    """`IndexedDataset.fingerprint` of an index and the bytes of the tokens."""
+    count, block = 64, 4096
+    digest = hashlib.sha256(f"{index_sha256} {len(content)} ".encode())
+    if len(content) <= count * block:
+        count, block = 1, len(content)
+    for i in range(count):
+        start = i * (len(content) - block) // max(count - 1, 1)
+        digest.update(content[start : start + block].data)
+    return digest.hexdigest()
+
+
 def _running_sum(sizes: NDArray[Any]) -> NDArray[np.int64]:
     """Sum of the sizes before each, and of all: `[sequences + 1]`."""
     sums = np.zeros(len(sizes) + 1, np.int64)
@@ -196,7 +238,7 @@ def _read_sidecar(path: Path) -> dict[str, Any] | None:
         raise _no_sidecar(path, error) from None
     if not isinstance(about, dict):
         raise _no_sidecar(path, f"it holds a {type(about).__name__} and not a mapping")
-    for key in ("tokenizer_fingerprint", "index_sha256"):
+    for key in ("tokenizer_fingerprint", "index_sha256", "loss_mask"):
         if not isinstance(about.get(key), str | None):
             raise _no_sidecar(path, f"{key} is {about[key]!r} and not a hash")
     return about
@@ -301,13 +343,15 @@ def _check_pointers(path: Path, size: int, index: _Index) -> bool:
 class IndexedDatasetWriter:
     """Writes a data set under temporary names; `close` renames its files.
 
-    ValueError if one of its files exists, unless `overwrite`, which replaces a .json only if it is a sidecar; or if its
-    folder cannot be written to.
+    `loss_mask`: with a loss mask. ValueError if one of its files exists, unless `overwrite`, which replaces a .json
+    only if it is a sidecar; or if its folder cannot be written to.
     """
 
-    def __init__(self, prefix: str | Path, dtype: type[np.generic], *, overwrite: bool = False) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: type[np.generic], *, loss_mask: bool = False, overwrite: bool = False
+    ) -> None:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
-        for path in (bin_path(prefix), idx_path(prefix), sidecar_path(prefix)):
+        for path in all_paths(prefix):
             if path.is_dir():
                 raise ValueError(f"{path} is a folder; choose another output prefix")
             if path.exists() and not overwrite:
@@ -324,12 +368,22 @@ class IndexedDatasetWriter:
             raise ValueError(f"{bin_path(prefix)} cannot be written: {error}") from None
         self._sizes: list[int] = []
         self._marks = [0]
+        self._mask: IndexedDatasetWriter | None = None
+        if loss_mask:
+            self._mask = IndexedDatasetWriter(loss_mask_prefix(prefix), np.uint8, overwrite=overwrite)
 
-    def add_document(self, tokens: NDArray[Any], sequences: Sequence[int] | None = None) -> None:
-        """Append a document. `sequences`: the lengths of those that it consists of; default one.
+    def add_document(
+        self,
+        tokens: NDArray[Any],
+        sequences: Sequence[int] | None = None,
+        loss_mask: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Append a document. `sequences`: the lengths of those that it consists of; default one. `loss_mask`: 0 or 1
+        for each token, if the data set has a loss mask.
 
         ValueError for tokens that do not fit the dtype.
         """
+        assert (loss_mask is None) == (self._mask is None)
         stored = tokens.astype(self.dtype, copy=False)
         if not np.array_equal(stored, tokens):
             raise ValueError(f"{self.prefix}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}")
@@ -339,6 +393,9 @@ class IndexedDatasetWriter:
             self._file.write(stored.tobytes())
         self._sizes += [len(tokens)] if sequences is None else sequences
         self._marks.append(len(self._sizes))
+        if self._mask is not None and loss_mask is not None:
+            assert len(loss_mask) == len(tokens)
+            self._mask.add_document(loss_mask, sequences)
 
     def close(self, about: Mapping[str, Any] | None = None) -> None:
         """Write the index, flush to disk, and rename the files. On failure no files are left.
@@ -346,12 +403,10 @@ class IndexedDatasetWriter:
         `about`: content of the sidecar beside the index's checksum; None writes no sidecar and removes an older one.
         """
         try:
-            with _naming(self._bin):
-                _flush(self._file)
-                self._file.close()
             checksum = self._write_index()
+            mask = {} if self._mask is None else {"loss_mask": self._mask._write_and_fingerprint()}
             if about is not None:
-                described = json.dumps({**about, "index_sha256": checksum}, indent=2) + "\n"
+                described = json.dumps({**about, **mask, "index_sha256": checksum}, indent=2) + "\n"
                 _write_flushed(self._sidecar, [described.encode()])
             try:
                 self._publish()
@@ -362,8 +417,18 @@ class IndexedDatasetWriter:
             self.abort()
             raise
 
+    def _write_and_fingerprint(self) -> str:
+        """Write the index; the fingerprint of the data set under its temporary names."""
+        checksum = self._write_index()
+        size = self._bin.stat().st_size
+        content = np.memmap(self._bin, mode="r", dtype=np.uint8) if size else np.empty(0, np.uint8)
+        return _fingerprint(checksum, content)
+
     def _write_index(self) -> str:
-        """Write the index under its temporary name and return its SHA-256."""
+        """Flush the tokens, write the index under its temporary name and return its SHA-256."""
+        with _naming(self._bin):
+            _flush(self._file)
+            self._file.close()
         sizes = np.asarray(self._sizes, np.int32)
         lengths = sizes.astype(np.int64) * self.dtype.itemsize
         pointers = _running_sum(lengths)[:-1]
@@ -376,12 +441,18 @@ class IndexedDatasetWriter:
     def _publish(self) -> None:
         """Rename the files; continues where it was interrupted.
 
-        The old index is removed first and the new one renamed last. A data set without an index cannot be opened, so
-        files of two data sets are never read together, whatever ends the process in between.
+        The old index is removed first and the new one renamed last, with the loss mask in between. A data set without
+        an index cannot be opened, so files of two data sets are never read together, whatever ends the process in
+        between.
         """
         if self._bin.exists():
             idx_path(self.prefix).unlink(missing_ok=True)
             sidecar_path(self.prefix).unlink(missing_ok=True)
+            if self._mask is not None:
+                self._mask._publish()
+            else:
+                for path in all_paths(self.prefix)[3:]:
+                    path.unlink(missing_ok=True)
             os.replace(self._bin, bin_path(self.prefix))
         if self._sidecar.exists():
             os.replace(self._sidecar, sidecar_path(self.prefix))
@@ -394,6 +465,8 @@ class IndexedDatasetWriter:
             self._file.close()
         for path in (self._bin, self._idx, self._sidecar):
             path.unlink(missing_ok=True)
+        if self._mask is not None:
+            self._mask.abort()
 
 
 @contextlib.contextmanager
@@ -469,6 +542,19 @@ def check_ids(dataset: IndexedDataset, ids: NDArray[Any], vocab_size: int, posit
             "wrong dtype; copy it again, or write it again"
         )
     raise DataError(_beyond(where, found, vocab_size))
+
+
+def read_loss_mask(mask: IndexedDataset, position: int, count: int) -> NDArray[Any]:
+    """`mask.read(position, count)` of a loss mask. DataError with file, document and position unless all are 0 or 1."""
+    found = mask.read(position, count)
+    if not all_within(found, 2):
+        wrong = int(np.flatnonzero(found > 1)[0])
+        document, within = mask.locate(position + wrong)
+        raise DataError(
+            f"{bin_path(mask.prefix)}: document {document:,}, position {within:,} holds {int(found[wrong])}: a loss "
+            "mask has 0 and 1; the data set is damaged; copy it again, or write it again"
+        )
+    return found
 
 
 def _beyond(where: str, token: int, vocab_size: int) -> str:

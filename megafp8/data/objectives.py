@@ -4,8 +4,9 @@ An objective makes of a sample a row of integers (`row`), in the process that re
 (`batch`). A row is a function of the seed and of the sample's number in the run, so a resumed run, or one in another
 layout, trains on the same batches.
 
-`NextToken` is the objective of GPT, or `PrefixLM` (`megafp8.data.prefix_lm`), `MaskedLM` (`megafp8.data.masked_lm`)
-that of BERT, `SpanCorruption` (`megafp8.data.span_corruption`) that of T5.
+`NextToken` is the objective of GPT, or `PrefixLM` (`megafp8.data.prefix_lm`), and `Answers` that of fine-tuning it on
+data sets with a loss mask; `MaskedLM` (`megafp8.data.masked_lm`) is that of BERT, `SpanCorruption`
+(`megafp8.data.span_corruption`) that of T5.
 
 Shapes: b micro-batch, s sequence.
 """
@@ -20,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megafp8.data.samples import Batch, next_token_batch, padded
+from megafp8.data.samples import Batch, batch_of_documents, next_token_batch, padded
 
 Parts = Sequence[NDArray[Any]]
-"""The pieces of documents, or sentences, that a sample consists of, in order."""
+"""The pieces of documents, or sentences, that a sample consists of, in order: `[n]`, or with a loss mask `[2, n]`."""
 
 
 class Objective(Protocol):
@@ -54,6 +55,37 @@ class NextToken:
         return next_token_batch(
             rows, self.eod_id, reset_at_documents=self.reset_at_documents, mask_eod_loss=self.mask_eod_loss
         )
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The token after each of s tokens, of documents with a loss mask, which restart attention and positions.
+
+    Each part is a document, whatever tokens end it: in many chat templates the token that ends an answer is also the
+    tokenizer's end of a document. The labels that count are those of the mask, or with `all_tokens` all of a document;
+    its first token is never one.
+    """
+
+    seq_length: int
+    all_tokens: bool = False
+
+    def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
+        """Tokens, which of them count as labels, and which document they are of, `[3, s + 1]`; padding has token 0."""
+        row = np.zeros((3, self.seq_length + 1), np.int64)
+        row[2] = len(parts)
+        end = 0
+        for document, part in enumerate(parts):
+            begin, end = end, end + part.shape[1]
+            row[:2, begin:end], row[2, begin:end] = part, document
+        if self.all_tokens:
+            row[1, :end] = 1
+        return row
+
+    def batch(self, rows: Tensor) -> Batch:
+        tokens, counts, document = rows.unbind(1)
+        last = document[:, 1:] != document[:, :-1]
+        mask = (counts[:, 1:] * ~last).float()
+        return batch_of_documents(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, last)
 
 
 def generator_of(seed: int, index: int) -> np.random.Generator:

@@ -1,4 +1,8 @@
-"""Tokenizes documents into a data set, with several processes, in an order that does not depend on their number."""
+"""Tokenizes documents into a data set, with several processes, in an order that does not depend on their number.
+
+A `Method` says how documents of one style become tokens. Of chats and completions it also says which tokens are
+answers, and the data set has a loss mask.
+"""
 
 from __future__ import annotations
 
@@ -7,48 +11,134 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from megafp8.data.chats import ChatTemplate, Encoded, chat_encoder, completion_encoder
 from megafp8.data.documents import Document
-from megafp8.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, sidecar_path
+from megafp8.data.indexed_dataset import IndexedDatasetWriter, all_paths
 from megafp8.data.sentences import split_sentences
-from megafp8.data.tokenizers import TokenizerSettings, build_tokenizer
+from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
 from megafp8.data.workers import map_in_order
 
 _CHUNK_DOCUMENTS, _CHUNK_CHARACTERS = 64, 2**18  # limits of one task of a worker
 _MAX_MESSAGES = 100
 
-Ids = NDArray[np.int32]
+
+class Tokens(NamedTuple):
+    """A document: its token ids int32, the lengths of its sequences, the loss mask, and the characters of its text."""
+
+    ids: NDArray[np.int32]
+    sequences: list[int]
+    loss_mask: NDArray[np.uint8] | None
+    characters: int
+
+
+class Method(Protocol):
+    """How documents of one style become tokens. Picklable."""
+
+    has_loss_mask: bool
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
+        """The function that tokenizes a document; None for one without text. Raises ValueError if there is none with
+        this tokenizer; the function may raise any exception."""
+        ...
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts, which end with the end-of-document token if `append_eod`. `sentences`: each is a sequence of its own."""
+
+    append_eod: bool = True
+    sentences: bool = False
+    has_loss_mask = False
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
+        def encode(document: Document) -> Tokens | None:
+            text = document.text or ""
+            parts = [tokenizer.encode(part) for part in (split_sentences(text) if self.sentences else [text]) if part]
+            parts = [part for part in parts if part]
+            if not parts:
+                return None
+            if self.append_eod:
+                parts[-1] = [*parts[-1], tokenizer.eod_id]
+            return Tokens(np.concatenate(parts).astype(np.int32), [len(part) for part in parts], None, len(text))
+
+        return encode
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Chats, rendered by a template, which also says what ends them."""
+
+    template: ChatTemplate
+    has_loss_mask = True
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
+        encode = chat_encoder(tokenizer, self.template)
+
+        def encode_document(document: Document) -> Tokens | None:
+            assert document.messages is not None
+            return _masked(encode(document.messages), _size(document))
+
+        return encode_document
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Prompts with completions, which end with the end-of-document token if `append_eod`."""
+
+    append_eod: bool = True
+    has_loss_mask = True
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
+        encode = completion_encoder(tokenizer, self.append_eod)
+
+        def encode_document(document: Document) -> Tokens | None:
+            assert document.text is not None
+            assert document.completion is not None
+            return _masked(encode(document.text, document.completion), _size(document))
+
+        return encode_document
+
+
+def _masked(encoded: Encoded, characters: int) -> Tokens:
+    return Tokens(encoded.ids, [len(encoded.ids)], encoded.loss_mask, characters)
 
 
 @dataclass
 class Summary:
-    """Counts of a preprocessing run. `errors`: documents that were skipped; `messages`: reasons of the first 100."""
+    """Counts of a preprocessing run. `errors`: documents that were skipped; `messages`: reasons of the first 100.
+
+    `learned`: tokens that are answers, where there is a loss mask.
+    """
 
     documents: int = 0
     tokens: int = 0
+    learned: int = 0
     characters: int = 0
     empty: int = 0
     errors: int = 0
     messages: list[str] = field(default_factory=list)
     max_token_id: int = 0
 
-    def add(self, document: Document, ids: Ids | None) -> None:
+    def add(self, document: Document, tokens: Tokens | None) -> None:
         """Count a document: with its tokens, or with an error, or without text."""
         if document.error is not None:
             self.errors += 1
             if len(self.messages) < _MAX_MESSAGES:
                 self.messages.append(f"{document.origin}: {document.error}")
-        elif ids is None:
+        elif tokens is None:
             self.empty += 1
         else:
             self.documents += 1
-            self.tokens += len(ids)
-            self.characters += len(document.text or "")
-            self.max_token_id = max(self.max_token_id, int(ids.max()))
+            self.tokens += len(tokens.ids)
+            self.learned += 0 if tokens.loss_mask is None else int(tokens.loss_mask.sum())
+            self.characters += tokens.characters
+            self.max_token_id = max(self.max_token_id, int(tokens.ids.max()))
 
 
 def preprocess(
@@ -56,9 +146,8 @@ def preprocess(
     prefix: str,
     *,
     tokenizer: TokenizerSettings,
+    method: Method = Texts(),
     workers: int = 0,
-    append_eod: bool = True,
-    sentences: bool = False,
     skip_errors: bool = False,
     overwrite: bool = False,
     sources: Sequence[str] = (),
@@ -67,39 +156,37 @@ def preprocess(
     """Tokenize `documents` into `<prefix>.bin`, `.idx` and `.json`. Documents without text are skipped and counted.
 
     `workers` processes tokenize, or this process if 0. Tokens are uint16 if the vocabulary fits, else int32. `sources`
-    are the files of the documents. `sentences`: each sentence of a document is a sequence of its own. Raises ValueError
-    for a document that cannot be read or tokenized, naming file and line, unless `skip_errors`; ValueError if the
-    output exists or is one of the sources; ChildProcessError if a worker dies. No files are left then, nor on Ctrl-C.
+    are the files of the documents. Raises ValueError for a document that cannot be read or tokenized, naming file and
+    line, unless `skip_errors`; ValueError if the output exists or is one of the sources, or if the tokenizer does not
+    suit the method; ChildProcessError if a worker dies. No files are left then, nor on Ctrl-C.
     """
     if workers < 0:
         raise ValueError(f"--workers {workers}: must be 0 or more")
     model = build_tokenizer(*tokenizer)
-    outputs = {os.path.realpath(path(prefix)) for path in (bin_path, idx_path, sidecar_path)}
+    method.encoder(model)  # raises what the workers would raise
+    outputs = {os.path.realpath(path) for path in all_paths(prefix)}
     for source in sources:
         if os.path.realpath(source) in outputs:
             raise ValueError(f"{source} is an input and would be replaced by the output; choose another output prefix")
-    writer = IndexedDatasetWriter(prefix, np.uint16 if model.vocab_size <= 2**16 else np.int32, overwrite=overwrite)
+    dtype = np.uint16 if model.vocab_size <= 2**16 else np.int32
+    writer = IndexedDatasetWriter(prefix, dtype, loss_mask=method.has_loss_mask, overwrite=overwrite)
     summary = Summary()
     try:
-        with contextlib.closing(_tokenized(documents, tokenizer, workers, sentences)) as results:
-            for document, parts in tqdm(results, unit=" documents", disable=not progress):
+        with contextlib.closing(_tokenized(documents, tokenizer, workers, method)) as results:
+            for document, tokens in tqdm(results, unit=" documents", disable=not progress):
                 if document.error is not None and not skip_errors:
                     message = f"{document.origin}: {document.error}"
                     raise ValueError(f"{message}; --skip-errors skips and counts such documents")
-                parts = [part for part in parts or [] if len(part)]
-                ids = None
-                if parts:
-                    if append_eod:
-                        parts[-1] = np.append(parts[-1], np.int32(model.eod_id))
-                    ids = np.concatenate(parts)
-                    writer.add_document(ids, [len(part) for part in parts])
-                summary.add(document, ids)
+                if tokens is not None:
+                    writer.add_document(tokens.ids, tokens.sequences, tokens.loss_mask)
+                summary.add(document, tokens)
         if not summary.documents:
             first = f"; the first: {summary.messages[0]}" if summary.errors else ""
             raise ValueError(
                 f"no documents with text among the inputs ({summary.empty} empty, {summary.errors} unreadable{first}): "
                 "nothing was written"
             )
+        learned = {"learned_tokens": summary.learned} if method.has_loss_mask else {}
         writer.close(
             {
                 "tokenizer": tokenizer.kind,
@@ -109,6 +196,7 @@ def preprocess(
                 "documents": summary.documents,
                 "tokens": summary.tokens,
                 "max_token_id": summary.max_token_id,
+                **learned,
                 "sources": list(sources)[:100],
             }
         )
@@ -119,18 +207,18 @@ def preprocess(
 
 
 def _tokenized(
-    documents: Iterable[Document], tokenizer: TokenizerSettings, workers: int, sentences: bool
-) -> Generator[tuple[Document, list[Ids] | None], None, None]:
-    """`documents` in order with the token ids of their sequences; None for those with an error."""
-    make = partial(_make_tokenize, tokenizer, sentences)
+    documents: Iterable[Document], tokenizer: TokenizerSettings, workers: int, method: Method
+) -> Generator[tuple[Document, Tokens | None], None, None]:
+    """`documents` in order with their tokens; None for those without text or with an error."""
+    make = partial(_make_tokenize, tokenizer, method)
     chunks = map_in_order(make, _chunks(documents), workers=workers, describe=_describe)
     with contextlib.closing(chunks):
         for chunk, results in chunks:
-            for document, ids in zip(chunk, results):
-                if isinstance(ids, str):
-                    yield Document(document.origin, None, f"cannot be tokenized: {ids}"), None
+            for document, tokens in zip(chunk, results):
+                if isinstance(tokens, str):
+                    yield Document(document.origin, None, f"cannot be tokenized: {tokens}"), None
                 else:
-                    yield document, ids
+                    yield document, tokens
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -138,7 +226,7 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
     characters = 0
     for document in documents:
         chunk.append(document)
-        characters += len(document.text or "")
+        characters += _size(document)
         if len(chunk) == _CHUNK_DOCUMENTS or characters >= _CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0
@@ -150,20 +238,22 @@ def _describe(chunk: Sequence[Document]) -> str:
     return chunk[0].origin if len(chunk) == 1 else f"{chunk[0].origin} ... {chunk[-1].origin}"
 
 
-def _make_tokenize(
-    tokenizer: TokenizerSettings, sentences: bool
-) -> Callable[[Sequence[Document]], list[list[Ids] | str | None]]:
-    """The function of a worker: token ids of each document, or of its sentences, None for one without text, or the
-    tokenizer's error."""
-    model = build_tokenizer(*tokenizer)
+def _size(document: Document) -> int:
+    """The characters of a document, for the size of a task."""
+    messages = sum(len(message["content"]) for message in document.messages or [])
+    return messages + len(document.text or "") + len(document.completion or "")
 
-    def tokenize(document: Document) -> list[Ids] | str | None:
+
+def _make_tokenize(
+    tokenizer: TokenizerSettings, method: Method
+) -> Callable[[Sequence[Document]], list[Tokens | str | None]]:
+    """The function of a worker: the tokens of each document, None for one without text, or the tokenizer's error."""
+    encode = method.encoder(build_tokenizer(*tokenizer))
+
+    def tokenize(document: Document) -> Tokens | str | None:
         try:
-            if not document.text:
-                return None
-            texts = split_sentences(document.text) if sentences else [document.text]
-            return [np.asarray(model.encode(text), np.int32) for text in texts]
+            return None if document.error is not None else encode(document)
         except Exception as error:  # libraries raise any; one document must not cost the others
-            return f"{type(error).__name__}: {error}"
+            return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
     return lambda chunk: list(map(tokenize, chunk))

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megafp8.context_parallel.split import shard_positions
 from megafp8.data import DataError
-from megafp8.data.indexed_dataset import IndexedDataset, check_ids
+from megafp8.data.indexed_dataset import IndexedDataset, check_ids, read_loss_mask
 from megafp8.data.packing import PACKINGS, Arrays, Packing, PackingName, Sentences
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,9 @@ def default_cache() -> Path:
 class PackedDataset:
     """Endless samples of `seq_length + 1` tokens from `documents` of `dataset`.
 
-    Raises DataError if there are too few tokens for one sample, and from `__getitem__` if a sample holds an id that is
-    not in [0, `vocab_size`); None disables that check.
+    `loss_mask`: that of the data set, if `parts` are to have it. Raises DataError if there are too few tokens for one
+    sample, and from `parts` if a sample holds an id that is not in [0, `vocab_size`), unless that is None, or a mask
+    that is neither 0 nor 1.
     """
 
     def __init__(
@@ -95,7 +96,9 @@ class PackedDataset:
         cache_dir: str | Path | None = None,
         vocab_size: int | None = None,
         packing: PackingName = "concatenate",
+        loss_mask: IndexedDataset | None = None,
     ) -> None:
+        self.loss_mask = loss_mask
         self.dataset, self.documents, self.seq_length, self.seed = dataset, documents, seq_length, seed
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache()
         self.vocab_size = vocab_size
@@ -121,10 +124,11 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Sample `index` >= 0, int64 `[seq_length + 1]`, padded at its end by `PADDING`."""
-        return padded(self.parts(index), self.seq_length + 1)
+        return padded([np.atleast_2d(part)[0] for part in self.parts(index)], self.seq_length + 1)
 
     def parts(self, index: int) -> list[NDArray[Any]]:
-        """The pieces of documents, or sentences, that sample `index` >= 0 consists of, in order."""
+        """The pieces of documents, or sentences, that sample `index` >= 0 consists of, in order: `[n]`, or with a loss
+        mask `[2, n]`, tokens and mask."""
         number, place = divmod(index, self.samples_per_epoch)
         firsts, parts = [], []
         for document, skip, count in self.packing.spans(self._load(number).arrays, place):
@@ -133,7 +137,17 @@ class PackedDataset:
         if self.vocab_size is not None:
             for first, part in zip(firsts, parts):
                 check_ids(self.dataset, part, self.vocab_size, first)
-        return parts
+        if self.loss_mask is None:
+            return parts
+        masks = [read_loss_mask(self.loss_mask, first, len(part)) for first, part in zip(firsts, parts)]
+        return [np.stack([part, mask]) for part, mask in zip(parts, masks)]
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the contents, those of the loss mask included."""
+        if self.loss_mask is None:
+            return self.dataset.fingerprint
+        return hashlib.sha256(f"{self.dataset.fingerprint} {self.loss_mask.fingerprint}".encode()).hexdigest()
 
     def __getstate__(self) -> dict[str, object]:  # loader processes read the index from the cache
         return {**self.__dict__, "_index": None}
@@ -341,9 +355,17 @@ def next_token_batch(tokens_bs1: Tensor, eod_id: int | None, *, reset_at_documen
     mask = (~(ends | padding[:, 1:])).float() if mask_eod_loss else None
     if not reset_at_documents:
         return Batch(tokens, labels, mask)
-    b, s = tokens.shape
     before_start = ends | (padding[:, 1:] & ~padding[:, :-1])  # a document of padding follows one without an end token
-    starts = torch.nn.functional.pad(before_start[:, :-1], (1, 0), value=True)
+    return batch_of_documents(tokens, labels, mask, before_start)
+
+
+def batch_of_documents(tokens: Tensor, labels: Tensor, mask: Tensor | None, last: Tensor) -> Batch:
+    """A batch in which attention and positions restart after the tokens that are the `last` of their documents. Pure.
+
+    All are `[b, s]`.
+    """
+    b, s = tokens.shape
+    starts = torch.nn.functional.pad(last[:, :-1], (1, 0), value=True)
     cu_seqlens = torch.full((b, room_for(int(starts.sum(1).max())) + 1), s, dtype=torch.int32)
     sample, first = starts.nonzero(as_tuple=True)
     cu_seqlens[sample, (starts.cumsum(1) - 1)[sample, first]] = first.int()

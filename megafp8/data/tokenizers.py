@@ -24,7 +24,7 @@ _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back. `eod_id` ends a document. `model`: the library's object, which conversions read.
+    """Text to token ids and back. `eod_id` ends a document. `model`: the library's object; of bytes None.
 
     `id_of`: the id of a token by its name, None if there is no such token. `word_starts`: by token id, whether it
     begins a word; None if tokens do not tell.
@@ -178,6 +178,7 @@ def _huggingface(path: str, end_token: str | None) -> Tokenizer:
         fingerprint=_fingerprint("huggingface", Path(path).read_bytes(), eod_id=eod_id if eod_id != default else None),
         encode=lambda text: model.encode(text, add_special_tokens=False).ids,
         decode=lambda ids: model.decode(ids, skip_special_tokens=False),
+        model=model,
         id_of=model.token_to_id,
         word_starts=lambda: _word_starts([model.id_to_token(i) or "" for i in range(vocab_size)]),
     )

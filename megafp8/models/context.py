@@ -16,6 +16,7 @@ from megafp8.distributed.tp_overlap import NO_COMM, TPOverlap
 from megafp8.expert_parallel.own_rows import RowBound
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.plan import LinearSite, WeightStorage
+from megafp8.tensor_parallel.lora import Lora
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class BuildContext:
     sequences between tensor-parallel regions. `global_batch`, `global_tokens`: sequences and tokens of a step.
 
     `seed`: of the random streams of dropout. `loss_scale`: fp32 `[]`, by which the loss is multiplied; None: 1.
-    `encoder_tokens`: as `tokens`, in the encoder of T5; `tokens` are then its decoder's.
+    `encoder_tokens`: as `tokens`, in the encoder of T5; `tokens` are then its decoder's. `lora`: adapts linear layers
+    of blocks, and all other weights are frozen.
     """
 
     tensor: ProcessGroup
@@ -61,6 +63,7 @@ class BuildContext:
     seed: int = 0
     loss_scale: Tensor | None = None
     encoder_tokens: int | None = None
+    lora: Lora | None = None
 
     @property
     def buffer_device(self) -> torch.device:
@@ -87,6 +90,7 @@ class BuildContext:
             "device": self.device,
             "sequence_parallel": self.sequence_parallel,
             "tp_overlap": self.tp_overlap,
+            "lora": self.lora,
         }
 
 
@@ -125,6 +129,12 @@ class PlannedGroup:
         return 0
 
 
+def lora_of(config: Config) -> Lora | None:
+    """What the config adapts by LoRA."""
+    given = config.lora
+    return None if given is None else Lora(given.rank, given.alpha, frozenset(given.targets))
+
+
 def weight_storage(config: Config) -> WeightStorage:
     """Where a rank's weights are between steps."""
     return "fsdp" if config.parallel.fsdp else "zero" if config.parallel.zero else "resident"
@@ -144,4 +154,5 @@ def planning_context(config: Config, fp8: Fp8Manager) -> BuildContext:
         param_gather=config.fp8.param_gather,
         expert=cast(ProcessGroup, PlannedGroup(config.parallel.expert_ranks)),
         expert_tensor=cast(ProcessGroup, PlannedGroup(config.parallel.expert_tensor)),
+        lora=lora_of(config),
     )

@@ -38,19 +38,21 @@ def _mlp_parameters(config: ModelConfig, layer: int) -> int:
     return h * moe.num_experts + moe.top_k * expert + shared_expert
 
 
-def flops_per_token(config: ModelConfig, seq_length: int, decoder_length: int | None = None) -> float:
+def flops_per_token(
+    config: ModelConfig, seq_length: int, decoder_length: int | None = None, *, frozen: bool = False
+) -> float:
     """Model FLOPs of forward and backward per token: 6·N_matmul + 6·L·s·h_attn, causal attention counted as half;
     twice as many of attention where it is bidirectional.
 
     h_attn: heads times their width; where keys and values differ in width, the mean of both. A sliding window or
     document boundaries are not subtracted, and recompute is not added. Of T5, of a sample divided by the encoder's
-    tokens.
+    tokens. `frozen`: the weights have no gradients (LoRA, whose own products are not counted), so it is 4·N_matmul.
     """
     if decoder_length is not None:
         return _t5_flops(config, seq_length, decoder_length) / seq_length
     h_attn = config.num_attention_heads * (config.channels + config.value_channels) / 2
     of_attention = (6.0 if config.causal else 12.0) * len(config.layers) * seq_length * h_attn
-    return 6.0 * matmul_parameters(config) + of_attention
+    return (4.0 if frozen else 6.0) * matmul_parameters(config) + of_attention
 
 
 def _t5_flops(config: ModelConfig, s: int, d: int) -> float:

@@ -57,6 +57,7 @@ from megafp8.ops.offload import ActivationOffload, Forward
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megafp8.tensor_parallel.lora import freeze
 from megafp8.tensor_parallel.mappings import scatter_to_sequence_parallel
 
 T = TypeVar("T")
@@ -396,6 +397,8 @@ class GPTStage(nn.Module):
         self._frequencies: dict[tuple[int, bool], Tensor] = {}
         self._alibi: dict[int, Tensor] = {}  # by the length of the sequence
         self._windows = dict.fromkeys(config.window_of(i) for i in layers)
+        if context.lora is not None:
+            freeze(self)
 
     def _make_block(self, index: int, context: BuildContext, memory: BlockMemory) -> Block:
         return Block(index, self.config, context, memory)

@@ -22,7 +22,7 @@ Shapes as in `activations`; n parameters of a rank, v vocabulary of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import NamedTuple
 
@@ -92,13 +92,19 @@ def state_memory(
     own_bucket: Sequence[int] = (),
     fp8: Collection[int] = (),
     experts: Collection[int] = (),
+    trained: Collection[int] | None = None,
 ) -> StateMemory:
     """State of parameters of `numels` elements on one of `data` ranks that sum their gradients; under ZeRO the maximum.
 
     `own_bucket`, `fp8`, `experts`: indices of the parameters that have buckets of their own, of those that are FP8
     data, and of the weights of experts. The gradients of these are summed over as many ranks as hold the same experts.
+    `trained`: of those that are not frozen; None: all.
     """
     p = config.parallel
+    if trained is not None:
+        state = _state_memory(config, [numels[i] for i in trained], data)
+        frozen = sum(numels) - sum(numels[i] for i in trained)
+        return replace(state, weights=state.weights + frozen * ELEMENT[config.training.precision])
     expert_data = data * p.tensor // p.expert_ranks
     if not experts or expert_data == data:
         return _state_memory(config, numels, data, own_bucket, fp8)
@@ -150,11 +156,30 @@ def _moments(config: Config, numels: Sequence[int]) -> int:
 
 
 class _Parameter(NamedTuple):
-    """Elements on a rank; the name of its linear layer if that may be FP8; whether it is the weights of experts."""
+    """Elements on a rank; the name of its linear layer if that may be FP8; whether it is the weights of experts, or of
+    LoRA."""
 
     elements: int
     layer: str = ""
     expert: bool = False
+    lora: bool = False
+
+
+def _column_lora(config: Config, parts: Mapping[str, int], inputs: int) -> list[_Parameter]:
+    """A and B's of a column-parallel layer of `parts`, with their sizes on a rank."""
+    found: list[int] = []
+    lora = config.lora
+    if lora is not None and (adapted := [size for name, size in parts.items() if name in lora.targets]):
+        found = [len(adapted) * lora.rank * inputs, *(size * lora.rank for size in adapted)]
+    return [_Parameter(count, lora=True) for count in found]
+
+
+def _row_lora(config: Config, name: str, inputs: int, outputs: int) -> list[_Parameter]:
+    """A and B of a row-parallel layer with so many inputs on a rank."""
+    lora = config.lora
+    if lora is None or name not in lora.targets:
+        return []
+    return [_Parameter(lora.rank * inputs, lora=True), _Parameter(outputs * lora.rank, lora=True)]
 
 
 def _norm(config: Config) -> list[_Parameter]:
@@ -170,7 +195,9 @@ def _block(config: Config, index: int) -> list[_Parameter]:
         mlp = [*_experts(config), *mlp]
     else:
         (up, down), bias = mlp, [_Parameter(x.h)] * model.linear_bias
-        mlp = [up, *[_Parameter(x.up)] * model.linear_bias, down, *bias]
+        parts = {"gate": x.f, "up": x.f} if ACTIVATIONS[model.activation].gated else {"up": x.f}
+        of_up, of_down = _column_lora(config, parts, x.h), _row_lora(config, "down", x.f, x.h)
+        mlp = [up, *[_Parameter(x.up)] * model.linear_bias, *of_up, down, *bias, *of_down]
     block = [*before, *attention, *after, *before, *mlp, *after]
     for name, (k, n) in cross_layer_sizes(model, config.parallel.tensor, range(index, index + 1)).items():
         more = [*norm * name.endswith(".q"), _Parameter(k * n, name)]
@@ -192,7 +219,10 @@ def _attention(config: Config, index: int) -> tuple[list[_Parameter], list[_Para
     if model.qk_norm == "projection":
         qk_norms = [_Parameter(x.a * x.d), _Parameter(x.g * x.d)]
     qkv_bias = [_Parameter((x.a + 2 * x.g) * x.d)] * (model.linear_bias or model.qkv_bias)
-    return [*[_Parameter(x.a)] * model.attention_sinks, qkv, *qkv_bias, proj, *bias, *qk_norms], mlp
+    parts = {"q": x.a * x.d, "k": x.g * x.d, "v": x.g * x.d}
+    of_qkv, of_proj = _column_lora(config, parts, x.h), _row_lora(config, "proj", x.a * x.d, x.h)
+    sinks = [_Parameter(x.a)] * model.attention_sinks
+    return [*sinks, qkv, *qkv_bias, *of_qkv, proj, *bias, *of_proj, *qk_norms], mlp
 
 
 def _layer_weights(config: Config, index: int) -> list[_Parameter]:
@@ -260,6 +290,11 @@ def expert_parameters(config: Config, layers: range) -> list[int]:
     return [i for i, parameter in enumerate(_stage(config, layers)) if parameter.expert]
 
 
+def trained_parameters(config: Config, layers: range) -> list[int] | None:
+    """Indices of the parameters of a stage that are trained; None: all."""
+    return None if config.lora is None else [i for i, parameter in enumerate(_stage(config, layers)) if parameter.lora]
+
+
 def fp8_parameters(config: Config, fp8: Fp8Manager, layers: range) -> list[int]:
     """Indices of those parameters of a stage that are FP8 data and nothing else."""
     return [i for i, parameter in enumerate(_stage(config, layers)) if _is_fp8(config, fp8, parameter.layer)]
@@ -316,15 +351,18 @@ def rank_memory(
     own_bucket: list[int] = []
     in_fp8: list[int] = []
     experts: list[int] = []
+    trained: list[int] | None = None if config.lora is None else []
     for layers in stages:
         at_an_end = layers.start == 0 or layers.stop == config.model.layers.stop
         if config.model.embeds_on_last_stage and p.pipeline > 1 and at_an_end:
             own_bucket.append(len(numels))
         in_fp8 += [len(numels) + i for i in fp8_parameters(config, fp8, layers)]
         experts += [len(numels) + i for i in expert_parameters(config, layers)]
+        if trained is not None:
+            trained += [len(numels) + i for i in trained_parameters(config, layers) or ()]
         numels += parameter_sizes(config, layers)
     static = RankMemory(
-        **vars(state_memory(config, numels, data, own_bucket, in_fp8, experts)),
+        **vars(state_memory(config, numels, data, own_bucket, in_fp8, experts, trained)),
         fp8_weights=0 if p.fsdp else sum(fp8_weight_bytes(config, fp8, layers) for layers in stages),
         amax_history=sum(amax_history_bytes(config, fp8, layers) for layers in stages),
         # An activation and a gradient in flight each way; the received activation is the first block's input.

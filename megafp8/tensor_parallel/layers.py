@@ -35,6 +35,7 @@ from megafp8.ops.fusion import LinearInput
 from megafp8.ops.linear import linear
 from megafp8.ops.quantized_gather import TPComm
 from megafp8.plan import LinearSite
+from megafp8.tensor_parallel.lora import READS_VALUES, ColumnLora, Lora, Place, RowLora
 from megafp8.tensor_parallel.mappings import (
     gather_from_tensor_parallel,
     reduce_from_tensor_parallel,
@@ -49,6 +50,11 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
 
+def _adapted(site: LinearSite) -> LinearSite:
+    """The place of a layer with LoRA, which reads the values of its input and of its output's gradient."""
+    return replace(site, before=READS_VALUES, after=READS_VALUES, recompute_input=False)
+
+
 class ColumnParallelLinear(nn.Module):
     """`y = x Wᵀ + b`, W `[n, k]` sharded along n.
 
@@ -57,7 +63,7 @@ class ColumnParallelLinear(nn.Module):
     rank's output holds its slice of each part in order. `skip_bias_add` returns `(y, bias)` instead of adding.
     `weight`: use this parameter (tied embedding) rather than make one. `high_precision`: why the layer must not be FP8,
     if so. `tp_overlap`: how x is gathered and dx reduced; default one collective each. `site`: the layer's neighbors,
-    tokens and where its weight is stored, for its plan.
+    tokens and where its weight is stored, for its plan. `lora`: adapts those of the parts that are its targets.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class ColumnParallelLinear(nn.Module):
         weight: nn.Parameter | None = None,
         tp_overlap: TPOverlap | None = None,
         site: LinearSite | None = None,
+        lora: Lora | None = None,
     ) -> None:
         super().__init__()
         parts = parts or {name: output_size}
@@ -96,6 +103,8 @@ class ColumnParallelLinear(nn.Module):
             adds_bias=bias and not skip_bias_add,
             gathers_output=gather_output,
         )
+        lora = lora if lora is not None and lora.adapted(parts) else None
+        site = site if lora is None else _adapted(site)
         self.state = fp8.linear(site, tp_group=group, high_precision=high_precision)
         if weight is None:
             pieces = stack_rows([shard_dim(f"{p}.weight", (n, input_size), 0, rank, t) for p, n in parts.items()])
@@ -107,6 +116,9 @@ class ColumnParallelLinear(nn.Module):
             pieces = stack_rows([shard_dim(f"{p}.bias", (n,), 0, rank, t) for p, n in parts.items()])
             self.bias = _empty((output_size // t,), dtype, device)
             set_spec(self.bias, ParamSpec(pieces, ZEROS, replicated_over_tp=False, weight_decay=False))
+        self.lora: ColumnLora | None = None
+        if lora is not None:
+            self.lora = ColumnLora(lora, parts, input_size, Place(group, dtype, device, sequence_parallel))
 
     def forward(
         self, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None
@@ -114,6 +126,9 @@ class ColumnParallelLinear(nn.Module):
         """`handoff`: `state.grad_handoff()`, given to the operation that uses the output too."""
         bias = None if self.skip_bias_add else self.bias
         y = linear(x, self.weight, self.state, bias=bias, handoff=handoff, comm=self.comm)
+        if self.lora is not None:
+            assert isinstance(x, Tensor)
+            y = y + self.lora(x)
         if self.gather_output:
             y = gather_from_tensor_parallel(y, self.group)
         return (y, self.bias) if self.skip_bias_add else y
@@ -126,7 +141,7 @@ class RowParallelLinear(nn.Module):
     `[s/t, b, n]` with `sequence_parallel`. The bias is whole on every rank and added after the sum; under sequence
     parallelism each rank sees its slice of s only, so the bias gradient is summed over the group once a step
     (`reduce_over_tp`). `skip_bias_add` returns `(y, bias)`. `tp_overlap`: how y is reduced and dy gathered; default one
-    collective each. `high_precision`, `site`: as for `ColumnParallelLinear`.
+    collective each. `high_precision`, `site`, `lora`: as for `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -147,6 +162,7 @@ class RowParallelLinear(nn.Module):
         high_precision: str = "",
         tp_overlap: TPOverlap | None = None,
         site: LinearSite | None = None,
+        lora: Lora | None = None,
     ) -> None:
         super().__init__()
         t, rank = group.size(), group.rank()
@@ -160,6 +176,8 @@ class RowParallelLinear(nn.Module):
             sequence_parallel=sequence_parallel,
             scatters_input=not input_is_parallel,
         )
+        lora = lora if lora is not None and lora.adapted([name]) else None
+        site = site if lora is None else _adapted(site)
         self.state = fp8.linear(site, tp_group=group, high_precision=high_precision)
         self.weight = _empty((output_size, input_size // t), dtype, device)
         pieces = (shard_dim(f"{name}.weight", (output_size, input_size), 1, rank, t),)
@@ -175,12 +193,19 @@ class RowParallelLinear(nn.Module):
                 weight_decay=False,
             )
             set_spec(self.bias, spec)
+        self.lora: RowLora | None = None
+        if lora is not None:
+            place = Place(group, dtype, device, sequence_parallel)
+            self.lora = RowLora(lora, name, input_size, output_size, place)
 
     def forward(self, x: Tensor | LinearInput) -> Tensor | tuple[Tensor, Tensor | None]:
         if not self.input_is_parallel:
             assert isinstance(x, Tensor)
             x = scatter_to_tensor_parallel(x, self.group)
         y = linear(x, self.weight, self.state, bias=None if self.skip_bias_add else self.bias, comm=self.comm)
+        if self.lora is not None:
+            assert isinstance(x, Tensor)
+            y = y + self.lora(x)
         return (y, self.bias) if self.skip_bias_add else y
 
 

@@ -49,12 +49,13 @@ def _stage_of(config: Config, layers: range) -> GPTStage:
 
 class _StageSize(NamedTuple):
     """`numels`: elements of each parameter on one rank; `shared`, `experts`: indices of tied ones, and of weights of
-    experts; `of_model`: elements in all."""
+    experts; `of_model`: elements in all; `trained`: indices of those that are not frozen, None: all."""
 
     numels: list[int]
     shared: list[int]
     experts: list[int]
     of_model: int
+    trained: list[int] | None
 
 
 def _stage_size(config: Config, layers: range) -> _StageSize:
@@ -63,7 +64,8 @@ def _stage_size(config: Config, layers: range) -> _StageSize:
     whole = (x.numel() * _slices(config, x) for x in params if not spec_of(x).is_copy)
     shared = [i for i, x in enumerate(params) if x is stage.shared_weight and config.parallel.pipeline > 1]
     experts = [i for i, x in enumerate(params) if spec_of(x).expert]
-    return _StageSize([x.numel() for x in params], shared, experts, sum(whole))
+    trained = None if config.lora is None else [i for i, x in enumerate(params) if x.requires_grad]
+    return _StageSize([x.numel() for x in params], shared, experts, sum(whole), trained)
 
 
 def _slices(config: Config, param: nn.Parameter) -> int:
@@ -132,6 +134,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         if key not in alike:
             alike[key] = _stage_size(config, span)
         sizes.append(alike[key])
+    flops = flops_per_token(config.model, t.seq_length, config.decoder_length, frozen=config.lora is not None)
     lines = [
         yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
         "",
@@ -144,8 +147,9 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         f" of {t.micro_batch_size} × {t.seq_length // p.context} tokens;"
         f" {t.global_batch_size * t.seq_length:,} tokens a step",
         f"parameters: {sum(size.of_model for size in sizes):,} in the model{_describe_active(config)};"
-        f" {flops_per_token(config.model, t.seq_length, config.decoder_length) / 1e9:.3f} GFLOP per token",
+        f" {flops / 1e9:.3f} GFLOP per token",
         *describe_longrope(config),
+        *(["only LoRA's parameters are trained"] if config.lora is not None else []),
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
         cuda_graphs.describe(cuda_graphs.why_not(config, "cuda" if config.device == "auto" else config.device)),
         "",
@@ -157,7 +161,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         rank, chunk = plan.placement.homes[stage]
         ranks = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}{f', chunk {chunk}' if p.virtual_pipeline > 1 else ''}"
         coded = fp8_parameters(config, fp8, span)
-        memory = state_memory(config, size.numels, data * p.context, size.shared, coded, size.experts)
+        memory = state_memory(config, size.numels, data * p.context, size.shared, coded, size.experts, size.trained)
         of_state = (memory.weights, memory.gradients, memory.masters + memory.moments)
         weights, gradients, optimizer = (x / 2**30 for x in of_state)
         lines.append(

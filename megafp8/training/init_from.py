@@ -33,6 +33,7 @@ from megafp8.conversion.load import load_weights
 from megafp8.conversion.model import is_mtp
 from megafp8.conversion.upcycle import UpcycledSource, is_router
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
+from megafp8.tensor_parallel.lora import is_lora
 from megafp8.training.state import checkpoint_folder, saved_model, weights
 from megafp8.training.trainer import Trainer
 
@@ -133,7 +134,8 @@ def load_init(trainer: Trainer, folder: str) -> None:
             source = UpcycledSource(source, model)
 
         def begins_anew(name: str) -> bool:
-            return (upcycles and is_router(name)) or (is_mtp(model, name) and name not in source.tensors)
+            added = (upcycles and is_router(name)) or is_lora(name)
+            return added or (is_mtp(model, name) and name not in source.tensors)
 
         for wanted in (weights(trainer), collect_shards(state.get("master", []), "model.")):
             load_weights(source, {name: x for name, x in wanted.items() if not begins_anew(name)})

@@ -19,7 +19,7 @@ from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment, shares
 from megafp8.data.indexed_dataset import IndexedDataset, bin_path, check_dataset, idx_path
 from megafp8.data.masked_lm import MaskedLM, SpecialIds
-from megafp8.data.objectives import NextToken, Objective
+from megafp8.data.objectives import Answers, NextToken, Objective
 from megafp8.data.packing import BestFit
 from megafp8.data.prefix_lm import PrefixLM
 from megafp8.data.progress import Conflict, Identity, Progress, Source, combine
@@ -42,7 +42,7 @@ class DataSet:
     def source(self, weight: float) -> Source:
         """This data set in the record of the run's progress."""
         documents = self.train.documents
-        contents, packing = self.dataset.fingerprint, self.train.packing.name
+        contents, packing = self.train.fingerprint, self.train.packing.name
         return Source(self.prefix, contents, documents, self.dataset.num_documents, weight, packing)
 
     @property
@@ -122,6 +122,8 @@ def open_inputs(config: Config, source: str) -> Inputs:
 def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Objective:
     """What the model is trained to predict. Raises ConfigError if a token or a property of the tokenizer is missing."""
     d, s, eod_id = config.data, config.training.seq_length, None if tokenizer is None else tokenizer.eod_id
+    if d.loss_on is not None:
+        return Answers(s, all_tokens=d.loss_on == "all")
     if config.model.architecture == "gpt":
         next_token = NextToken(s, eod_id, d.reset_at_documents, d.mask_eod_loss)
         if d.prefix_lm is None:
@@ -216,6 +218,7 @@ def open_data_sets(config: Config) -> list[DataSet]:
     found = []
     for prefix, times in Counter(list(config.data.train)).items():
         dataset = IndexedDataset(prefix)
+        loss_mask = _loss_mask(config, dataset)
         train, validation, _ = split_documents(dataset.num_documents, config.data.split)
         if config.training.eval_interval and not len(validation):
             rule = f"training.eval_interval is {config.training.eval_interval}, but {prefix} has no documents for it"
@@ -231,11 +234,26 @@ def open_data_sets(config: Config) -> list[DataSet]:
                 cache_dir=config.data.index_cache,
                 vocab_size=config.model.vocab_size,
                 packing=config.data.packing,
+                loss_mask=loss_mask,
             )
             for documents in parts
         ]
         found.append(DataSet(prefix, times, dataset, packed[0], packed[1] if len(packed) > 1 else None))
     return found
+
+
+def _loss_mask(config: Config, dataset: IndexedDataset) -> IndexedDataset | None:
+    """The loss mask of a data set, which must have one if data.loss_on is given, and none otherwise."""
+    given = config.data.loss_on
+    if given is None and dataset.has_loss_mask:
+        rule = f"{dataset.prefix} has a loss mask, which says what tokens are answers"
+        works = "set data.loss_on=answers, or data.loss_on=all to learn questions too; both need data.packing=best_fit"
+        raise ConfigError(dataset.prefix, [Problem("data.loss_on", None, rule, works)])
+    if given is not None and not dataset.has_loss_mask:
+        rule = f"{dataset.prefix} has no loss mask, which says what tokens are answers"
+        works = "write it by tools/preprocess_data.py --style chat or completion, or leave data.loss_on out"
+        raise ConfigError(dataset.prefix, [Problem("data.loss_on", given, rule, works)])
+    return dataset.loss_mask() if given is not None else None
 
 
 def _sources(
@@ -332,7 +350,7 @@ def check_ranks_agree(inputs: Inputs, consumed_samples: int, group: ProcessGroup
     found: dict[str, str] = {}
     given = inputs.train.segment.given(consumed_samples)
     for entry, packed, count in zip(inputs.progress.active, inputs.train.datasets, given):
-        found[entry.prefix] = packed.dataset.fingerprint
+        found[entry.prefix] = packed.fingerprint
         found[f"the sample index of {entry.prefix}"] = packed.index_checksum(count)
     for packed in inputs.validation.datasets if inputs.validation is not None else []:
         found[f"the sample index of {packed.dataset.prefix} for validation"] = packed.index_checksum(0)

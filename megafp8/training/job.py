@@ -278,7 +278,10 @@ class Job:
         t, load = self.config.training, self.trainer.expert_load
         tokens = t.global_batch_size * t.seq_length
         per_gpu = tokens / seconds / self.parallel.world_size
-        flops = per_gpu * flops_per_token(self.config.model, t.seq_length, self.config.decoder_length)
+        of_token = flops_per_token(
+            self.config.model, t.seq_length, self.config.decoder_length, frozen=self.config.lora is not None
+        )
+        flops = per_gpu * of_token
         peak = PEAK_FLOPS["fp8" if self.config.fp8.recipe != "none" else t.precision] if self._peak_is_known() else None
         start = time.perf_counter()
         evaluate = _is_at(t.eval_interval, self.step) or (t.eval_interval > 0 and self.step == t.last_step)

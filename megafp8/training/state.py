@@ -102,8 +102,14 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
     if weight != torch.float32:
         dtypes["optimizer.master."] = torch.float32
     stages = [planned_stage(config, stage) for stage in range(len(stages_of(config)[1]))]
-    pieces = [piece for stage in stages for param in stage.parameters() for piece in spec_of(param).shards]
-    kinds = {f"{prefix}{p.name}": (p.global_shape, dtype) for p in pieces for prefix, dtype in dtypes.items()}
+    kinds = {
+        f"{prefix}{piece.name}": (piece.global_shape, dtype)
+        for stage in stages
+        for param in stage.parameters()
+        for piece in spec_of(param).shards
+        for prefix, dtype in dtypes.items()
+        if param.requires_grad or prefix == "model."
+    }
     constants = {f"model.{name}": values for stage in stages for name, values in stage.constants.items()}
     constants |= {name: values for stage in stages for name, values in stage.router_shares.items()}
     if config.training.precision == "fp16":
@@ -218,6 +224,7 @@ def check_same_run(config: Config, fingerprint: str | None, found: CheckpointRea
             known = f"fingerprint {vocabulary}, here {fingerprint}"
             problems.append(f"was trained with another vocabulary ({known}); use that run's tokenizer, {_ANOTHER}")
         problems += _changed_model(model, then["training"]["seq_length"], config, found)
+        problems += _changed_lora(then.get("lora"), config.model_dump(mode="json")["lora"])
         problems += filter(None, [schedule_jump(then, config, found.metadata["step"])])
         _ = found.metadata["optimizer_steps"]
     except (KeyError, TypeError, AttributeError) as error:
@@ -272,6 +279,13 @@ def _changed_fixed_keys(then: Mapping[str, Any], config: Config) -> Iterator[str
             f"was saved with optimizer.moments_dtype = {moments}, this run has {ours}, and moments may change between "
             f"bf16 and fp8 only; set optimizer.moments_dtype={moments}, {_ANOTHER}"
         )
+
+
+def _changed_lora(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> Iterator[str]:
+    """`old` is None in checkpoints from before there was LoRA."""
+    if old != new:
+        back = "leave the section lora out" if old is None else f"set lora={_yaml(dict(old))}"
+        yield f"was saved with lora = {old}, this run has {new}, so other weights are trained; {back}, {_ANOTHER}"
 
 
 def _changed_model(then: ModelConfig, seq_length: int, config: Config, found: CheckpointReader) -> Iterator[str]:

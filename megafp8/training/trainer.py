@@ -37,7 +37,7 @@ from megafp8.expert_parallel.own_rows import RowBound
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.health import Record, Statistics
 from megafp8.models.build import build_stage
-from megafp8.models.context import BuildContext, tokens_per_rank, weight_storage
+from megafp8.models.context import BuildContext, lora_of, tokens_per_rank, weight_storage
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import block_memory
 from megafp8.ops.deferred_wgrad import WgradStore
@@ -98,8 +98,8 @@ class Trainer:
     `choice`: earlier choice of fp8.auto_filter in this run; None lets it choose now.
 
     Attributes: `stages`: one for each chunk of the pipeline placement; `model`: all of them. `params`: this rank's
-    parameters, of which `tied` are shared by stages, and `released`, with their layers, exist in FP8 only
-    (fp8.param_gather). `expert_load`: of the latest `train_step`. `timeline`: of the step
+    parameters, of which `trained` are not frozen, `tied` are shared by stages, and `released`, with their layers, exist
+    in FP8 only (fp8.param_gather). `expert_load`: of the latest `train_step`. `timeline`: of the step
     `logging.pipeline_trace_step`, once it is done. `fp8_records`: FP8 health of all stages in the latest `train_step`,
     on rank 0, if that step was sampled; else empty.
     """
@@ -144,6 +144,7 @@ class Trainer:
             global_tokens=t.global_batch_size * t.seq_length,
             seed=config.seed,
             loss_scale=None if self.loss_scaler is None else self.loss_scaler.scale,
+            lora=lora_of(config),
         )
         self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
         self.plan = plan_pipeline(config, self.num_microbatches)
@@ -151,13 +152,14 @@ class Trainer:
         self.model = nn.ModuleList(self.stages)
         self.fp8.materialize(parallel.device)
         self.params = list(self.model.parameters())
+        self.trained = [param for param in self.params if param.requires_grad]
         # Gradients of experts are summed over other ranks than those of the rest of the model.
         other_ranks = parallel.expert_data.ranks != parallel.data_context.ranks
         self.has_expert_buffer = other_ranks and any(spec_of(param).expert for param in self.params)
         self.load_collector = self._load_collector()
         self.expert_load: ExpertLoad | None = None
         tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
-        self.tied = tied if p.pipeline > 1 else []
+        self.tied = [weight for weight in tied if weight.requires_grad] if p.pipeline > 1 else []
         self.released = fp8_weights(self.model) if config.fp8.param_gather else {}
         wgrads = WgradStore()
         self.weight_shards: WeightShards | None = None
@@ -218,10 +220,10 @@ class Trainer:
     ) -> tuple[GradBuffer | JointGradBuffer, ParamBuffer | JointParamBuffer | None]:
         """The gradient buffer, and with ZeRO stage 1 the buffer of gathered weights."""
         p, group = self.config.parallel, self.parallel.data_context.group
-        of_groups = [(group, self.params)]
+        of_groups = [(group, self.trained)]
         if self.has_expert_buffer:
-            experts = [param for param in self.params if spec_of(param).expert]
-            others = [param for param in self.params if not spec_of(param).expert]
+            experts = [param for param in self.trained if spec_of(param).expert]
+            others = [param for param in self.trained if not spec_of(param).expert]
             of_groups = [(group, others), (self.parallel.expert_data.group, experts)]
         gradients = [self._grad_buffer(params, group, wgrads) for group, params in of_groups]
         joint = gradients[0] if len(gradients) == 1 else JointGradBuffer(gradients)

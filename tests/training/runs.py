@@ -27,7 +27,7 @@ from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout, load_config
 from megafp8.data import sampler
 from megafp8.data.masked_lm import MaskedLM, SpecialIds
-from megafp8.data.objectives import NextToken, Objective
+from megafp8.data.objectives import Answers, NextToken, Objective
 from megafp8.data.prefix_lm import PrefixLM
 from megafp8.data.samples import PADDING, Batch
 from megafp8.data.span_corruption import SpanCorruption
@@ -134,6 +134,9 @@ WORDS: dict[str, Sections] = {
                            "tie_embeddings": False, "binary_head": False}},
     "t5": {"model": T5, "training": {"decoder_seq_length": 16}},
     "t5-tied": {"model": {**T5, "activation": "relu", "tie_embeddings": True}, "training": {"decoder_seq_length": 16}},
+    "lora": {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}},
+    "lora-q-down": {"lora": {"rank": 3, "alpha": 8.0, "targets": ["q", "down"]}, "optimizer": {"learning_rate": 1e-2}},
+    "lora-gate": {"lora": {"targets": ["gate"]}},
     # precision; a CPU is slow at bf16
     "fp64": {"training": {"precision": "fp64"}},
     "bf16": {
@@ -158,6 +161,8 @@ WORDS: dict[str, Sections] = {
     "documents": {"data": {"mask_eod_loss": True, "reset_at_documents": True}, "training": {"z_loss": 1e-4}},
     "best-fit": {"data": {"packing": "best_fit", "mask_eod_loss": True, "reset_at_documents": True}},
     "prefix": {"data": {"prefix_lm": {"min_length": 2, "max_length": 20}}},
+    "answers": {"data": {"packing": "best_fit", "mask_eod_loss": True, "reset_at_documents": True,
+                         "loss_on": "answers"}},
     "text": {},  # the quickstart's; `Runs` knows where it is
     # FP8
     "delayed": _fp8("delayed"),
@@ -327,7 +332,7 @@ def check_config(config: Config, ranks: int) -> None:
     But for what only runs of this module have: masks without a tokenizer, and a short history under every recipe.
     """
     packing = "concatenate" if config.data.packing == "best_fit" else config.data.packing
-    plain = {"reset_at_documents": False, "mask_eod_loss": False, "packing": packing}
+    plain = {"reset_at_documents": False, "mask_eod_loss": False, "packing": packing, "loss_on": None}
     data = config.data.model_copy(update=plain)
     fp8 = config.fp8.model_copy(update={"amax_history_len": 1024})
     checked = config.model_copy(update={"data": data, "fp8": fp8})
@@ -379,6 +384,8 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     samples = torch.arange(step * t.global_batch_size, (step + 1) * t.global_batch_size)
     if config.model.architecture != "gpt":
         return _encoder_batches(config, parallel, tokens, samples)
+    if d.loss_on is not None:
+        return _answer_batches(config, parallel, tokens, samples)
     eod = 0 if d.mask_eod_loss or d.reset_at_documents else None
     objective: Objective = NextToken(t.seq_length, eod, d.reset_at_documents, d.mask_eod_loss)
     if d.prefix_lm is not None:
@@ -387,6 +394,19 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     rows = torch.stack([torch.from_numpy(objective.row([x.numpy()], i)) for i, x in zip(samples.tolist(), tokens)])
     own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (rows, samples)))
     return [replace(objective.batch(x), samples=indices) for x, indices in own]
+
+
+def _answer_batches(config: Config, parallel: ParallelState, tokens: Tensor, indices: Tensor) -> list[Batch]:
+    """The same with a loss mask: samples have three documents, of which none to a half of the tokens are answers."""
+    t, data, objective = config.training, parallel.data, Answers(config.training.seq_length)
+    rows = []
+    for index, sample in zip(indices.tolist(), tokens):
+        text = sample[sample != PADDING]
+        mask = (torch.arange(len(text)) % (index % 4 + 1) == 0) & (index % 4 != 0)
+        parts = torch.stack([text, mask]).numpy()
+        rows.append(torch.from_numpy(objective.row(np.split(parts, [4, 11], axis=1), index)))
+    own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (torch.stack(rows), indices)))
+    return [replace(objective.batch(x), samples=numbers) for x, numbers in own]
 
 
 def _encoder_batches(config: Config, parallel: ParallelState, tokens: Tensor, indices: Tensor) -> list[Batch]:

@@ -83,7 +83,8 @@ QUICK_CASES = [
     "dropout dp2 fsdp", "cp4 window",
     *product(["dropout micro2 dp2 pp2", "dropout tp2 cp2", "mtp dropout tp2 pp2"], ["documents"]),
     "dp2 masked", "pp2 cp2 masked", "prefix 4-layers tp2 pp2 masked",
-    "dp2 cp2 text", "dp2 cp2 best-fit",
+    "dp2 cp2 text", "dp2 cp2 best-fit", "tp2 dp2 answers", "4-layers pp4 4-samples answers",
+    "lora tp2 dp2 zero answers", "lora fp64 delayed tp2 pp2",
     "moe dropout fp64 delayed tp2 cp2 ep2 etp2", "moe tp2 dp2 fsdp",  # experts
     "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "4-layers moe pp2 tp2 ep2 dualpipev",
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
@@ -119,6 +120,10 @@ SLOW_CASES = [
     *product(["tp2 no-sp", "tp2", "pp2", "cp2", "cp4", "pp2 cp2"], EXACT_FP8), "dp2 fp64 current", "tp2 pp2 text",
     "tp2 pp2 delayed", "dp2 pp2 current", "tp2 cp2 fp64 current", "tp2 cp2 fp64 delayed",
     *product([*LAYOUTS[:5]], ["current", "delayed"]),
+    *product(["dp2", "tp2", "tp2 no-sp", "pp2", "dp2 cp2", "dp2 fsdp", "mtp tp2 pp2 dp2 zero"], ["answers"]),
+    *product(["lora"], ["tp2 no-sp", "tp2", "cp2 dp2", "pp2 zb-h1", "gpt2 tied tp2 pp2", "dropout tp2 cp2"]),
+    *product(["lora"], ["graphs", "offload tp2", "4-layers pp2 zb-v", "ring fp64 delayed tp2", "calibrated report"]),
+    *product(["lora-q-down"], ["tp2", "selective pp2", "full qkv-bias tp2 no-sp dp2", "fp64 current tp2"]),
     *product(["dp2 fsdp fp8-gather", "tp2 dp2 fsdp fp8-gather"], ["current", "delayed"]),
     *product(["dp4 hsdp", "tp2 dp4 hsdp", "pp2 dp4 hsdp", "cp2 dp2 hsdp", "cp4 hsdp"], ["", "tied"]),
     "dp4 8-samples hsdp gpt2 tied", "dp4 hsdp fp8-gather current", "tp2 dp4 hsdp fp8-gather delayed",

@@ -176,6 +176,7 @@ def test_flops_of_llama3_8b_by_hand() -> None:
     block = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     assert matmul_parameters(llama) == 32 * block + 4096 * 128256
     flops = flops_per_token(llama, 8192)
+    assert flops_per_token(llama, 8192, frozen=True) == flops - 2 * matmul_parameters(llama)
     assert flops == 6 * (32 * block + 4096 * 128256) + 6 * 32 * 8192 * 4096
     ahead = block + 2 * 4096**2 + 4096 * 128256
     mtp = llama.model_copy(update={"mtp_num_layers": 1})

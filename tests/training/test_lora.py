@@ -1,0 +1,158 @@
+"""Runs with LoRA: what is trained, what a checkpoint holds, and the merged model as transformers computes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint import IncompatibleCheckpoint, newest_readable
+from megafp8.config import ConfigError, check_layout, load_config
+from megafp8.conversion.formats import open_source
+from megafp8.conversion.native import NativeSource
+from megafp8.distributed.sharding import spec_of
+from megafp8.tensor_parallel.lora import is_lora
+from megafp8.training.init_from import complete_model
+from megafp8.training.inputs import open_inputs
+from megafp8.training.state import check_resume, checkpoint_folder, save_state
+from tests.training.latest import load_latest
+from tests.training.runs import config_of, start, steps_of, text_batches
+from tests.training.test_fine_tuning import ALONE, SAMPLES, SFT, loaded, prepare
+from tests.world import World
+from tools import convert_checkpoint
+
+LORA = ["lora={rank: 4, alpha: 16}", "optimizer.learning_rate=1e-2"]
+
+
+def _values(trainer: Any) -> dict[str, Tensor]:
+    return {spec_of(param).shards[0].name: param.detach().clone() for param in trainer.params}
+
+
+def _train(words: str) -> tuple[dict[str, bool], set[str], int, int]:
+    """By parameter whether it changed in three steps, those with optimizer state, and elements of gradients."""
+    trainer, parallel = start(config_of(words))
+    before = _values(trainer)
+    steps_of(trainer, parallel, range(3))
+    trainer.wait_for_weights()
+    changed = {name: not torch.equal(values, before[name]) for name, values in _values(trainer).items()}
+    with_state = {spec_of(shard.param).shards[0].name for shard in trainer.optimizer.shards}
+    elements = sum(param.numel() for param in trainer.params if param.requires_grad)
+    return changed, with_state, trainer.gradients.flat.numel(), elements  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("words", ["lora delayed tied", "lora-q-down bf16", "lora pp2 dp2 zero tied"])
+def test_only_adapters_change(world4: World, words: str) -> None:
+    """Frozen weights stay bit for bit, and have neither gradients nor optimizer state."""
+    for changed, with_state, gradients, elements in world4.run(_train, words, ranks=4 if "pp2" in words else 1):
+        assert changed == {name: is_lora(name) for name in changed}
+        assert all(is_lora(name) for name in with_state)
+        assert elements <= gradients < 1.5 * elements, "more than padding"
+
+
+def _save_in_the_middle(words: str, folder: Path) -> list[tuple[float, float]]:
+    trainer, parallel = start(config_of(words))
+    steps_of(trainer, parallel, range(2))
+    save_state(trainer, folder, 2, None)
+    return steps_of(trainer, parallel, range(2, 4))
+
+
+def _resume(words: str, folder: Path) -> list[tuple[float, float]]:
+    trainer, parallel = start(config_of(words))
+    assert load_latest(trainer, folder) == 2
+    return steps_of(trainer, parallel, range(2, 4))
+
+
+def test_a_run_resumes_in_another_layout(world4: World, tmp_path: Path) -> None:
+    """Bit for bit in its own; the checkpoint has optimizer state of adapters only. Another alpha is refused."""
+    continued = world4.run(_save_in_the_middle, "lora tp2", tmp_path, ranks=2)[0]
+    assert world4.run(_resume, "lora tp2", tmp_path, ranks=2)[0] == continued
+    for losses in world4.run(_resume, "lora pp2", tmp_path, ranks=2):
+        for step, other in zip(losses, continued, strict=True):
+            assert step == pytest.approx(other, rel=1e-5)
+    found = newest_readable(checkpoint_folder(tmp_path))
+    assert found is not None
+    state = [name for name in found.tensors if name.startswith("optimizer.")]
+    assert state
+    assert all(is_lora(name) for name in state)
+    assert check_resume(config_of("lora"), tmp_path, None) is not None
+    with pytest.raises(IncompatibleCheckpoint, match=r"was saved with lora = .*'alpha': 8.0.*, this run has .*16.0"):
+        check_resume(config_of("lora", lora={"alpha": 16.0}), tmp_path, None)
+    with pytest.raises(IncompatibleCheckpoint, match="so other weights are trained; set lora="):
+        check_resume(config_of("4-layers", model={"num_layers": 2}), tmp_path, None)
+
+
+def _tune(overrides: list[str], run: str) -> tuple[float, float]:
+    """Loss of the first batch before and after two steps, which are saved."""
+    trainer, parallel = loaded(overrides)
+    batches = text_batches(0, trainer.config, parallel)
+    before = trainer.evaluate(batches).mean
+    for step in range(2):
+        trainer.train_step(step, text_batches(step, trainer.config, parallel))
+    save_state(trainer, Path(run), 2, None)
+    return before, trainer.evaluate(batches).mean
+
+
+def _evaluate(overrides: list[str]) -> float:
+    trainer, parallel = loaded(overrides)
+    return trainer.evaluate(text_batches(0, trainer.config, parallel)).mean
+
+
+def _their_loss(folder: Path, overrides: list[str]) -> float:
+    """Mean loss of the answers in the first batch, by `transformers`, one chat at a time."""
+    import transformers
+
+    inputs = open_inputs(load_config(SFT, overrides, complete_model), "test")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for sample in range(SAMPLES):
+            for tokens, mask in inputs.train.parts(sample):
+                ids = torch.from_numpy(tokens).long()
+                labels = ids.where(torch.from_numpy(mask) == 1, -100)[1:]
+                logits = model(ids[None]).logits[0, :-1]
+                total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+                count += int(mask[1:].sum())
+    return total / count
+
+
+def test_merged_is_unmerged(world2: World, tmp_path: Path) -> None:
+    """The loss of a run is that of transformers on the exported folder, and that of a run that starts from it."""
+    overrides, run, exported = [*prepare(tmp_path), *ALONE], tmp_path / "run", tmp_path / "exported"
+    plain = world2.run(_evaluate, overrides, ranks=1)[0]
+    before, after = world2.run(_tune, [*overrides, *LORA], str(run), ranks=1)[0]
+    assert before == pytest.approx(plain, rel=1e-7), "adapters begin at zero"
+    assert after < before - 0.01
+    assert convert_checkpoint.main(["--load", str(run), "--save", str(exported), "--to", "hf"]) == 0
+    assert _their_loss(exported, overrides) == pytest.approx(after, rel=1e-6)
+    again = [*overrides, f"checkpoint.init_from={exported}"]
+    assert world2.run(_evaluate, again, ranks=1)[0] == pytest.approx(after, rel=1e-6)
+
+    source, whole = open_source(run), NativeSource(run)
+    name = "model.layers.1.mlp.down.weight"
+    a, b = (whole.read(f"model.layers.1.mlp.down.lora_{x}").double() for x in "ab")
+    expected = whole.read(name).double() + 16 / 4 * b @ a
+    torch.testing.assert_close(source.read(name).double(), expected, rtol=1e-6, atol=1e-7)
+    assert torch.equal(source.read_rows(name, 3, 7), source.read(name)[3:7])
+    assert not any(is_lora(name) or name.startswith("optimizer.") for name in source.tensors)
+
+
+REFUSED: list[tuple[str, str]] = [
+    ("lora-gate gelu", "lora.targets = ['gate']: the MLP of model.activation gelu has no gate; try [up]"),
+    ("lora moe", "lora = 'set': the model has model.moe; LoRA is not offered for it"),
+    ("lora deepseek", "lora = 'set': the model has model.latent_attention"),
+    ("lora mtp", "lora = 'set': the model has model.mtp_num_layers"),
+    ("lora bert", "lora = 'set': model.architecture is bert"),
+    ("lora fsdp", "parallel.fsdp = True: lora leaves few gradients"),
+    ("lora delayed smooth", "fp8.smooth_swiglu = True: with lora"),
+    ("lora delayed zero fp8-gather", "fp8.param_gather = True: with lora"),
+]
+
+
+@pytest.mark.parametrize(("words", "error"), REFUSED)
+def test_what_is_refused(words: str, error: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_layout(config_of(words), 1)
+    assert error in str(raised.value)
