@@ -178,6 +178,7 @@ def _huggingface(path: str, end_token: str | None) -> Tokenizer:
         fingerprint=_fingerprint("huggingface", Path(path).read_bytes(), eod_id=eod_id if eod_id != default else None),
         encode=lambda text: model.encode(text, add_special_tokens=False).ids,
         decode=lambda ids: model.decode(ids, skip_special_tokens=False),
+        model=model,
         id_of=model.token_to_id,
         word_starts=lambda: _word_starts([model.id_to_token(i) or "" for i in range(vocab_size)]),
     )
