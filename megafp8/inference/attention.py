@@ -37,9 +37,10 @@ class _LongChunk(NamedTuple):
 class PackedStep:
     """The tokens of a step on the device, the same for all layers. All tensors int64.
 
-    `tokens_1n`, `positions_1n`: the last `padding` of them repeat the last token, so that no amax is of another. `slots_n`: where their keys are stored.
-    `single_pages_bp`: of the sequences of the first b tokens, filled up with page 0. `rows_r`: the tokens after which
-    the model is to give the next. `keys`: more than any sequence has.
+    `tokens_1n`, `positions_1n`: the last `padding` of them repeat the last token, so that no amax is that of another.
+    `slots_n`: where their keys are stored. `single_pages_bp`: of the sequences of the first b tokens, filled up with
+    page 0. `rows_r`: the tokens after which the model is to give the next. `keys`: as many as any sequence has, or
+    more.
     """
 
     tokens_1n: Tensor

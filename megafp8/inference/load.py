@@ -70,8 +70,8 @@ def open_checkpoint(
     ranks = layout.tensor * layout.pipeline
     if ranks != world_size:
         raise ValueError(
-            f"tensor = {layout.tensor} and pipeline = {layout.pipeline} are {ranks} ranks, and the job has {world_size}; "
-            f"start it with torchrun --nproc-per-node {ranks}"
+            f"tensor = {layout.tensor} and pipeline = {layout.pipeline} are {ranks} ranks, and the job has "
+            f"{world_size}; start it with torchrun --nproc-per-node {ranks}"
         )
     check_layout(config, world_size, str(source.path))
     if dtype is None:

@@ -25,8 +25,8 @@ from megafp8.models.gpt import GPTStage, LayerInputs
 from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.actions import Placement
 
-_FP8_ROWS = 16
-"""FP8 GEMMs get a multiple of so many tokens."""
+_FP8_ROWS, _FP8_SHARD = 16, 128
+"""FP8 GEMMs get a multiple of so many tokens, and ranks that quantize slices of them: the largest `shard_alignment`."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class CachedModel:
             device=context.device,
         )
         self._ranks = context.tensor.size() if context.sequence_sharded else 1
-        recipe = model.fp8.recipe
-        alignment = 1 if recipe is None else max(_FP8_ROWS, recipe.capabilities.shard_alignment or 1)
-        self._multiple = self._ranks * alignment
+        self._multiple = self._ranks
+        if model.fp8.recipe is not None:
+            self._multiple *= _FP8_ROWS if self._ranks == 1 else _FP8_SHARD
 
     @torch.no_grad()
     def step(self, batch: Sequence[Chunk]) -> Tensor | None:
