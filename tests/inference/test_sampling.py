@@ -61,8 +61,8 @@ def chi_square_p_value(statistic: float, degrees: int) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_distributions(kind: str) -> None:
-    """20,000 samples, each of a seed of its own, against the probabilities; rare tokens are one class."""
-    options, n = KINDS[kind], 20_000
+    """10,000 samples, each of a seed of its own, against the probabilities; rare tokens are one class."""
+    options, n = KINDS[kind], 10_000
     logits_v = logits(1)[0]
     p = their_probabilities(options, logits_v)
     counts = torch.zeros(V, dtype=torch.float64)
@@ -98,7 +98,9 @@ def test_shards_of_the_vocabulary(world2: World, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.top_logprobs, whole.top_logprobs, rtol=0, atol=1e-5)
     assert int(whole.tokens.max()) < vocab_size - 3
     logprobs = logits_nv[:, :vocab_size].double().log_softmax(1)
-    torch.testing.assert_close(whole.logprobs.double(), logprobs.gather(1, whole.tokens[:, None])[:, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        whole.logprobs.double(), logprobs.gather(1, whole.tokens[:, None])[:, 0], rtol=0, atol=1e-5
+    )
     torch.testing.assert_close(whole.top_logprobs.double(), logprobs.topk(5).values, rtol=0, atol=1e-5)
     greedy = logits_nv[::9, : vocab_size - 3].argmax(1)
     assert torch.equal(whole.tokens[::9], greedy)

@@ -1,0 +1,138 @@
+"""Generation from checkpoints of runs, and from their live models in all layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafp8.checkpoint import latest
+from megafp8.config import Config
+from megafp8.data.tokenizers import build_tokenizer
+from megafp8.inference import Generator, SamplingOptions
+from megafp8.inference.generator import CacheOptions
+from megafp8.training.state import checkpoint_folder, save_state
+from tests.training.runs import config_of, ranks_of, start, steps_of
+from tests.world import World
+
+PROMPTS = [[3, 6, 9, 12, 15, 2, 5, 8, 11], [0], [1, 2, 3]]
+OPTIONS = [
+    SamplingOptions(max_tokens=8, ignore_end=True),
+    SamplingOptions(max_tokens=8, ignore_end=True, temperature=1.2, top_p=0.9, seed=3),
+]
+CACHE = CacheOptions(page_size=4, max_batch_tokens=8)
+
+Texts = list[list[int]]
+
+
+def _texts(generator: Generator) -> Texts:
+    return [x.tokens for options in OPTIONS for x in generator.generate(PROMPTS, options)]
+
+
+def _live(config: Config, folder: str | None) -> tuple[list[Texts], list[Any]]:
+    """Texts after two steps and after two more, and the curve. Without `folder` nothing is generated; else the state
+    after the two more steps is saved there."""
+    trainer, parallel = start(config)
+    curve = steps_of(trainer, parallel, range(2))
+    texts: list[Texts] = []
+    generator = None if folder is None else Generator.from_trainer(trainer, cache=CACHE)
+    if generator is not None:
+        texts.append(_texts(generator))
+    curve += steps_of(trainer, parallel, range(2, 4))
+    if generator is not None and folder is not None:
+        texts.append(_texts(generator))
+        save_state(trainer, Path(folder), 4, None)
+    return texts, curve
+
+
+def _from_checkpoint(folder: str, layout: dict[str, int]) -> Texts:
+    return _texts(Generator.from_checkpoint(folder, device="cpu", cache=CACHE, **layout))
+
+
+LIVE = [
+    "zb-v pp2 4-layers delayed smooth",
+    "fsdp dp2 gemma",
+    *(
+        pytest.param(words, marks=pytest.mark.slow)
+        for words in (
+            "tp2 ring 3-samples",
+            "tp2 no-sp bloom",
+            "zero dp2 fp8-gather current",
+            "fsdp dp2 fp8-gather delayed",
+            "graphs delayed",
+            "deepseek tp2 ep2",
+            "moe ep2 dp2 all-to-all",
+            "moe tp2 ep2 blockwise wide",
+            "interleaved pp2 4-layers tied",
+            "tp2 pp2 gpt2 dropout",
+            "cp2 window",
+            "mtp pp2 4-layers",
+            "calibrated",
+            "mxfp8 wide tp2",
+            "custom",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("words", LIVE)
+def test_the_live_model_and_its_checkpoint(world4: World, tmp_path: Path, words: str) -> None:
+    """Training goes on as if nothing had been generated; texts follow the weights, and a checkpoint gives the same."""
+    config, ranks = config_of(words), ranks_of(words)
+    of_ranks = world4.run(_live, config, str(tmp_path), ranks=ranks)
+    (before, after), curve = of_ranks[0]
+    assert all(found == of_ranks[0] for found in of_ranks)
+    assert before != after
+    assert world4.run(_live, config, None, ranks=ranks)[0][1] == curve
+    layouts = [{}] if config.fp8.recipe != "none" else [{}, {"tensor": 2}, {"pipeline": 2}]
+    for layout in layouts:
+        found = world4.run(_from_checkpoint, str(tmp_path), layout, ranks=2 if layout else 1)
+        assert found[0] == after
+
+
+def _bytes_config() -> Config:
+    model, data = {"vocab_size": 257, "vocab_multiple": 64}, {"tokenizer": {"kind": "bytes"}}
+    return config_of("", model=model, data=data, training={"seq_length": 64})
+
+
+def _save(folder: str) -> None:
+    trainer, parallel = start(_bytes_config())
+    save_state(trainer, Path(folder), 1, build_tokenizer("bytes").fingerprint)
+
+
+def _of_text(folder: str) -> dict[str, Any]:
+    generator = Generator.from_checkpoint(folder, device="cpu")
+    plain = SamplingOptions(max_tokens=20, seed=1, temperature=1.0)
+    (whole,) = generator.generate("été", plain)
+    stop = whole.text[5:8]
+    stopping = SamplingOptions(**{**vars(plain), "stop": (stop,)})
+    (stopped,) = generator.generate("été", stopping)
+    pieces = list(generator.stream(["été", "a"], stopping))
+    as_tokens = generator.generate([256, *"été".encode()], plain)[0]
+    generator.end_tokens = frozenset([whole.tokens[3]])
+    ended = generator.generate("été", plain)[0]
+    ignored = generator.generate("été", SamplingOptions(**{**vars(plain), "ignore_end": True}))[0]
+    return {
+        "whole": whole, "stop": stop, "stopped": stopped, "pieces": pieces, "as_tokens": as_tokens, "ended": ended,
+        "ignored": ignored, "max_length": generator.max_length,
+    }  # fmt: skip
+
+
+def test_texts_of_a_run(world2: World, tmp_path: Path) -> None:
+    """The tokenizer, the token before a document and the length are those of the run."""
+    world2.run(_save, str(tmp_path), ranks=1)
+    assert latest(checkpoint_folder(tmp_path)) or latest(tmp_path)
+    found = world2.run(_of_text, str(tmp_path), ranks=1)[0]
+    whole, stopped, ended = found["whole"], found["stopped"], found["ended"]
+    assert whole.prompt_tokens == [256, *"été".encode()]
+    assert found["as_tokens"].tokens == whole.tokens
+    assert found["max_length"] == 64
+    assert (whole.finish_reason, len(whole.tokens)) == ("length", 20)
+    assert whole.text == bytes(x for x in whole.tokens if x < 256).decode(errors="replace")
+    assert (stopped.finish_reason, stopped.text) == ("stop", whole.text[: whole.text.index(found["stop"])])
+    assert whole.tokens[: len(stopped.tokens)] == stopped.tokens
+    assert "".join(x.text for x in found["pieces"] if x.completion.prompt == 0) == stopped.text
+    assert (ended.finish_reason, ended.tokens) == ("end", whole.tokens[: len(ended.tokens)])
+    assert ended.tokens.index(whole.tokens[3]) == len(ended.tokens) - 1
+    assert found["ignored"].tokens == whole.tokens
