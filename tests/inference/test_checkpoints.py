@@ -96,8 +96,8 @@ def _bytes_config() -> Config:
     return config_of("", model=model, data=data, training={"seq_length": 64})
 
 
-def _save(folder: str) -> None:
-    trainer, parallel = start(_bytes_config())
+def save_bytes_run(folder: str) -> None:
+    trainer, _ = start(_bytes_config())
     save_state(trainer, Path(folder), 1, build_tokenizer("bytes").fingerprint)
 
 
@@ -121,7 +121,7 @@ def _of_text(folder: str) -> dict[str, Any]:
 
 def test_texts_of_a_run(world2: World, tmp_path: Path) -> None:
     """The tokenizer, the token before a document and the length are those of the run."""
-    world2.run(_save, str(tmp_path), ranks=1)
+    world2.run(save_bytes_run, str(tmp_path), ranks=1)
     assert latest(checkpoint_folder(tmp_path)) or latest(tmp_path)
     found = world2.run(_of_text, str(tmp_path), ranks=1)[0]
     whole, stopped, ended = found["whole"], found["stopped"], found["ended"]
