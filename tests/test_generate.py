@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,11 @@ SAMPLED = ["--temperature", "1", "--seed", "3", "--max-tokens", "6", "--device",
 
 
 @pytest.fixture(scope="module")
-def run(rank_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def run(rank_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a run with the tokenizer `bytes`, and no training."""
     folder = str(tmp_path_factory.mktemp("run"))
     World(rank_processes, 1).run(save_bytes_run, folder)
-    yield folder
+    return folder
 
 
 def test_where_prompts_come_from(

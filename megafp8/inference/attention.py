@@ -6,7 +6,7 @@ each longer chunk by itself, to its own keys if it begins its sequence, else to 
 and what a score is, `ops.attention` knows: the mask has the position of each query, and the keys behind it, in the
 rest of its last page or of longer sequences beside it, are masked as later tokens are.
 
-Shapes: n tokens of a step, b sequences, p pages of each, t keys, a query heads, g key-value heads, d head width.
+Shapes: n tokens of a step, s of a chunk, b sequences, t keys, a query heads, g key-value heads, d head width.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from megafp8.ops.attention_scores import PLAIN, Scores
 
 
 class _LongChunk(NamedTuple):
-    """`rows`: of its tokens in the step. `pages_1p` and `positions_1s` are None if it begins its sequence."""
+    """`rows`: of its tokens in the step. `slots_t1`: of its keys, which with `positions_1s` is None if it begins its
+    sequence."""
 
     rows: slice
-    pages_1p: Tensor | None
+    slots_t1: Tensor | None
     positions_1s: Tensor | None
 
 
@@ -38,15 +39,15 @@ class PackedStep:
     """The tokens of a step on the device, the same for all layers. All tensors int64.
 
     `tokens_1n`, `positions_1n`: the last `padding` of them repeat the last token, so that no amax is that of another.
-    `slots_n`: where their keys are stored. `single_pages_bp`: of the sequences of the first b tokens, filled up with
-    page 0. `rows_r`: the tokens after which the model is to give the next. `keys`: as many as any sequence has, or
+    `slots_n`: where their keys are stored. `single_slots_tb`: of the keys of the first b tokens' sequences, filled up
+    with others. `rows_r`: the tokens after which the model is to give the next. `keys`: as many as any sequence has, or
     more.
     """
 
     tokens_1n: Tensor
     positions_1n: Tensor
     slots_n: Tensor
-    single_pages_bp: Tensor
+    single_slots_tb: Tensor
     long: tuple[_LongChunk, ...]
     rows_r: Tensor
     keys: int
@@ -81,14 +82,14 @@ class PackedStep:
             elif chunk.start == 0:
                 long.append(_LongChunk(own, None, None))
             else:
-                pages, positions_1s = tensor([chunk.pages]), tensor([positions[own]])
-                long.append(_LongChunk(own, pages, positions_1s))
+                slots_t1, positions_1s = cache.slots(tensor([chunk.pages])), tensor([positions[own]])
+                long.append(_LongChunk(own, slots_t1, positions_1s))
         longest = max(len(chunk.pages) for chunk in batch) * size
         return cls(
             tensor([tokens + tokens[-1:] * padding]),
             tensor([positions + positions[-1:] * padding]),
             tensor(slots + [cache.unread_slot] * padding),
-            tensor([[*pages, *[0] * (most - len(pages))] for pages in singles]).view(len(singles), most),
+            cache.slots(tensor([[*pages, *[0] * (most - len(pages))] for pages in singles]).view(len(singles), most)),
             tuple(long),
             tensor(rows),
             1 << (longest - 1).bit_length(),
@@ -112,20 +113,20 @@ class PagedAttention:
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
     ) -> Tensor:
         """All `[n, 1, ...]`. `scores`: of sequences of `step.keys` tokens."""
-        step, b = self.step, len(self.step.single_pages_bp)
+        step, b = self.step, self.step.single_slots_tb.shape[1]
         self.cache.append(self.layer, k_sbgd[:, 0], v_sbgd[:, 0], step.slots_n)
         y_sbad = torch.empty_like(q_sbad)
         if b:
-            k, v = self.cache.read(self.layer, step.single_pages_bp)
+            k, v = self.cache.read(self.layer, step.single_slots_tb)
             mask = AttentionMask(window=self.window, positions_bs=step.positions_1n[:, :b].transpose(0, 1))
             q = q_sbad[:b].transpose(0, 1)
             y_sbad[:b] = attention(q, k, v, mask, sink_a, _of_length(scores, len(k))).transpose(0, 1)
-        for rows, pages_1p, positions_1s in step.long:
+        for rows, slots_t1, positions_1s in step.long:
             q, k, v = q_sbad[rows], k_sbgd[rows], v_sbgd[rows]
-            if pages_1p is None:
+            if slots_t1 is None:
                 mask = causal_mask(None, self.window, len(q), q.device)
             else:
-                k, v = self.cache.read(self.layer, pages_1p)
+                k, v = self.cache.read(self.layer, slots_t1)
                 mask = AttentionMask(window=self.window, positions_bs=positions_1s)
             y_sbad[rows] = attention(q, k, v, mask, sink_a, _of_length(scores, len(k)))
         if step.padding:

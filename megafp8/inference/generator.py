@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,7 @@ class _Running(NamedTuple):
     completion: Completion
     text: TextStream | None
     row: Row
+    pieces: deque[Piece]
 
 
 class Generator:
@@ -113,6 +115,7 @@ class Generator:
         self.model, self.tokenizer, self.max_length, self.cache = model, tokenizer, max_length, cache
         self.start_tokens, self.end_tokens, self._before = list(start_tokens), frozenset(end_tokens), before
         self._allocator = PageAllocator(-(-tokens // cache.page_size), cache.page_size)
+        self._running: dict[GrowingSequence, _Running] = {}
         self._cached = CachedModel(model, self._allocator.num_pages, cache.page_size)
         self._scheduler = Scheduler(
             self._allocator, max_batch_tokens=cache.max_batch_tokens, max_sequences=cache.max_sequences
@@ -199,22 +202,33 @@ class Generator:
         prompts: Prompt | Sequence[Prompt],
         options: SamplingOptions | Sequence[SamplingOptions] = GREEDY,
     ) -> Iterator[Piece]:
-        """As `generate`, piece by piece; the pieces of several texts alternate. All ranks must read all of them, or
-        stop after the same one."""
+        """As `generate`, piece by piece; the pieces of several texts alternate. Several streams may be read in turn.
+
+        All ranks must read all pieces, or stop after the same one.
+        """
         prompts, options = broadcast_object((prompts, options), self.model.parallel.world.group)
-        running = self._start(prompts, options)
+        pieces: deque[Piece] = deque()
+        texts = self._start(prompts, options, pieces)
         try:
             self._before()
-            while running:
-                yield from self._step(running)
+            while True:
+                while pieces:
+                    yield pieces.popleft()
+                if all(text.completion.finish_reason is not None for text in texts):
+                    break
+                self._step()
         finally:
-            for sequence in running:
-                self._scheduler.remove(sequence)
+            for text in texts:
+                if self._running.pop(text.sequence, None) is not None:
+                    self._scheduler.remove(text.sequence)
 
     def _start(
-        self, prompts: Prompt | Sequence[Prompt], options: SamplingOptions | Sequence[SamplingOptions]
-    ) -> dict[GrowingSequence, _Running]:
-        """Sequences for all prompts, given to the scheduler."""
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        options: SamplingOptions | Sequence[SamplingOptions],
+        pieces: deque[Piece],
+    ) -> list[_Running]:
+        """The texts of all prompts, given to the scheduler; `pieces` is where their pieces go."""
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several: Sequence[Prompt] = [prompts] if one else prompts  # type: ignore[list-item,assignment]
         each = [options] * len(several) if isinstance(options, SamplingOptions) else list(options)
@@ -225,7 +239,7 @@ class Generator:
         if None in seeds:
             drawn = broadcast_object([secrets.randbits(32) for _ in seeds], self.model.parallel.world.group)
             seeds = [new if seed is None else seed for seed, new in zip(seeds, drawn, strict=True)]
-        found = {}
+        found = []
         for i, (prompt, own, seed) in enumerate(zip(tokens, each, seeds, strict=True)):
             assert seed is not None
             for sample in range(own.num_samples):
@@ -233,7 +247,9 @@ class Generator:
                 self._scheduler.add(sequence)
                 text = None if self.tokenizer is None else TextStream(self.tokenizer.decode, prompt, own.stop)
                 row = Row(own, stream_of(seed, prompt, sample), sequence.tokens)
-                found[sequence] = _Running(sequence, Completion(i, sample, list(prompt), seed), text, row)
+                running = _Running(sequence, Completion(i, sample, list(prompt), seed), text, row, pieces)
+                self._running[sequence] = running
+                found.append(running)
         return found
 
     def _tokens(self, index: int, prompt: Prompt, options: SamplingOptions) -> list[int]:
@@ -268,20 +284,19 @@ class Generator:
             )
         return tokens
 
-    def _step(self, running: dict[GrowingSequence, _Running]) -> Iterator[Piece]:
-        """Run the model once, and give what it adds to texts."""
+    def _step(self) -> None:
+        """Run the model once, and give each text what it adds."""
         batch = self._scheduler.next_batch()
         logits_rv = self._cached.step(batch)
         self._scheduler.done(batch)
-        ends = [running[chunk.sequence] for chunk in batch if chunk.last]
+        ends = [self._running[chunk.sequence] for chunk in batch if chunk.last]
         if not ends:
             return
         for own, (token, logprob, *top) in zip(ends, self._choose(logits_rv, ends), strict=True):
-            piece = self._add(own, int(token), logprob, top)
+            own.pieces.append(Piece(self._add(own, token, logprob, top), own.completion))
             if own.completion.finish_reason is not None:
                 self._scheduler.remove(own.sequence)
-                del running[own.sequence]
-            yield Piece(piece, own.completion)
+                del self._running[own.sequence]
 
     def _choose(self, logits_rv: torch.Tensor | None, ends: Sequence[_Running]) -> list[tuple[Any, ...]]:
         """Of each sequence the next token, its log-probability, and the (token, log-probability) of the most probable.

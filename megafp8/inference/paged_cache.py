@@ -1,7 +1,7 @@
 """Keys and values of past tokens, in pages (`megafp8.inference.pages`).
 
-Shapes: n tokens of a step, b sequences, p pages of each, t = p · page size, g key-value heads of this rank, d head
-width, w width of values.
+Shapes: n tokens of a step, b sequences, p pages of each, t = p · page size slots, g key-value heads of this rank, d
+head width, w width of values.
 """
 
 from __future__ import annotations
@@ -59,8 +59,13 @@ class PagedCache:
         own.keys.flatten(0, 1).index_copy_(0, slots_n, k_ngd)
         own.values.flatten(0, 1).index_copy_(0, slots_n, v_ngd[..., : self.value_width])
 
-    def read(self, layer: int, pages_bp: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[t, b, g, d]` of the pages of b sequences, int64, in the order of their tokens."""
+    def slots(self, pages_bp: Tensor) -> Tensor:
+        """The slots of the pages of b sequences, int64 both, in the order of their tokens: `[t, b]`."""
+        places = torch.arange(self.page_size, device=pages_bp.device)
+        return (pages_bp.unsqueeze(-1) * self.page_size + places).flatten(1).t().contiguous()
+
+    def read(self, layer: int, slots_tb: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[t, b, g, d]` in these slots."""
         own = self._layers[layer]
-        k, v = (x[pages_bp].flatten(1, 2).transpose(0, 1) for x in own)
-        return k, F.pad(v, (0, k.shape[-1] - self.value_width))
+        k, v = (x.flatten(0, 1)[slots_tb] for x in own)
+        return k, v if v.shape == k.shape else F.pad(v, (0, k.shape[-1] - v.shape[-1]))

@@ -55,10 +55,10 @@ def their_tokens(model: Any, prompt: Sequence[int]) -> list[int]:
 
 
 @torch.no_grad()
-def their_logprobs(model: Any, completion: Completion) -> torch.Tensor:
+def their_logprobs(model: Any, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
     """`[new, v]`, of a whole forward pass without a cache."""
-    ids = torch.tensor([completion.prompt_tokens + completion.tokens])
-    found: torch.Tensor = model(ids, use_cache=False).logits[0, len(completion.prompt_tokens) - 1 : -1].log_softmax(-1)
+    ids = torch.tensor([[*prompt, *output]])
+    found: torch.Tensor = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     return found
 
 
@@ -68,6 +68,8 @@ def test_texts_of_each_family(world2: World, tmp_path: Path, name: str) -> None:
     sampled tokens are the same in every layout."""
     model = make_theirs(name)
     model.save_pretrained(tmp_path)
+    expected = [their_tokens(model, prompt) for prompt in prompts()]
+    logprobs = [their_logprobs(model, *both) for both in zip(prompts(), expected)]
     sampled = None
     layouts = LAYOUTS | (EXPERTS if any("expert" in key for key in THEIRS[name][1]) else {})
     for layout in layouts.values():
@@ -75,9 +77,8 @@ def test_texts_of_each_family(world2: World, tmp_path: Path, name: str) -> None:
         of_ranks = world2.run(_all_options, tmp_path, layout, ranks=ranks)
         assert all(found == of_ranks[0] for found in of_ranks)
         greedy, others = of_ranks[0][: len(LENGTHS)], [x.tokens for x in of_ranks[0][len(LENGTHS) :]]
-        for prompt, own in zip(prompts(), greedy, strict=True):
-            assert own.tokens == their_tokens(model, prompt)
-            theirs = their_logprobs(model, own)
+        assert [own.tokens for own in greedy] == expected
+        for own, theirs in zip(greedy, logprobs, strict=True):
             chosen = theirs.gather(1, torch.tensor(own.tokens)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(own.logprobs), chosen, rtol=0, atol=1e-4)
             top = theirs.topk(2, dim=1)
@@ -122,8 +123,11 @@ def _samples(path: Path) -> dict[str, Any]:
     left.close()
     first = made.generate(prompts()[0], unseeded)[0]
     again = made.generate(prompts()[0], SamplingOptions(**{**vars(unseeded), "seed": first.seed}))[0]
+    several = [made.stream(prompts()[i], twice) for i in (1, 2)]
+    alternating = [next(stream).completion for stream in several * 12]
     return {
         "twice": made.generate(prompts(), twice),
+        "alternating": [x.tokens for x in alternating[-2:]],
         "pieces": len(pieces),
         "free": made._allocator.num_free == made._allocator.num_pages,
         "seeds": (first.seed, made.generate(prompts()[0], unseeded)[0].seed),
@@ -137,6 +141,7 @@ def test_samples_and_seeds(world2: World, tmp_path: Path) -> None:
     assert [(x.prompt, x.sample) for x in found["twice"]] == [(i, j) for i in range(3) for j in range(2)]
     assert all(a.tokens != b.tokens for a, b in zip(found["twice"][::2], found["twice"][1::2], strict=True))
     assert found["pieces"] == 3 * 2 * 6
+    assert all(x in [y.tokens for y in found["twice"]] for x in found["alternating"])
     assert found["free"], "a stream that was left did not give its pages back"
     assert found["seeds"][0] != found["seeds"][1]
     assert found["again"][0] == found["again"][1]
