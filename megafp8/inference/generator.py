@@ -104,9 +104,9 @@ class Generator:
         rows = config.max_position_embeddings
         if config.position_embedding == "learned" and rows is not None and max_length > rows:
             raise ValueError(f"max_length = {max_length}: the model has a table of {rows} positions; try {rows}")
-        for name in ("page_size", "max_batch_tokens", "max_sequences"):
-            if getattr(cache, name) < 1:
-                raise ValueError(f"{name} = {getattr(cache, name)}: must be at least 1")
+        for name, value in cache._asdict().items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1")
         tokens = cache.cache_tokens
         if tokens is None:
             tokens = max(min(8 * max_length, _CACHED_TOKENS), max_length)
@@ -268,13 +268,15 @@ class Generator:
             raise ValueError(
                 f"prompt {index} has the token {foreign[0]}, and the model has those from 0 to {self._vocab_size - 1}"
             )
+        if len(tokens) >= self.max_length:
+            raise ValueError(
+                f"prompt {index} has {len(tokens)} tokens, and max_length is {self.max_length}; shorten it"
+            )
         length = len(tokens) + options.max_tokens
         if length > self.max_length:
             raise ValueError(
                 f"prompt {index} has {len(tokens)} tokens, with max_tokens = {options.max_tokens} {length}, and "
                 f"max_length is {self.max_length}; shorten it, or try max_tokens = {self.max_length - len(tokens)}"
-                if len(tokens) < self.max_length
-                else f"prompt {index} has {len(tokens)} tokens, and max_length is {self.max_length}; shorten it"
             )
         if self._allocator.pages_for(length) > self._allocator.num_pages:
             held = self._allocator.num_pages * self._allocator.page_size

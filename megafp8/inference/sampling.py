@@ -269,7 +269,8 @@ def _of_some(shard: VocabShard, x_nv: Tensor, by: _Parameters) -> Tensor:
         place_c = torch.arange(keys_nc.shape[1], device=x_nv.device)
         left_nc = (place_c < by.top_k) & (place_c < known_n.unsqueeze(1))
         among_n1 = values_nc.masked_fill(~left_nc, -math.inf).logsumexp(1, keepdim=True)
-        reached_nc = (values_nc - torch.where(has_k, among_n1, lse_n1)).exp().masked_fill(~left_nc, 0.0).cumsum(1)
+        p_nc = (values_nc - torch.where(has_k, among_n1, lse_n1)).exp().masked_fill(~left_nc, 0.0)
+        reached_nc = p_nc.cpu().cumsum(1).to(p_nc.device)  # torch.use_deterministic_algorithms forbids it on GPUs
         if bool((has_k | (by.top_p >= 1) | (reached_nc[:, -1:] >= by.top_p)).all()) or count >= shard.columns:
             break
         count *= 4

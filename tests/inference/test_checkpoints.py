@@ -12,7 +12,9 @@ from megafp8.config import Config
 from megafp8.data.tokenizers import build_tokenizer
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.generator import CacheOptions
+from megafp8.inference.load import Layout, open_checkpoint
 from megafp8.training.state import checkpoint_folder, save_state
+from tests.conversion.families import make_theirs
 from tests.training.runs import config_of, ranks_of, start, steps_of
 from tests.world import World
 
@@ -136,3 +138,21 @@ def test_texts_of_a_run(world2: World, tmp_path: Path) -> None:
     assert (ended.finish_reason, ended.tokens) == ("end", whole.tokens[: len(ended.tokens)])
     assert ended.tokens.index(whole.tokens[3]) == len(ended.tokens) - 1
     assert found["ignored"].tokens == whole.tokens
+
+
+def test_the_tokens_around_a_text_in_a_folder_of_hugging_face(tmp_path: Path) -> None:
+    """What tokenizer.json puts before a text, and all tokens that its files say end one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    library = Tokenizer(models.WordLevel({"<s>": 1, "</s>": 2, "a": 3, "<unk>": 0}, "<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["<s>", "</s>"])
+    make_theirs("llama2").save_pretrained(tmp_path)
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert open_checkpoint(tmp_path, Layout(), device="cpu").start_tokens == []
+    library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    opened = open_checkpoint(tmp_path, Layout(), device="cpu")
+    assert (opened.start_tokens, opened.end_tokens) == ([1], [2])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert open_checkpoint(tmp_path, Layout(), device="cpu").end_tokens == [2, 7, 9]

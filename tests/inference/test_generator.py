@@ -186,6 +186,25 @@ LAYOUT_ERRORS = {
 }
 
 
+def _sizes_refused(path: Path) -> list[str]:
+    found = []
+    for cache, length in ((CacheOptions(page_size=0), 16), (CacheOptions(cache_tokens=-1), 16), (CacheOptions(), 17)):
+        try:
+            generator(path, cache, max_length=length)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_sizes_of_the_cache(world2: World, tmp_path: Path) -> None:
+    make_theirs("gpt2").save_pretrained(tmp_path)
+    assert world2.run(_sizes_refused, tmp_path, ranks=1)[0] == [
+        "page_size = 0: must be at least 1",
+        "cache_tokens = -1: must be at least 1",
+        "max_length = 17: the model has a table of 16 positions; try 16",
+    ]
+
+
 @pytest.mark.parametrize("case", LAYOUT_ERRORS)
 def test_a_layout_that_does_not_fit(tmp_path: Path, case: str) -> None:
     make_theirs("llama2").save_pretrained(tmp_path)
