@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from megafp8.checkpoint import latest
-from megafp8.config import Config
+from megafp8.config import Config, ModelConfig
+from megafp8.conversion.hf_sink import HfSink
 from megafp8.data.tokenizers import build_tokenizer
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.generator import CacheOptions
 from megafp8.inference.load import Layout, open_checkpoint
 from megafp8.training.state import checkpoint_folder, save_state
-from tests.conversion.families import make_theirs
+from tests.conversion.checkpoints import convert
+from tests.conversion.families import SMALL, RandomSource
 from tests.training.runs import config_of, ranks_of, start, steps_of
 from tests.world import World
 
@@ -147,7 +149,8 @@ def test_the_tokens_around_a_text_in_a_folder_of_hugging_face(tmp_path: Path) ->
     library = Tokenizer(models.WordLevel({"<s>": 1, "</s>": 2, "a": 3, "<unk>": 0}, "<unk>"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.add_special_tokens(["<s>", "</s>"])
-    make_theirs("llama2").save_pretrained(tmp_path)
+    tmp_path = tmp_path / "theirs"
+    convert(RandomSource(ModelConfig(**SMALL, max_position_embeddings=64)), HfSink(tmp_path))
     library.save(str(tmp_path / "tokenizer.json"))
     assert open_checkpoint(tmp_path, Layout(), device="cpu").start_tokens == []
     library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
