@@ -78,11 +78,12 @@ def open_checkpoint(
         stored = source.tensors["model.embedding.word.weight"].dtype
         dtype = stored if run is None else DTYPES[run.training.precision]
     found = find_tokenizer(source)
-    tokenizer = None if found is None else build_tokenizer(**found)
-    start = (
-        [] if found is None or tokenizer is None else _start_tokens(found["kind"], tokenizer, of_run=run is not None)
-    )
-    ends = _end_tokens(source) | (set() if tokenizer is None else {tokenizer.eod_id})
+    tokenizer: Tokenizer | None = None
+    start, ends = list[int](), _end_tokens(source)
+    if found is not None:
+        tokenizer = build_tokenizer(**found)
+        start = _start_tokens(found["kind"], tokenizer, of_run=run is not None)
+        ends.add(tokenizer.eod_id)
     left_out = source.about.get("fp8_left_out") or []
     return Opened(source, config, dtype, left_out, tokenizer, start, sorted(ends))
 

@@ -130,6 +130,6 @@ class CachedModel:
         """These tokens of the residual stream, sharded as it is, with some of padding then."""
         if not stage.context.sequence_sharded:
             return x_sbh[rows_r]
-        group, padding = stage.context.tensor, -len(rows_r) % self._multiple
+        group, padding = stage.context.tensor, -len(rows_r) % self._ranks
         rows_r = torch.cat([rows_r, rows_r.new_zeros(padding)])
         return own_slice(all_gather(x_sbh, group)[rows_r], group)

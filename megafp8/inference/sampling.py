@@ -29,11 +29,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_gather, rank, size
+from megafp8.distributed.collectives import all_gather, rank
 from megafp8.philox import Key, key_of, philox_of_words
 
 _CANDIDATES = 64
 """Of a rank, at first, for top_p."""
+_LEAST_TEMPERATURE = 1e-4
+"""Logits divided by less may overflow."""
 _MASK = 0xFFFFFFFF
 
 
@@ -67,8 +69,9 @@ class SamplingOptions:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least {bound}")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature = {self.temperature}: must be 0 (the most probable token) or above")
+        if not (self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < math.inf):
+            rule = f"must be 0, which takes the most probable token, or at least {_LEAST_TEMPERATURE}"
+            raise ValueError(f"temperature = {self.temperature}: {rule}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p}: must be above 0 and at most 1, which leaves all tokens")
         if not 0 <= self.min_p <= 1:
@@ -112,8 +115,7 @@ class VocabShard:
     """
 
     def __init__(self, logits_nv: Tensor, vocab_size: int, group: ProcessGroup | None) -> None:
-        self.group, self.ranks = group, size(group)
-        self.columns = logits_nv.shape[1]
+        self.group, self.columns = group, logits_nv.shape[1]
         self.first = rank(group) * self.columns
         self.vocab_size = vocab_size
         self.logits = self.without(vocab_size, logits_nv)
@@ -121,11 +123,9 @@ class VocabShard:
     def without(self, count: int, x_nv: Tensor) -> Tensor:
         """`x_nv`, in which tokens from `count` on cannot be chosen."""
         valid = min(max(count - self.first, 0), self.columns)
-        return (
-            x_nv
-            if valid == self.columns
-            else torch.cat([x_nv[:, :valid], torch.full_like(x_nv[:, valid:], -math.inf)], 1)
-        )
+        if valid == self.columns:
+            return x_nv
+        return torch.cat([x_nv[:, :valid], torch.full_like(x_nv[:, valid:], -math.inf)], dim=1)
 
     def gather(self, x_nc: Tensor) -> Tensor:
         """`[n, c]` of each rank -> `[n, t, c]`."""

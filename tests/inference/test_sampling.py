@@ -135,6 +135,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "max_tokens = 0: must be at least 1": {"max_tokens": 0},
     "top_k = -1: must be at least 0": {"top_k": -1},
     "temperature = -0.5: must be 0": {"temperature": -0.5},
+    "temperature = 1e-05: must be 0, .* or at least 0.0001": {"temperature": 1e-5},
     "top_p = 0: must be above 0": {"top_p": 0},
     "min_p = 1.5: must be between 0": {"min_p": 1.5},
     "repetition_penalty = 0: must be above 0": {"repetition_penalty": 0},
