@@ -9,7 +9,9 @@ import pytest
 
 from megafp8.checkpoint import latest
 from megafp8.config import Config, ModelConfig
+from megafp8.conversion.convert import Selected
 from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.native import NativeSink, NativeSource
 from megafp8.data.tokenizers import build_tokenizer
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.generator import CacheOptions
@@ -26,6 +28,9 @@ OPTIONS = [
     SamplingOptions(max_tokens=8, ignore_end=True, temperature=1.2, top_p=0.9, seed=3),
 ]
 CACHE = CacheOptions(page_size=4, max_batch_tokens=8)
+
+SCALES_OF_BATCHES = ("current", "custom")
+"""Recipes under which a token's input is scaled by those of other tokens."""
 
 Texts = list[list[int]]
 
@@ -50,8 +55,11 @@ def _live(config: Config, folder: str | None) -> tuple[list[Texts], list[Any]]:
     return texts, curve
 
 
-def _from_checkpoint(folder: str, layout: dict[str, int]) -> Texts:
-    return _texts(Generator.from_checkpoint(folder, device="cpu", cache=CACHE, **layout))
+def _from_checkpoint(folder: str, layout: dict[str, int]) -> tuple[Texts, Texts]:
+    """Together, and each alone."""
+    generator = Generator.from_checkpoint(folder, device="cpu", cache=CACHE, **layout)
+    alone = [generator.generate(prompt, options)[0].tokens for options in OPTIONS for prompt in PROMPTS]
+    return _texts(generator), alone
 
 
 LIVE = [
@@ -89,10 +97,37 @@ def test_the_live_model_and_its_checkpoint(world4: World, tmp_path: Path, words:
     assert all(found == of_ranks[0] for found in of_ranks)
     assert before != after
     assert world4.run(_live, config, None, ranks=ranks)[0][1] == curve
-    layouts = [{}] if config.fp8.recipe != "none" else [{}, {"tensor": 2}, {"pipeline": 2}]
+    layouts: list[dict[str, int]] = [{}, {"tensor": 2}, {"pipeline": 2}]
     for layout in layouts:
         found = world4.run(_from_checkpoint, str(tmp_path), layout, ranks=2 if layout else 1)
-        assert found[0] == after
+        assert found[0][0] == after
+        if config.fp8.recipe not in SCALES_OF_BATCHES:
+            assert found[0][1] == after
+
+
+def _without_scales(folder: str) -> tuple[str, list[list[float]]]:
+    """The error of a checkpoint without its scales; log-probabilities in FP8 and in high precision."""
+    bare = Path(folder) / "bare"
+    convert(Selected(NativeSource(folder), weights_only=True, dtype=None), NativeSink(bare))
+    message = ""
+    try:
+        Generator.from_checkpoint(bare, device="cpu")
+    except ValueError as error:
+        message = str(error)
+    made = [
+        Generator.from_checkpoint(path, device="cpu", fp8=fp8)
+        for path, fp8 in ((bare, False), (folder, False), (folder, True))
+    ]
+    return message, [x.generate(PROMPTS[0], OPTIONS[0])[0].logprobs for x in made]
+
+
+def test_fp8_needs_its_scales(world2: World, tmp_path: Path) -> None:
+    world2.run(_live, config_of("delayed"), str(tmp_path), ranks=1)
+    message, (bare, high, fp8) = world2.run(_without_scales, str(tmp_path), ranks=1)[0]
+    assert "was trained in FP8 and lacks fp8.layers.0.attention.qkv" in message
+    assert "fp8=False" in message
+    assert bare == high
+    assert 1e-4 < max(abs(a - b) for a, b in zip(fp8, high, strict=True)) < 0.3
 
 
 def _bytes_config() -> Config:
