@@ -40,7 +40,8 @@ class PackedStep:
 
     `tokens_1n`, `positions_1n`: the last `padding` of them repeat the last token, so that no amax is that of another.
     `slots_n`: where their keys are stored. `single_slots_tb`: of the keys of the first b tokens' sequences, filled up
-    with others. `rows_r`: the tokens after which the model is to give the next. `keys`: as many as any sequence has, or
+    with others. `lengths_n`: the most tokens that each token's sequence may have. `rows_r`: the tokens after which the
+    model is to give the next. `keys`: as many as any sequence has, or
     more.
     """
 
@@ -48,6 +49,7 @@ class PackedStep:
     positions_1n: Tensor
     slots_n: Tensor
     single_slots_tb: Tensor
+    lengths_n: Tensor
     long: tuple[_LongChunk, ...]
     rows_r: Tensor
     keys: int
@@ -64,6 +66,7 @@ class PackedStep:
             for chunk in batch
             for at in range(chunk.start, chunk.start + len(chunk.tokens))
         ]
+        lengths = [chunk.sequence.max_length for chunk in batch for _ in chunk.tokens]
         padding = -len(tokens) % multiple
 
         def tensor(values: Sequence[object]) -> Tensor:
@@ -90,6 +93,7 @@ class PackedStep:
             tensor([positions + positions[-1:] * padding]),
             tensor(slots + [cache.unread_slot] * padding),
             cache.slots(tensor([[*pages, *[0] * (most - len(pages))] for pages in singles]).view(len(singles), most)),
+            tensor(lengths + lengths[-1:] * padding),
             tuple(long),
             tensor(rows),
             1 << (longest - 1).bit_length(),

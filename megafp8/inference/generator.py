@@ -170,7 +170,8 @@ class Generator:
                 trainer.fp8_gather.record_reads()
 
         config = trainer.config
-        model = Model(config.model, trainer.stages, trainer.plan.placement, trainer.parallel, trainer.fp8)
+        length, placement = config.training.seq_length, trainer.plan.placement
+        model = Model(config.model, trainer.stages, placement, trainer.parallel, trainer.fp8, length)
         ends = [] if tokenizer is None else [tokenizer.eod_id]
         return cls(
             model,

@@ -42,7 +42,8 @@ class Layout(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What `open_checkpoint` found. `config`: of this model in this layout. `left_out`: layers that are not FP8."""
+    """What `open_checkpoint` found. `config`: of this model in this layout. `left_out`: layers that are not FP8.
+    `trained_length`: as in `Model`."""
 
     source: Source
     config: Config
@@ -51,6 +52,7 @@ class Opened(NamedTuple):
     tokenizer: Tokenizer | None
     start_tokens: Sequence[int]
     end_tokens: Sequence[int]
+    trained_length: int
 
 
 def open_checkpoint(
@@ -85,7 +87,8 @@ def open_checkpoint(
         start = _start_tokens(found["kind"], tokenizer, of_run=run is not None)
         ends.add(tokenizer.eod_id)
     left_out = source.about.get("fp8_left_out") or []
-    return Opened(source, config, dtype, left_out, tokenizer, start, sorted(ends))
+    trained_length = 0 if run is None else run.training.seq_length
+    return Opened(source, config, dtype, left_out, tokenizer, start, sorted(ends), trained_length)
 
 
 def load_model(opened: Opened) -> Model:
@@ -119,7 +122,7 @@ def load_model(opened: Opened) -> Model:
         load_weights(source, wanted | {f"model.{name}": Rectangles.whole(x) for name, x in stage.constants.items()})
     _load_fp8(source, fp8.state_dict())
     fp8.invalidate_weights()
-    return Model(config.model, stages, placement, parallel, fp8)
+    return Model(config.model, stages, placement, parallel, fp8, opened.trained_length)
 
 
 def _config_of_run(source: Source) -> Config | None:

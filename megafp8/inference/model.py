@@ -31,13 +31,17 @@ _FP8_ROWS, _FP8_SHARD = 16, 128
 
 @dataclass(frozen=True)
 class Model:
-    """This rank's stages of a model, in the order of its chunks, and the layout they belong to."""
+    """This rank's stages of a model, in the order of its chunks, and the layout they belong to.
+
+    `trained_length`: tokens of the sequences that a run trained it with; 0 where that is not known.
+    """
 
     config: ModelConfig
     stages: Sequence[GPTStage]
     placement: Placement
     parallel: ParallelState
     fp8: Fp8Manager
+    trained_length: int = 0
 
     @property
     def last_rank(self) -> int:
@@ -116,7 +120,7 @@ class CachedModel:
             for layer in stage.layers
             if layer < config.num_blocks
         }
-        inputs = LayerInputs(stage.rotary(step.positions_1n), {}, stage.scores(step.keys), layer_cores=cores)
+        inputs = LayerInputs(self._rotary(stage, step), {}, stage.scores(step.keys), layer_cores=cores)
         x_sbh, branch_sbh = stage.run_blocks(x_sbh, inputs)
         if stage.head is None:
             return x_sbh if branch_sbh is None else x_sbh + branch_sbh
@@ -125,6 +129,20 @@ class CachedModel:
         streams = [None if x is None else self._rows(x, step.rows_r, stage) for x in (x_sbh, branch_sbh)]
         logits_rbv: Tensor = stage.head(*streams, None)
         return logits_rbv[: len(step.rows_r), 0].float()
+
+    def _rotary(self, stage: GPTStage, step: PackedStep) -> dict[int | None, tuple[Tensor, Tensor]]:
+        """Rotary tables by window. With LongRoPE those of long sequences for each that may become long, and for all if
+        a run trained the model with long ones."""
+        scaling = self.model.config.longrope
+        if scaling is None:
+            return stage.rotary(step.positions_1n, step.keys)
+        longest_short = scaling.original_max_position_embeddings
+        short, long = (stage.rotary(step.positions_1n, longest_short + more) for more in (0, 1))
+        is_long = (step.lengths_n.clamp(min=self.model.trained_length) > longest_short).view(-1, 1, 1, 1)
+        return {
+            window: (torch.where(is_long, cos, short[window][0]), torch.where(is_long, sin, short[window][1]))
+            for window, (cos, sin) in long.items()
+        }
 
     def _rows(self, x_sbh: Tensor, rows_r: Tensor, stage: GPTStage) -> Tensor:
         """These tokens of the residual stream, sharded as it is, with some of padding then."""
