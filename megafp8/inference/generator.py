@@ -144,7 +144,7 @@ class Generator:
         ValueError, before ranks wait for each other, where the checkpoint does not fit.
         """
         opened = open_checkpoint(path, Layout(tensor, pipeline, expert), device=device, dtype=dtype, fp8=fp8)
-        max_length = max_length or opened.config.model.max_position_embeddings
+        max_length = max_length or opened.source.model.max_position_embeddings
         if max_length is None:
             raise ValueError(f"{path} does not say how long a text may be; give max_length, for example 2048")
         return cls(

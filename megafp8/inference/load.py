@@ -140,10 +140,10 @@ def _config_of_run(source: Source) -> Config | None:
 def _config(model: ModelConfig, layout: Layout, fp8: Fp8Config, *, cuda: bool) -> Config:
     """A config of `model` in this layout; what is about training has no meaning."""
     moe = None if model.moe is None else model.moe.model_copy(update={"capacity_factor": None})
-    model = model.model_copy(update={"moe": moe, "mtp_num_layers": 0, "hidden_dropout": 0.0, "attention_dropout": 0.0})
-    seq_length = layout.tensor * 128
-    if model.max_position_embeddings is not None:
-        seq_length = max(model.max_position_embeddings // layout.tensor, 1) * layout.tensor
+    changes = {"moe": moe, "mtp_num_layers": 0, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    if model.position_embedding != "learned":
+        changes["max_position_embeddings"] = None  # a run's source has its sequence length there
+    model = model.model_copy(update=changes)
     sections = {
         "name": "generation",
         "device": "cuda" if cuda else "cpu",
@@ -154,7 +154,7 @@ def _config(model: ModelConfig, layout: Layout, fp8: Fp8Config, *, cuda: bool) -
             # A sequence has any number of tokens; experts need ranks to have tokens of their own.
             "sequence_parallel": moe is not None,
         },
-        "training": {"steps": 1, "seq_length": seq_length, "global_batch_size": 1},
+        "training": {"steps": 1, "seq_length": layout.tensor, "global_batch_size": 1},
         "optimizer": {"learning_rate": 1.0},
         "data": {"train": ["none"]},
     }

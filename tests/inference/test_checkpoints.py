@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megafp8.checkpoint import latest
 from megafp8.config import Config, ModelConfig
@@ -194,3 +195,29 @@ def test_the_tokens_around_a_text_in_a_folder_of_hugging_face(tmp_path: Path) ->
     assert (opened.start_tokens, opened.end_tokens) == ([1], [2])
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     assert open_checkpoint(tmp_path, Layout(), device="cpu").end_tokens == [2, 7, 9]
+
+
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 4.0}
+
+
+def _log_probabilities(folder: str) -> list[list[float]]:
+    """Of a short text after two steps with long samples: live, from the checkpoint, and by the model in training."""
+    config = config_of("", model={"longrope": LONGROPE | {"original_max_position_embeddings": 24}})
+    trainer, parallel = start(config)
+    steps_of(trainer, parallel, range(2))
+    save_state(trainer, Path(folder), 2, None)
+    live = Generator.from_trainer(trainer).generate(PROMPTS[0], OPTIONS[0])[0]
+    read = Generator.from_checkpoint(folder, device="cpu").generate(PROMPTS[0], OPTIONS[0])[0]
+    text = PROMPTS[0] + live.tokens
+    tokens_bs = torch.tensor([text + [0] * (config.training.seq_length + 1 - len(text))])
+    with torch.no_grad():
+        loss_sb = trainer.stages[0](None, tokens_bs[:, :-1], tokens_bs[:, 1:])
+    trained = -loss_sb[len(PROMPTS[0]) - 1 : len(text) - 1, 0]
+    return [live.logprobs, read.logprobs, trained.tolist()]
+
+
+def test_longrope_of_a_run_with_long_samples(world2: World, tmp_path: Path) -> None:
+    """Its short texts have the frequencies that it was trained with."""
+    live, read, trained = world2.run(_log_probabilities, str(tmp_path), ranks=1)[0]
+    assert live == read
+    assert live == pytest.approx(trained, abs=1e-5)
