@@ -75,6 +75,10 @@ class LayerInputs:
     scores: Scores  # of all layers, without dropout
     samples_b: Tensor | None = None  # indices of the samples in the run; None: no dropout
     places: TokenPlaces | None = None  # of the residual stream's tokens; None: no dropout in it
+    layer_cores: Mapping[int, CoreAttention] | None = None  # in place of `cores`: each layer's, with its own cache
+
+    def core(self, layer: int, window: int | None) -> CoreAttention:
+        return self.cores[window] if self.layer_cores is None else self.layer_cores[layer]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -108,7 +112,7 @@ class Block(nn.Module):
     def __init__(self, index: int, config: ModelConfig, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.parallel, self.window = config.parallel_block, config.window_of(index)
+        self.index, self.parallel, self.window = index, config.parallel_block, config.window_of(index)
         self.multiplier = config.residual_multiplier
         self.post_norm = config.norm_position == "post"
         of_inputs, of_outputs = config.norm_position in ("pre", "both"), config.norm_position in ("output", "both")
@@ -174,7 +178,7 @@ class Block(nn.Module):
 
     def _attention(self, x_sbh: Tensor | LinearInput, inputs: LayerInputs) -> Tensor:
         """What self-attention adds to the residual stream."""
-        rotary, core = inputs.rotary.get(self.window), inputs.cores[self.window]
+        rotary, core = inputs.rotary.get(self.window), inputs.core(self.index, self.window)
         attention = self.attention(x_sbh, rotary, core, inputs.scores, inputs.samples_b)
         return self._output(attention, self.attention_output_norm)
 
@@ -327,15 +331,17 @@ class Head(nn.Module):
         self,
         x_sbh: Tensor,
         branch_sbh: Tensor | None,
-        labels_bs: Tensor,
+        labels_bs: Tensor | None,
         look_ahead: Callable[[Tensor], Tensor] | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
         """Loss of each token, `[s, b]` float32; beside it, `[s, 2b]`, that of the binary head in the first row.
 
-        `look_ahead`: the output layer's input with that of all depths of multi-token prediction, from that of the
-        model. `dropout`: of the branch.
+        Without labels this rank's logits `[s, b, v/t]`. `look_ahead`: the output layer's input with that of all depths
+        of multi-token prediction, from that of the model. `dropout`: of the branch.
         """
+        if labels_bs is None:
+            return self.logits(x_sbh, branch_sbh)
         assert self.vocab_size is not None
         hidden_sbh = self._hidden(x_sbh, branch_sbh, dropout)
         b = hidden_sbh.shape[1]
@@ -457,12 +463,8 @@ class GPTStage(nn.Module):
         """
         config, context = self.config, self.context
         length = s if context.context_parallel is None else s * context.context_parallel.size()
-        rotary: dict[int | None, tuple[Tensor, Tensor]] = {}
-        if config.position_embedding == "rope":
-            positions = torch.arange(s, device=context.device) if position_ids_bs is None else position_ids_bs
-            kinds = set(map(self._is_local, self._windows))
-            tables = {local: self._rotary_table(positions, length, local=local) for local in kinds}
-            rotary = {window: tables[self._is_local(window)] for window in self._windows}
+        positions = torch.arange(s, device=context.device) if position_ids_bs is None else position_ids_bs
+        rotary = self.rotary(positions, length)
         scores = self.scores(length)
         drops = samples_b is not None and config.attention_dropout > 0
         positions_matter = drops or scores.depend_on_positions
@@ -471,6 +473,15 @@ class GPTStage(nn.Module):
             for window in self._windows
         }
         return LayerInputs(rotary, cores, scores, samples_b, self._places(s, cu_seqlens_bn, samples_b))
+
+    def rotary(self, positions: Tensor, length: int) -> dict[int | None, tuple[Tensor, Tensor]]:
+        """Rotary tables of tokens at `positions`, `[s]` or `[b, s]`, of sequences of `length` tokens, by the layers'
+        windows; empty without rope."""
+        if self.config.position_embedding != "rope":
+            return {}
+        kinds = set(map(self._is_local, self._windows))
+        tables = {local: self._rotary_table(positions, length, local=local) for local in kinds}
+        return {window: tables[self._is_local(window)] for window in self._windows}
 
     def scores(self, s: int) -> Scores:
         """How attention computes its scores, of whole sequences of s tokens, without dropout."""

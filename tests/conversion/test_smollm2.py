@@ -1,4 +1,4 @@
-"""A pretrained model: perplexity on real text is that of `transformers`, and a round trip keeps it."""
+"""A pretrained model: perplexity and generated text are those of `transformers`, and a round trip keeps it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.load import load_weights
 from megafp8.data.tokenizers import build_tokenizer
 from megafp8.fp8 import Fp8Manager
+from megafp8.inference import Completion, Generator, SamplingOptions
 from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import initialize_model_parallel
@@ -79,3 +80,35 @@ def test_round_trip_and_generation(folder: Path, tmp_path: Path) -> None:
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     said = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0])
     assert "Paris" in said, said
+
+
+PROMPTS = ["The capital of France is", "Once upon a time, naïve 東京"]
+OPTIONS = SamplingOptions(max_tokens=12)
+
+
+def _generated(folder: Path, tensor: int) -> list[Completion]:
+    generator = Generator.from_checkpoint(folder, device="cpu", tensor=tensor)
+    streamed, found = [""] * len(PROMPTS), dict[int, Completion]()
+    for piece, completion in generator.stream(PROMPTS, OPTIONS):
+        streamed[completion.prompt] += piece
+        found[completion.prompt] = completion
+    assert [found[i].text for i in range(len(PROMPTS))] == streamed
+    return [found[i] for i in range(len(PROMPTS))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_generated_text_is_that_of_transformers(world4: World, folder: Path) -> None:
+    """Text in and out with the folder's tokenizer, to the token that ends it; in two layouts."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        out = model.generate(ids, max_new_tokens=OPTIONS.max_tokens, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        expected.append((out.tolist(), tokenizer.decode(out, skip_special_tokens=True)))
+    for tensor in (1, T):
+        found = world4.run(_generated, folder, tensor, ranks=tensor)[0]
+        assert [(x.tokens, x.text) for x in found] == expected

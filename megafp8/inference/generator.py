@@ -1,0 +1,348 @@
+"""`Generator`: texts that continue prompts, from a checkpoint or from the model of a running job."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from megafp8.data.tokenizers import Tokenizer
+from megafp8.distributed.collectives import broadcast, broadcast_object
+from megafp8.inference.load import Device, Layout, load_model, open_checkpoint
+from megafp8.inference.model import CachedModel, Model
+from megafp8.inference.pages import PageAllocator
+from megafp8.inference.sampling import GREEDY, Row, SamplingOptions, VocabShard, choose, stream_of
+from megafp8.inference.scheduler import GrowingSequence, Scheduler
+from megafp8.inference.text import TextStream
+from megafp8.training.trainer import Trainer
+
+Prompt = str | Sequence[int]
+FinishReason = Literal["end", "stop", "length"]
+
+_CACHED_TOKENS = 65536
+
+
+class CacheOptions(NamedTuple):
+    """Sizes of the cache and of batches.
+
+    `page_size`: tokens of a page. `cache_tokens`: tokens in the cache, of all sequences together; None: eight of the
+    longest sequences, but at most 65,536 tokens or one sequence. `max_batch_tokens`: tokens of prompts that are read in
+    one step. `max_sequences`: those that are continued at once.
+    """
+
+    page_size: int = 16
+    cache_tokens: int | None = None
+    max_batch_tokens: int = 2048
+    max_sequences: int = 64
+
+
+DEFAULT_CACHE = CacheOptions()
+
+
+@dataclass
+class Completion:
+    """A text that continues a prompt.
+
+    `prompt`, `sample`: number of the prompt in the call, and of the sample of it. `tokens`: those that were chosen, up
+    to one that ends the text, which `text` does not have. `logprobs`: the log-probability of each. `top_logprobs`: for
+    each of them the most probable tokens and their log-probabilities, as many as `SamplingOptions.logprobs`.
+    `finish_reason`: end (a token that ends texts), stop (a stop string), length (`max_tokens`). `seed`: what was used.
+    """
+
+    prompt: int
+    sample: int
+    prompt_tokens: list[int]
+    seed: int
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class Piece(NamedTuple):
+    """What a step adds to a text. `completion`: so far, `finish_reason` set with the last piece."""
+
+    text: str
+    completion: Completion
+
+
+class _Running(NamedTuple):
+    sequence: GrowingSequence
+    completion: Completion
+    text: TextStream | None
+    row: Row
+    pieces: deque[Piece]
+
+
+class Generator:
+    """Texts that continue prompts, by a model in any layout. Collective: every rank makes it, and every call.
+
+    `tokenizer`: None where prompts are tokens. `start_tokens`: before each prompt that is a text; one that is tokens
+    stays as it is. `end_tokens`: any of them ends a text. `max_length`: the most tokens of prompt and output together.
+    `before`: called before each generation, for a model whose weights change.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None = None,
+        *,
+        start_tokens: Sequence[int] = (),
+        end_tokens: Sequence[int] = (),
+        max_length: int,
+        cache: CacheOptions = DEFAULT_CACHE,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        config = model.config
+        rows = config.max_position_embeddings
+        if config.position_embedding == "learned" and rows is not None and max_length > rows:
+            raise ValueError(f"max_length = {max_length}: the model has a table of {rows} positions; try {rows}")
+        for name, value in cache._asdict().items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1")
+        tokens = cache.cache_tokens
+        if tokens is None:
+            tokens = max(min(8 * max_length, _CACHED_TOKENS), max_length)
+        assert config.vocab_size is not None
+        self._vocab_size = config.vocab_size
+        self.model, self.tokenizer, self.max_length, self.cache = model, tokenizer, max_length, cache
+        self.start_tokens, self.end_tokens, self._before = list(start_tokens), frozenset(end_tokens), before
+        self._allocator = PageAllocator(-(-tokens // cache.page_size), cache.page_size)
+        self._running: dict[GrowingSequence, _Running] = {}
+        self._cached = CachedModel(model, self._allocator.num_pages, cache.page_size)
+        self._scheduler = Scheduler(
+            self._allocator, max_batch_tokens=cache.max_batch_tokens, max_sequences=cache.max_sequences
+        )
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        *,
+        tensor: int = 1,
+        pipeline: int = 1,
+        expert: int = 1,
+        device: Device = "auto",
+        dtype: torch.dtype | None = None,
+        fp8: bool = True,
+        max_length: int | None = None,
+        cache: CacheOptions = DEFAULT_CACHE,
+    ) -> Generator:
+        """A generator with the model in a checkpoint or run folder of ours, or a folder of Hugging Face, or any other
+        that tools/convert_checkpoint.py reads, in the layout tensor × pipeline. Collective.
+
+        `expert`: the ranks of a stage over which experts are divided. `dtype`: None: that of the checkpoint. `fp8`: use
+        FP8 where the model was trained in it. `max_length`: None: the positions that the model was trained with. A
+        text prompt begins after what a document of the run begins after, or what the tokenizer's files say. Raises
+        ValueError, before ranks wait for each other, where the checkpoint does not fit.
+        """
+        opened = open_checkpoint(path, Layout(tensor, pipeline, expert), device=device, dtype=dtype, fp8=fp8)
+        max_length = max_length or opened.source.model.max_position_embeddings
+        if max_length is None:
+            raise ValueError(f"{path} does not say how long a text may be; give max_length, for example 2048")
+        return cls(
+            load_model(opened),
+            opened.tokenizer,
+            start_tokens=opened.start_tokens,
+            end_tokens=opened.end_tokens,
+            max_length=max_length,
+            cache=cache,
+        )
+
+    @classmethod
+    def from_trainer(
+        cls, trainer: Trainer, tokenizer: Tokenizer | None = None, *, cache: CacheOptions = DEFAULT_CACHE
+    ) -> Generator:
+        """A generator with the live model of a running job, in its layout: always with the weights of the latest step.
+        Collective."""
+
+        def before() -> None:
+            trainer.wait_for_weights()
+            trainer.fp8.forget_weights()  # copies may lie in the memory of a CUDA graph
+            if trainer.fp8_gather is not None:
+                trainer.fp8_gather.record_reads()
+
+        config = trainer.config
+        length, placement = config.training.seq_length, trainer.plan.placement
+        model = Model(config.model, trainer.stages, placement, trainer.parallel, trainer.fp8, length)
+        ends = [] if tokenizer is None else [tokenizer.eod_id]
+        return cls(
+            model,
+            tokenizer,
+            start_tokens=ends,
+            end_tokens=ends,
+            max_length=config.position_rows,
+            cache=cache,
+            before=before,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        options: SamplingOptions | Sequence[SamplingOptions] = GREEDY,
+    ) -> list[Completion]:
+        """The completions of all prompts, `num_samples` of each, in order.
+
+        `prompts`: texts or lists of tokens, or one of them. `options`: for all, or for each. Raises ValueError, before
+        anything runs, for a prompt that does not fit. Ranks use the first rank's prompts and options.
+        """
+        found = {}
+        for _, completion in self.stream(prompts, options):
+            found[completion.prompt, completion.sample] = completion
+        return [found[key] for key in sorted(found)]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        options: SamplingOptions | Sequence[SamplingOptions] = GREEDY,
+    ) -> Iterator[Piece]:
+        """As `generate`, piece by piece; the pieces of several texts alternate. Several streams may be read in turn.
+
+        All ranks must read all pieces, or stop after the same one.
+        """
+        prompts, options = broadcast_object((prompts, options), self.model.parallel.world.group)
+        pieces: deque[Piece] = deque()
+        texts = self._start(prompts, options, pieces)
+        try:
+            self._before()
+            while True:
+                while pieces:
+                    yield pieces.popleft()
+                if all(text.completion.finish_reason is not None for text in texts):
+                    break
+                self._step()
+        finally:
+            for text in texts:
+                if self._running.pop(text.sequence, None) is not None:
+                    self._scheduler.remove(text.sequence)
+
+    def _start(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        options: SamplingOptions | Sequence[SamplingOptions],
+        pieces: deque[Piece],
+    ) -> list[_Running]:
+        """The texts of all prompts, given to the scheduler; `pieces` is where their pieces go."""
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several: Sequence[Prompt] = [prompts] if one else prompts  # type: ignore[list-item,assignment]
+        each = [options] * len(several) if isinstance(options, SamplingOptions) else list(options)
+        if len(each) != len(several):
+            raise ValueError(f"{len(several)} prompts and options for {len(each)}; give one for each, or one for all")
+        tokens = [self._tokens(i, prompt, own) for i, (prompt, own) in enumerate(zip(several, each, strict=True))]
+        seeds = [own.seed for own in each]
+        if None in seeds:
+            drawn = broadcast_object([secrets.randbits(32) for _ in seeds], self.model.parallel.world.group)
+            seeds = [new if seed is None else seed for seed, new in zip(seeds, drawn, strict=True)]
+        found = []
+        for i, (prompt, own, seed) in enumerate(zip(tokens, each, seeds, strict=True)):
+            assert seed is not None
+            for sample in range(own.num_samples):
+                sequence = GrowingSequence(list(prompt), len(prompt) + own.max_tokens)
+                self._scheduler.add(sequence)
+                text = None if self.tokenizer is None else TextStream(self.tokenizer.decode, prompt, own.stop)
+                row = Row(own, stream_of(seed, prompt, sample), sequence.tokens)
+                running = _Running(sequence, Completion(i, sample, list(prompt), seed), text, row, pieces)
+                self._running[sequence] = running
+                found.append(running)
+        return found
+
+    def _tokens(self, index: int, prompt: Prompt, options: SamplingOptions) -> list[int]:
+        """The tokens of a prompt. Raises ValueError."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"prompt {index} is a text, and there is no tokenizer; give it as tokens")
+            tokens = [*self.start_tokens, *self.tokenizer.encode(prompt)]
+        else:
+            tokens = [int(token) for token in prompt]
+        if options.stop and self.tokenizer is None:
+            raise ValueError(f"stop = {options.stop}: there is no tokenizer to find it in the output; leave it out")
+        if not tokens:
+            raise ValueError(f"prompt {index} is empty, and the model has no token that begins a text; give one token")
+        if foreign := [token for token in tokens if not 0 <= token < self._vocab_size]:
+            raise ValueError(
+                f"prompt {index} has the token {foreign[0]}, and the model has those from 0 to {self._vocab_size - 1}"
+            )
+        if len(tokens) >= self.max_length:
+            raise ValueError(
+                f"prompt {index} has {len(tokens)} tokens, and max_length is {self.max_length}; shorten it"
+            )
+        length = len(tokens) + options.max_tokens
+        if length > self.max_length:
+            raise ValueError(
+                f"prompt {index} has {len(tokens)} tokens, with max_tokens = {options.max_tokens} {length}, and "
+                f"max_length is {self.max_length}; shorten it, or try max_tokens = {self.max_length - len(tokens)}"
+            )
+        if self._allocator.pages_for(length) > self._allocator.num_pages:
+            held = self._allocator.num_pages * self._allocator.page_size
+            raise ValueError(
+                f"prompt {index} has {len(tokens)} tokens, with max_tokens = {options.max_tokens} {length}, and the "
+                f"cache holds {held}; make it larger (cache_tokens = {length})"
+            )
+        return tokens
+
+    def _step(self) -> None:
+        """Run the model once, and give each text what it adds."""
+        batch = self._scheduler.next_batch()
+        logits_rv = self._cached.step(batch)
+        self._scheduler.done(batch)
+        ends = [self._running[chunk.sequence] for chunk in batch if chunk.last]
+        if not ends:
+            return
+        for own, (token, logprob, *top) in zip(ends, self._choose(logits_rv, ends), strict=True):
+            own.pieces.append(Piece(self._add(own, token, logprob, top), own.completion))
+            if own.completion.finish_reason is not None:
+                self._scheduler.remove(own.sequence)
+                del self._running[own.sequence]
+
+    def _choose(self, logits_rv: torch.Tensor | None, ends: Sequence[_Running]) -> list[tuple[Any, ...]]:
+        """Of each sequence the next token, its log-probability, and the (token, log-probability) of the most probable.
+
+        The first rank that has logits tells all others, so no rank can come to another result.
+        """
+        parallel, rows = self.model.parallel, [own.row for own in ends]
+        top = min(max(row.options.logprobs for row in rows), self._vocab_size)
+        if logits_rv is None:
+            result = torch.empty(len(rows), 2 + 2 * top, dtype=torch.float64, device=parallel.device)
+        else:
+            shard = VocabShard(logits_rv, self._vocab_size, parallel.tensor.group)
+            chosen = choose(shard, rows, None if self.tokenizer is None else self.tokenizer.vocab_size)
+            columns = (chosen.tokens.unsqueeze(1), chosen.logprobs.unsqueeze(1), chosen.top_tokens, chosen.top_logprobs)
+            result = torch.cat([x.double() for x in columns], dim=1)
+        ranks_of_a_stage = parallel.world_size // parallel.pipeline.size
+        broadcast(result, parallel.world.group, self.model.last_rank * ranks_of_a_stage)
+        found: list[tuple[Any, ...]] = []
+        for (token, logprob, *more), row in zip(result.tolist(), rows, strict=True):
+            if math.isnan(logprob):
+                raise ValueError("the model's logits are not finite; its weights may be damaged, or too large for FP8")
+            pairs = [(int(token), x) for token, x in zip(more[:top], more[top:], strict=True)]
+            found.append((int(token), logprob, *pairs[: row.options.logprobs]))
+        return found
+
+    def _add(self, own: _Running, token: int, logprob: float, top: list[tuple[int, float]]) -> str:
+        """Add a token to a completion; the text that it adds."""
+        completion, options = own.completion, own.row.options
+        own.sequence.tokens.append(token)
+        completion.tokens.append(token)
+        completion.logprobs.append(logprob)
+        if options.logprobs:
+            completion.top_logprobs.append(top)
+        ended = token in self.end_tokens and not options.ignore_end
+        piece = "" if own.text is None or ended else own.text.add(token)
+        if own.text is not None and own.text.stopped:
+            completion.finish_reason = "stop"
+        elif ended:
+            completion.finish_reason = "end"
+        elif len(completion.tokens) == options.max_tokens:
+            completion.finish_reason = "length"
+        if own.text is not None:
+            if completion.finish_reason is not None:
+                piece += own.text.finish()
+            completion.text = own.text.text
+        return piece

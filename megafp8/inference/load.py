@@ -1,0 +1,196 @@
+"""A model to generate with, from a checkpoint of any format and layout: each rank reads its slices of the weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import ValidationError
+
+from megafp8.checkpoint import Rectangles, collect
+from megafp8.config import Config, Fp8Config, ModelConfig
+from megafp8.config.checks import check_layout
+from megafp8.conversion.base import Source
+from megafp8.conversion.formats import open_source
+from megafp8.conversion.hf_source import GENERATION_FILE, HfSource
+from megafp8.conversion.hf_tokenizer import find_tokenizer
+from megafp8.conversion.load import load_weights
+from megafp8.data.tokenizers import Tokenizer, build_tokenizer
+from megafp8.distributed.tp_overlap import default_overlap
+from megafp8.inference.model import Model, check_decoder
+from megafp8.models.build import build_stage
+from megafp8.models.context import BuildContext
+from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.planner.stages import stages_of
+from megafp8.training.fp8_config import build_fp8
+from megafp8.training.trainer import DTYPES
+
+Device = Literal["auto", "cuda", "cpu"]
+
+
+class Layout(NamedTuple):
+    """Sizes of tensor, pipeline and expert parallelism; the job has tensor · pipeline ranks."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+
+class Opened(NamedTuple):
+    """What `open_checkpoint` found. `config`: of this model in this layout. `left_out`: layers that are not FP8.
+    `trained_length`: as in `Model`."""
+
+    source: Source
+    config: Config
+    dtype: torch.dtype
+    left_out: Sequence[str]
+    tokenizer: Tokenizer | None
+    start_tokens: Sequence[int]
+    end_tokens: Sequence[int]
+    trained_length: int
+
+
+def open_checkpoint(
+    path: str | Path, layout: Layout, *, device: Device = "auto", dtype: torch.dtype | None = None, fp8: bool = True
+) -> Opened:
+    """Read what describes the checkpoint, and check that it fits. Raises ValueError; needs no process group."""
+    source = open_source(path)
+    if isinstance(source, HfSource):  # its vocabulary is not padded, so it fits any number of ranks
+        source = HfSource(path, math.lcm(128, layout.tensor))
+    check_decoder(source.model)
+    run = _config_of_run(source)
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device = cuda: torch sees no CUDA device here; try cpu")
+    config = _config(source.model, layout, run.fp8 if run is not None and fp8 else Fp8Config(), cuda=cuda)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = layout.tensor * layout.pipeline
+    if ranks != world_size:
+        raise ValueError(
+            f"tensor = {layout.tensor} and pipeline = {layout.pipeline} are {ranks} ranks, and the job has "
+            f"{world_size}; start it with torchrun --nproc-per-node {ranks}"
+        )
+    check_layout(config, world_size, str(source.path))
+    if dtype is None:
+        stored = source.tensors["model.embedding.word.weight"].dtype
+        dtype = stored if run is None else DTYPES[run.training.precision]
+    found = find_tokenizer(source)
+    tokenizer: Tokenizer | None = None
+    start, ends = list[int](), _end_tokens(source)
+    if found is not None:
+        tokenizer = build_tokenizer(**found)
+        start = _start_tokens(found["kind"], tokenizer, of_run=run is not None)
+        ends.add(tokenizer.eod_id)
+    left_out = source.about.get("fp8_left_out") or []
+    trained_length = 0 if run is None else run.training.seq_length
+    return Opened(source, config, dtype, left_out, tokenizer, start, sorted(ends), trained_length)
+
+
+def load_model(opened: Opened) -> Model:
+    """Join the job, build this rank's stages, and read their weights. Collective."""
+    source, config, p = opened.source, opened.config, opened.config.parallel
+    device = initialize_distributed("cpu" if config.device == "cpu" else "cuda")
+    parallel = initialize_model_parallel(p.tensor, p.pipeline, expert_model_parallel_size=p.expert, device=device)
+    fp8 = build_fp8(config, parallel)
+    fp8.leave_out(opened.left_out)
+    context = BuildContext(
+        parallel.tensor.group,
+        fp8,
+        opened.dtype,
+        device,
+        p.sequence_parallel,
+        expert=parallel.expert.group,
+        expert_tensor=parallel.expert_tensor.group,
+        expert_amax=parallel.expert_amax.group,
+        gathers_tokens=config.gathers_tokens,
+        expert_overlap=default_overlap(parallel.expert.group, sequence_parallel=True),
+        sequence_group=parallel.tensor.group,
+    )
+    placement, layers = stages_of(config)
+    stages = [
+        build_stage(config.model, context, layers=layers[stage], positions=config.position_rows)
+        for stage in placement.stages[parallel.pipeline.rank]
+    ]
+    fp8.materialize(device)
+    for stage in stages:
+        wanted = collect(stage.parameters(), lambda param: param.detach(), "model.")
+        load_weights(source, wanted | {f"model.{name}": Rectangles.whole(x) for name, x in stage.constants.items()})
+    _load_fp8(source, fp8.state_dict())
+    fp8.invalidate_weights()
+    return Model(config.model, stages, placement, parallel, fp8, opened.trained_length)
+
+
+def _config_of_run(source: Source) -> Config | None:
+    """The config of the run that saved the source; None where that is not known."""
+    settings = source.about.get("config") or {}
+    if "training" not in settings:
+        return None
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        wrong = " ".join(str(error).split())
+        raise ValueError(f"{source.path} holds no config of a run that this version knows: {wrong}") from None
+
+
+def _config(model: ModelConfig, layout: Layout, fp8: Fp8Config, *, cuda: bool) -> Config:
+    """A config of `model` in this layout; what is about training has no meaning."""
+    moe = None if model.moe is None else model.moe.model_copy(update={"capacity_factor": None})
+    changes = {"moe": moe, "mtp_num_layers": 0, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    if model.position_embedding != "learned":
+        changes["max_position_embeddings"] = None  # a run's source has its sequence length there
+    model = model.model_copy(update=changes)
+    sections = {
+        "name": "generation",
+        "device": "cuda" if cuda else "cpu",
+        "parallel": {
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "expert": layout.expert,
+            # A sequence has any number of tokens; experts need ranks to have tokens of their own.
+            "sequence_parallel": moe is not None,
+        },
+        "training": {"steps": 1, "seq_length": layout.tensor, "global_batch_size": 1},
+        "optimizer": {"learning_rate": 1.0},
+        "data": {"train": ["none"]},
+    }
+    fp8 = fp8.model_copy(update={"param_gather": False, "report_interval": 0, "auto_filter": "none"})
+    return Config.model_validate(sections | {"model": model, "fp8": fp8})
+
+
+def _load_fp8(source: Source, state: Mapping[str, torch.Tensor]) -> None:
+    """What the recipe remembers, as it was trained."""
+    for name, tensor in state.items():
+        info = source.tensors.get(name)
+        if info is None or tuple(info.shape) != tuple(tensor.shape):
+            raise ValueError(
+                f"{source.path} was trained in FP8 and lacks {name} {list(tensor.shape)} of the scales; "
+                "give the run's own checkpoint, or fp8=False to compute in high precision"
+            )
+        tensor.copy_(source.read(name))
+
+
+def _start_tokens(kind: str, tokenizer: Tokenizer, *, of_run: bool) -> list[int]:
+    """The tokens before a text: of a run what its documents begin after, else what the tokenizer's file says."""
+    if of_run:
+        return [tokenizer.eod_id]
+    if kind == "huggingface":
+        encoded = tokenizer.model.encode("a", add_special_tokens=True)
+        special: list[int] = encoded.special_tokens_mask
+        return list(encoded.ids[: special.index(0)] if 0 in special else [])
+    if kind == "sentencepiece" and tokenizer.model.bos_id() >= 0:
+        return [tokenizer.model.bos_id()]
+    return []
+
+
+def _end_tokens(source: Source) -> set[int]:
+    """The tokens that end a text, by the files of a Hugging Face folder."""
+    file = source.path / GENERATION_FILE
+    given = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    if given is None:
+        given = source.about.get("huggingface", {}).get("eos_token_id")
+    return set() if given is None else {given} if isinstance(given, int) else set(given)

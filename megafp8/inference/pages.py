@@ -1,0 +1,45 @@
+"""Which pages of the cache belong to which sequence. Pure Python: every rank computes the same.
+
+A page holds the keys and values of `page_size` consecutive tokens of one sequence, in all layers. So memory is never
+fragmented, and what a sequence has is as large as its tokens, to the page (Kwon et al. 2023, arXiv:2309.06180).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PageAllocator:
+    """The free pages of a cache of `num_pages`."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self._free = list(range(num_pages - 1, -1, -1))  # the last is taken first
+        self._taken: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def pages_for(self, tokens: int) -> int:
+        """How many pages hold so many tokens of a sequence."""
+        return -(-tokens // self.page_size)
+
+    def extend(self, pages: list[int], tokens: int) -> bool:
+        """Append to a sequence's `pages` what it needs for `tokens` in all. False, and nothing taken, if too few are
+        free."""
+        more = self.pages_for(tokens) - len(pages)
+        if more > len(self._free):
+            return False
+        for _ in range(more):
+            page = self._free.pop()
+            self._taken.add(page)
+            pages.append(page)
+        return True
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give pages back."""
+        for page in pages:
+            assert page in self._taken, f"page {page} is free already"
+            self._taken.remove(page)
+            self._free.append(page)

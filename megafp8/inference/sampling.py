@@ -1,0 +1,292 @@
+"""The choice of the next token from logits that are sharded over the vocabulary, the same on every layout.
+
+Logits are never gathered. Ranks exchange candidates, each a 64-bit number that holds value and index, and orders by
+value, then by the lower index (`_keys`): so equal logits, which are common in bf16, are decided in the same way however
+the vocabulary is cut. Greedy choice exchanges one candidate a rank.
+
+*Noise.* A sample is the largest of logit / temperature + Gumbel noise (Gumbel 1954; Maddison et al. 2014,
+arXiv:1411.0030), where the noise of a token is a function of (seed, prompt, number of the sample, position, token): a
+word of Philox. So a text depends neither on the batch nor on the layout, and no random-number state is kept.
+
+*top_k and top_p.* Each rank gives its largest candidates, and the log-sum-exp of all. Whatever is larger than the
+smallest candidate of every rank that holds some back is among the largest of all. While the sum of these probabilities
+does not reach top_p, ranks give four times as many.
+
+As in `transformers`: the repetition penalty comes first, then the temperature, top_k, top_p of what top_k left, min_p.
+Log-probabilities are the model's: of the logits as they are.
+
+Shapes: n sequences, v this rank's slice of the vocabulary, t tensor-parallel size, c candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megafp8.distributed.collectives import all_gather, rank
+from megafp8.philox import Key, key_of, philox_of_words
+
+_CANDIDATES = 64
+"""Of a rank, at first, for top_p."""
+_LEAST_TEMPERATURE = 1e-4
+"""Logits divided by less may overflow."""
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How a text is continued. ValueError for values out of range.
+
+    `max_tokens`: at most so many. `temperature`: 0 takes the most probable token, and of the rest of the options only
+    `repetition_penalty` matters. `top_k`: choose among so many; 0: all. `top_p`: among the most probable tokens whose
+    probabilities reach this sum. `min_p`: among those at least this times as probable as the most probable one.
+    `repetition_penalty`: divides the logits of tokens of prompt and output if positive, and multiplies them if not.
+    `stop`: strings before which the text ends. `seed`: of what is random; None: another one in each call.
+    `num_samples`: texts of each prompt. `logprobs`: how many of the most probable tokens are given, with their
+    log-probabilities, beside the chosen one's. `ignore_end`: go on after a token that ends a text.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    num_samples: int = 1
+    logprobs: int = 0
+    ignore_end: bool = False
+
+    def __post_init__(self) -> None:
+        least = {"max_tokens": 1, "num_samples": 1, "top_k": 0, "logprobs": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least {bound}")
+        if not (self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < math.inf):
+            rule = f"must be 0, which takes the most probable token, or at least {_LEAST_TEMPERATURE}"
+            raise ValueError(f"temperature = {self.temperature}: {rule}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p}: must be above 0 and at most 1, which leaves all tokens")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p = {self.min_p}: must be between 0, which leaves all tokens, and 1")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty = {self.repetition_penalty}: must be above 0; 1 changes nothing")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop = {self.stop!r}: must be strings that are not empty, such as ('\\n',)")
+
+
+GREEDY = SamplingOptions()
+
+
+class Row(NamedTuple):
+    """What the next token of a sequence is chosen by. `stream`: of the sequence (`stream_of`); `tokens`: all so far."""
+
+    options: SamplingOptions
+    stream: Key
+    tokens: Sequence[int]
+
+
+def stream_of(seed: int, prompt: Sequence[int], sample: int) -> Key:
+    """The stream of random numbers of a sequence."""
+    return key_of("sampling", seed, sample, *prompt)
+
+
+class Chosen(NamedTuple):
+    """Of each row: the token, int64 `[n]`, its log-probability, and those that are most probable, `[n, logprobs]`, as
+    many as any row wants."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    top_tokens: Tensor
+    top_logprobs: Tensor
+
+
+class VocabShard:
+    """Logits `[n, v]` of a slice of the vocabulary, float32.
+
+    `vocab_size`: tokens from it on are padding. `group`: the ranks with the other slices.
+    """
+
+    def __init__(self, logits_nv: Tensor, vocab_size: int, group: ProcessGroup | None) -> None:
+        self.group, self.columns = group, logits_nv.shape[1]
+        self.first = rank(group) * self.columns
+        self.vocab_size = vocab_size
+        self.logits = self.without(vocab_size, logits_nv)
+
+    def without(self, count: int, x_nv: Tensor) -> Tensor:
+        """`x_nv`, in which tokens from `count` on cannot be chosen."""
+        valid = min(max(count - self.first, 0), self.columns)
+        if valid == self.columns:
+            return x_nv
+        return torch.cat([x_nv[:, :valid], torch.full_like(x_nv[:, valid:], -math.inf)], dim=1)
+
+    def gather(self, x_nc: Tensor) -> Tensor:
+        """`[n, c]` of each rank -> `[n, t, c]`."""
+        return all_gather(x_nc.contiguous().unsqueeze(0), self.group).transpose(0, 1)
+
+    def logsumexp(self, x_nv: Tensor) -> Tensor:
+        """`[n]`, over all slices."""
+        return self.gather(x_nv.logsumexp(1, keepdim=True)).flatten(1).logsumexp(1)
+
+    def at(self, x_nv: Tensor, tokens_nc: Tensor) -> Tensor:
+        """`x_nv` of these tokens, `[n, c]`."""
+        local = tokens_nc - self.first
+        foreign = (local < 0) | (local >= self.columns)
+        own = x_nv.gather(1, local.masked_fill(foreign, 0)).masked_fill(foreign, -math.inf)
+        return self.gather(own).amax(1)
+
+    def largest(self, x_nv: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Keys of candidates `[n, c]` in descending order, and how many of them are the largest of all, `[n]`: at
+        least `count`, or all."""
+        keys_nv, own = _keys(x_nv, self.first), min(count, self.columns)
+        keys_ntc = self.gather(keys_nv.topk(own, dim=1).values)
+        keys_nc = keys_ntc.flatten(1).sort(dim=1, descending=True).values
+        if own == self.columns:
+            return keys_nc, torch.full_like(keys_nc[:, 0], keys_nc.shape[1])
+        return keys_nc, (keys_nc >= keys_ntc[..., -1].amax(1, keepdim=True)).sum(1)
+
+
+def _keys(x_nv: Tensor, first: int) -> Tensor:
+    """int64 that order as values do, and among equal ones by the lower index. `first`: index of the first column."""
+    bits = (x_nv + 0.0).view(torch.int32)  # -0 becomes 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    index = torch.arange(first, first + x_nv.shape[1], device=x_nv.device)
+    return (ordered << 32) | (_MASK - index)
+
+
+def _values(keys: Tensor) -> Tensor:
+    ordered = (keys >> 32).int()
+    return torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
+
+
+def _tokens(keys: Tensor) -> Tensor:
+    return _MASK - (keys & _MASK)
+
+
+def choose(shard: VocabShard, rows: Sequence[Row], num_tokens: int | None = None) -> Chosen:
+    """The next token of each row, the same on all ranks of the shard's group. Collective.
+
+    `num_tokens`: tokens from it on are never chosen.
+    """
+    x_nv = _penalized(shard, rows)
+    if num_tokens is not None:
+        x_nv = shard.without(num_tokens, x_nv)
+    tokens_n = x_nv.new_zeros(len(rows), dtype=torch.int64)
+    kinds = [_kind(row.options) for row in rows]
+    for kind, choice in ((_GREEDY, _greedy), (_ALL, _of_all), (_SOME, _of_some)):
+        own = [i for i, k in enumerate(kinds) if k == kind]
+        if own:
+            index = torch.tensor(own, device=x_nv.device)
+            tokens_n[index] = choice(shard, x_nv[index], _Parameters.of([rows[i] for i in own], x_nv.device))
+    lse_n1 = shard.logsumexp(shard.logits).unsqueeze(1)
+    logprobs_n = (shard.at(shard.logits, tokens_n.unsqueeze(1)) - lse_n1).squeeze(1)
+    top = min(max(row.options.logprobs for row in rows), shard.vocab_size)
+    keys_nc = shard.largest(shard.logits, top)[0][:, :top] if top else tokens_n.new_zeros(len(rows), 0)
+    return Chosen(tokens_n, logprobs_n, _tokens(keys_nc), _values(keys_nc) - lse_n1)
+
+
+_GREEDY, _ALL, _SOME = range(3)
+
+
+def _kind(options: SamplingOptions) -> int:
+    if options.temperature == 0:
+        return _GREEDY
+    return _SOME if options.top_k or options.top_p < 1 else _ALL
+
+
+class _Parameters(NamedTuple):
+    """Options of rows, `[n, 1]` each; `position`: of the token that is chosen; `stream`: two words."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
+    position: Tensor
+    stream: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], device: torch.device) -> _Parameters:
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+        options = [row.options for row in rows]
+        return cls(
+            column([x.temperature for x in options], torch.float32),
+            column([x.top_k or 2**62 for x in options], torch.int64),
+            column([x.top_p for x in options], torch.float64),
+            column([math.log(x.min_p) if x.min_p else -math.inf for x in options], torch.float32),
+            column([len(row.tokens) for row in rows], torch.int64),
+            (
+                column([row.stream[0] for row in rows], torch.int64),
+                column([row.stream[1] for row in rows], torch.int64),
+            ),
+        )
+
+
+def _penalized(shard: VocabShard, rows: Sequence[Row]) -> Tensor:
+    if all(row.options.repetition_penalty == 1 for row in rows):
+        return shard.logits
+    x_nv = shard.logits.clone()
+    for x_v, row in zip(x_nv, rows, strict=True):
+        own = {token - shard.first for token in row.tokens}
+        columns = torch.tensor(sorted(c for c in own if 0 <= c < shard.columns), dtype=torch.int64, device=x_nv.device)
+        values, penalty = x_v[columns], row.options.repetition_penalty
+        x_v[columns] = torch.where(values > 0, values / penalty, values * penalty)
+    return x_nv
+
+
+def _greedy(shard: VocabShard, x_nv: Tensor, by: _Parameters) -> Tensor:
+    return _tokens(shard.gather(_keys(x_nv, shard.first).amax(1, keepdim=True)).flatten(1).amax(1))
+
+
+def _of_all(shard: VocabShard, x_nv: Tensor, by: _Parameters) -> Tensor:
+    """A sample of all tokens, or those that min_p leaves."""
+    x_nv = x_nv / by.temperature
+    top_n1 = shard.gather(x_nv.amax(1, keepdim=True)).amax(1)
+    x_nv = x_nv.masked_fill(x_nv < top_n1 + by.log_min_p, -math.inf)
+    groups = torch.arange(shard.first // 4, -(-(shard.first + shard.columns) // 4), device=x_nv.device)
+    noise_ng4 = torch.stack(_noise(groups, by), dim=-1)
+    noise_nv = noise_ng4.flatten(1)[:, shard.first % 4 :][:, : shard.columns]
+    return _greedy(shard, (x_nv + noise_nv).float(), by)
+
+
+def _of_some(shard: VocabShard, x_nv: Tensor, by: _Parameters) -> Tensor:
+    """A sample of the tokens that top_k, top_p and min_p leave."""
+    x_nv = x_nv / by.temperature
+    lse_n1 = shard.logsumexp(x_nv).unsqueeze(1).double()
+    has_k = by.top_k < 2**62
+    count = max(_CANDIDATES, *by.top_k[has_k].tolist(), 1)
+    while True:
+        keys_nc, known_n = shard.largest(x_nv, count)
+        values_nc = _values(keys_nc).double()
+        place_c = torch.arange(keys_nc.shape[1], device=x_nv.device)
+        left_nc = (place_c < by.top_k) & (place_c < known_n.unsqueeze(1))
+        among_n1 = values_nc.masked_fill(~left_nc, -math.inf).logsumexp(1, keepdim=True)
+        p_nc = (values_nc - torch.where(has_k, among_n1, lse_n1)).exp().masked_fill(~left_nc, 0.0)
+        reached_nc = p_nc.cpu().cumsum(1).to(p_nc.device)  # torch.use_deterministic_algorithms forbids it on GPUs
+        if bool((has_k | (by.top_p >= 1) | (reached_nc[:, -1:] >= by.top_p)).all()) or count >= shard.columns:
+            break
+        count *= 4
+    before_nc = torch.nn.functional.pad(reached_nc[:, :-1], (1, 0))
+    left_nc = left_nc & (before_nc < by.top_p) & (values_nc >= values_nc[:, :1] + by.log_min_p)
+    tokens_nc = _tokens(keys_nc)
+    words = torch.stack(_noise(tokens_nc // 4, by), dim=-1)
+    noise_nc = words.gather(-1, (tokens_nc % 4).unsqueeze(-1)).squeeze(-1)
+    best_n1 = (values_nc + noise_nc).masked_fill(~left_nc, -math.inf).argmax(1, keepdim=True)
+    return tokens_nc.gather(1, best_n1).squeeze(1)
+
+
+def _noise(groups: Tensor, by: _Parameters) -> tuple[Tensor, ...]:
+    """Gumbel noise, float64, of the four tokens of each of `groups` `[g]` or `[n, g]`: each `[n, g]`."""
+    words = philox_of_words(groups, by.position, *by.stream, _KEY)
+    return tuple(-(-((word.double() + 0.5) / 2.0**32).log()).log() for word in words)
+
+
+_KEY = key_of("sampling")

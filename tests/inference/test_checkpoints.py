@@ -1,0 +1,223 @@
+"""Generation from checkpoints of runs, and from their live models in all layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.checkpoint import latest
+from megafp8.config import Config, ModelConfig
+from megafp8.conversion.convert import Selected
+from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.native import NativeSink, NativeSource
+from megafp8.data.tokenizers import build_tokenizer
+from megafp8.inference import Generator, SamplingOptions
+from megafp8.inference.generator import CacheOptions
+from megafp8.inference.load import Layout, open_checkpoint
+from megafp8.training.state import checkpoint_folder, save_state
+from tests.conversion.checkpoints import convert
+from tests.conversion.families import SMALL, RandomSource
+from tests.training.runs import config_of, ranks_of, start, steps_of
+from tests.world import World
+
+PROMPTS = [[3, 6, 9, 12, 15, 2, 5, 8, 11], [0], [1, 2, 3]]
+OPTIONS = [
+    SamplingOptions(max_tokens=8, ignore_end=True),
+    SamplingOptions(max_tokens=8, ignore_end=True, temperature=1.2, top_p=0.9, seed=3),
+]
+CACHE = CacheOptions(page_size=4, max_batch_tokens=8)
+
+SCALES_OF_BATCHES = ("current", "custom")
+"""Recipes under which a token's input is scaled by those of other tokens."""
+
+Texts = list[list[int]]
+
+
+def _texts(generator: Generator) -> Texts:
+    return [x.tokens for options in OPTIONS for x in generator.generate(PROMPTS, options)]
+
+
+def _live(config: Config, folder: str | None) -> tuple[list[Texts], list[Any]]:
+    """Texts after two steps and after two more, and the curve. Without `folder` nothing is generated; else the state
+    after the two more steps is saved there."""
+    trainer, parallel = start(config)
+    curve = steps_of(trainer, parallel, range(2))
+    texts: list[Texts] = []
+    generator = None if folder is None else Generator.from_trainer(trainer, cache=CACHE)
+    if generator is not None:
+        texts.append(_texts(generator))
+    curve += steps_of(trainer, parallel, range(2, 4))
+    if generator is not None and folder is not None:
+        texts.append(_texts(generator))
+        save_state(trainer, Path(folder), 4, None)
+    return texts, curve
+
+
+def _from_checkpoint(folder: str, layout: dict[str, int]) -> tuple[Texts, Texts]:
+    """Together, and each alone."""
+    generator = Generator.from_checkpoint(folder, device="cpu", cache=CACHE, **layout)
+    alone = [generator.generate(prompt, options)[0].tokens for options in OPTIONS for prompt in PROMPTS]
+    return _texts(generator), alone
+
+
+LIVE = [
+    "zb-v pp2 4-layers delayed smooth",
+    "fsdp dp2 gemma",
+    *(
+        pytest.param(words, marks=pytest.mark.slow)
+        for words in (
+            "tp2 ring 3-samples",
+            "tp2 no-sp bloom",
+            "zero dp2 fp8-gather current",
+            "fsdp dp2 fp8-gather delayed",
+            "graphs delayed",
+            "deepseek tp2 ep2",
+            "moe ep2 dp2 all-to-all",
+            "moe tp2 ep2 blockwise wide",
+            "interleaved pp2 4-layers tied",
+            "tp2 pp2 gpt2 dropout",
+            "cp2 window",
+            "mtp pp2 4-layers",
+            "calibrated",
+            "mxfp8 wide tp2",
+            "custom",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("words", LIVE)
+def test_the_live_model_and_its_checkpoint(world4: World, tmp_path: Path, words: str) -> None:
+    """Training goes on as if nothing had been generated; texts follow the weights, and a checkpoint gives the same."""
+    config, ranks = config_of(words), ranks_of(words)
+    of_ranks = world4.run(_live, config, str(tmp_path), ranks=ranks)
+    (before, after), curve = of_ranks[0]
+    assert all(found == of_ranks[0] for found in of_ranks)
+    assert before != after
+    assert world4.run(_live, config, None, ranks=ranks)[0][1] == curve
+    layouts: list[dict[str, int]] = [{}, {"tensor": 2}, {"pipeline": 2}]
+    for layout in layouts:
+        found = world4.run(_from_checkpoint, str(tmp_path), layout, ranks=2 if layout else 1)
+        assert found[0][0] == after
+        if config.fp8.recipe not in SCALES_OF_BATCHES:
+            assert found[0][1] == after
+
+
+def _without_scales(folder: str) -> tuple[str, list[list[float]]]:
+    """The error of a checkpoint without its scales; log-probabilities in FP8 and in high precision."""
+    bare = Path(folder) / "bare"
+    convert(Selected(NativeSource(folder), weights_only=True, dtype=None), NativeSink(bare))
+    message = ""
+    try:
+        Generator.from_checkpoint(bare, device="cpu")
+    except ValueError as error:
+        message = str(error)
+    made = [
+        Generator.from_checkpoint(path, device="cpu", fp8=fp8)
+        for path, fp8 in ((bare, False), (folder, False), (folder, True))
+    ]
+    return message, [x.generate(PROMPTS[0], OPTIONS[0])[0].logprobs for x in made]
+
+
+def test_fp8_needs_its_scales(world2: World, tmp_path: Path) -> None:
+    world2.run(_live, config_of("delayed"), str(tmp_path), ranks=1)
+    message, (bare, high, fp8) = world2.run(_without_scales, str(tmp_path), ranks=1)[0]
+    assert "was trained in FP8 and lacks fp8.layers.0.attention.qkv" in message
+    assert "fp8=False" in message
+    assert bare == high
+    assert 1e-4 < max(abs(a - b) for a, b in zip(fp8, high, strict=True)) < 0.3
+
+
+def _bytes_config() -> Config:
+    model, data = {"vocab_size": 257, "vocab_multiple": 64}, {"tokenizer": {"kind": "bytes"}}
+    return config_of("", model=model, data=data, training={"seq_length": 64})
+
+
+def save_bytes_run(folder: str) -> None:
+    trainer, _ = start(_bytes_config())
+    save_state(trainer, Path(folder), 1, build_tokenizer("bytes").fingerprint)
+
+
+def _of_text(folder: str) -> dict[str, Any]:
+    generator = Generator.from_checkpoint(folder, device="cpu")
+    plain = SamplingOptions(max_tokens=20, seed=1, temperature=1.0)
+    (whole,) = generator.generate("été", plain)
+    stop = whole.text[5:8]
+    stopping = SamplingOptions(**{**vars(plain), "stop": (stop,)})
+    (stopped,) = generator.generate("été", stopping)
+    pieces = list(generator.stream(["été", "a"], stopping))
+    as_tokens = generator.generate([256, *"été".encode()], plain)[0]
+    generator.end_tokens = frozenset([whole.tokens[3]])
+    ended = generator.generate("été", plain)[0]
+    ignored = generator.generate("été", SamplingOptions(**{**vars(plain), "ignore_end": True}))[0]
+    return {
+        "whole": whole, "stop": stop, "stopped": stopped, "pieces": pieces, "as_tokens": as_tokens, "ended": ended,
+        "ignored": ignored, "max_length": generator.max_length,
+    }  # fmt: skip
+
+
+def test_texts_of_a_run(world2: World, tmp_path: Path) -> None:
+    """The tokenizer, the token before a document and the length are those of the run."""
+    world2.run(save_bytes_run, str(tmp_path), ranks=1)
+    assert latest(checkpoint_folder(tmp_path)) or latest(tmp_path)
+    found = world2.run(_of_text, str(tmp_path), ranks=1)[0]
+    whole, stopped, ended = found["whole"], found["stopped"], found["ended"]
+    assert whole.prompt_tokens == [256, *"été".encode()]
+    assert found["as_tokens"].tokens == whole.tokens
+    assert found["max_length"] == 64
+    assert (whole.finish_reason, len(whole.tokens)) == ("length", 20)
+    assert whole.text == bytes(x for x in whole.tokens if x < 256).decode(errors="replace")
+    assert (stopped.finish_reason, stopped.text) == ("stop", whole.text[: whole.text.index(found["stop"])])
+    assert whole.tokens[: len(stopped.tokens)] == stopped.tokens
+    assert "".join(x.text for x in found["pieces"] if x.completion.prompt == 0) == stopped.text
+    assert (ended.finish_reason, ended.tokens) == ("end", whole.tokens[: len(ended.tokens)])
+    assert ended.tokens.index(whole.tokens[3]) == len(ended.tokens) - 1
+    assert found["ignored"].tokens == whole.tokens
+
+
+def test_the_tokens_around_a_text_in_a_folder_of_hugging_face(tmp_path: Path) -> None:
+    """What tokenizer.json puts before a text, and all tokens that its files say end one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    library = Tokenizer(models.WordLevel({"<s>": 1, "</s>": 2, "a": 3, "<unk>": 0}, "<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["<s>", "</s>"])
+    tmp_path = tmp_path / "theirs"
+    convert(RandomSource(ModelConfig(**SMALL, max_position_embeddings=64)), HfSink(tmp_path))
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert open_checkpoint(tmp_path, Layout(), device="cpu").start_tokens == []
+    library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    opened = open_checkpoint(tmp_path, Layout(), device="cpu")
+    assert (opened.start_tokens, opened.end_tokens) == ([1], [2])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert open_checkpoint(tmp_path, Layout(), device="cpu").end_tokens == [2, 7, 9]
+
+
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 4.0}
+
+
+def _log_probabilities(folder: str) -> list[list[float]]:
+    """Of a short text after two steps with long samples: live, from the checkpoint, and by the model in training."""
+    config = config_of("", model={"longrope": LONGROPE | {"original_max_position_embeddings": 24}})
+    trainer, parallel = start(config)
+    steps_of(trainer, parallel, range(2))
+    save_state(trainer, Path(folder), 2, None)
+    live = Generator.from_trainer(trainer).generate(PROMPTS[0], OPTIONS[0])[0]
+    read = Generator.from_checkpoint(folder, device="cpu").generate(PROMPTS[0], OPTIONS[0])[0]
+    text = PROMPTS[0] + live.tokens
+    tokens_bs = torch.tensor([text + [0] * (config.training.seq_length + 1 - len(text))])
+    with torch.no_grad():
+        loss_sb = trainer.stages[0](None, tokens_bs[:, :-1], tokens_bs[:, 1:])
+    trained = -loss_sb[len(PROMPTS[0]) - 1 : len(text) - 1, 0]
+    return [live.logprobs, read.logprobs, trained.tolist()]
+
+
+def test_longrope_of_a_run_with_long_samples(world2: World, tmp_path: Path) -> None:
+    """Its short texts have the frequencies that it was trained with."""
+    live, read, trained = world2.run(_log_probabilities, str(tmp_path), ranks=1)[0]
+    assert live == read
+    assert live == pytest.approx(trained, abs=1e-5)

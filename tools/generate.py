@@ -1,0 +1,186 @@
+"""Continue texts with a model: a run's newest checkpoint, a checkpoint of any format, a Hugging Face folder.
+
+    python tools/generate.py runs/quickstart "def main("
+    python tools/generate.py runs/quickstart "def main(" --temperature 0.8 --top-p 0.95 --samples 3 --seed 1
+    python tools/generate.py meta-llama/Llama-3.1-8B --file prompts.txt --json > texts.jsonl
+    torchrun --nproc-per-node 2 tools/generate.py runs/mine --tensor 2
+    python tools/generate.py runs/mine < article.txt
+
+Without a prompt it asks for one after the other, or reads standard input as one prompt if that is no terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafp8.distributed.collectives import broadcast_object
+from megafp8.inference import Completion, Generator, SamplingOptions
+from megafp8.inference.generator import CacheOptions
+from megafp8.parallel_state import destroy_model_parallel
+from tools.common import new_parser, run_tool
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    parser.add_argument("checkpoint", type=Path, help="run, checkpoint or folder of Hugging Face")
+    parser.add_argument("prompt", nargs="?", help="text to continue")
+    parser.add_argument("--file", type=Path, help="a file with one prompt a line; \\n in it is a line break")
+    parser.add_argument("--json", action="store_true", help="one JSON object a text, with tokens and log-probabilities")
+    sampling = parser.add_argument_group("sampling")
+    default = SamplingOptions()
+    sampling.add_argument("--max-tokens", type=int, default=default.max_tokens, help="at most; default: %(default)s")
+    sampling.add_argument("--temperature", type=float, default=default.temperature, help="default: 0, no sampling")
+    sampling.add_argument("--top-k", type=int, default=default.top_k)
+    sampling.add_argument("--top-p", type=float, default=default.top_p)
+    sampling.add_argument("--min-p", type=float, default=default.min_p)
+    sampling.add_argument("--repetition-penalty", type=float, default=default.repetition_penalty)
+    sampling.add_argument("--stop", nargs="+", default=(), help="strings before which a text ends; \\n is a line break")
+    sampling.add_argument("--seed", type=int, help="default: another one in each call")
+    sampling.add_argument("--samples", type=int, default=default.num_samples, help="texts of each prompt")
+    sampling.add_argument("--logprobs", type=int, default=0, help="most probable tokens to give beside each, in --json")
+    sampling.add_argument("--ignore-end", action="store_true", help="go on after a token that ends texts")
+    model = parser.add_argument_group("model")
+    model.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
+    model.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
+    model.add_argument("--expert", type=int, default=1, help="expert-parallel size, a divisor of --tensor")
+    model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    model.add_argument("--dtype", choices=list(DTYPES), help="default: that of the checkpoint")
+    model.add_argument("--no-fp8", action="store_true", help="compute in high precision what was trained in FP8")
+    model.add_argument("--max-length", type=int, help="tokens of prompt and text; default: those of the training")
+    model.add_argument("--cache-tokens", type=int, help="tokens in the cache, of all texts that are generated at once")
+    arguments = parser.parse_args(argv)
+    if arguments.prompt is not None and arguments.file is not None:
+        parser.error("give a prompt or --file, not both")
+    return arguments
+
+
+def sampling_options(arguments: argparse.Namespace) -> SamplingOptions:
+    return SamplingOptions(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        stop=tuple(_with_line_breaks(stop) for stop in arguments.stop),
+        seed=arguments.seed,
+        num_samples=arguments.samples,
+        logprobs=arguments.logprobs,
+        ignore_end=arguments.ignore_end,
+    )
+
+
+def _with_line_breaks(text: str) -> str:
+    return text.replace("\\n", "\n")
+
+
+def given_prompts(arguments: argparse.Namespace) -> list[str] | None:
+    """The prompts of arguments, file or standard input; None if they are to be asked for.
+
+    Standard input is that of all ranks, so that only the first one reads it.
+    """
+    if arguments.prompt is not None:
+        return [arguments.prompt]
+    if arguments.file is not None:
+        lines = arguments.file.read_text(encoding="utf-8").splitlines()
+        if not any(lines):
+            raise ValueError(f"{arguments.file} has no prompts")
+        return [_with_line_breaks(line) for line in lines if line]
+    return None if sys.stdin.isatty() or os.environ.get("RANK", "0") != "0" else [sys.stdin.read()]
+
+
+def as_json(completion: Completion, prompt: str) -> str:
+    """A line of --json."""
+    found: dict[str, Any] = asdict(completion)
+    found["prompt"] = prompt
+    return json.dumps(found, ensure_ascii=False)
+
+
+class Writer:
+    """Prints texts on the first rank: a single one as it grows, several one after the other."""
+
+    def __init__(self, generator: Generator, options: SamplingOptions, *, json: bool) -> None:
+        self.generator, self.options, self.json = generator, options, json
+        self.prints = generator.model.parallel.world.is_first
+
+    def write(self, prompts: Sequence[str]) -> None:
+        grows = len(prompts) * self.options.num_samples == 1 and not self.json
+        found: dict[tuple[int, int], Completion] = {}
+        for piece, completion in self.generator.stream(list(prompts), self.options):
+            if grows:
+                self._print(piece, end="")
+            if completion.finish_reason is not None:
+                found[completion.prompt, completion.sample] = completion
+        if grows:
+            self._print("")
+            return
+        for key in sorted(found):
+            prompt, text = prompts[key[0]], found[key]
+            self._print(as_json(text, prompt) if self.json else f"--- {prompt!r}, {key[1]}\n{text.text}")
+
+    def ask(self) -> None:
+        """Ask for prompts and continue them, until an empty one or the end of the input."""
+        while prompt := broadcast_object(self._asked(), self.generator.model.parallel.world.group):
+            try:
+                self.write([prompt])
+            except ValueError as error:  # the same on all ranks
+                self._print(f"error: {error}")
+
+    def _asked(self) -> str | None:
+        if not self.prints:
+            return None
+        try:
+            return input("prompt (empty: end)> ")
+        except EOFError:
+            return None
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        if self.prints:
+            print(text, end=end, flush=True)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    options = sampling_options(arguments)
+    prompts = given_prompts(arguments)
+    generator = Generator.from_checkpoint(
+        arguments.checkpoint,
+        tensor=arguments.tensor,
+        pipeline=arguments.pipeline,
+        expert=arguments.expert,
+        device=arguments.device,
+        dtype=DTYPES.get(arguments.dtype),
+        fp8=not arguments.no_fp8,
+        max_length=arguments.max_length,
+        cache=CacheOptions(cache_tokens=arguments.cache_tokens),
+    )
+    try:
+        if generator.tokenizer is None:
+            raise ValueError(f"{arguments.checkpoint} has no tokenizer; use megafp8.inference.Generator with tokens")
+        writer = Writer(generator, options, json=arguments.json)
+        prompts = broadcast_object(prompts, generator.model.parallel.world.group)
+        if prompts is None:
+            writer.ask()
+        else:
+            writer.write(prompts)
+    finally:
+        destroy_model_parallel()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    return run_tool(lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
