@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -35,6 +35,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megafp8.fp8.autocast import OUTSIDE, Autocast, current, in_onnx_export
+from megafp8.fp8.gemm.cublaslt_problem import arranged
 from megafp8.fp8.gemm.dispatch import GemmBackend
 from megafp8.fp8.group_state import GroupState
 from megafp8.fp8.linear_state import LinearState
@@ -504,7 +505,7 @@ class WatchingLinearState(LinearState):
 
     def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> QuantizedTensor:
         if self.gathered_weight is not None:
-            return cast(QuantizedTensor, _GatheredWeight(self))
+            return cast(QuantizedTensor, _Fp8OnlyWeight(self._read_gathered))
         if isinstance(weight, Fp8Weight):
             return cast(QuantizedTensor, self._stored_weight(weight))
         if self._copies is None or not self._copies.are_of(weight):
@@ -513,7 +514,11 @@ class WatchingLinearState(LinearState):
         self._copies.make(columnwise=columnwise)
         return cast(QuantizedTensor, self._copies)  # it has the same interface
 
-    def _stored_weight(self, weight: Fp8Weight) -> _StoredWeight:
+    def _read_gathered(self) -> ScaledTensor:
+        assert self.gathered_weight is not None
+        return self.gathered_weight
+
+    def _stored_weight(self, weight: Fp8Weight) -> _Fp8OnlyWeight:
         wanted, made = cast(RecipeQuantizer, self.own_quantizers.weight), weight.scaled
         if made.granularity is not wanted.granularity:
             raise ValueError(
@@ -521,7 +526,7 @@ class WatchingLinearState(LinearState):
                 f"{wanted.recipe.name} scaling needs one for each {wanted.granularity.name}; give fp8.autocast the "
                 "recipe of fp8.model_init"
             )
-        return _StoredWeight(made)
+        return _Fp8OnlyWeight(lambda: made)
 
     def invalidate_weight(self) -> None:
         self._copies = None
@@ -549,30 +554,22 @@ class WatchingGroupState(GroupState):
         return super().fp8_weight(weight, columnwise=columnwise)
 
 
-class _GatheredWeight:
-    """A weight gathered in FP8, with the interface of `QuantizedTensor`: what the last gather has brought."""
+class _Fp8OnlyWeight(NamedTuple):
+    """A weight of which there is FP8 data only, with the interface of `QuantizedTensor`: columnwise it is transposed.
 
-    def __init__(self, state: LinearState) -> None:
-        self._state = state
+    `read` returns it, rowwise; of a gathered weight what the last gather has brought. Its scales may come from a buffer
+    or a file, so GEMMs get them as they read them.
+    """
+
+    read: Callable[[], ScaledTensor]
 
     @property
     def required_rowwise(self) -> ScaledTensor:
-        assert self._state.gathered_weight is not None
-        return self._state.gathered_weight
+        return arranged(self.read())
 
     @property
     def required_columnwise(self) -> ScaledTensor:
-        return self.required_rowwise.t()
-
-
-class _StoredWeight(NamedTuple):
-    """A weight that exists in FP8 only, with the interface of `QuantizedTensor`: columnwise it is made when read."""
-
-    required_rowwise: ScaledTensor
-
-    @property
-    def required_columnwise(self) -> ScaledTensor:
-        return self.required_rowwise.t()
+        return arranged(self.read().t())
 
 
 class _WeightCopies:

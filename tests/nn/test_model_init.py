@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megafp8 import fp8, nn
 from megafp8.fp8 import E4M3, Fp8Weight
+from megafp8.fp8.gemm.cublaslt_problem import is_arranged
+from megafp8.fp8.standalone import linears_of
 from megafp8.fp8.tensor import TENSOR
 from megafp8.nn.base import default_device
 from tests.fp8.reference import bytes_of, decode, encode, scale_of
@@ -390,6 +392,22 @@ def test_data_parallel(world2: World) -> None:
 
 def test_tensor_parallel(world2: World) -> None:
     world2.run(_tensor_parallel)
+
+
+def test_scales_of_blocks_lie_as_gemms_read_them() -> None:
+    """Also in a copy, and transposed: cuBLASLt wants rows of blocks padded to a multiple of four."""
+    with fp8.model_init(recipe=BLOCKWISE):
+        module = copy.deepcopy(nn.Linear(640, 384, bias=False, device="cpu"))
+    with fp8.autocast(recipe=BLOCKWISE):
+        module(torch.randn(16, 640)).sum().backward()
+    (linear,) = linears_of(module)
+    (state,) = linear.fp8_states
+    made = state.fp8_weight(module.weight, columnwise=True)
+    assert is_arranged(made.required_rowwise)
+    assert is_arranged(made.required_columnwise)
+    values = module.weight.dequantize()
+    assert torch.equal(made.required_rowwise.dequantize(torch.float32), values)
+    assert torch.equal(made.required_columnwise.dequantize(torch.float32), values.t())
 
 
 @pytest.mark.gpu
