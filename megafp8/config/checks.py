@@ -203,7 +203,7 @@ def _longrope(m: ModelConfig, longrope: LongRopeConfig) -> Iterator[Problem]:
         if len(given := getattr(longrope, key)) != pairs:
             rule = f"{len(given)} numbers, where {pairs} pairs of channels of a head are rotated"
             yield Problem(f"model.longrope.{key}", given, rule, f"give {pairs} numbers")
-    longest = round(longrope.factor * longrope.original_max_position_embeddings)
+    longest = longrope.extended_length
     if m.max_position_embeddings not in (None, longest):
         rule = f"not model.longrope's factor × original_max_position_embeddings ({longest})"
         yield Problem("model.max_position_embeddings", m.max_position_embeddings, rule, f"try {longest}")

@@ -133,6 +133,11 @@ class LongRopeConfig(Section):
         return self.long_factor if length > self.original_max_position_embeddings else self.short_factor
 
     @property
+    def extended_length(self) -> int:
+        """Context length after the extension, in tokens."""
+        return round(self.factor * self.original_max_position_embeddings)
+
+    @property
     def rotated_factor(self) -> float:
         """Factor of rotated channels of queries and keys."""
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))

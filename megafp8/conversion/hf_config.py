@@ -249,9 +249,9 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
     """Keys of transformers 4, which 5 and other engines read too."""
     written = None
     if model.longrope is not None:
-        written = {"rope_type": "longrope", **model.longrope.model_dump()}
+        written = {"rope_type": "longrope", **model.longrope.model_dump(exclude={"factor"})}
         original = model.longrope.original_max_position_embeddings
-        lengths = {"max_position_embeddings": round(written.pop("factor") * original), _ORIGINAL_LENGTH: original}
+        lengths = {"max_position_embeddings": model.longrope.extended_length, _ORIGINAL_LENGTH: original}
         return {"rope_theta": model.rope_theta, "rope_scaling": written, **lengths}
     if model.yarn is not None:
         written = {"rope_type": "yarn", **model.yarn.model_dump()}

@@ -88,9 +88,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _model(config: Mapping[str, Any]) -> ModelConfig:
-    """The model of a run's config; its number of positions is the sequence length where none is given."""
+    """The model of a run's config; its number of positions, where none is given, is LongRoPE's or the sequence's."""
     model = ModelConfig.model_validate(config["model"])
-    positions = model.max_position_embeddings or config.get("training", {}).get("seq_length")
+    length = config.get("training", {}).get("seq_length") if model.longrope is None else model.longrope.extended_length
+    positions = model.max_position_embeddings or length
     return model.model_copy(update={"max_position_embeddings": positions})
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megafp8.checkpoint import load, save
+from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.native import NativeSink, NativeSource
 from tests.checkpoint.rewritten import flip, rewrite
 from tests.conversion import checkpoints
 from tests.conversion.checkpoints import convert
+
+LONGROPE = {
+    "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0, "original_max_position_embeddings": 8,
+}  # fmt: skip
 
 
 def test_a_source_is_what_was_saved(tmp_path: Path) -> None:
@@ -27,6 +34,18 @@ def test_a_source_is_what_was_saved(tmp_path: Path) -> None:
         assert source.tensors[name] == (tuple(tensor.shape), tensor.dtype)
         assert torch.equal(source.read(name), tensor)
     assert torch.equal(source.read_rows("model.output.weight", 3, 9), expected["model.output.weight"][3:9])
+
+
+@pytest.mark.parametrize(("longrope", "positions"), [(None, 16), (LONGROPE, 32)], ids=["rope", "longrope"])
+def test_positions_that_the_config_leaves_to_the_run(
+    longrope: dict[str, Any] | None, positions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {**checkpoints.MODEL.model_dump(mode="json"), "max_position_embeddings": None, "longrope": longrope}
+    monkeypatch.setitem(checkpoints.ABOUT, "config", {"model": model, "training": {"seq_length": 16}})
+    source = NativeSource(checkpoints.make(tmp_path))
+    assert source.model.max_position_embeddings == positions
+    path = convert(source, HfSink(tmp_path / "hf"))
+    assert json.loads((path / "config.json").read_text())["max_position_embeddings"] == positions
 
 
 def test_a_sink_writes_what_a_run_loads(tmp_path: Path) -> None:
