@@ -38,7 +38,7 @@ ANSWER_ROLE = "assistant"
 
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
-"""Begin and end of each answer, in characters."""
+"""Start and end of each answer, in characters."""
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters, which no text has
 _BLOCK = re.compile(r"\{%[-+]?\s*generation\b")

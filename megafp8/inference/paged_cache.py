@@ -43,7 +43,7 @@ class PagedCache:
         self.num_pages, self.page_size, self.value_width = num_pages, page_size, value_width
         shape = (num_pages + 1, page_size, groups)
         self._layers = {
-            # Zeros: what lies behind the end of a sequence has the probability 0, which NaN would not heed.
+            # Zeros: slots behind the end of a sequence have the probability 0, and 0 · NaN would be NaN.
             layer: _Layer(*(torch.zeros(*shape, d, dtype=dtype, device=device) for d in (width, value_width)))
             for layer in layers
         }

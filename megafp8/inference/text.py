@@ -15,7 +15,7 @@ class TextStream:
     """The text that tokens after a prompt add to it, piece by piece.
 
     `stop`: the text ends before the first of these that occurs in it, also where it spans several tokens. What may
-    become the begin of one is held back, and so is what may become a character.
+    become the beginning of one is held back, and so is what may become a character.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -56,5 +56,5 @@ class TextStream:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of the text are the begin of the stop string."""
+    """How many characters at the end of the text are the beginning of the stop string."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
