@@ -85,6 +85,7 @@ def one_rank(config: Config) -> Config:
     return config.model_copy(update={"parallel": ParallelConfig()})
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.bench_step", "--config", "configs/llama3-8b.yaml", "--layouts"]
     command += ["tensor=1 pipeline=1", "tensor=2 pipeline=1", "--variants", "fp32,current+fast,fp32+documents"]

@@ -30,6 +30,7 @@ from megafp8.parallel_state import initialize_model_parallel
 from megafp8.tensor_parallel.mappings import gather_from_tensor_parallel
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import OURS, SMALL, THEIRS, RandomSource, make_theirs, tokens
+from tests.marks import slow_but
 from tests.world import World
 
 LAYOUTS = {"tp1": (1, 1), "tp2-sp": (2, 1), "pp2": (1, 2)}
@@ -137,6 +138,10 @@ def _baichuan_logits(folder: Path, ids_bs: Tensor) -> Tensor:
     return (norm(x, "model.norm") @ w["lm_head.weight"].T).float()
 
 
+WRITTEN = ["llama", "gpt2", "qwen3_moe", "deepseek_v3", "gemma2", "gpt_oss", "bloom", "glm4", "phi3-longrope"]
+"""Families of which the quick tests write a folder; each has something that the others lack."""
+
+
 @pytest.mark.parametrize("position_embedding", ["rope", "alibi"])
 def test_baichuan(world2: World, tmp_path: Path, position_embedding: str) -> None:
     """transformers has no such model. The folder of the one with rope is that of a Llama, packed."""
@@ -160,7 +165,7 @@ def test_baichuan(world2: World, tmp_path: Path, position_embedding: str) -> Non
     _hold(world2.run(_from_random, model, tmp_path, 1, 1, ranks=1)[-1], theirs)
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if name != "baichuan"])
+@pytest.mark.parametrize("name", slow_but([name for name in OURS if name != "baichuan"], *WRITTEN))
 def test_ours_to_theirs(world2: World, tmp_path: Path, name: str) -> None:
     import transformers
 

@@ -77,6 +77,7 @@ def test_remove_deletes_the_journal(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     program = f"""
 import sys

@@ -64,11 +64,11 @@ def _from_checkpoint(folder: str, layout: dict[str, int]) -> tuple[Texts, Texts]
 
 
 LIVE = [
-    "zb-v pp2 4-layers delayed smooth",
     "fsdp dp2 gemma",
     *(
         pytest.param(words, marks=pytest.mark.slow)
         for words in (
+            "zb-v pp2 4-layers delayed smooth",
             "tp2 ring 3-samples",
             "tp2 no-sp bloom",
             "zero dp2 fp8-gather current",

@@ -31,6 +31,7 @@ from megafp8.ops.deferred_wgrad import WgradStore, run
 from megafp8.ops.grouped_linear import grouped_linear
 from megafp8.ops.linear import linear
 from megafp8.plan import LinearSite, Neighbor
+from tests.marks import slow_but
 
 SIZES = [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0], [4]]
 K, N = 6, 8
@@ -165,8 +166,11 @@ JOINT: dict[str, Fp8Recipe | None] = {
 }
 
 
+AT_ONCE = [*((name, True) for name in JOINT), ("bf16", False), ("delayed", False)]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("recipe", "sink"), [*((name, True) for name in JOINT), ("bf16", False), ("delayed", False)])
+@pytest.mark.parametrize(("recipe", "sink"), slow_but(AT_ONCE, *AT_ONCE[:4], *AT_ONCE[6:8]))
 def test_all_experts_at_once(recipe: str, sink: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scales of one `linear` an expert, and its results but for the order of sums; the host does not wait."""
     widths = {"k": 256, "n": 256} if recipe.startswith("blockwise") else {"k": 144, "n": 160}  # more than a tile

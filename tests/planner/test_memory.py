@@ -33,6 +33,7 @@ from megafp8.training.describe import planned_stage
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 from megafp8.training.trainer import Trainer
+from tests.marks import slow_but
 from tests.quickstart_data import CONFIG
 from tests.world import World
 
@@ -180,7 +181,7 @@ def _blocks(stage: GPTStage, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor
     return (stage.look_ahead(labels_bs, inputs, None, y_sbh + branch_sbh),)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", slow_but(MODELS, "llama", "gpt2", "bert", "latent", "experts", "parallel-block-mtp"))
 def test_saved_activations(world2: World, model: str) -> None:
     formats = ["none", "delayed"] if model != "llama" else list(FORMATS)
     modes = {f: list(MODES) if f in ("none", "delayed") else ["plain", "norms", "all-first"] for f in formats}
@@ -198,7 +199,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "tp2", "tp2-sp"))
 def test_saved_activations_of_a_rank_of_two(world2: World, layout: str) -> None:
     formats = ["none", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "rowwise-wgrad"]
     cases = {(f, m): [*LAYOUTS[layout], *FORMATS[f], *MODES[m]] for f in formats for m in ("plain", "all-first")}
@@ -264,7 +265,7 @@ def _plans(config: Config, world_size: int) -> list[RankMemory]:
     return pipeline_memory(config, build_fp8(config, None), world_size, plan.placement, plan.train)
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", slow_but([1, 4], 4))
 def test_state_of_a_rank(world4: World, ranks: int) -> None:
     layout = ["parallel.tensor=2", "parallel.pipeline=2"] if ranks == 4 else ALONE
     for options in (

@@ -114,7 +114,13 @@ def of_blocks(*kinds: str) -> tuple[str, ...]:
     ("layout", "ranks", "left_out", "in_fp8"),
     [
         (ONE_RANK, 1, ("attention.qkv", "attention.proj"), ["down", "up"]),
-        (["parallel.tensor=1", "parallel.pipeline=2"], 2, ("attention.qkv", "attention.proj"), ["down", "up"]),
+        pytest.param(
+            ["parallel.tensor=1", "parallel.pipeline=2"],
+            2,
+            ("attention.qkv", "attention.proj"),
+            ["down", "up"],
+            marks=pytest.mark.slow,
+        ),
         (["parallel.tensor=2", "parallel.pipeline=1"], 2, ("attention.qkv", "attention.proj", "mlp.down"), ["up"]),
     ],
     ids=["one rank", "pp2", "tp2-sp"],

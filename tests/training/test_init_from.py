@@ -201,6 +201,7 @@ def _train(*options: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_it_and_then_goes_on_from_its_own(tmp_path: Path, quickstart_data: QuickstartData) -> None:
     folder = tmp_path / "model"
     save_model(folder, "llama3")

@@ -80,21 +80,22 @@ CONTEXT = ["cp2", "cp4", "dp2 cp2", "tp2 no-sp cp2", "tp2 cp2", "pp2 cp2"]
 EXACT_FP8 = ["fp64 current", "fp64 delayed"]
 QUICK_CASES = [
     "4-layers pp4 4-samples", *product(["tp2 no-sp", "tp2 pp2", "dp2 pp2", *UNEVEN], ["gpt2 tied"]),  # fp32
-    "dropout dp2 fsdp", "cp4 window",
+    "cp4 window",
     *product(["dropout micro2 dp2 pp2", "dropout tp2 cp2", "mtp dropout tp2 pp2"], ["documents"]),
     "dp2 masked", "pp2 cp2 masked", "prefix 4-layers tp2 pp2 masked",
-    "dp2 cp2 text", "dp2 cp2 best-fit", "tp2 dp2 answers", "4-layers pp4 4-samples answers",
+    "dp2 cp2 best-fit", "4-layers pp4 4-samples answers",
     "lora tp2 dp2 zero answers", "lora fp64 delayed tp2 pp2",
-    "moe dropout fp64 delayed tp2 cp2 ep2 etp2", "moe tp2 dp2 fsdp",  # experts
-    "deepseek tp2 dp2 ep4 zero delayed fp8-gather", "4-layers moe pp2 tp2 ep2 dualpipev",
+    "moe dropout fp64 delayed tp2 cp2 ep2 etp2", "deepseek tp2 dp2 ep4 zero delayed fp8-gather",  # experts
     "tp2 ring fp64 delayed selective", *product(["tp2 pp2"], EXACT_FP8), "dp2 fp64 delayed",  # FP8 with fp64 sums
-    "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 rowwise", "cp2 fp64 wide seq256 blockwise", "cp2 fp64 seq256 mxfp8",
+    "tp2 cp2 fp64 calibrated smooth", "cp2 fp64 wide seq256 blockwise",
     "dp4 hsdp fp8-gather delayed",  # FP8 with fp32 sums
-    "mtp dp2 fsdp", "dp2 pp2 fp16 zero delayed",
-    "bert tp2 pp2 4-samples dropout", "bert dp2 fsdp", "bert-pre tp2 cp2 fp64 delayed", "t5 tp2 fp64 delayed",
-    "t5-tied pp2 dp2 zero dropout", "t5 pp2 fp16 dropout", "bert dp2 fp16 zero",  # encoders
+    "dp2 pp2 fp16 zero delayed",
+    "bert tp2 pp2 4-samples dropout", "bert-pre tp2 cp2 fp64 delayed", "t5 tp2 fp64 delayed",
+    "t5 pp2 fp16 dropout", "bert dp2 fp16 zero",  # encoders
 ]  # fmt: skip
 SLOW_CASES = [
+    "dropout dp2 fsdp", "dp2 cp2 text", "tp2 dp2 answers", "moe tp2 dp2 fsdp", "4-layers moe pp2 tp2 ep2 dualpipev",
+    "cp2 fp64 rowwise", "cp2 fp64 seq256 mxfp8", "mtp dp2 fsdp", "bert dp2 fsdp", "t5-tied pp2 dp2 zero dropout",
     *product(["dp2", "dp2 ep2", "tp2", "cp2 ep2", "cp2 dp2 ep4"], ["moe", "deepseek"]),
     *product(["tp2 dp2 ep2 zero", "pp2 dp2 ep2"], ["moe", "deepseek"]),
     *product(["prefix"], ["tp2", "4-layers pp2 full", "cp2 dropout", "tp2 cp2 delayed fp64", "dp2 fsdp", "graphs"]),
@@ -257,28 +258,28 @@ def test_graphs_on_a_cpu_are_refused() -> None:
 
 BITS: dict[str, list[str]] = {
     # Under two data-parallel ranks every sum has two terms.
-    "zero": ["dp2", "dp2 masked", "dp2 bf16", "tp2 dp2 delayed", "pp2 dp2 zb-h1"],
-    "late-reduce": ["dp2 zero", "4-layers pp2 dp2 zb-v", "dp4 8-samples hsdp"],
+    "zero": ["dp2", "dp2 masked", "dp2 bf16", "pp2 dp2 zb-h1"],
+    "late-reduce": ["dp2 zero", "4-layers pp2 dp2 zb-v"],
     "late-gather": ["dp2 zero"],
     # FSDP reduces gradients micro-batch by micro-batch: with one there is only one order.
     "fsdp": [f"dp2 2-samples {words}" for words in ("delayed", "current tied", "bf16 delayed")],
     "fp8-gather": [
-        "fsdp dp2 delayed tied", "fsdp dp2 bf16 delayed", "dp4 hsdp delayed",
-        "zero dp2 delayed some-layers", "zero dp2 delayed smooth", "zero dp2 current late-gather late-reduce",
-        "zero dp2 custom", "zero tp2 no-sp dp2 delayed smooth", "4-layers zero pp2 dp2 zb-v current",
+        "fsdp dp2 bf16 delayed", "zero dp2 delayed some-layers", "zero dp2 delayed smooth",
+        "zero dp2 current late-gather late-reduce", "zero dp2 custom", "4-layers zero pp2 dp2 zb-v current",
     ],
     "zb-h1": ["pp2 clip", "pp2 delayed wgrad-bf16", "pp2 delayed dgrad-bf16", "pp2 calibrated"],
     "dualpipev": ["4-layers pp2 clip zb-v"],
-    "full": ["tp2 delayed dropout", "pp2 dropout"],
+    "full": ["pp2 dropout"],
     "norms": ["tp2 delayed", "pp2"],
     "activation": ["tp2 delayed", "pp2"],
     "offload": ["tp2 delayed", "pp2"],
-    "offload-1 selective": ["tp2 delayed", "pp2", "moe tp2 ep2"],
-    "zero late-reduce": ["moe tp2 dp2 ep2"],
+    "offload-1 selective": ["tp2 delayed", "pp2"],
     "graphs": ["fp16 dropout"],
 }  # fmt: skip
 SLOW_BITS: dict[str, list[str]] = {
+    "zero late-reduce": ["moe tp2 dp2 ep2"],
     "zero": [
+        "tp2 dp2 delayed",
         "dp2 tied", "dp2 gpt2", "dp2 delayed", "dp2 current", "dp2 fp64", "dp2 bf16-reduce bf16-moments", "tp2 dp2",
         "tp2 no-sp dp2 tied", "cp2", "4-layers pp2 dp2 zb-v tied", "pp2 dp2", "pp2 dp2 tied",
         "pp2 dp2 tied large-buckets", "pp2 dp2 current", "4-layers pp2 dp2 zb-v mtp",
@@ -286,14 +287,15 @@ SLOW_BITS: dict[str, list[str]] = {
     # Two replicas on two ranks: each has all weights and sums its micro-batches, of which a tied weight has two terms.
     "hsdp": [f"dp2 {words}" for words in ("", "2-samples tied", "8-samples delayed", "bf16 current", "masked")],
     "late-reduce": [
-        "4-layers pp2 dp2 interleaved", "dp4 8-samples hsdp bf16-reduce", "pp2 dp4 8-samples hsdp tied",
-        "tp2 dp4 hsdp gpt2 tied", "moe dp4 ep2 8-samples fsdp", "moe tp2 dp4 ep2 hsdp",
+        "dp4 8-samples hsdp", "4-layers pp2 dp2 interleaved", "dp4 8-samples hsdp bf16-reduce",
+        "pp2 dp4 8-samples hsdp tied", "tp2 dp4 hsdp gpt2 tied", "moe dp4 ep2 8-samples fsdp", "moe tp2 dp4 ep2 hsdp",
     ],
     "fsdp": [f"dp2 2-samples {words}" for words in (
         "", "fp64", "bf16 bf16-reduce", "blockwise", "rowwise", "calibrated", "current selective",
         "current fprop-bf16", "current dgrad-bf16", "current wgrad-bf16", "moe ep2", "moe ep2 bf16 delayed",
     )],
     "fp8-gather": [
+        "fsdp dp2 delayed tied", "dp4 hsdp delayed", "zero tp2 no-sp dp2 delayed smooth",
         "fsdp dp3 current", "zero current", "zero dp2 current tied", "zero dp2 delayed gpt2", "zero dp2 bf16 delayed",
         "zero tp2 dp2 current", "fsdp current", "fsdp dp2 current", "fsdp dp2 static", "fsdp dp2 delayed smooth",
         "fsdp dp2 current some-layers", "fsdp pp2 dp2 delayed", "fsdp dp2 delayed full", "tp2 dp4 hsdp current tied",
@@ -304,14 +306,13 @@ SLOW_BITS: dict[str, list[str]] = {
     ],
     "zb-h1": ["pp2 delayed smooth", "pp2 nvfp4"],
     "zb-v full": [f"4-layers tp2 pp2 3-samples no-clip {words}" for words in ("delayed", "wide seq256 blockwise")],
-    **{mode: ["tp2", "pp2 delayed", "mtp pp2 delayed", "tp2 current", "tp2 blockwise", "pp2 current", "pp2 blockwise"]
+    **{mode: ["tp2", "tp2 delayed dropout", "pp2 delayed", "mtp pp2 delayed",
+              "tp2 current", "tp2 blockwise", "pp2 current", "pp2 blockwise"]
        for mode in ("full", "norms", "activation", "offload", "offload-1 selective")},
 }  # fmt: skip
-QUICK_MODES = [
-    "tp2 no-sp delayed", "tp2 wide seq256 blockwise", "tp2 nvfp4", "pp2 delayed report", "cp2 current",
-    "pp2 zb-h1 delayed", "tp2 gpt2 delayed", "delayed qk-norm",
-]  # fmt: skip
+QUICK_MODES = ["tp2 no-sp delayed", "pp2 delayed report", "pp2 zb-h1 delayed", "delayed qk-norm"]
 SLOW_MODES = [
+    "tp2 wide seq256 blockwise", "tp2 nvfp4", "cp2 current", "tp2 gpt2 delayed", "tp2 delayed dropout", "moe tp2 ep2",
     "tp2 no-sp", "tp2 rowwise", "tp2 delayed smooth", "cp2", "pp2 zb-h1", "tp2 gpt2",
     "tp2 rowwise wgrad-bf16", "tp2 calibrated", "pp2 nvfp4", "cp2 delayed",
     "4-layers pp2 interleaved current", "tp2 gelu current", "tp2 parallel-block delayed",
@@ -319,7 +320,6 @@ SLOW_MODES = [
 ONE_RANK_MODES = ["full", "full-first", "norms", "activation", "attention", "selective", "offload", "offload full"]
 QUICK_BITS = [(option, words) for option, cases in BITS.items() for words in cases]
 QUICK_BITS += itertools.product(["selective"], QUICK_MODES)
-QUICK_BITS += itertools.product(["offload-1 selective"], ["tp2 gpt2 delayed"])
 MORE_BITS = [(option, words) for option, cases in SLOW_BITS.items() for words in cases]
 MORE_BITS += itertools.product(["selective", "offload-1 selective"], QUICK_MODES + SLOW_MODES)
 MORE_BITS += itertools.product([*ONE_RANK_MODES, "offload-1 selective"], ["", "delayed", "current", "blockwise"])
@@ -364,7 +364,7 @@ def losses(curve: Curve) -> list[float]:
 SUMS = {
     "zero": ["dp4", "cp2 dp2"],
     "fsdp": [
-        "dp2", "dp2 full", "dp3", "tp2 dp2", "pp2 dp2 tied",
+        "dp2", "dp2 full", "pp2 dp2 tied", "dp3", "tp2 dp2",
         "tied", "dp2 tied", "dp2 gpt2", "dp2 8-samples", "tp2 no-sp dp2 tied", "cp2 dp2", "pp2 dp2",
         "4-layers pp2 dp2 interleaved", "dp2 offload", "moe dp4 ep2", "deepseek tp2 dp2 ep4", "moe tp2 dp2",
     ],
@@ -376,7 +376,7 @@ SUMS = {
 SUMS_CASES = [(option, words) for option, cases in SUMS.items() for words in cases]
 
 
-@pytest.mark.parametrize(("option", "words"), slow_but(SUMS_CASES, *SUMS_CASES[:7]))
+@pytest.mark.parametrize(("option", "words"), slow_but(SUMS_CASES, SUMS_CASES[0], *SUMS_CASES[2:5]))
 def test_an_option_changes_only_the_order_of_sums(runs: Runs, option: str, words: str) -> None:
     expected, found = runs.of(words), runs.of(f"{words} {option}")
     for a, b in zip(found.curve, expected.curve, strict=True):
@@ -399,7 +399,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("words", slow_but(PIPELINES, *PIPELINES[:2]))
+@pytest.mark.parametrize("words", slow_but(PIPELINES, PIPELINES[0]))
 def test_schedules_and_one_rank_train_the_same(runs: Runs, words: str) -> None:
     """A micro-batch is computed alike under every schedule, and gradients are summed in the order of the micro-batches.
     So no bit depends on the schedule, nor on the number of stages, as long as no sum over the whole model enters

@@ -32,6 +32,7 @@ from megafp8.parallel_state import initialize_distributed, initialize_model_para
 from megafp8.training.inputs import open_inputs
 from megafp8.training.state import save_state
 from megafp8.training.trainer import Trainer
+from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.latest import load_latest
 from tests.training.runs import LAYOUTS, ONE_RANK, SMALL, Curve, curve
@@ -110,19 +111,19 @@ def largest_distance(found: Curve, expected: Curve) -> float:
         ("delayed", "tp2-sp", STEPS),
         ("current", "tp2-sp", STEPS),
         ("rowwise", "tp2-sp", 0),
-        ("rowwise-pow2", "tp2-sp", 2),
+        pytest.param("rowwise-pow2", "tp2-sp", 2, marks=pytest.mark.slow),
         ("blockwise", "tp2-sp", 2),
-        ("blockwise-gathered", "tp2-sp", 2),
+        pytest.param("blockwise-gathered", "tp2-sp", 2, marks=pytest.mark.slow),
         ("static", "tp2-sp", STEPS),
         ("static", "pp2", STEPS),
         ("mxfp8", "tp2-sp", STEPS),
-        ("nvfp4", "tp2-sp", 1),
+        pytest.param("nvfp4", "tp2-sp", 1, marks=pytest.mark.slow),
         ("nvfp4", "pp2", STEPS),
-        ("nvfp4-whole", "tp2-sp", STEPS),
+        pytest.param("nvfp4-whole", "tp2-sp", STEPS, marks=pytest.mark.slow),
         ("custom", "tp2-sp", 2),
         ("smooth", "tp2-sp", STEPS),
-        ("smooth-current", "tp2-sp", STEPS),
-        ("smooth-static", "tp2-sp", STEPS),
+        pytest.param("smooth-current", "tp2-sp", STEPS, marks=pytest.mark.slow),
+        pytest.param("smooth-static", "tp2-sp", STEPS, marks=pytest.mark.slow),
         ("smooth-static", "pp2", STEPS),
         ("kept-blocks", "pp2", STEPS),
     ],
@@ -219,7 +220,7 @@ def _histories(overrides: list[str], steps: int) -> list[tuple[float, dict[str, 
 PIPELINE = ["parallel.tensor=1", "parallel.pipeline=2", "training.micro_batch_size=1", "training.global_batch_size=8"]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "static", "nvfp4", "smooth"])
+@pytest.mark.parametrize("recipe", slow_but(["delayed", "static", "nvfp4", "smooth"], "delayed", "static"))
 def test_pipeline_with_recompute_and_eight_microbatches(runs: Runs, recipe: str) -> None:
     """The state advances once a step, and recompute changes nothing, to the bit."""
     steps, length = 3, 5

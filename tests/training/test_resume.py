@@ -137,9 +137,7 @@ def test_killed_and_resumed_is_bit_identical(
     assert killed.saved() == [10]
 
 
-@pytest.mark.parametrize(
-    ("processes", "number"), [(1, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("processes", "number"), slow_but([(1, signal.SIGTERM), (2, signal.SIGINT)]))
 def test_a_signal_saves_and_exits(
     world2: World, tmp_path: Path, quickstart_data: QuickstartData, processes: int, number: int
 ) -> None:

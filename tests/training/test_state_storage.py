@@ -138,7 +138,6 @@ def fp32(world2: World, quickstart_data: QuickstartData) -> Curve:
             (["optimizer.reduce_dtype=bf16"], 0.001),
             (["optimizer.reduce_dtype=fp8", "parallel.zero=1"], 0.001),
         ],
-        (["optimizer.reduce_dtype=fp8", "parallel.zero=1"], 0.001),
     ),
 )
 def test_the_loss_hardly_changes(
