@@ -166,7 +166,7 @@ def answers(port: str) -> bool:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lost", slow_but(["rank", "rank of the head", "node", "head"], "rank"))
+@pytest.mark.parametrize("lost", slow_but(["rank", "rank of the head", "node", "head"]))
 def test_two_nodes_recover_and_stop(launch: Launch, lost: str) -> None:
     """From kill -9 of a rank, and of a whole node that is then started again. SIGTERM to one node then ends both."""
     ranks, layout = (1, THREE) if lost == "rank" else (2, FOUR)  # the head has the rendezvous store

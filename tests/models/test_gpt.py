@@ -17,6 +17,7 @@ from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.models.recompute import BlockMemory
 from megafp8.parallel_state import initialize_model_parallel
+from tests.marks import slow_but
 from tests.models.twin import shares_of_the_step_before, twin_loss
 from tests.models.weights import gradients, randomize
 from tests.world import World
@@ -227,7 +228,7 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
     assert min(world4.run(_compare, MODELS[name], tp, sequence_parallel, ranks=tp)) > 10
 
 
-@pytest.mark.parametrize("recompute", ["first", "selective"])
+@pytest.mark.parametrize("recompute", slow_but(["first", "selective"], "selective"))
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize(
     "name", ["llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent"]
@@ -259,7 +260,7 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
     world4.run(_compare, MODELS[name], tp, True, recompute, False, 0.0, cp, 1, 1, True, prefix, ranks=tp * cp)
 
 
-@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize(("tp", "cp"), slow_but([(1, 2), (1, 4), (2, 2)], (1, 2), (2, 2)))
 @pytest.mark.parametrize(
     "name", ["llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom"]
 )

@@ -158,6 +158,7 @@ def test_a_signal_saves_and_exits(
     assert stopped.curve() == straight.curve()
 
 
+@pytest.mark.slow
 def test_one_job_at_a_time_and_a_damaged_checkpoint_is_set_aside(
     world2: World, tmp_path: Path, quickstart_data: QuickstartData
 ) -> None:
