@@ -130,7 +130,11 @@ class LongRopeConfig(Section):
 
     def divisors(self, length: int) -> list[float]:
         """Those of the frequencies in sequences of `length` tokens."""
-        return self.long_factor if length > self.original_max_position_embeddings else self.short_factor
+        return self.long_factor if self.is_long(length) else self.short_factor
+
+    def is_long(self, length: int) -> bool:
+        """Whether sequences of `length` tokens have `long_factor`."""
+        return length > self.original_max_position_embeddings
 
     @property
     def extended_length(self) -> int:

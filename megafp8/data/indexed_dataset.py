@@ -451,8 +451,8 @@ class IndexedDatasetWriter:
             if self._mask is not None:
                 self._mask._publish()
             else:
-                for path in all_paths(self.prefix)[3:]:
-                    path.unlink(missing_ok=True)
+                for path_of in (idx_path, bin_path):
+                    path_of(loss_mask_prefix(self.prefix)).unlink(missing_ok=True)
             os.replace(self._bin, bin_path(self.prefix))
         if self._sidecar.exists():
             os.replace(self._sidecar, sidecar_path(self.prefix))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 class _Layer(NamedTuple):
-    """`[pages + 1, page size, g, d]` and `[..., w]`; the last page is for what nobody reads."""
+    """`[pages + 1, page size, g, d]` and `[..., w]`; the last page is never read."""
 
     keys: Tensor
     values: Tensor

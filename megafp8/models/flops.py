@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megafp8.config import ModelConfig
+from megafp8.config import Config, ModelConfig
 from megafp8.config.activations import ACTIVATIONS
 
 #: Dense peak of H100 and H200 SXM by precision, in FLOP/s (NVIDIA's datasheets).
@@ -53,6 +53,12 @@ def flops_per_token(
     h_attn = config.num_attention_heads * (config.channels + config.value_channels) / 2
     of_attention = (6.0 if config.causal else 12.0) * len(config.layers) * seq_length * h_attn
     return (4.0 if frozen else 6.0) * matmul_parameters(config) + of_attention
+
+
+def training_flops_per_token(config: Config) -> float:
+    """`flops_per_token` of a run."""
+    seq_length = config.training.seq_length
+    return flops_per_token(config.model, seq_length, config.decoder_length, frozen=config.lora is not None)
 
 
 def _t5_flops(config: ModelConfig, s: int, d: int) -> float:

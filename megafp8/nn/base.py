@@ -36,7 +36,7 @@ from megafp8.fp8.weight import Fp8Weight, WeightFormat, attributes_of, convertin
 from megafp8.nn.arguments import require
 from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.fusion import LinearInput
-from megafp8.ops.linear import linear
+from megafp8.ops.linear import linear, with_bias
 from megafp8.ops.quantized_gather import LOCAL_COMM, TPComm
 from megafp8.plan import LinearSite
 
@@ -358,8 +358,7 @@ class RunningGemm(NamedTuple):
         """`x weightᵀ + bias`."""
         if self.qdq is not None:
             assert isinstance(x, Tensor)
-            y = self.qdq(x)
-            return y if bias is None else y + bias.to(y.dtype)
+            return with_bias(self.qdq(x), bias)
         return linear(x, self.weight, self.state, bias=bias, handoff=handoff, comm=self.comm)  # type: ignore[arg-type]
 
 

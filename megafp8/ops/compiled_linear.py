@@ -45,6 +45,7 @@ from megafp8.fp8.tensor import (
     ScaledTensor,
 )
 from megafp8.ops.fusion import as_matrix
+from megafp8.ops.linear import with_bias
 
 _GRANULARITIES = {granularity.name: granularity for granularity in (TENSOR, ROW, BLOCK_1X128, BLOCK_1X32, BLOCK_1X16)}
 
@@ -62,7 +63,7 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Stand
     key = layer.input_key.get(context.recipe_key, "") if saved_format != VALUES else ""
     x8 = _quantize(x.detach(), key, needs_dw) if key else []
     y = _forward(x, weight, layer.handle, x8, saved_format, training, needs_dx, needs_dw)[0]
-    return y if bias is None else y + bias.to(y.dtype)
+    return with_bias(y, bias)
 
 
 @torch.library.custom_op("megafp8::quantize_input", mutates_args=())

@@ -74,7 +74,7 @@ def linear(
             fused.tensor, weight, bias, state, fused.quantized, handoff, torch.is_grad_enabled()
         )
     y = _Fp8Linear.apply(fused.tensor, weight, state, fused, handoff, torch.is_grad_enabled(), comm)
-    return y if bias is None else y + bias.to(y.dtype)
+    return with_bias(y, bias)
 
 
 def high_precision_linear(
@@ -85,6 +85,11 @@ def high_precision_linear(
     if recompute is None and comm == LOCAL_COMM:
         return _LocalLinear.apply(values, weight, bias)
     y = _HighPrecisionLinear.apply(values, weight, recompute, comm)
+    return with_bias(y, bias)
+
+
+def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """`y + bias` in y's dtype."""
     return y if bias is None else y + bias.to(y.dtype)
 
 

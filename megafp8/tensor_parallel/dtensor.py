@@ -44,7 +44,7 @@ from megafp8.fp8.standalone import StandaloneLinear
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.fusion import LinearInput
-from megafp8.ops.linear import linear
+from megafp8.ops.linear import linear, with_bias
 from megafp8.ops.quantized_gather import TPComm
 from megafp8.tensor_parallel import mappings
 
@@ -133,7 +133,7 @@ class _Parallel(Fp8LinearModule):
                 y = fallback(x, weight.to(x.dtype))
             else:
                 y = self._linear(x, weight, state)
-        return y if bias is None else y + bias.to(y.dtype)
+        return with_bias(y, bias)
 
     def _linear(self, x: Tensor, weight: Any, state: LinearState) -> Tensor:
         return linear(x, weight, state, comm=self.comm)

@@ -20,7 +20,7 @@ from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.build import build_stage
 from megafp8.models.context import planning_context
-from megafp8.models.flops import flops_per_token, matmul_parameters
+from megafp8.models.flops import matmul_parameters, training_flops_per_token
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import rank_groups
 from megafp8.pipeline_parallel.actions import v_placement
@@ -134,7 +134,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         if key not in alike:
             alike[key] = _stage_size(config, span)
         sizes.append(alike[key])
-    flops = flops_per_token(config.model, t.seq_length, config.decoder_length, frozen=config.lora is not None)
+    flops = training_flops_per_token(config)
     lines = [
         yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip(),
         "",
@@ -217,7 +217,7 @@ def describe_longrope(config: Config) -> list[str]:
     if rope is None:
         return []
     original = rope.original_max_position_embeddings
-    used, compared = ("long", "above") if length > original else ("short", "up to")
+    used, compared = ("long", "above") if rope.is_long(length) else ("short", "up to")
     return [f"longrope: {used}_factor, as sequences of {length} tokens are {compared} the original {original}"]
 
 

@@ -21,7 +21,7 @@ from megafp8.data.sampler import batches as batch_stream
 from megafp8.data.samples import Batch
 from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
-from megafp8.models.flops import PEAK_FLOPS, flops_per_token
+from megafp8.models.flops import PEAK_FLOPS, training_flops_per_token
 from megafp8.ops import attention
 from megafp8.ops.attention_mask import AttentionMask
 from megafp8.ops.attention_scores import AttentionDropout
@@ -278,10 +278,7 @@ class Job:
         t, load = self.config.training, self.trainer.expert_load
         tokens = t.global_batch_size * t.seq_length
         per_gpu = tokens / seconds / self.parallel.world_size
-        of_token = flops_per_token(
-            self.config.model, t.seq_length, self.config.decoder_length, frozen=self.config.lora is not None
-        )
-        flops = per_gpu * of_token
+        flops = per_gpu * training_flops_per_token(self.config)
         peak = PEAK_FLOPS["fp8" if self.config.fp8.recipe != "none" else t.precision] if self._peak_is_known() else None
         start = time.perf_counter()
         evaluate = _is_at(t.eval_interval, self.step) or (t.eval_interval > 0 and self.step == t.last_step)

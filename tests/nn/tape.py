@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on a CPU, as strict as they are.
+"""Operators recorded and replayed on a CPU in place of CUDA graphs, as strict as they are.
 
 It records the operators that reach the dispatcher, and a replay runs these again on the same memory: whatever Python
 would decide again is decided once and for all, and so are addresses and host-side numbers.

@@ -115,8 +115,8 @@ def test_products_against_float64() -> None:
     with fp8.autocast():
         y = module(x)
     y.backward(dy)
-    codes = bytes_of(module.weight.fp8_data)
-    w = torch.tensor([decode(int(code), E4M3) for code in codes.ravel()], dtype=torch.float64).view(48, 32)
+    data = bytes_of(module.weight.fp8_data)
+    w = torch.tensor([decode(int(byte), E4M3) for byte in data.ravel()], dtype=torch.float64).view(48, 32)
     w = w * module.weight.scale_inv.double()
     torch.testing.assert_close(y, values(x, E4M3) @ w.t(), **TIGHT)
     torch.testing.assert_close(x.grad, values(dy, fp8.E5M2) @ w, **TIGHT)

@@ -41,7 +41,7 @@ VOCABULARY = 340
 
 
 def make_chats(count: int) -> list[list[dict[str, str]]]:
-    """Chats of one to three questions whose answers can be learned; of questions alone nobody can tell what follows."""
+    """Chats of one to three questions whose answers can be learned; questions alone do not say what follows."""
     rng = random.Random(0)
     chats = []
     for _ in range(count):

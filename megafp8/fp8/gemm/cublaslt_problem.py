@@ -56,9 +56,9 @@ def arranged(x: ScaledTensor) -> ScaledTensor:
     return x._replace(scale_inv=x.scale_inv.t().contiguous().t())
 
 
-def adds_bias(scalings: str, out_dtype: torch.dtype) -> bool:
-    """Whether products with these granularities, as "tensor·tensor", add a bias of the result's dtype."""
-    return scalings == f"{TENSOR.name}·{TENSOR.name}" and out_dtype in (torch.bfloat16, torch.float16)
+def adds_bias(a_scaling: str, b_scaling: str, out_dtype: torch.dtype) -> bool:
+    """Whether products with granularities of these names add a bias of the result's dtype."""
+    return a_scaling == b_scaling == TENSOR.name and out_dtype in (torch.bfloat16, torch.float16)
 
 
 class Problem(NamedTuple):
@@ -138,7 +138,10 @@ class Problem(NamedTuple):
                 (scalings in _SCALINGS, f"granularities must be one of {' '.join(_SCALINGS)}"),
                 (aligned, f"n and k must be multiples of {ALIGNMENT}; pad with zeros"),
                 (self.a_scaling != "1x128" or self.m % 4 == 0, "m must be a multiple of 4; pad with zeros"),
-                (not self.bias or adds_bias(scalings, self.out_dtype), "a bias needs per-tensor scales and 16 bits"),
+                (
+                    not self.bias or adds_bias(self.a_scaling, self.b_scaling, self.out_dtype),
+                    "a bias needs per-tensor scales and 16 bits",
+                ),
             ]
         for holds, rule in rules:
             if not holds:

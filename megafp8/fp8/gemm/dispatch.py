@@ -117,11 +117,10 @@ class Fp8Gemm:
 
     def _adds(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, bias: Tensor) -> bool:
         """Whether cuBLASLt adds this bias to this product."""
-        scalings = f"{a_mk.granularity.name}·{b_nk.granularity.name}"
         return (
             self._cublaslt is not None
             and _fits(a_mk, b_nk)
-            and adds_bias(scalings, out_dtype)
+            and adds_bias(a_mk.granularity.name, b_nk.granularity.name, out_dtype)
             and bias.dtype == out_dtype
             and bias.is_contiguous()
             and bias.data_ptr() % ALIGNMENT == 0
