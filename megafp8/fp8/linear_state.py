@@ -21,6 +21,7 @@ from megafp8.fp8.recipes.base import RecipeQuantizer
 from megafp8.fp8.smoothing import ChannelScales
 from megafp8.fp8.sources import Plain, ScaledColumns
 from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
+from megafp8.ops.packed_weight import PackedWeight
 from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, plan_linear
 
 
@@ -90,6 +91,7 @@ class LinearState:
         self.input_format: InputFormat | None = None
         self.shard_grad_quantizer: Quantizer | None = None
         self.high_precision = self.fast_accum = PerGemm(False, False, False)
+        self.packed_weight: PackedWeight | None = None
         self.transient_weight = False  # the weight exists only while the layer runs: no copies of it are kept either
         if precision is None:
             self._follow_plan()
@@ -220,6 +222,11 @@ class LinearState:
     def set_gathered_weight(self, weight: ScaledTensor) -> None:
         """Compute with `weight` `[n, k]`, gathered in FP8, from now on; the values are never read."""
         self._gathered_weight = weight
+
+    def set_packed_weight(self, weight: PackedWeight) -> None:
+        """Compute with `weight` in high precision, without gradients, from now on; the parameter is never read."""
+        assert not self.plan.fp8, "the operation before the layer would quantize its input"
+        self.packed_weight = weight
 
     @property
     def gathered_weight(self) -> ScaledTensor | None:

@@ -40,6 +40,7 @@ from megafp8.fp8.tensor import QuantizedTensor, ScaledTensor
 from megafp8.ops.autograd import once_differentiable
 from megafp8.ops.deferred_wgrad import Wgrad
 from megafp8.ops.fusion import LinearInput, Recompute, RecomputedInput, as_matrix, check_alignment
+from megafp8.ops.packed_weight import PackedWeight
 from megafp8.ops.quantized_gather import LOCAL_COMM, Rows, TPComm, gather_columns
 from megafp8.ops.wgrad import deliver, open_store, summed_in_place, wgrad_dtype, wgrad_now_or_later
 
@@ -61,6 +62,8 @@ def linear(
     first dim of y is not that of x, and the bias is added after the sum over ranks.
     """
     plan = state.plan
+    if state.packed_weight is not None:
+        return _packed_linear(x if isinstance(x, Tensor) else x.tensor, state.packed_weight, bias, comm)
     if plan.calibrating:
         assert isinstance(x, Tensor) or x.quantized is None
         return _calibrating_linear(x if isinstance(x, Tensor) else x.tensor, weight, state, bias, comm)
@@ -86,6 +89,21 @@ def high_precision_linear(
         return _LocalLinear.apply(values, weight, bias)
     y = _HighPrecisionLinear.apply(values, weight, recompute, comm)
     return with_bias(y, bias)
+
+
+def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, comm: TPComm) -> Tensor:
+    """With a weight in another form than the parameter's; there are no gradients."""
+    assert not torch.is_grad_enabled()
+    if comm == LOCAL_COMM:
+        return _shaped(weight.product(as_matrix(x), bias), x)
+    arriving = comm.input.gather([as_matrix(x)])
+
+    def compute(part: slice, out: Tensor | None) -> Tensor:
+        y_mn = weight.product(arriving.gathered[0][part])
+        return y_mn if out is None else out.copy_(y_mn)
+
+    y_mn = comm.output.sum(Product(arriving, weight.shape[0], x.dtype, compute)).wait()
+    return with_bias(_shaped(y_mn, x), bias)
 
 
 def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
