@@ -11,9 +11,10 @@ Shapes: n tokens of a step, s of a chunk, b sequences, t keys, a query heads, g 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from megafp8.inference.scheduler import Chunk
 from megafp8.ops.attention import attention
 from megafp8.ops.attention_mask import AttentionMask, causal_mask
 from megafp8.ops.attention_scores import PLAIN, Scores
+
+T = TypeVar("T")
 
 
 class _LongChunk(NamedTuple):
@@ -36,69 +39,114 @@ class _LongChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedStep:
-    """The tokens of a step on the device, the same for all layers. All tensors int64.
+    """The tokens of a step on the device, the same for all layers. int64 but for the table.
 
     `tokens_1n`, `positions_1n`: the last `padding` of them repeat the last token, so that no amax is that of another.
-    `slots_n`: where their keys are stored. `single_slots_tb`: of the keys of the first b tokens' sequences, filled up
+    `slots_n`: where their keys are stored. `table_bm`: int32, the pages of the first b tokens' sequences, filled up
     with others. `lengths_n`: the most tokens that each token's sequence may have. `rows_r`: the tokens after which the
-    model is to give the next. `keys`: as many as any sequence has, or
-    more.
+    model is to give the next. `keys`: as many as any sequence has, or more.
     """
 
     tokens_1n: Tensor
     positions_1n: Tensor
     slots_n: Tensor
-    single_slots_tb: Tensor
     lengths_n: Tensor
+    table_bm: Tensor
     long: tuple[_LongChunk, ...]
     rows_r: Tensor
     keys: int
-    padding: int
+    padding: int = 0
 
     @classmethod
     def pack(cls, batch: Sequence[Chunk], cache: PagedCache, device: torch.device, multiple: int = 1) -> PackedStep:
         """`batch`: chunks of one token first. `multiple`: the number of tokens is padded to one."""
-        size = cache.page_size
-        tokens = [token for chunk in batch for token in chunk.tokens]
-        positions = [chunk.start + i for chunk in batch for i in range(len(chunk.tokens))]
-        slots = [
-            chunk.pages[at // size] * size + at % size
-            for chunk in batch
-            for at in range(chunk.start, chunk.start + len(chunk.tokens))
-        ]
-        lengths = [chunk.sequence.max_length for chunk in batch for _ in chunk.tokens]
-        padding = -len(tokens) % multiple
-
-        def tensor(values: Sequence[object]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        singles = [chunk.pages for chunk in batch if len(chunk.tokens) == 1]
-        most = max(map(len, singles), default=0)
-        long, rows, at = [], [], 0
+        count = sum(len(chunk.tokens) for chunk in batch)
+        padding = -count % multiple
+        tokens_4n = torch.empty(4, count + padding, dtype=torch.int64)
+        long: list[_LongChunk] = []
+        rows, at = [], 0
         for chunk in batch:
             own = slice(at, at + len(chunk.tokens))
             at = own.stop
+            positions = torch.arange(chunk.start, chunk.start + len(chunk.tokens))
+            pages = torch.tensor(chunk.pages)
+            slots = pages[positions // cache.page_size] * cache.page_size + positions % cache.page_size
+            lengths = torch.full_like(positions, chunk.sequence.max_length)
+            tokens_4n[:, own] = torch.stack([torch.tensor(chunk.tokens), positions, slots, lengths])
             if chunk.last:
                 rows.append(own.stop - 1)
             if len(chunk.tokens) == 1:
-                assert own.start < len(singles), "a chunk of one token after longer ones"
+                assert not long, "a chunk of one token after longer ones"
             elif chunk.start == 0:
                 long.append(_LongChunk(own, None, None))
             else:
-                slots_t1, positions_1s = cache.slots(tensor([chunk.pages])), tensor([positions[own]])
-                long.append(_LongChunk(own, slots_t1, positions_1s))
-        longest = max(len(chunk.pages) for chunk in batch) * size
+                own_slots = cache.slots(pages.to(device)[None])
+                long.append(_LongChunk(own, own_slots, positions.to(device)[None]))
+        tokens_4n[:, count:] = tokens_4n[:, count - 1 : count]
+        tokens_4n[_SLOTS, count:] = cache.unread_slot
+        singles = [chunk.pages for chunk in batch if len(chunk.tokens) == 1]
+        table = torch.zeros(len(singles), max(map(len, singles), default=0), dtype=torch.int32)
+        for row, own_pages in zip(table, singles, strict=True):
+            row[: len(own_pages)] = torch.tensor(own_pages)
+        longest = max(len(chunk.pages) for chunk in batch) * cache.page_size
         return cls(
-            tensor([tokens + tokens[-1:] * padding]),
-            tensor([positions + positions[-1:] * padding]),
-            tensor(slots + [cache.unread_slot] * padding),
-            cache.slots(tensor([[*pages, *[0] * (most - len(pages))] for pages in singles]).view(len(singles), most)),
-            tensor(lengths + lengths[-1:] * padding),
+            *_by_kind(tokens_4n.to(device)),
+            table.to(device),
             tuple(long),
-            tensor(rows),
+            torch.tensor(rows, device=device),
             1 << (longest - 1).bit_length(),
             padding,
         )
+
+    @cached_property
+    def _derived(self) -> dict[Any, Any]:
+        return {}
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """`make()`, once for all layers."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
+
+
+_SLOTS = 2
+
+
+def _by_kind(tokens_4n: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens and positions `[1, n]`, slots and lengths `[n]`."""
+    return tokens_4n[:1], tokens_4n[1:2], tokens_4n[_SLOTS], tokens_4n[3]
+
+
+class DecodeInputs:
+    """A step of one token of each of n sequences, at fixed addresses, for a CUDA graph.
+
+    `most_pages`: of a sequence. `longest`: tokens of one. The device must be done with a step before the next one is
+    filled in.
+    """
+
+    def __init__(self, n: int, most_pages: int, longest: int, cache: PagedCache, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._page_size, self._unread_slot = cache.page_size, cache.unread_slot
+        self._host_4n = torch.zeros(4, n, dtype=torch.int64, pin_memory=pinned)
+        self._host_nm = torch.zeros(n, most_pages, dtype=torch.int32, pin_memory=pinned)
+        self._tokens_4n, self._table_nm = (torch.zeros_like(x, device=device) for x in (self._host_4n, self._host_nm))
+        keys = 1 << (longest - 1).bit_length()
+        self.step = PackedStep(
+            *_by_kind(self._tokens_4n), self._table_nm, (), torch.arange(n, device=device), keys
+        )  # fmt: skip
+
+    def fill(self, batch: Sequence[Chunk]) -> None:
+        """Chunks of one token, up to n of them; the last one is repeated."""
+        tokens, table, size = self._host_4n.numpy(), self._host_nm.numpy(), self._page_size
+        for i, chunk in enumerate(batch):
+            page, place = divmod(chunk.start, size)
+            tokens[:, i] = chunk.tokens[0], chunk.start, chunk.pages[page] * size + place, chunk.sequence.max_length
+            table[i, : len(chunk.pages)] = chunk.pages
+        tokens[:, len(batch) :] = tokens[:, len(batch) - 1 : len(batch)]
+        tokens[_SLOTS, len(batch) :] = self._unread_slot
+        table[len(batch) :] = table[len(batch) - 1]
+        self._tokens_4n.copy_(self._host_4n, non_blocking=True)
+        self._table_nm.copy_(self._host_nm, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -117,12 +165,18 @@ class PagedAttention:
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
     ) -> Tensor:
         """All `[n, 1, ...]`. `scores`: of sequences of `step.keys` tokens."""
-        step, b = self.step, self.step.single_slots_tb.shape[1]
-        self.cache.append(self.layer, k_sbgd[:, 0], v_sbgd[:, 0], step.slots_n)
+        step, cache, b = self.step, self.cache, len(self.step.table_bm)
+        cache.append(self.layer, k_sbgd[:, 0], v_sbgd[:, 0], step.slots_n)
         y_sbad = torch.empty_like(q_sbad)
-        if b:
-            k, v = self.cache.read(self.layer, step.single_slots_tb)
-            mask = AttentionMask(window=self.window, positions_bs=step.positions_1n[:, :b].transpose(0, 1))
+        if b and cache.in_place:
+            positions_b = step.positions_1n[0, :b]
+            y_bad = cache.attend(self.layer, q_sbad[:b, 0], step.table_bm, positions_b, self.window, sink_a, scores)
+            if b == len(q_sbad):
+                return y_bad.unsqueeze(1)
+            y_sbad[:b, 0] = y_bad
+        elif b:
+            k, v = cache.read(self.layer, step.once("slots", lambda: cache.slots(step.table_bm)))
+            mask = step.once(self.window, self._mask_of_singles)
             q = q_sbad[:b].transpose(0, 1)
             y_sbad[:b] = attention(q, k, v, mask, sink_a, _of_length(scores, len(k))).transpose(0, 1)
         for rows, slots_t1, positions_1s in step.long:
@@ -136,6 +190,10 @@ class PagedAttention:
         if step.padding:
             y_sbad[-step.padding :] = y_sbad[-step.padding - 1]
         return y_sbad
+
+    def _mask_of_singles(self) -> AttentionMask:
+        positions_b1 = self.step.positions_1n[:, : len(self.step.table_bm)].transpose(0, 1)
+        return AttentionMask(window=self.window, positions_bs=positions_b1)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -25,7 +25,10 @@ from megafp8.training.trainer import Trainer
 Prompt = str | Sequence[int]
 FinishReason = Literal["end", "stop", "length"]
 
+CacheDtype = Literal["fp8", "int8"]
+
 _CACHED_TOKENS = 65536
+_STORED: dict[CacheDtype, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class CacheOptions(NamedTuple):
@@ -33,13 +36,15 @@ class CacheOptions(NamedTuple):
 
     `page_size`: tokens of a page. `cache_tokens`: tokens in the cache, of all sequences together; None: eight of the
     longest sequences, but at most 65,536 tokens or one sequence. `max_batch_tokens`: tokens of prompts that are read in
-    one step. `max_sequences`: those that are continued at once.
+    one step. `max_sequences`: those that are continued at once. `dtype`: fp8 (E4M3) or int8 store keys and values in
+    half the memory, with a scale for each head of each token; None: as the model computes them.
     """
 
     page_size: int = 16
     cache_tokens: int | None = None
-    max_batch_tokens: int = 2048
+    max_batch_tokens: int = 8192
     max_sequences: int = 64
+    dtype: CacheDtype | None = None
 
 
 DEFAULT_CACHE = CacheOptions()
@@ -98,15 +103,17 @@ class Generator:
         end_tokens: Sequence[int] = (),
         max_length: int,
         cache: CacheOptions = DEFAULT_CACHE,
-        before: Callable[[], None] = lambda: None,
+        before: Callable[[], None] | None = None,
     ) -> None:
         config = model.config
         rows = config.max_position_embeddings
         if config.position_embedding == "learned" and rows is not None and max_length > rows:
             raise ValueError(f"max_length = {max_length}: the model has a table of {rows} positions; try {rows}")
         for name, value in cache._asdict().items():
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
+        if cache.dtype is not None and cache.dtype not in _STORED:
+            raise ValueError(f"dtype = {cache.dtype!r} of the cache: must be one of {', '.join(_STORED)}, or None")
         tokens = cache.cache_tokens
         if tokens is None:
             tokens = max(min(8 * max_length, _CACHED_TOKENS), max_length)
@@ -116,7 +123,14 @@ class Generator:
         self.start_tokens, self.end_tokens, self._before = list(start_tokens), frozenset(end_tokens), before
         self._allocator = PageAllocator(-(-tokens // cache.page_size), cache.page_size)
         self._running: dict[GrowingSequence, _Running] = {}
-        self._cached = CachedModel(model, self._allocator.num_pages, cache.page_size)
+        self._cached = CachedModel(
+            model,
+            self._allocator.num_pages,
+            cache.page_size,
+            longest=max_length,
+            stored=None if cache.dtype is None else _STORED[cache.dtype],
+            fixed=before is None,
+        )
         self._scheduler = Scheduler(
             self._allocator, max_batch_tokens=cache.max_batch_tokens, max_sequences=cache.max_sequences
         )
@@ -211,7 +225,8 @@ class Generator:
         pieces: deque[Piece] = deque()
         texts = self._start(prompts, options, pieces)
         try:
-            self._before()
+            if self._before is not None:
+                self._before()
             while True:
                 while pieces:
                     yield pieces.popleft()

@@ -67,7 +67,7 @@ def open_checkpoint(
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device = cuda: torch sees no CUDA device here; try cpu")
-    config = _config(source.model, layout, run.fp8 if run is not None and fp8 else Fp8Config(), cuda=cuda)
+    config = config_of(source.model, layout, run.fp8 if run is not None and fp8 else Fp8Config(), cuda=cuda)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = layout.tensor * layout.pipeline
     if ranks != world_size:
@@ -93,15 +93,27 @@ def open_checkpoint(
 
 def load_model(opened: Opened) -> Model:
     """Join the job, build this rank's stages, and read their weights. Collective."""
-    source, config, p = opened.source, opened.config, opened.config.parallel
+    source = opened.source
+    model = build_model(opened.config, opened.dtype, opened.left_out, opened.trained_length)
+    for stage in model.stages:
+        wanted = collect(stage.parameters(), lambda param: param.detach(), "model.")
+        load_weights(source, wanted | {f"model.{name}": Rectangles.whole(x) for name, x in stage.constants.items()})
+    _load_fp8(source, model.fp8.state_dict())
+    model.fp8.invalidate_weights()
+    return model
+
+
+def build_model(config: Config, dtype: torch.dtype, left_out: Sequence[str] = (), trained_length: int = 0) -> Model:
+    """Join the job and build this rank's stages, with weights that are not initialized. Collective."""
+    p = config.parallel
     device = initialize_distributed("cpu" if config.device == "cpu" else "cuda")
     parallel = initialize_model_parallel(p.tensor, p.pipeline, expert_model_parallel_size=p.expert, device=device)
     fp8 = build_fp8(config, parallel)
-    fp8.leave_out(opened.left_out)
+    fp8.leave_out(left_out)
     context = BuildContext(
         parallel.tensor.group,
         fp8,
-        opened.dtype,
+        dtype,
         device,
         p.sequence_parallel,
         expert=parallel.expert.group,
@@ -117,12 +129,7 @@ def load_model(opened: Opened) -> Model:
         for stage in placement.stages[parallel.pipeline.rank]
     ]
     fp8.materialize(device)
-    for stage in stages:
-        wanted = collect(stage.parameters(), lambda param: param.detach(), "model.")
-        load_weights(source, wanted | {f"model.{name}": Rectangles.whole(x) for name, x in stage.constants.items()})
-    _load_fp8(source, fp8.state_dict())
-    fp8.invalidate_weights()
-    return Model(config.model, stages, placement, parallel, fp8, opened.trained_length)
+    return Model(config.model, stages, placement, parallel, fp8, trained_length)
 
 
 def _config_of_run(source: Source) -> Config | None:
@@ -137,7 +144,7 @@ def _config_of_run(source: Source) -> Config | None:
         raise ValueError(f"{source.path} holds no config of a run that this version knows: {wrong}") from None
 
 
-def _config(model: ModelConfig, layout: Layout, fp8: Fp8Config, *, cuda: bool) -> Config:
+def config_of(model: ModelConfig, layout: Layout, fp8: Fp8Config, *, cuda: bool) -> Config:
     """A config of `model` in this layout; what is about training has no meaning."""
     moe = None if model.moe is None else model.moe.model_copy(update={"capacity_factor": None})
     changes = {"moe": moe, "mtp_num_layers": 0, "hidden_dropout": 0.0, "attention_dropout": 0.0}

@@ -19,6 +19,7 @@ from megafp8.config import ModelConfig
 from megafp8.distributed.collectives import all_gather, own_slice, recv_async, send_async
 from megafp8.fp8 import Fp8Manager
 from megafp8.inference.attention import PackedStep, PagedAttention
+from megafp8.inference.decode_graphs import DecodeGraphs
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
 from megafp8.models.gpt import GPTStage, LayerInputs
@@ -56,9 +57,22 @@ def check_decoder(config: ModelConfig) -> None:
 
 
 class CachedModel:
-    """`model` with a cache of `num_pages` pages, which the sequences of all steps share. Collective: on every rank."""
+    """`model` with a cache of `num_pages` pages, which the sequences of all steps share. Collective: on every rank.
 
-    def __init__(self, model: Model, num_pages: int, page_size: int) -> None:
+    `longest`: the most tokens of a sequence. `stored`: float8_e4m3fn or int8 to store keys and values so. `fixed`: the
+    model's weights do not change, so that decode steps may be replayed from CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        num_pages: int,
+        page_size: int,
+        *,
+        longest: int,
+        stored: torch.dtype | None = None,
+        fixed: bool = False,
+    ) -> None:
         check_decoder(model.config)
         self.model = model
         config, context = model.config, model.stages[0].context
@@ -72,11 +86,18 @@ class CachedModel:
             value_width=config.value_channels,
             dtype=context.dtype,
             device=context.device,
+            stored=stored,
         )
         self._ranks = context.tensor.size() if context.sequence_sharded else 1
         self._multiple = self._ranks
         if model.fp8.recipe is not None:
             self._multiple *= _FP8_ROWS if self._ranks == 1 else _FP8_SHARD
+        self._graphs: DecodeGraphs | None = None
+        experts_apart = config.moe is not None and context.tensor.size() > 1  # how many rows they have the host reads
+        if fixed and self.cache.in_place and not experts_apart:
+            self._graphs = DecodeGraphs(
+                self._run, self.cache, context.device, longest=longest, multiple=self._multiple
+            )  # fmt: skip
 
     @torch.no_grad()
     def step(self, batch: Sequence[Chunk]) -> Tensor | None:
@@ -86,7 +107,10 @@ class CachedModel:
         rank of the model.
         """
         model, pipeline = self.model, self.model.parallel.pipeline
-        step = PackedStep.pack(batch, self.cache, model.parallel.device, self._multiple)
+        if self._graphs is not None and all(len(chunk.tokens) == 1 for chunk in batch):
+            step, run = self._graphs.fill(batch), self._graphs.run
+        else:
+            step, run = PackedStep.pack(batch, self.cache, model.parallel.device, self._multiple), self._run
         x_sbh: Tensor | None = None
         with model.fp8.recording(False):
             for index, (home, chunk) in enumerate(model.placement.homes):
@@ -96,9 +120,9 @@ class CachedModel:
                 if index and (before := model.placement.homes[index - 1][0]) != home:
                     x_sbh = self._empty_stream(stage, step)
                     recv_async(x_sbh, pipeline.group, before).wait()
-                x_sbh = self._run(stage, x_sbh, step)
+                x_sbh = run(chunk, x_sbh, step)
                 if stage.head is not None:
-                    return x_sbh
+                    return None if x_sbh is None else x_sbh[: len(batch)]
                 if (after := model.placement.homes[index + 1][0]) != home:
                     assert x_sbh is not None
                     send_async(x_sbh.contiguous(), pipeline.group, after).wait()
@@ -109,9 +133,9 @@ class CachedModel:
         context = stage.context
         return torch.empty(rows, 1, self.model.config.hidden_size, dtype=context.dtype, device=context.device)
 
-    def _run(self, stage: GPTStage, x_sbh: Tensor | None, step: PackedStep) -> Tensor | None:
+    def _run(self, index: int, x_sbh: Tensor | None, step: PackedStep) -> Tensor | None:
         """The residual stream after a stage; of the last one logits, None if there is nothing to choose."""
-        config = self.model.config
+        config, stage = self.model.config, self.model.stages[index]
         if stage.embedding is not None:
             x_sbh = stage.embedding(step.tokens_1n, step.positions_1n)
         assert x_sbh is not None

@@ -1,7 +1,7 @@
 """Keys and values of past tokens, in pages (`megafp8.inference.pages`).
 
-Shapes: n tokens of a step, b sequences, p pages of each, t = p · page size slots, g key-value heads of this rank, d
-head width, w width of values.
+Shapes: n tokens of a step, b sequences, p or m pages of each, t = p · page size slots, a query heads and g key-value
+heads of this rank, d head width, w width of values.
 """
 
 from __future__ import annotations
@@ -13,19 +13,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megafp8.fp8.formats import E4M3
+from megafp8.ops.attention_scores import Scores
+
+_LARGEST = {torch.float8_e4m3fn: E4M3.max, torch.int8: 127.0}
+"""What the amax of a head of a token becomes in a quantized cache."""
+
 
 class _Layer(NamedTuple):
-    """`[pages + 1, page size, g, d]` and `[..., w]`; the last page is never read."""
+    """`[pages + 1, page size, g, d]` and `[..., w]`; the last page is never read.
+
+    `scales`: of keys and values in FP8 or int8, float32 `[pages + 1, page size, g]` each: what data is multiplied by.
+    """
 
     keys: Tensor
     values: Tensor
+    scales: tuple[Tensor, Tensor] | None
 
 
 class PagedCache:
     """The pages of some layers of a model, on this rank.
 
     `groups`: key-value heads of this rank. `width`, `value_width`: of keys and of values. Kernels want values as wide
-    as keys: narrower ones come and go padded with zeros, and are stored without.
+    as keys: narrower ones come and go padded with zeros, and are stored without. `dtype`: of keys and values. `stored`:
+    float8_e4m3fn or int8 to store them so, with a scale for each head of each token; None: as they are.
     """
 
     def __init__(
@@ -39,14 +50,24 @@ class PagedCache:
         value_width: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.num_pages, self.page_size, self.value_width = num_pages, page_size, value_width
+        self.dtype, self._largest = dtype, _LARGEST[stored] if stored is not None else None
+        self.in_place = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and width <= 256
+        """Whether kernels append to pages and attend to them where they are."""
         shape = (num_pages + 1, page_size, groups)
-        self._layers = {
+
+        def zeros(*of_head: int, dtype: torch.dtype) -> Tensor:
             # Zeros: slots behind the end of a sequence have the probability 0, and 0 · NaN would be NaN.
-            layer: _Layer(*(torch.zeros(*shape, d, dtype=dtype, device=device) for d in (width, value_width)))
-            for layer in layers
-        }
+            return torch.zeros(*shape, *of_head, dtype=dtype, device=device)
+
+        def layer() -> _Layer:
+            keys, values = (zeros(d, dtype=stored or dtype) for d in (width, value_width))
+            scales = None if stored is None else (zeros(dtype=torch.float32), zeros(dtype=torch.float32))
+            return _Layer(keys, values, scales)
+
+        self._layers = {index: layer() for index in layers}
 
     @property
     def unread_slot(self) -> int:
@@ -56,16 +77,45 @@ class PagedCache:
     def append(self, layer: int, k_ngd: Tensor, v_ngd: Tensor, slots_n: Tensor) -> None:
         """Store keys and values of tokens. `slots_n`: int64, page · page size + place in the page, of each."""
         own = self._layers[layer]
-        own.keys.flatten(0, 1).index_copy_(0, slots_n, k_ngd)
-        own.values.flatten(0, 1).index_copy_(0, slots_n, v_ngd[..., : self.value_width])
+        if self.in_place:
+            from megafp8.kernels import paged_attention  # needs Triton, which comes with torch's CUDA builds
+
+            paged_attention.append(k_ngd, v_ngd, slots_n, own.keys, own.values, own.scales)
+            return
+        for i, (stored, x_ngd) in enumerate(((own.keys, k_ngd), (own.values, v_ngd[..., : self.value_width]))):
+            data = x_ngd
+            if own.scales is not None:
+                assert self._largest is not None
+                amax_ng = x_ngd.float().abs().amax(-1)
+                scale_inv_ng = torch.where(amax_ng == 0, 1.0, amax_ng / self._largest)
+                own.scales[i].flatten(0, 1).index_copy_(0, slots_n, scale_inv_ng)
+                data = x_ngd.float() / scale_inv_ng.unsqueeze(-1)
+                data = data.round() if stored.dtype == torch.int8 else data
+                stored, data = stored.view(torch.int8), data.to(stored.dtype).view(torch.int8)  # FP8 has no index_copy_
+            stored.flatten(0, 1).index_copy_(0, slots_n, data)
+
+    def attend(
+        self, layer: int, q_nad: Tensor, table_nm: Tensor, positions_n: Tensor, window: int | None,
+        sink_a: Tensor | None, scores: Scores,
+    ) -> Tensor:  # fmt: skip
+        """Attention of one query of each sequence, where `in_place`: `kernels.paged_attention.attend`."""
+        from megafp8.kernels import paged_attention  # needs Triton, which comes with torch's CUDA builds
+
+        own = self._layers[layer]
+        return paged_attention.attend(
+            q_nad, own.keys, own.values, own.scales, table_nm, positions_n, window, sink_a, scores
+        )
 
     def slots(self, pages_bp: Tensor) -> Tensor:
-        """The slots of the pages of b sequences, int64 both, in the order of their tokens: `[t, b]`."""
+        """The slots of the pages of b sequences, int64, in the order of their tokens: `[t, b]`."""
         places = torch.arange(self.page_size, device=pages_bp.device)
-        return (pages_bp.unsqueeze(-1) * self.page_size + places).flatten(1).t().contiguous()
+        return (pages_bp.long().unsqueeze(-1) * self.page_size + places).flatten(1).t().contiguous()
 
     def read(self, layer: int, slots_tb: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[t, b, g, d]` in these slots."""
         own = self._layers[layer]
-        k, v = (x.flatten(0, 1)[slots_tb] for x in own)
+        k, v = (x.flatten(0, 1)[slots_tb] for x in (own.keys, own.values))
+        if own.scales is not None:
+            k_scales, v_scales = (x.flatten(0, 1)[slots_tb].unsqueeze(-1) for x in own.scales)
+            k, v = (k.float() * k_scales).to(self.dtype), (v.float() * v_scales).to(self.dtype)
         return k, v if v.shape == k.shape else F.pad(v, (0, k.shape[-1] - v.shape[-1]))

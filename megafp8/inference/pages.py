@@ -6,7 +6,7 @@ fragmented, and what a sequence has is as large as its tokens, to the page (Kwon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 
 
 class PageAllocator:
@@ -25,7 +25,7 @@ class PageAllocator:
         """How many pages hold so many tokens of a sequence."""
         return -(-tokens // self.page_size)
 
-    def extend(self, pages: list[int], tokens: int) -> bool:
+    def extend(self, pages: MutableSequence[int], tokens: int) -> bool:
         """Append to a sequence's `pages` what it needs for `tokens` in all. False, and nothing taken, if too few are
         free."""
         more = self.pages_for(tokens) - len(pages)

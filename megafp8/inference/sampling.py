@@ -178,13 +178,17 @@ def choose(shard: VocabShard, rows: Sequence[Row], num_tokens: int | None = None
     x_nv = _penalized(shard, rows)
     if num_tokens is not None:
         x_nv = shard.without(num_tokens, x_nv)
-    tokens_n = x_nv.new_zeros(len(rows), dtype=torch.int64)
     kinds = [_kind(row.options) for row in rows]
+    tokens_n = None
     for kind, choice in ((_GREEDY, _greedy), (_ALL, _of_all), (_SOME, _of_some)):
         own = [i for i, k in enumerate(kinds) if k == kind]
-        if own:
+        if len(own) == len(rows):
+            tokens_n = choice(shard, x_nv, rows)
+        elif own:
             index = torch.tensor(own, device=x_nv.device)
-            tokens_n[index] = choice(shard, x_nv[index], _Parameters.of([rows[i] for i in own], x_nv.device))
+            tokens_n = x_nv.new_zeros(len(rows), dtype=torch.int64) if tokens_n is None else tokens_n
+            tokens_n[index] = choice(shard, x_nv[index], [rows[i] for i in own])
+    assert tokens_n is not None
     lse_n1 = shard.logsumexp(shard.logits).unsqueeze(1)
     logprobs_n = (shard.at(shard.logits, tokens_n.unsqueeze(1)) - lse_n1).squeeze(1)
     top = min(max(row.options.logprobs for row in rows), shard.vocab_size)
@@ -213,21 +217,15 @@ class _Parameters(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Row], device: torch.device) -> _Parameters:
-        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
-
         options = [row.options for row in rows]
-        return cls(
-            column([x.temperature for x in options], torch.float32),
-            column([x.top_k or 2**62 for x in options], torch.int64),
-            column([x.top_p for x in options], torch.float64),
-            column([math.log(x.min_p) if x.min_p else -math.inf for x in options], torch.float32),
-            column([len(row.tokens) for row in rows], torch.int64),
-            (
-                column([row.stream[0] for row in rows], torch.int64),
-                column([row.stream[1] for row in rows], torch.int64),
-            ),
-        )
+        reals = [(x.temperature, x.top_p, math.log(x.min_p) if x.min_p else -math.inf) for x in options]
+        integers = [(x.options.top_k or 2**62, len(x.tokens), *x.stream) for x in rows]
+        # One copy to the device each, which costs the host more than the numbers do.
+        reals_n3 = torch.tensor(reals, dtype=torch.float64).to(device)
+        integers_n4 = torch.tensor(integers).to(device)
+        temperature, top_p, log_min_p = reals_n3.split(1, dim=1)
+        top_k, position, *stream = integers_n4.split(1, dim=1)
+        return cls(temperature.float(), top_k, top_p, log_min_p.float(), position, (stream[0], stream[1]))
 
 
 def _penalized(shard: VocabShard, rows: Sequence[Row]) -> Tensor:
@@ -242,23 +240,25 @@ def _penalized(shard: VocabShard, rows: Sequence[Row]) -> Tensor:
     return x_nv
 
 
-def _greedy(shard: VocabShard, x_nv: Tensor, by: _Parameters) -> Tensor:
+def _greedy(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row] = ()) -> Tensor:
     return _tokens(shard.gather(_keys(x_nv, shard.first).amax(1, keepdim=True)).flatten(1).amax(1))
 
 
-def _of_all(shard: VocabShard, x_nv: Tensor, by: _Parameters) -> Tensor:
+def _of_all(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:
     """A sample of all tokens, or those that min_p leaves."""
+    by = _Parameters.of(rows, x_nv.device)
     x_nv = x_nv / by.temperature
     top_n1 = shard.gather(x_nv.amax(1, keepdim=True)).amax(1)
     x_nv = x_nv.masked_fill(x_nv < top_n1 + by.log_min_p, -math.inf)
     groups = torch.arange(shard.first // 4, -(-(shard.first + shard.columns) // 4), device=x_nv.device)
     noise_ng4 = torch.stack(_noise(groups, by), dim=-1)
     noise_nv = noise_ng4.flatten(1)[:, shard.first % 4 :][:, : shard.columns]
-    return _greedy(shard, (x_nv + noise_nv).float(), by)
+    return _greedy(shard, (x_nv + noise_nv).float())
 
 
-def _of_some(shard: VocabShard, x_nv: Tensor, by: _Parameters) -> Tensor:
+def _of_some(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:
     """A sample of the tokens that top_k, top_p and min_p leave."""
+    by = _Parameters.of(rows, x_nv.device)
     x_nv = x_nv / by.temperature
     lse_n1 = shard.logsumexp(x_nv).unsqueeze(1).double()
     has_k = by.top_k < 2**62

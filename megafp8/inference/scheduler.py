@@ -11,8 +11,9 @@ with the same tokens, so nothing about batches is communicated.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ class GrowingSequence:
 
     tokens: list[int]
     max_length: int
-    pages: list[int] = field(default_factory=list)
+    pages: MutableSequence[int] = field(default_factory=lambda: array("i"))
     cached: int = 0
 
 
@@ -106,4 +107,4 @@ class Scheduler:
 
     def _forget(self, sequence: GrowingSequence) -> None:
         self.allocator.release(sequence.pages)
-        sequence.pages, sequence.cached = [], 0
+        sequence.pages, sequence.cached = array("i"), 0

@@ -120,7 +120,7 @@ def _positions(positions_bs, row, i, s, POSITIONS: tl.constexpr):
 
 
 @triton.jit
-def _score(x, i, j, bias_r, zero, r, inner, outer, SOFTCAP: tl.constexpr, BIAS: tl.constexpr):
+def score(x, i, j, bias_r, zero, r, inner, outer, SOFTCAP: tl.constexpr, BIAS: tl.constexpr):
     """Scores in base 2 from q·k, and the soft cap's tanh. `i`, `j`: positions as a column and a row, or the reverse."""
     tanh = x
     if SOFTCAP:
@@ -138,9 +138,9 @@ def _masked_scores(
     q, k, i, j, position, first, end, seen, bias_r, s, t, r, inner, outer,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, VISIBLE: tl.constexpr, PARTLY: tl.constexpr,
 ):  # fmt: skip
-    """`_score` of queries i and keys j, `[M, N]`, minus infinity where masked; `PARTLY`: ranges of keys bound some."""
+    """`score` of queries i and keys j, `[M, N]`, minus infinity where masked; `PARTLY`: ranges of keys bound some."""
     x = tl.dot(q, tl.trans(k))
-    x, tanh = _score(x, position[:, None], j[None, :], bias_r, r - t, r, inner, outer, SOFTCAP, BIAS)
+    x, tanh = score(x, position[:, None], j[None, :], bias_r, r - t, r, inner, outer, SOFTCAP, BIAS)
     if PARTLY:
         x = tl.where((j[None, :] >= first[:, None]) & (j[None, :] < end[:, None]), x, float("-inf"))
     if VISIBLE:
@@ -319,9 +319,7 @@ def dkv_kernel(
             q = _rows(q_head, i, s, b * a * D, D, WIDTH)
             x = tl.dot(k, tl.trans(q))
             position = _positions(positions_bs, sample * position_stride, i, s, POSITIONS)
-            x, tanh = _score(
-                x, position[None, :], j[:, None], bias_ar + head * r, r - t, r, inner, outer, SOFTCAP, BIAS
-            )
+            x, tanh = score(x, position[None, :], j[:, None], bias_ar + head * r, r - t, r, inner, outer, SOFTCAP, BIAS)
             first = tl.load(first_bs + sample * range_stride + i, mask=i < s, other=0)
             end = tl.load(end_bs + sample * range_stride + i, mask=i < s, other=0)
             see = (j[:, None] >= first[None, :]) & (j[:, None] < end[None, :])
@@ -386,7 +384,7 @@ def bias_kernel(
             j = n + m
             k = _rows(k_head, j, t, b * g * D, D, WIDTH)
             x = tl.dot(q, tl.trans(k))
-            x, _tanh = _score(
+            x, _tanh = score(
                 x, position[:, None], j[None, :], bias_ar + head * r, r - t, r, inner, outer, SOFTCAP, True
             )
             see = (j[None, :] >= first[:, None]) & (j[None, :] < end[:, None]) & (diagonal == base)[:, None]

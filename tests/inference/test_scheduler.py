@@ -44,7 +44,7 @@ def test_the_last_sequence_gives_way() -> None:
     assert step(own) == [(1, 0, 3, True), (2, 0, 3, True)]
     assert step(own) == [(1, 3, 1, True), (2, 3, 1, True)]
     assert step(own) == [(1, 4, 1, True)]
-    assert (list(own.waiting), two.pages, two.cached, len(two.tokens)) == ([two], [], 0, 5)
+    assert (list(own.waiting), list(two.pages), two.cached, len(two.tokens)) == ([two], [], 0, 5)
     own.remove(one)
     assert step(own) == [(2, 0, 5, True)]
 
