@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,18 +46,20 @@ def our_generate(model: ModelConfig, variant: str, cache: CacheOptions, longest:
     """A model with random weights, and the bytes of weights that a decode step reads."""
     recipe, *extras = variant.split("+")
     fp8 = Fp8Config() if recipe == "bf16" else Fp8Config(recipe=recipe)  # type: ignore[arg-type]
-    config = config_of(model, Layout(), fp8, cuda=torch.cuda.is_available())
-    built = build_model(config, torch.bfloat16)
+    built = build_model(config_of(model, Layout(), fp8, torch.bfloat16, cuda=torch.cuda.is_available()))
     for stage in built.stages:
         initialize_parameters(stage, seed=0)
+    for history in built.fp8.state_dict().values():
+        history.fill_(4.0)  # as after training: without amaxes, delayed scaling would look at each tensor first
     built.fp8.invalidate_weights()
     for extra in extras:
         if extra in CACHES:
             cache = cache._replace(**CACHES[extra])  # type: ignore[arg-type]
         elif extra != "eager":
             raise ValueError(f"--variants: +{extra} is none of +eager, +{', +'.join(CACHES)}")
-    before = (lambda: None) if "eager" in extras else None
-    generator = Generator(built, max_length=longest, cache=cache, before=before)
+    if "eager" in extras:
+        built = replace(built, why_eager="+eager")
+    generator = Generator(built, max_length=longest, cache=cache)
     (stage,) = built.stages
     assert stage.head is not None
     blocks = sum(p.numel() for p in stage.blocks.parameters())

@@ -59,6 +59,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument("--no-fp8", action="store_true", help="compute in high precision what was trained in FP8")
     model.add_argument("--max-length", type=int, help="tokens of prompt and text; default: those of the training")
     model.add_argument("--cache-tokens", type=int, help="tokens in the cache, of all texts that are generated at once")
+    model.add_argument("--cache-dtype", choices=("fp8", "int8"), help="keys and values in half the memory")
     arguments = parser.parse_args(argv)
     if arguments.prompt is not None and arguments.file is not None:
         parser.error("give a prompt or --file, not both")
@@ -162,7 +163,7 @@ def run(arguments: argparse.Namespace) -> None:
         dtype=DTYPES.get(arguments.dtype),
         fp8=not arguments.no_fp8,
         max_length=arguments.max_length,
-        cache=CacheOptions(cache_tokens=arguments.cache_tokens),
+        cache=CacheOptions(cache_tokens=arguments.cache_tokens, dtype=arguments.cache_dtype),
     )
     try:
         if generator.tokenizer is None:

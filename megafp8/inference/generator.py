@@ -103,7 +103,7 @@ class Generator:
         end_tokens: Sequence[int] = (),
         max_length: int,
         cache: CacheOptions = DEFAULT_CACHE,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         config = model.config
         rows = config.max_position_embeddings
@@ -129,7 +129,6 @@ class Generator:
             cache.page_size,
             longest=max_length,
             stored=None if cache.dtype is None else _STORED[cache.dtype],
-            fixed=before is None,
         )
         self._scheduler = Scheduler(
             self._allocator, max_batch_tokens=cache.max_batch_tokens, max_sequences=cache.max_sequences
@@ -185,7 +184,8 @@ class Generator:
 
         config = trainer.config
         length, placement = config.training.seq_length, trainer.plan.placement
-        model = Model(config.model, trainer.stages, placement, trainer.parallel, trainer.fp8, length)
+        why_eager = "copies of weights, which change, have other addresses after each step"
+        model = Model(config.model, trainer.stages, placement, trainer.parallel, trainer.fp8, length, why_eager)
         ends = [] if tokenizer is None else [tokenizer.eod_id]
         return cls(
             model,
@@ -225,8 +225,7 @@ class Generator:
         pieces: deque[Piece] = deque()
         texts = self._start(prompts, options, pieces)
         try:
-            if self._before is not None:
-                self._before()
+            self._before()
             while True:
                 while pieces:
                     yield pieces.popleft()

@@ -27,6 +27,7 @@ from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.planner.stages import stages_of
+from megafp8.training.cuda_graphs import why_not
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.trainer import DTYPES
 
@@ -47,7 +48,6 @@ class Opened(NamedTuple):
 
     source: Source
     config: Config
-    dtype: torch.dtype
     left_out: Sequence[str]
     tokenizer: Tokenizer | None
     start_tokens: Sequence[int]
@@ -67,7 +67,11 @@ def open_checkpoint(
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device = cuda: torch sees no CUDA device here; try cpu")
-    config = config_of(source.model, layout, run.fp8 if run is not None and fp8 else Fp8Config(), cuda=cuda)
+    if dtype is None:
+        stored = source.tensors["model.embedding.word.weight"].dtype
+        dtype = stored if run is None else DTYPES[run.training.precision]
+    of_fp8 = run.fp8 if run is not None and fp8 else Fp8Config()
+    config = config_of(source.model, layout, of_fp8, dtype, cuda=cuda)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = layout.tensor * layout.pipeline
     if ranks != world_size:
@@ -76,9 +80,6 @@ def open_checkpoint(
             f"{world_size}; start it with torchrun --nproc-per-node {ranks}"
         )
     check_layout(config, world_size, str(source.path))
-    if dtype is None:
-        stored = source.tensors["model.embedding.word.weight"].dtype
-        dtype = stored if run is None else DTYPES[run.training.precision]
     found = find_tokenizer(source)
     tokenizer: Tokenizer | None = None
     start, ends = list[int](), _end_tokens(source)
@@ -88,13 +89,13 @@ def open_checkpoint(
         ends.add(tokenizer.eod_id)
     left_out = source.about.get("fp8_left_out") or []
     trained_length = 0 if run is None else run.training.seq_length
-    return Opened(source, config, dtype, left_out, tokenizer, start, sorted(ends), trained_length)
+    return Opened(source, config, left_out, tokenizer, start, sorted(ends), trained_length)
 
 
 def load_model(opened: Opened) -> Model:
     """Join the job, build this rank's stages, and read their weights. Collective."""
     source = opened.source
-    model = build_model(opened.config, opened.dtype, opened.left_out, opened.trained_length)
+    model = build_model(opened.config, opened.left_out, opened.trained_length)
     for stage in model.stages:
         wanted = collect(stage.parameters(), lambda param: param.detach(), "model.")
         load_weights(source, wanted | {f"model.{name}": Rectangles.whole(x) for name, x in stage.constants.items()})
@@ -103,7 +104,7 @@ def load_model(opened: Opened) -> Model:
     return model
 
 
-def build_model(config: Config, dtype: torch.dtype, left_out: Sequence[str] = (), trained_length: int = 0) -> Model:
+def build_model(config: Config, left_out: Sequence[str] = (), trained_length: int = 0) -> Model:
     """Join the job and build this rank's stages, with weights that are not initialized. Collective."""
     p = config.parallel
     device = initialize_distributed("cpu" if config.device == "cpu" else "cuda")
@@ -113,7 +114,7 @@ def build_model(config: Config, dtype: torch.dtype, left_out: Sequence[str] = ()
     context = BuildContext(
         parallel.tensor.group,
         fp8,
-        dtype,
+        DTYPES[config.training.precision],
         device,
         p.sequence_parallel,
         expert=parallel.expert.group,
@@ -129,7 +130,14 @@ def build_model(config: Config, dtype: torch.dtype, left_out: Sequence[str] = ()
         for stage in placement.stages[parallel.pipeline.rank]
     ]
     fp8.materialize(device)
-    return Model(config.model, stages, placement, parallel, fp8, trained_length)
+    return Model(config.model, stages, placement, parallel, fp8, trained_length, _why_eager(config))
+
+
+def _why_eager(config: Config) -> str:
+    """Why decode steps are not replayed from CUDA graphs; empty where they are."""
+    if config.model.moe is not None and config.parallel.tensor > 1:
+        return "the host reads how many tokens the experts of each rank have"
+    return why_not(config, config.device)
 
 
 def _config_of_run(source: Source) -> Config | None:
@@ -144,13 +152,14 @@ def _config_of_run(source: Source) -> Config | None:
         raise ValueError(f"{source.path} holds no config of a run that this version knows: {wrong}") from None
 
 
-def config_of(model: ModelConfig, layout: Layout, fp8: Fp8Config, *, cuda: bool) -> Config:
-    """A config of `model` in this layout; what is about training has no meaning."""
+def config_of(model: ModelConfig, layout: Layout, fp8: Fp8Config, dtype: torch.dtype, *, cuda: bool) -> Config:
+    """A config of `model` in this layout and dtype; what is about training has no meaning."""
     moe = None if model.moe is None else model.moe.model_copy(update={"capacity_factor": None})
     changes = {"moe": moe, "mtp_num_layers": 0, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     if model.position_embedding != "learned":
         changes["max_position_embeddings"] = None  # a run's source has its sequence length there
     model = model.model_copy(update=changes)
+    precision = next(name for name, each in DTYPES.items() if each == dtype)
     sections = {
         "name": "generation",
         "device": "cuda" if cuda else "cpu",
@@ -161,7 +170,7 @@ def config_of(model: ModelConfig, layout: Layout, fp8: Fp8Config, *, cuda: bool)
             # A sequence has any number of tokens; experts need ranks to have tokens of their own.
             "sequence_parallel": moe is not None,
         },
-        "training": {"steps": 1, "seq_length": layout.tensor, "global_batch_size": 1},
+        "training": {"steps": 1, "seq_length": layout.tensor, "global_batch_size": 1, "precision": precision},
         "optimizer": {"learning_rate": 1.0},
         "data": {"train": ["none"]},
     }

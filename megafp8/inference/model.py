@@ -34,7 +34,8 @@ _FP8_ROWS, _FP8_SHARD = 16, 128
 class Model:
     """This rank's stages of a model, in the order of its chunks, and the layout they belong to.
 
-    `trained_length`: tokens of the sequences that a run trained it with; 0 where that is not known.
+    `trained_length`: tokens of the sequences that a run trained it with; 0 where that is not known. `why_eager`: why
+    decode steps are not replayed from CUDA graphs; empty where they are.
     """
 
     config: ModelConfig
@@ -43,6 +44,7 @@ class Model:
     parallel: ParallelState
     fp8: Fp8Manager
     trained_length: int = 0
+    why_eager: str = ""
 
     @property
     def last_rank(self) -> int:
@@ -59,8 +61,7 @@ def check_decoder(config: ModelConfig) -> None:
 class CachedModel:
     """`model` with a cache of `num_pages` pages, which the sequences of all steps share. Collective: on every rank.
 
-    `longest`: the most tokens of a sequence. `stored`: float8_e4m3fn or int8 to store keys and values so. `fixed`: the
-    model's weights do not change, so that decode steps may be replayed from CUDA graphs.
+    `longest`: the most tokens of a sequence. `stored`: float8_e4m3fn or int8 to store keys and values so.
     """
 
     def __init__(
@@ -71,7 +72,6 @@ class CachedModel:
         *,
         longest: int,
         stored: torch.dtype | None = None,
-        fixed: bool = False,
     ) -> None:
         check_decoder(model.config)
         self.model = model
@@ -93,11 +93,8 @@ class CachedModel:
         if model.fp8.recipe is not None:
             self._multiple *= _FP8_ROWS if self._ranks == 1 else _FP8_SHARD
         self._graphs: DecodeGraphs | None = None
-        experts_apart = config.moe is not None and context.tensor.size() > 1  # how many rows they have the host reads
-        if fixed and self.cache.in_place and not experts_apart:
-            self._graphs = DecodeGraphs(
-                self._run, self.cache, context.device, longest=longest, multiple=self._multiple
-            )  # fmt: skip
+        if self.cache.in_place and not model.why_eager:
+            self._graphs = DecodeGraphs(self._run, self.cache, context.device, longest=longest, multiple=self._multiple)
 
     @torch.no_grad()
     def step(self, batch: Sequence[Chunk]) -> Tensor | None:

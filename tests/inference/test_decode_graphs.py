@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,19 @@ def test_sizes(count: int, multiple: int, size: int) -> None:
 @pytest.mark.parametrize("stored", [None, "fp8"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equals_eager_steps(tmp_path: Path, name: str, stored: Any) -> None:
-    """In fp16, four texts, the number for which steps of both have the same shapes."""
+    """Of four texts, a number for which steps of both have the same shapes."""
     make_theirs(name).save_pretrained(tmp_path)
-    model = load_model(open_checkpoint(tmp_path, Layout(), device="cuda", dtype=torch.float16))
+    model = load_model(open_checkpoint(tmp_path, Layout(), device="cuda", dtype=torch.bfloat16))
     options = [
         SamplingOptions(max_tokens=9, ignore_end=True, temperature=temperature, seed=3, top_k=top_k)
         for temperature, top_k in ((0.0, 0), (1.0, 0), (0.8, 5), (0.0, 0))
     ]
     prompts = [tokens().flatten()[i : i + 5].tolist() for i in range(4)]
     found = []
-    for before in (None, lambda: None):
-        generator = Generator(model, max_length=16, cache=CacheOptions(dtype=stored), before=before)
+    for why_eager in ("", "for comparison"):
+        own = replace(model, why_eager=why_eager)
+        generator = Generator(own, max_length=16, cache=CacheOptions(dtype=stored))
         found += [[x.tokens for x in generator.generate(prompts, options)] for _ in range(2)]
-        assert (generator._cached._graphs is None) == (before is not None)
+        assert (generator._cached._graphs is None) == bool(why_eager)
     destroy_model_parallel()
     assert found[1:] == found[:-1]
