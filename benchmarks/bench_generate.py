@@ -42,7 +42,9 @@ Generate = Callable[[list[list[int]], int], Any]
 """Continues prompts by so many tokens."""
 
 
-def our_generate(model: ModelConfig, variant: str, cache: CacheOptions, longest: int) -> tuple[Generate, int]:
+def our_generate(
+    model: ModelConfig, variant: str, cache: CacheOptions, longest: int, options: SamplingOptions
+) -> tuple[Generate, int]:
     """A model with random weights, and the bytes of weights that a decode step reads."""
     recipe, *extras = variant.split("+")
     fp8 = Fp8Config() if recipe == "bf16" else Fp8Config(recipe=recipe)  # type: ignore[arg-type]
@@ -66,7 +68,7 @@ def our_generate(model: ModelConfig, variant: str, cache: CacheOptions, longest:
     size = 2 * stage.head.output.weight.numel() + blocks * (2 if recipe == "bf16" else 1)
 
     def generate(prompts: list[list[int]], tokens: int) -> None:
-        generator.generate(prompts, SamplingOptions(max_tokens=tokens, ignore_end=True))
+        generator.generate(prompts, replace(options, max_tokens=tokens))
 
     return generate, size
 
@@ -131,6 +133,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="decode steps that are timed; default: %(default)s")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of a long prompt; 0: none")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, the most probable token")
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--bandwidth", type=float, default=4.8, help="of the GPU's memory, TB/s; default: H200's")
     parser.add_argument("--profile", action="store_true", help="kernels of a decode step of the first batch size")
     arguments = parser.parse_args(argv)
@@ -144,7 +148,8 @@ def measure(arguments: argparse.Namespace, model: ModelConfig, variant: str, tab
     cache_tokens = max(longest, max(batches) * (arguments.prompt + FEW + arguments.tokens + 16))
     theirs = variant.startswith("transformers")
     cache = CacheOptions(cache_tokens=cache_tokens)
-    generate, size = their_generate(model, variant) if theirs else our_generate(model, variant, cache, longest)
+    options = SamplingOptions(temperature=arguments.temperature, top_p=arguments.top_p, seed=0, ignore_end=True)
+    generate, size = their_generate(model, variant) if theirs else our_generate(model, variant, cache, longest, options)
     own = torch.Generator().manual_seed(0)
 
     def prompts(batch: int, length: int) -> list[list[int]]:

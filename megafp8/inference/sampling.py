@@ -118,6 +118,7 @@ class VocabShard:
         self.group, self.columns = group, logits_nv.shape[1]
         self.first = rank(group) * self.columns
         self.vocab_size = vocab_size
+        self.by_kernel = logits_nv.is_cuda
         self.logits = self.without(vocab_size, logits_nv)
 
     def without(self, count: int, x_nv: Tensor) -> Tensor:
@@ -145,7 +146,8 @@ class VocabShard:
     def largest(self, x_nv: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Keys of candidates `[n, c]` in descending order, and how many of them are the largest of all, `[n]`: at
         least `count`, or all."""
-        keys_nv, own = _keys(x_nv, self.first), min(count, self.columns)
+        index = torch.arange(self.first, self.first + self.columns, device=x_nv.device)
+        keys_nv, own = _keys(x_nv, index), min(count, self.columns)
         keys_ntc = self.gather(keys_nv.topk(own, dim=1).values)
         keys_nc = keys_ntc.flatten(1).sort(dim=1, descending=True).values
         if own == self.columns:
@@ -153,11 +155,10 @@ class VocabShard:
         return keys_nc, (keys_nc >= keys_ntc[..., -1].amax(1, keepdim=True)).sum(1)
 
 
-def _keys(x_nv: Tensor, first: int) -> Tensor:
-    """int64 that order as values do, and among equal ones by the lower index. `first`: index of the first column."""
-    bits = (x_nv + 0.0).view(torch.int32)  # -0 becomes 0
+def _keys(x: Tensor, index: Tensor) -> Tensor:
+    """int64 that order as values do, and among equal ones by the lower index."""
+    bits = (x + 0.0).view(torch.int32)  # -0 becomes 0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    index = torch.arange(first, first + x_nv.shape[1], device=x_nv.device)
     return (ordered << 32) | (_MASK - index)
 
 
@@ -240,20 +241,41 @@ def _penalized(shard: VocabShard, rows: Sequence[Row]) -> Tensor:
     return x_nv
 
 
-def _greedy(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row] = ()) -> Tensor:
-    return _tokens(shard.gather(_keys(x_nv, shard.first).amax(1, keepdim=True)).flatten(1).amax(1))
+def _greedy(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:
+    top_n1, first_n1 = _first_of_largest(x_nv)
+    return _tokens(shard.gather(_keys(top_n1, shard.first + first_n1)).flatten(1).amax(1))
 
 
 def _of_all(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:
     """A sample of all tokens, or those that min_p leaves."""
     by = _Parameters.of(rows, x_nv.device)
+    top_n1 = shard.gather(x_nv.amax(1, keepdim=True) / by.temperature).amax(1)
+    value_nc, token_nc = _noisy_best(shard, x_nv, top_n1 + by.log_min_p, by)
+    return _tokens(shard.gather(_keys(value_nc, token_nc).amax(1, keepdim=True)).flatten(1).amax(1))
+
+
+def _noisy_best(shard: VocabShard, x_nv: Tensor, least_n1: Tensor, by: _Parameters) -> tuple[Tensor, Tensor]:
+    """The largest sum of logit / temperature and noise, of logits that are at least that, and its token.
+
+    `[n, c]`: of this rank's slice, or of each of c parts of it.
+    """
+    if shard.by_kernel:
+        from megafp8.kernels.sampling import noisy_best  # needs Triton, which comes with torch's CUDA builds
+
+        return noisy_best(x_nv, by.temperature, least_n1, by.position, by.stream, _KEY, shard.first)
     x_nv = x_nv / by.temperature
-    top_n1 = shard.gather(x_nv.amax(1, keepdim=True)).amax(1)
-    x_nv = x_nv.masked_fill(x_nv < top_n1 + by.log_min_p, -math.inf)
     groups = torch.arange(shard.first // 4, -(-(shard.first + shard.columns) // 4), device=x_nv.device)
     noise_ng4 = torch.stack(_noise(groups, by), dim=-1)
     noise_nv = noise_ng4.flatten(1)[:, shard.first % 4 :][:, : shard.columns]
-    return _greedy(shard, (x_nv + noise_nv).float())
+    best_n1, first_n1 = _first_of_largest((x_nv + noise_nv).float().masked_fill(x_nv < least_n1, -math.inf))
+    return best_n1, shard.first + first_n1
+
+
+def _first_of_largest(x_nv: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row, and its first column, `[n, 1]`."""
+    top_n1, count = x_nv.amax(1, keepdim=True), x_nv.shape[1]
+    columns = torch.arange(count, dtype=torch.int32, device=x_nv.device)
+    return top_n1, torch.where(x_nv == top_n1, columns, count).amin(1, keepdim=True).long()
 
 
 def _of_some(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:

@@ -1,0 +1,31 @@
+"""The largest of logits and noise by the kernel, against the same in PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megafp8.inference.sampling import Row, SamplingOptions, VocabShard, choose, stream_of
+
+
+@pytest.mark.parametrize("columns", [1, 999, 2500])
+@pytest.mark.parametrize("first", [0, 2, 5000])
+def test_equals_pytorch(columns: int, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter or on a GPU: the same tokens of a slice that begins anywhere, also of equal logits."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    x_nv = (4 * torch.randn(5, columns, device=device)).bfloat16().float()
+    options = [
+        SamplingOptions(temperature=temperature, min_p=min_p)
+        for temperature, min_p in ((1.0, 0.0), (0.3, 0.0), (2.0, 0.1), (1.0, 1.0), (1e-4, 0.0))
+    ]
+    rows = [Row(each, stream_of(i, [i], 0), [0] * (3 + i)) for i, each in enumerate(options)]
+    shard = VocabShard(x_nv, first + columns, None)
+    shard.first = first
+    shard.logits = x_nv
+    found = []
+    for by_kernel in (True, False):
+        monkeypatch.setattr(shard, "by_kernel", by_kernel)
+        found.append(choose(shard, rows).tokens.tolist())
+    assert found[0] == found[1]
+    assert all(first <= token < first + columns for token in found[0])
