@@ -57,7 +57,7 @@ def test_prompts_one_after_the_other(
     assert main([run, *SAMPLED]) == 0
     wrong, *texts = capsys.readouterr().out.split("\n", 1)
     assert "error: prompt 0 has 91 tokens, and max_length is 64" in wrong
-    assert main([run, "a", *SAMPLED]) == 0
+    assert main([run, *SAMPLED, "a"]) == 0  # the prompt after options
     assert capsys.readouterr().out == texts[0]
 
 

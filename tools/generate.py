@@ -60,7 +60,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument("--max-length", type=int, help="tokens of prompt and text; default: those of the training")
     model.add_argument("--cache-tokens", type=int, help="tokens in the cache, of all texts that are generated at once")
     model.add_argument("--cache-dtype", choices=("fp8", "int8"), help="keys and values in half the memory")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)  # the prompt may follow options
     if arguments.prompt is not None and arguments.file is not None:
         parser.error("give a prompt or --file, not both")
     return arguments

@@ -186,7 +186,7 @@ def choose(shard: VocabShard, rows: Sequence[Row], num_tokens: int | None = None
         if len(own) == len(rows):
             tokens_n = choice(shard, x_nv, rows)
         elif own:
-            index = torch.tensor(own, device=x_nv.device)
+            index = torch.tensor(own).to(x_nv.device, non_blocking=True)
             tokens_n = x_nv.new_zeros(len(rows), dtype=torch.int64) if tokens_n is None else tokens_n
             tokens_n[index] = choice(shard, x_nv[index], [rows[i] for i in own])
     assert tokens_n is not None
@@ -221,9 +221,9 @@ class _Parameters(NamedTuple):
         options = [row.options for row in rows]
         reals = [(x.temperature, x.top_p, math.log(x.min_p) if x.min_p else -math.inf) for x in options]
         integers = [(x.options.top_k or 2**62, len(x.tokens), *x.stream) for x in rows]
-        # One copy to the device each, which costs the host more than the numbers do.
-        reals_n3 = torch.tensor(reals, dtype=torch.float64).to(device)
-        integers_n4 = torch.tensor(integers).to(device)
+        # Not waiting for the device, which may be computing the logits.
+        reals_n3 = torch.tensor(reals, dtype=torch.float64).to(device, non_blocking=True)
+        integers_n4 = torch.tensor(integers).to(device, non_blocking=True)
         temperature, top_p, log_min_p = reals_n3.split(1, dim=1)
         top_k, position, *stream = integers_n4.split(1, dim=1)
         return cls(temperature.float(), top_k, top_p, log_min_p.float(), position, (stream[0], stream[1]))
@@ -284,7 +284,7 @@ def _of_some(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:
     x_nv = x_nv / by.temperature
     lse_n1 = shard.logsumexp(x_nv).unsqueeze(1).double()
     has_k = by.top_k < 2**62
-    count = max(_CANDIDATES, *by.top_k[has_k].tolist(), 1)
+    count = max(_CANDIDATES, *(row.options.top_k for row in rows))
     while True:
         keys_nc, known_n = shard.largest(x_nv, count)
         values_nc = _values(keys_nc).double()
