@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -134,7 +135,8 @@ class VocabShard:
 
     def logsumexp(self, x_nv: Tensor) -> Tensor:
         """`[n]`, over all slices."""
-        return self.gather(x_nv.logsumexp(1, keepdim=True)).flatten(1).logsumexp(1)
+        own_n = _kernels().log_sum_exp(x_nv) if self.by_kernel else x_nv.logsumexp(1)
+        return self.gather(own_n.unsqueeze(1)).flatten(1).logsumexp(1)
 
     def at(self, x_nv: Tensor, tokens_nc: Tensor) -> Tensor:
         """`x_nv` of these tokens, `[n, c]`."""
@@ -242,40 +244,44 @@ def _penalized(shard: VocabShard, rows: Sequence[Row]) -> Tensor:
 
 
 def _greedy(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:
-    top_n1, first_n1 = _first_of_largest(x_nv)
-    return _tokens(shard.gather(_keys(top_n1, shard.first + first_n1)).flatten(1).amax(1))
+    if shard.by_kernel:
+        return _of_candidates(shard, *_kernels().best(x_nv, shard.first))
+    return _of_candidates(shard, *_first_of_largest(shard, x_nv))
 
 
 def _of_all(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:
     """A sample of all tokens, or those that min_p leaves."""
     by = _Parameters.of(rows, x_nv.device)
     top_n1 = shard.gather(x_nv.amax(1, keepdim=True) / by.temperature).amax(1)
-    value_nc, token_nc = _noisy_best(shard, x_nv, top_n1 + by.log_min_p, by)
-    return _tokens(shard.gather(_keys(value_nc, token_nc).amax(1, keepdim=True)).flatten(1).amax(1))
-
-
-def _noisy_best(shard: VocabShard, x_nv: Tensor, least_n1: Tensor, by: _Parameters) -> tuple[Tensor, Tensor]:
-    """The largest sum of logit / temperature and noise, of logits that are at least that, and its token.
-
-    `[n, c]`: of this rank's slice, or of each of c parts of it.
-    """
+    least_n1 = top_n1 + by.log_min_p
     if shard.by_kernel:
-        from megafp8.kernels.sampling import noisy_best  # needs Triton, which comes with torch's CUDA builds
-
-        return noisy_best(x_nv, by.temperature, least_n1, by.position, by.stream, _KEY, shard.first)
+        noise = _kernels().Noise(by.temperature, least_n1, by.position, by.stream, _KEY)
+        return _of_candidates(shard, *_kernels().best(x_nv, shard.first, noise))
     x_nv = x_nv / by.temperature
     groups = torch.arange(shard.first // 4, -(-(shard.first + shard.columns) // 4), device=x_nv.device)
     noise_ng4 = torch.stack(_noise(groups, by), dim=-1)
     noise_nv = noise_ng4.flatten(1)[:, shard.first % 4 :][:, : shard.columns]
-    best_n1, first_n1 = _first_of_largest((x_nv + noise_nv).float().masked_fill(x_nv < least_n1, -math.inf))
-    return best_n1, shard.first + first_n1
+    noisy_nv = (x_nv + noise_nv).float().masked_fill(x_nv < least_n1, -math.inf)
+    return _of_candidates(shard, *_first_of_largest(shard, noisy_nv))
 
 
-def _first_of_largest(x_nv: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row, and its first column, `[n, 1]`."""
-    top_n1, count = x_nv.amax(1, keepdim=True), x_nv.shape[1]
-    columns = torch.arange(count, dtype=torch.int32, device=x_nv.device)
-    return top_n1, torch.where(x_nv == top_n1, columns, count).amin(1, keepdim=True).long()
+def _first_of_largest(shard: VocabShard, x_nv: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row, and its token, the lowest of equal ones, `[n, 1]`."""
+    top_n1 = x_nv.amax(1, keepdim=True)
+    columns = torch.arange(shard.columns, dtype=torch.int32, device=x_nv.device)
+    first_n1 = torch.where(x_nv == top_n1, columns, shard.columns).amin(1, keepdim=True)
+    return top_n1, shard.first + first_n1.long()
+
+
+def _of_candidates(shard: VocabShard, values_nc: Tensor, tokens_nc: Tensor) -> Tensor:
+    """The token of the largest value of all ranks."""
+    return _tokens(shard.gather(_keys(values_nc, tokens_nc).amax(1, keepdim=True)).flatten(1).amax(1))
+
+
+def _kernels() -> ModuleType:
+    from megafp8.kernels import sampling  # needs Triton, which comes with torch's CUDA builds
+
+    return sampling
 
 
 def _of_some(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:

@@ -1,11 +1,14 @@
-"""The largest of logits / temperature + Gumbel noise, in one pass over the logits.
+"""The largest logit, or the largest of logits / temperature + Gumbel noise, and the logits' log-sum-exp.
 
-Reference: the same in PyTorch in `megafp8.inference.sampling`, where Philox alone takes some eighty passes.
+Each is one pass over the logits, in blocks that fill a GPU with one sequence too. Reference: the same in PyTorch in
+`megafp8.inference.sampling`, where Philox alone takes some eighty passes.
 
 Shapes: n sequences, v this rank's slice of the vocabulary, b blocks of it.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -18,9 +21,9 @@ from megafp8.philox import Key
 _BLOCK = 1024
 
 
-def noisy_best_kernel(
+def best_kernel(
     x_nv, temperature_n, least_n, position_n, stream0_n, stream1_n, value_nb, token_nb, first, columns, key0, key1,
-    BLOCK: tl.constexpr,
+    NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of a block of tokens, which begins at a multiple of 4, as four have the words of one Philox."""
     block, row = tl.program_id(0), tl.program_id(1)
@@ -28,46 +31,76 @@ def noisy_best_kernel(
     token = begin + tl.arange(0, BLOCK)
     column = token - first
     inside = (column >= 0) & (column < columns)
-    x = tl.load(x_nv + row.to(tl.int64) * columns + column, mask=inside, other=float("-inf"))
-    x = tl.div_rn(x, tl.load(temperature_n + row))
-    group = (begin // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    zero = group * 0
-    w0, w1, w2, w3 = tl.philox_impl(
-        group, zero + tl.load(position_n + row).to(tl.uint32), zero + tl.load(stream0_n + row).to(tl.uint32),
-        zero + tl.load(stream1_n + row).to(tl.uint32), key0.to(tl.uint32, bitcast=True),
-        key1.to(tl.uint32, bitcast=True),
-    )  # fmt: skip
-    word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK)
-    noise = -tl.log(-tl.log((word.to(tl.float64) + 0.5) / 4294967296.0))
-    y = (x.to(tl.float64) + noise).to(tl.float32)
-    y = tl.where(inside & (x >= tl.load(least_n + row)), y, float("-inf"))
+    y = tl.load(x_nv + row.to(tl.int64) * columns + column, mask=inside, other=float("-inf"))
+    if NOISE:
+        x = tl.div_rn(y, tl.load(temperature_n + row))
+        group = (begin // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+        zero = group * 0
+        w0, w1, w2, w3 = tl.philox_impl(
+            group, zero + tl.load(position_n + row).to(tl.uint32), zero + tl.load(stream0_n + row).to(tl.uint32),
+            zero + tl.load(stream1_n + row).to(tl.uint32), key0.to(tl.uint32, bitcast=True),
+            key1.to(tl.uint32, bitcast=True),
+        )  # fmt: skip
+        word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK)
+        noise = -tl.log(-tl.log((word.to(tl.float64) + 0.5) / 4294967296.0))
+        y = (x.to(tl.float64) + noise).to(tl.float32)
+        y = tl.where(inside & (x >= tl.load(least_n + row)), y, float("-inf"))
     best = tl.max(y, axis=0)
     at = row * tl.num_programs(0) + block
     tl.store(value_nb + at, best)
     tl.store(token_nb + at, tl.min(tl.where(y == best, token, 2147483647), axis=0).to(tl.int64))
 
 
-_noisy_best = Kernel(noisy_best_kernel, do_not_specialize=["key0", "key1"])
+def log_sum_exp_kernel(x_nv, lse_nb, columns, BLOCK: tl.constexpr):
+    """Of a block of columns."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_nv + row.to(tl.int64) * columns + column, mask=column < columns, other=float("-inf"))
+    largest = tl.max(x, axis=0)
+    finite = tl.where(largest == float("-inf"), 0.0, largest)
+    lse = finite + tl.log(tl.sum(tl.exp(x - finite), axis=0))
+    tl.store(lse_nb + row * tl.num_programs(0) + block, lse)
 
 
-def noisy_best(
-    x_nv: Tensor, temperature_n: Tensor, least_n: Tensor, position_n: Tensor, stream: tuple[Tensor, Tensor], key: Key,
-    first: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Of each block of tokens the largest sum, float32, and its token, int64, the lowest of equal ones: `[n, b]`.
+_best = Kernel(best_kernel, do_not_specialize=["key0", "key1"])
+_log_sum_exp = Kernel(log_sum_exp_kernel)
 
-    `x_nv`: float32, of tokens from `first` on. `least_n`: tokens with less than this, divided by the temperature, are
-    left out. `position_n`, `stream`: int64, words of the counter of each sequence's noise.
+
+class Noise(NamedTuple):
+    """Of each sequence the temperature, float32, and the words of its noise's counter, int64; and the noise's key.
+
+    `least_n`: tokens with less than this, divided by the temperature, are left out.
     """
-    n, columns = x_nv.shape
+
+    temperature_n: Tensor
+    least_n: Tensor
+    position_n: Tensor
+    stream: tuple[Tensor, Tensor]
+    key: Key
+
+
+def best(x_nv: Tensor, first: int, noise: Noise | None = None) -> tuple[Tensor, Tensor]:
+    """Of each block of tokens the largest value, float32, and its token, int64, the lowest of equal ones: `[n, b]`.
+
+    `x_nv`: float32, of tokens from `first` on.
+    """
+    (n, columns), x_nv = x_nv.shape, x_nv.contiguous()
     blocks = ceil_div(first % 4 + columns, _BLOCK)
     value_nb = torch.empty(n, blocks, device=x_nv.device)
     token_nb = torch.empty(n, blocks, dtype=torch.int64, device=x_nv.device)
-    words = [word - (1 << 32) if word >= 1 << 31 else word for word in key]
-    bound = _noisy_best.bind(BLOCK=_BLOCK, num_warps=4)
-    bound.launch(
-        (blocks, n),
-        [x.contiguous() for x in (x_nv, temperature_n, least_n, position_n, *stream, value_nb, token_nb)],
-        (first, columns, *words),
-    )  # fmt: skip
+    given, words = [x_nv] * 5, [0, 0]  # not read
+    if noise is not None:
+        given = [x.contiguous() for x in (noise.temperature_n, noise.least_n, noise.position_n, *noise.stream)]
+        words = [word - (1 << 32) if word >= 1 << 31 else word for word in noise.key]
+    bound = _best.bind(NOISE=noise is not None, BLOCK=_BLOCK, num_warps=4)
+    bound.launch((blocks, n), (x_nv, *given, value_nb, token_nb), (first, columns, *words))
     return value_nb, token_nb
+
+
+def log_sum_exp(x_nv: Tensor) -> Tensor:
+    """Of each row, from float32 `[n, v]`: `[n]`."""
+    (n, columns), x_nv = x_nv.shape, x_nv.contiguous()
+    blocks = ceil_div(columns, _BLOCK)
+    lse_nb = torch.empty(n, blocks, device=x_nv.device)
+    _log_sum_exp.bind(BLOCK=_BLOCK, num_warps=4).launch((blocks, n), (x_nv, lse_nb), (columns,))
+    return lse_nb.logsumexp(1)
