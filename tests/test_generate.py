@@ -74,3 +74,10 @@ def test_errors(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_quantized_weights(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([run, "a", "--weights", "int8", *SAMPLED]) == 0
+    assert capsys.readouterr().out.strip()
+    assert main([run, "a", "--weights", "int4", *SAMPLED]) == 2
+    assert "weights = int4: layers.0.attention.qkv has" in capsys.readouterr().err

@@ -25,6 +25,7 @@ import torch
 from megafp8.distributed.collectives import broadcast_object
 from megafp8.inference import Completion, Generator, SamplingOptions
 from megafp8.inference.generator import CacheOptions
+from megafp8.ops.quantized_weight import WEIGHT_FORMATS
 from megafp8.parallel_state import destroy_model_parallel
 from tools.common import new_parser, run_tool
 
@@ -57,6 +58,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     model.add_argument("--dtype", choices=list(DTYPES), help="default: that of the checkpoint")
     model.add_argument("--no-fp8", action="store_true", help="compute in high precision what was trained in FP8")
+    model.add_argument("--weights", choices=list(WEIGHT_FORMATS), help="quantize the weights of linear layers")
     model.add_argument("--max-length", type=int, help="tokens of prompt and text; default: those of the training")
     model.add_argument("--cache-tokens", type=int, help="tokens in the cache, of all texts that are generated at once")
     model.add_argument("--cache-dtype", choices=("fp8", "int8"), help="keys and values in half the memory")
@@ -162,6 +164,7 @@ def run(arguments: argparse.Namespace) -> None:
         device=arguments.device,
         dtype=DTYPES.get(arguments.dtype),
         fp8=not arguments.no_fp8,
+        weights=arguments.weights,
         max_length=arguments.max_length,
         cache=CacheOptions(cache_tokens=arguments.cache_tokens, dtype=arguments.cache_dtype),
     )

@@ -20,6 +20,7 @@ from megafp8.inference.pages import PageAllocator
 from megafp8.inference.sampling import GREEDY, Row, SamplingOptions, VocabShard, choose, stream_of
 from megafp8.inference.scheduler import GrowingSequence, Scheduler
 from megafp8.inference.text import TextStream
+from megafp8.ops.quantized_weight import WeightFormatName
 from megafp8.training.trainer import Trainer
 
 Prompt = str | Sequence[int]
@@ -145,6 +146,7 @@ class Generator:
         device: Device = "auto",
         dtype: torch.dtype | None = None,
         fp8: bool = True,
+        weights: WeightFormatName | None = None,
         max_length: int | None = None,
         cache: CacheOptions = DEFAULT_CACHE,
     ) -> Generator:
@@ -152,11 +154,14 @@ class Generator:
         that tools/convert_checkpoint.py reads, in the layout tensor × pipeline. Collective.
 
         `expert`: the ranks of a stage over which experts are divided. `dtype`: None: that of the checkpoint. `fp8`: use
-        FP8 where the model was trained in it. `max_length`: None: the positions that the model was trained with. A
-        text prompt begins after what a document of the run begins after, or what the tokenizer's files say. Raises
-        ValueError, before ranks wait for each other, where the checkpoint does not fit.
+        FP8 where the model was trained in it. `weights`: quantize the weights of linear layers to this format, and
+        compute in `dtype`, also where the model was trained in FP8. `max_length`: None: the positions that the model
+        was trained with. A text prompt begins after what a document of the run begins after, or what the tokenizer's
+        files say. Raises ValueError, before ranks wait for each other, where the checkpoint does not fit.
         """
-        opened = open_checkpoint(path, Layout(tensor, pipeline, expert), device=device, dtype=dtype, fp8=fp8)
+        opened = open_checkpoint(
+            path, Layout(tensor, pipeline, expert), device=device, dtype=dtype, fp8=fp8, weights=weights
+        )
         max_length = max_length or opened.source.model.max_position_embeddings
         if max_length is None:
             raise ValueError(f"{path} does not say how long a text may be; give max_length, for example 2048")

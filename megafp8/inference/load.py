@@ -23,8 +23,10 @@ from megafp8.conversion.load import load_weights
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
 from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.inference.model import Model, check_decoder
+from megafp8.inference.quantized_weights import check_stages, quantize_stages, weight_format
 from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext
+from megafp8.ops.quantized_weight import WeightFormat
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.planner.stages import stages_of
 from megafp8.training.cuda_graphs import why_not
@@ -44,7 +46,7 @@ class Layout(NamedTuple):
 
 class Opened(NamedTuple):
     """What `open_checkpoint` found. `config`: of this model in this layout. `left_out`: layers that are not FP8.
-    `trained_length`: as in `Model`."""
+    `trained_length`: as in `Model`. `weights`: the format that weights are quantized to."""
 
     source: Source
     config: Config
@@ -53,16 +55,24 @@ class Opened(NamedTuple):
     start_tokens: Sequence[int]
     end_tokens: Sequence[int]
     trained_length: int
+    weights: WeightFormat | None = None
 
 
 def open_checkpoint(
-    path: str | Path, layout: Layout, *, device: Device = "auto", dtype: torch.dtype | None = None, fp8: bool = True
+    path: str | Path,
+    layout: Layout,
+    *,
+    device: Device = "auto",
+    dtype: torch.dtype | None = None,
+    fp8: bool = True,
+    weights: str | None = None,
 ) -> Opened:
     """Read what describes the checkpoint, and check that it fits. Raises ValueError; needs no process group."""
     source = open_source(path)
     if isinstance(source, HfSource):  # its vocabulary is not padded, so it fits any number of ranks
         source = HfSource(path, math.lcm(128, layout.tensor))
     check_decoder(source.model)
+    form = None if weights is None else weight_format(weights, experts=source.model.moe is not None)
     run = _config_of_run(source)
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if device == "cuda" and not torch.cuda.is_available():
@@ -70,7 +80,7 @@ def open_checkpoint(
     if dtype is None:
         stored = source.tensors["model.embedding.word.weight"].dtype
         dtype = stored if run is None else DTYPES[run.training.precision]
-    of_fp8 = run.fp8 if run is not None and fp8 else Fp8Config()
+    of_fp8 = run.fp8 if run is not None and fp8 and form is None else Fp8Config()
     config = config_of(source.model, layout, of_fp8, dtype, cuda=cuda)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = layout.tensor * layout.pipeline
@@ -89,18 +99,22 @@ def open_checkpoint(
         ends.add(tokenizer.eod_id)
     left_out = source.about.get("fp8_left_out") or []
     trained_length = 0 if run is None else run.training.seq_length
-    return Opened(source, config, left_out, tokenizer, start, sorted(ends), trained_length)
+    return Opened(source, config, left_out, tokenizer, start, sorted(ends), trained_length, form)
 
 
 def load_model(opened: Opened) -> Model:
     """Join the job, build this rank's stages, and read their weights. Collective."""
     source = opened.source
     model = build_model(opened.config, opened.left_out, opened.trained_length)
+    if opened.weights is not None:
+        check_stages(model.stages, opened.weights, model.parallel.world.group)
     for stage in model.stages:
         wanted = collect(stage.parameters(), lambda param: param.detach(), "model.")
         load_weights(source, wanted | {f"model.{name}": Rectangles.whole(x) for name, x in stage.constants.items()})
     _load_fp8(source, model.fp8.state_dict())
     model.fp8.invalidate_weights()
+    if opened.weights is not None:
+        quantize_stages(model.stages, opened.weights)
     return model
 
 

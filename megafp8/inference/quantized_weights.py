@@ -1,0 +1,78 @@
+"""A model whose linear layers compute with quantized weights.
+
+All linear layers of blocks are quantized, and the output layer. Embeddings, norms, biases, routers and the latents of
+latent attention are not: they are few, or looked up. The output layer is in int8 whatever the format: what it gets
+wrong is wrong in the logits themselves (E4M3 there alone raises SmolLM2-135M's perplexity by 3 %).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megafp8.distributed.collectives import all_gather_objects, size
+from megafp8.models.gpt import GPTStage
+from megafp8.ops.quantized_weight import (
+    WEIGHT_FORMATS,
+    WeightFormat,
+    check_columns,
+    quantize_weight,
+)
+from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+Linear = ColumnParallelLinear | RowParallelLinear
+
+
+def weight_format(name: str, *, experts: bool) -> WeightFormat:
+    """The format of this name for a model with or without `experts`. Raises ValueError."""
+    form = WEIGHT_FORMATS.get(name)  # type: ignore[call-overload]
+    if form is None:
+        raise ValueError(f"weights = {name}: must be one of {', '.join(WEIGHT_FORMATS)}")
+    if experts:
+        raise ValueError(
+            f"weights = {name}: the model has experts, whose weights are not quantized; leave it out to generate in "
+            "the checkpoint's precision"
+        )
+    return form
+
+
+def check_stages(stages: Sequence[GPTStage], form: WeightFormat, world: ProcessGroup | None) -> None:
+    """ValueError on all ranks of `world` where a layer of one of them does not have whole groups. Collective."""
+    error = ""
+    try:
+        for stage in stages:
+            for layer, own in _layers(stage, form):
+                ranks = size(_sharing(layer))
+                check_columns(layer.state.site.name, layer.weight.shape[1] * ranks, ranks, own)
+    except ValueError as found:
+        error = str(found)
+    for message in all_gather_objects(error, world):
+        if message:
+            raise ValueError(message)
+
+
+@torch.no_grad()
+def quantize_stages(stages: Sequence[GPTStage], form: WeightFormat) -> None:
+    """Quantize one layer after the other, and free its parameter unless an embedding reads it. Collective."""
+    for stage in stages:
+        looked_up = None if stage.embedding is None else stage.embedding.word.weight
+        for layer, own in _layers(stage, form):
+            weight = layer.weight
+            layer.state.set_packed_weight(quantize_weight(weight.detach(), own, _sharing(layer)))
+            if weight is not looked_up:
+                weight.data = weight.data.new_empty(0)
+
+
+def _layers(stage: GPTStage, form: WeightFormat) -> Iterator[tuple[Linear, WeightFormat]]:
+    """The linear layers of a stage, and the format of each."""
+    output = None if stage.head is None else stage.head.output
+    for module in stage.modules():
+        if isinstance(module, Linear):
+            yield module, WEIGHT_FORMATS["int8"] if module is output else form
+
+
+def _sharing(layer: Linear) -> ProcessGroup | None:
+    """The ranks that have other columns of the same rows."""
+    return layer.group if isinstance(layer, RowParallelLinear) else None
