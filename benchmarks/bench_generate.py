@@ -4,8 +4,9 @@
     python -m benchmarks.bench_generate --variants bf16,delayed,bf16+fp8-cache --batches 1,64 --prompt 2048
     python -m benchmarks.bench_generate --config configs/gemma2-9b.yaml --set model.num_layers=4 --profile
 
-A variant is bf16 or an FP8 recipe, with +fp8-cache or +int8-cache and +eager (no CUDA graphs). `transformers` is its
-`generate` in bf16 with its default cache, `transformers-static` with the static cache, for which it compiles the model.
+A variant is bf16 or an FP8 recipe, with +int8, +int4, +fp8 (quantized weights; the recipe is then bf16), +fp8-cache or
++int8-cache, and +eager (no CUDA graphs). `transformers` is its `generate` in bf16 with its default cache,
+`transformers-static` with the static cache, for which it compiles the model.
 
 A decode step is what a call with more tokens takes longer than one with few, divided by the tokens: everything that
 `generate` does is in it. "of bound": the time in which --bandwidth reads the weights of blocks and output layer and the
@@ -31,8 +32,10 @@ from benchmarks.profiling import Kernel, by_name, record
 from megafp8.config import ModelConfig, load_config
 from megafp8.config.schema import Fp8Config
 from megafp8.inference.generator import CacheOptions, Generator
-from megafp8.inference.load import Layout, build_model, config_of
+from megafp8.inference.load import Layout, build_model, config_of, pack_weights
+from megafp8.inference.quantized_weights import quantize_stages
 from megafp8.inference.sampling import SamplingOptions
+from megafp8.ops.quantized_weight import WEIGHT_FORMATS
 from megafp8.parallel_state import destroy_model_parallel
 from megafp8.tensor_parallel.random import initialize_parameters
 
@@ -47,25 +50,27 @@ def our_generate(
 ) -> tuple[Generate, int]:
     """A model with random weights, and the bytes of weights that a decode step reads."""
     recipe, *extras = variant.split("+")
+    for extra in extras:
+        if extra not in (*CACHES, *WEIGHT_FORMATS, "eager"):
+            raise ValueError(f"--variants: +{extra} is none of +eager, +{', +'.join((*CACHES, *WEIGHT_FORMATS))}")
+        cache = cache._replace(**CACHES.get(extra, {}))  # type: ignore[arg-type]
     fp8 = Fp8Config() if recipe == "bf16" else Fp8Config(recipe=recipe)  # type: ignore[arg-type]
     built = build_model(config_of(model, Layout(), fp8, torch.bfloat16, cuda=torch.cuda.is_available()))
-    for stage in built.stages:
-        initialize_parameters(stage, seed=0)
+    (stage,) = built.stages
+    initialize_parameters(stage, seed=0)
+    assert stage.head is not None
+    output, blocks = stage.head.output.weight.numel(), sum(p.numel() for p in stage.blocks.parameters())
+    size = 2 * output + blocks * (2 if recipe == "bf16" else 1)
     for history in built.fp8.state_dict().values():
         history.fill_(4.0)  # as after training: without amaxes, delayed scaling would look at each tensor first
     built.fp8.invalidate_weights()
-    for extra in extras:
-        if extra in CACHES:
-            cache = cache._replace(**CACHES[extra])  # type: ignore[arg-type]
-        elif extra != "eager":
-            raise ValueError(f"--variants: +{extra} is none of +eager, +{', +'.join(CACHES)}")
+    for form in (WEIGHT_FORMATS[extra] for extra in extras if extra in WEIGHT_FORMATS):  # type: ignore[index]
+        quantize_stages(built.stages, form)
+        size = output + (blocks // 2 if form.kind == "int4" else blocks)
+    pack_weights(built)
     if "eager" in extras:
         built = replace(built, why_eager="+eager")
     generator = Generator(built, max_length=longest, cache=cache)
-    (stage,) = built.stages
-    assert stage.head is not None
-    blocks = sum(p.numel() for p in stage.blocks.parameters())
-    size = 2 * stage.head.output.weight.numel() + blocks * (2 if recipe == "bf16" else 1)
 
     def generate(prompts: list[list[int]], tokens: int) -> None:
         generator.generate(prompts, replace(options, max_tokens=tokens))
