@@ -132,12 +132,13 @@ def random_batches(config: Config, parallel: ParallelState, documents: bool = Fa
     shape = (t.micro_batch_size, t.seq_length + 1)
     assert config.model.vocab_size is not None
     rows = [torch.randint(config.model.vocab_size, shape, generator=generator) for _ in range(count)]
-    if documents:
-        for row in rows:
-            row[row == 0] = 1
-            row[torch.rand(shape, generator=generator) < 1 / DOCUMENT_LENGTH] = 0
-    eod = 0 if documents else None
-    return [next_token_batch(row, eod, reset_at_documents=documents, mask_eod_loss=documents) for row in rows]
+    if not documents:
+        return [next_token_batch(row, reset_at_documents=False, mask_eod_loss=False) for row in rows]
+    begins = [torch.rand(shape, generator=generator) < 1 / DOCUMENT_LENGTH for _ in rows]
+    return [
+        next_token_batch(row, begin.cumsum(1), reset_at_documents=True, mask_eod_loss=True)
+        for row, begin in zip(rows, begins)
+    ]
 
 
 def simulated_bubble(plan: PipelinePlan, measured: Timeline) -> float:

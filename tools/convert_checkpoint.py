@@ -4,6 +4,7 @@
     python tools/convert_checkpoint.py --load meta-llama/Llama-3.1-8B --save llama --to native
     python tools/convert_checkpoint.py --load runs/mine --save megatron --to megatron --tensor 2 --pipeline 4
     python tools/convert_checkpoint.py --load runs/mine --save weights --to consolidated --dtype fp32
+    python tools/convert_checkpoint.py --load runs/lora --save adapter --to peft
 
 It needs memory for the largest tensor, whatever the size of the model. An interrupted command continues when it is
 repeated. Nothing is overwritten, and the target appears when it is complete.
@@ -18,15 +19,16 @@ from typing import Any
 
 import torch
 
+from megafp8.conversion.adapters import adapters_alone
+from megafp8.conversion.base import Source
 from megafp8.conversion.convert import Selected, convert, verify
-from megafp8.conversion.formats import FORMATS, recognize
+from megafp8.conversion.formats import FORMATS, Format, recognize
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SOURCE_OPTIONS, SINK_OPTIONS = (
-    ("unsafe", "vocab_size"),
-    ("tensor", "pipeline", "virtual_pipeline", "expert", "implementation"),
-)
-"""Keywords of Megatron-LM's source and sink."""
+SOURCE_OPTIONS = ("unsafe", "vocab_size")
+"""Keywords of Megatron-LM's source."""
+SINK_OPTIONS = {"megatron": ("tensor", "pipeline", "virtual_pipeline", "expert", "implementation"), "peft": ("base",)}
+"""Keywords of sinks, by format."""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -48,16 +50,23 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     of = parser.add_argument_group("from Megatron-LM")
     of.add_argument("--unsafe", action="store_true", default=None, help="run the code in its files; you trust them")
     of.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding, where its files do not say")
+    help = "Hugging Face folder of the adapted model; default: the run's checkpoint.init_from"
+    parser.add_argument_group("to PEFT").add_argument("--base", metavar="PATH", help=help)
     arguments = parser.parse_args(argv)
-    if arguments.to != "megatron" and given(arguments, SINK_OPTIONS):
-        parser.error(
-            f"a checkpoint of the format {arguments.to} has no layout: give {', '.join(SINK_OPTIONS)} to megatron"
-        )
+    for format, options in SINK_OPTIONS.items():
+        if arguments.to != format and given(arguments, options):
+            parser.error(f"the format {arguments.to} has no such option: give {', '.join(options)} to {format}")
     return arguments
 
 
 def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+
+
+def opened(format: Format, path: Path, to: Format, **options: Any) -> Source:
+    """The source at `path`, as far as the format `to` holds it."""
+    source = format.source(path, **options)
+    return adapters_alone(source) if to.adapters else source
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -66,16 +75,22 @@ def run(arguments: argparse.Namespace) -> None:
     if source_options and format != "megatron":
         raise ValueError(f"{arguments.load} is of the format {format}; {', '.join(source_options)} is for megatron")
     source = Selected(
-        FORMATS[format].source(arguments.load, **source_options),
+        opened(FORMATS[format], arguments.load, to, **source_options),
         weights_only=arguments.weights_only or arguments.dtype is not None or to.weights_only,
         dtype=DTYPES.get(arguments.dtype),
         mtp=to.mtp,
     )
-    sink = to.sink(arguments.save, **given(arguments, SINK_OPTIONS))
-    options = ("to", "dtype", "weights_only", *SINK_OPTIONS, *SOURCE_OPTIONS)
+    sink = to.sink(arguments.save, **given(arguments, SINK_OPTIONS.get(arguments.to, ())))
+    options = (
+        "to",
+        "dtype",
+        "weights_only",
+        *(x for options in SINK_OPTIONS.values() for x in options),
+        *SOURCE_OPTIONS,
+    )
     print(f"{sink.path}: {convert(source, sink, {name: getattr(arguments, name) for name in options})}")
     if arguments.verify:
-        print(f"{sink.path}: equal to {source.path}: {verify(source, to.source(sink.hidden))}")
+        print(f"{sink.path}: equal to {source.path}: {verify(source, opened(to, sink.hidden, to))}")
     sink.publish()
 
 

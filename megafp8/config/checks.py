@@ -67,38 +67,26 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
 def _lora(config: Config) -> Iterator[Problem]:
     if config.lora is None:
         return
-    m, p = config.model, config.parallel
+    m = config.model
     without = "LoRA is not offered for it; leave the section lora out"
     if m.architecture != "gpt":
         yield Problem("lora", "set", f"model.architecture is {m.architecture}", without)
-    for key, given in (
-        ("moe", m.moe is not None),
-        ("latent_attention", m.latent_attention is not None),
-        ("mtp_num_layers", m.mtp_num_layers > 0),
-    ):
-        if given:
-            yield Problem("lora", "set", f"the model has model.{key}", without)
-    if config.lora.targets == ["gate"] and not ACTIVATIONS[m.activation].gated:
-        yield Problem("lora.targets", ["gate"], f"the MLP of model.activation {m.activation} has no gate", "try [up]")
+    if m.mtp_num_layers > 0:
+        yield Problem("lora", "set", "the model has model.mtp_num_layers", without)
+    if unknown := sorted({*config.lora_targets} - {*m.projections}):
+        rule = f"the model has no {', '.join(unknown)} that can be adapted"
+        rule += "" if m.moe is None else "; adapters of experts are not offered"
+        known = [target for target in m.projections if target in config.lora_targets] or list(m.projections)
+        yield Problem("lora.targets", list(config.lora_targets), rule, f"try [{', '.join(known)}]")
     works = "try false"
-    if p.fsdp:
-        rule = "lora leaves few gradients and little optimizer state to shard, and frozen weights are not sharded"
-        yield Problem("parallel.fsdp", True, rule, f"{works}, and parallel.tensor or pipeline for large models")
     for key, on in (("param_gather", config.fp8.param_gather), ("smooth_swiglu", config.fp8.smooth_swiglu)):
         if on:
             yield Problem(f"fp8.{key}", True, "with lora, weights are frozen and not gathered or rescaled", works)
 
 
 def _tokenizer(config: Config) -> Iterator[Problem]:
-    d = config.data
-    if d.tokenizer is not None:
-        return
-    if config.model.vocab_size is None:
+    if config.data.tokenizer is None and config.model.vocab_size is None:
         yield Problem("model.vocab_size", None, "not given, and no data.tokenizer to take it from", "set either")
-    for key in ("reset_at_documents", "mask_eod_loss"):
-        if getattr(d, key):
-            rule = "needs the end-of-document token, which only a tokenizer defines"
-            yield Problem(f"data.{key}", True, rule, "set data.tokenizer")
 
 
 def _packing(config: Config) -> Iterator[Problem]:
@@ -112,10 +100,8 @@ def _packing(config: Config) -> Iterator[Problem]:
     if d.packing != "best_fit" or (d.reset_at_documents and d.mask_eod_loss):
         return
     rule = "each document attends only to itself and padding has no loss, so it needs two more keys"
-    works = "try data.reset_at_documents=true data.mask_eod_loss=true"
-    if d.tokenizer is None:
-        works += " and a data.tokenizer"
-    yield Problem("data.packing", d.packing, rule, f"{works}, or data.packing=concatenate")
+    works = "try data.reset_at_documents=true data.mask_eod_loss=true, or data.packing=concatenate"
+    yield Problem("data.packing", d.packing, rule, works)
 
 
 def _prefix_lm(config: Config) -> Iterator[Problem]:

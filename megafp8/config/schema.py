@@ -7,13 +7,14 @@ Names are those of Megatron-LM, torchtitan and Hugging Face, as far as these agr
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
-from megafp8.config.activations import ActivationName
+from megafp8.config.activations import ACTIVATIONS, ActivationName
 
 
 def _number(value: object) -> object:
@@ -440,6 +441,16 @@ class ModelConfig(Section):
         return self.moe if self.moe is not None and self.moe.is_sparse(min(layer, self.num_layers - 1)) else None
 
     @property
+    def projections(self) -> Sequence[LoraTarget]:
+        """Linear layers of a block that LoRA can adapt."""
+        latent = self.latent_attention
+        attention: list[LoraTarget] = ["q", "k", "v", "proj"]
+        if latent is not None:
+            attention = ["q" if latent.q_rank is None else "q_up", "kv_up", "proj"]
+        mlp: list[LoraTarget] = ["gate", "up", "down"] if ACTIVATIONS[self.activation].gated else ["up", "down"]
+        return attention if self.moe is not None else [*attention, *mlp]
+
+    @property
     def expert_size(self) -> int:
         """Inner width of an expert."""
         return (self.moe.ffn_hidden_size if self.moe is not None else None) or self.ffn_size
@@ -839,10 +850,9 @@ class DataConfig(Section):
     """How documents fill samples. concatenate: shuffled documents one after the other, cut where a sample ends.
     best_fit: each document whole in one sample, by best-fit decreasing; only those longer than a sample are cut, and
     the rest of a sample is padding without loss. A run logs the share of padding, well below 1% with many short
-    documents, and the share of documents that are cut in either way. Requires reset_at_documents and mask_eod_loss, and
-    documents that end with the end-of-document token. sentences: a run of
-    sentences of one document, as many as fit, the rest padding; for data sets of tools/preprocess_data.py
-    --split-sentences, and models with model.binary_head."""
+    documents, and the share of documents that are cut in either way. Requires reset_at_documents and mask_eod_loss.
+    sentences: a run of sentences of one document, as many as fit, the rest padding; for data sets of
+    tools/preprocess_data.py --split-sentences, and models with model.binary_head."""
     split: str = "969,30,1"
     """Proportions of the documents for training, validation and test."""
     restart_changed: bool = False
@@ -851,16 +861,16 @@ class DataConfig(Section):
     tokenizer: TokenizerConfig | None = None
     """Required if model.vocab_size is not given; otherwise only checked against the data."""
     reset_at_documents: bool = False
-    """Reset attention and positions at each document boundary in a sample."""
+    """Reset attention and positions at each document boundary in a sample. Documents are those of the data set,
+    whatever tokens they end with or hold."""
     mask_eod_loss: bool = False
-    """Exclude the token after an end of document from the loss."""
+    """Exclude the first token of each document from the loss."""
     prefix_lm: PrefixLmConfig | None = None
     """With model.architecture gpt: train as a prefix language model. Default: each token sees earlier ones only."""
     loss_on: Literal["answers", "all"] | None = None
     """Required for data sets with a loss mask, such as chats. answers: only tokens that the mask names are learned, the
     answers of chats and completions of prompts; the loss is their mean over the global batch. all: all tokens are.
-    Documents are those of the data set, whatever tokens end them. Requires packing best_fit. Default: data sets have no
-    loss mask."""
+    Requires packing best_fit. Default: data sets have no loss mask."""
     special_tokens: SpecialTokens = SpecialTokens()
     """Ids of special tokens, where the tokenizer does not define them."""
     masked_lm: MaskedLmConfig = MaskedLmConfig()
@@ -873,7 +883,7 @@ class DataConfig(Section):
     """Folder on local disk for sample indices. Default: in the user's cache folder."""
 
 
-LoraTarget = Literal["q", "k", "v", "proj", "gate", "up", "down"]
+LoraTarget = Literal["q", "k", "v", "q_up", "kv_up", "proj", "gate", "up", "down"]
 
 
 class LoraConfig(Section):
@@ -883,9 +893,10 @@ class LoraConfig(Section):
     """Rows of A, and columns of B."""
     alpha: PositiveFloat = 32.0
     """The product of A and B is multiplied by alpha / rank."""
-    targets: list[LoraTarget] = Field(default=["q", "k", "v", "proj", "gate", "up", "down"], min_length=1)
-    """Projections of each block that are adapted: queries, keys, values and output of attention; gate, up and down of
-    the MLP. Where the MLP has no gate, that one counts for nothing."""
+    targets: Annotated[list[LoraTarget], Field(min_length=1)] | None = None
+    """Projections of each block that are adapted: queries, keys, values and output of attention, or with latent
+    attention q_up (q without a query latent), kv_up and proj; gate, up and down of the MLP. Default: all that the model
+    has. Of a model with experts those of attention only."""
 
 
 class CheckpointConfig(Section):
@@ -964,6 +975,11 @@ class Config(Section):
     """Train adapters of linear layers, and no other weight; usually of checkpoint.init_from. Default: train all."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def lora_targets(self) -> Sequence[LoraTarget]:
+        """Projections that are adapted."""
+        return () if self.lora is None else self.lora.targets or self.model.projections
 
     @property
     def gathers_tokens(self) -> bool:

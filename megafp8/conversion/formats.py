@@ -9,14 +9,16 @@ from typing import NamedTuple
 from megafp8.checkpoint import complete_checkpoints
 from megafp8.checkpoint.dcp import INDEX_FILE
 from megafp8.checkpoint.store import METADATA_FILE
+from megafp8.conversion.adapters import open_native
 from megafp8.conversion.base import Source
 from megafp8.conversion.consolidated import WEIGHTS_FILE, ConsolidatedSink, ConsolidatedSource
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import CONFIG_FILE, HfSource
 from megafp8.conversion.megatron_sink import MegatronSink
 from megafp8.conversion.megatron_source import TRACKER, MegatronSource, is_megatron
-from megafp8.conversion.merge_lora import merged
-from megafp8.conversion.native import NativeSink, NativeSource, is_checkpoint
+from megafp8.conversion.native import NativeSink, is_checkpoint
+from megafp8.conversion.peft_sink import PeftSink
+from megafp8.conversion.peft_source import ADAPTER_CONFIG_FILE, open_peft
 from megafp8.conversion.target import Sink
 
 
@@ -24,7 +26,8 @@ class Format(NamedTuple):
     """A format: the files it is recognized by, as text and as a function, its source and its sink.
 
     Source and sink take a path and options of the format. `weights_only`: it has no place for optimizer state; `mtp`:
-    it has one for multi-token prediction.
+    it has one for multi-token prediction. `adapters`: its sink writes A and B of LoRA alone. `padded`: a vocabulary in
+    it is padded already; the source of another takes `vocab_multiple`.
     """
 
     sign: str
@@ -33,6 +36,8 @@ class Format(NamedTuple):
     sink: Callable[..., Sink]
     weights_only: bool = True
     mtp: bool = False
+    adapters: bool = False
+    padded: bool = True
 
 
 def _is_native(path: Path) -> bool:
@@ -43,15 +48,11 @@ def _has(name: str) -> Callable[[Path], bool]:
     return lambda path: (path / name).is_file()
 
 
-def _open_native(path: str | Path) -> Source:
-    """A native checkpoint; one with LoRA as the whole model."""
-    return merged(NativeSource(path))
-
-
 _NATIVE_SIGN = f"{METADATA_FILE} and {INDEX_FILE}, or folders step_<number> of these"
 FORMATS = {
-    "native": Format(_NATIVE_SIGN, _is_native, _open_native, NativeSink, weights_only=False, mtp=True),
-    "hf": Format(CONFIG_FILE, _has(CONFIG_FILE), HfSource, HfSink),
+    "native": Format(_NATIVE_SIGN, _is_native, open_native, NativeSink, weights_only=False, mtp=True),
+    "hf": Format(CONFIG_FILE, _has(CONFIG_FILE), HfSource, HfSink, padded=False),
+    "peft": Format(ADAPTER_CONFIG_FILE, _has(ADAPTER_CONFIG_FILE), open_peft, PeftSink, adapters=True, padded=False),
     "megatron": Format(f"{TRACKER} or folders mp_rank_<number>", is_megatron, MegatronSource, MegatronSink),
     "consolidated": Format(WEIGHTS_FILE, _has(WEIGHTS_FILE), ConsolidatedSource, ConsolidatedSink, mtp=True),
 }
@@ -69,6 +70,12 @@ def recognize(path: Path) -> str:
     return found[0]
 
 
-def open_source(path: str | Path) -> Source:
-    """The checkpoint at `path`, of any format. Raises ValueError where there is none, and where it is damaged."""
-    return FORMATS[recognize(Path(path))].source(path)
+def open_source(path: str | Path, vocab_multiple: int | None = None) -> Source:
+    """The checkpoint at `path`, of any format; adapters are merged into the model that they are for.
+
+    `vocab_multiple`: pad the vocabulary to a multiple of it if the format has no padding. Raises ValueError where there
+    is none, and where it is damaged.
+    """
+    format = FORMATS[recognize(Path(path))]
+    options = {} if format.padded or vocab_multiple is None else {"vocab_multiple": vocab_multiple}
+    return format.source(path, **options)

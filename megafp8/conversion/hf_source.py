@@ -93,7 +93,7 @@ class HfSource(Source):
         tensors: dict[str, TensorInfo] = {}
         used: set[str] = set()
         for name, shape in model_tensors(self.model).items():
-            there = self._locate(name, shape)
+            there = self.location(name, shape)
             entry = self._entries.get(there.name)
             if entry is None:
                 raise ValueError(f"{self.path} has no tensor {there.name}, which {CONFIG_FILE} promises")
@@ -106,7 +106,7 @@ class HfSource(Source):
             used.add(there.name)
         if self.model.tie_embeddings and (output := output_name(self._model_type)) in self._entries:
             ours = "model.embedding.word.weight"
-            word = self._locate(ours, model_tensors(self.model)[ours]).name
+            word = self.location(ours, model_tensors(self.model)[ours]).name
             if not self._is_equal(output, word):
                 raise ValueError(
                     f"{self.path}: {CONFIG_FILE} has tie_word_embeddings = true, but {output} in "
@@ -141,7 +141,7 @@ class HfSource(Source):
                 return False
         return True
 
-    def _locate(self, name: str, shape: Shape) -> Location:
+    def location(self, name: str, shape: Shape) -> Location:
         """Where our tensor `name` of `shape` lies. It has no rows for the padding of the vocabulary."""
         assert self.model.vocab_size is not None
         unpadded = (self.model.vocab_size, *shape[1:]) if is_vocabulary(name) else shape
@@ -151,7 +151,7 @@ class HfSource(Source):
         return self.read_rows(name, 0, self.tensors[name].shape[0])
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        there = self._locate(name, self.tensors[name].shape)
+        there = self.location(name, self.tensors[name].shape)
         entry, rows = self._entries[there.name], there.rows[first:last]
         if there.expert is not None:
             shape = entry.shape[1:]

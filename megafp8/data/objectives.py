@@ -14,14 +14,14 @@ Shapes: b micro-batch, s sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megafp8.data.samples import Batch, batch_of_documents, next_token_batch, padded
+from megafp8.data.samples import Batch, documents_of, next_token_batch, padded
 
 Parts = Sequence[NDArray[Any]]
 """The pieces of documents, or sentences, that a sample consists of, in order: `[n]`, or with a loss mask `[2, n]`."""
@@ -41,19 +41,27 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class NextToken:
-    """The token after each of s tokens; `megafp8.data.samples.next_token_batch` has the options."""
+    """The token after each of s tokens; `megafp8.data.samples.next_token_batch` has the options.
+
+    Each part is a document, whatever tokens end it: in many chat templates the token that ends a message is also the
+    tokenizer's end of a document.
+    """
 
     seq_length: int
-    eod_id: int | None = None
     reset_at_documents: bool = False
     mask_eod_loss: bool = False
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
-        return padded(parts, self.seq_length + 1)
+        """Tokens `[s + 1]`; where an option needs it, also which document they are of, `[2, s + 1]`."""
+        tokens = padded(parts, self.seq_length + 1)
+        if not (self.reset_at_documents or self.mask_eod_loss):
+            return tokens
+        return np.stack([tokens, documents_of(parts, self.seq_length + 1)])
 
     def batch(self, rows: Tensor) -> Batch:
+        tokens_and_documents = [rows] if rows.ndim == 2 else rows.unbind(1)
         return next_token_batch(
-            rows, self.eod_id, reset_at_documents=self.reset_at_documents, mask_eod_loss=self.mask_eod_loss
+            *tokens_and_documents, reset_at_documents=self.reset_at_documents, mask_eod_loss=self.mask_eod_loss
         )
 
 
@@ -61,31 +69,23 @@ class NextToken:
 class Answers:
     """The token after each of s tokens, of documents with a loss mask, which restart attention and positions.
 
-    Each part is a document, whatever tokens end it: in many chat templates the token that ends an answer is also the
-    tokenizer's end of a document. The labels that count are those of the mask, or with `all_tokens` all of a document;
-    its first token is never one.
+    The labels that count are those of the mask, or with `all_tokens` all of a document; its first token is never one.
     """
 
     seq_length: int
     all_tokens: bool = False
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
-        """Tokens, which of them count as labels, and which document they are of, `[3, s + 1]`; padding has token 0."""
-        row = np.zeros((3, self.seq_length + 1), np.int64)
-        row[2] = len(parts)
-        end = 0
-        for document, part in enumerate(parts):
-            begin, end = end, end + part.shape[1]
-            row[:2, begin:end], row[2, begin:end] = part, document
-        if self.all_tokens:
-            row[1, :end] = 1
-        return row
+        """Tokens, which document they are of, and which of them count as labels, `[3, s + 1]`."""
+        tokens, masks = zip(*parts)
+        length = self.seq_length + 1
+        counts = np.maximum(padded(masks, length), 0)
+        return np.stack([padded(tokens, length), documents_of(parts, length), counts])
 
     def batch(self, rows: Tensor) -> Batch:
-        tokens, counts, document = rows.unbind(1)
-        last = document[:, 1:] != document[:, :-1]
-        mask = (counts[:, 1:] * ~last).float()
-        return batch_of_documents(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, last)
+        batch = next_token_batch(rows[:, 0], rows[:, 1], reset_at_documents=True, mask_eod_loss=True)
+        assert batch.loss_mask is not None
+        return batch if self.all_tokens else replace(batch, loss_mask=batch.loss_mask * rows[:, 2, 1:])
 
 
 def generator_of(seed: int, index: int) -> np.random.Generator:

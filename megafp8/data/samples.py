@@ -334,29 +334,31 @@ def room_for(documents: int) -> int:
     return int(2 ** math.ceil(math.log2(max(_FEWEST_DOCUMENTS, documents))))
 
 
-def next_token_batch(tokens_bs1: Tensor, eod_id: int | None, *, reset_at_documents: bool, mask_eod_loss: bool) -> Batch:
-    """Inputs and labels of samples `[b, s + 1]`. Pure.
+def documents_of(parts: Sequence[NDArray[Any]], length: int) -> NDArray[np.int64]:
+    """Which of `parts` each token of the sample is of; up to `length` the padding, which is a document of its own."""
+    lengths = [part.shape[-1] for part in parts]
+    return np.repeat(np.arange(len(parts) + 1), [*lengths, length - sum(lengths)])
 
-    An end token belongs to the document that it ends. `reset_at_documents`: find the documents of each sample, and
-    count positions from each document's start. `mask_eod_loss`: ignore labels that follow an end token, since nothing
-    predicts a new document.
 
-    `PADDING`, which needs both options, becomes end tokens that have no loss, neither as inputs nor as labels. That of
-    a sample is one document: as many of one token would need as many entries of `cu_seqlens`.
+def next_token_batch(
+    tokens_bs1: Tensor, document_bs1: Tensor | None = None, *, reset_at_documents: bool, mask_eod_loss: bool
+) -> Batch:
+    """Inputs and labels of samples `[b, s + 1]`, and by `document_bs1` which document each token is of. Pure.
+
+    `reset_at_documents`: attention and positions restart at each document. `mask_eod_loss`: ignore labels that begin a
+    document, since nothing predicts it. `PADDING`, which needs both, becomes token 0 without loss.
     """
-    tokens, labels = tokens_bs1[:, :-1].contiguous(), tokens_bs1[:, 1:].contiguous()
-    if eod_id is None:
+    padding = tokens_bs1 == PADDING
+    assert (reset_at_documents and mask_eod_loss) or not padding.any()
+    filled = tokens_bs1.masked_fill(padding, 0)
+    tokens, labels = filled[:, :-1].contiguous(), filled[:, 1:].contiguous()
+    if document_bs1 is None:
         assert not reset_at_documents
         assert not mask_eod_loss
         return Batch(tokens, labels)
-    ends, padding = tokens == eod_id, tokens_bs1 == PADDING
-    assert (reset_at_documents and mask_eod_loss) or not padding.any()
-    tokens, labels = tokens.masked_fill(padding[:, :-1], eod_id), labels.masked_fill(padding[:, 1:], eod_id)
-    mask = (~(ends | padding[:, 1:])).float() if mask_eod_loss else None
-    if not reset_at_documents:
-        return Batch(tokens, labels, mask)
-    before_start = ends | (padding[:, 1:] & ~padding[:, :-1])  # a document of padding follows one without an end token
-    return batch_of_documents(tokens, labels, mask, before_start)
+    last = document_bs1[:, 1:] != document_bs1[:, :-1]
+    mask = (~(last | padding[:, 1:])).float() if mask_eod_loss else None
+    return batch_of_documents(tokens, labels, mask, last) if reset_at_documents else Batch(tokens, labels, mask)
 
 
 def batch_of_documents(tokens: Tensor, labels: Tensor, mask: Tensor | None, last: Tensor) -> Batch:

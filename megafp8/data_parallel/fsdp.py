@@ -9,6 +9,9 @@ parameter like any other, whose spec says which rows it has (`sharding.slice_row
 dtype and no storage; its values are in the fp32 tensor that torch gathers from, which Adam updates in place. So the
 masters are the only copy and nothing is rounded in between.
 
+*Frozen weights* (`requires_grad` is False) have no gradients: a rank has its rows in the model's dtype, and these are
+the values of the parameter that represents them.
+
 *Gradients* are reduced after every micro-batch and summed in shards: less memory for more traffic. They are summed in
 fp32: `grad_dtype` makes autograd accept weight gradients as the GEMMs produce them. torch adds to an existing `grad`,
 so each gradient shard stays in one buffer. Reductions have their own communicator, so that no gather waits for them,
@@ -70,7 +73,8 @@ class Released(Tensor):
 
 
 class RowShard(NamedTuple):
-    """This rank's rows of a weight. `param` represents them; `values` `[m, *rest]`, fp32, is what torch gathers from.
+    """This rank's rows of a weight. `param` represents them; `values` `[m, *rest]` is what torch gathers from: fp32, or
+    if the weight is frozen those of `param`.
 
     `global_shape`: of the whole weight. Each of `ranks` sends `padded_rows` rows; some of the last ones' are padding.
     """
@@ -115,7 +119,7 @@ class FullySharded:
     shards.
 
     `row_shards`: by the parameter that the module had; `units`: these by what one all-gather gathers; `params`: their
-    `RowShard.param`s in order; `flat`: all gradients.
+    `RowShard.param`s in order, of which `trained` are not frozen; `flat`: all gradients.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class FullySharded:
             root = stage[-1].module
             whole = list(root.parameters())
             for param in whole:
-                param.data = param.data.float()
+                param.data = param.data.float() if param.requires_grad else param.data
             for part in (part for unit in stage for part in unit.parts):
                 self.units.append([param for param in part.module.parameters() if not isinstance(param, DTensor)])
                 self._modules.append(_shard(part, dtype, reduce_dtype, device))
@@ -149,12 +153,14 @@ class FullySharded:
                 old.data = old.data.new_empty(0)  # only a key from here on; would keep its values alive
             sharded |= zip(whole, now, strict=True)
         self.params = [rows.param for rows in self.row_shards.values()]
-        sizes = [[-(-self.row_shards[p].values.numel() // _ALIGN) * _ALIGN for p in unit] for unit in self.units]
+        self.trained = [param for param in self.params if param.requires_grad]
+        units = [[param for param in unit if self.row_shards[param].param.requires_grad] for unit in self.units]
+        sizes = [[-(-self.row_shards[p].values.numel() // _ALIGN) * _ALIGN for p in unit] for unit in units]
         self.flat = torch.zeros(sum(map(sum, sizes)), dtype=torch.float32, device=device)
         self.owned = [self.flat]
         buffers = self.flat.split([sum(unit) for unit in sizes])
-        self._replicas = ReplicaReduction(buffers, [len(unit) for unit in self.units], replicate_group, reduce_dtype)
-        for unit, params in enumerate(self.units):
+        self._replicas = ReplicaReduction(buffers, [len(unit) for unit in units], replicate_group, reduce_dtype)
+        for unit, params in enumerate(units):
             for buffer, param in zip(buffers[unit].split(sizes[unit]), params, strict=True):
                 rows, weight = self.row_shards[param], sharded[param]
                 gradient = buffer[: rows.values.numel()].view(rows.values.shape)
@@ -169,12 +175,12 @@ class FullySharded:
                 )
                 # torch calls it in the stream of the reduction, when that has been added to `grad`.
                 weight.register_post_accumulate_grad_hook(partial(self._replicas.count, unit))
-        self.shards = [FlatShard(param, 0, param.numel()) for param in self.params if param.numel()]
+        self.shards = [FlatShard(param, 0, param.numel()) for param in self.trained if param.numel()]
 
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """The fp32 values of `params`, flat, live."""
-        return {rows.param: rows.values.view(-1) for rows in self.row_shards.values()}
+        """The fp32 values of `trained`, flat, live."""
+        return {rows.param: rows.values.view(-1) for rows in self.row_shards.values() if rows.param.requires_grad}
 
     def zero(self) -> None:
         """Zero all gradients; call before the first backward pass of a step."""
@@ -312,7 +318,7 @@ def _set_grad_dtype_before_forward(module: nn.Module, dtype: torch.dtype) -> Non
     def set_grad_dtype(*_: Any) -> None:
         handle.remove()
         for param in module.parameters():
-            if not isinstance(param, DTensor):  # a DTensor is another module's, not gathered now
+            if param.requires_grad and not isinstance(param, DTensor):  # a DTensor is another module's, not gathered
                 param.grad_dtype = dtype
 
     handle = module.register_forward_pre_hook(set_grad_dtype)
@@ -325,6 +331,8 @@ def _row_shard(old: nn.Parameter, new: DTensor, dtype: torch.dtype) -> RowShard:
     padded_rows = -(-old.shape[0] // ranks)
     first = min(rank * padded_rows, old.shape[0])
     assert first + len(values) == min(first + padded_rows, old.shape[0]), "torch shards rows in another way than it did"
-    param = nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=values.device).expand(values.shape))
+    param = nn.Parameter(values, requires_grad=False)
+    if new.requires_grad:
+        param = nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=values.device).expand(values.shape))
     set_spec(param, slice_rows(spec_of(old), first, first + len(values)))
     return RowShard(param, values, old.shape, ranks, padded_rows)

@@ -66,6 +66,7 @@ class LinearState:
 
     `group`: the tensor-parallel ranks; `sharded_group`: those that hold slices of an activation sharded over them. The
     FP8 copies of the weight live from first use to `invalidate_weight`; under FSDP they are made anew for backward.
+    `frozen_weight`: no step changes the weight, so steps need not invalidate it.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class LinearState:
         self._own_quantizers: Quantizers | None = None  # as the recipe made them, with nobody looking on
         self._gemm: Fp8Gemm | None = None
         self._weight: QuantizedTensor | None = None
+        self.frozen_weight = False
         self._gathered_weight: ScaledTensor | None = None
         self.input_format: InputFormat | None = None
         self.shard_grad_quantizer: Quantizer | None = None

@@ -265,10 +265,12 @@ class Fp8Manager:
     def begin_step(self, step: int) -> bool:
         """Begin training step `step`, counted from 1; whether the recorder samples it, until its own `end_step`.
 
-        Forgets the FP8 copies of weights that an evaluation may have left: each step quantizes them itself.
+        Forgets the FP8 copies of weights that an evaluation may have left: each step quantizes them itself, but for
+        frozen ones, which sampled steps quantize.
         """
-        self.forget_weights()
-        return self.recorder is not None and self.recorder.begin_step(step)
+        sampled = self.recorder is not None and self.recorder.begin_step(step)
+        self.forget_weights(frozen=sampled)
+        return sampled
 
     @property
     def calibrating(self) -> bool:
@@ -295,10 +297,11 @@ class Fp8Manager:
         self.replan()
         self.forget_weights()
 
-    def forget_weights(self) -> None:
-        """Forget the weights' FP8 copies: the next use quantizes them anew."""
+    def forget_weights(self, *, frozen: bool = True) -> None:
+        """Forget the weights' FP8 copies: the next use quantizes them anew. `frozen`: also those of frozen weights."""
         for state in self._layers.values():
-            state.invalidate_weight()
+            if frozen or not state.frozen_weight:
+                state.invalidate_weight()
         for group in self._groups_of_layers:
             group.invalidate_weight()
 
@@ -353,7 +356,7 @@ def end_step(managers: Sequence[Fp8Manager]) -> None:
     end_step_of_states([(state, manager.amax_group) for manager in managers for state in manager.states])
     for manager in managers:
         manager.replan()
-        manager.forget_weights()
+        manager.forget_weights(frozen=False)
 
 
 def _some(names: list[str]) -> str:

@@ -132,7 +132,7 @@ class PlannedGroup:
 def lora_of(config: Config) -> Lora | None:
     """What the config adapts by LoRA."""
     given = config.lora
-    return None if given is None else Lora(given.rank, given.alpha, frozenset(given.targets))
+    return None if given is None else Lora(given.rank, given.alpha, frozenset(config.lora_targets))
 
 
 def weight_storage(config: Config) -> WeightStorage:

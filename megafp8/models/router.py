@@ -190,8 +190,11 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update(self, tokens_e: Tensor) -> None:
-        """After a step: `tokens_e` of all ranks chose each expert. Moves the selection bias against the load."""
+        """After a step: `tokens_e` of all ranks chose each expert. Moves the selection bias against the load.
+
+        That of a frozen router stays.
+        """
         if self.shares is not None:
             self.shares.copy_(tokens_e / tokens_e.sum())
-        if self.bias is not None:
+        if self.bias is not None and self.weight.requires_grad:
             self.bias += self.moe.bias_update_rate * (tokens_e.mean() - tokens_e).sign().to(self.bias.dtype)

@@ -103,7 +103,8 @@ def state_memory(
     p = config.parallel
     if trained is not None:
         state = _state_memory(config, [numels[i] for i in trained], data)
-        frozen = sum(numels) - sum(numels[i] for i in trained)
+        ranks = data // p.fsdp_replicas if p.fsdp else 1
+        frozen = sum(-(-count // ranks) for i, count in enumerate(numels) if i not in trained)
         return replace(state, weights=state.weights + frozen * ELEMENT[config.training.precision])
     expert_data = data * p.tensor // p.expert_ranks
     if not experts or expert_data == data:
@@ -169,7 +170,7 @@ def _column_lora(config: Config, parts: Mapping[str, int], inputs: int) -> list[
     """A and B's of a column-parallel layer of `parts`, with their sizes on a rank."""
     found: list[int] = []
     lora = config.lora
-    if lora is not None and (adapted := [size for name, size in parts.items() if name in lora.targets]):
+    if lora is not None and (adapted := [size for name, size in parts.items() if name in config.lora_targets]):
         found = [len(adapted) * lora.rank * inputs, *(size * lora.rank for size in adapted)]
     return [_Parameter(count, lora=True) for count in found]
 
@@ -177,9 +178,16 @@ def _column_lora(config: Config, parts: Mapping[str, int], inputs: int) -> list[
 def _row_lora(config: Config, name: str, inputs: int, outputs: int) -> list[_Parameter]:
     """A and B of a row-parallel layer with so many inputs on a rank."""
     lora = config.lora
-    if lora is None or name not in lora.targets:
+    if lora is None or name not in config.lora_targets:
         return []
     return [_Parameter(lora.rank * inputs, lora=True), _Parameter(outputs * lora.rank, lora=True)]
+
+
+def _lora_of_latent(config: Config, name: str, inputs: int, outputs: int) -> list[_Parameter]:
+    """A and B of a layer of latent attention."""
+    if name == "proj":
+        return _row_lora(config, name, inputs, outputs)
+    return _column_lora(config, {name: outputs}, inputs)
 
 
 def _norm(config: Config) -> list[_Parameter]:
@@ -213,7 +221,10 @@ def _attention(config: Config, index: int) -> tuple[list[_Parameter], list[_Para
     if latent is not None:
         ranks = [rank for rank in (latent.q_rank, latent.kv_rank) if rank is not None]
         down = _Parameter((sum(ranks) + latent.rope_head_dim) * x.h)
-        return [down, *map(_Parameter, ranks), *weights[:3]], weights[3:]
+        sizes_of = fp8_layer_sizes(model, config.parallel.tensor, range(index, index + 1))
+        layers = zip(weights[:3], ((name.rpartition(".")[2], k, n) for name, (k, n) in sizes_of.items()))
+        up = [p for own, (name, k, n) in layers for p in (own, *(_lora_of_latent(config, name, k, n)))]
+        return [down, *map(_Parameter, ranks), *up], weights[3:]
     qkv, proj, *mlp = weights
     bias, qk_norms = [_Parameter(x.h)] * model.linear_bias, [_Parameter(x.d)] * 2 if model.qk_norm else []
     if model.qk_norm == "projection":

@@ -8,7 +8,7 @@ These checks need no process group. Then each rank reads its slices of the weigh
 read too, not converted from the weights, so no precision is lost if the folder is more precise than training.precision.
 
 With model.moe, a dense model becomes a mixture of experts (`megafp8.conversion.upcycle`). Layers of multi-token
-prediction that the folder does not have keep their initial values.
+prediction, and adapters of LoRA, that the folder does not have keep their initial values.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pydantic import ValidationError
 from megafp8.checkpoint import collect_shards, latest, newest_readable
 from megafp8.config import Config, ConfigError, ModelConfig, Problem
 from megafp8.conversion import upcycle
+from megafp8.conversion.adapters import adapted_of, lora_of
 from megafp8.conversion.base import Source
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_config import canonical, differences
-from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.hf_tokenizer import find_tokenizer
 from megafp8.conversion.load import load_weights
 from megafp8.conversion.model import is_mtp
@@ -46,19 +46,25 @@ _RESOLVED = ("vocab_size", "max_position_embeddings")
 def complete_model(tree: dict[str, Any], source: str) -> None:
     """Complete the model section of the config `tree`, in place, if `checkpoint.init_from` is set.
 
-    Raises ConfigError with every key of the section that differs from the folder, or with checkpoint.init_from if the
-    folder cannot be read. If the run has checkpoints, `state.check_same_run` compares the section with the newest.
+    The section lora, if the run has one, is completed from a folder with adapters, with which the run continues. Raises
+    ConfigError with every key of these sections that differs from the folder, or with checkpoint.init_from if the
+    folder cannot be read. If the run has checkpoints, `state.check_same_run` compares the sections with the newest.
     """
     section, given = tree.get("checkpoint"), tree.get("model") or {}
     folder = section.get("init_from") if isinstance(section, dict) else None
     if not isinstance(folder, str) or not isinstance(given, dict):
         return  # nothing to do, or an error that validation reports
     own = newest_readable(checkpoint_folder(Path(str(tree.get("run_dir", "runs"))) / str(tree.get("name"))))
+    problems: list[Problem] = []
     if own is None:
         with _blaming_init_from(folder, source):
-            model = open_source(folder).model
+            opened = open_source(folder)
+            model = opened.model
+            problems += _complete_lora(tree, opened, folder)
     else:
         model = saved_model(own)
+        if isinstance(tree.get("lora"), dict):
+            tree["lora"] = (own.metadata["config"].get("lora") or {}) | tree["lora"]
     explicit = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
     tree["model"] = found = model.model_dump(mode="json")
     for key, value in explicit.items():  # model.moe may be incomplete too
@@ -73,7 +79,7 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
     ours, theirs = canonical(wanted), canonical(model)
     rule, works = f"checkpoint.init_from starts from {folder}, where it is", "leave it out, or set"
     upcycles = wanted.moe is not None and model.moe is None
-    problems = [
+    problems += [
         Problem(f"model.{key}", ours[key], f"{rule} {theirs[key]!r}", f"{works} {theirs[key]!r}")
         for key in differences(wanted, model)
         if not (key == "moe" and upcycles)
@@ -81,6 +87,21 @@ def complete_model(tree: dict[str, Any], source: str) -> None:
     problems += upcycle.problems(wanted) if upcycles else []
     if problems:
         raise ConfigError(source, problems)
+
+
+def _complete_lora(tree: dict[str, Any], opened: Source, folder: str) -> Iterator[Problem]:
+    """Complete the section lora by the adapters of `opened`, and yield what differs from them."""
+    adapted, section = adapted_of(opened), tree.get("lora")
+    if adapted is None or not isinstance(section, dict):
+        return
+    lora = lora_of(adapted)
+    found = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
+    for key, value in section.items():
+        if key in found and (sorted(value) if isinstance(value, list) else value) != found[key]:
+            rule = f"the run continues with the adapters of checkpoint.init_from, {folder}, where it is {found[key]!r}"
+            merge = f"tools/convert_checkpoint.py --load {folder} --save merged --to hf"
+            yield Problem(f"lora.{key}", value, rule, f"leave it out, or begin anew from the merged model: {merge}")
+    tree["lora"] = found | section
 
 
 def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
@@ -134,8 +155,8 @@ def load_init(trainer: Trainer, folder: str) -> None:
             source = UpcycledSource(source, model)
 
         def begins_anew(name: str) -> bool:
-            added = (upcycles and is_router(name)) or is_lora(name)
-            return added or (is_mtp(model, name) and name not in source.tensors)
+            may_lack = is_mtp(model, name) or is_lora(name)
+            return (upcycles and is_router(name)) or (may_lack and name not in source.tensors)
 
         for wanted in (weights(trainer), collect_shards(state.get("master", []), "model.")):
             load_weights(source, {name: x for name, x in wanted.items() if not begins_anew(name)})
@@ -145,6 +166,6 @@ def load_init(trainer: Trainer, folder: str) -> None:
 
 
 def _open(config: Config, folder: str) -> Source:
-    source = open_source(folder)
-    # Vocabularies of Hugging Face models are not padded, so they fit any multiple.
-    return HfSource(folder, config.model.vocab_multiple) if isinstance(source, HfSource) else source
+    """The checkpoint that the run starts from; one with adapters as they are if the run trains them further."""
+    source = open_source(folder, config.model.vocab_multiple)
+    return source if config.lora is None else adapted_of(source) or source

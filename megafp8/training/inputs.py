@@ -125,7 +125,7 @@ def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Ob
     if d.loss_on is not None:
         return Answers(s, all_tokens=d.loss_on == "all")
     if config.model.architecture == "gpt":
-        next_token = NextToken(s, eod_id, d.reset_at_documents, d.mask_eod_loss)
+        next_token = NextToken(s, d.reset_at_documents, d.mask_eod_loss)
         if d.prefix_lm is None:
             return next_token
         return PrefixLM(next_token, config.seed, d.prefix_lm.min_length, d.prefix_lm.max_length or s)

@@ -48,6 +48,7 @@ from megafp8.parallel_state import ParallelState
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction, StageOutput
 from megafp8.pipeline_parallel.simulate import Timeline
 from megafp8.pipeline_parallel.trace import Stopwatch
+from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.random import initialize_parameters
 from megafp8.training.auto_filter import Choice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, why_not
@@ -155,7 +156,7 @@ class Trainer:
         self.trained = [param for param in self.params if param.requires_grad]
         # Gradients of experts are summed over other ranks than those of the rest of the model.
         other_ranks = parallel.expert_data.ranks != parallel.data_context.ranks
-        self.has_expert_buffer = other_ranks and any(spec_of(param).expert for param in self.params)
+        self.has_expert_buffer = other_ranks and any(spec_of(param).expert for param in self.trained)
         self.load_collector = self._load_collector()
         self.expert_load: ExpertLoad | None = None
         tied = [stage.shared_weight for stage in self.stages if stage.shared_weight is not None]
@@ -198,6 +199,10 @@ class Trainer:
         self.graphs: Graphs | None = None
         if not self.why_no_graphs:
             self.graphs = Graphs(parallel.device)
+        for module in self.model.modules():
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                # Each graph has FP8 copies of its own in its memory.
+                module.state.frozen_weight = not module.weight.requires_grad and self.graphs is None
 
     def _shard(self, dtype: torch.dtype) -> FullySharded:
         """Shard everything with FSDP: from here on parameters are this rank's rows."""
@@ -207,7 +212,8 @@ class Trainer:
             in_fp8 = gather_in_fp8(self.released, sharded, self.parallel, os.environ)
             self.fp8_gather = in_fp8.gather
             self._shard_fp8_weights(in_fp8.shards)
-        self.params, self.tied = sharded.params, [sharded.row_shards[param].param for param in self.tied]
+        self.params, self.trained = sharded.params, sharded.trained
+        self.tied = [sharded.row_shards[param].param for param in self.tied]
         self.released = {sharded.row_shards[param].param: how for param, how in self.released.items()}
         return sharded
 
@@ -268,7 +274,7 @@ class Trainer:
                 moments_dtype=DTYPES[o.moments_dtype],
                 store_param_remainders=o.store_param_remainders,
                 seed=self.config.seed,
-                released=self.released.keys() if self.sharded is None else set(self.params),
+                released=self.released.keys() if self.sharded is None else set(self.trained),
                 masters={} if self.sharded is None else self.sharded.masters,
             ),
             tensor_group=parallel.tensor.group,

@@ -76,7 +76,7 @@ def test_the_compiled_baseline_is_the_same_model(monkeypatch: pytest.MonkeyPatch
     config = load_config(ROOT / "configs/llama3-8b.yaml", overrides)
     trainer = CompiledTrainer(config, cast(ParallelState, SimpleNamespace(device=torch.device("cpu"))))
     assert sum(p.numel() for p in trainer.model.parameters()) == sum(parameter_sizes(one_rank(config), range(2)))
-    batch = next_token_batch(torch.randint(128, (2, 17)), None, reset_at_documents=False, mask_eod_loss=False)
+    batch = next_token_batch(torch.randint(128, (2, 17)), reset_at_documents=False, mask_eod_loss=False)
     losses = [trainer.train_step(step, [batch, batch])[0].mean for step in range(5)]
     assert losses[0] == pytest.approx(math.log(128), rel=0.05)
     assert losses == sorted(losses, reverse=True)

@@ -459,12 +459,8 @@ CASES: list[tuple[list[str], int, str]] = [
     (["parallel.offload=5"], 1, "parallel.offload = 5: no stage has more than 4 blocks; try 4 or less"),
     *((["data.packing=best_fit", *more], 1,
        "data.packing = 'best_fit': each document attends only to itself and padding has no loss, so it needs two more "
-       f"keys; try data.reset_at_documents=true data.mask_eod_loss=true{works}")
-      for more, works in (
-          ([], " and a data.tokenizer, or data.packing=concatenate"),
-          (["data.tokenizer.kind=bytes", "data.mask_eod_loss=true"], ", or data.packing=concatenate"),
-          (["data.tokenizer.kind=bytes", "data.reset_at_documents=true"], ", or data.packing=concatenate"),
-      )),
+       "keys; try data.reset_at_documents=true data.mask_eod_loss=true, or data.packing=concatenate")
+      for more in ([], ["data.mask_eod_loss=true"], ["data.reset_at_documents=true"])),
     (["parallel.offload=true", "training.cuda_graphs=true"], 1,
      "training.cuda_graphs = True: parallel.offload copies activations to memory of the host, which a graph cannot"),
 ]  # fmt: skip

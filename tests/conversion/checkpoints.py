@@ -13,6 +13,7 @@ from torch import Tensor
 from megafp8.checkpoint import save
 from megafp8.config import ModelConfig
 from megafp8.conversion.base import Source
+from megafp8.conversion.formats import FORMATS as ALL_FORMATS
 from megafp8.conversion.target import Sink
 
 MODEL = ModelConfig(
@@ -44,6 +45,8 @@ SHAPES = {
     "final_norm.weight": (32,),
     "output.weight": (128, 32),
 }
+FORMATS = [name for name, format in ALL_FORMATS.items() if not format.adapters]
+"""Formats of whole models."""
 STEP = 30
 ABOUT: dict[str, Any] = {
     "consumed_samples": 240,

@@ -47,8 +47,8 @@ def check_weights(path: Path, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found, tensor), name
 
 
-@pytest.mark.parametrize("first", FORMATS)
-@pytest.mark.parametrize("second", FORMATS)
+@pytest.mark.parametrize("first", checkpoints.FORMATS)
+@pytest.mark.parametrize("second", checkpoints.FORMATS)
 def test_all_pairs_of_formats(tmp_path: Path, run: Run, first: str, second: str) -> None:
     checkpoints.make(tmp_path / "run")
     run(tmp_path / "run", tmp_path / "a", first, "--weights-only", "--verify")
@@ -69,7 +69,7 @@ def test_native_to_native_keeps_everything(tmp_path: Path, run: Run) -> None:
     assert all(torch.equal(target.read(name), source.read(name)) for name in source.tensors)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", checkpoints.FORMATS)
 def test_another_dtype(tmp_path: Path, run: Run, format: str) -> None:
     checkpoints.make(tmp_path / "run", checkpoints.weights(torch.float32))
     run(tmp_path / "run", tmp_path / "a", format, "--dtype", "bf16", "--verify")
@@ -151,7 +151,7 @@ def test_a_half_done_target_refuses_another_conversion(
     assert not target.exists()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", checkpoints.FORMATS)
 def test_an_interrupted_sink_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
     """Whatever was safe is not asked for again, nobody else may write meanwhile, and nothing else is continued."""
     monkeypatch.setitem(Journal.__init__.__kwdefaults__, "seconds", 0)
@@ -187,7 +187,7 @@ def test_an_interrupted_sink_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "target"]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", checkpoints.FORMATS)
 def test_an_empty_folder_is_filled_and_anything_else_left_alone(tmp_path: Path, run: Run, format: str) -> None:
     checkpoints.make(tmp_path / "run")
     target = tmp_path / "target"
@@ -290,7 +290,7 @@ def test_a_flipped_bit_of_the_source_is_named(tmp_path: Path, run: Run, format: 
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", checkpoints.FORMATS)
 def test_a_cut_or_missing_file_is_named(tmp_path: Path, run: Run, format: str) -> None:
     checkpoints.make(tmp_path / "run")
     run(tmp_path / "run", tmp_path / "a", format)
@@ -307,7 +307,7 @@ def test_a_cut_or_missing_file_is_named(tmp_path: Path, run: Run, format: str) -
 def test_a_layout_is_refused_for_other_formats(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         convert_checkpoint.main(["--load", "a", "--save", "b", "--to", "hf", "--tensor", "2"])
-    assert "format hf has no layout" in capsys.readouterr().err
+    assert "the format hf has no such option" in capsys.readouterr().err
 
 
 def test_megatrons_options(tmp_path: Path, run: Run) -> None:

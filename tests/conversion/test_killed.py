@@ -52,7 +52,7 @@ def complete(folder: Path, format: str) -> None:
         assert torch.equal(*(one[meaningful] if one.dim() else one for one in both)), name
 
 
-@pytest.mark.parametrize("format", slow_but(FORMATS, "native", "hf"))
+@pytest.mark.parametrize("format", slow_but(checkpoints.FORMATS, "native", "hf"))
 def test_at_changes_of_the_disk(tmp_path: Path, format: str) -> None:
     checkpoints.make(tmp_path / "run")
     killed = 0
@@ -86,12 +86,12 @@ def kill_at_random(tmp_path: Path, format: str, cases: int) -> None:
     assert begun or cases == 1  # or all were killed too early, and nothing was shown
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", checkpoints.FORMATS)
 def test_at_a_random_moment(tmp_path: Path, format: str) -> None:
     kill_at_random(tmp_path, format, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", checkpoints.FORMATS)
 def test_at_twenty_random_moments(tmp_path: Path, format: str) -> None:
     kill_at_random(tmp_path, format, 20)

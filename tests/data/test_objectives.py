@@ -1,4 +1,4 @@
-"""The objective of fine-tuning, label by label: what counts, whose document it is, and where a sample is padded."""
+"""Objectives with documents, label by label: what counts, whose document it is, and where a sample is padded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from megafp8.data import DataError
 from megafp8.data.blend import Blend, Segment
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megafp8.data.objectives import Answers
+from megafp8.data.objectives import Answers, NextToken
 from megafp8.data.sampler import batches
 from megafp8.data.samples import PackedDataset
 
@@ -32,17 +32,22 @@ def dataset(tmp_path: Path) -> IndexedDataset:
     return IndexedDataset(tmp_path / "x")
 
 
-@pytest.mark.parametrize("all_tokens", [False, True])
-def test_each_label_of_an_epoch(dataset: IndexedDataset, all_tokens: bool) -> None:
-    """Each token but a document's first is the label of exactly one place, whose token is the one before it."""
-    mask = dataset.loss_mask()
+NEXT_TOKEN = NextToken(S, reset_at_documents=True, mask_eod_loss=True)
+
+
+@pytest.mark.parametrize("objective", [Answers(S), Answers(S, all_tokens=True), NEXT_TOKEN])
+def test_each_label_of_an_epoch(dataset: IndexedDataset, objective: Answers | NextToken) -> None:
+    """Each token but a document's first is the label of exactly one place, whose token is the one before it; documents
+    are those of the data set, though other tokens of theirs are `EOD` too."""
+    mask, all_tokens = dataset.loss_mask(), objective != Answers(S)
     packed = PackedDataset(
-        dataset, range(dataset.num_documents), S, 3, Path(dataset.prefix).parent, packing="best_fit", loss_mask=mask
-    )
+        dataset, range(dataset.num_documents), S, 3, Path(dataset.prefix).parent, packing="best_fit",
+        loss_mask=None if objective is NEXT_TOKEN else mask,
+    )  # fmt: skip
     n = packed.samples_per_epoch
     stream = batches(
         Blend([packed], Segment.fresh([1.0], 3)), consumed_samples=0, global_batch_size=n, micro_batch_size=n,
-        data_parallel_rank=0, data_parallel_size=1, num_workers=0, objective=Answers(S, all_tokens), pin_memory=False,
+        data_parallel_rank=0, data_parallel_size=1, num_workers=0, objective=objective, pin_memory=False,
     )  # fmt: skip
     (batch,) = next(stream)
     assert batch.loss_mask is not None

@@ -43,7 +43,7 @@ def test_lengths_are_drawn_uniformly_from_their_range() -> None:
 
 
 def test_what_follows_the_end_of_a_document_does_not_count_either() -> None:
-    text = np.array([3, 4, END, 5, 6, 7, END, 8, 9])
-    of = PrefixLM(NextToken(8, END, mask_eod_loss=True), 1, 5, 5)
-    batch = of.batch(torch.from_numpy(of.row([text], 0))[None])
+    texts = np.array([3, 4, END]), np.array([5, 6, 7, END]), np.array([8, 9])
+    of = PrefixLM(NextToken(8, mask_eod_loss=True), 1, 5, 5)
+    batch = of.batch(torch.from_numpy(of.row(texts, 0))[None])
     assert batch.loss_mask[0].tolist() == [0, 0, 0, 0, 1, 1, 0, 1]

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset
@@ -203,10 +204,16 @@ def test_split_documents_refuses(split: str) -> None:
         split_documents(10, split)
 
 
+def by_ends(tokens: Tensor) -> Tensor:
+    """Which document each token is of, where 0 ends documents and nothing else; padding is one more."""
+    ends = tokens == 0
+    return ends.cumsum(1) - ends.int() + 100 * (tokens == PADDING)
+
+
 def test_document_boundaries_token_by_token() -> None:
     eod = 0
     tokens = torch.randint(0, 4, (5, 30), generator=torch.Generator().manual_seed(1))
-    batch = next_token_batch(tokens, eod, reset_at_documents=True, mask_eod_loss=True)
+    batch = next_token_batch(tokens, by_ends(tokens), reset_at_documents=True, mask_eod_loss=True)
     assert batch.cu_seqlens is not None
     assert batch.position_ids is not None
     assert batch.loss_mask is not None
@@ -230,14 +237,14 @@ def test_document_boundaries_token_by_token() -> None:
     assert (batch.room, wider.room, wider.with_room(64).room) == (64, 100, 100)
     assert torch.equal(wider.cu_seqlens[:, :65], batch.cu_seqlens)
     assert (wider.cu_seqlens[:, 65:] == 29).all()
-    plain = next_token_batch(tokens, eod, reset_at_documents=False, mask_eod_loss=False)
+    plain = next_token_batch(tokens, by_ends(tokens), reset_at_documents=False, mask_eod_loss=False)
     assert (plain.loss_mask, plain.position_ids, plain.cu_seqlens) == (None, None, None)
 
 
 def test_padding_is_one_document_without_loss() -> None:
     """After an end token, after a document that has none, and as a label alone."""
     tokens = torch.tensor([[5, 0, 6, -1, -1, -1], [5, 6, 0, -1, -1, -1], [5, 6, 7, 8, 0, -1], [5, 6, 7, 8, 9, -1]])
-    batch = next_token_batch(tokens, 0, reset_at_documents=True, mask_eod_loss=True)
+    batch = next_token_batch(tokens, by_ends(tokens), reset_at_documents=True, mask_eod_loss=True)
     assert batch.tokens.tolist() == [[5, 0, 6, 0, 0], [5, 6, 0, 0, 0], [5, 6, 7, 8, 0], [5, 6, 7, 8, 9]]
     assert batch.labels.tolist() == [[0, 6, 0, 0, 0], [6, 0, 0, 0, 0], [6, 7, 8, 0, 0], [6, 7, 8, 9, 0]]
     assert batch.loss_mask is not None
@@ -255,7 +262,7 @@ def test_the_loss_of_best_fit_is_of_each_prediction_within_a_document_once(tmp_p
         write_dataset(tmp_path / "x", [[d + 1] * (n - 1) + [0] for d, n in enumerate(lengths)]), packing="best_fit"
     )
     epoch = torch.from_numpy(np.stack([samples[i] for i in range(samples.samples_per_epoch)]))
-    batch = next_token_batch(epoch, 0, reset_at_documents=True, mask_eod_loss=True)
+    batch = next_token_batch(epoch, by_ends(epoch), reset_at_documents=True, mask_eod_loss=True)
     assert batch.loss_mask is not None
     counted = batch.loss_mask.bool()
     found = Counter(zip(batch.tokens[counted].tolist(), batch.labels[counted].tolist()))
@@ -268,7 +275,7 @@ def test_the_loss_of_best_fit_is_of_each_prediction_within_a_document_once(tmp_p
 @pytest.mark.parametrize("mask", [False, True])
 def test_each_document_option_adds_its_own_part_alone(reset: bool, mask: bool) -> None:
     tokens = torch.tensor([[5, 0, 6, 7, 0, 0, 8]])
-    batch = next_token_batch(tokens, 0, reset_at_documents=reset, mask_eod_loss=mask)
+    batch = next_token_batch(tokens, by_ends(tokens), reset_at_documents=reset, mask_eod_loss=mask)
     assert batch.tokens.tolist() == [[5, 0, 6, 7, 0, 0]]
     assert batch.labels.tolist() == [[0, 6, 7, 0, 0, 8]]
     found = [None if x is None else x.tolist() for x in (batch.loss_mask, batch.position_ids, batch.cu_seqlens)]
@@ -286,7 +293,7 @@ def test_labels_of_later_tokens_end_with_the_document_and_the_sample() -> None:
         (True, True): [[1, 0, 0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]],
     }
     for (reset, mask), expected in of_masks.items():
-        plain = next_token_batch(tokens, 0, reset_at_documents=reset, mask_eod_loss=mask)
+        plain = next_token_batch(tokens, by_ends(tokens), reset_at_documents=reset, mask_eod_loss=mask)
         batch = plain.with_later_labels(2)
         labels, counted = batch.labels.view(3, 2, 8), batch.loss_mask.view(3, 2, 8)
         assert torch.equal(labels[0], plain.labels)

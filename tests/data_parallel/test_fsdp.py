@@ -56,11 +56,13 @@ class _Block(nn.Sequential):
         return y
 
 
-def _model() -> nn.Sequential:
+def _model(frozen: Sequence[str] = ()) -> nn.Sequential:
     torch.manual_seed(0)
     layer = partial(nn.Linear, WIDTH, WIDTH, bias=False)
     model = nn.Sequential(layer(), _Block(), layer())
     set_specs(model)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     return model
 
 
@@ -69,9 +71,9 @@ def _inputs(rank: int) -> list[Tensor]:
     return [torch.randn(2, WIDTH, generator=generator) for _ in range(PASSES)]
 
 
-def _unsharded(ranks: Sequence[int]) -> dict[str, Tensor]:
+def _unsharded(ranks: Sequence[int], frozen: Sequence[str] = ()) -> dict[str, Tensor]:
     """Gradients of the passes of `ranks`."""
-    model = _model()
+    model = _model(frozen)
     for rank in ranks:
         for x in _inputs(rank):
             model(x).square().sum().backward()
@@ -79,10 +81,10 @@ def _unsharded(ranks: Sequence[int]) -> dict[str, Tensor]:
 
 
 def _sharded_model(
-    parallel: ParallelState, reduce_dtype: torch.dtype = torch.float32
+    parallel: ParallelState, reduce_dtype: torch.dtype = torch.float32, frozen: Sequence[str] = ()
 ) -> tuple[nn.Sequential, FullySharded]:
     """The inner unit is that of experts, of which some ranks have others."""
-    model = _model()
+    model = _model(frozen)
     groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
     of_inner = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
     values = dict(model.named_parameters())
@@ -131,6 +133,36 @@ def _sums(overlap: bool) -> list[bool]:
     assert len(in_time) == 2 * PASSES * 3
     assert all(in_time)
     return waited
+
+
+def _frozen(names: Sequence[str]) -> tuple[int, int]:
+    """Asserts sums, and that frozen rows stay; the number of elements that are trained and that have gradients."""
+    parallel = initialize_model_parallel()
+    model, sharded = _sharded_model(parallel, frozen=names)
+    expected = _unsharded(parallel.amax.ranks, names)
+    sharded.zero()
+    sharded.start_overlap(PASSES)
+    for x in _inputs(parallel.rank):
+        model(x).square().sum().backward()
+    sharded.finish()
+    whole = dict(_model().named_parameters())
+    for param in sharded.params:
+        (piece,) = spec_of(param).shards
+        if piece.name in names:
+            assert torch.equal(param, _rows(param, whole[piece.name]))
+            assert not hasattr(param, "main_grad")
+        else:
+            gradient = param.main_grad  # type: ignore[attr-defined]
+            torch.testing.assert_close(gradient, _rows(param, expected[piece.name]), rtol=1e-5, atol=1e-6)
+    assert {len(expected), len(sharded.trained)} == {4 - len(names)}
+    return sum(len(shard) for shard in sharded.shards), int(sharded.flat.count_nonzero())
+
+
+@pytest.mark.parametrize("names", [["0.weight"], [INNER], ["0.weight", "1.0.weight", INNER]])
+def test_frozen_weights(world2: World, names: list[str]) -> None:
+    """First ones, a whole unit, all but one: those that are trained have their gradients, the others nothing."""
+    for trained, nonzero in world2.run(_frozen, names):
+        assert trained == nonzero == (4 - len(names)) * WIDTH * WIDTH // 2
 
 
 def test_gradient_shards_are_sums_over_passes_and_ranks(world2: World) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_
 
@@ -329,13 +330,10 @@ class RerunGraphs(Graphs):
 def check_config(config: Config, ranks: int) -> None:
     """Raise ConfigError where a run of `config` on `ranks` ranks is refused.
 
-    But for what only runs of this module have: masks without a tokenizer, and a short history under every recipe.
+    But for what only runs of this module have: a short history under every recipe.
     """
-    packing = "concatenate" if config.data.packing == "best_fit" else config.data.packing
-    plain = {"reset_at_documents": False, "mask_eod_loss": False, "packing": packing, "loss_on": None}
-    data = config.data.model_copy(update=plain)
     fp8 = config.fp8.model_copy(update={"amax_history_len": 1024})
-    checked = config.model_copy(update={"data": data, "fp8": fp8})
+    checked = config.model_copy(update={"fp8": fp8})
     check_layout(checked, ranks)
     check_recipe(checked, "config")
 
@@ -386,14 +384,19 @@ def batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
         return _encoder_batches(config, parallel, tokens, samples)
     if d.loss_on is not None:
         return _answer_batches(config, parallel, tokens, samples)
-    eod = 0 if d.mask_eod_loss or d.reset_at_documents else None
-    objective: Objective = NextToken(t.seq_length, eod, d.reset_at_documents, d.mask_eod_loss)
+    objective: Objective = NextToken(t.seq_length, d.reset_at_documents, d.mask_eod_loss)
     if d.prefix_lm is not None:
         assert d.prefix_lm.max_length is not None
         objective = PrefixLM(objective, 1234, d.prefix_lm.min_length, d.prefix_lm.max_length)
-    rows = torch.stack([torch.from_numpy(objective.row([x.numpy()], i)) for i, x in zip(samples.tolist(), tokens)])
+    rows = torch.stack([torch.from_numpy(objective.row(_documents(x), i)) for i, x in zip(samples.tolist(), tokens)])
     own = zip(*(x.split(t.micro_batch_size)[data.rank :: data.size] for x in (rows, samples)))
     return [replace(objective.batch(x), samples=indices) for x, indices in own]
+
+
+def _documents(sample: Tensor) -> list[NDArray[np.int64]]:
+    """The documents of a sample, each of which ends with 0; without padding."""
+    text = sample[sample != PADDING].numpy()
+    return [part for part in np.split(text, np.flatnonzero(text == 0) + 1) if len(part)]
 
 
 def _answer_batches(config: Config, parallel: ParallelState, tokens: Tensor, indices: Tensor) -> list[Batch]:

@@ -54,11 +54,16 @@ def make_chats(count: int) -> list[list[dict[str, str]]]:
     return chats
 
 
+def make_model(folder: Path, length: int) -> None:
+    """A small model of transformers, for the tokenizer of `write_tokenizer` and texts of so many tokens."""
+    kind, options = families.THEIRS["llama3"]
+    families.THEIRS["here"] = kind, options | {"vocab_size": VOCABULARY, "max_position_embeddings": length}
+    families.make_theirs("here").save_pretrained(folder)
+
+
 def prepare(folder: Path, count: int = 40) -> list[str]:
     """A small model of transformers with a tokenizer, chats as a data set, and what makes the SFT config use them."""
-    kind, options = families.THEIRS["llama3"]
-    families.THEIRS["here"] = kind, options | {"vocab_size": VOCABULARY, "max_position_embeddings": S}
-    families.make_theirs("here").save_pretrained(folder / "model")
+    make_model(folder / "model", S)
     tokenizer = write_tokenizer(folder / "model", CHATML)
     lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in make_chats(count))
     (folder / "chats.jsonl").write_text(lines)

@@ -124,6 +124,8 @@ SLOW_CASES = [
     *product(["dp2", "tp2", "tp2 no-sp", "pp2", "dp2 cp2", "dp2 fsdp", "mtp tp2 pp2 dp2 zero"], ["answers"]),
     *product(["lora"], ["tp2 no-sp", "tp2", "cp2 dp2", "pp2 zb-h1", "gpt2 tied tp2 pp2", "dropout tp2 cp2"]),
     *product(["lora"], ["graphs", "offload tp2", "4-layers pp2 zb-v", "ring fp64 delayed tp2", "calibrated report"]),
+    *product(["lora"], ["dp2 fsdp", "tp2 dp2 fsdp bf16", "dp4 hsdp tied", "fp64 delayed tp2 dp2 fsdp", "pp2 dp2 fsdp"]),
+    *product(["lora"], ["deepseek tp2 dp2 ep4", "deepseek fp64 dp2 ep2 fsdp", "moe tp2 dp2 ep2 zero"]),
     *product(["lora-q-down"], ["tp2", "selective pp2", "full qkv-bias tp2 no-sp dp2", "fp64 current tp2"]),
     *product(["dp2 fsdp fp8-gather", "tp2 dp2 fsdp fp8-gather"], ["current", "delayed"]),
     *product(["dp4 hsdp", "tp2 dp4 hsdp", "pp2 dp4 hsdp", "cp2 dp2 hsdp", "cp4 hsdp"], ["", "tied"]),
