@@ -20,16 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megafp8.distributed.collectives import broadcast_object
 from megafp8.inference import Completion, Generator, SamplingOptions
-from megafp8.inference.generator import CacheOptions
-from megafp8.ops.quantized_weight import WEIGHT_FORMATS
+from megafp8.inference.arguments import add_model_flags, load_generator
 from megafp8.parallel_state import destroy_model_parallel
 from tools.common import new_parser, run_tool
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -51,17 +46,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     sampling.add_argument("--samples", type=int, default=default.num_samples, help="texts of each prompt")
     sampling.add_argument("--logprobs", type=int, default=0, help="most probable tokens to give beside each, in --json")
     sampling.add_argument("--ignore-end", action="store_true", help="go on after a token that ends texts")
-    model = parser.add_argument_group("model")
-    model.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
-    model.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
-    model.add_argument("--expert", type=int, default=1, help="expert-parallel size, a divisor of --tensor")
-    model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    model.add_argument("--dtype", choices=list(DTYPES), help="default: that of the checkpoint")
-    model.add_argument("--no-fp8", action="store_true", help="compute in high precision what was trained in FP8")
-    model.add_argument("--weights", choices=list(WEIGHT_FORMATS), help="quantize the weights of linear layers")
-    model.add_argument("--max-length", type=int, help="tokens of prompt and text; default: those of the training")
-    model.add_argument("--cache-tokens", type=int, help="tokens in the cache, of all texts that are generated at once")
-    model.add_argument("--cache-dtype", choices=("fp8", "int8"), help="keys and values in half the memory")
+    add_model_flags(parser)
     arguments = parser.parse_intermixed_args(argv)  # the prompt may follow options
     if arguments.prompt is not None and arguments.file is not None:
         parser.error("give a prompt or --file, not both")
@@ -156,18 +141,7 @@ class Writer:
 def run(arguments: argparse.Namespace) -> None:
     options = sampling_options(arguments)
     prompts = given_prompts(arguments)
-    generator = Generator.from_checkpoint(
-        arguments.checkpoint,
-        tensor=arguments.tensor,
-        pipeline=arguments.pipeline,
-        expert=arguments.expert,
-        device=arguments.device,
-        dtype=DTYPES.get(arguments.dtype),
-        fp8=not arguments.no_fp8,
-        weights=arguments.weights,
-        max_length=arguments.max_length,
-        cache=CacheOptions(cache_tokens=arguments.cache_tokens, dtype=arguments.cache_dtype),
-    )
+    generator = load_generator(arguments)
     try:
         if generator.tokenizer is None:
             raise ValueError(f"{arguments.checkpoint} has no tokenizer; use megafp8.inference.Generator with tokens")

@@ -211,18 +211,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[[Sequence[Message]], Encoded]:
     """The function that tokenizes a chat. It raises ValueError for a chat that has no answer or cannot be rendered.
 
-    Raises ValueError unless the tokenizer is a tokenizer.json that has the template's special tokens: only these
-    tokenizers find special tokens in a text.
+    Raises ValueError for tokenizers that `_check_special_tokens` refuses.
     """
+    _check_special_tokens(tokenizer, template)
     model = tokenizer.model
-    if not hasattr(model, "get_added_tokens_decoder"):
-        raise ValueError("chats need a tokenizer that finds special tokens in a text: --tokenizer huggingface")
-    missing = {value for value in template.special_tokens.values() if tokenizer.id_of(value) is None}
-    if missing:
-        raise ValueError(
-            f"tokenizer.json does not have the special tokens {', '.join(sorted(missing))} of {CONFIG_FILE} beside it; "
-            "save the tokenizer again by transformers"
-        )
     special = [token.content for token in model.get_added_tokens_decoder().values() if token.special]
 
     def encode(messages: Sequence[Message]) -> Encoded:
@@ -235,6 +227,29 @@ def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[[Sequ
         return _checked(encoding.ids, mask, f"no message of the {ANSWER_ROLE}, or none with text")
 
     return encode
+
+
+def chat_prompt_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[[Sequence[Message]], list[int]]:
+    """The function that tokenizes a chat up to where the assistant is to answer.
+
+    It raises ValueError for a chat that cannot be rendered. Raises ValueError for tokenizers that
+    `_check_special_tokens` refuses.
+    """
+    _check_special_tokens(tokenizer, template)
+    return lambda messages: tokenizer.encode(template.render(messages, add_generation_prompt=True))
+
+
+def _check_special_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    """ValueError unless the tokenizer is a tokenizer.json that has the template's special tokens: only these tokenizers
+    find special tokens in a text."""
+    if not hasattr(tokenizer.model, "get_added_tokens_decoder"):
+        raise ValueError("chats need a tokenizer that finds special tokens in a text: --tokenizer huggingface")
+    missing = {value for value in template.special_tokens.values() if tokenizer.id_of(value) is None}
+    if missing:
+        raise ValueError(
+            f"tokenizer.json does not have the special tokens {', '.join(sorted(missing))} of {CONFIG_FILE} beside it; "
+            "save the tokenizer again by transformers"
+        )
 
 
 def completion_encoder(tokenizer: Tokenizer, append_eod: bool) -> Callable[[str, str], Encoded]:

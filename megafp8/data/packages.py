@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_EXTRAS = {"tokenizers": "hf", "jinja2": "hf", "tiktoken": "data", "pyarrow": "data"}
+_EXTRAS = {"tokenizers": "hf", "jinja2": "hf", "tiktoken": "data", "pyarrow": "data", "uvicorn": "server"}
 
 
 def import_package(name: str, what: str) -> Any:

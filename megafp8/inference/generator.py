@@ -87,6 +87,27 @@ class _Running(NamedTuple):
     pieces: deque[Piece]
 
 
+class Submission(NamedTuple):
+    """The texts of one call of `Generator.submit`. `pieces`: what steps have added and nobody has taken yet."""
+
+    texts: Sequence[_Running]
+    pieces: deque[Piece]
+
+    @property
+    def finished(self) -> bool:
+        """All texts have ended."""
+        return all(text.completion.finish_reason is not None for text in self.texts)
+
+
+class Load(NamedTuple):
+    """What a generator holds: texts that run and that wait, and pages of the cache that they have and that are free."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages_free: int
+
+
 class Generator:
     """Texts that continue prompts, by a model in any layout. Collective: every rank makes it, and every call.
 
@@ -226,40 +247,46 @@ class Generator:
 
         All ranks must read all pieces, or stop after the same one.
         """
-        prompts, options = broadcast_object((prompts, options), self.model.parallel.world.group)
-        pieces: deque[Piece] = deque()
-        texts = self._start(prompts, options, pieces)
+        submission = self.submit(*broadcast_object((prompts, options), self.model.parallel.world.group))
         try:
-            self._before()
             while True:
-                while pieces:
-                    yield pieces.popleft()
-                if all(text.completion.finish_reason is not None for text in texts):
+                while submission.pieces:
+                    yield submission.pieces.popleft()
+                if submission.finished:
                     break
-                self._step()
+                self.step()
         finally:
-            for text in texts:
-                if self._running.pop(text.sequence, None) is not None:
-                    self._scheduler.remove(text.sequence)
+            self.cancel(submission)
 
-    def _start(
+    @property
+    def load(self) -> Load:
+        free = self._allocator.num_free
+        running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        return Load(running, waiting, self._allocator.num_pages - free, free)
+
+    def submit(
         self,
         prompts: Prompt | Sequence[Prompt],
-        options: SamplingOptions | Sequence[SamplingOptions],
-        pieces: deque[Piece],
-    ) -> list[_Running]:
-        """The texts of all prompts, given to the scheduler; `pieces` is where their pieces go."""
+        options: SamplingOptions | Sequence[SamplingOptions] = GREEDY,
+    ) -> Submission:
+        """Texts that the next steps generate, beside those that were submitted before.
+
+        `prompts`, `options`, errors: as in `generate`. Every rank passes the same.
+        """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several: Sequence[Prompt] = [prompts] if one else prompts  # type: ignore[list-item,assignment]
         each = [options] * len(several) if isinstance(options, SamplingOptions) else list(options)
         if len(each) != len(several):
             raise ValueError(f"{len(several)} prompts and options for {len(each)}; give one for each, or one for all")
-        tokens = [self._tokens(i, prompt, own) for i, (prompt, own) in enumerate(zip(several, each, strict=True))]
+        tokens = [self.encode(prompt, i) for i, prompt in enumerate(several)]
+        for i, (prompt, own) in enumerate(zip(tokens, each, strict=True)):
+            self.check(prompt, own, i)
         seeds = [own.seed for own in each]
         if None in seeds:
             drawn = broadcast_object([secrets.randbits(32) for _ in seeds], self.model.parallel.world.group)
             seeds = [new if seed is None else seed for seed, new in zip(seeds, drawn, strict=True)]
-        found = []
+        self._before()
+        submission = Submission(texts := [], deque())
         for i, (prompt, own, seed) in enumerate(zip(tokens, each, seeds, strict=True)):
             assert seed is not None
             for sample in range(own.num_samples):
@@ -267,19 +294,34 @@ class Generator:
                 self._scheduler.add(sequence)
                 text = None if self.tokenizer is None else TextStream(self.tokenizer.decode, prompt, own.stop)
                 row = Row(own, stream_of(seed, prompt, sample), sequence.tokens)
-                running = _Running(sequence, Completion(i, sample, list(prompt), seed), text, row, pieces)
+                running = _Running(sequence, Completion(i, sample, list(prompt), seed), text, row, submission.pieces)
                 self._running[sequence] = running
-                found.append(running)
-        return found
+                texts.append(running)
+        return submission
 
-    def _tokens(self, index: int, prompt: Prompt, options: SamplingOptions) -> list[int]:
-        """The tokens of a prompt. Raises ValueError."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(f"prompt {index} is a text, and there is no tokenizer; give it as tokens")
-            tokens = [*self.start_tokens, *self.tokenizer.encode(prompt)]
-        else:
-            tokens = [int(token) for token in prompt]
+    def cancel(self, submission: Submission) -> None:
+        """End the texts that have not ended, and free their pages. Every rank must do it between the same steps."""
+        for text in submission.texts:
+            if self._running.pop(text.sequence, None) is not None:
+                self._scheduler.remove(text.sequence)
+
+    def room(self, prompt_tokens: int) -> int:
+        """The most tokens that a text may have behind a prompt of so many, by `max_length` and the cache."""
+        return min(self.max_length, self._allocator.num_pages * self._allocator.page_size) - prompt_tokens
+
+    def encode(self, prompt: Prompt, index: int = 0) -> list[int]:
+        """The tokens of a prompt, with `start_tokens` before a text. `index`: of the prompt, for the error.
+
+        Neither this nor `check` reads anything that changes, so any thread may call them.
+        """
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        if self.tokenizer is None:
+            raise ValueError(f"prompt {index} is a text, and there is no tokenizer; give it as tokens")
+        return [*self.start_tokens, *self.tokenizer.encode(prompt)]
+
+    def check(self, tokens: Sequence[int], options: SamplingOptions, index: int = 0) -> None:
+        """ValueError if the prompt cannot be continued by these options."""
         if options.stop and self.tokenizer is None:
             raise ValueError(f"stop = {options.stop}: there is no tokenizer to find it in the output; leave it out")
         if not tokens:
@@ -304,10 +346,11 @@ class Generator:
                 f"prompt {index} has {len(tokens)} tokens, with max_tokens = {options.max_tokens} {length}, and the "
                 f"cache holds {held}; make it larger (cache_tokens = {length})"
             )
-        return tokens
 
-    def _step(self) -> None:
-        """Run the model once, and give each text what it adds."""
+    def step(self) -> None:
+        """Run the model once for all texts that were submitted, and append what it adds to the pieces of each."""
+        if not self._running:
+            return
         batch = self._scheduler.next_batch()
         logits_rv = self._cached.step(batch)
         self._scheduler.done(batch)

@@ -1,0 +1,57 @@
+"""Command-line flags of a model that generates, for the server and tools/generate.py."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from megafp8.inference.generator import CacheOptions, Generator
+from megafp8.ops.quantized_weight import WEIGHT_FORMATS
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of `load_generator`, but for the checkpoint."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
+    model.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
+    model.add_argument("--expert", type=int, default=1, help="expert-parallel size, a divisor of --tensor")
+    model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    model.add_argument("--dtype", choices=list(DTYPES), help="default: that of the checkpoint")
+    model.add_argument("--no-fp8", action="store_true", help="compute in high precision what was trained in FP8")
+    model.add_argument("--weights", choices=list(WEIGHT_FORMATS), help="quantize the weights of linear layers")
+    model.add_argument("--max-length", type=int, help="tokens of prompt and text; default: those of the training")
+    default, cache = CacheOptions(), parser.add_argument_group("cache and batches")
+    cache.add_argument("--cache-tokens", type=int, help="tokens in the cache, of all texts that are generated at once")
+    cache.add_argument("--cache-dtype", choices=("fp8", "int8"), help="keys and values in half the memory")
+    for name, what in (
+        ("page-size", "tokens of a page"),
+        ("max-batch-tokens", "tokens of prompts that are read in one step"),
+        ("max-sequences", "texts that are continued at once"),
+    ):
+        value = getattr(default, name.replace("-", "_"))
+        cache.add_argument(f"--{name}", type=int, default=value, help=f"{what}; default: %(default)s")
+
+
+def load_generator(arguments: argparse.Namespace) -> Generator:
+    """The generator of `arguments.checkpoint`, with the flags of `add_model_flags`. Collective."""
+    return Generator.from_checkpoint(
+        arguments.checkpoint,
+        tensor=arguments.tensor,
+        pipeline=arguments.pipeline,
+        expert=arguments.expert,
+        device=arguments.device,
+        dtype=DTYPES.get(arguments.dtype),
+        fp8=not arguments.no_fp8,
+        weights=arguments.weights,
+        max_length=arguments.max_length,
+        cache=CacheOptions(
+            page_size=arguments.page_size,
+            cache_tokens=arguments.cache_tokens,
+            max_batch_tokens=arguments.max_batch_tokens,
+            max_sequences=arguments.max_sequences,
+            dtype=arguments.cache_dtype,
+        ),
+    )

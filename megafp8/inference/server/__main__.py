@@ -1,0 +1,202 @@
+"""Serve a model over HTTP, by the API of OpenAI: completions and chats, with streams.
+
+    python -m megafp8.inference.server runs/mine
+    python -m megafp8.inference.server meta-llama/Llama-3.1-8B-Instruct --host 0.0.0.0 --api-key-env SERVER_KEY
+    torchrun --nproc-per-node 2 -m megafp8.inference.server runs/mine --tensor 2
+
+docs/serving.md describes endpoints, limits and metrics. SIGTERM or Ctrl-C lets running requests end and refuses others;
+a second one ends them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from megafp8.conversion.formats import open_source
+from megafp8.conversion.hf_tokenizer import find_tokenizer
+from megafp8.data.chats import chat_prompt_encoder, read_chat_template
+from megafp8.data.packages import import_package
+from megafp8.data.tokenizers import build_tokenizer
+from megafp8.inference.arguments import add_model_flags, load_generator
+from megafp8.inference.server.engine import Engine
+from megafp8.parallel_state import destroy_model_parallel
+
+if TYPE_CHECKING:
+    from megafp8.inference.server.app import EncodeChat, Limits, Service
+
+_FAILED = 2
+_KEEP_ALIVE_SECONDS = 75
+"""An idle connection is closed after so long: later than clients and proxies do, mostly after 5 to 60 s. The other way
+round a request may be sent on a connection that is just being closed."""
+_FLUSH_SECONDS = 5
+"""How long the last responses may take to be sent when the server ends."""
+
+logger = logging.getLogger("megafp8.inference.server")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megafp8.inference.server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path, help="run, checkpoint or folder of Hugging Face")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="0: a free one; default: %(default)s")
+    parser.add_argument("--name", help="of the model in requests; default: the last part of the path")
+    parser.add_argument("--chat-template", type=Path, help="default: that of the tokenizer")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of requests")
+    add_model_flags(parser)
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-body-bytes", type=int, default=2**20, help="of a request; default: %(default)s")
+    limits.add_argument("--max-prompt-tokens", type=int, help="of a prompt; default: what fits")
+    limits.add_argument("--max-tokens", type=int, help="of a text; default: what fits")
+    limits.add_argument("--max-texts", type=int, default=64, help="prompts times n of a request; default: %(default)s")
+    limits.add_argument("--max-waiting", type=int, default=256, help="texts beside a full batch; default: %(default)s")
+    limits.add_argument("--max-connections", type=int, default=1024, help="open at once; default: %(default)s")
+    limits.add_argument("--request-seconds", type=float, default=600.0, help="a request may take; default: %(default)s")
+    limits.add_argument("--shutdown-seconds", type=float, default=20.0, help="after SIGTERM; default: %(default)s")
+    return parser.parse_args(argv)
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    from megafp8.inference.server.app import Limits
+
+    return Limits(
+        body_bytes=arguments.max_body_bytes,
+        prompt_tokens=arguments.max_prompt_tokens,
+        max_tokens=arguments.max_tokens,
+        texts=arguments.max_texts,
+        waiting=arguments.max_waiting,
+        seconds=arguments.request_seconds,
+        shutdown=arguments.shutdown_seconds,
+    )
+
+
+def chats_of(checkpoint: Path, template: Path | None) -> EncodeChat | str:
+    """From messages to tokens, or why there are no chats. Raises ValueError for a template that was given, and if there
+    is no tokenizer."""
+    found = find_tokenizer(open_source(checkpoint))
+    if found is None:
+        raise ValueError(f"{checkpoint} has no tokenizer; use megafp8.inference.Generator with tokens")
+    tokenizer = build_tokenizer(**found)
+    try:
+        given = None if template is None else str(template)
+        return chat_prompt_encoder(tokenizer, read_chat_template(found.get("path"), given))
+    except ValueError as error:
+        if template is not None:
+            raise
+        return f"this model has no chats: {error}"
+
+
+def key_of(variable: str | None) -> str | None:
+    key = None if variable is None else os.environ.get(variable)
+    if variable is not None and not key:
+        raise ValueError(f"--api-key-env {variable}: the environment has no such variable, or it is empty")
+    return key
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket with this address, which does not listen yet. OSError if the address cannot be had."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    found = socket.socket(family, kind, protocol)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.bind(address)
+    return found
+
+
+def serve(service: Service, listener: socket.socket, *, max_connections: int) -> None:
+    """Answer requests until SIGTERM or SIGINT, on the first rank. Raises what the generator has failed with."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Drains before it closes its sockets, so that health checks and late requests get 503 meanwhile."""
+
+        loop: asyncio.AbstractEventLoop
+        drained: asyncio.Future[None]
+
+        async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+            self.loop = asyncio.get_running_loop()
+            await super().serve(sockets)
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            host, port = listener.getsockname()[:2]
+            logger.warning("serving %s at http://%s:%d", service.name, f"[{host}]" if ":" in host else host, port)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if service.draining:
+                self.end()
+            else:
+                service.draining = True
+                self.loop.call_soon_threadsafe(self.drain)
+
+        def drain(self) -> None:
+            self.drained = asyncio.ensure_future(service.drain())
+            self.drained.add_done_callback(self.end)
+
+        def end(self, *_: object) -> None:
+            self.should_exit = True
+
+    config = uvicorn.Config(
+        service.app(on_failure=lambda: server.end()),
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=max_connections + 1,  # uvicorn counts the one that it decides about
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+    )
+    server = Server(config)
+    server.run(sockets=[listener])
+    if service.engine.failure is not None:
+        raise service.engine.failure
+
+
+def run(arguments: argparse.Namespace) -> None:
+    import_package("uvicorn", "the server")
+    from megafp8.inference.server.app import Service
+
+    first = os.environ.get("RANK", "0") == "0"
+    key, limits = key_of(arguments.api_key_env), limits_of(arguments)
+    chats = chats_of(arguments.checkpoint, arguments.chat_template)
+    listener = bound_socket(arguments.host, arguments.port) if first else None
+    generator = load_generator(arguments)
+    try:
+        engine = Engine(generator)
+        if listener is None:
+            # Signals reach all ranks; the first one says when to end.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            engine.follow()
+        else:
+            name = arguments.name or arguments.checkpoint.resolve().name
+            service = Service(engine, name, encode_chat=chats, limits=limits, api_key=key)
+            serve(service, listener, max_connections=arguments.max_connections)
+    finally:
+        destroy_model_parallel()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    logging.basicConfig(format="%(message)s")
+    try:
+        run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,389 @@
+"""The HTTP side of the server, an ASGI application: OpenAI's endpoints, health, metrics, limits, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import anyio
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response as HttpResponse
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from megafp8.inference.sampling import SamplingOptions
+from megafp8.inference.server.engine import Engine, Handle, Update
+from megafp8.inference.server.metrics import Metrics
+from megafp8.inference.server.protocol import AnyBody, ApiError, ChatBody, CompletionBody, Response, parse, to_json
+
+_CLOSED = 499  # of nginx: the client closed the connection
+_FAREWELL = 5.0
+"""Seconds in which a client that has been cut off must take the last event."""
+
+Result = TypeVar("Result")
+EncodeChat = Callable[[Sequence[dict[str, Any]]], list[int]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for, and how long it may take. ValueError for a limit that is not above 0.
+
+    `body_bytes`: of a request. `prompt_tokens`: of each prompt; `max_tokens`: of each text; None: what the model and
+    the cache allow. `texts`: of a request, prompts times n. `waiting`: texts that may wait, beside those that run; a
+    request with more gets 429. `seconds`: from the first byte of a request to the last of its response. `shutdown`:
+    seconds in which running requests may end after SIGTERM.
+    """
+
+    body_bytes: int = 2**20
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    texts: int = 64
+    waiting: int = 256
+    seconds: float = 600.0
+    shutdown: float = 20.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not value > 0:
+                raise ValueError(f"the limit {name} = {value}: must be above 0")
+
+
+class Accepted(NamedTuple):
+    """A request that can run: prompts as tokens, and options for each."""
+
+    prompts: list[list[int]]
+    options: list[SamplingOptions]
+
+
+class Service:
+    """What all requests share.
+
+    `name`: of the model. `encode_chat`: from messages to tokens, or why there are no chats. `api_key`: which requests
+    must have; None: none. `draining`: requests are not accepted any more.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        *,
+        encode_chat: EncodeChat | str,
+        limits: Limits,
+        api_key: str | None = None,
+    ) -> None:
+        self.engine, self.name, self.limits = engine, name, limits
+        self._encode_chat, self._api_key = encode_chat, api_key
+        self.metrics = Metrics(lambda: engine.load)
+        self.draining = False
+        self._reserved = 0
+        self._threads = anyio.CapacityLimiter(2)
+        """Parsing and tokenization run outside the event loop, in so many threads."""
+        self._started = int(time.time())
+
+    def app(self, on_failure: Callable[[], None] = lambda: None) -> Starlette:
+        """The application, which starts and stops the engine. `on_failure`: called when the engine has failed."""
+
+        @asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            self.engine.start(on_failure)
+            yield
+            await to_thread.run_sync(self.engine.stop)
+
+        routes = [
+            Route("/v1/completions", _Generate(self, CompletionBody), methods=["POST"]),
+            Route("/v1/chat/completions", _Generate(self, ChatBody), methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._models),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+        ]
+        handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _other_error}
+        return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+    async def drain(self) -> None:
+        """Accept no more requests, and wait for those that run; after `Limits.shutdown` seconds cancel them."""
+        self.draining = True
+        with anyio.move_on_after(self.limits.shutdown):
+            while self.engine.open_texts or self._reserved:
+                await anyio.sleep(0.02)
+        self.engine.abandon(_shutting_down())
+
+    # --- what a request may do ---------------------------------------------------------------------------------------
+
+    def check_key(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._api_key is not None and not hmac.compare_digest(given.encode(), self._api_key.encode()):
+            raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+
+    def check_open(self) -> None:
+        if self.engine.failure is not None:
+            raise ApiError(500, "the generator has failed; the server ends")
+        if self.draining:
+            raise _shutting_down()
+
+    def check_model(self, name: str) -> None:
+        if name != self.name:
+            message = f"The model {name[:100]!r} does not exist; this server has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def reserve(self, texts: int, field: str) -> None:
+        """Room for texts that are yet to be submitted; `field` says how many. Raises ApiError."""
+        room = self.engine.generator.cache.max_sequences + self.limits.waiting
+        if texts > (most := min(self.limits.texts, room)):
+            message = f"the request is for {texts} texts (prompts times n), and {most} are allowed"
+            raise ApiError(400, message, param=field, code="invalid_value")
+        if self.engine.open_texts + self._reserved + texts > room:
+            raise ApiError(429, "too many requests wait; try again later", code="rate_limit_exceeded", retry=True)
+        self._reserved += texts
+
+    def release(self, texts: int) -> None:
+        self._reserved -= texts
+
+    async def in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return await to_thread.run_sync(function, *arguments, limiter=self._threads)
+
+    def tokenize(self, body: AnyBody) -> Accepted:
+        """Raises ApiError."""
+        generator = self.engine.generator
+        if isinstance(body, CompletionBody):
+            field, given = "prompt", list[str | list[int]](body.prompt)
+            prompts = [generator.encode(prompt, i) for i, prompt in enumerate(given)]
+        elif isinstance(self._encode_chat, str):
+            raise ApiError(400, self._encode_chat, param="messages", code="unsupported_parameter")
+        else:
+            field, messages = "messages", [message.model_dump(exclude_none=True) for message in body.messages]
+            try:
+                prompts = [self._encode_chat(messages)]
+            except ValueError as error:
+                raise ApiError(400, str(error), param=field, code="invalid_value") from None
+        options = []
+        for i, prompt in enumerate(prompts):
+            most = self._most_tokens(body, field, len(prompt))
+            options.append(body.sampling(most, secrets.randbits(32) if body.seed is None else body.seed))
+            try:
+                generator.check(prompt, options[-1], i)
+            except ValueError as error:
+                raise ApiError(400, str(error), param=field, code="invalid_value") from None
+        return Accepted(prompts, options)
+
+    def _most_tokens(self, body: AnyBody, field: str, prompt: int) -> int:
+        """The most tokens of a text; of a chat that does not say so as many as there is room for. Raises ApiError.
+
+        `field`: the name of the prompt, which has so many tokens.
+        """
+        limits, room = self.limits, self.engine.generator.room(prompt)
+        name, given = body.most_tokens
+        if limits.max_tokens is not None and given is not None and given > limits.max_tokens:
+            message = f"{name} = {given}: at most {limits.max_tokens} are allowed"
+            raise ApiError(400, message, param=name, code="invalid_value")
+        longest = room + prompt - 1 if limits.prompt_tokens is None else limits.prompt_tokens
+        if prompt > longest:
+            message = f"{field}: has {prompt} tokens, and at most {longest} are allowed"
+            raise ApiError(400, message, param=field, code="context_length_exceeded")
+        if given is None:
+            return room if limits.max_tokens is None else min(room, limits.max_tokens)
+        if given > room:
+            message = f"{name} = {given}: behind a prompt of {prompt} tokens there is room for {room}"
+            raise ApiError(400, message, param=name, code="context_length_exceeded")
+        return given
+
+    # --- other endpoints ---------------------------------------------------------------------------------------------
+
+    async def _models(self, request: Request) -> HttpResponse:
+        self.check_key(request)
+        model = {"id": self.name, "object": "model", "created": self._started, "owned_by": "megafp8"}
+        if (name := request.path_params.get("name")) is None:
+            return _json({"object": "list", "data": [model]})
+        self.check_model(name)
+        return _json(model)
+
+    async def _health(self, request: Request) -> HttpResponse:
+        self.check_open()
+        return _json({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> HttpResponse:
+        return HttpResponse(self.metrics.text(), headers={"content-type": self.metrics.content_type})
+
+
+class _Generate:
+    """The endpoint that generates, by requests of one kind."""
+
+    def __init__(self, service: Service, kind: type[AnyBody]) -> None:
+        self._service, self._kind = service, kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = _Exchange(self._service, Request(scope, receive), send)
+        try:
+            await exchange.run(self._kind)
+        finally:
+            self._service.metrics.requests.labels(scope["path"], str(exchange.status)).inc()
+
+
+class _Exchange:
+    """One request and its response. `status`: how it ended."""
+
+    def __init__(self, service: Service, request: Request, send: Send) -> None:
+        self._service, self._request, self._asgi_send = service, request, send
+        self._arrived = time.monotonic()
+        self._streams = False
+        self._begun = False  # the response's headers have been sent
+        self._gone = False
+        self.status = 500
+
+    async def run(self, kind: type[AnyBody]) -> None:
+        """Answer, unless the client goes away."""
+        with anyio.move_on_after(self._service.limits.seconds) as scope:
+            try:
+                await self._answer(kind, scope)
+            except ClientDisconnect:
+                self._gone = True
+            except ApiError as error:
+                await self._fail(error)
+        if scope.cancelled_caught and not self._gone and (self._streams or not self._begun):
+            with anyio.move_on_after(_FAREWELL), suppress(ClientDisconnect):
+                await self._fail(ApiError(504, f"not done after {self._service.limits.seconds:g} seconds"))
+        if self._gone:
+            self.status = _CLOSED
+
+    async def _answer(self, kind: type[AnyBody], scope: anyio.CancelScope) -> None:
+        service = self._service
+        service.check_key(self._request)
+        service.check_open()
+        if self._request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            # Browsers send other types across origins without asking.
+            raise ApiError(415, "the content type must be application/json")
+        body: AnyBody = await service.in_thread(parse, kind, await self._read())
+        self._streams = body.stream
+        service.check_model(body.model)
+        prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
+        texts = prompts * body.n
+        service.reserve(texts, "prompt" if prompts > body.n else "n")
+        try:
+            accepted = await service.in_thread(service.tokenize, body)
+            service.check_open()
+        finally:
+            service.release(texts)
+        handle = service.engine.submit(*accepted)
+        watcher = asyncio.ensure_future(self._watch(scope))
+        try:
+            await self._generate(body, accepted, handle)
+        finally:
+            watcher.cancel()
+            service.engine.cancel(handle)
+
+    async def _read(self) -> bytes:
+        """The body. Raises ApiError if it is too large."""
+        limit = self._service.limits.body_bytes
+        body = bytearray()
+        async for part in self._request.stream():
+            body += part
+            if len(body) > limit:
+                raise ApiError(413, f"the body has more than {limit} bytes, which are allowed")
+        return bytes(body)
+
+    async def _watch(self, scope: anyio.CancelScope) -> None:
+        """Cancel the exchange when the client closes the connection."""
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        scope.cancel()
+
+    async def _generate(self, body: AnyBody, accepted: Accepted, handle: Handle) -> None:
+        service = self._service
+        service.metrics.prompt_tokens.inc(sum(map(len, accepted.prompts)))
+        tokenizer = service.engine.generator.tokenizer
+        assert tokenizer is not None
+        response = Response(body, accepted.prompts, tokenizer.decode)
+        last: dict[tuple[int, int], float] = {}
+        while not response.finished:
+            updates = await handle.updates.get()
+            if isinstance(updates, Exception):
+                raise updates if isinstance(updates, ApiError) else ApiError(500, "the generator has failed")
+            self._observe(updates, last)
+            if not body.stream:
+                for update in updates:
+                    response.add(update)
+                continue
+            chunks = [chunk for update in updates if (chunk := response.chunk(update)) is not None]
+            if chunks:
+                await self._send_events([to_json(chunk) for chunk in chunks])
+        if not body.stream:
+            self.status = 200
+            await self._send_whole(_json(response.whole()))
+            return
+        usage = response.last_chunk()
+        await self._send_events([b"[DONE]"] if usage is None else [to_json(usage), b"[DONE]"], more=False)
+
+    def _observe(self, updates: Sequence[Update], last: dict[tuple[int, int], float]) -> None:
+        """`last`: when each text had its last token."""
+        now, metrics = time.monotonic(), self._service.metrics
+        metrics.generated_tokens.inc(len(updates))
+        for update in updates:
+            key = update.prompt, update.sample
+            if key in last:
+                metrics.between_tokens.observe(now - last[key])
+            elif not last:
+                metrics.first_token.observe(now - self._arrived)
+            last[key] = now
+
+    async def _send(self, message: Message) -> None:
+        """Raises ClientDisconnect where the server can tell."""
+        try:
+            await self._asgi_send(message)
+        except OSError:
+            raise ClientDisconnect from None
+
+    async def _send_whole(self, response: HttpResponse) -> None:
+        self._begun = True
+        await response(self._request.scope, self._request.receive, self._send)
+
+    async def _send_events(self, events: Sequence[bytes], *, more: bool = True) -> None:
+        """Server-sent events; the first ones after the headers."""
+        if not self._begun:
+            self._begun, self.status = True, 200
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        body = b"".join(b"data: %b\n\n" % event for event in events)
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _fail(self, error: ApiError) -> None:
+        """End with an error: as a response, or as the last event of one."""
+        self.status = error.status
+        if not self._begun:
+            await self._send_whole(_json(error.content(), error))
+        else:
+            await self._send_events([to_json(error.content())], more=False)
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", retry=True)
+
+
+def _json(content: Any, error: ApiError | None = None) -> HttpResponse:
+    status, headers = (200, {}) if error is None else (error.status, error.headers)
+    return HttpResponse(to_json(content), status, headers, "application/json")
+
+
+async def _api_error(request: Request, error: ApiError) -> HttpResponse:
+    return _json(error.content(), error)
+
+
+async def _http_error(request: Request, error: HTTPException) -> HttpResponse:
+    wrong = ApiError(error.status_code, f"{request.method} {request.url.path[:100]}: {error.detail}")
+    response = _json(wrong.content(), wrong)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _other_error(request: Request, error: Exception) -> HttpResponse:
+    wrong = ApiError(500, "an error of the server; its log has it")
+    return _json(wrong.content(), wrong)

@@ -1,0 +1,234 @@
+"""The thread that owns the generator of a server: requests join and leave the running batch between steps.
+
+On the first rank the event loop calls `Engine.submit` and `Engine.cancel`. Before each step the engine's thread takes
+what came since the last one as a `Command`, broadcasts it, and applies it. The other ranks run `follow`, which receives
+and applies the same commands. So every rank makes the same calls of the generator, which is collective.
+
+*Idle ranks.* Commands travel over a gloo group of their own, so a rank that waits for one sleeps in the receive of a
+socket, on CUDA too, where a collective of NCCL would occupy the GPU. While there is nothing to do the first rank sends
+an empty command every `HEARTBEAT` seconds. That is far below the group's time-out, which therefore means what it
+says: the first rank hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megafp8.distributed.collectives import broadcast, broadcast_object, rank, size
+from megafp8.inference.generator import FinishReason, Generator, Load, Submission
+from megafp8.inference.sampling import SamplingOptions
+from megafp8.parallel_state import host_group
+
+HEARTBEAT = 30.0
+"""Seconds between the commands that the first rank sends while there is nothing to do."""
+
+logger = logging.getLogger(__name__)
+
+
+class Update(NamedTuple):
+    """One more token of a text. `prompt`, `sample`, `top_logprobs`, `finish_reason`: as in `Completion`; `text`: what
+    it adds, which may be nothing."""
+
+    prompt: int
+    sample: int
+    text: str
+    token: int
+    logprob: float
+    top_logprobs: Sequence[tuple[int, float]]
+    finish_reason: FinishReason | None
+
+
+class Added(NamedTuple):
+    """A request, by a number that no other has: prompts as tokens, and options for each, with seeds."""
+
+    number: int
+    prompts: Sequence[Sequence[int]]
+    options: Sequence[SamplingOptions]
+
+
+class Command(NamedTuple):
+    """What to do before a step."""
+
+    added: Sequence[Added] = ()
+    cancelled: Sequence[int] = ()
+    stop: bool = False
+
+
+_NOTHING = Command()
+
+
+def _share(command: Command, group: ProcessGroup | None) -> Command:
+    """The first rank's command, on all ranks. Most are empty, and cost one small broadcast."""
+    if size(group) == 1:
+        return command
+    is_something = broadcast(torch.tensor([command != _NOTHING]), group, 0)
+    return broadcast_object(command, group) if is_something.item() else _NOTHING
+
+
+class _Requests:
+    """The requests that a generator works on, the same on every rank."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._submissions: dict[int, Submission] = {}
+
+    def __len__(self) -> int:
+        return len(self._submissions)
+
+    def step(self, command: Command) -> dict[int, list[Update]]:
+        """Obey a command, run the model once, and return what it adds to each request."""
+        for number, prompts, options in command.added:
+            self._submissions[number] = self._generator.submit(prompts, options)
+        for number in command.cancelled:  # some of them may have been added just now
+            if (submission := self._submissions.pop(number, None)) is not None:
+                self._generator.cancel(submission)
+        self._generator.step()
+        updates = {}
+        for number, submission in list(self._submissions.items()):
+            if submission.pieces:
+                updates[number] = _updates(submission)
+            if submission.finished:
+                del self._submissions[number]
+        return updates
+
+
+def _updates(submission: Submission) -> list[Update]:
+    """The pieces of one step: a token of each text at most, so that it is the completion's last."""
+    found = []
+    while submission.pieces:
+        text, own = submission.pieces.popleft()
+        top = own.top_logprobs[-1] if own.top_logprobs else ()
+        found.append(Update(own.prompt, own.sample, text, own.tokens[-1], own.logprobs[-1], top, own.finish_reason))
+    return found
+
+
+@dataclass(eq=False)
+class Handle:
+    """A request in the hands of the engine. `updates`: those of each step, and at last the exception of an engine that
+    has failed, if it has. `texts`: how many have not ended."""
+
+    number: int
+    texts: int
+    updates: asyncio.Queue[list[Update] | Exception] = field(default_factory=asyncio.Queue)
+
+
+class Engine:
+    """Owns `generator` on the first rank, in a thread of its own. Collective: made on every rank.
+
+    Except for the thread's own function, all of it belongs to the event loop that calls `start`. `open_texts`: texts
+    that have not ended. `load`: of the generator after the last step. `failure`: what ended the thread.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self.open_texts = 0
+        self.load: Load = generator.load
+        self.failure: Exception | None = None
+        self._group = host_group() if generator.model.parallel.world_size > 1 else None
+        self._handles: dict[int, Handle] = {}
+        self._last_number = 0
+        self._inbox = threading.Condition()
+        self._added: list[Added] = []
+        self._cancelled: list[int] = []
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
+
+    def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
+        """Start the thread, which reports to the running event loop. `on_failure` is called there if it fails."""
+        assert rank(self._group) == 0, "the other ranks follow"
+        self._loop, self._on_failure = asyncio.get_running_loop(), on_failure
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, and the other ranks' `follow`, after the running step. Blocks until then."""
+        with self._inbox:
+            self._stopped = True
+            self._inbox.notify()
+        self._thread.join()
+
+    def submit(self, prompts: Sequence[Sequence[int]], options: Sequence[SamplingOptions]) -> Handle:
+        """Generate texts that `Generator.check` has accepted; each of `options` has a seed."""
+        self._last_number += 1
+        handle = Handle(self._last_number, sum(x.num_samples for x in options))
+        if self.failure is not None:
+            handle.updates.put_nowait(self.failure)
+            return handle
+        self._handles[handle.number] = handle
+        self.open_texts += handle.texts
+        with self._inbox:
+            self._added.append(Added(handle.number, prompts, options))
+            self._inbox.notify()
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """End what has not ended of a request. Its pages are free before the next step begins."""
+        if self._handles.pop(handle.number, None) is None:
+            return
+        self.open_texts -= handle.texts
+        with self._inbox:
+            self._cancelled.append(handle.number)
+            self._inbox.notify()
+
+    def abandon(self, error: Exception) -> None:
+        """Cancel all requests, and give `error` to those who wait for them."""
+        for handle in list(self._handles.values()):
+            self.cancel(handle)
+            handle.updates.put_nowait(error)
+
+    def follow(self) -> None:
+        """Do what the first rank commands, until it stops. On every other rank."""
+        assert rank(self._group) > 0
+        requests = _Requests(self.generator)
+        while not (command := _share(_NOTHING, self._group)).stop:
+            requests.step(command)
+
+    def _run(self) -> None:
+        """The thread."""
+        device = self.generator.model.parallel.device
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                requests = _Requests(self.generator)
+                while not (command := _share(self._next_command(len(requests) > 0), self._group)).stop:
+                    updates = requests.step(command)
+                    self.load = self.generator.load
+                    if updates:
+                        self._loop.call_soon_threadsafe(self._deliver, updates)
+        except Exception as error:
+            logger.exception("the generator failed; the server ends")
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _next_command(self, busy: bool) -> Command:
+        """What came since the last one; waits for it unless there is something to generate."""
+        with self._inbox:
+            if not (busy or self._added or self._cancelled or self._stopped):
+                self._inbox.wait(HEARTBEAT)
+            command = Command(self._added, self._cancelled, self._stopped)
+            if not (command.added or command.cancelled or command.stop):
+                return _NOTHING
+            self._added, self._cancelled = [], []
+            return command
+
+    def _deliver(self, updates: Mapping[int, list[Update]]) -> None:
+        for number, own in updates.items():
+            if (handle := self._handles.get(number)) is None:
+                continue  # cancelled meanwhile
+            ended = sum(update.finish_reason is not None for update in own)
+            handle.texts -= ended
+            self.open_texts -= ended
+            if not handle.texts:
+                del self._handles[number]
+            handle.updates.put_nowait(own)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self.abandon(error)
+        self._on_failure()
